@@ -31,7 +31,7 @@ def test_every_replica_learns_and_notes_its_rounds(launch, replicas, tmp_path):
 def test_one_that_dies_is_let_in_again_while_the_others_go_on():
     flags = ["--steps", "1000", "--dies_at", "200"]
     ended = run_python(*LAUNCH, FILE, *flags, timeout_s=120)
-    assert "replica 1 is out: was killed by SIGKILL; training goes on with 1 replica" in ended.stderr
+    assert "replica 1 is out: was killed by SIGKILL; training continues with 1 replica" in ended.stderr
     assert "replica 1 joined; 2 replicas train" in ended.stderr
 
 

@@ -211,7 +211,7 @@ def test_a_killed_replica_starts_again_another_launcher_joins_and_all_end_well(h
             1
         ]
         first.printed(
-            f"generation 2: {lost} is out: was killed by SIGKILL; training goes on with 1 replica$"
+            f"generation 2: {lost} is out: was killed by SIGKILL; training continues with 1 replica$"
         )  # fewer than the least go on
         first.printed(f"generation 3: {lost} joined; 2 replicas train")
         with Launcher("--join", where, "train.py", "1.5") as second:  # seconds that it takes longer to end
@@ -277,7 +277,7 @@ def test_a_replica_of_several_ranks_is_started_again_if_one_of_them_dies(home):
         ranks = until(lambda: len(found := list(home.glob("rank1_*"))) == 2 and found)
         os.kill(int(ranks[0].name[6:]), signal.SIGKILL)
         lost = run.printed(r"farflung: (replica \d) ended with exit code 137; it starts again in 1 s")[1]
-        run.printed(f"generation 2: {lost} is out: ended with exit code 137; training goes on with 1 replica")
+        run.printed(f"generation 2: {lost} is out: ended with exit code 137; training continues with 1 replica")
         run.printed(f"generation 3: {lost} joined; 2 replicas train")
         (home / "last").touch()
         assert run.ended() == 0
@@ -366,13 +366,13 @@ def test_a_machine_that_is_cut_off_comes_back_with_the_line_and_one_that_is_gone
     machines, first, second = far
     machines.cut()
     first.wait_for("is out: its machine gave no sign for")
-    first.wait_for("training goes on with 2 replicas")
+    first.wait_for("training continues with 2 replicas")
     time.sleep(10.0)
     machines.mend()
     until(lambda: first.text.count("joined; 4 replicas train") == 2)
-    before = first.text.count("training goes on with 2 replicas")
+    before = first.text.count("training continues with 2 replicas")
     machines.kill(1)
-    until(lambda: first.text.count("training goes on with 2 replicas") > before)
+    until(lambda: first.text.count("training continues with 2 replicas") > before)
     assert "generation" not in second.end()
 
 
@@ -388,5 +388,5 @@ def test_without_the_first_launcher_training_goes_on_until_the_next_loss_ends_it
     machines.kill(0)
     said = second.end()
     assert said.count("failed on node1") == 1
-    assert said.count("A replica was lost, and those that are left can't agree on who goes on") == 3  # box and lines
+    assert said.count("A replica was lost, and the survivors can't agree on how to continue") == 3  # box and lines
     assert second.process.returncode == 1

@@ -167,7 +167,7 @@ def test_one_that_is_told_to_end_takes_part_in_a_round_before_but_does_not_wait_
         run.signal(members[0], signal.SIGTERM)
         run.until(lambda: run.has_ended(members[0]))
         run.signal(members[1], signal.SIGCONT)
-        run.until(lambda: any("training goes on with 1 replica" in event for event in run.events))
+        run.until(lambda: any("training continues with 1 replica" in event for event in run.events))
         said = run.finish()
         assert {one["member"] for one in said if "end" in one} == {members[1]}
         assert not any("replica 1 is out" in event for event in run.events)

@@ -95,7 +95,8 @@ def asked(member, needed=None):
 def test_newcomers_wait_for_the_one_that_alone_has_state(end):
     members = Members(Record(2, 1, (1, 2, 3), newcomers=(2, 3)), ready=(1, 2, 3))
     results = [members.runs(lambda one=one: settled(members.member(one), False)) for one in (2, 3)]
-    members.told("member 2, member 3 can't begin: nobody else has what was trained (member 1: it did not come within")
+    missing = "no other replica has the trained state (member 1: it did not come within"
+    members.told(f"member 2, member 3 can't begin: {missing}")
     if end == "it comes":
         assert settled(members.member(1), True).ids == (1,)
         assert [result().ids for result in results] == [(1,), (1,)]
@@ -105,7 +106,7 @@ def test_newcomers_wait_for_the_one_that_alone_has_state(end):
         members.told("training begins again with 2 replicas")
     else:
         for result in results:
-            with pytest.raises(RankFailure, match="To train from the beginning would lose it"):
+            with pytest.raises(RankFailure, match="Training from the beginning would lose it"):
                 result()
 
 
@@ -124,8 +125,8 @@ def test_who_asks_members_of_whom_nothing_is_heard_ends_with_a_sentence(launcher
         members.notes.note("machine", 1, "node1:7")
         why = "its machine gave no sign for"
     result = members.runs(lambda: asked(members.member(2)))
-    members.told(f"member 2 waits: nobody else has what was trained (member 1: {why}")
-    with pytest.raises(RankFailure, match=f"Nobody is there who has what was trained, for .*: {why}"):
+    members.told(f"member 2 waits: no other replica has the trained state (member 1: {why}")
+    with pytest.raises(RankFailure, match=f"No replica with the trained state has come for .*: {why}"):
         result()
 
 
@@ -166,7 +167,7 @@ def test_one_that_is_not_like_the_members_is_not_let_in_and_one_with_other_versi
 def test_one_that_is_late_again_and_again_hears_what_helps_and_waits_longer():
     peers = Members(Record(1, 1, (1, 2))).member(1).peers
     assert [bool(late_again(peers, 2)) for _ in range(3)] == [False, True, True]
-    assert "late 4 times by now: rounds by time, as in edit(seconds=...)" in late_again(peers, 2)
+    assert "late 4 times so far: rounds by time, such as edit(seconds=...)" in late_again(peers, 2)
     assert "it asks again in 32 s" in late_again(peers, 2)
 
 
@@ -216,7 +217,7 @@ def test_a_newcomer_waits_for_a_stopped_member_that_alone_has_what_was_trained()
         run.until(lambda: run.at(9))
         run.signal(first, signal.SIGSTOP)
         second = run.start(1)
-        run.until(lambda: any("nobody else has what was trained" in event for event in run.events))
+        run.until(lambda: any("no other replica has the trained state" in event for event in run.events))
         run.signal(first, signal.SIGCONT)
         run.until(lambda: run.joined(second))
         assert not wrong(run.finish())

@@ -296,7 +296,7 @@ def test_replicas_come_while_rounds_are_under_way(recipe):
 
 
 def test_who_takes_part_is_said_once():
-    with pytest.raises(ConfigError, match="takes no group and no island beside it"):
+    with pytest.raises(ConfigError, match="takes no group and no island with it"):
         OuterLoop(Two(), DILOCO, SoloGroup(), membership=FixedMembership(SoloGroup(), SoloGroup()))
     with pytest.raises(ConfigError, match="membership"):
         OuterLoop(Two(), DILOCO, membership="all")

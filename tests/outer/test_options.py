@@ -401,7 +401,7 @@ def test_advice_is_by_cause_and_names_what_can_be_set():
     meter.add("seconds_voting", 70.0)
     for by_flags, by_time in (False, "(edit(seconds=10))"), (True, "(--outer edit --outer-seconds 10)"):
         advice = meter.advice(by_flags)
-        assert "89% of that for slower ranks: let rounds begin by time" in advice
+        assert "89% of that for slower ranks: start rounds by time" in advice
         assert by_time in advice
         assert "bits" not in advice
 

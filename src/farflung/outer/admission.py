@@ -22,7 +22,7 @@ _LONGEST_PAUSE_S = 60.0  # before one that was late several times asks again
 
 
 class Admission:
-    """Both sides of the door: those that ask, and the members that admit them.
+    """Both sides of an admission: replicas that ask for it, and the members that grant it.
 
     Args:
         member: this replica's id.
@@ -36,17 +36,17 @@ class Admission:
         self.is_over = False  # the run had ended before this replica was admitted
 
     def describe(self, needs: Needs, island_size: int, data: str) -> str:
-        """Return what this replica says of itself, which must be the same on all; see `likeness`."""
+        """Return this replica's description of itself, which must be the same on all; see `likeness`."""
         return description_of(needs, island_size, data, self._versions)
 
     # ---- of one that asks
 
     def ask(self, has_state: bool, description: str, tensors: Sequence[str]) -> Record:
-        """Ask to be admitted, and wait for it; where nobody is left who could do so, begin with others that ask.
+        """Ask to be admitted, and wait; if no member is left to admit it, begin with others that ask.
 
         Raises:
             ConfigError: this replica is not like the members.
-            RankFailure: the run has ended; or those who have what was trained give no sign of life.
+            RankFailure: the run has ended; or the replicas that hold the trained state give no sign of life.
         """
         peers = self._peers
         last = 0 if peers.record is None else peers.record.number
@@ -77,7 +77,7 @@ class Admission:
             time.sleep(_PAUSES * peers.pause_s)
 
     def _holders(self, record: Record, asks: Iterable[Ask]) -> dict[int, str]:
-        """Return who may still have what was trained, by id, and why nothing is heard of it; RankFailure at the end."""
+        """Return members that may still hold the trained state, and why they are silent; RankFailure at the end."""
         signs = self._peers.signs
         came_back = {one.member for one in asks if one.last >= record.number} | {self._member}
         if any(self._notes.noted("left", one) == DONE for one in record.ids):
@@ -92,7 +92,7 @@ class Admission:
         return holders
 
     def _begin(self, record: Record | None, asks: Mapping[str, Ask], waited_s: float) -> None:
-        """Make those that ask a generation, as soon as there are enough: nobody else has anything that was trained."""
+        """Make a generation of those that ask, as soon as there are enough: no other replica holds a trained state."""
         signs = self._peers.signs
         there = [(name, one) for name, one in asks.items() if not signs.ended(one.member)]
         there = [(name, one) for name, one in there if not signs.unheard(one.member)]
@@ -110,7 +110,7 @@ class Admission:
             self._notes.tell(f"generation {number}: training begins with {counted(len(ids), 'replica')}")
 
     def _heed(self, question: str) -> None:
-        """Read what the members have answered."""
+        """Act on the members' answer."""
         if question and (why := self._members.take_answer("refused", question)):
             raise ConfigError(
                 f"This replica can't join the run: {why}. Start it with the settings and model of the run."
@@ -119,10 +119,10 @@ class Admission:
             _logger.warning(f"This replica differs from those that it has joined: {why}")
 
     def _tell_wait(self, holders: Mapping[int, str], told: str) -> str:
-        """Say what this replica waits for, unless it has `told` so before; return what in a word."""
+        """Print what this replica waits for, unless it has `told` so before; return that in a word."""
         what = "lost" if all(holders.values()) else "admission"
         if what != told:
-            why = f"the others let it in after their next round, unless they are {self._most} already"
+            why = f"the others let it in after their next round, unless there are {self._most} already"
             why = self._peers.describe_missing(holders) if what == "lost" else why
             self._notes.tell(f"{self._notes.name_of(self._member)} waits: {why}")
         return what
@@ -130,7 +130,7 @@ class Admission:
     # ---- of members
 
     def waiting(self, record: Record | None, description: str, tensors: Sequence[str]) -> dict[str, Ask]:
-        """Return those that ask and may be admitted to a generation, by the name of their question."""
+        """Return the replicas that ask and may be admitted to a generation, by the name of their question."""
         found, signs = {}, self._peers.signs
         for name, one in self._members.asks().items():
             is_in = record is not None and one.member in record.ids
@@ -141,7 +141,7 @@ class Admission:
         return found
 
     def admit(self, record: Record, past: int, description: str, tensors: Sequence[str]) -> Record:
-        """Return the next generation, with those that wait, as one of the members decides: all come here together.
+        """Return the next generation, with those that wait, which one of the members decides: all call this together.
 
         Args:
             past: see `Record`.
@@ -170,7 +170,7 @@ class Admission:
         return new
 
     def _fits(self, question: str, one: Ask, mine: str, tensors: Sequence[str] = ()) -> bool:
-        """Whether a replica is like the others; else refuse it."""
+        """Return whether a replica is like the others; if not, refuse it."""
         if not (why := unlike(one.description, mine)):
             return True
         odd = unlike_tensors(self._members.tensors(question), tensors) if tensors else ""
@@ -182,5 +182,5 @@ class Admission:
 
 
 def late_pause_s(num_lates: int) -> float:
-    """Return how long one that was late several times waits before it asks again."""
+    """Return how long a replica that was late several times waits before it asks again."""
     return min(_LONGEST_PAUSE_S, 2.0**num_lates) if num_lates > 1 else 0.0

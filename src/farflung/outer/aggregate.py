@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other ways from what each rank brings to what all of them get; the plain mean is in `agreement.py`."""
+"""Other ways to aggregate the values of all ranks; the plain mean is in `agreement.py`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Gathering(Aggregator):
 
 @dataclass(frozen=True)
 class GatherMean(_Gathering):
-    """The weighted mean of what the wires stand for, gathered whole and summed in rank order in fp32 on every rank."""
+    """The weighted mean of the decoded wires, which every rank gathers whole and sums in rank order in fp32."""
 
     def _combined(self, wires: list[Tensor], codec: Codec, out: Tensor, decision: Decision) -> tuple[Tensor, float]:
         out.zero_()
@@ -137,12 +137,12 @@ class RadialMean(Aggregator):
 
         m = sum_k w_k d_k / sum_k w_k;  result = m / |m| * sum_k w_k |d_k| / sum_k w_k;  of embeddings m itself
 
-    A mean of M deltas that have little in common is shorter by a factor of up to sqrt(M), so the outer learning rate
+    A mean of M deltas that are nearly orthogonal is shorter by a factor of up to sqrt(M), so the outer learning rate
     that suits it depends on M. With this length it doesn't. Equal deltas, and a single one, give their plain mean.
-    Norms are of what the other replicas decode. A fragment is kept in its buffers as a whole until all of it has come:
-    only then is the length of m known.
+    Norms are of the values that the other replicas decode. A fragment stays in its buffers as a whole until all of it
+    has arrived: only then is the length of m known.
 
-    Where deltas nearly cancel out, their mean points in a random direction, and is scaled up all the same.
+    If deltas nearly cancel out, their mean points in a random direction, and is still scaled up.
 
     Source: Decoupled DiLoCo (arXiv:2604.21428).
     """
@@ -161,8 +161,8 @@ class RadialMean(Aggregator):
 class Lengths:
     """The squared norms of each tensor in one round, by which `RadialMean` lengthens the mean.
 
-    A tensor that is cut into several buckets, or into the shards of an island, has one norm. It is of what the other
-    replicas decode: a lossy codec shortens each replica's values and their mean alike, and that must cancel out.
+    A tensor that is cut into several buckets, or into the shards of an island, has one norm. It is that of the values
+    that the other replicas decode: a lossy codec shortens a replica's values and their mean alike, which cancels out.
 
     Args:
         buckets: of the parameters.
@@ -177,7 +177,7 @@ class Lengths:
         self.num_bytes = self._squares.nbytes  # that `agree` sends to each rank
 
     def note_sent(self, k: int, sent: Tensor) -> None:
-        """Measure what the others decode of this rank's bucket `k`, `[sizes[k]]`."""
+        """Measure the values that the others decode of this rank's bucket `k`, `[sizes[k]]`."""
         self._squares[0, self._buckets.owners(k)] += self._dots(k, sent)
 
     def note_mean(self, k: int, total: Tensor, divisor: float) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one kind of value is combined: what a rank brings of them, how it is summed, what it makes of the result.
+"""How one kind of value is combined: what each rank sends, how the values are summed, and how the result is applied.
 
-Weights may have an anchor: the point that all replicas agree on, in fp32, with the outer optimizer that moves it. Here
+Weights may have an anchor: the point that all replicas agree on, in fp32, with the outer optimizer that moves it. This
 is the plain case; other ways to sum are in `aggregate.py`, and agreement one round late in `eager.py`.
 """
 
@@ -32,7 +32,7 @@ MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
 
 @dataclass(frozen=True)
 class Payload:
-    """What a rank brings of one bucket."""
+    """A rank's part of one bucket."""
 
     values: Tensor  # `[n]`; under error feedback they have become the residual, once there is a wire
     wire: Tensor | None  # what goes on the wire, encoded. None: it is encoded when the exchange starts
@@ -59,16 +59,16 @@ class Pending:
 class Aggregator(Protocol):
     """Starts the exchange of one bucket; all ranks call it with the same codec.
 
-    A rank knows its own weight when it starts, and those of the others when it decodes: values travel beside the votes.
+    A rank knows its own weight when it starts, and those of the others when it decodes: values travel with the votes.
     """
 
     agrees: ClassVar[bool] = True  # all ranks get the same bits
 
     def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
-        """Do with `x` `[n]` what does not need this rank's weight."""
+        """Do the part of the work on `x` `[n]` that does not need this rank's weight."""
 
     def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
-        """Send it off; it is used up. `number` is the same on all ranks and grows from round to round."""
+        """Start sending a payload, which is used up. `number` is the same on all ranks and grows with each round."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Mean(Aggregator):
 
 @dataclass(frozen=True)
 class Max(Aggregator):
-    """The largest value of each element, as of counters; no codec and no weight has a say in it."""
+    """The largest value of each element, for counters; codec and weight have no effect."""
 
     def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
         return Payload(x, x, x)
@@ -108,8 +108,8 @@ class Averaged:
     """local <- aggregate(local): the weights themselves, or buffers. Nothing is kept between rounds.
 
     Attributes:
-        buckets: of the values; their buffers hold what this rank brings, then what comes back.
-        is_anchored: deltas from an anchor are exchanged, whose norm says how far this rank has moved.
+        buckets: of the values; their buffers hold this rank's values, then the aggregate.
+        is_anchored: ranks exchange deltas from an anchor, whose norm tells how far this rank has moved.
     """
 
     is_anchored = False
@@ -122,7 +122,7 @@ class Averaged:
         self._num_loaded = 0  # of the first buckets, whose buffers hold what this rank brings
 
     def bring(self, k: int) -> Tensor:
-        """Fill the buffer of bucket `k` with what this rank brings, and return it."""
+        """Fill the buffer of bucket `k` with this rank's values, and return it."""
         return self.buckets.pack(k)
 
     def load(self) -> None:
@@ -132,12 +132,11 @@ class Averaged:
             self.bring(k)
 
     def measure(self) -> tuple[float, float]:
-        """Fill the buffers, and look at all values.
+        """Fill the buffers, and check all values.
 
         Returns:
-            The norm of what this rank brings, which is finite if and only if all values are; of values without an
-            anchor it is 0 or no number at all, found by the cheapest pass over memory. And the largest magnitude where
-            the codec has a limit, else 0.
+            The norm of this rank's values, which is finite if and only if all of them are; without an anchor it is 0 or
+            NaN, which takes the cheapest pass over memory. And the largest magnitude if the codec has a limit, else 0.
         """
         largest, seen = [], []
         for k in reversed(range(len(self.buckets))):
@@ -157,7 +156,7 @@ class Averaged:
         return norm, float(torch.stack(largest).max()) if largest else 0.0
 
     def prepare(self, k: int, group: Group) -> Payload:
-        """Encode bucket `k`, with what was left over last time, as far as this rank's weight is not needed."""
+        """Encode bucket `k`, with the residual of the last round, as far as this rank's weight is not needed."""
         if k >= self._num_loaded:
             self.bring(k)
         residual = self._residuals[k] if self._residuals else None
@@ -169,14 +168,14 @@ class Averaged:
         return wire if wire is payload.values else self.codec.decode(wire, torch.empty_like(payload.values))
 
     def forget(self) -> None:
-        """The buffers are used up."""
+        """Mark the buffers as used up."""
         self._num_loaded = 0
 
     def apply(self, k: int, payload: Payload, result: Tensor, divisor: float) -> None:
         self.buckets.unpack(k, divisor)
 
     def agreed(self, k: int) -> Sequence[Tensor]:
-        """Return bucket `k` of what was agreed on, tensor by tensor; call it right after a round was applied."""
+        """Return bucket `k` of the agreed values, tensor by tensor; call it right after a round was applied."""
         return self.buckets.pieces(k)
 
     def adopt(self) -> None:
@@ -186,30 +185,30 @@ class Averaged:
         """anchor <- local, where there is one."""
 
     def rows(self) -> dict[str, list[Tensor]]:
-        """Return what is kept of each element between rounds, by name: one flat tensor a bucket."""
+        """Return the state that each element has between rounds, by name: one flat tensor per bucket."""
         return {}
 
     def continue_from(self, other: Averaged) -> None:
-        """Take over what another agreement keeps that is not of single elements."""
+        """Take over the state of another agreement that does not belong to single elements."""
 
     def replicated(self) -> Any:
-        """Return copies of what a newcomer begins with: here the values, which right after a round all have alike."""
+        """Return copies of the state that a newcomer begins with: here the values, equal on all right after a round."""
         return [[piece.clone() for piece in self.buckets.pieces(k)] for k in range(len(self.buckets))]
 
     def join(self, replicated: Any) -> None:
-        """Take over what `replicated` returned on another rank, the values too."""
+        """Take over the state that `replicated` returned on another rank, including the values."""
         for k, pieces in enumerate(replicated):
             foreach_copy_(self.buckets.pieces(k), pieces)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return copies of what is kept between rounds."""
+        """Return copies of the state between rounds."""
         return None
 
     def load_state_dict(self, state: Any) -> None:
-        """Take over what `state_dict` returned."""
+        """Take over a state that `state_dict` returned."""
 
     def _is_finite(self) -> bool:
-        """Look at element by element: a sum of large finite values can overflow."""
+        """Check element by element: a sum of large finite values can overflow."""
         pieces = [piece for k in range(len(self.buckets)) for piece in self.buckets.pieces(k)]
         return all(bool(torch.isfinite(piece).all()) for piece in pieces)
 
@@ -259,7 +258,7 @@ class Blend:
 class Anchored(Averaged):
     """anchor <- outer_opt(anchor, aggregate(codec(anchor - local))); local <- merge(local, anchor).
 
-    The anchor is one flat tensor a bucket, so that the outer optimizer can go on bucket by bucket, as they land. That
+    The anchor is one flat tensor per bucket, so that the outer optimizer can step bucket by bucket, as they land. That
     needs no memory but the anchor, the optimizer's state and the buffers of the buckets.
 
     Args:
@@ -306,13 +305,13 @@ class Anchored(Averaged):
         return replace(super().prepare(k, group), anchor=self._chunks[k].detach())
 
     def apply(self, k: int, payload: Payload, result: Tensor, divisor: float) -> None:
-        """Move the anchor, then merge. Only now is what was sent taken out of the residual."""
+        """Move the anchor, then merge. Only now subtract the values that were sent from the residual."""
         if self._residuals and payload.weight:
             self._residuals[k].copy_(payload.values)
         self._advance(k, result if divisor == 1 else result.div_(divisor))
 
     def _advance(self, k: int, mean: Tensor) -> None:
-        """Let the outer optimizer move bucket `k` of the anchor, with `mean` `[sizes[k]]` as its gradient; merge."""
+        """Step the outer optimizer on bucket `k` of the anchor, with `mean` `[sizes[k]]` as its gradient; merge."""
         assert self._optimizer is not None
         chunk = self._chunks[k]
         group = self._optimizer.param_groups[0]
@@ -335,7 +334,7 @@ class Anchored(Averaged):
             foreach_copy_(self.buckets.pieces(k), self.agreed(k))
 
     def reset_anchor(self) -> None:
-        """anchor <- local, and nothing is left over from what was sent."""
+        """anchor <- local; residuals are 0."""
         for k, chunk in enumerate(self._chunks):
             chunk.detach().copy_(self.buckets.pack(k))
         for residual in self._residuals:
@@ -350,7 +349,7 @@ class Anchored(Averaged):
         return rows | ({"residual": self._residuals} if self._residuals else {})
 
     def continue_from(self, other: Averaged) -> None:
-        """Take over the settings of another outer optimizer, and what it keeps, 0 for each element as yet."""
+        """Take over the settings of another outer optimizer, and its state, with 0 for each element."""
         assert isinstance(other, Anchored)
         if self._optimizer is None or other._optimizer is None:
             return
@@ -401,7 +400,7 @@ def average(tensors: Sequence[Tensor], group: Group, decision: Decision, cap_byt
 
 
 def take_largest(tensors: Sequence[Tensor], group: Group, decision: Decision, cap_bytes: int = CAP_BYTES) -> int:
-    """Replace `tensors` of whole numbers by the largest value of each element, at once; the rest is as in `average`."""
+    """Replace `tensors` of whole numbers by the largest value of each element, at once; otherwise like `average`."""
     return _brought_together(Buckets(tensors, torch.int64, cap_bytes=cap_bytes), Max(), group, decision)
 
 

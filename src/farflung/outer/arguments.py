@@ -57,8 +57,8 @@ class OuterConfig(OuterSettings):
         anchor_on_cpu: keep the anchor and the outer optimizer's state in host memory.
         inner: what a round does with the inner optimizer's state: `keep` (each rank its own), `reset`, `average`.
         bucket_bytes: bucket size; see `OuterLoop`. Larger buckets pay off on fast links with high latency.
-        same_data: replicas may see the same batches. Otherwise changes that are equal to the last bit in their first
-            rounds stop the run.
+        same_data: replicas may see the same batches. Otherwise the run stops if their changes are equal to the last bit
+            in their first rounds.
         steps: optimizer steps of the whole run, if known: fewer than one round are refused, and fewer than ten rounds
             get a warning.
         log: a file to which the main process appends a line of JSON for each round; with `{rank}` in its name, one
@@ -171,7 +171,7 @@ def checked(
         needed = ("is_fixed", "most", "island", "enter", "lost")
         check_protocol("membership", membership, needed, "a membership, as farflung.outer.membership describes it")
         if group is not None or island is not None:
-            raise ConfigError("A membership says who takes part, so OuterLoop takes no group and no island beside it.")
+            raise ConfigError("A membership says who takes part, so OuterLoop takes no group and no island with it.")
         island = membership.island
     island = island or SoloGroup()
     _check_shards_are_of_island(model, island)
@@ -242,13 +242,13 @@ def _check_statistics(model: nn.Module, island: Group | None) -> None:
 
 
 def _bucket_bytes_of(model: nn.Module, island: Group) -> int:
-    """Return the bucket size where neither the loop nor the recipe says one, from what this rank trains."""
+    """Return the bucket size, from the values that this rank trains, if neither the loop nor the recipe sets one."""
     trained = sum(4 * p.numel() for p in model.parameters() if p.requires_grad and not is_lazy(p))
     return bucket_bytes_for(trained // (island.size if model_has_dtensor(model) else 1))
 
 
 def checked_items(items: object, done: bool, recipe: Recipe) -> float:
-    """Return how many items a step had, which may be a tensor with one element; raise ConfigError if that won't do."""
+    """Return how many items a step had, given as a number or a one-element tensor; raise ConfigError for others."""
     if not (isinstance(items, Tensor) and items.numel() == 1):
         check_number("items", items, least=0)
     count = float(cast(float, items))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets rounds go on beside the training: on a thread, and on CUDA a stream, of their own."""
+"""Runs rounds in the background of training: on a thread, and on CUDA a stream, of their own."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Job:
     """A job under way.
 
     Attributes:
-        watch: returns when a future is done; a rank that is lost meanwhile ends it with an error.
-        seconds: from when it was given until it was done; 0 until then.
-        waited: how many of them a thread has waited for it.
+        watch: returns when a future is done; raises an error if a rank is lost meanwhile.
+        seconds: from its submission to its end; 0 until then.
+        waited: how many of these seconds a thread has waited for it.
     """
 
     watch: Callable[[Future[None]], None]
@@ -32,11 +32,11 @@ class Job:
 
     @property
     def hidden_s(self) -> float:
-        """How many seconds it took beside training."""
+        """How many seconds of it overlapped with training."""
         return max(0.0, self.seconds - self.waited)
 
     def wait(self) -> None:
-        """Return when it is done; raise what it raised, once."""
+        """Return when it is done; raise its error, once."""
         start = time.perf_counter()
         try:
             if self.future is not None:
@@ -55,8 +55,8 @@ class BackgroundWorker:
 
     Args:
         device: where the jobs' tensors are.
-        group: what the jobs talk through, in a thread of their own. None: a job runs at once, where it is given, and
-            what it raises comes out of its `wait`.
+        group: the group through which the jobs communicate, in a thread of their own. None: a job runs at once, on the
+            caller's thread, and its `wait` raises its error.
     """
 
     def __init__(self, device: torch.device, group: Group | None) -> None:
@@ -66,7 +66,7 @@ class BackgroundWorker:
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
 
     def submit(self, call: Callable[[], None]) -> Job:
-        """Run `call` behind all that is on the caller's stream now."""
+        """Run `call` after all that is on the caller's stream now."""
         job, begun = Job(self._group.hand_over()), time.perf_counter()
         ready = None if self._stream is None else torch.cuda.current_stream(self._stream.device).record_event()
 

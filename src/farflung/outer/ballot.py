@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny vote of a round: what each rank, or island of ranks, says of itself, and the tally they all derive."""
+"""The tiny vote of a round: a ballot of each rank, or island of ranks, and the tally they all derive."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _TENSORS_SHOWN = 5  # that ranks differ in, in an error
 
 
 def digest_of(text: str) -> int:
-    """Return a whole number, exact in fp64, that is the same for equal texts and hardly for two others."""
+    """Return a whole number, exact in fp64, that is the same for equal texts and almost never for different ones."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
 
 
 def odd_among(digests: Sequence[int]) -> list[int]:
-    """Return the ranks whose digest is not that of most others; of two, the one that came later."""
+    """Return the ranks whose digest is not that of the majority; of two, the one that joined later."""
     usual = max(digests, key=digests.count)  # of equally frequent ones the first: members are in the order of coming
     return [rank for rank, digest in enumerate(digests) if digest != usual]
 
 
 @dataclass(frozen=True)
 class Ballot:
-    """What a rank says in a round."""
+    """A rank's vote in a round."""
 
     number: int  # of the vote; ranks that are not in the same one must not reduce together
     # What was really done since this rank's values were last agreed on, as a part of what a full round has. A number of
@@ -68,7 +68,7 @@ class Tally:
     marks: tuple[int, ...] = ()
 
     def too_large(self, factors: Sequence[float], limit: float) -> tuple[int, ...]:
-        """Name the ranks whose values would not be finite once summed under a codec's `limit`."""
+        """Return the ranks whose values would not be finite once summed under a codec's `limit`."""
         if math.isinf(limit):
             return ()
         parts = [factor * value for factor, value in zip(factors, self.largest, strict=True)]
@@ -78,16 +78,16 @@ class Tally:
 
     @property
     def sound_weights(self) -> tuple[float, ...]:
-        """The weights of the ranks whose floating buffers are finite, 0 for the others, which get what these have."""
+        """The weights of the ranks whose floating buffers are finite; 0 for the others, which receive those buffers."""
         return tuple(weight * sound for weight, sound in zip(self.weights, self.sound, strict=True))
 
 
 class Voters:
-    """The ranks of one group, which vote before anything that they agreed on is changed.
+    """The ranks of one group, which vote before they change anything that they agreed on.
 
     Args:
-        description: what must be the same on all ranks: recipe, shapes, cut.
-        tensors: a line for each tensor that is exchanged, of which the description has no more than a digest.
+        description: all that must be the same on all ranks: recipe, shapes, cut.
+        tensors: a line for each tensor that is exchanged; the description has only a digest of them.
         noun: for one of them, in errors.
     """
 
@@ -102,7 +102,7 @@ class Voters:
         self._fingerprint = digest_of(description)
 
     def begin(self, ballot: Ballot) -> Callable[[], Tally]:
-        """Begin to gather the ballots of all ranks; calling what is returned waits for them, and may raise an error.
+        """Begin to gather the ballots of all ranks; return a function that waits for them, and may raise an error.
 
         Raises:
             CollectiveMismatch: the ranks differ in their descriptions, or in the number of the vote.
@@ -150,8 +150,8 @@ class Voters:
 class Island:
     """The ranks that train one replica together: the same for all, or each its shards.
 
-    In a round each of them meets the same rank of the other islands, so all must make the same of what they hear there.
-    That needs no more than that all ranks of an island cast the same ballot.
+    In a round each of them meets the same rank of the other islands, and all must reach the same decision. For that it
+    is enough that all ranks of an island cast the same ballot.
 
         norm = sqrt(sum of the shards' squared norms);  largest = max;  sound, finished = and;  weight = mean
 
@@ -171,7 +171,7 @@ class Island:
         self._is_sharded = is_sharded
 
     def ballot(self, mine: Ballot) -> Ballot:
-        """Return what the island says, where this rank says `mine`: a collective."""
+        """Return the island's ballot, from this rank's `mine` and those of the others: a collective."""
         if self.size == 1:
             return mine
         tally = self.voters.begin(mine)()
@@ -190,12 +190,12 @@ class Island:
         return [self._of_all(column) for column in zip(*self.gathered(*mine), strict=True)]
 
     def gathered(self, *mine: float) -> list[list[float]]:
-        """Return what all ranks say, by rank: a collective."""
+        """Return the values of all ranks, by rank: a collective."""
         if self.size == 1:
             return [list(mine)]
         rows: list[list[float]] = self.voters.group.all_gather_small(torch.tensor(mine, dtype=torch.float64)).tolist()
         return rows
 
     def _of_all(self, squares: Sequence[float]) -> float:
-        """Add up what shards have; of equal ones take the mean, which lets no NaN through unseen."""
+        """Add up the values of shards; if all hold the same, take the mean, which hides no NaN."""
         return math.fsum(squares) / (1 if self._is_sharded else self.size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares what replicas have agreed on: a digest of it in some votes, and each tensor where these differ."""
+"""Compares the weights that replicas have agreed on: a digest in some votes, and each tensor if the digests differ."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Comparison:
     _num_watched: int = 0  # rounds that are still to be checked, as newcomers have come
 
     def note_round(self, weights: Averaged, num_rounds: int, is_common: bool) -> None:
-        """Note what a round left now and then, if that is the same on all ranks."""
+        """Keep a digest of a round's result now and then, if that is the same on all ranks."""
         is_due = num_rounds % _DIGEST_EVERY == 1 or self._num_watched > 0
         self._num_watched = max(0, self._num_watched - 1)
         self._note(weights, is_common and is_due)
 
     def note_newcomers(self, weights: Averaged, is_common: bool) -> None:
-        """Compare what is agreed on in the first rounds, and in the next vote if it `is_common` between rounds."""
+        """Compare the agreed weights in the first rounds, and in the next vote if all share them between rounds."""
         self._num_watched = _WATCHED
         self._note(weights, is_common)
 
@@ -48,7 +48,7 @@ class Comparison:
         self.digest, self._num_watched = other.digest, other._num_watched
 
     def check(self, weights: Averaged, digests: Sequence[int], voters: Voters) -> None:
-        """Compare what all ranks have noted; CollectiveMismatch names the first tensor that differs."""
+        """Compare the digests of all ranks; CollectiveMismatch names the first tensor that differs."""
         if len(set(digests)) == 1:
             return
         mine = self._checksums(weights)
@@ -72,7 +72,7 @@ class Comparison:
         self.digest = digest_of(" ".join(map(str, self._checksums(weights)))) if is_compared else -1
 
     def _checksums(self, weights: Averaged) -> list[int]:
-        """Return a checksum of what was agreed on of each parameter."""
+        """Return a checksum of the agreed value of each parameter."""
         found: dict[int, int] = {}
         for k in range(len(weights.buckets)):
             for number, piece in zip(weights.buckets.owners(k), weights.agreed(k), strict=True):

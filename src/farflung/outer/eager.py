@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eager updates: a rank's own moves are in its anchor before anyone else has seen them."""
+"""Eager updates: a rank applies its own moves to its anchor before the others have received them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from farflung.outer.ballot import Island
 
 
 class Eager(Anchored):
-    """The mean of the last round, in which this rank's own stale term is replaced by what it has done since.
+    """The mean of the last round, in which a rank replaces its own stale term by its current one.
 
         g = mean(t-1) + f (delta(t) - sent(t-1));  anchor <- outer_opt(anchor, g);  local <- anchor;  send delta(t)
 
@@ -37,11 +37,11 @@ class Eager(Anchored):
         self._next_share = 0.0
 
     def bring(self, k: int) -> Tensor:
-        """Fill the buffer with what `finish` has found a moment ago."""
+        """Fill the buffer with the pseudo-gradient that `finish` has just computed."""
         return self.buckets.flat(k).copy_(self._sent[k])
 
     def prepare(self, k: int, group: Group) -> Payload:
-        """Encode, and remember what the others will see of it."""
+        """Encode, and keep the values that the others will decode."""
         payload = super().prepare(k, group)
         if payload.wire is not None:
             self.codec.decode(payload.wire, self._sent[k])
@@ -53,10 +53,10 @@ class Eager(Anchored):
         self._next_share = payload.weight / divisor
 
     def finish(self, has_worked: bool, has_arrived: bool, island: Island) -> None:
-        """Move the anchor by what has come back and by what this rank has done, at the end of a round's time.
+        """Move the anchor by the mean that has arrived and by this rank's own steps, at the end of a round's time.
 
-        If nothing is new, of this rank or of others, momentum alone would move it, so it stays. So it does if this
-        rank's weights are not finite: the vote that follows will say so.
+        If neither is new, momentum alone would move it, so it stays. It also stays if this rank's weights are not
+        finite: the next vote reports that.
 
         Args:
             has_worked: this rank has done something since the last round.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replicas that come and go: a membership whose generations are decisions on one board.
 
-A member that is lost, or late for too long, breaks the generation: each of the others closes its connections, says on
-the board how far its rounds have come, and waits until all that still live have said so. One of them then decides on
-the next generation, and all go by that. Newcomers ask on the board; the votes of a round let all members know of them
-at the same point.
+A member that is lost, or late for too long, breaks the generation: each of the others closes its connections, records
+on the board how far its rounds have come, and waits until all survivors have done so. One of them then decides on the
+next generation, and all follow it. Newcomers ask on the board; the votes of a round notify all members of them at the
+same point.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Elastic:
         expected: how many replicas the first generation waits for.
         least: the number that suffices after `grace_s` seconds.
         most: how many there will be at most.
-        grace_s: how many seconds the others wait for a replica that is late before they go on without it. None: 30, or
-            twice the time between the latest two rounds if that is longer.
+        grace_s: how many seconds the others wait for a replica that is late before they continue without it. None: 30,
+            or twice the time between the latest two rounds if that is longer.
         island: the ranks that train this replica.
 
     Attributes:
-        data: what is known of the data before the first replica is met, which must be the same on all.
-        joined: the number of the generation in which it came in as a newcomer; 0 if it was there from the first one on.
+        data: a description of the data, set before the first generation, which must be the same on all replicas.
+        joined: the number of the generation that it entered as a newcomer; 0 if it belonged to the first one.
     """
 
     is_fixed = False
@@ -151,7 +151,7 @@ class Elastic:
                 self.peers.notes.note("left", self.member, reason or DONE)
 
     def _next(self, needs: Needs) -> Record:
-        """Return the generation of now, as one rank of each replica finds or decides it."""
+        """Return the current generation, as one rank of each replica finds or decides it."""
         record = self._decided or self.record
         if record is None or self.member not in record.ids or not (needs.has_state or self._decided):
             has_state = needs.has_state and (record is None or self.member not in record.odd)
@@ -167,6 +167,6 @@ class Elastic:
         return self._admission.describe(needs, self.island.size, self.data)
 
     def _end_island_waits(self) -> None:
-        """Let the other ranks of the replica, who may wait for this one in a round, come here too."""
+        """End the waits of the replica's other ranks for this one in a round, so that they come here too."""
         if self.island.size > 1:
-            self.island.leave("its replica goes on without one that was lost")
+            self.island.leave("its replica continues without one that was lost")

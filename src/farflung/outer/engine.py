@@ -178,7 +178,7 @@ class OuterLoop(Facts):
             if self.steps_since_sync > 0 and not self.is_warming:  # else all have the same already
                 self._sync.run_next()
             self._rounds.apply_all()
-        self._end(is_in_step=False, reason="it was told to end, and did so after a round")
+        self._end(is_in_step=False, reason="it was asked to end, and did so after a round")
         leaving.leave()
 
     def step(self, items: float = 0) -> None:
@@ -347,7 +347,7 @@ class OuterLoop(Facts):
 
     def _check_open(self) -> None:
         if not self._open:
-            raise StateError("This outer loop has ended. Build a new OuterLoop to go on.")
+            raise StateError("This outer loop has ended. Build a new OuterLoop to continue.")
 
     def _leave(self, error: BaseException) -> None:
         self._quorum.generation.leave(f"{type(error).__name__}: {error}"[:500])
@@ -367,5 +367,5 @@ class OuterLoop(Facts):
 
 
 def _identity(replica: Replica, quorum: Quorum) -> dict[str, Any]:
-    """Return what a state must have in common with the loop that loads it."""
+    """Return the part of a state that must equal that of the loop that loads it."""
     return {"description": replica.description, "shard": quorum.generation.island.shard}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an outer loop says of itself, without communication: where it is, who it is, what it has cost."""
+"""Properties of an outer loop that need no communication: its position, its role, its costs."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ class Facts:
 
     @property
     def is_newcomer(self) -> bool:
-        """Whether this replica came to a run of others, and has made no step since."""
+        """Whether this replica joined a run of others, and has made no step since."""
         return self._quorum.welcome is not None
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first one of the replicas that are there: the one to write what they have in common."""
+        """Whether this is the first of the current replicas: the one to write what all of them share."""
         return self._quorum.group.rank == 0
 
     @property
     def has_anchor(self) -> bool:
-        """Whether the weights that all ranks last agreed on are at hand, beside those that this rank trains."""
+        """Whether this rank holds the weights that all ranks last agreed on, in addition to those that it trains."""
         return self._recipe.has_anchor
 
     def stats(self) -> Stats:
-        """Return what the rounds have cost so far: bytes, seconds, and how many there were."""
+        """Return the costs of the rounds so far: their number, bytes and seconds."""
         return self._meter.stats()
 
     def advice(self, by_flags: bool = False) -> str:
-        """Return what the statistics so far suggest to change, in `--outer-` flags or in keywords; empty if nothing."""
+        """Return the changes that the statistics so far suggest, as `--outer-` flags or keywords; empty if none."""
         return self._meter.advice(by_flags)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ends a wait in a generation of replicas: one that is gone or late, values that never come, a lost store."""
+"""Ends waits in a generation of replicas if a member is gone or late, values never come, or the store is lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MEASURED_BYTES = 1_000_000  # at least: smaller ones say little of a line
 
 
 class GenerationWatch:
-    """Looks for what ends a wait in a generation: one that is gone, one that is late, values that never come.
+    """Checks whether a wait in a generation must end: a member is gone, or late, or values never come.
 
     Args:
         member: this replica's id.
@@ -51,7 +51,7 @@ class GenerationWatch:
             return ""
         now = peers.members.record()
         if now is not None and now.number > number:
-            return "the others have gone on"
+            return "the others have entered a later generation"
         places = peers.members.said(number, self._what, self._record.ids)
         late = [one for one in self._record.ids if places.get(one) != entered.place]
         num_ends, before = peers.notes.num_ends(), self._num_ends
@@ -71,7 +71,7 @@ class GenerationWatch:
         return ""
 
     def _longest_s(self, entered: Entered) -> float:
-        """Return how long a wait may last of which nothing is known."""
+        """Return how long a wait may last while no cause is known."""
         return self._peers.grace_s + entered.nbytes / self._peers.slowest_bps
 
     def note_end(self, entered: Entered, waited_s: float) -> None:

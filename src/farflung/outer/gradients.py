@@ -30,9 +30,9 @@ class LocalDDP:
     """Keeps a DDP model from sending.
 
     Args:
-        averages: says before each exchange whether the gradients of all ranks are to be averaged, as in a warm-up.
-        island: the ranks over which DDP was made, of several; it sends its buffers among them, and averages gradients
-            over them otherwise.
+        averages: returns, before each exchange, whether to average the gradients of all ranks, as in a warm-up.
+        island: the ranks over which DDP was made, if several; it sends its buffers among them, and otherwise averages
+            gradients over them.
 
     Raises:
         ConfigError: DDP was made over other ranks: neither all of them nor the island.
@@ -136,7 +136,7 @@ class GradientWarmup:
 
     Args:
         steps: how many there are.
-        timetable: says which step is next.
+        timetable: has the number of the next step.
         is_done_by_ddp: torch's DDP averages gradients, in the backward pass.
 
     Attributes:
@@ -176,7 +176,7 @@ class GradientWarmup:
                 break
 
     def _meet(self, finished: bool) -> bool:
-        """Average the gradients of all ranks that still have data, of which this is none if `finished`.
+        """Average the gradients of all ranks that still have data; if `finished`, this rank has none.
 
         Returns:
             whether any rank has data.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inner optimizer: what a round does with its state, hooks on its steps, and which parameters Muon trains."""
+"""The inner optimizer: how a round treats its state, hooks on its steps, and the parameters that Muon trains."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COUNTER = "step"  # torch.optim keeps it as a float tensor, which has the shape
 
 
 class Inner:
-    """What is done with the state of the inner optimizer after a round.
+    """How the state of the inner optimizer is updated after a round.
 
     Attributes:
         needs_optimizer: the loop must know the inner optimizer.
@@ -83,7 +83,7 @@ class AverageState(Inner):
     def __call__(
         self, optimizer: Optimizer | None, parameters: Sequence[Tensor], rounds: int, group: Group, decision: Decision
     ) -> int:
-        """Average what is due, unless ranks have different tensors: an optimizer that never stepped has none.
+        """Average the tensors that are due, unless ranks have different ones: an optimizer that never stepped has none.
 
         Ranks with values that are not finite get the mean of the others.
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SIGTERM does to a replica that comes and goes: it takes part in one more round, and ends then.
+"""On SIGTERM, a replica that comes and goes takes part in one more round, and then ends.
 
-A scheduler that wants its machine back, or a launcher that is told to end, leaves a process some seconds. A handler of
-signals can't run a round, so it notes that it was called, and the loop looks at that after each step.
+A scheduler that reclaims its machine, or a launcher that was asked to end, gives a process some seconds. A signal
+handler can't run a round, so it sets a flag, which the loop checks after each step.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _SAME_S = 1.0  # a scheduler tells launcher and replica, and the launcher tells 
 
 
 class Leaving:
-    """Takes the place of SIGTERM's default action, where the script has no handler of its own. A second one ends.
+    """Replaces SIGTERM's default action, unless the script has a handler of its own. A second signal ends the process.
 
     Args:
         within_s: seconds after which the process ends, however far the round is.
 
     Attributes:
-        is_asked: this replica was told to end.
+        is_asked: this replica got the signal.
     """
 
     def __init__(self, within_s: float) -> None:
@@ -46,7 +46,7 @@ class Leaving:
             self.leave()
 
     def _end(self) -> None:
-        """End this process after a while, also one whose main thread waits where no handler is called."""
+        """End this process after a while, even if its main thread waits where Python calls no handler."""
         time.sleep(self._within_s)
         os._exit(128 + signal.SIGTERM)
 
@@ -56,6 +56,6 @@ class Leaving:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def stop(self) -> None:
-        """Let SIGTERM end this process at once again."""
+        """Restore SIGTERM's default action."""
         if signal.getsignal(signal.SIGTERM) == self._note and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a newcomer has in common with the members of a run, compared before it is let in: settings must be equal, while
-other versions and another script are only worth a line."""
+"""Compares a newcomer with the members of a run before they admit it: settings must be equal, while other versions and
+another script are only reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PART = re.compile(r", (?![^(]*\))|; ")  # of a description, outside of brackets
 
 
 def versions() -> dict[str, str]:
-    """Return what this process runs: versions, script and arguments."""
+    """Return the versions, the script and the arguments of this process."""
     script = Path(sys.argv[0]) if sys.argv else Path()
     content = script.read_bytes() if script.is_file() else b""
     return {
@@ -37,13 +37,13 @@ def versions() -> dict[str, str]:
 
 
 def description_of(needs: Needs, island_size: int, data: str, versions: Mapping[str, str]) -> str:
-    """Return what a replica says of itself when it asks to be let in, as JSON."""
+    """Return the description of a replica that asks to be admitted, as JSON."""
     values = (_PROTOCOL, island_size, needs.description, data)
     return json.dumps({**dict(zip(_SETTINGS, values, strict=True)), **versions})
 
 
 def unlike(theirs: str, mine: str) -> str:
-    """Return the settings in which a replica that asks differs, with both values; empty where it may be let in."""
+    """Return the settings in which a replica that asks differs, with both values; empty if it may be admitted."""
     found = []
     for name, value, own in _differing(theirs, mine, of_settings=True):
         values, owns = _PART.split(value), _PART.split(own)
@@ -61,7 +61,7 @@ def unlike_tensors(theirs: Sequence[str], mine: Sequence[str]) -> str:
 
 
 def other_versions(theirs: str, mine: str) -> str:
-    """Return what else differs, and does no harm by itself."""
+    """Return all other differences, which do no harm by themselves."""
     differing = _differing(theirs, mine, of_settings=False)
     return "; ".join(f"{name}: {value!r} instead of {own!r}" for name, value, own in differing)
 

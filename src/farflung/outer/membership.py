@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who takes part in rounds: generations, between which replicas come and go, and the membership that never changes."""
+"""The replicas that take part in rounds: generations, between which they come and go, and the fixed membership."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from farflung.outer.ballot import Ballot, Island, Voters
 
 
 class OddMembers(RankFailure):
-    """Members whose state is not that of the others; `why` says so of each, by its id."""
+    """Members whose state is not that of the others; `why` has the difference of each, by its id."""
 
     def __init__(self, why: Mapping[int, str]) -> None:
         super().__init__("; ".join(why.values()))
@@ -43,7 +43,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Generation:
-    """Who is there, and all that depends on it. A round keeps the generation in which it was opened."""
+    """The current members, and all that depends on them. A round keeps the generation in which it was opened."""
 
     number: int  # 0 for the first one
     ids: tuple[int, ...]  # of the members, by rank: the same replica keeps its id
@@ -52,9 +52,9 @@ class Generation:
     island: Island  # the ranks that train this replica, as they meet beside rounds
     in_round: Island  # and in them
     num_votes: int  # the number of the members' next vote
-    newcomers: tuple[int, ...] = ()  # ranks that were not there before; they get what all others have in common
+    newcomers: tuple[int, ...] = ()  # ranks that were not there before; they get what all others share
     lost: Mapping[int, str] = field(default_factory=dict)  # why members of the generation before are not in it, by id
-    may_lose: bool = False  # the others go on without a member that is late, though it lives
+    may_lose: bool = False  # the others continue without a member that is late, though it lives
 
     @property
     def joins(self) -> bool:
@@ -66,7 +66,7 @@ class Generation:
 
     @cached_property
     def background(self) -> Group | None:
-        """All members, for a thread that rounds go on in; None: they go on where they are launched."""
+        """All members, for a thread in which rounds run; None: they run where they are launched."""
         return None if self.levels[0].group is self.group else self.levels[0].group
 
     def describe(self, description: str, tensors: Sequence[str]) -> None:
@@ -118,7 +118,7 @@ ALL = 2**31  # buckets: a round that some have behind them
 
 
 class Membership(Protocol):
-    """Who takes part, from generation to generation.
+    """Decides which replicas take part, from generation to generation.
 
     Attributes:
         is_fixed: a lost rank ends the loop.
@@ -133,10 +133,10 @@ class Membership(Protocol):
     last_round_s: float = 0.0
 
     def enter(self, needs: Needs) -> Generation:
-        """Return the generation of now: a collective of its members where it is a new one. Called between rounds."""
+        """Return the current generation: a collective of its members if it is new. Called between rounds."""
 
     def is_awaited(self, needs: Needs) -> bool:
-        """Whether somebody is known to wait to be let in who has what the others need."""
+        """Return whether a replica that meets `needs` is known to wait for admission."""
         return False
 
     def agree(self, num_votes: int, complete: Mapping[int, int], odd: Mapping[int, str]) -> dict[int, int]:
@@ -148,7 +148,7 @@ class Membership(Protocol):
             odd: members to exclude, as their state is not that of the others: why, by id.
 
         Returns:
-            the same for all that are left, by vote: as many as all of them could apply; `ALL` where one has applied all
+            the same on all survivors, by vote: as many as all of them could apply; `ALL` if one has applied all
             already.
         """
 
@@ -156,11 +156,11 @@ class Membership(Protocol):
         """End the generation; the next one excludes the lost ranks.
 
         Raises:
-            RankFailure: the same, where nothing can go on.
+            RankFailure: the same one, if nothing can continue.
         """
 
     def end(self, reason: str) -> None:
-        """Take no part any more; the loop has ended, by an error if there is a `reason`."""
+        """Stop taking part; the loop has ended, by an error if there is a `reason`."""
         return None
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merge the states of an outer loop on some ranks into one from which any number of ranks can continue.
 
-local       the mean over the old ranks, weighted by the work that each has done since its last round; what is not
-            finite counts only if nothing else is there
+local       the mean over the old ranks, weighted by the work that each has done since its last round; values that are
+            not finite count only if there are no others
 anchor      kept, with its outer optimizer; if each rank has its own anchor, their mean
 residuals   of error feedback: their mean, so that the ranks together still owe what they owed
 in flight   counts as not sent: it is still in the local weights
@@ -81,7 +81,7 @@ def _merged_fragment(column: Sequence[dict[str, Any]], number: int, states: Sequ
 
 
 def _all_pending(part: dict[str, Any], open_round: dict[str, Any] | None) -> list[float]:
-    """Return the work that a rank has done since its last round, including what it had sent."""
+    """Return the work that a rank has done since its last round, including work that it had sent."""
     if open_round is None:
         return list(part["pending_weight"])
     return [done + sent for done, sent in zip(part["pending_weight"], open_round["claimed_weight"], strict=True)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a replica knows of the others of its run: who takes part, who lives, and how long one that is late has."""
+"""A replica's view of its run: which others take part, which are alive, and how long it waits for a late one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from farflung.comm.member_store import LauncherNotes, MemberStore, Record, Signs
 
 _GRACE_S, _GAPS = 30.0, 2  # by default, or so many times the time between two rounds: a machine 3 times slower is kept
 _READY_S = 5.0  # a newcomer that is admitted looks for it many times a second
-_HOLDER_GRACES = 20  # how long those that have nothing wait for the one that has what was trained
+_HOLDER_GRACES = 20  # how long replicas without a state wait for the one that holds the trained state
 _SLOWEST_BPS = 125_000  # bytes per second; slower values count as lost, until a speed was measured
 
 
@@ -29,7 +29,7 @@ class Peers:
         record: the generation that this replica is in, or was in last.
         at_once: `members`, for questions that training must not wait for.
         is_admitting: newcomers of this generation may still be on their way into it.
-        slowest_bps: values that come more slowly than so many bytes a second count as lost, after `grace_s`.
+        slowest_bps: values that arrive at fewer bytes per second count as lost, after `grace_s`.
     """
 
     def __init__(self, board: Board, loop: str, grace_s: float | None) -> None:
@@ -56,11 +56,11 @@ class Peers:
         self._gap_s, self._last_round_at, self.is_admitting = now - self._last_round_at, now, False
 
     def limit_s(self, member: int) -> float:
-        """Return how long others wait for a member that is late."""
+        """Return how many seconds others wait for a member that is late."""
         return min(self.grace_s, _READY_S) if self._is_on_its_way(member) else self.grace_s
 
     def cause(self, member: int, waited_s: float) -> str:
-        """Return why there is no more waiting for a member that has not come; empty while there is."""
+        """Return why the others stop waiting for a member that has not come; empty while they wait."""
         if ended := self.signs.ended(member):
             return ended
         if silent_s := self.signs.silent_s(member):
@@ -74,26 +74,26 @@ class Peers:
         return ""
 
     def _is_on_its_way(self, member: int) -> bool:
-        """Whether a newcomer has been admitted a moment ago, and has made no round yet."""
+        """Return whether a newcomer was admitted a moment ago, and has made no round yet."""
         return self.is_admitting and self.record is not None and member in self.record.newcomers
 
-    # ---- those that have what was trained
+    # ---- replicas that hold the trained state
 
     def may_hold(self, record: Record, member: int) -> bool:
-        """Whether a member may have what was trained: one that had nothing gets it only once all are ready."""
+        """Return whether a member may hold the trained state: one that had none gets it only once all are ready."""
         had_nothing = member in (record.ids if record.is_fresh else record.newcomers)
         return not had_nothing or bool(self.members.said(record.number, "ready", [member]))
 
     def describe_missing(self, holders: Mapping[int, str]) -> str:
-        """Say which replicas alone have what was trained, by id, and why nothing is heard of them."""
+        """Return a text that names the only replicas that hold the trained state, and why they are silent."""
         named = "; ".join(f"{self.notes.name_of(one)}: {why}" for one, why in holders.items())
-        return f"nobody else has what was trained ({named})"
+        return f"no other replica has the trained state ({named})"
 
     def await_holders(self, holders: Mapping[int, str], waited_s: float) -> None:
-        """Raise RankFailure when those that alone have what was trained have been waited for long enough."""
+        """Raise RankFailure once the only replicas that hold the trained state were away for too long."""
         if waited_s > _HOLDER_GRACES * self.grace_s:
             raise RankFailure(
-                f"Nobody is there who has what was trained, for {in_seconds(waited_s)}: "
-                f"{self.describe_missing(holders)}. To train from the beginning would lose it. Start the run again "
+                f"No replica with the trained state has come for {in_seconds(waited_s)}: "
+                f"{self.describe_missing(holders)}. Training from the beginning would lose it. Start the run again "
                 "from its newest checkpoint."
             )

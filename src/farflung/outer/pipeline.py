@@ -46,7 +46,7 @@ class Pipeline:
 
     Args:
         number: of the round.
-        meter: counts what they cost.
+        meter: counts their costs.
 
     Attributes:
         under_way: on the wire.
@@ -82,7 +82,7 @@ class Pipeline:
         return float(torch.stack(self._squares).sum()) if self._squares else 0.0
 
     def encode_weights(self) -> float:
-        """Encode all weights; return the norm of what the other ranks will decode."""
+        """Encode all weights; return the norm of the values that the other ranks will decode."""
         weights, total = self._fragment.weights, 0.0
         for k in range(len(weights.buckets)):
             payload = self._encoded[k] = weights.prepare(k, self._group)
@@ -92,7 +92,7 @@ class Pipeline:
         return math.sqrt(total)
 
     def send(self, weight: float, of_buffers: float) -> None:
-        """Queue all buckets, to count by these weights; alone only those that an outer optimizer waits for."""
+        """Queue all buckets, to count by these weights; with one rank only those that an outer optimizer waits for."""
         mine = {"weights": weight, "buffers": of_buffers, "counters": 1.0}
         for kind, agreement in self._fragment.agreements.items():
             if self._group.size > 1 or agreement.is_anchored:
@@ -141,7 +141,7 @@ class Pipeline:
                 self._lengths.note_mean(bucket.k, bucket.result, bucket.divisor)
 
     def lengthen(self, island: Island, decision: Decision) -> None:
-        """Give the mean the length that `RadialMean` wants: a collective."""
+        """Give the mean the length that `RadialMean` defines: a collective."""
         lengths = self._lengths
         if lengths is None or sum(map(bool, decision.factors)) == 1:  # whose values have their length already
             return
@@ -160,7 +160,7 @@ class Pipeline:
         return [bucket for bucket in self.arrived if bucket.kind == "weights"]
 
     def land(self, until: float = math.inf) -> None:
-        """Bring what has arrived into the model, up to so many buckets of this round."""
+        """Apply the buckets that have arrived to the model, up to so many of this round."""
         while self.arrived and self.num_landed < until:
             bucket = self.arrived.popleft()
             agreement = self._fragment.agreements[bucket.kind]
@@ -168,7 +168,7 @@ class Pipeline:
             self.num_landed += 1
 
     def state_dict(self) -> list[tuple[Any, ...]]:
-        """Return copies of what has arrived."""
+        """Return copies of the buckets that have arrived."""
         rows = [(one.kind, one.k, one.payload, one.result, one.divisor) for one in self.arrived]
         return [
             (kind, k, payload.weight, payload.values.clone(), result.clone(), divisor)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The members of a run, and the one place that goes on without those that are lost.
+"""The members of a run, and the one place that continues without lost ones.
 
-A loss ends what is under way alike on all survivors; they enter the next generation, launch what was due again, and do
-what they were about to do. Where the membership is fixed, a loss ends the loop instead.
+After a loss all survivors end the rounds under way alike, enter the next generation, launch the rounds that were due
+again, and repeat the interrupted action. With a fixed membership a loss ends the loop instead.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ from farflung.outer.weighting import Decision, in_proportion
 
 @dataclass(frozen=True)
 class Welcome:
-    """What the members give a newcomer: where they are in the schedule, and what replicas share between rounds."""
+    """What members give a newcomer: their position in the schedule, and the state that all share between rounds."""
 
     position: int
     began: int  # the step at which the latest round was launched
     fragments: tuple[dict[str, Any], ...]  # as `BoundFragment.replicated` returns them
 
     def after_landing(self, number: int, now: dict[str, Any], kinds: tuple[str, ...]) -> Welcome:
-        """Return it with what all share `now` of a fragment: of these kinds of values, or of all of them."""
+        """Return it with the state of a fragment that all share `now`: of these kinds of values, or of all of them."""
         agreed = self.fragments[number]["agreed"] | {kind: now["agreed"][kind] for kind in kinds or now["agreed"]}
         fragments = (*self.fragments[:number], {**now, "agreed": agreed}, *self.fragments[number + 1 :])
         return replace(self, fragments=fragments)
 
 
 class UnderWay(Protocol):
-    """What is under way among the members when one is lost. Each of these may be called again after another loss."""
+    """The work under way when a member is lost. Each method may be called again after another loss."""
 
     def settle(self) -> None:
-        """Wait for what runs in the background."""
+        """Wait for rounds that run in the background."""
 
     def end_alike(self, odd: Mapping[int, str]) -> None:
         """End everything in the same state on all survivors; `odd` members are excluded, and why."""
 
     def relaunch(self) -> None:
-        """Launch in the current generation what has come to nothing in the one before."""
+        """Launch again, in the current generation, the rounds that ended without a result in the one before."""
 
 
 class _State(Enum):
@@ -69,20 +69,20 @@ class _State(Enum):
 
 
 class Quorum:
-    """Those that take part now, and how this rank comes to them.
+    """The current members, and this rank's way into their generation.
 
     Args:
-        membership: who takes part.
-        timetable: where this rank is in its schedule; that of a newcomer goes on where the members are.
-        meter: counts what the rounds cost.
+        membership: decides which replicas take part.
+        timetable: this rank's position in its schedule; a newcomer continues at that of the members.
+        meter: counts the costs of rounds.
 
     Attributes:
         generation: this rank's.
         needs: what it requires of the members, and the number of its next vote.
-        welcome: what this rank was given as a newcomer, updated by each round; None after its first step.
+        welcome: the state that this rank got as a newcomer, updated by each round; None after its first step.
         joined_in: the number of the latest generation that this rank has entered as a newcomer, or -1.
-        worker: runs rounds beside training, where they overlap with it.
-        under_way: what a loss ends.
+        worker: runs rounds in the background, if they overlap with training.
+        under_way: the work that a loss ends.
     """
 
     generation: Generation  # once it has met the others
@@ -110,14 +110,14 @@ class Quorum:
     # ---- one after the other, whatever is lost
 
     def run(self, *actions: Callable[[], object], again: bool = True, raises: bool = True) -> None:
-        """Do one action after the other; after a loss, those that are left from the one that it interrupted on.
+        """Do one action after the other; after a loss, survivors resume at the action that it interrupted.
 
         Args:
-            again: do the interrupted action again; else survivors may be done with it.
-            raises: False: a loss that ends the loop is not raised. What was under way has ended all the same.
+            again: repeat the interrupted action; otherwise survivors may be done with it.
+            raises: False: a loss that ends the loop is not raised. Rounds under way have ended nevertheless.
 
         Raises:
-            RankFailure: nothing can go on.
+            RankFailure: nothing can continue.
         """
         left = deque(actions)
         while left:
@@ -151,7 +151,7 @@ class Quorum:
 
     def _leave(self, failure: RankFailure) -> None:
         if hasattr(self, "generation"):
-            self.generation.leave(f"it goes on without lost ranks: {failure}")
+            self.generation.leave(f"it continues without lost ranks: {failure}")
 
     def _lose(self, failure: RankFailure) -> None:
         """Leave a generation in which ranks were lost, for the next one."""
@@ -200,7 +200,7 @@ class Quorum:
             self._noticed_at = None
 
     def _share(self, had_state: bool) -> None:
-        """Give newcomers what all share between rounds; at the start all get the values of the first member."""
+        """Give newcomers the state that all share between rounds; at the start all get that of the first member."""
         generation, shared, joins = self.generation, None, self.generation.joins
         if generation.newcomers or not had_state:
             giver = next(rank for rank in range(generation.group.size) if rank not in generation.newcomers)
@@ -239,7 +239,7 @@ class Quorum:
     # ---- a newcomer, until its first step
 
     def note_landing(self, number: int, *kinds: str) -> None:
-        """Keep what all share now of a fragment, if this is a newcomer: nothing that it was given outlives a round.
+        """On a newcomer, keep the state of a fragment that all share now: its welcome never outlives a round.
 
         Args:
             kinds: of values that have landed, as in `BoundFragment.agreements`; none: all of them.
@@ -278,7 +278,7 @@ class Quorum:
             self._meter.add_exchanged(average(tensors, self.group, decision, self._replica.cap_bytes))
 
     def average_buffers(self, fragment: BoundFragment) -> None:
-        """Bring a fragment's buffers together though no rank made a step: a forward pass is enough to move them."""
+        """Average a fragment's buffers though no rank made a step: a forward pass is enough to change them."""
         floats, counters = fragment.buffer_tensors()
         if floats:
             self.average(floats)
@@ -287,6 +287,6 @@ class Quorum:
             self._meter.add_exchanged(take_largest(counters, self.group, everyone, self._replica.cap_bytes))
 
     def take_changes(self) -> tuple[dict[int, str], tuple[int, ...]]:
-        """Return who was lost, and why, and who has joined since the last call."""
+        """Return the members that were lost, and why, and those that have joined since the last call."""
         changes, self._lost, self._joined = (self._lost, self._joined), {}, ()
         return changes

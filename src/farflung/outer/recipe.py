@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recipe is: the parts of one method."""
+"""The parts of a recipe, which make up one method."""
 
 from __future__ import annotations
 
@@ -144,12 +144,12 @@ class Recipe:
 
     @property
     def changes_norm(self) -> bool:
-        """Whether what replicas agree on is made longer or shorter."""
+        """Whether the aggregate is made longer or shorter."""
         return self.policy.max_norm < math.inf or self.is_radial
 
     @property
     def weighs_items(self) -> bool:
-        """Whether it must be said of each step how many items it has."""
+        """Whether each step must state how many items it has."""
         return self.weigh_by != "steps"
 
     def work_of(self, items: float) -> float:
@@ -157,7 +157,7 @@ class Recipe:
 
     @property
     def is_radial(self) -> bool:
-        """Whether the mean of each tensor is given the mean length of what it is made of."""
+        """Whether the mean of each tensor gets the mean norm of the replicas' values."""
         return isinstance(self.aggregator, RadialMean)
 
     @property
@@ -185,7 +185,7 @@ class Recipe:
 
     @property
     def has_anchor(self) -> bool:
-        """Whether that anchor is kept between rounds, beside the weights that are trained."""
+        """Whether that anchor is kept between rounds, in addition to the weights that are trained."""
         return self.agrees and self.optimizer is not None
 
     @property

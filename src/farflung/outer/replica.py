@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This rank's model as an outer loop sees it: fragments bound to memory, with all that is kept between rounds."""
+"""This rank's model as an outer loop sees it: fragments bound to memory, with all their state between rounds."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class BoundFragment:
     """A fragment bound to memory.
 
     Args:
-        num_buffers: as of `Buckets`. None: it is in its buffers as a whole, for the exchange and until it is applied.
-        is_new: all ranks shall start from rank 0's values, and buffers with values that are not finite are left out: a
-            collective. False: the fragment is what was agreed on.
+        num_buffers: see `Buckets`. None: it is in its buffers as a whole, for the exchange and until it is applied.
+        is_new: all ranks start from rank 0's values, without buffers that hold values which are not finite: a
+            collective. False: the fragment holds the values that were agreed on.
 
     Attributes:
-        cut: what it holds.
-        weights, buffers, counters: how each kind of values comes together; `agreements` has them by name.
-        pending_weight: by level, what was done since values were last sent.
+        cut: its tensors.
+        weights, buffers, counters: how each kind of value is combined; `agreements` has them by name.
+        pending_weight: by level, the work that was done since values were last sent.
         num_rounds: that were applied.
-        num_landed: buckets that a round has brought in which goes on, as ranks were lost in it.
-        comparison: whether all replicas agree on it.
+        num_landed: buckets that were already applied of a round that continues after a loss.
+        comparison: compares it with that of the other replicas.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class BoundFragment:
         self.agreements = {"weights": self.weights, "buffers": self.buffers, "counters": self.counters}
 
     def enter(self, before: Sequence[int], ids: Sequence[int]) -> None:
-        """Go on in a generation of other members: what is remembered of a replica goes with its id."""
+        """Continue in a generation of other members: the memory of a replica follows its id."""
         known = dict(zip(before, range(len(before)), strict=True))
         seen, self.num_ranks = self.history, len(ids)
         ranks = [(rank, known[one]) for rank, one in enumerate(ids) if one in known]
@@ -93,7 +93,7 @@ class BoundFragment:
             self.weights.num_ranks = len(ids)
 
     def replicated(self) -> dict[str, Any]:
-        """Return what all replicas have in common between rounds."""
+        """Return the state that all replicas share between rounds."""
         common = {"history": self.history, "num_rounds": self.num_rounds}
         return {**common, "agreed": {kind: one.replicated() for kind, one in self.agreements.items()}}
 
@@ -105,12 +105,12 @@ class BoundFragment:
             agreement.join(replicated["agreed"][kind])
 
     def rebind(self) -> None:
-        """Find tensors again that were moved since the last round, in a model that has the same ones still."""
+        """Find tensors again that were moved since the last round, in a model that still has the same ones."""
         for places, buckets in self._bound:
             buckets.rebind([place.owner[place.key] for place in places])
 
     def load(self, must_look: bool) -> tuple[float, float, bool]:
-        """Return what a ballot says of norm, largest magnitude and floating buffers, and fill the buffers."""
+        """Fill the buffers; return, for a ballot, norm, largest magnitude, and whether floating buffers are finite."""
         for agreement in self.agreements.values():
             agreement.forget()
         is_idle = self.num_ranks == 1 and not self.weights.is_anchored  # nothing to do without other replicas
@@ -123,25 +123,25 @@ class BoundFragment:
         return norm, largest, sound
 
     def fingerprint(self) -> int:
-        """Return a number in which weights differ that have other bits."""
+        """Return a number that differs for weights with different bits."""
         return digest_of(str([fingerprint(local(one)) for one in self.parameters()]))
 
     def count(self, amount: float) -> None:
         self.pending_weight = [done + amount for done in self.pending_weight]
 
     def claim(self, level: int) -> list[float]:
-        """Return what was done since the last round on each level, and reset this level and narrower ones."""
+        """Return the work done since the last round on each level, and reset this level and narrower ones."""
         narrower = range(len(self.pending_weight)) if level == 0 else range(1, level + 1)
         claimed = [done if number in narrower else 0.0 for number, done in enumerate(self.pending_weight)]
         self.pending_weight = [done - gone for done, gone in zip(self.pending_weight, claimed, strict=True)]
         return claimed
 
     def give_back(self, claimed: Sequence[float]) -> None:
-        """Count again what was sent in a round that came to nothing."""
+        """Count again the work that was sent in a round without a result."""
         self.pending_weight = [done + gone for done, gone in zip(self.pending_weight, claimed, strict=True)]
 
     def note_round(self, is_common: bool) -> None:
-        """Count a round that was applied; what it left may be compared if it `is_common` to all ranks."""
+        """Count a round that was applied; its result may be compared if it `is_common` to all ranks."""
         self.num_rounds += 1
         self.comparison.note_round(self.weights, self.num_rounds, is_common)
 
@@ -158,13 +158,13 @@ class BoundFragment:
         return [local(place.get()) for place in (*self.cut.parameters, *self.cut.averages)]
 
     def kept(self) -> dict[str, dict[int, Tensor]]:
-        """Return what is kept of each parameter between rounds, `[numel]`, by what it is and by the parameter's id."""
+        """Return the state of each parameter between rounds, `[numel]`, by its kind and by the parameter's id."""
         ids = [id(tensor) for tensor in self.trained]
         rows = self.weights.rows()
         return {name: dict(zip(ids, self.weights.buckets.by_tensor(rows[name]), strict=True)) for name in rows}
 
     def continue_from(self, other: BoundFragment, kept: Mapping[str, Mapping[int, Tensor]]) -> None:
-        """Take the place of another fragment, with what was kept of parameters that this one has too."""
+        """Replace another fragment, with its state of the parameters that this one has too."""
         self.pending_weight, self.history = other.pending_weight, other.history
         self.num_rounds = other.num_rounds
         self.comparison.continue_from(other.comparison)
@@ -204,11 +204,11 @@ class Change:
 
     fragments: list[Fragment]
     fit: list[Fragment]  # the same without buffers that can't be averaged
-    description: str  # as of `_described`, like the tensors
+    description: str  # see `_described`, like the tensors
     tensors: list[str]
     vote: str  # what ranks that have made the same change all say of it
     new: list[Place]  # parameters that were not trained before
-    must_agree: bool  # all ranks must have made the same change before anyone goes on
+    must_agree: bool  # all ranks must have made the same change before any of them continues
 
 
 class Replica:
@@ -218,8 +218,8 @@ class Replica:
         num_buffers: see `BoundFragment`.
 
     Attributes:
-        description: what must be the same on all ranks: recipe, shapes, cut.
-        tensors: a line for each tensor that is exchanged, of which the description has no more than a digest.
+        description: all that must be the same on all ranks: recipe, shapes, cut.
+        tensors: a line for each tensor that is exchanged; the description has only a digest of them.
         fragments: bound to memory.
     """
 
@@ -234,7 +234,7 @@ class Replica:
         self.fragments: list[BoundFragment] = []
 
     def make_alike(self, giver: int, takes: bool) -> None:
-        """Take over what no round exchanges from a rank, where it differs: a collective."""
+        """Take over values that no round exchanges from a rank, where they differ: a collective."""
         reshard(self._model.modules())
         make_alike(self._model, self._group, giver, takes)
 
@@ -247,7 +247,7 @@ class Replica:
         return BoundFragment(fragment, self._recipe, group, self.cap_bytes, self._num_buffers, is_new)
 
     def enter(self, generation: Generation, before: Sequence[int]) -> None:
-        """Go on among the members of a generation, where those of `before` are known: at first a collective."""
+        """Continue with the members of a generation, given those of `before`: a collective the first time."""
         has_values, self._group = bool(self.fragments), generation.group
         if not has_values:
             group = SoloGroup() if generation.joins else generation.group
@@ -256,7 +256,7 @@ class Replica:
             fragment.enter(before, generation.ids)
 
     def note_newcomers(self) -> None:
-        """Compare what is agreed on in the next vote, if it is the same on all ranks, and in the next rounds."""
+        """Compare the agreed weights in the next rounds, and in the next vote if they are the same on all ranks."""
         for fragment in self.fragments:
             fragment.comparison.note_newcomers(fragment.weights, self._recipe.has_anchor)
 
@@ -266,11 +266,11 @@ class Replica:
             self.fragments[number].rebind()
 
     def _has_changed(self) -> bool:
-        """Say whether a tensor was added, replaced, removed, frozen, thawed, tied, untied or made of another kind."""
+        """Return whether a tensor was added, replaced, removed, frozen, thawed, tied, untied or changed in kind."""
         return structure_of(self._model)[0] != self._structure[0]
 
     def change(self) -> Change | None:
-        """Return what the model is made of now, if that has changed since the last round."""
+        """Return the model's current structure, if it has changed since the last round."""
         if not self._has_changed():
             return None
         kept = {place.name for fragment in self.fragments for place in fragment.cut.places}
@@ -285,7 +285,7 @@ class Replica:
         return Change(fragments, fit, description, tensors, vote, new, must_agree)
 
     def follow(self, change: Change) -> None:
-        """Go on with what the model is made of now, and what was kept of the parameters that it still has."""
+        """Continue with the model's current structure, and the state of the parameters that it still has."""
         self._structure = structure_of(self._model)
         kept: dict[str, dict[int, Tensor]] = {}
         for fragment in self.fragments:
@@ -327,11 +327,11 @@ class Replica:
 
 
 def structure_of(model: nn.Module) -> tuple[list[Any], list[Any]]:
-    """Return what a model is made of, and the objects whose ids are in it: while they are held no other one gets these.
+    """Return a model's structure, and the objects whose ids are in it: while they are held, no other gets these ids.
 
-    It says which parameters and buffers a model has, where, of which kind, and which share memory. Values do not belong
-    to it, nor where they are in memory: a parameter whose `.data` was given other memory of the same shape and dtype is
-    the same one. Column by column, as it is found in every round: 0.3 ms for 500 tensors, tensor by tensor 0.5 ms.
+    It lists a model's parameters and buffers with their places and kinds, and which of them share memory. It contains
+    neither values nor addresses: a parameter whose `.data` was given other memory of the same shape and dtype is the
+    same one. Column by column, because every round computes it: 0.3 ms for 500 tensors, tensor by tensor 0.5 ms.
     """
     modules = list(model.modules())
     reshard(modules)
@@ -353,7 +353,7 @@ def structure_of(model: nn.Module) -> tuple[list[Any], list[Any]]:
 
 
 def _described(recipe: Recipe, model: nn.Module, cap_bytes: int) -> tuple[list[Fragment], str, list[str]]:
-    """Cut a model into fragments, and write down what must be the same on all ranks, for an error; and each tensor."""
+    """Cut a model into fragments; describe, for errors, what must be the same on all ranks, and each tensor."""
     fragments = recipe.fragments(model, recipe.schedule.fragments)
     outer = "none"
     if recipe.optimizer is not None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounds: a vote, an exchange, and then all of it is applied or nothing.
 
-Bucket after bucket is copied while others are on the wire, and the first ones travel beside the votes: a rank scales
-what it sends by its own weight, and all divide by the sum of weights that the votes bring. A bucket is applied only
-when every rank is known to have received it, so ranks that survive another one's death in the middle of a round have
-moved the same buckets. Where replicas are islands of several ranks, each bucket waits for all of them.
+Bucket after bucket is copied while others are on the wire, and the first ones travel with the votes: a rank scales its
+values by its own weight, and all divide by the sum of the weights in the votes. A rank applies a bucket only when every
+rank is known to have received it, so ranks that survive another one's death in the middle of a round have moved the
+same buckets. If replicas are islands of several ranks, each bucket waits for all of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LAG = 2  # of two buckets that follow each other so, the second is sent only af
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked of a round: enough to open it again, in another generation."""
+    """The parameters of a round: enough to open it again, in another generation."""
 
     action: Launch
     position: int  # this rank's, when the fragment was sent off
@@ -55,15 +55,15 @@ class OpenRound:
     """A round of one fragment that has not been applied yet.
 
     Args:
-        generation: who takes part.
+        generation: the members that take part.
         ballot: of this rank; of its island, once that has met.
-        claimed: what was done since the last round, by level.
+        claimed: the work done since the last round, by level.
 
     Attributes:
         phase: how far it has come.
-        group: those who meet in it.
-        job: where it is under way in the background.
-        tally: what all have voted, once that is known, and the decision that follows.
+        group: the ranks that meet in it.
+        job: its job, if it runs in the background.
+        tally: the votes of all, once they are known, and the decision that follows.
     """
 
     def __init__(
@@ -92,12 +92,12 @@ class OpenRound:
 
     @property
     def is_dropped(self) -> bool:
-        """Whether nothing may be made of it, as some rank's values were unfit."""
+        """Whether it is not applied, because some rank's values were unfit."""
         return bool(self.decision.unfit)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody had anything to bring."""
+        """Whether no rank had values to send."""
         return not self.is_dropped and self.decision.total == 0
 
     @property
@@ -122,8 +122,8 @@ class OpenRound:
     def _start(self) -> None:
         """Vote, and send the first buckets off.
 
-        They go beside the votes, unless these decide what to send. A rank that has no more data hears first whether the
-        others still have some, and then sends what they expect.
+        They travel with the votes, unless these decide what to send. A rank that has no more data first learns whether
+        the others still have some, and then sends what they expect.
         """
         meter, pipeline, voters = self.meter, self._pipeline, self._generation.levels[self.level]
         if self._recipe.policy.norm == "sent" and math.isfinite(self.ballot.norm):
@@ -164,7 +164,7 @@ class OpenRound:
         self._pipeline.of_buffers, self._pipeline.of_others = of_buffers, self.decision
 
     def _check_agreement(self, digests: tuple[int, ...]) -> None:
-        """Compare what all have agreed on before; where others can go on without the odd ones, say who these are."""
+        """Compare the weights that all agreed on before; if others can continue without the odd ones, name these."""
         generation = self._generation
         try:
             fragment = self._fragment
@@ -201,7 +201,7 @@ class OpenRound:
         self.phase = Phase.CONFIRMED
 
     def apply(self) -> None:
-        """Bring everything into the model."""
+        """Apply all buckets to the model."""
         pipeline = self._pipeline
         with self.meter.timed("landing"):
             while pipeline.under_way and not self._fragment.is_whole:
@@ -222,7 +222,7 @@ class OpenRound:
         self._fragment.num_landed = 0
 
     def give_back(self) -> None:
-        """Nothing comes of it: what was done counts as not sent. (An eager anchor has moved by it already.)"""
+        """End without a result: the work done counts as not sent. (An eager anchor has already moved by it.)"""
         if not self._recipe.eager:
             self._fragment.give_back(self._claimed)
 
@@ -243,8 +243,8 @@ class OpenRound:
             common: how many buckets all of them apply.
 
         Returns:
-            whether it has come to its end with that. Otherwise what was done counts as not sent, and the buckets that
-            were applied are left out when it is tried again.
+            whether that completes it. Otherwise the work done counts as not sent, and the next try leaves out the
+            buckets that were applied.
 
         Raises:
             StateError: this rank doesn't have so many.
@@ -288,7 +288,7 @@ class OpenRound:
         self.phase = Phase.LOADED
 
     def record(self, number: int, lost: Mapping[int, str], joined: tuple[int, ...]) -> Round:
-        """Say what happened in it."""
+        """Return a record of it."""
         assert self.tally is not None
         decision, stats, mean_square = self.decision, self.meter.stats(), self._pipeline.mean_square
         plain_norm = self.norm if mean_square is None else math.sqrt(mean_square)  # before it was lengthened

@@ -35,8 +35,8 @@ class Rounds:
     """The rounds of all fragments of a model.
 
     Args:
-        quorum: who takes part, and what is done after a loss.
-        meter: counts what the rounds cost.
+        quorum: the current members, and the actions after a loss.
+        meter: counts the costs of rounds.
         listeners: called with every round that has ended.
         twins: whether replicas see the same batches.
 
@@ -79,7 +79,7 @@ class Rounds:
         self.quorum.run(partial(self._begin, request.action.fragment))
 
     def _open_round(self, request: Request) -> None:
-        """Claim what this rank has to bring, and fill in its ballot."""
+        """Claim the work that this rank has to send, and fill in its ballot."""
         number, level = request.action.fragment, request.action.level
         fragment, quorum = self.replica.fragments[number], self.quorum
         norm, largest, sound, mark, claimed = 0.0, 0.0, True, 0, [0.0] * len(fragment.pending_weight)
@@ -138,11 +138,11 @@ class Rounds:
         return this.is_dropped
 
     def apply_all(self) -> list[int]:
-        """Bring in all that is under way, in the order in which it was sent; return the fragments that were dropped."""
+        """Apply all rounds under way, in the order in which they were launched; return the dropped fragments."""
         return [number for number in list(self._open) if self.apply(number)]
 
     def _land(self, number: int) -> None:
-        """Wait for a round, and bring it into the model, unless it has come to nothing."""
+        """Wait for a round, and apply it to the model, unless it has ended without a result."""
         self._wait(number)
         this = self._open.get(number)
         if this is not None and not (this.is_dropped or this.is_empty):
@@ -178,7 +178,7 @@ class Rounds:
         self.quorum.note_landing(number)
 
     def _close(self, number: int, this: OpenRound) -> None:
-        """Count what a round has cost, and tell the listeners of it."""
+        """Count the cost of a round, and notify the listeners."""
         self.is_awaited |= this.level == 0 and this.tally is not None and this.tally.awaited
         self.meter.absorb(this.meter)
         self.meter.add("seconds_hidden", 0.0 if this.job is None else this.job.hidden_s)
@@ -219,7 +219,7 @@ class Rounds:
     # ---- changes of the model
 
     def follow(self, change: Change) -> None:
-        """Go on with what the model is made of now, on all ranks; what is under way comes in before."""
+        """Adopt the model's current structure on all ranks, after applying the rounds under way."""
         self.apply_all()
         self.quorum.generation.describe(change.description, change.tensors)
         if change.new and self.recipe.optimizer is not None and self.quorum.group.size > 1:
@@ -229,7 +229,7 @@ class Rounds:
     # ---- save and load
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of all fragments, and of what is under way, once it has arrived.
+        """Return copies of all fragments, and of the rounds under way, once they have arrived.
 
         Raises:
             StateError: the model has changed since the last round, so that the ranks have not agreed on it yet.
@@ -258,7 +258,7 @@ class Rounds:
         self._open.clear()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned; what is under way here is waited for and forgotten."""
+        """Take over a state that `state_dict` returned; first wait for the rounds under way here, and discard them."""
         self.forget()
         for fragment, saved in zip(self.replica.fragments, state["fragments"], strict=True):
             fragment.load_state_dict(saved)
@@ -278,8 +278,8 @@ def _warn(generation: Generation, decision: Decision, recipe: Recipe) -> None:
     where = numbered(noun, decision.unfit)
     warnings.warn(
         f"{noun.capitalize()} {generation.group.rank}: a round was dropped, as the weights of {where} are not finite, "
-        f"too large for {recipe.codec}, or all unusual. All ranks go on with their own weights. Further dropped rounds "
-        "are only counted, in stats().dropped_rounds.",
+        f"too large for {recipe.codec}, or all unusual. All ranks continue with their own weights. Further dropped "
+        "rounds are only counted, in stats().dropped_rounds.",
         RuntimeWarning,
         stacklevel=6,
     )

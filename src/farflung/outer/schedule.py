@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When something is exchanged: from the clock to the actions `Launch` and `Apply`."""
+"""Schedules: from the clock to the actions `Launch` and `Apply`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Action: TypeAlias = Launch | Apply
 
 @dataclass(frozen=True)
 class Clock:
-    """What a schedule decides by."""
+    """The inputs of a schedule's decision."""
 
     step: int  # the number of the optimizer step just attempted, counted from 1
     began: int = 0  # the step after which the latest round was launched; 0 before the first

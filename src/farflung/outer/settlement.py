@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who goes on after a loss: members say how far they have come, wait for all that live, and one decides."""
+"""Decides which members continue after a loss: they report their progress, wait for all survivors, and one decides."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CAUSES = 4  # pauses of the board, after which those that wait ask why some hav
 
 
 def settle(peers: Peers, member: int, post: Post) -> Record:
-    """Meet those that are left of a generation, and return the next one; RankFailure without a board to decide."""
+    """Meet the survivors of a generation, and return the next one; RankFailure without a board to decide on."""
     record, members = peers.record, peers.members
     assert record is not None
     began, asked, was_told = time.monotonic(), 0.0, False
@@ -49,8 +49,8 @@ def settle(peers: Peers, member: int, post: Post) -> Record:
             time.sleep(peers.pause_s)
     except Unreachable as error:
         raise RankFailure(
-            "A replica was lost, and those that are left can't agree on who goes on, as the run's store is gone "
-            f"too. {error} Start the run again from its newest checkpoint."
+            "A replica was lost, and the survivors can't agree on how to continue, as the run's store is gone too. "
+            f"{error} Start the run again from its newest checkpoint."
         ) from None
 
 
@@ -68,7 +68,7 @@ def await_ready(peers: Peers, member: int, record: Record) -> None:
         found = [f"{peers.notes.name_of(one)}: {why}" for one, why in causes.items() if why]
         now = members.record()
         if now is not None and now.number > record.number:
-            found.append("the others have gone on")
+            found.append("the others have entered a later generation")
         if found:
             raise RankFailure("; ".join(found))
 
@@ -77,8 +77,8 @@ def decide(record: Record, member: int, posts: Mapping[int, Post], absent: Mappi
     """Return the generation after `record`, of those members that have come.
 
     Args:
-        member: who decides.
-        posts: what they have said, by id.
+        member: the one that decides.
+        posts: their reports, by id.
         absent: why the others have not come.
     """
     odd = {one: why for post in posts.values() for one, why in post.odd.items()}
@@ -99,16 +99,16 @@ def decide(record: Record, member: int, posts: Mapping[int, Post], absent: Mappi
 def _absent_holders(
     peers: Peers, record: Record, posts: Mapping[int, Post], absent: Mapping[int, str]
 ) -> dict[int, str]:
-    """Return those who alone have what was trained, and are not known to have ended."""
+    """Return the only members that hold the trained state, and are not known to have ended."""
     if not all(absent.values()) or any(post.has_state for post in posts.values()):
         return {}
     return {one: why for one, why in absent.items() if not peers.signs.ended(one) and peers.may_hold(record, one)}
 
 
 def _tell(peers: Peers, new: Record, have: bool) -> None:
-    """Say who goes on, and who is out."""
+    """Print which members continue, and which are out."""
     notes, left = peers.notes, counted(len(new.ids), "replica")
-    goes_on = f"training goes on with {left}" if have else f"training begins again with {left}"
+    goes_on = f"training continues with {left}" if have else f"training begins again with {left}"
     for one, why in new.lost.items():
         name = notes.name_of(one)
         notes.tell(f"generation {new.number}: {name} is out: {why}; {goes_on}{late_again(peers, one)}")
@@ -116,17 +116,17 @@ def _tell(peers: Peers, new: Record, have: bool) -> None:
             notes.tell_launcher(one, f"{name} was left out: {why}; it asks to be let in again")
     if not new.lost:
         why = peers.members.broken(new.number - 1)
-        notes.tell(f"generation {new.number}: {left} connected anew ({why})")
+        notes.tell(f"generation {new.number}: {left} connected again ({why})")
 
 
 def late_again(peers: Peers, member: int) -> str:
-    """Count that a replica was late; from the second time on, return what helps."""
+    """Count that a replica was late; from the second time on, return advice."""
     if peers.signs.ended(member) or peers.signs.unheard(member):
         return ""
     num_lates = peers.notes.count_late(member)
     if num_lates == 1:
         return ""
     return (
-        f" (late {num_lates} times by now: rounds by time, as in edit(seconds=...), fewer steps a round, or a "
+        f" (late {num_lates} times so far: rounds by time, such as edit(seconds=...), fewer steps a round, or a "
         f"longer --grace_s would keep it; it asks again in {in_seconds(late_pause_s(num_lates))})"
     )

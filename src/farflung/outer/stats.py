@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rounds have cost so far, what happened in each, and what to do about it."""
+"""The costs of rounds so far, what happened in each, and advice."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Stats:
     first_drift_norm: float = 0.0  # the same in the first round that had one
     cosine: float = 0.0  # between the ways of two replicas in the latest round, on average; 0 with no anchor or alone
     weight: float = 0.0  # this rank's part of the latest round, from 0 to 1
-    replicas_lost: int = 0  # that others went on without, since this one came
+    replicas_lost: int = 0  # that others continued without, since this one came
     replicas_joined: int = 0  # that came after it
     seconds_recovering: float = 0.0  # from when a loss was noticed until those that were left had met again
-    steps_lost: float = 0.0  # of this replica's own, made while the others went on without it
+    steps_lost: float = 0.0  # of this replica's own, made while the others continued without it
 
     def saved(self) -> dict[str, int | float]:
-        """Return what a checkpoint keeps: all but what this process has seen of others that came and went."""
+        """Return the figures that a checkpoint keeps: all but those of other replicas that came and went."""
         seen = ("replicas_lost", "replicas_joined", "seconds_recovering", "steps_lost")
         return {name: value for name, value in asdict(self).items() if name not in seen}
 
@@ -62,7 +62,7 @@ class Stats:
             "sent": f"{in_bytes(self.bytes_sent)}, votes {in_bytes(self.bytes_voting)}",
             "received": in_bytes(self.bytes_received),
             "waited": f"{in_seconds(self.seconds_exposed)} of {in_seconds(self.seconds_total)} ({share:.0%})",
-            "hidden": f"{in_seconds(self.seconds_hidden)} of rounds beside training",
+            "hidden": f"{in_seconds(self.seconds_hidden)} of rounds during training",
             "drift": f"{self.drift_norm:.3g} from the anchor, {self.first_drift_norm:.3g} in the first round",
             "cosine": f"{self.cosine:.3g} between replicas",
         }
@@ -135,12 +135,12 @@ class Meter:
         return replace(now, seconds_total=now.seconds_total + time.perf_counter() - self._began)
 
     def load(self, stats: dict[str, Any]) -> None:
-        """Go on from the figures that `asdict(stats())` gave."""
+        """Continue from the figures that `asdict(stats())` gave."""
         self._figures = {each.name: stats.get(each.name, each.default) for each in fields(Stats)}
         self._began = time.perf_counter()
 
     def advice(self, by_flags: bool) -> str:
-        """Say in a sentence or two what this run should change, in flags or in keywords; empty when all is well."""
+        """Return a sentence or two of advice for this run, in flags or in keywords; empty when all is well."""
 
         def option(name: str, value: str = "") -> str:
             return f"--outer-{name}{value and ' '}{value}" if by_flags else f"{name}={value}"
@@ -153,7 +153,7 @@ class Meter:
             if voting > 0.5:  # fewer bytes or rounds would leave the slow ones as slow as they are
                 seconds = option("seconds", f"{now.seconds_total / now.rounds:.2g}")
                 by_time = f"--outer edit {seconds}" if by_flags else f"edit({seconds})"
-                share += f"let rounds begin by time ({by_time}), so that each rank makes the steps that it has time "
+                share += f"start rounds by time ({by_time}), so that each rank makes the steps that it has time "
                 said.append(f"{share}for, or give slower ranks less work per step.")
             else:
                 overlaps = "--outer streaming_diloco" if by_flags else "streaming_diloco"

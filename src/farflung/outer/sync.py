@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all members do along the schedule: the rounds that are due, and a flush, after which they are equal."""
+"""The actions of all members along the schedule: rounds that are due, and a flush, which makes them equal."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Sync:
             self.quorum.enter()
 
     def run_next(self) -> None:
-        """Go on along the schedule without training until it launches a round, and run that."""
+        """Advance along the schedule without training until it launches a round, and run that."""
         timetable, due = self.timetable, list[Action]()
         while not any(isinstance(action, Launch) for action in due):
             timetable.synced += 1
@@ -85,9 +85,9 @@ class Sync:
         timetable.take(timetable.position, timetable.position)
 
     def _walk_on(self) -> tuple[int, int]:
-        """Go on along the schedule without training until all ranks do so.
+        """Advance along the schedule without training until all ranks do so.
 
-        Ranks vote in the order of the schedule. One that has no more data may not skip what others still come to.
+        Ranks vote in the order of the schedule. One that has no more data may not skip votes that others still reach.
 
         Returns:
             The fragment then under way, and the furthest position of any rank.
@@ -121,7 +121,7 @@ class Sync:
         self.quorum.average([tensor for fragment in self.replica.fragments for tensor in fragment.floats()])
 
     def agree_on_changes(self) -> None:
-        """Go on with what the model is made of now, as a round would: a collective outside of rounds."""
+        """Adopt the model's current structure, as a round would: a collective outside of rounds."""
         change = self.replica.change()
         if change is not None:
             if change.must_agree:
@@ -137,7 +137,7 @@ class Sync:
             self.quorum.average(moved)
 
     def _share_buffers(self) -> None:
-        """Give all ranks of the island the buffers of its first one: each has averaged its own with its column."""
+        """Give all ranks of the island the buffers of the first one: each has averaged its own with its column."""
         island = self.quorum.generation.island
         if island.size > 1:
             kinds = [kind for fragment in self.replica.fragments for kind in fragment.buffer_tensors()]

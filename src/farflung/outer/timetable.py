@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's place in the schedule of a recipe, and what is due there."""
+"""One rank's position in the schedule of a recipe, and the actions that are due there."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Timetable:
         self._lr = None if inner is None else float(inner.param_groups[0]["lr"])
 
     def until_now(self, island: Island) -> list[Action]:
-        """Return what has become due since the last call."""
+        """Return the actions that have become due since the last call."""
         due: list[Action] = []
         for step in range(self.synced + 1, self.position + 1):
             seconds = self._clock() - self._began_at

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas that see the same batches: their weights are equal to the last bit, round after round."""
+"""Detects replicas that see the same batches: their weights are equal to the last bit, round after round."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ROUNDS = 3  # in which two replicas bring the same
 
 @dataclass(eq=False)
 class Twins:
-    """Compares what replicas bring in the first rounds in which they move, by the fingerprints in their ballots.
+    """Compares the replicas' weights in the first rounds in which they move, by the fingerprints in their ballots.
 
     Args:
         are_allowed: nothing is compared.
@@ -30,10 +30,10 @@ class Twins:
         return not self.are_allowed and any(self._alike.get(pair, 0) >= 0 for pair in combinations(ids, 2))
 
     def look(self, fragment: int, ids: Sequence[int], marks: Sequence[int]) -> None:
-        """Compare what replicas have brought in a round: fingerprints of their weights, 0 for one that has no steps.
+        """Compare the replicas' fingerprints in a round: of their weights, 0 for a replica without steps.
 
         Raises:
-            ConfigError: some have brought the same in as many rounds as it takes.
+            ConfigError: some were equal in as many rounds as it takes.
         """
         if not self.are_looked_for(ids) or len(marks) != len(ids):  # a round out of a checkpoint has no marks
             return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies: how much each replica counts in a round, and who is left out."""
+"""Policies: how much each replica counts in a round, and which ones are left out."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True)
 class ByWork:
-    """Each replica counts by what it has done; one with values that are not finite makes everyone drop the round."""
+    """Each replica counts by its work; if the values of one are not finite, all drop the round."""
 
     norm: ClassVar[Norm] = "none"
     max_norm: ClassVar[float] = math.inf
@@ -63,7 +63,7 @@ class ByWork:
 
 
 def in_proportion(weights: Sequence[float], unfit: tuple[int, ...] = ()) -> Decision:
-    """Let each rank count by its weight, in a unit that makes the largest at least 1 and less than 2.
+    """Return factors in proportion to the weights, in a unit that makes the largest at least 1 and less than 2.
 
     So sums fit into few bits where weights are items; and as the unit is a power of two, or the weight itself where all
     are equal, sums of exact values stay exact.
@@ -107,9 +107,9 @@ class ClippedToMedian:
 class WithoutOutliers:
     """Leaves out replicas that moved unusually far or to no finite values; the others count by softmax(-norm / T).
 
-    What is unusual follows from the replica's own history: mean and deviation of its norms, which forget at the rate
-    `1 - decay` and are fed by sound norms only, as an outlier that got in would hide the next ones. Where no replica
-    is sound the round is dropped, and all keep their local steps.
+    A replica's own history defines what is unusual: mean and deviation of its norms, which forget at the rate
+    `1 - decay` and take in sound norms only, as an outlier among them would hide the next ones. If no replica is sound,
+    all drop the round and keep their local steps.
 
     Args:
         threshold: deviations above the mean from which a norm is an outlier.
@@ -117,7 +117,7 @@ class WithoutOutliers:
         max_norm: the largest norm of the aggregate.
         decay: of the statistics.
         patience: rounds of a replica before any of its finite norms can be an outlier; after as many outliers in a row
-            its history begins anew, as they are what is usual now.
+            its history starts again, because they have become usual.
 
     Raises:
         ConfigError: a number is out of its range.
