@@ -304,20 +304,21 @@ def launcher(asked):
                 command, cwd=folder, stdout=screen, stderr=subprocess.STDOUT, start_new_session=True
             )
 
-        def said(words):
+        def said(words, times=1):
             deadline = time.monotonic() + 120
-            while not (found := re.findall(words, (Path(folder) / "first").read_text())):
-                assert time.monotonic() < deadline, (Path(folder) / "first").read_text()[-2000:]
+            while len(found := re.findall(words, (Path(folder) / "first").read_text())) < times:
+                lines = (Path(folder) / "first").read_text().splitlines()
+                assert time.monotonic() < deadline, [line for line in lines if not line.startswith("step")][-20:]
                 time.sleep(0.1)
             return found
 
         first = launch("first", "--elastic", "2:4", "--replicas", "2")
-        (where,) = said(r"--join (\S+) ")
+        (where, *_) = said(r"--join (\S+) ")
         said("training begins with 2 replicas")
         for last in going_on(asked):
-            before = len(re.findall(" joined; ", (Path(folder) / "first").read_text()))
+            before = (Path(folder) / "first").read_text().count(" joined; ")
             second = launch("second", "--join", where, "--replicas", "1")
-            said(rf"(?s)(?:.*? joined; ){{{before + 1}}}")
+            said(" joined; ", before + 1)
             orphans = psutil.Process(second.pid).children(recursive=True)
             second.kill()
             second.wait()
