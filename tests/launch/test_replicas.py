@@ -323,7 +323,7 @@ def test_a_script_that_ends_well_without_an_outer_loop_gets_a_warning(farflung, 
     (home / "train.py").write_text("")
     done = farflung("launch", "--cpu", "--elastic", "1:2", "train.py")
     assert done.returncode == 0
-    assert "no outer loop of it ever met the others" in done.stderr
+    assert "none of its outer loops ever met the others" in done.stderr
 
 
 @pytest.mark.usefixtures("warm")
