@@ -30,6 +30,13 @@ def test_the_page_has_the_waits_and_losses_that_were_measured():
     early, last = soak["figures"]["held_at_event_20_and_last"]
     assert last["rss_mb"] < 1.02 * early["rss_mb"]
     assert all(last[name] <= early[name] for name in ("descriptors", "threads", "keys"))
+    storms = {run["storm"]: run["figures"] for run in figures("elastic_storms.jsonl")}
+    assert not any(one["fresh_weights"] or one.get("steps_lost_or_counted_twice") for one in storms.values())
+    assert not storms["recipes"]["unlike_at_the_end"]
+    kills = storms["alternate"]["events"], storms["admission"]["events"], 12 * storms["recipes"]["kills_each"]
+    said = "{:,} kills of two replicas in turn, {} kills and stops of newcomers on their way in, {} kills under twelve recipes"
+    assert said.format(*kills) in page
+    assert f"and {storms['launcher']['events']} of a launcher that had joined" in page
     cost = {(run["ranks"], run["numel"]): run["figures"]["of_fixed"] for run in figures("elastic_cost.jsonl")}
     assert set(cost) == {(ranks, numel) for ranks in (2, 4) for numel in (100_000, 10_000_000)}
     assert f"{min(cost.values()):.2f} to {max(cost.values()):.2f} times as long" in page
