@@ -34,7 +34,7 @@ def test_the_page_has_the_waits_and_losses_that_were_measured():
     assert not any(one["fresh_weights"] or one.get("steps_lost_or_counted_twice") for one in storms.values())
     assert not storms["recipes"]["unlike_at_the_end"]
     kills = storms["alternate"]["events"], storms["admission"]["events"], 12 * storms["recipes"]["kills_each"]
-    said = "{:,} kills of two replicas in turn, {} kills and stops of newcomers on their way in, {} kills under twelve recipes"
+    said = "{:,} kills of two replicas in turn, {} kills and stops of newcomers on their way in, {} kills under twelve"
     assert said.format(*kills) in page
     assert f"and {storms['launcher']['events']} of a launcher that had joined" in page
     cost = {(run["ranks"], run["numel"]): run["figures"]["of_fixed"] for run in figures("elastic_cost.jsonl")}
