@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches as so many samples: counted, joined and cut, whatever containers they are made of."""
+"""Batches as numbers of samples: counts, joins and cuts them, whatever containers they are made of."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class BatchView:
         return self._with(self._leaves)
 
     def fits(self, other: BatchView) -> bool:
-        """Say whether `other` can be concatenated with this one: the same structure, and entries of equal shapes."""
+        """Return whether `other` can be concatenated with this one: the same structure, and entries of equal shapes."""
         return self._spec == other._spec and all(map(self._fit, self._leaves, other._leaves))
 
     def _has_entries(self, leaf: Any) -> bool:
@@ -65,7 +65,7 @@ class BatchView:
 
 
 def length_of(batch: Any) -> int | None:
-    """Return how many samples a batch has, None when nothing in it says so."""
+    """Return how many samples a batch has; None if nothing in it shows that."""
     size = batch_size_of(batch)
     return BatchView(batch).length if size is None else size
 
@@ -105,7 +105,7 @@ def _is_plain_list(node: Any) -> bool:
 
 
 def plain_or_none(batch: Any) -> Any:
-    """Return a batch as plain data on the CPU, None where it holds something else, such as a class of the script's."""
+    """Return a batch as plain data on the CPU; None if it holds other objects, such as a class of the script's."""
     try:
         return _plain(batch)
     except WrongType:
@@ -128,7 +128,7 @@ def _plain(node: Any) -> Any:
 
 
 def state_of(keeper: Any) -> Any:
-    """Return the state of a data set or a loader, None where it keeps none that a checkpoint can hold."""
+    """Return the state of a data set or a loader; None if it keeps none that a checkpoint can hold."""
     if not (hasattr(keeper, "state_dict") and hasattr(keeper, "load_state_dict")):
         return None
     return plain_or_none(keeper.state_dict())

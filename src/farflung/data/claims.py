@@ -30,7 +30,7 @@ class Followed:
 
 @dataclass(eq=False)
 class Claims:
-    """What one replica holds of the epochs of all its loaders."""
+    """The slots of one replica in the epochs of all its loaders."""
 
     board: Board  # for the data of all replicas of the run
     member: int  # this replica's id
@@ -67,7 +67,7 @@ class Claims:
     # ---- what the passes call
 
     def ask(self, act: Callable[..., Any], *args: Any) -> Any:
-        """Return what `act` finds on the board; None once that is gone, which ends no training."""
+        """Call `act` on the board and return its result; None once the board is gone, which does not end training."""
         if not self.is_gone:
             try:
                 return act(*args)
@@ -98,14 +98,14 @@ class Claims:
         return range(ids.index(self.member), number, len(ids)) if self.is_gone else range(0)
 
     def follow_members(self) -> None:
-        """Give up what was claimed, if this replica was left out meanwhile; record what lost ones could not."""
+        """Give up all claims if this replica was left out meanwhile; record the batches that lost ones could not."""
         self.give_up_if_left_out()
         for lost, landed in self.ledger.lose(self.is_member).items():
             for board in self.boards:
                 self.write(board.record_for, lost, landed)
 
     def give_up_if_left_out(self) -> None:
-        """Let others have what was claimed, if this replica was left out meanwhile and is back as a newcomer."""
+        """Free all claims for other replicas, if this one was left out meanwhile and is back as a newcomer."""
         if any(loop.joined != loop.membership.joined for loop in self.loops):
             self.ledger.give_up()
             for loop in self.loops:
@@ -117,7 +117,7 @@ class Claims:
     # ---- what the outer loops report
 
     def step_attempted(self, loop: Followed, step: int) -> None:
-        """Record what would be in rounds that are sent after this step."""
+        """Record the batches that rounds sent after this step would contain."""
         self._meet(loop)
         self.ledger.send(loop.sent, step)
         self.num_steps += 1
@@ -127,7 +127,7 @@ class Claims:
                 self.write(self.boards[loader].record_sent, steps, done)
 
     def round_ended(self, loop: Followed, this: Round) -> None:
-        """Record what a round has brought into the common weights, if all members took part in it."""
+        """Record the batches that a round has applied to the common weights, if all members took part in it."""
         self._meet(loop)
         record = loop.membership.record
         if record is None or this.dropped or len(this.weights) != len(record.ids):

@@ -148,7 +148,7 @@ class DataLoaderDispatcher(PreparedLoader):
             yield kind, part, real
 
     def _begun_rounds(self, one: Iteration) -> tuple[Iterator[_Round], list[_Round]]:
-        """Start reading, and return with it the rounds that have been read but not handed out, where it goes on."""
+        """Start reading; return the reader, and the rounds that were read but not handed out before it continues."""
         rounds, position = self._rounds(one), one.resumed_at
         if position is None:
             return rounds, []
@@ -159,7 +159,7 @@ class DataLoaderDispatcher(PreparedLoader):
         return rounds, prefetched
 
     def _guarded(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call what reads; where it fails, tell the other ranks, which are waiting or will be."""
+        """Call a function that reads; if it fails, notify the other ranks, which are waiting or will be."""
         try:
             return function(*args)
         except Exception as error:
@@ -167,7 +167,7 @@ class DataLoaderDispatcher(PreparedLoader):
             raise
 
     def _rounds(self, one: Iteration) -> Iterator[_Round]:
-        """Start to read; the iterator that comes back shares out all rounds but those that are skipped."""
+        """Start to read; return an iterator that shares out all rounds but the skipped ones."""
         per_round, drop = self._per_round, one.skip
         source, position = self.base_source, one.resumed_at
         base = source.loader

@@ -50,7 +50,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self._goes_on = False  # the next one does not begin at the beginning
 
     def _begin_with(self, sample: Any) -> None:
-        """Take note of the first sample of an iteration, the same on all processes."""
+        """Record the first sample of an iteration, the same on all processes."""
 
     @property
     def part(self) -> int:
@@ -150,7 +150,7 @@ class StatefulShard(MarkedShard):
     """A shard of a data set that keeps a state; of any other, loaders such as torchdata's must see that it has none."""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return how far the data set was read, with its own word about it; None where it has none.
+        """Return how far the data set was read, together with its own state; None if it has none.
 
         Only this process's own reading is known: with workers, each of them reads by itself.
         """
@@ -176,7 +176,7 @@ def collated(collate_fn: Callable[[Any], Any], samples: Any) -> Any:
 
 
 def told_apart(sample: Any) -> str | None:
-    """Return what tells a sample from others by its values, the same in each process; None: they aren't all plain."""
+    """Return a value that identifies a sample by its content, the same in each process; None: it is not all plain."""
     found = 0
     leaves = leaves_of(sample)
     for leaf in leaves:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which batches of a replica are in the common weights: handed out, sent, landed. Plain Python, without a store.
+"""Tracks which batches of a replica are in the common weights: handed out, sent, landed. Plain Python, without a store.
 
 A batch is handed out when the training gets it. It is sent with the first step of an outer loop after that, and lands
 when that loop's rounds up to this step have been applied, for all parts of the model. It is done when it has landed in
@@ -29,7 +29,7 @@ class Share(NamedTuple):
 
 @dataclass(eq=False)
 class Sent:
-    """What one outer loop has sent, and with whom its rounds have landed."""
+    """The batches that one outer loop has sent, and the replicas with which its rounds have landed."""
 
     num_fragments: int  # parts of the model that are sent apart
     generation: int = 0  # at the latest step
@@ -51,7 +51,7 @@ class Sent:
         self._steps.append((step, num_handed_out))
 
     def land(self, fragment: int, step: int) -> None:
-        """Take in a round of a fragment up to a step, in which all members took part."""
+        """Record that a round of a fragment has landed, up to a step, in which all members took part."""
         self._landed[fragment] = step
         if len(self._landed) == self.num_fragments:
             through = min(self._landed.values())
@@ -60,7 +60,7 @@ class Sent:
                 self.num_landed = self._steps.popleft()[1]
 
     def forget(self) -> None:
-        """Drop what was sent and has not landed."""
+        """Drop batches that were sent and have not landed."""
         self._steps.clear()
         self._landed.clear()
 
@@ -81,18 +81,18 @@ class Ledger:
         self._waiting: deque[tuple[int, Sequence[Share]]] = deque()  # each with how often batches were handed out
 
     def hand_out(self, shares: Sequence[Share]) -> None:
-        """Take in what the training gets at once."""
+        """Record batches that the training gets together."""
         self._num_handed_out += 1
         self._waiting.append((self._num_handed_out, shares))
         for one in shares:
             self.open.setdefault(one.loader, {})[one.epoch, one.slot] = one.done
 
     def send(self, loop: Sent, step: int) -> None:
-        """Take in that all that was handed out goes into the rounds of a loop after this step."""
+        """Record that the rounds of a loop after this step contain all batches handed out so far."""
         loop.send(step, self._num_handed_out)
 
     def land(self, loop: Sent, fragment: int, step: int) -> dict[int, Done]:
-        """Take in that a round has landed; return what is done now, by the number of the loader."""
+        """Record that a round has landed; return the batches that are done now, by the number of the loader."""
         loop.land(fragment, step)
         landed = min(one.num_landed for one in self.loops)
         done: dict[int, Done] = {}
@@ -109,12 +109,12 @@ class Ledger:
         return [(one.generation, one.step) for one in self.loops]
 
     def lose(self, is_member: Callable[[int], bool]) -> dict[int, list[tuple[int, int]]]:
-        """Forget replicas that are members no more; return what `Sent.met` had of each, loop by loop."""
+        """Forget replicas that are no longer members; return the entries of `Sent.met` for each, loop by loop."""
         lost = {member for one in self.loops for member in one.met if not is_member(member)}
         return {member: [one.met.pop(member, (0, -1)) for one in self.loops] for member in lost}
 
     def give_up(self) -> None:
-        """Forget all that is not done: this replica was left out, and others get it."""
+        """Forget all batches that are not done: this replica was left out, and others get them."""
         self.tenure += 1
         self.open.clear()
         self._waiting.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepared loaders: batches on their device, one fetched ahead, and the training loop told which one is the last."""
+"""Prepared loaders: they move batches to the device, fetch one ahead, and tell the training loop which is the last."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _Prepared = TypeVar("_Prepared", bound="PreparedLoader")
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderSettings:
-    """What a prepared loader needs beyond the loader behind it, whichever way the data are shared out.
+    """Settings of a prepared loader in addition to those of the loader behind it, however the data are shared out.
 
     Attributes:
         state: to report to; None: that of the `Accelerator` that prepares this loader later.
@@ -52,7 +52,7 @@ class LoaderSettings:
 
 
 class PreparedLoader(LoaderView):
-    """What sharding and dispatching loaders share: epochs, the device, and reports to the loop."""
+    """Base of sharding and dispatching loaders: epochs, the device, and reports to the loop."""
 
     share: Any = None  # this replica's, where replicas come and go
 
@@ -98,12 +98,12 @@ class PreparedLoader(LoaderView):
         return dataset.total_length if hasattr(dataset, "total_length") else len(dataset)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be number `epoch`, and tell samplers and data sets that have `set_epoch`."""
+        """Make the next iteration number `epoch`, and call `set_epoch` of samplers and data sets that have it."""
         self._progress.choose(epoch)
         self.base_source.announce(epoch)
 
     def skipping(self: _Prepared, num_batches: int) -> _Prepared:
-        """Return a copy that leaves out the first `num_batches` of what this one hands out. Both count one epoch."""
+        """Return a copy that leaves out the first `num_batches` batches of this one. Both count one epoch."""
         other = copy.copy(self)
         skip = self.skip_batches + num_batches
         other.__dict__.update(skip_batches=skip, skips_exactly=True, end_of_dataloader=False, remainder=-1)
@@ -155,15 +155,15 @@ class PreparedLoader(LoaderView):
         return self._progress.state_dict(self, self._state.loaders)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on there; KeyError, TypeError or ValueError where it is no such state, and nothing is changed."""
+        """Continue from a state; if it is no such state, raise KeyError, TypeError or ValueError and change nothing."""
         self._progress.load_state_dict(self.base_source, state_dict)
 
     def describe_position(self) -> str:
-        """Say in a few words where the next iteration goes on."""
+        """Describe in a few words where the next iteration continues."""
         return self._progress.describe(self)
 
     def keep(self) -> Callable[[], None]:
-        """Return what undoes a `load_state_dict` that comes now."""
+        """Return a function that undoes the next `load_state_dict`."""
         return self._progress.keep(self.base_source)
 
     def _show(self, one: Iteration) -> None:
@@ -266,7 +266,7 @@ class DataLoaderShard(PreparedLoader):
 
 
 def _mover(device: torch.device | None, non_blocking: bool) -> Callable[[Any], Any] | None:
-    """Return what brings a batch to `device`, or None when it is there already, as on a machine of CPUs alone."""
+    """Return a function that moves a batch to `device`; None if it is there already, as on a machine with CPUs only."""
     if device is None or (device.type == "cpu" and not torch.accelerator.is_available()):
         return None
     return partial(send_to_device, device=device, non_blocking=non_blocking)

@@ -124,9 +124,9 @@ def _short_count(batch_size: int, batch: Any) -> int:
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-    """Return a loader without the first `num_batches` of what `dataloader` hands out to this process.
+    """Return a loader without the first `num_batches` batches that `dataloader` gives this process.
 
-    Where samples are read by index, those of the skipped batches are not read. A prepared loader and what comes back
+    If samples are read by index, those of the skipped batches are not read. A prepared loader and the loader returned
     for it count one and the same epoch.
     """
     check_type("skip_first_batches: dataloader", dataloader, DataLoader, "a torch DataLoader")
@@ -159,9 +159,9 @@ def prepare_data_loader(
     """Prepare a loader outside of an `Accelerator`: the arguments are those of Accelerate's function of this name.
 
     Args:
-        already_sharded: as of `DataLoaderConfiguration`.
+        already_sharded: see `DataLoaderConfiguration`.
         num_processes, process_index: the processes that share the data, and which of them this is; None is those of the
-            run. Other numbers only choose what this process reads: nothing is said to any other process then.
+            run. Other numbers only choose what this process reads: it then communicates with no other process.
         rng_types: None is `["generator"]`, so that all processes draw one order.
 
     Raises:
@@ -244,7 +244,7 @@ def _remainder_count(shard: BatchSamplerShard, exchange: Exchange | None, batch:
 def _sharded_stream(
     source: Source, settings: LoaderSettings, changes: dict[str, Any], group: Group, config: DataLoaderConfiguration
 ) -> DataLoaderShard:
-    """Let each rank read the whole stream and keep its own part; or only its own files, where it has these.
+    """Prepare a loader with which each rank reads the whole stream and keeps its part, or only its own files, if any.
 
     Files differ in length, so with `even_batches` the whole stream it is: nothing but a collective for each batch could
     tell a rank that another one still has data.
@@ -275,7 +275,7 @@ def _sharded_stream(
 
 
 def _agreement(source: Source, exchange: Exchange, kinds: list[str], dispatches: bool) -> Callable[[], None] | None:
-    """Return what makes all ranks draw rank 0's order, to be called before each iteration; None if nothing is drawn."""
+    """Return a function that makes all ranks draw rank 0's order before an iteration; None if nothing is drawn."""
     sampler = None if dispatches else source.sampler
     seeded = sampler if isinstance(sampler, SeedableRandomSampler) else None
     generator = None if dispatches or seeded else _shared_generator(source)

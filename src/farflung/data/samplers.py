@@ -4,7 +4,7 @@
 A *round* is what all ranks consume together in one step: one batch for each of them or, with `split_batches`, one batch
 cut into equal parts. All rounds but the last are whole by themselves. The last one is filled up with samples from the
 first round (`even_batches`), or dropped (`drop_last`), or handed out as it is. With each share comes the number of
-samples in its round that are no padding; 0 means that there is no padding.
+samples in its round that are no padding; 0 means no padding.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class SeedableRandomSampler(RandomSampler):
 
 
 class SamplerView(BatchSampler):
-    """A batch sampler that stands before another one."""
+    """A batch sampler that wraps another one."""
 
     def __init__(self, batch_sampler: BatchSampler | Iterable[Any]) -> None:
         self.batch_sampler: Any = batch_sampler

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets and samplers that take their part by rank by themselves: what shows it without reading any sample."""
+"""Detects data sets and samplers that take their part by rank by themselves, without reading any sample."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ASKS = {"get_rank", "process_index", "RANK"}  # what the code of a stream has t
 
 
 def refuse_unshareable(source: Source, group: Group, already_sharded: bool | None) -> None:
-    """Raise ConfigError where it can be seen that ranks have their own shares of the data, and nobody says so."""
+    """Raise ConfigError if ranks visibly have their own shares of the data, and the script does not say so."""
     if isinstance(source.dataset, getattr(torch_data, "IterDataPipe", ())):  # torch says it will go away
         raise Unsupported(
             f"The data set is a data pipe ({type(source.dataset).__name__}); torch makes a collective of each of its "
@@ -40,9 +40,9 @@ def refuse_unshareable(source: Source, group: Group, already_sharded: bool | Non
 
 
 def shares_of(thing: Any, rank: int, size: int, asks: bool = True) -> str | None:
-    """Return what shows that a sampler or a data set gives this rank, of so many, a share of its own; None: nothing.
+    """Return the evidence that a sampler or a data set gives this rank, of so many, a share of its own; None: none.
 
-    With `asks`, that a stream asks for the rank shows it too.
+    With `asks`, a stream that asks for the rank counts too.
     """
     split = getattr(thing, "_distributed", None)  # of `datasets`, by `split_dataset_by_node`
     for owner, name in ((thing, ""), (split, "_distributed.")):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What replicas agree on: the order of an epoch's batches, and which replica holds which part of it.
+"""The agreement of replicas on the order of an epoch's batches, and on which replica holds which part of it.
 
-Orders are not sent, but drawn from one seed and the number of the epoch. The parts stand in a log of each loader, whose
-last record has all of them. All values are JSON.
+Orders are not sent, but drawn from one seed and the number of the epoch. Each loader has a log whose last record holds
+all parts. All values are JSON.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ def agreed_order(batches: Iterable[Any], source: Source, seed: int, epoch: int) 
 
 
 def digest_of(order: list[Any]) -> int:
-    """Return a number in which orders differ that replicas have drawn apart."""
+    """Return a digest of an order, which differs if replicas have drawn different ones."""
     return crc32(repr(order[:_COMPARED]).encode())
 
 
 class Claim(NamedTuple):
-    """The rest of a slot, of which `done` batches count already."""
+    """The rest of a slot; its first `done` batches count already."""
 
     epoch: int
     slot: int
@@ -104,7 +104,7 @@ class _Open:
 
 @dataclass
 class _State:
-    """All that the board has of a loader."""
+    """The record of a loader on the board."""
 
     seed: int
     epoch: int = -1  # the furthest that was begun
@@ -129,7 +129,7 @@ class _State:
 
 
 class SlotBoard:
-    """What the replicas know of the epochs of one loader.
+    """The shared records of the epochs of one loader.
 
     Args:
         board: for this loader alone.
@@ -150,9 +150,9 @@ class SlotBoard:
         return self._change(lambda state: state.seed, _State(proposed))
 
     def begin(self, epoch: int, batches: int, digest: int, most: int) -> bool:
-        """Begin an epoch, if nobody has; return whether the others are through with it, so that it has nothing for us.
+        """Begin an epoch, unless it has begun; return whether the others have finished it, so that nothing is left.
 
-        What is left of those before it is what lost replicas had claimed. ConfigError: others have begun it with other
+        Epochs before it have left only what lost replicas had claimed. ConfigError: others have begun it with other
         batches, or in an order with another digest.
         """
 
@@ -218,7 +218,7 @@ class SlotBoard:
         self._change(act)
 
     def give_up(self) -> None:
-        """Let others have the slots of this replica, and forget what it has recorded of them."""
+        """Free the slots of this replica for others, and forget its records of them."""
 
         def act(state: _State) -> None:
             for one in state.open.values():
@@ -237,7 +237,7 @@ class SlotBoard:
         self._board.put(f"sent/{self._member}", json.dumps((steps, rows)).encode())
 
     def record_for(self, lost: int, landed: Iterable[tuple[int, int]]) -> None:
-        """Record for a lost replica what has landed of it.
+        """Record for a lost replica which of its batches have landed.
 
         Args:
             lost: its id.

@@ -3,9 +3,9 @@
 
 An epoch's batches, in an order that all replicas agree on, are cut into S slots: slot s has the batches s, s + S,
 s + 2S ... The run's board records which replica holds each slot, and how many of its batches are done. A batch is done
-when the outer loop's round is applied that its step went into. What a replica had claimed and not done is free again
-when it is lost, or left out as late: another one takes it from the first batch that is not done.
-`docs/concepts/data.md` has what is promised, and the exceptions.
+once the outer loop has applied the round that contains its step. When a replica is lost, or left out as late, its
+claimed slots are free again: another replica takes them from the first batch that is not done.
+`docs/concepts/data.md` has the guarantees, and their exceptions.
 
 Calls go one way: `Slots` makes samplers and follows outer loops; both report to the `Claims`, which keep a `Ledger` of
 the replica's batches and write to the boards.
@@ -48,7 +48,7 @@ class Slots:
     Args:
         board: of the run, which all replicas share.
         member: this replica's id.
-        exchange: of the ranks of this replica, the first of which speaks with the board.
+        exchange: of the ranks of this replica; the first one talks to the board.
         most: how many replicas there will be at most.
         expected: how many the run begins with.
         is_training: whether a pass that begins now is one of training.
@@ -107,11 +107,11 @@ class Slots:
         return made.loader, made.indices
 
     def described(self) -> str:
-        """Return what must be the same on all replicas: how many batches the loaders have that were prepared so far."""
+        """Return a description that must be the same on all replicas: the numbers of batches of prepared loaders."""
         return ", ".join(counted(one.num_batches, "batch") for one in self._samplers)
 
     def follow(self, membership: Elastic, num_fragments: int) -> FollowedLoop:
-        """Record from now on what the rounds of an outer loop bring into the common weights."""
+        """Record from now on the batches that the rounds of an outer loop apply to the common weights."""
         return FollowedLoop(self.claims, self.claims.follow(membership, num_fragments))
 
     def leave(self, followed: FollowedLoop) -> None:
@@ -216,7 +216,7 @@ class SlotSampler(SamplerView):
         return True
 
     def close(self) -> None:
-        """End a pass that came to its end. What the ranks have dropped of a last round is done."""
+        """End a pass that came to its end. Batches that the ranks have dropped of a last round are done."""
         if self.is_shared:
             self._ended = self._epoch
             if self._num_drawn and self._num_steps == self._claims.num_steps:
@@ -317,7 +317,7 @@ class SlotLoader(DataLoaderShard):
                 return
             warnings.warn(
                 f"The loaded position in epoch {one.epoch} is left out, as a replica that comes and goes has no fixed "
-                "share: the epoch goes on with what the replicas of this run have not done of it.",
+                "share: the epoch continues with what the replicas of this run have not done of it.",
                 RuntimeWarning,
                 stacklevel=3,
             )

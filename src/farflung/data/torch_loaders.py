@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch's own loaders: asked once what they are (`Source`), and viewed through another loader (`LoaderView`)."""
+"""Torch's own loaders: read once into a `Source`, and wrapped by another loader (`LoaderView`)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DATA_AXES = {"dp", "fsdp", "dp_replicate", "dp_shard"}  # mesh axes along which
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A loader, and what it says of itself: asked once, as torch refuses to set any of it later.
+    """A loader and its properties, read once, because torch refuses to set any of them later.
 
     Scripts may replace samplers inside others at any time, so what concerns an epoch looks these up again.
 
@@ -42,7 +42,7 @@ class Source:
         drop_last: the loader or its batch sampler leaves out a short last batch.
         makes_batches: it has a batch sampler.
         streams: its data set has no indices.
-        is_view: it stands before another loader, so it is iterated as it is.
+        is_view: it wraps another loader, so it is iterated as it is.
         by_index: samples are read by index, so that some can be left unread.
     """
 
@@ -198,11 +198,11 @@ def _samplers_of(loader: DataLoader[Any]) -> list[Any]:
 
 
 class LoaderView(DataLoader[Any]):
-    """A loader that stands before another one and looks like it: attributes are read from that one.
+    """A loader that wraps another one and looks like it: it reads attributes from that one.
 
-    The other one is a copy of the script's loader, with `changes`. What torch's loader declares is set on the copy, and
-    takes effect there; anything else is set on the view. With `stateful` it is an instance of torchdata's
-    `StatefulDataLoader` too, where that is installed.
+    The other one is a copy of the script's loader, with `changes`. Attributes that torch's loader declares are set on
+    the copy, and take effect there; all others are set on the view. With `stateful` it is also an instance of
+    torchdata's `StatefulDataLoader`, if that is installed.
     """
 
     _state: LoopState
@@ -228,7 +228,7 @@ class LoaderView(DataLoader[Any]):
 
     @property
     def gradient_state(self) -> LoopView:
-        """Where the training loop stands that this loader reports to; each look is a view of its own."""
+        """The state of the training loop that this loader reports to; each access returns a new view."""
         return LoopView(self._state)
 
 

@@ -34,7 +34,7 @@ class Needs:
     levels: tuple[int, ...]  # the number of ranks in a group of each level but the last, which is all of them
     overlaps: bool  # rounds go on beside training
     is_sharded: bool  # the ranks of an island hold each another part of every weight
-    description: str  # as of `Voters`, like the tensors
+    description: str  # see `Voters`, like the tensors
     tensors: Sequence[str]
     num_votes: int  # the number of this rank's next vote
     admits: bool  # it is between rounds, so newcomers may come in

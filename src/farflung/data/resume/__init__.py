@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an iteration of a loader stands, and how another process goes on from there."""
+"""The position of a loader's iteration, and how another process continues from it."""

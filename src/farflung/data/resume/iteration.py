@@ -2,8 +2,8 @@
 """One iteration of a prepared loader: its batches, from the beginning or from where another process left it.
 
 An iteration draws random numbers when it starts (an order, the seed of its workers) and reads ahead of the training
-loop. To go on in its middle, the start is repeated with the random states of then, what was handed out is left out, and
-what had been prefetched is taken from the checkpoint, since it was made with random numbers that are spent.
+loop. To continue in its middle, it repeats the start with the random states of that time, leaves out the batches that
+were handed out, and takes prefetched ones from the checkpoint, because their random numbers can't be drawn again.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Position:
 
     @property
     def is_read(self) -> bool:
-        """Whether nothing more is to be read. A data set would take its old state for the next iteration then."""
+        """Whether all data are read. A data set would then take its old state for the next iteration."""
         return self.exhausted or self.ended
 
     def to_dict(self) -> dict[str, Any]:
@@ -107,13 +107,13 @@ class Position:
         return cls(start=start, **{**own, "worker_plan": None if plan is None else WorkerPlan.from_dict(plan)})
 
     def moved(self, batches: int) -> Position:
-        """Return the position after `batches` of the same iteration, of which nothing has been read."""
+        """Return the position after `batches` of the same iteration, with nothing read."""
         return Position(batches, self.ended, self.start, has_workers=self.has_workers)
 
 
 @dataclass(eq=False, repr=False)
 class Iteration:
-    """One iteration of a prepared loader: what the training loop knows it by, also where two go on at a time."""
+    """One iteration of a prepared loader, by which the training loop identifies it, also if two run at a time."""
 
     loader: Any
     epoch: int
@@ -123,8 +123,8 @@ class Iteration:
     resumed_at: Position | None  # where it goes on, if it does not begin at the beginning
     now: RandomStates  # with which training goes on behind `resumed_at`
     num_batches: int = 0  # that it has handed out
-    end_of_dataloader: bool = False  # as of `PreparedLoader`
-    remainder: int = 0  # as of `PreparedLoader`
+    end_of_dataloader: bool = False  # see `PreparedLoader`
+    remainder: int = 0  # see `PreparedLoader`
     prefetched: Any = NOTHING  # what was read but not handed out: a batch, or the rounds of a dispatching loader
     first: Any = None  # the first round of a dispatching loader
     source: Any = None  # the iterator that batches are read from
@@ -138,9 +138,9 @@ class Iteration:
         return self.now if self.resumed_at is None else self.resumed_at.start
 
     def arrive(self) -> None:
-        """Go on with the random states of the training; the generators of the loader stay as the start left them.
+        """Restore the random states of the training; the generators of the loader stay as the start left them.
 
-        Those of a stream whose state was loaded go on too: it does not draw again what it drew before.
+        Those of a stream whose state was loaded are restored too: it does not draw again what it drew before.
         """
         source, position = self.loader.base_source, self.resumed_at
         rng.write(self.now.host)
@@ -149,7 +149,7 @@ class Iteration:
 
     @property
     def position(self) -> str | None:
-        """Which batch is in hand, where ranks may have different numbers of them and so come to differ in it."""
+        """The batch in hand, if ranks may have different numbers of batches and so be at different ones."""
         return f"batch {self.num_batches} of epoch {self.epoch}" if self.loader.may_be_uneven else None
 
 
@@ -200,7 +200,7 @@ def batches_of(one: Iteration, workers: Workers) -> Iterator[Any]:
 
 
 def _recorded(one: Iteration, source: Source, workers: Workers) -> Iterator[Any]:
-    """Start workers whose random states are recorded, and go on where they were left."""
+    """Start workers whose random states are recorded, and continue where they were left."""
     base = source.loader
     if workers.is_loaded:  # those that are there have drawn for another run
         forget_workers(base)
@@ -226,7 +226,7 @@ def _recorded(one: Iteration, source: Source, workers: Workers) -> Iterator[Any]
 
 
 def _reopened(one: Iteration, source: Source, position: Position) -> Iterator[Any]:
-    """Start a stream, and go on where it was left."""
+    """Start a stream, and continue where it was left."""
     if position.dataset is None:
         batches = opened(one, source.loader)
         replay(batches, position.batches)
@@ -260,7 +260,7 @@ def replay(batches: Iterator[Any], number: int, to_the_end: bool = False) -> Non
     world = current_world()
     if number and (world is None or world.is_main):
         read = "all batches" if to_the_end else counted(number, "batch")
-        said = f"farflung: reading {read} again to go on behind, as the data set has no state_dict."
+        said = f"farflung: reading {read} again to continue after them, as the data set has no state_dict."
         print(said, file=sys.stderr, flush=True)
     done = sum(1 for _ in islice(batches, number))
     if done < number and not to_the_end:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prepared loader asks about its iterations: where they stand, and where the next one begins or goes on."""
+"""The progress of a prepared loader's iterations: their positions, and where the next one begins or continues."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Progress:
         return self.number if self.chosen is None else self.chosen
 
     def choose(self, number: int) -> None:
-        """Let the next iteration be epoch `number`. A position to go on from stays if it is in that one."""
+        """Make the next iteration epoch `number`. A loaded position stays if it is in that epoch."""
         if self.position is not None and number != self.number:
             if self.position.ended:
                 self.chosen = number
@@ -59,7 +59,7 @@ class Progress:
         self.under_way = False
 
     def begin(self, loader: Any, agree: Callable[[], None] | None) -> Iteration:
-        """Start an iteration, or go on with the loaded one; `agree` makes ranks draw the same random order."""
+        """Start an iteration, or continue the loaded one; `agree` makes ranks draw the same random order."""
         source, skip, exactly = loader.base_source, loader.skip_batches, loader.skips_exactly
         position, self.position = self.position, None
         is_passed = self.chosen is not None or (exactly and position is not None and skip < position.batches)
@@ -95,7 +95,7 @@ class Progress:
             self.choose(chosen)
 
     def complete(self, one: Iteration) -> None:
-        """Note that an iteration came to its end."""
+        """Record that an iteration came to its end."""
         if self.under_way and one.epoch == self.number and self.position is None:
             self.choose(one.epoch + 1)
 
@@ -142,7 +142,7 @@ class Progress:
         )
 
     def load_state_dict(self, source: Source, state_dict: dict[str, Any]) -> None:
-        """Let the next iteration go on where `state_dict` stood; where it is no such state, nothing is changed."""
+        """Make the next iteration continue at the position of a state; if it is no such state, change nothing."""
         saved = with_present_keys(state_dict)
         position = None if saved["position"] is None else Position.from_dict(saved["position"])
         number, under_way, were_started = int(saved["epoch"]), bool(saved["under_way"]), bool(saved["has_workers"])
@@ -153,7 +153,7 @@ class Progress:
         workers.were_started, workers.states, workers.is_loaded = were_started, states, True
 
     def keep(self, source: Source) -> Callable[[], None]:
-        """Return what undoes a `load_state_dict` that comes now."""
+        """Return a function that undoes the next `load_state_dict`."""
         own, workers, orders = dict(vars(self)), dict(vars(self.workers)), _orders_of(source)
 
         def undo() -> None:
@@ -164,7 +164,7 @@ class Progress:
         return undo
 
     def describe(self, loader: Any) -> str:
-        """Say in a few words where the next iteration goes on."""
+        """Describe in a few words where the next iteration continues."""
         position, epoch = self.position, self.number
         if position is None:
             return f"starts epoch {epoch + self.under_way}"

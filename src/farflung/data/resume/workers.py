@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The random states of worker processes: recorded now and then, so that another run's workers go on with them.
+"""The random states of worker processes: recorded now and then, so that another run's workers continue from them.
 
 Workers take turns: each makes one batch of a turn. They draw as long as they live, and when a state is taken they have
-drawn for batches that nobody has seen. So batches come with their worker's random states after them; who goes on in the
-middle of an iteration makes what came since those once more, and throws away the batches that had been handed out.
+drawn for batches that the training has not got yet. So batches come with their worker's random states after them. A
+worker that continues in the middle of an iteration repeats the batches since those states, and throws away the ones
+that had been handed out.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class RecordedBatch(NamedTuple):
 
 @dataclass
 class RecordingCollate:
-    """A collate function that adds its worker's random states to a batch, and with `start` what begins a worker."""
+    """A collate function that adds its worker's random states to a batch; `start` begins a worker."""
 
     collate_fn: Callable[[Any], Any]
     init_fn: Callable[[int], None] | None
@@ -78,7 +79,7 @@ class WorkerPlan:
 
     @classmethod
     def begun(cls, number: int, start: int, states: list[States] | None = None) -> WorkerPlan:
-        """Let `number` workers begin with `states`, None: as they start by themselves."""
+        """Return a plan in which `number` workers begin with `states`; None: as they start by themselves."""
         return cls(start, [(0, one) for one in states or [_FRESH] * number])
 
     @classmethod
@@ -100,7 +101,7 @@ class WorkerPlan:
 
 
 class WorkerHistory:
-    """What is known of the workers of one iteration."""
+    """The recorded states of the workers of one iteration."""
 
     def __init__(self, begun: WorkerPlan) -> None:
         self._begun = begun
@@ -124,7 +125,7 @@ class WorkerHistory:
 
     @property
     def newest(self) -> list[States]:
-        """What the workers have after their last batch, where each of theirs was recorded."""
+        """The states of the workers after their last batches, if all of these were recorded."""
         return [recorded[-1][1] for recorded in self._recorded]
 
     def worker_plan(self, batch: int) -> WorkerPlan:
@@ -142,7 +143,7 @@ class WorkerHistory:
 
 @dataclass
 class Workers:
-    """What is known of a loader's workers from one of its iterations to the next."""
+    """The state of a loader's workers from one of its iterations to the next."""
 
     were_started: bool = False  # persistent ones were, so that starting them draws no seed any more
     states: list[States] | None = None  # with which they begin the next iteration; None: as they start by themselves
@@ -153,7 +154,7 @@ class Workers:
         return bool(base.persistent_workers and (has_live_workers(base) or self.were_started))
 
     def plan(self, base: DataLoader[Any], skip: int, saved: WorkerPlan | None) -> WorkerPlan:
-        """Return where the workers of an iteration begin that skips so many batches, or goes on with a saved plan."""
+        """Return where the workers of an iteration begin that skips so many batches, or continues a saved plan."""
         number = base.num_workers
         if saved is not None and len(saved.workers) == number:
             return saved
@@ -164,7 +165,7 @@ class Workers:
 
 
 def can_record(source: Source) -> bool:
-    """Say whether the batches of a loader come from workers that take turns, and through torch's own iterator."""
+    """Return whether the batches of a loader come from workers that take turns, through torch's own iterator."""
     loader = source.loader
     is_plain = type(loader).__iter__ is DataLoader.__iter__
     return source.by_index and loader.num_workers > 0 and loader.in_order and is_plain
@@ -178,7 +179,7 @@ def known(states: list[States] | None) -> list[Any] | None:
 
 
 def checked(states: list[States] | None) -> list[States] | None:
-    """Return what `known` returned; KeyError, TypeError or ValueError where it is something else."""
+    """Check the result of `known`, and return it; KeyError, TypeError or ValueError if it is something else."""
     for one in states or []:
         if one != _FRESH:
             rng.check(one)  # type: ignore[arg-type]
