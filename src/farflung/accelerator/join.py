@@ -74,7 +74,7 @@ def join_uneven_inputs(
         with Join([*joinables, probe]):
             yield
             ranks.respond()
-        Join(joinables, enable=False)  # else the models would go on asking who has joined before each forward pass
+        Join(joinables, enable=False)  # else the models would keep asking who has joined before each forward pass
         _catch_up(probe, run)
 
 

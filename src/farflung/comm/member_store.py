@@ -32,7 +32,7 @@ class Record:
     number: int  # 1 for the first one
     by: int  # who has put it there
     ids: tuple[int, ...]  # of its members, in the order of their ranks
-    newcomers: tuple[int, ...] = ()  # the ids of those that get what the others have in common
+    newcomers: tuple[int, ...] = ()  # the ids of those that get the state that the others share
     common: Mapping[int, int] = field(default_factory=dict)  # buckets that all apply of open rounds, by vote
     past: int = 0  # the number of the first vote that no member has had yet
     lost: Mapping[int, str] = field(default_factory=dict)  # why members of the generation before are not in it, by id
@@ -45,7 +45,7 @@ class Post:
     """How far a member's rounds have come when a generation ends."""
 
     votes: int  # the number of its next vote
-    has_state: bool  # it has what members have in common
+    has_state: bool  # it has the state that members share
     complete: Mapping[int, int] = field(default_factory=dict)  # buckets that it could apply of open rounds, by vote
     odd: Mapping[int, str] = field(default_factory=dict)  # members to exclude: why, by id
 
@@ -56,7 +56,7 @@ class Ask:
 
     member: int
     last: int  # the number of the generation that it was in before, 0 for none
-    has_state: bool  # it has what members have in common, as they had it then
+    has_state: bool  # it has the state that members shared then
     description: str = "{}"  # of itself, as JSON
 
 

@@ -31,7 +31,7 @@ _TIMED_OUT = re.compile(rf"{GLOO_TIMED_OUT} (\d+)ms")
 class SharedState:
     """What a process group shares with its duplicates, and with groups of some of its ranks."""
 
-    presence: PresenceStore  # what the ranks tell each other beside their collectives
+    presence: PresenceStore  # what the ranks publish outside their collectives
     waits: Waits  # what this process has entered, and waits for
     ranks: list[int]  # those of the process group, in the numbers of all
     arrivals: dict[int, int] = field(default_factory=dict)  # calls of each rank that were matched, see `matching`

@@ -53,7 +53,7 @@ class Waits:
     """The collectives over one set of ranks, in a group and its duplicates, as this process knows them."""
 
     def __init__(self, presence: PresenceStore) -> None:
-        # How many this rank has started, by group; 0 at first in each that it is in. And of which kind the latest were.
+        # How many this rank has started, by group; 0 at first in each that it is in. And the kinds of the latest.
         self.entered: defaultdict[str, int] = defaultdict(int)
         self.kinds: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
         self.waiting: dict[int, Wait] = {}  # what each thread has been waiting for, since a moment at least

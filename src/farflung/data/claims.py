@@ -34,7 +34,7 @@ class Claims:
 
     board: Board  # for the data of all replicas of the run
     member: int  # this replica's id
-    exchange: Exchange  # of the ranks of this replica, the first of which speaks with the board
+    exchange: Exchange  # of the ranks of this replica; the first one talks to the board
     most: int  # replicas at most
     expected: int  # replicas that the run begins with
     is_training: Callable[[], bool]  # whether a pass that begins now is one of training

@@ -12,7 +12,7 @@ from farflung.comm.member_store import Record
 from farflung.comm.transport import Entered
 from farflung.outer.peers import Peers
 
-_LOOK_S = 1.0  # how long a wait goes on before it asks who is late
+_LOOK_S = 1.0  # how long a wait lasts before it asks who is late
 _SLOWER = 10  # how much slower than the latest ones values may come before they count as lost
 _MEASURED_BYTES = 1_000_000  # at least: smaller ones say little of a line
 
@@ -35,7 +35,7 @@ class GenerationWatch:
     def look(self, entered: Entered, waited_s: float) -> None:
         try:
             why = self._why_over(entered, waited_s)
-        except Unreachable as error:  # the generation goes on as long as all are there
+        except Unreachable as error:  # the generation continues as long as all are there
             is_late = waited_s > self._longest_s(entered)
             why = f"no values came for {in_seconds(waited_s)}. {error}" if is_late else ""
         if why:

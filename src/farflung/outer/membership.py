@@ -32,13 +32,13 @@ class Needs:
     """What an outer loop requires of its members."""
 
     levels: tuple[int, ...]  # the number of ranks in a group of each level but the last, which is all of them
-    overlaps: bool  # rounds go on beside training
+    overlaps: bool  # rounds overlap with training
     is_sharded: bool  # the ranks of an island hold each another part of every weight
     description: str  # see `Voters`, like the tensors
     tensors: Sequence[str]
     num_votes: int  # the number of this rank's next vote
     admits: bool  # it is between rounds, so newcomers may come in
-    has_state: bool  # this rank has what all members have in common; else it is a newcomer, unless nobody has it
+    has_state: bool  # this rank has the state that members share; else it is a newcomer, unless nobody has it
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Generation:
 
     number: int  # 0 for the first one
     ids: tuple[int, ...]  # of the members, by rank: the same replica keeps its id
-    beside: Voters  # all members, who vote on what goes on beside rounds
+    beside: Voters  # all members, which vote on actions outside of rounds
     levels: tuple[Voters, ...]  # who votes in a round, by level; all members on the first
-    island: Island  # the ranks that train this replica, as they meet beside rounds
+    island: Island  # the ranks that train this replica, as they meet outside of rounds
     in_round: Island  # and in them
     num_votes: int  # the number of the members' next vote
     newcomers: tuple[int, ...] = ()  # ranks that were not there before; they get what all others share

@@ -65,7 +65,7 @@ class _State(Enum):
     ENTERING = auto()  # the current generation
     TOGETHER = auto()  # with its members
     SETTLING = auto()  # after a loss: what runs in the background comes to its end
-    LOST = auto()  # nothing can go on, unless the survivors agree on the loss
+    LOST = auto()  # nothing can continue, unless the survivors agree on the loss
 
 
 class Quorum:

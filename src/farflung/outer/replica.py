@@ -362,7 +362,7 @@ def _described(recipe: Recipe, model: nn.Module, cap_bytes: int) -> tuple[list[F
     layout, tensors = hashlib.blake2b(digest_size=4), []
     places = [(number, place) for number, fragment in enumerate(fragments) for place in fragment.places]
     for number, place in places:
-        tensor = place.get()  # the whole one, of which all ranks of an island say the same
+        tensor = place.get()  # the whole one, the same on all ranks of an island
         kind = f"{tensor.dtype} {list(tensor.shape)} {local(tensor).is_contiguous()}"
         layout.update(f"{number} {place.name} {kind};".encode())
         tensors.append(f"{place.name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}")

@@ -46,7 +46,7 @@ class Phase(IntEnum):
 
     OPENED = 0  # nothing is on the wire
     BEGUN = 1  # a vote
-    SENT = 2  # and the first buckets, perhaps beside the vote
+    SENT = 2  # and the first buckets, perhaps together with the vote
     CONFIRMED = 3  # every rank has all of them
     LOADED = 4  # the same, out of a checkpoint
 

@@ -33,7 +33,7 @@ class Stats:
     seconds_voting: float = 0.0  # in votes: mostly waiting for slower ranks; hidden or not, as the next two
     seconds_encoding: float = 0.0  # copying values into buffers and encoding them
     # Waiting for buckets under way, decoding them, the outer optimizer, writing back. On CUDA these last two only count
-    # what the host takes, as the work goes on behind it.
+    # what the host takes, as the work continues behind it.
     seconds_landing: float = 0.0
     seconds_total: float = 0.0  # since the loop began
     drift_norm: float = 0.0  # how far this rank had moved from the anchor in the latest round; 0 without an anchor

@@ -86,7 +86,7 @@ class Position:
     dataset: Any = None  # the state of a data set, or of a loader, that keeps one, after what was prefetched
     exhausted: bool = False  # the data set has nothing more
     has_workers: bool = False  # persistent ones were there when it began, so that it drew no seed for them
-    worker_plan: WorkerPlan | None = None  # how they go on; None: as workers start by themselves
+    worker_plan: WorkerPlan | None = None  # how they continue; None: as workers start by themselves
 
     @property
     def is_read(self) -> bool:
@@ -120,8 +120,8 @@ class Iteration:
     skip: int  # batches that it leaves out at its beginning
     has_workers: bool  # persistent ones were there when it began
     name: str | None  # by which all ranks that iterate the loaders of one run alike call it; None: it is in no run
-    resumed_at: Position | None  # where it goes on, if it does not begin at the beginning
-    now: RandomStates  # with which training goes on behind `resumed_at`
+    resumed_at: Position | None  # where it continues, if it does not begin at the beginning
+    now: RandomStates  # with which training continues after `resumed_at`
     num_batches: int = 0  # that it has handed out
     end_of_dataloader: bool = False  # see `PreparedLoader`
     remainder: int = 0  # see `PreparedLoader`
@@ -212,7 +212,7 @@ def _recorded(one: Iteration, source: Source, workers: Workers) -> Iterator[Any]
     history = one.history = WorkerHistory(plan)
     loader = source.without_first(plan.start) if plan.start else base
     recording = RecordingCollate(loader.collate_fn, loader.worker_init_fn, plan.workers)
-    if stay:  # a worker that goes on has the states after its last batch, so each is recorded
+    if stay:  # a worker that continues has the states after its last batch, so each is recorded
         recording.every_s = 0.0
     arriving = opened(one, loader, collate_fn=recording, worker_init_fn=recording.start)
     workers.states = [None] * base.num_workers if stay else None

@@ -35,7 +35,7 @@ class Progress:
         self._passes = 0
         self.number = 0  # the epoch of the iteration that is under way, or of the next one when none is
         self.under_way = False  # an iteration of epoch `number` has begun; it may have been broken off
-        self.position: Position | None = None  # where the next iteration goes on, once a state was loaded
+        self.position: Position | None = None  # where the next iteration continues, once a state was loaded
         self.chosen: int | None = None  # the epoch that was chosen for it, if nothing is left of that of `position`
         self.newest: Iteration | None = None  # the one that began last
         self.run_number: int | None = None  # of the loader among those of its run; None: it is in none

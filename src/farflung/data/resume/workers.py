@@ -147,7 +147,7 @@ class Workers:
 
     were_started: bool = False  # persistent ones were, so that starting them draws no seed any more
     states: list[States] | None = None  # with which they begin the next iteration; None: as they start by themselves
-    is_loaded: bool = False  # a state was, of which workers that are there know nothing
+    is_loaded: bool = False  # a state was, which existing workers do not have
 
     def are_there(self, base: DataLoader[Any]) -> bool:
         """Whether persistent workers are there, or would be had the run not been interrupted."""
