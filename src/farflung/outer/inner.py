@@ -150,7 +150,7 @@ def muon_groups(model: nn.Module, adamw: Iterable[str] = ()) -> tuple[list[nn.Pa
     hidden = [one for name, one in trained.items() if _is_matrix(name, one) and id(one) not in excluded]
     if not hidden:
         raise ConfigError(
-            "muon_groups: the model has no trainable weight [out, in] beside embeddings, its last one and those in "
+            "muon_groups: the model has no trainable weight [out, in] other than embeddings, its last one and those in "
             "`adamw`, so there is nothing for Muon to train. Use AdamW alone."
         )
     if any(map(is_sharded, hidden)):
