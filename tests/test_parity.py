@@ -142,7 +142,7 @@ def remainder(case: Case, *_: int) -> set[str]:
 
 
 ROWS = [
-    Row("let the data end inside an accumulation window", short_window),
+    Row("have the data end inside an accumulation window", short_window),
     Row("`gather_for_metrics` over iterable data with `dispatch_batches=False`", padding_stays),
     Row("`even_batches=False` with iterable or dispatched data", padded_nevertheless),
     Row("dispatch fewer samples than one round needs, with `drop_last=True`", no_whole_round),

@@ -230,7 +230,7 @@ def explains(call, run):
     try:
         call(run)
     except RuntimeError as error:
-        raise explained(error, world.joined().group) from error
+        raise explained(error, world.joined_world().group) from error
 
 
 def runs_out_of_time(path, port, call):
@@ -262,7 +262,7 @@ def test_without_a_launcher_a_time_out_of_torchs_names_the_late_rank_too(call, t
 
 
 def time_allowed():
-    return world.joined().watchdog._timeout_s  # nothing else says it before it is over
+    return world.joined_world().watchdog._timeout_s  # nothing else says it before it is over
 
 
 def takes_the_launchers_time_until_told_otherwise():
@@ -297,7 +297,7 @@ def is_slow():
     for _ in range(3):
         time.sleep(0.3 * accelerator.process_index)
         accelerator.gather(torch.ones(2))
-    group = world.joined().group
+    group = world.joined_world().group
     (name, number), *_ = group.waits.entered.items()
     group.waits.waiting[threading.get_ident()] = Wait(name, number, "")  # takes long, but every rank has entered it
     time.sleep(2.5)
@@ -389,7 +389,7 @@ def test_nothing_is_started_in_one_process():
     Accelerator(cpu=True, kwargs_handlers=[WatchdogKwargs(1)])
     assert threads() == []
     assert sys.excepthook is hook
-    assert world.joined().watchdog is None
+    assert world.joined_world().watchdog is None
 
 
 def test_a_time_that_cannot_be_is_refused():

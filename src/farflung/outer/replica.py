@@ -229,8 +229,8 @@ class Replica:
         self.cap_bytes, self._num_buffers = cap_bytes, num_buffers
         self.is_sharded = model_has_dtensor(model)
         self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._cut, self.description, self.tensors = _described(recipe, model, cap_bytes)  # it names what can't be sent
         self._structure = structure_of(model)
-        self._cut, self.description, self.tensors = _described(recipe, model, cap_bytes)
         self.fragments: list[BoundFragment] = []
 
     def make_alike(self, giver: int, takes: bool) -> None:
