@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What else is installed: answered from package metadata, without importing anything."""
+"""Which other packages are installed, by their metadata and without importing them."""
 
 from __future__ import annotations
 

@@ -385,7 +385,7 @@ class _Replica:
         self._sync()
 
     def _sync(self) -> None:
-        """Do what is due. What flies while training continues takes the line's time, and this replica's where it lands.
+        """Do what is due. An overlapped transfer takes the line's time, and the replica's where it is applied.
 
         A recipe with a delay never waits for what it launches; its group, which can't know that, moves the clock on.
         """
