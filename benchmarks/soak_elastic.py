@@ -108,8 +108,8 @@ class Soak:
             self.crash(victims, kind)
         self.mistakes += len(wrong([one for one in list(self.run.said) if one["member"] == self.keeper]))
         del self.run.said[:-20_000], self.run.events[:]
-        for one, process in [*self.run.processes.items()][: -2 * REPLICAS]:
-            if process.exitcode is not None:
+        for one in [*self.run.processes][: -2 * REPLICAS]:
+            if one in self.run.codes:
                 self.run.notes.forget(one)  # as a launcher does
         return kind, (self.stops if kind == "stop" else self.crashes)[-1]
 

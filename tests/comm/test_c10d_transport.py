@@ -4,13 +4,16 @@
 import multiprocessing as mp
 import os
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
-from farflung.base.errors import Unreachable
+from farflung.base.errors import RankFailure, Unreachable
 from farflung.comm import c10d_transport as module
 from farflung.comm.c10d_transport import C10dTransport
 from farflung.process.sockets import serve_store
@@ -76,3 +79,35 @@ def test_a_process_group_may_meet_in_a_part_of_it():
     board = C10dTransport(serve_store("127.0.0.1", 0, wait_for_workers=False)).board
     board.part("loop1").lend("group").set("rank", "0")
     assert board.get("loop1/group/rank") == b"0"
+
+
+class Calm:
+    """Sees no loss of a replica."""
+
+    connect_s = 10.0
+
+    def look(self, entered, waited_s):
+        pass
+
+    def note_end(self, entered, waited_s):
+        pass
+
+    def break_off(self, reason):
+        return RankFailure(reason)
+
+
+@pytest.mark.law("every-wait-has-an-end-and-a-line")
+def test_a_group_that_gloo_can_not_end_holds_nobody_up():
+    transport = C10dTransport(serve_store("127.0.0.1", 0, wait_for_workers=False))
+    groups = [transport.connect("g1", rank, 2, Calm()) for rank in range(2)]
+    with ThreadPoolExecutor(2) as ranks:
+        assert [*ranks.map(lambda group: group.all_gather_small(torch.ones(1)).tolist(), groups)] == [[[1], [1]]] * 2
+    groups[0].begin_all_gather_small(torch.ones(1))  # the other rank never takes part
+    began = time.monotonic()
+    groups[0].free()
+    assert transport.connect("g2", 0, 1, Calm()).all_gather_small(torch.ones(1)).tolist() == [[1]]
+    transport.close()
+    assert time.monotonic() - began < 20
+    groups[1].free(reusable=False)  # closes the connections: this does end what the first rank began
+    transport.close()
+    assert not any(thread.name == "release a process group" for thread in threading.enumerate())

@@ -126,6 +126,7 @@ class ElasticRun:
         self.board = C10dTransport(self.store).board
         self.notes = LauncherNotes(self.board)
         self.processes, self.said, self.events, self._pipes = {}, [], [], {}
+        self.codes = {}  # exit codes of replicas, which one thread alone may ask for
         self._joined, self._alive = set(), set()
         self._lock, self._goes_on, self._has_store = threading.Lock(), True, True
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -208,14 +209,15 @@ class ElasticRun:
         code = self.processes[member].exitcode
         if code and self._has_store:
             self.notes.note_end(member, f"killed by {signal.Signals(-code).name}" if code < 0 else "error")
+        self.codes[member] = code
 
     def until(self, condition, timeout_s=20.0):
         """Wait until something holds."""
         deadline = time.monotonic() + patience(timeout_s)
         while not condition():
             if time.monotonic() > deadline:
-                for process in self.processes.values():
-                    if process.exitcode is None:
+                for member, process in self.processes.items():
+                    if member not in self.codes:
                         os.kill(process.pid, signal.SIGUSR1)  # it prints where it is
                 time.sleep(0.5)
                 raise TimeoutError(json.dumps([self.events, self.said[-5:]]))
@@ -227,7 +229,7 @@ class ElasticRun:
 
     def has_ended(self, *members):
         """Whether replicas have ended, well or not."""
-        return all(self.processes[member].exitcode is not None for member in members)
+        return self.codes.keys() >= set(members)
 
     def joined(self, *members):
         """Whether replicas have begun to train."""

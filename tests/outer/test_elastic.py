@@ -155,7 +155,7 @@ def test_without_the_store_training_goes_on_until_the_next_one_is_lost():
         run.signal(members[1], signal.SIGKILL)
         run.until(lambda: run.has_ended(*members))
         assert not wrong(run.said)
-        assert run.processes[members[0]].exitcode == 1
+        assert run.codes[members[0]] == 1
 
 
 def test_one_that_is_told_to_end_takes_part_in_a_round_before_but_does_not_wait_for_it_long():
@@ -169,7 +169,7 @@ def test_one_that_is_told_to_end_takes_part_in_a_round_before_but_does_not_wait_
         mine = [one for one in list(run.said) if one["member"] == members[2]]
         assert mine[-1]["ranks"] == 3, mine[-3:]  # a round, and nothing after it
         assert mine[-2]["position"] < 150
-        assert run.processes[members[2]].exitcode == -signal.SIGTERM
+        assert run.codes[members[2]] == -signal.SIGTERM
         run.signal(members[1], signal.SIGSTOP)
         run.signal(members[0], signal.SIGTERM)
         run.until(lambda: run.has_ended(members[0]))

@@ -42,8 +42,7 @@ PATIENCE_S = 60.0
 _PAUSE_S = 0.2  # between two attempts to connect that fail at once
 _NOTHING = b"\0nothing"  # no value of a key
 _MOST_UNANSWERED = 64
-_RELEASE_S = 0.1  # at the end, with Python's lock free
-_RETIRED_S = 1.0  # after which gloo's threads have let go of all that they ended
+_RELEASE_S = 1.0  # how long the end waits for groups of generations before
 
 
 class C10dTransport:
@@ -58,23 +57,25 @@ class C10dTransport:
         given, at = (None, store) if isinstance(store, tuple) else (store, _address_of(store))
         self.board = StoreBoard(_Line(given, at), patience_s=patience_s)
         self.address = "" if at is None else f"{at[0]}:{at[1]}"
-        # Groups of generations before, and since when: a thread of gloo's may want Python's lock for what it has just
-        # ended.
-        self._retired: list[tuple[float, dist.ProcessGroup]] = []
+        self._releasing: list[threading.Thread] = []
 
     def connect(self, name: str, rank: int, size: int, watch: Watch) -> Group:
-        now = time.monotonic()
-        self._retired = [(since, group) for since, group in self._retired if now < since + _RETIRED_S]
+        self._releasing = [thread for thread in self._releasing if thread.is_alive()]
         return GenerationGroup(self, name, rank, size, watch)
 
-    def retire(self, group: dist.ProcessGroup) -> None:
-        """Release a process group once no thread of gloo's is busy with it any more."""
-        self._retired.append((time.monotonic(), group))
+    def release(self, held: list[dist.ProcessGroup]) -> None:
+        """Release the process group in a list, which is the only reference to it, in a thread of its own.
+
+        A process group waits for all that it began before it is gone. Where a connection closes while gloo is about to
+        send over it, that wait has no end.
+        """
+        self._releasing.append(threading.Thread(target=held.clear, name="release a process group", daemon=True))
+        self._releasing[-1].start()
 
     def close(self) -> None:
-        if self._retired:
-            time.sleep(_RELEASE_S)
-            self._retired.clear()
+        until = time.monotonic() + _RELEASE_S
+        for thread in self._releasing:
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 class GenerationGroup(C10dGroup):
@@ -138,8 +139,8 @@ class GenerationGroup(C10dGroup):
         if not reusable:
             self.abort()
         if self._connected is not None:
-            self._transport.retire(self._connected)
-            self._connected = None
+            held, self._connected = [self._connected], None
+            self._transport.release(held)
 
     def leave(self, reason: str, for_good: bool = False) -> None:
         self._watch.break_off(reason)
