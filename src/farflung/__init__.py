@@ -6,8 +6,10 @@ Names and modules (`farflung.utils`) are loaded when they are first used, so tha
 
 from __future__ import annotations
 
+import gc
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from farflung.base.oldest_torch import check_torch
@@ -87,10 +89,21 @@ __all__ = [*_WHERE, "__version__"]
 
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
-        return getattr(import_module(_WHERE[name]), name)
+        return getattr(_loaded(_WHERE[name]), name)
     if name.startswith("_") or find_spec(f"farflung.{name}") is None:
         raise AttributeError(f"module 'farflung' has no attribute {name!r}")
-    return import_module(f"farflung.{name}")
+    return _loaded(f"farflung.{name}")
+
+
+def _loaded(module: str) -> ModuleType:
+    """Import a module. What is loaded stays, so the garbage collector would look through all of torch for nothing."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        return import_module(module)
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def __dir__() -> list[str]:

@@ -164,7 +164,10 @@ class Launcher:
 
     def printed(self, pattern):
         """Wait for a line, and return what it was matched by."""
-        return until(lambda: next((found for line in list(self.lines) if (found := re.search(pattern, line))), None))
+        return until(
+            lambda: next((found for line in list(self.lines) if (found := re.search(pattern, line))), None),
+            lambda: f"{pattern}: not among {self.lines}",
+        )
 
     def ended(self):
         """Wait for the end, and return the exit code."""
@@ -185,10 +188,10 @@ def far(home, warm):
         yield machines, *screens
 
 
-def until(condition):
+def until(condition, said=lambda: ""):
     deadline = time.monotonic() + patience(60)
     while not (found := condition()):
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, said()
         time.sleep(0.02)
     return found
 
@@ -277,7 +280,8 @@ def test_a_replica_of_several_ranks_is_started_again_if_one_of_them_dies(home):
         ranks = until(lambda: len(found := list(home.glob("rank1_*"))) == 2 and found)
         os.kill(int(ranks[0].name[6:]), signal.SIGKILL)
         lost = run.printed(r"farflung: (replica \d) ended with exit code 137; it starts again in 1 s")[1]
-        run.printed(f"generation 2: {lost} is out: ended with exit code 137; training continues with 1 replica")
+        # Its other rank may have left, and said why, before the launcher has seen the end of this one.
+        run.printed(f"generation 2: {lost} is out: .*; training continues with 1 replica")
         run.printed(f"generation 3: {lost} joined; 2 replicas train")
         (home / "last").touch()
         assert run.ended() == 0
