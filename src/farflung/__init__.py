@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from farflung.base.oldest_torch import check_torch
@@ -95,7 +94,7 @@ def __getattr__(name: str) -> Any:
     return _loaded(f"farflung.{name}")
 
 
-def _loaded(module: str) -> ModuleType:
+def _loaded(module: str) -> Any:
     """Import a module. What is loaded stays, so the garbage collector would look through all of torch for nothing."""
     was_on = gc.isenabled()
     gc.disable()

@@ -39,7 +39,7 @@ def test_an_accelerator_loads_neither_the_outer_loop_nor_heavy_parts_of_torch():
     assert not [
         name for name in loaded if name.startswith(("farflung.outer", "farflung.config.launch", "farflung.launch"))
     ]
-    # The one call of the script alone, at its start and its end: another one would look through all of torch, in 0.08 s.
+    # The script's own call, at its start and its end, alone: another one would look through all of torch, in 0.08 s.
     assert collector == [2, True]
     assert not without_loop
     assert with_loop

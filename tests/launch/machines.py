@@ -47,14 +47,14 @@ class Machines:
     """Two machines with a cable between them."""
 
     def __init__(self) -> None:
-        self._spaces = [f"farflung-{os.getpid()}-{name}" for name in NAMES]
+        self.spaces = [f"farflung-{os.getpid()}-{name}" for name in NAMES]
         self.running: list[subprocess.Popen[str]] = []
 
     def start(self, machine: int, command: Sequence[str], folder: Path) -> subprocess.Popen[str]:
         """Start `command` on a machine, in `folder`, with its two streams in one."""
         inside = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', NAMES[machine], *command]
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self._spaces[machine], *inside],
+            ["ip", "netns", "exec", self.spaces[machine], *inside],
             cwd=folder,
             env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
             stdout=subprocess.PIPE,
@@ -67,11 +67,11 @@ class Machines:
 
     def cut(self) -> None:
         """Cut the cable: packets vanish, and nobody is told."""
-        _ip("-n", self._spaces[1], "link", "set", DEVICE, "down")
+        _ip("-n", self.spaces[1], "link", "set", DEVICE, "down")
 
     def mend(self) -> None:
         """Mend the cable."""
-        _ip("-n", self._spaces[1], "link", "set", DEVICE, "up")
+        _ip("-n", self.spaces[1], "link", "set", DEVICE, "up")
 
     def lose_sent(self, machine: int) -> None:
         """Lose what a machine sends, and let the other direction be: it calls the other one by a wrong number."""
@@ -82,30 +82,30 @@ class Machines:
         self._call(machine, "del")
 
     def _call(self, machine: int, verb: str, *by: str) -> None:
-        _ip("-n", self._spaces[machine], "neigh", verb, ADDRESSES[1 - machine], *by, "dev", DEVICE)
+        _ip("-n", self.spaces[machine], "neigh", verb, ADDRESSES[1 - machine], *by, "dev", DEVICE)
 
     def kill(self, machine: int) -> None:
         """Kill all that runs on a machine."""
-        found = subprocess.run(["ip", "netns", "pids", self._spaces[machine]], capture_output=True, text=True)
+        found = subprocess.run(["ip", "netns", "pids", self.spaces[machine]], capture_output=True, text=True)
         subprocess.run(["kill", "-9", *found.stdout.split()], capture_output=True)
 
     def set_up(self) -> None:
         """Make the namespaces, their /etc/hosts and the cable."""
-        for space, name in zip(self._spaces, NAMES, strict=True):
+        for space, name in zip(self.spaces, NAMES, strict=True):
             _ip("netns", "add", space)
             etc = Path("/etc/netns") / space
             etc.mkdir(parents=True)
             (etc / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
-        first, second = self._spaces
+        first, second = self.spaces
         _ip("link", "add", DEVICE, "netns", first, "type", "veth", "peer", "name", DEVICE, "netns", second)
-        for space, address in zip(self._spaces, ADDRESSES, strict=True):
+        for space, address in zip(self.spaces, ADDRESSES, strict=True):
             _ip("-n", space, "addr", "add", f"{address}/24", "dev", DEVICE)
             for device in ("lo", DEVICE):
                 _ip("-n", space, "link", "set", device, "up")
 
     def take_down(self) -> None:
         """End all that still runs, and remove what `set_up` made."""
-        for machine, space in enumerate(self._spaces):
+        for machine, space in enumerate(self.spaces):
             self.kill(machine)
             subprocess.run(["ip", "netns", "del", space], capture_output=True)
             shutil.rmtree(Path("/etc/netns") / space, ignore_errors=True)

@@ -47,6 +47,17 @@ def test_one_that_dies_while_it_joins_or_lets_others_in_is_left_out():
         assert {one["member"] for one in said if "end" in one} == {first, second, back}
 
 
+def test_a_newcomer_to_a_large_model_gets_its_state_while_rounds_change_it():
+    with ElasticRun(expected=2, grace_s=20.0, numel=3_000_000) as run:  # more than what is sent at once
+        there = [run.start(name) for name in range(2)]
+        run.until(lambda: run.joined(*there))
+        late = run.start(2)
+        run.until(lambda: run.joined(late), 60.0)
+        said = run.finish()
+        assert not wrong(said)
+        assert {one["member"] for one in said if "end" in one} == {*there, late}
+
+
 def generations_of(store):
     """The numbers of generations that have keys in a store."""
     return set(re.findall(r"loop\d+/[a-z]+(\d+)/", "\n".join(store.list_keys())))

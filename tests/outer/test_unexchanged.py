@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from farflung.comm.fingerprint import fingerprint
 from farflung.outer import OuterLoop, diloco, local_sgd
-from farflung.outer.unexchanged import fingerprint
 from farflung.testing.sim import run_replicas
 
 SIZES = [1, 3, 8, 5000, 40_000]

@@ -39,6 +39,11 @@ class Record:
     odd: tuple[int, ...] = ()  # those of them whose state was not that of the others
     is_fresh: bool = False  # nobody had anything that was trained, so all begin alike
 
+    @property
+    def giver(self) -> int:
+        """The member that gives newcomers the state."""
+        return next(one for one in self.ids if one not in self.newcomers)
+
 
 @dataclass(frozen=True)
 class Post:
@@ -231,6 +236,8 @@ class MemberStore:
 
         generation               the log of each `Record`
         ask, tensors             replicas that ask to be admitted, and the tensors they train, by the question's name
+        transfer                 the latest transfer of the shared state to a replica that asks
+        ready                    replicas that ask, and have got so much of it that they may be admitted
         refused, differs         why a replica is not admitted, which ends it alone; how an admitted one differs
         g<number>/<what>/<member>    the latest record of a member in a generation
         g<number>/broken         why a generation is over, as a collective in it can't end; the first reason stays
@@ -276,6 +283,24 @@ class MemberStore:
         """Delete a question that is answered, or that no replica waits with any more."""
         self.board.delete(f"ask/{name}")
         self.board.delete(f"tensors/{name}")
+        self.board.delete(f"ready/{name}")
+
+    def mark_ready(self, name: str) -> None:
+        """Record that a replica that asks may be admitted."""
+        self.board.put(f"ready/{name}", b"1")
+
+    def is_ready(self, name: str) -> bool:
+        return self.board.has([f"ready/{name}"])
+
+    def begin_transfer(self, to: int, name: str, giver: int) -> None:
+        """Tell a replica that asks where the shared state comes from; `name` begins with `g<number>/`."""
+        self.board.put(f"transfer/{to}", f"{name} {giver}".encode())
+
+    def transfer(self, to: int, after: int) -> tuple[str, int] | None:
+        """Return the latest transfer to a replica, begun in a generation after the number `after`, and its giver."""
+        name, _, giver = (self.board.get(f"transfer/{to}") or b"").decode().partition(" ")
+        found = _OF_GENERATION.match(name)
+        return (name, int(giver)) if found and int(found[1]) > after else None
 
     def answer(self, what: Literal["refused", "differs"], name: str, why: str) -> bool:
         """Answer a question; return whether this answer is the first one."""

@@ -122,7 +122,7 @@ class Admission:
         """Print what this replica waits for, unless it has `told` so before; return that in a word."""
         what = "lost" if all(holders.values()) else "admission"
         if what != told:
-            why = f"the others let it in after their next round, unless there are {self._most} already"
+            why = f"the others let it in with one of their next rounds, unless there are {self._most} already"
             why = self._peers.describe_missing(holders) if what == "lost" else why
             self._notes.tell(f"{self._notes.name_of(self._member)} waits: {why}")
         return what
@@ -146,7 +146,8 @@ class Admission:
         Args:
             past: see `Record`.
         """
-        waiting = self.waiting(record, description, tensors)
+        there = self.waiting(record, description, tensors)
+        waiting = {name: one for name, one in there.items() if self._members.is_ready(name)}
         newcomers = tuple(sorted({one.member for one in waiting.values()}))[: self._most - len(record.ids)]
         new = Record(record.number + 1, self._member, record.ids + newcomers, newcomers, past=past)
         names = {name: one for name, one in waiting.items() if one.member in newcomers}

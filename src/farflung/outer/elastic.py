@@ -10,21 +10,23 @@ same point.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from farflung.base.errors import RankFailure, Unreachable
 from farflung.comm.collectives import from_first, gather_object
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup
-from farflung.comm.member_store import DONE, LauncherNotes, Post, Record
+from farflung.comm.member_store import DONE, Ask, LauncherNotes, Post, Record
 from farflung.comm.transport import Transport
 from farflung.outer.admission import Admission
 from farflung.outer.generation_watch import GenerationWatch
 from farflung.outer.membership import ALL, Generation, Needs, open_generation
 from farflung.outer.peers import Peers
 from farflung.outer.settlement import await_ready, settle
+from farflung.outer.transfers import Transfers
 
 _ASK_S = 0.5  # how often a member looks who asks to be admitted, at most
 _CONNECT_S = 2.0
@@ -76,6 +78,8 @@ class Elastic:
         # It comes before its time, and those that are not there by then are not late. The ranks of an island would hear
         # of a signal at different steps.
         self.last_round_s = self.peers.grace_s / 2 if self.island.size == 1 else 0.0
+        self._transfers = Transfers(transport, self.peers, member, self.island, self._share_group)
+        self._asking: dict[str, Ask] = {}  # who may be admitted, when the first member looked last
 
     @property
     def record(self) -> Record | None:
@@ -83,15 +87,19 @@ class Elastic:
         return self.peers.record
 
     def enter(self, needs: Needs) -> Generation:
-        self._needs = needs
-        record = from_first(self._share_group, lambda: self._next(needs))
-        if record == self.record and self._generation is not None:
-            return self._generation
-        peers = self.peers
-        peers.record, peers.is_admitting = record, bool(record.newcomers)
-        self._generation = self._decided = None
-        if self.member in record.newcomers:
-            self.joined = record.number
+        self._needs, peers = needs, self.peers
+        given: Mapping[str, Any] = {}
+        with self._transfers.receiving() as receiver:
+            record = from_first(self._share_group, lambda: self._next(needs))
+            if record == self.record and self._generation is not None:
+                return self._generation
+            peers.record, peers.is_admitting = record, bool(record.newcomers)
+            self._generation, self._decided, self._asking = None, None, {}
+            if self.member in record.newcomers:
+                self.joined = record.number
+                given = self._transfers.receive(receiver, record)
+            elif record.newcomers and self.member == record.giver:
+                self._transfers.finish(record, needs.state)
         from_first(self._share_group, lambda: await_ready(peers, self.member, record))
         connect_s = min(_CONNECT_S * 2**self._num_failed, peers.grace_s)
         watch = GenerationWatch(peers, self.member, self.island, record, connect_s)
@@ -100,7 +108,8 @@ class Elastic:
         group = self._transport.connect(name, rank, size, watch)
         newcomers = [record.ids.index(one) for one in record.newcomers]
         generation = open_generation(record.number, record.ids, group, self.island, needs, newcomers)
-        self._generation = replace(generation, lost=record.lost, may_lose=True)
+        self._transfers.stop(record.newcomers)
+        self._generation = replace(generation, lost=record.lost, may_lose=True, given=given)
         self._num_failed = 0
         if self.island.rank == 0:
             peers.notes.note("in", self.member)
@@ -110,19 +119,35 @@ class Elastic:
 
     def is_awaited(self, needs: Needs) -> bool:
         self.peers.note_round()
-        now, record = time.monotonic(), self.record
-        is_first = record is not None and record.ids[0] == self.member and self.island.rank == 0
-        if not is_first or now < self._look_at:
+        if self.record is None or self.record.ids[0] != self.member:
             return False
+        asking = from_first(self._share_group, lambda: self._look(needs))
+        ready = self._transfers.serve([one.member for one in asking.values()], needs.state)
+        if not needs.overlaps:
+            self._transfers.pause()
         try:
-            if not self.peers.at_once.has_asks():
-                return False
-            return bool(self._admission.waiting(record, self._description(needs), needs.tensors))
+            for name in [name for name, one in asking.items() if one.member in ready and self.island.rank == 0]:
+                self.peers.at_once.mark_ready(name)
         except Unreachable:
             return False
-        finally:
+        return bool(ready)
+
+    def offer(self, parts: Callable[[], Mapping[str, Any]]) -> None:
+        self._transfers.offer(parts)
+
+    def _look(self, needs: Needs) -> dict[str, Ask]:
+        """Return the replicas that may be admitted, by the name of their question, as the last look has found them."""
+        now = time.monotonic()
+        if now >= self._look_at and self.record is not None:
+            try:
+                there = self.peers.at_once.has_asks()
+                asking = self._admission.waiting(self.record, self._description(needs), needs.tensors) if there else {}
+                self._asking = dict([*asking.items()][: self.most - len(self.record.ids)])
+            except Unreachable:
+                pass
             took_s = time.monotonic() - now
             self._look_at = now + max(_ASK_S, 10 * took_s)  # seldom, where the board gives no answer
+        return self._asking
 
     def agree(self, num_votes: int, complete: Mapping[int, int], odd: Mapping[int, str]) -> dict[int, int]:
         self._end_island_waits()
@@ -142,9 +167,12 @@ class Elastic:
             self._end_island_waits()
             has_state = needs.has_state and self.member not in self.record.newcomers
             self._decided = self._settled(Post(needs.num_votes, has_state))
+        if self.record is not None:
+            self._transfers.stop(self.record.newcomers)
         self._generation = None
 
     def end(self, reason: str) -> None:
+        self._transfers.close()
         self._transport.close()
         if self.island.rank == 0 and not self._admission.is_over:
             with suppress(Unreachable):

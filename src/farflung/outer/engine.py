@@ -126,6 +126,8 @@ class OuterLoop(Facts):
         self._sync = Sync(recipe, replica, timetable, quorum, self._rounds, self._warmup, self._meter)
         with torch.no_grad():
             quorum.enter()
+            if quorum.welcome is not None:
+                self._sync.run(quorum.welcome.due)
         self.open_end = OpenEnd()
         self._finalizer = weakref.finalize(self, self.open_end.report)
         last_round_s = getattr(membership, "last_round_s", 0.0)

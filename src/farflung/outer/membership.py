@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -39,6 +39,7 @@ class Needs:
     num_votes: int  # the number of this rank's next vote
     admits: bool  # it is between rounds, so newcomers may come in
     has_state: bool  # this rank has the state that members share; else it is a newcomer, unless nobody has it
+    state: Callable[[], Mapping[str, Any]] = dict  # returns copies of that state, in parts
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,10 @@ class Generation:
     island: Island  # the ranks that train this replica, as they meet outside of rounds
     in_round: Island  # and in them
     num_votes: int  # the number of the members' next vote
-    newcomers: tuple[int, ...] = ()  # ranks that were not there before; they get what all others share
+    newcomers: tuple[int, ...] = ()  # ranks that were not there before; they have got what all others share
     lost: Mapping[int, str] = field(default_factory=dict)  # why members of the generation before are not in it, by id
     may_lose: bool = False  # the others continue without a member that is late, though it lives
+    given: Mapping[str, Any] = field(default_factory=dict)  # to this rank, if it is a newcomer: see `Needs.state`
 
     @property
     def joins(self) -> bool:
@@ -133,11 +135,16 @@ class Membership(Protocol):
     last_round_s: float = 0.0
 
     def enter(self, needs: Needs) -> Generation:
-        """Return the current generation: a collective of its members if it is new. Called between rounds."""
+        """Return the current generation: a collective of its members if it is new. Called when a round is about to
+        be launched, so newcomers take part in that one."""
 
     def is_awaited(self, needs: Needs) -> bool:
-        """Return whether a replica that meets `needs` is known to wait for admission."""
+        """Return whether a replica that meets `needs` is known to wait for admission. Called when a round begins."""
         return False
+
+    def offer(self, parts: Callable[[], Mapping[str, Any]]) -> None:
+        """Send parts of the shared state, which a round may have changed, to replicas that wait for admission."""
+        return None
 
     def agree(self, num_votes: int, complete: Mapping[int, int], odd: Mapping[int, str]) -> dict[int, int]:
         """Agree, after a loss, on the buckets of open rounds to apply.

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import Enum, auto
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from farflung.base.errors import RankFailure
-from farflung.comm.collectives import broadcast_object_list
-from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup
 from farflung.outer.agreement import average, take_largest
 from farflung.outer.background import BackgroundWorker
@@ -27,6 +26,7 @@ from farflung.outer.ballot import BALLOT_BYTES, Ballot, Tally
 from farflung.outer.membership import Generation, Membership, Needs, OddMembers
 from farflung.outer.recipe import Recipe
 from farflung.outer.replica import BoundFragment, Replica
+from farflung.outer.schedule import Action, Apply, Launch
 from farflung.outer.stats import Meter
 from farflung.outer.timetable import Timetable
 from farflung.outer.unexchanged import FINGERPRINT_BYTES
@@ -39,6 +39,7 @@ class Welcome:
 
     position: int
     began: int  # the step at which the latest round was launched
+    due: tuple[Action, ...]  # what members do next, this newcomer among them
     fragments: tuple[dict[str, Any], ...]  # as `BoundFragment.replicated` returns them
 
     def after_landing(self, number: int, now: dict[str, Any], kinds: tuple[str, ...]) -> Welcome:
@@ -46,6 +47,18 @@ class Welcome:
         agreed = self.fragments[number]["agreed"] | {kind: now["agreed"][kind] for kind in kinds or now["agreed"]}
         fragments = (*self.fragments[:number], {**now, "agreed": agreed}, *self.fragments[number + 1 :])
         return replace(self, fragments=fragments)
+
+
+def _parts(replica: Replica, numbers: Iterable[int]) -> dict[str, Any]:
+    return {str(number): replica.fragments[number].replicated() for number in numbers}
+
+
+def _welcome(given: Mapping[str, Any]) -> Welcome:
+    """Read what `Quorum._shared_state` has returned on another rank."""
+    parts, kinds = dict(given), {"Launch": Launch, "Apply": Apply}
+    place = parts.pop("place")
+    due = tuple(kinds[kind](**fields) for kind, fields in place["due"])
+    return Welcome(place["position"], place["began"], due, tuple(parts[str(number)] for number in range(len(parts))))
 
 
 class UnderWay(Protocol):
@@ -95,7 +108,14 @@ class Quorum:
         said = (replica.description, replica.tensors)
         overlaps = recipe.schedule.delay > 0
         self.needs = Needs(
-            recipe.levels, overlaps, replica.is_sharded, *said, num_votes=1, admits=True, has_state=False
+            recipe.levels,
+            overlaps,
+            replica.is_sharded,
+            *said,
+            num_votes=1,
+            admits=True,
+            has_state=False,
+            state=self._shared_state,
         )
         self.welcome: Welcome | None = None
         self.joined_in = -1
@@ -169,9 +189,14 @@ class Quorum:
 
     # ---- generations
 
-    def enter(self) -> None:
-        """Enter the current generation, into which newcomers may come: a collective, between rounds."""
-        self._state, self.needs = _State.ENTERING, replace(self.needs, admits=True)
+    def enter(self, due: Sequence[Action] = ()) -> None:
+        """Enter the current generation, into which newcomers may come: a collective, while no round is under way.
+
+        Args:
+            due: what members do next.
+        """
+        self._state = _State.ENTERING
+        self.needs = replace(self.needs, admits=True, state=partial(self._shared_state, due))
         self.run(self._enter)
 
     def _enter(self) -> None:
@@ -200,34 +225,31 @@ class Quorum:
             self._noticed_at = None
 
     def _share(self, had_state: bool) -> None:
-        """Give newcomers the state that all share between rounds; at the start all get that of the first member."""
-        generation, shared, joins = self.generation, None, self.generation.joins
+        """Take the state that members share, as a newcomer; at the start all get that of the first member."""
+        generation, joins = self.generation, self.generation.joins
         if generation.newcomers or not had_state:
             giver = next(rank for rank in range(generation.group.size) if rank not in generation.newcomers)
             self._replica.make_alike(giver, takes=joins or not generation.newcomers)
             self._meter.add("bytes_voting", (self.group.size - 1) * FINGERPRINT_BYTES)
-            if generation.newcomers:
-                shared = self._hand_over(giver)
         if generation.may_lose:  # each rank of an island has met a column of its own, and may have lost it alone
             generation.island.meet()
-        if shared is None:
-            return
         if joins:
             self._meter.add("steps_lost", self._replica.fragments[0].pending_weight[0])
-            self.welcome, self.joined_in = shared, generation.number
-            self._timetable.take(shared.position, shared.began)
+            self.welcome, self.joined_in = _welcome(generation.given), generation.number
+            self._timetable.take(self.welcome.position, self.welcome.began)
             self.return_to_welcome()
-        self._replica.note_newcomers()
+        if generation.newcomers:
+            self._replica.note_newcomers()
 
-    def _hand_over(self, giver: int) -> Welcome:
-        """Give newcomers their welcome, and return it: a collective."""
-        shared: Welcome | None = None
-        if not self.generation.joins:
-            fragments = tuple(one.replicated() for one in self._replica.fragments)
-            shared = Welcome(self._timetable.position, self._timetable.began, fragments)
-        (shared,) = broadcast_object_list(Exchange(self.group), [shared], giver, "outer loop")
-        assert shared is not None
-        return shared
+    def _shared_state(self, due: Sequence[Action] = ()) -> dict[str, Any]:
+        """Return copies of all that a newcomer needs, in parts: the place in the schedule, and each fragment."""
+        actions = [(type(one).__name__, asdict(one)) for one in due]
+        place = {"position": self._timetable.position, "began": self._timetable.began, "due": actions}
+        return {"place": place} | _parts(self._replica, range(len(self._replica.fragments)))
+
+    def offer(self, *numbers: int) -> None:
+        """Give fragments that may have changed to replicas that wait for admission."""
+        self.membership.offer(lambda: _parts(self._replica, numbers))
 
     def free(self, reusable: bool) -> None:
         """Give back the groups of this generation, which are `reusable` if nothing is under way on any rank."""

@@ -19,6 +19,7 @@ from farflung.base.torch_internals import own_buffers, own_parameters, passing_b
 from farflung.base.words import counted
 from farflung.codec.base import Identity
 from farflung.comm.bucket import Buckets, broadcast_values
+from farflung.comm.fingerprint import fingerprint
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.shards import addresses, local, model_has_dtensor, reshard
 from farflung.outer.agreement import Anchored, Averaged, Max, Mean
@@ -28,7 +29,7 @@ from farflung.outer.eager import Eager
 from farflung.outer.fragments import Fragment, Place, without_masks
 from farflung.outer.membership import Generation
 from farflung.outer.recipe import Recipe
-from farflung.outer.unexchanged import fingerprint, make_alike, moved
+from farflung.outer.unexchanged import make_alike, moved
 from farflung.outer.weighting import NormHistory
 
 _kind = attrgetter("requires_grad", "dtype", "shape")

@@ -132,6 +132,7 @@ class Rounds:
             self.replica.rebind(number)
             has_arrived = this is not None and not this.is_dropped and not this.is_empty
             fragment.weights.finish(fragment.pending_weight[0] > 0, has_arrived, self.quorum.generation.island)
+        self.quorum.offer(number)
         if this is None:
             return False
         self._close(number, this)
@@ -207,6 +208,7 @@ class Rounds:
                 self._close(number, this)
             elif this.phase is not Phase.LOADED:
                 self._lost.append(this.request)
+        self.quorum.offer(*self._open)
         self._open.clear()
 
     def relaunch(self) -> None:

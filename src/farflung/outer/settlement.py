@@ -55,16 +55,24 @@ def settle(peers: Peers, member: int, post: Post) -> Record:
 
 
 def await_ready(peers: Peers, member: int, record: Record) -> None:
-    """Wait until all members of a generation have come to it; RankFailure where one was lost."""
+    """Wait until all members of a generation have come to it, newcomers with the state; RankFailure where one is lost.
+
+    The wait for a newcomer begins anew as long as more of the state comes to it.
+    """
     members = peers.members
     began = asked = time.monotonic()
+    progress: dict[int, tuple[str, float]] = {}  # of newcomers, and since when
     members.say(record.number, "ready", member)
     while not members.have_said(record.number, "ready", record.ids):
         time.sleep(peers.pause_s)
         if time.monotonic() < asked + _CAUSES * peers.pause_s:
             continue
         asked, come = time.monotonic(), members.said(record.number, "ready", record.ids)
-        causes = {one: peers.cause(one, asked - began) for one in record.ids if one not in come}
+        for one, text in members.said(record.number, "progress", record.newcomers).items():
+            if progress.get(one, ("", 0.0))[0] != text:
+                progress[one] = text, asked
+        absent = [one for one in record.ids if one not in come]
+        causes = {one: peers.cause(one, asked - progress.get(one, ("", began))[1]) for one in absent}
         found = [f"{peers.notes.name_of(one)}: {why}" for one, why in causes.items() if why]
         now = members.record()
         if now is not None and now.number > record.number:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,19 +39,26 @@ class Sync:
     meter: Meter
 
     def run(self, due: Sequence[Action]) -> None:
-        """Launch and apply the rounds that are due, then admit replicas that wait to join."""
-        began_in = self.quorum.generation.number
-        for action in due:
+        """Launch and apply the rounds that are due; first admit replicas that wait, which take part in them."""
+        left, joined_in = deque(due), self.quorum.joined_in
+        if self.rounds.is_awaited and any(isinstance(action, Launch) and action.level == 0 for action in due):
+            self.rounds.apply_all()
+            self.rounds.is_awaited = False
+            self.quorum.enter(due)
+        while left or self.quorum.joined_in > joined_in:
+            if self.quorum.joined_in > joined_in:
+                left, joined_in = self._due_to_newcomers(), self.quorum.joined_in
+                continue
+            action = left.popleft()
             if isinstance(action, Launch):
                 self.rounds.launch(action, self.timetable.position, finished=False)
             else:
                 self.rounds.apply(action.fragment)
-            if self.quorum.joined_in > began_in:  # the others have completed the round of these actions
-                break
-        if self.rounds.is_awaited:
-            self.rounds.apply_all()
-            self.rounds.is_awaited = False
-            self.quorum.enter()
+
+    def _due_to_newcomers(self) -> deque[Action]:
+        """Return what the members, which this rank has just joined, do next."""
+        assert self.quorum.welcome is not None
+        return deque(self.quorum.welcome.due)
 
     def run_next(self) -> None:
         """Advance along the schedule without training until it launches a round, and run that."""
@@ -80,6 +88,7 @@ class Sync:
                 replica.reset()
                 for number in range(len(replica.fragments)):
                     self.quorum.note_landing(number)
+                self.quorum.offer(*range(len(replica.fragments)))
             self._share_buffers()
             self._average_moved()
         timetable.take(timetable.position, timetable.position)
@@ -93,20 +102,21 @@ class Sync:
             The fragment then under way, and the furthest position of any rank.
         """
         timetable, rounds, step = self.timetable, self.rounds, self.timetable.synced
+        left, joined_in = deque[Action](), self.quorum.joined_in
         while True:
-            step += 1
-            for action in timetable.due(step, math.inf):
-                joined_in = self.quorum.joined_in
-                if isinstance(action, Apply):
-                    rounds.apply(action.fragment)
-                else:
-                    rounds.launch(action, timetable.position, finished=True)
-                    tally = rounds.finished_tally(action.fragment)
-                    if tally is not None:
-                        return action.fragment, tally.position
-                if self.quorum.joined_in > joined_in:
-                    step = timetable.synced
-                    break
+            if self.quorum.joined_in > joined_in:
+                left, step, joined_in = self._due_to_newcomers(), timetable.synced, self.quorum.joined_in
+            while not left:
+                step += 1
+                left.extend(timetable.due(step, math.inf))
+            action = left.popleft()
+            if isinstance(action, Apply):
+                rounds.apply(action.fragment)
+                continue
+            rounds.launch(action, timetable.position, finished=True)
+            tally = rounds.finished_tally(action.fragment)
+            if tally is not None:
+                return action.fragment, tally.position
 
     def average(self) -> None:
         """local <- the mean of all ranks, weights and floating buffers: a collective outside of rounds.

@@ -8,23 +8,20 @@ again at a flush, where the mean of those that differ takes their place.
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from torch.nn.parameter import is_lazy
 
 from farflung.base.torch_internals import own_buffers, own_parameters, passing_buffers
 from farflung.comm.bucket import broadcast_values
 from farflung.comm.collectives import gather_object
 from farflung.comm.exchange import Exchange
+from farflung.comm.fingerprint import bytes_of, fingerprint
 from farflung.comm.group import Group
 from farflung.comm.shards import is_sharded, local
 from farflung.outer.ballot import digest_of
 
 FINGERPRINT_BYTES = 8  # of all of it, on the wire
-_ROW = 4096  # words of 8 bytes
 
 
 def make_alike(model: nn.Module, group: Group, giver: int, takes: bool) -> None:
@@ -35,8 +32,8 @@ def make_alike(model: nn.Module, group: Group, giver: int, takes: bool) -> None:
     """
     differing = [one.detach() for one in _differing(_unexchanged(model), group)]
     # Bytes, as not every dtype can be copied into a bucket.
-    as_bytes = [_bytes_of(one) if one.is_contiguous() else one for one in differing]
-    broadcast_values(as_bytes, group, giver, takes)
+    plain = [bytes_of(one) if one.is_contiguous() else one for one in differing]
+    broadcast_values(plain, group, giver, takes)
 
 
 def moved(model: nn.Module, group: Group) -> list[Tensor]:
@@ -75,23 +72,3 @@ def _differing(tensors: dict[str, Tensor], group: Group) -> list[Tensor]:
     differ = {kind for kind in kinds if len({said[kind] for said in everyone}) > 1}
     by_kind = dict(zip(mine, tensors.values(), strict=True))
     return [local(by_kind[kind]) for kind in kinds if kind in differ]
-
-
-def _bytes_of(x: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor, whose dimensions of one element may have any stride."""
-    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
-
-
-@torch.no_grad()
-def fingerprint(x: Tensor) -> int:
-    """Return a whole number of 48 bits in which tensors differ that have other bits, or the same ones in other places.
-
-    The bits are added up along rows and along columns: on a device, in one look at its memory for each.
-    """
-    flat = _bytes_of(x.detach().resolve_conj().resolve_neg().contiguous())
-    if flat.storage_offset() % 8 or len(flat) % 8:
-        flat = pad(flat, (0, -len(flat) % 8)).clone()
-    words = flat.view(torch.int64)
-    rows = words[: len(words) // _ROW * _ROW].view(-1, _ROW)
-    sums = torch.cat([rows.sum(0), rows.sum(1), words[rows.numel() :]]).cpu()
-    return int.from_bytes(hashlib.blake2b(sums.numpy().tobytes(), digest_size=6).digest(), "big")

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state that members share, on its way to a newcomer while they train.
+
+One member sends it in a thread, over connections to this newcomer alone, and sends again what rounds have changed
+meanwhile. A tensor whose bits the newcomer has already is not sent twice. On the wire there are JSON and plain bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farflung.base.errors import RankFailure, Unreachable
+from farflung.comm.fingerprint import bytes_of, fingerprint
+from farflung.comm.group import Group
+from farflung.comm.member_store import LauncherNotes, Signs
+from farflung.comm.transport import Entered
+
+_PIECE = 256 * 1024  # bytes sent at a time: between two of them a round may begin, and others see progress
+_SMALL = 16_000_000  # bytes for which no newcomer waits another round
+_CONNECT_S = 5.0
+
+
+class StateSender:
+    """Sends a state to one newcomer, each tensor as often as it has changed.
+
+    Args:
+        connect: returns a group in which this rank is 0 and the newcomer 1, given whether all waits in it are to end.
+
+    Attributes:
+        is_over: nothing will be sent any more; if `finish` was not called before, it has failed.
+    """
+
+    def __init__(self, connect: Callable[[Callable[[], bool]], Group]) -> None:
+        self._connect = connect
+        self._changed = threading.Condition()
+        self._forms: dict[str, Any] = {}
+        self._prints: dict[str, int] = {}  # of what was offered, by tensor
+        self._left: dict[str, Tensor] = {}  # to be sent, the oldest first
+        self._total = self._num_sent = 0  # bytes
+        self._is_sending = self._is_paused = self._is_final = False
+        self.is_over = False
+        self._thread = threading.Thread(target=self._run, name="send a state", daemon=True)
+        self._thread.start()
+
+    def offer(self, parts: Mapping[str, Any]) -> None:
+        """Have parts of the state sent, in place of what was offered by these names before.
+
+        Args:
+            parts: by name, trees of dicts, lists, tuples, numbers, texts and tensors; their memory is taken over.
+        """
+        for part, tree in parts.items():
+            tensors: dict[str, Tensor] = {}
+            form = _form(tree, part, tensors)
+            prints = {name: fingerprint(tensor) for name, tensor in tensors.items()}
+            changed = {name: one.cpu() for name, one in tensors.items() if prints[name] != self._prints.get(name)}
+            with self._changed:
+                self._forms[part] = form
+                self._total += sum(one.nbytes for name, one in changed.items() if name not in self._prints)
+                self._prints |= prints
+                for name, tensor in changed.items():
+                    self._left.pop(name, None)
+                    self._left[name] = tensor
+                self._is_paused = False
+                self._changed.notify()
+
+    def pause(self) -> None:
+        """Leave the line to others until the next `offer`."""
+        self._is_paused = True
+
+    @property
+    def may_finish(self) -> bool:
+        """Whether members would hardly wait for the rest; or the line is too slow for all to be sent between rounds."""
+        with self._changed:
+            return self._total <= _SMALL or not (self._left or self._is_sending) or self._num_sent > 2 * self._total
+
+    def finish(self, parts: Mapping[str, Any]) -> None:
+        """Send all that is left, and these parts; return at once."""
+        self.offer(parts)
+        with self._changed:
+            self._is_final = True
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """Send nothing any more."""
+        with self._changed:
+            self.is_over = True
+            self._changed.notify()
+
+    def join(self, seconds: float) -> None:
+        """Wait until nothing runs here any more, for so long at most."""
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        group = self._connect(lambda: self.is_over)
+        try:
+            with suppress(RankFailure, Unreachable):  # whoever asked for it sees that it is over
+                while (name := self._next()) is not None:
+                    self._send(group, name, self._left.pop(name))
+                if not self.is_over:
+                    _send_json(group, {"forms": self._forms})
+        finally:
+            self.is_over = True
+            group.free(reusable=self._is_final)
+
+    def _next(self) -> str | None:
+        """Wait for something to send; None at the end."""
+        with self._changed:
+            self._is_sending = False
+            self._changed.wait_for(lambda: self.is_over or self._is_final or (self._left and not self._is_paused))
+            self._is_sending = bool(self._left) and not self.is_over
+            return next(iter(self._left)) if self._is_sending else None
+
+    def _send(self, group: Group, name: str, tensor: Tensor) -> None:
+        kind = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        _send_json(group, {"name": name, **kind})
+        for piece in _pieces(tensor.contiguous()):
+            with self._changed:
+                self._changed.wait_for(lambda: self.is_over or self._is_final or not self._is_paused)
+            if self.is_over:
+                raise RankFailure("it was stopped")
+            group.broadcast(piece, 0).wait()
+            self._num_sent += piece.nbytes
+
+
+class StateReceiver:
+    """Receives what a `StateSender` sends, from one member after another if some are lost.
+
+    Args:
+        find: returns the name of the latest transfer to this rank, and the member that sends it; None if there is none.
+        connect: returns the group of such a transfer, in which this rank is 1; otherwise as for `StateSender`.
+        pause_s: between two looks for a transfer.
+
+    Attributes:
+        state: the parts that were offered, once all have come.
+        num_bytes: received so far.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[], tuple[str, int] | None],
+        connect: Callable[[str, int, Callable[[], bool]], Group],
+        pause_s: float,
+    ) -> None:
+        self._find, self._connect, self._pause_s = find, connect, pause_s
+        self.state: dict[str, Any] = {}
+        self.num_bytes = 0
+        self._over = threading.Event()
+        threading.Thread(target=self._run, name="receive a state", daemon=True).start()
+
+    def wait(self, seconds: float) -> bool:
+        """Return whether all has come, after waiting for so long at most."""
+        return self._over.wait(seconds) and bool(self.state)
+
+    def stop(self) -> None:
+        """Wait for nothing any more."""
+        self._over.set()
+
+    def _run(self) -> None:
+        found = tried = None
+        while not self._over.is_set():
+            with suppress(Unreachable):
+                found = self._find()
+            if found is None or found == tried:
+                self._over.wait(self._pause_s)
+                continue
+            tried = found
+            with suppress(RankFailure, Unreachable):
+                self._receive(self._connect(*found, self._over.is_set))
+
+    def _receive(self, group: Group) -> None:
+        tensors: dict[str, Tensor] = {}
+        try:
+            while not self._over.is_set():
+                said = _receive_json(group)
+                if "forms" in said:
+                    self.state = {part: _filled(form, tensors) for part, form in said["forms"].items()}
+                    self._over.set()
+                    return
+                tensor = torch.empty(said["shape"], dtype=getattr(torch, said["dtype"]))
+                for piece in _pieces(tensor):
+                    group.broadcast(piece, 0).wait()
+                    self.num_bytes += piece.nbytes
+                tensors[said["name"]] = tensor
+        finally:
+            group.free(reusable=bool(self.state))
+
+
+class TransferWatch:
+    """Ends the waits of a transfer when the other replica is known to be gone; nobody is ever late in one.
+
+    Args:
+        other: its id.
+        is_over: whether this replica has no more use for the transfer.
+    """
+
+    connect_s = _CONNECT_S
+
+    def __init__(self, notes: LauncherNotes, other: int, is_over: Callable[[], bool]) -> None:
+        self._signs, self._other, self._is_over = Signs(notes), other, is_over
+
+    def look(self, entered: Entered, waited_s: float) -> None:
+        with suppress(Unreachable):
+            why = "it was stopped" if self._is_over() else ""
+            if why := why or self._signs.ended(self._other) or self._signs.unheard(self._other):
+                raise RankFailure(why)
+
+    def note_end(self, entered: Entered, waited_s: float) -> None:
+        return None
+
+    def break_off(self, reason: str) -> RankFailure:
+        return RankFailure(reason)
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    plain = bytes_of(tensor)
+    return [plain[begin : begin + _PIECE] for begin in range(0, len(plain), _PIECE)]
+
+
+def _send_json(group: Group, content: Any) -> None:
+    encoded = bytearray(json.dumps(content).encode())
+    group.broadcast(torch.tensor([len(encoded)]), 0).wait()
+    group.broadcast(torch.frombuffer(encoded, dtype=torch.uint8), 0).wait()
+
+
+def _receive_json(group: Group) -> Any:
+    length = torch.empty(1, dtype=torch.int64)
+    group.broadcast(length, 0).wait()
+    encoded = torch.empty(int(length), dtype=torch.uint8)
+    group.broadcast(encoded, 0).wait()
+    return json.loads(encoded.numpy().tobytes())
+
+
+def _form(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """Return a tree as JSON can hold it, and put its tensors into `tensors`, by name."""
+    if isinstance(tree, Tensor):
+        tensors[name] = tree.detach()
+        return {"tensor": name}
+    if isinstance(tree, dict):
+        return {"dict": [[key, _form(value, f"{name}.{key}", tensors)] for key, value in tree.items()]}
+    if isinstance(tree, (list, tuple)):
+        kind = "tuple" if isinstance(tree, tuple) else "list"
+        return {kind: [_form(value, f"{name}.{number}", tensors) for number, value in enumerate(tree)]}
+    return tree
+
+
+def _filled(form: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Undo `_form`."""
+    if not isinstance(form, dict):
+        return form
+    ((kind, content),) = form.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {key: _filled(value, tensors) for key, value in content}
+    children = [_filled(value, tensors) for value in content]
+    return tuple(children) if kind == "tuple" else children

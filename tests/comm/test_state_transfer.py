@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A state goes from one rank to another while it changes; what has the same bits goes once."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from farflung.base.errors import RankFailure
+from farflung.comm.c10d_transport import C10dTransport
+from farflung.comm.member_store import LauncherNotes
+from farflung.comm.state_transfer import StateReceiver, StateSender, TransferWatch
+from farflung.process.sockets import serve_store
+from farflung.testing.patience import patience
+
+LARGE = 3_000_000
+
+
+class Pair:
+    """A sender and a receiver, members 1 and 2 of a run."""
+
+    def __init__(self):
+        self.transport = C10dTransport(serve_store("127.0.0.1", 0, wait_for_workers=False))
+        self.notes = LauncherNotes(self.transport.board)
+        self.found, self.num_received = ("g1/t2.1", 1), []
+        self.sender = self.sends("g1/t2.1")
+        self.receiver = StateReceiver(lambda: self.found, lambda name, giver, over: self.group(name, 1, over), 0.01)
+
+    def sends(self, name):
+        return StateSender(lambda over: self.group(name, 0, over))
+
+    def group(self, name, rank, is_over):
+        return self.transport.connect(name, rank, 2, TransferWatch(self.notes, 2 - rank, is_over))
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    made = Pair()
+    yield made
+    made.sender.stop()
+    made.receiver.stop()
+    made.sender.join(20)
+    made.transport.close()
+
+
+def until(condition):
+    deadline = time.monotonic() + patience(60)
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_trees_of_tensors_numbers_and_texts_arrive_as_they_are(pair):
+    tree = {
+        0: {"betas": (0.9, 0.95), "lr": 0.1, "name": "sgd", "on": True, "none": None, "nan": [float("inf")]},
+        "bf16": torch.arange(6, dtype=torch.bfloat16).view(2, 3),
+        "rest": [torch.tensor(7), torch.empty(0), torch.tensor([True, False]), torch.arange(9).view(3, 3).t()],
+    }
+    pair.sender.offer({"first": tree})
+    pair.sender.finish({"place": {"position": 8}})
+    until(lambda: pair.receiver.wait(0.1))
+    found = pair.receiver.state["first"]
+    assert pair.receiver.state["place"] == {"position": 8}
+    assert found[0] == tree[0]
+    assert type(found[0]["betas"]) is tuple
+    for mine, its in zip([found["bf16"], *found["rest"]], [tree["bf16"], *tree["rest"]], strict=True):
+        assert mine.dtype == its.dtype
+        assert torch.equal(mine, its)
+
+
+def test_what_has_changed_meanwhile_comes_again_and_nothing_else(pair):
+    still, moves = torch.zeros(LARGE), torch.zeros(10)
+    pair.sender.offer({"a": {"still": still.clone(), "moves": moves.clone()}})
+    until(lambda: pair.sender.may_finish and pair.receiver.num_bytes == still.nbytes + moves.nbytes)
+    moves[1], moves[3] = 2, 1
+    pair.sender.offer({"a": {"still": still.clone(), "moves": moves.clone()}})
+    moves[[1, 3]] = moves[[3, 1]]  # the same values in other places
+    pair.sender.finish({"a": {"still": still.clone(), "moves": moves.clone()}})
+    until(lambda: pair.receiver.wait(0.1))
+    assert torch.equal(pair.receiver.state["a"]["moves"], moves)
+    assert still.nbytes < pair.receiver.num_bytes <= still.nbytes + 3 * moves.nbytes
+
+
+def test_a_sender_that_pauses_leaves_the_line_alone_until_the_next_offer(pair):
+    pair.sender.pause()
+    pair.sender.offer({"a": torch.zeros(10)})  # which ends a pause
+    until(lambda: pair.receiver.num_bytes == 40)
+    assert pair.sender.may_finish
+    pair.sender.offer({"b": torch.zeros(20 * LARGE)})
+    assert not pair.sender.may_finish
+    pair.sender.pause()
+    before = -1
+    while before != pair.receiver.num_bytes:  # some of it is on its way
+        before = pair.receiver.num_bytes
+        time.sleep(0.5)
+    assert before < 40 + 80 * LARGE
+    pair.sender.finish({})
+    until(lambda: pair.receiver.wait(0.1))
+    assert pair.receiver.num_bytes == 40 + 80 * LARGE
+
+
+@pytest.mark.law("every-wait-has-an-end-and-a-line")
+def test_a_receiver_goes_on_with_another_member_when_the_first_one_ends(pair):
+    pair.sender.offer({"a": torch.zeros(10)})
+    until(lambda: pair.receiver.num_bytes == 40)
+    pair.sender.stop()
+    until(lambda: pair.sender.is_over)
+    pair.found = ("g2/t2.1", 3)
+    other = pair.sends("g2/t2.1")
+    other.offer({"a": torch.ones(10)})
+    other.finish({})
+    until(lambda: pair.receiver.wait(0.1))
+    assert torch.equal(pair.receiver.state["a"], torch.ones(10))
+
+
+def test_the_waits_of_a_transfer_end_with_the_other_replica_or_when_it_is_stopped(pair):
+    is_over = threading.Event()
+    watch = TransferWatch(pair.notes, 2, is_over.is_set)
+    watch.look(None, 1e6)  # nobody is late
+    is_over.set()
+    with pytest.raises(RankFailure, match="it was stopped"):
+        watch.look(None, 0.0)
+    is_over.clear()
+    pair.notes.note_end(2, "was killed by SIGKILL")
+    with pytest.raises(RankFailure, match="was killed by SIGKILL"):
+        watch.look(None, 0.0)
