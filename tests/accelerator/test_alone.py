@@ -183,6 +183,18 @@ def test_automatic_names_are_the_main_processs_and_nobody_saves_without_it(tmp_p
     assert said.startswith("save_state: rank 1 calls it, but rank 0, which writes the weights, does not.")
 
 
+def saves_in_a_second_run(folder):
+    Accelerator(cpu=True).end_training()  # the group is the script's, so the second run has the same one
+    run = Run()
+    time.sleep(0 if run.is_main else 1)
+    run.accelerator.save_state(folder)
+
+
+def test_in_a_second_run_no_process_is_taken_for_ended(tmp_path):
+    run_ranks(saves_in_a_second_run, 2, tmp_path / "c")
+    assert own_states(tmp_path / "c") == ["rank_0.bin", "rank_1.bin"]
+
+
 def on_two_machines(folder):
     rank = int(environ.text("RANK"))
     environ.export({"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"})

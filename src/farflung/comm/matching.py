@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from farflung.base.errors import CollectiveMismatch
-from farflung.comm.presence import ENDED
 from farflung.comm.torch_group import TorchGroup
 from farflung.comm.waits import calls_of_script, describe_call
 
@@ -144,7 +143,7 @@ class _Call:
             return {}
         if not self._asked:
             self._asked = self.presence.ask()
-        ended = dict.fromkeys(self.presence.posts(ENDED, ranks=ranks), "has ended")
+        ended = dict.fromkeys(self.presence.ended(ranks), "has ended")
         posts = {rank: json.loads(text) for rank, text in self.presence.posts("answer", ranks=ranks).items()}
         answers = {rank: answer for rank, answer in posts.items() if answer["question"] >= self._asked}
         if answers.keys() | ended.keys() >= ranks:

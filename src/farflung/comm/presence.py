@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from farflung.base.torch_internals import default_store
 from farflung.base.words import numbered
-
-ENDED = "ended"  # the name under which a rank publishes that it comes to nothing more
 
 _AGREE_WAIT_S = 5.0  # how long `agree_min` waits for ranks that are alive
 _ALIVE_WAIT_S = 1.0  # how long the ranks of a broken group wait for each other's sign of life
@@ -118,6 +116,15 @@ class PresenceStore:
                 first = {rank: reason for rank, reason in gone.items() if not reason.startswith("RankFailure")} or gone
                 return "; ".join(f"rank {rank} left ({reason})" for rank, reason in first.items())
         return ""
+
+    def mark_ended(self) -> None:
+        """Publish that this rank comes to nothing more, unless it begins another run in the same group."""
+        self._store.add(self._key("ended", self.rank), 1)
+
+    def ended(self, ranks: Collection[int]) -> list[int]:
+        """Return those of `ranks` that have ended more often than this one."""
+        own, *times = [self._store.add(self._key("ended", rank), 0) for rank in (self.rank, *ranks)]
+        return [rank for rank, count in zip(ranks, times, strict=True) if count > own]
 
     # ---- tidying the store
 

@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from farflung.base.errors import ConfigError, RankFailure, StateError
 from farflung.comm.mismatch import waits_differ
-from farflung.comm.presence import ENDED, PresenceStore
+from farflung.comm.presence import PresenceStore
 from farflung.comm.torch_group import TORCHS, TorchGroup
 from farflung.comm.waits import TORCH, Wait, describe_call
 from farflung.config import environ
@@ -123,7 +123,7 @@ class Watchdog:
             with suppress(StateError):  # nor without a group
                 self._watch()
             if self._is_over or self._group.is_destroyed:
-                self._presence.post("", ENDED)
+                self._presence.mark_ended()
         self._waits.is_watched = False
 
     def _watch(self) -> None:
