@@ -18,8 +18,9 @@ from farflung.accelerator.operations import extract_model_from_parallel
 from farflung.accelerator.session import flushed
 from farflung.base.checks import check_callable, check_optional, check_path, check_protocol, check_type, check_word
 from farflung.base.errors import Unsupported, WrongType
-from farflung.comm import collectives
+from farflung.comm.matching import match
 from farflung.comm.shards import model_has_dtensor
+from farflung.comm.torch_group import TorchGroup
 from farflung.config.handlers import ProjectConfiguration
 from farflung.resume.run import Run
 
@@ -214,8 +215,11 @@ class Checkpointing:
         """Return the state of a model; if it is sharded, on ranks that `keep` it, and if all make this `call`."""
         inner = extract_model_from_parallel(model, keep_torch_compile=False) if unwrap else model
         is_sharded = model_has_dtensor(inner)
-        if is_sharded:  # ranks that do something else meanwhile get an error, where gloo would end the process
-            collectives.gather_object(flushed(self._run.world.exchange), [None], name=call)
+        if is_sharded:
+            world = self._run.world
+            if isinstance(world.group, TorchGroup):  # by the store: gloo would take FSDP's data for ours, and crash
+                match(world.group, call, "", required="the model is sharded over the processes")
+            flushed(world.exchange)
         state = self._controller.state_of(inner)
         if is_sharded:
             return lazy.gathered_model(inner, state, keep)
