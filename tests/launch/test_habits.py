@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Habits of Accelerate's users, on one process and on two, with `farflung launch` and with environment variables alone.
+
+`habits.py` has what each of them does. Launchers side by side are in `test_tasks.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from farflung.config import environ
+from farflung.launch.network import get_free_port
+from farflung.testing.patience import patience
+from tests.launch import habits
+
+SCRIPT = Path(habits.__file__)
+FILE = "distributed_type: MULTI_CPU\nuse_cpu: true\ndeepspeed_config: {zero_stage: 3}\n"
+WAYS = ["launcher", "environment"]
+BOTH_WAYS = pytest.mark.parametrize("way", WAYS)
+pytestmark = pytest.mark.usefixtures("warm")
+
+
+def start(way: str, size: int, *words: str) -> tuple[list[int], str]:
+    """Start the script in one of two ways; return the exit codes, and what its processes and the launcher print."""
+    command, places = [sys.executable, str(SCRIPT), *words], []
+    if way == "launcher":
+        launch = ["-m", "farflung", "launch", "--config_file", "default.yaml", "--num_processes", str(size)]
+        command[1:1], places = launch, [{}]
+        Path("default.yaml").write_text(FILE)
+    else:
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port()), "WORLD_SIZE": str(size)}
+        places = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    started = [subprocess.Popen(command, env=environ.snapshot() | place, **streams) for place in places]
+    said = [process.communicate(timeout=patience(90))[0] for process in started]
+    return [process.returncode for process in started], "".join(said)
+
+
+def seen(way: str, size: int, *words: str) -> tuple[list, str]:
+    codes, said = start(way, size, *words)
+    assert not any(codes), said
+    return [json.loads(Path(f"seen{rank}.json").read_text()) for rank in range(size)], said
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("size", [1, 2])
+def test_habits_that_work(way, size, home):
+    found, said = seen(way, size, "works")
+    samples = list(range(5))
+    for rank, one in enumerate(found):
+        assert one == {
+            "saves_and_loads_on_the_main_process": [["model.safetensors"], rank == 0, True],
+            "saves_a_replica_and_shards_alone": None,
+            "trains_again": [size] * 3,
+            "reads_its_own_share": [True, size > 1],
+            "uses_offloaded_weights": [True, True],
+            "trains_a_static_graph": True,
+            "has_its_own_precision": [True, True],
+            "gathers_what_models_return": [samples, samples],
+            "saves_in_an_epoch": None,
+        }
+    assert said.count("rank 0 saved to alone alone: it lacks the random states") == (size > 1)
+    assert said.count("rank 0 loaded it alone") == (size > 1)
+    assert said.count("`deepspeed_config` is not read") == (way == "launcher")
+    assert "Traceback" not in said
+    if size == 2:
+        found, said = seen(way, 3, "resumes")
+        lines, rest = found[0]
+        assert lines == ["farflung: the last 2 samples before it will be seen again, as 8 is no multiple of 6"]
+        assert sorted(rest) == list(range(6, habits.SAMPLES))
+
+
+MUST_ALL = "every process must call it, as"
+TRAINS = "self.accelerator.backward(self.model(batch[:, None]).sum())"
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize(
+    ("deed", "words", "where"),
+    [
+        ("waits", "rank 1 did not reach `wait_for_everyone` (", TRAINS),
+        ("saves_a_replica", f"save_state: {MUST_ALL} each process trains a replica of its own.", "after_step()"),
+        ("saves_shards", f"save_state: {MUST_ALL} models are sharded over the processes.", TRAINS),
+        ("saves_weights_of_shards", f"save_model: {MUST_ALL} the model is sharded over the processes.", TRAINS),
+    ],
+    ids=lambda value: value if value.isidentifier() else "",
+)
+def test_a_call_that_others_do_not_make_is_named_with_the_line_where_they_train(deed, words, where, way, home):
+    codes, said = start(way, 2, deed)
+    assert all(codes)
+    said = " ".join(said.replace("│", " ").split())  # the launcher draws a box around it
+    assert words in said, said
+    assert where in said.split(words)[1], said
