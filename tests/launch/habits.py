@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from farflung import Accelerator, LocalSGD, WatchdogKwargs
+from farflung import Accelerator, LocalSGD
 from farflung.base.errors import ConfigError, StateError
 from farflung.big_modeling import cpu_offload
 from farflung.state import AcceleratorState
@@ -226,7 +226,6 @@ def resumes():
 def goes_elsewhere(run, call, after_step=lambda: None):
     """The main process makes a call, and the others train."""
     run.steps()
-    Accelerator(kwargs_handlers=[WatchdogKwargs(2)])  # not before: the others may start later than that
     if run.accelerator.is_main_process:
         call(run.accelerator)
     for _ in range(3):

@@ -83,7 +83,7 @@ TRAINS = "self.accelerator.backward(self.model(batch[:, None]).sum())"
 @pytest.mark.parametrize(
     ("deed", "words", "where"),
     [
-        ("waits", "rank 1 did not reach `wait_for_everyone` (", TRAINS),
+        ("waits", "Ranks wait for each other, rank 0 in `wait_for_everyone`", TRAINS),
         ("saves_a_replica", f"save_state: {MUST_ALL} each process trains a replica of its own.", "after_step()"),
         ("saves_shards", f"save_state: {MUST_ALL} models are sharded over the processes.", TRAINS),
         ("saves_weights_of_shards", f"save_model: {MUST_ALL} the model is sharded over the processes.", TRAINS),

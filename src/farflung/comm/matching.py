@@ -46,7 +46,7 @@ def match(group: TorchGroup, name: str, what: str | None = None, required: str |
     """
     frame = sys._getframe()
     call = _Call(group, name, what, required, describe_call(frame), calls_of_script(frame))
-    point = 1 + sum(group.collectives_of_torch().values())
+    point = 1 + sum(group.collectives().values())
     with group.waits.noted(group.waits.reach(_POINT, point, name), in_background=True):
         return call.decide() if group.rank == 0 else call.await_decision()
 

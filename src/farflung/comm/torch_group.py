@@ -107,10 +107,13 @@ class TorchGroup(C10dGroup):
         """Its ranks, in the numbers of all."""
         return dist.get_process_group_ranks(self.pg)
 
-    def collectives_of_torch(self) -> dict[str, int]:
+    def collectives(self) -> dict[str, int]:
         """Return how many collectives this rank has started in this group and its parts, whoever made them."""
-        counts = {group.pg.group_name: num_collectives(group.pg) - group.num_probes for group in self.with_parts()}
-        return {f"{TORCHS} {name}": count for name, count in counts.items()}
+        return {group.pg.group_name: num_collectives(group.pg) - group.num_probes for group in self.with_parts()}
+
+    def collectives_of_torch(self) -> dict[str, int]:
+        """Return how many of them are not Farflung's: DDP's, FSDP's and the script's."""
+        return {f"{TORCHS} {name}": count - self.waits.entered[name] for name, count in self.collectives().items()}
 
     @property
     def is_destroyed(self) -> bool:
