@@ -4,6 +4,7 @@
 import ctypes
 import io
 import json
+import re
 import sys
 import threading
 import time
@@ -233,18 +234,22 @@ def explains(call, run):
         raise explained(error, world.joined_world().group) from error
 
 
-def runs_out_of_time(path, port, call):
-    """Have only what plain environment variables say, and torch's own time-out, which the script makes short."""
+def runs_out_of_time(path, port, call, late_call=None):
+    """Have only what plain environment variables say, and torch's own time-out, which the script makes short.
+
+    The late rank evaluates alone before it comes, or makes `late_call` instead.
+    """
     environ.remove("TORCHELASTIC_USE_AGENT_STORE")
     environ.export({"MASTER_PORT": str(port)})
     watchdog._TICK_S, watchdog._TURN_S = 0.1, 0.5
     accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=2))])
     run = SimpleNamespace(accelerator=accelerator, rank=accelerator.process_index)
-    if call is learns:
+    if learns in (call, late_call):
         run.model = accelerator.prepare(nn.Linear(2, 1))
         learns(run)
-    if run.rank == LATE:
+    if run.rank == LATE and late_call is None:
         evaluates_alone(path, 1)
+    call = late_call if run.rank == LATE and late_call else call
     said, _ = is_told(path, lambda run: explains(call, run), run)
     evaluates_alone(path, 2)  # rank 0 serves the store
     return said
@@ -259,6 +264,12 @@ def test_without_a_launcher_a_time_out_of_torchs_names_the_late_rank_too(call, t
         assert "allow more: InitProcessGroupKwargs(timeout=)" in text
         assert "in evaluates_alone" in text
         assert "different sizes" not in text
+
+
+@pytest.mark.parametrize(("call", "late_call"), [(waits, learns), (learns, waits)])
+def test_ranks_that_run_out_of_time_in_different_calls_are_told_where_one_of_them_was(call, late_call, tmp_path):
+    for text in run_ranks(runs_out_of_time, 2, tmp_path, get_free_port(), call, late_call, connect=False):
+        assert re.search(r"rank \d did not reach `\w+` .* within 2 s\nrank \d was here", text), text
 
 
 def time_allowed():

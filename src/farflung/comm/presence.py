@@ -13,6 +13,9 @@ import torch.distributed as dist
 from farflung.base.torch_internals import default_store
 from farflung.base.words import numbered
 
+REPORT_S = 10.0  # how long a wait that ran out of time waits for the watchdog's report: a turn of others', and its own
+
+_OVERDUE = "overdue"
 _AGREE_WAIT_S = 5.0  # how long `agree_min` waits for ranks that are alive
 _ALIVE_WAIT_S = 1.0  # how long the ranks of a broken group wait for each other's sign of life
 
@@ -166,6 +169,8 @@ class PresenceStore:
             while silent and time.monotonic() < deadline:
                 time.sleep(_ALIVE_WAIT_S / 50)
                 silent = [rank for rank in silent if not store.check([self._key("alive", rank)])]
+            if _OVERDUE in self.posts("alive").values() and (report := self.await_hang()):
+                return report
         except dist.DistError:
             others = self.describe(rank for rank in range(self.size) if rank != self.rank)
             return (
@@ -222,6 +227,18 @@ class PresenceStore:
     def asked(self) -> int:
         """Return the number of the latest question; a report counts as one too."""
         return int(self._store.add(self._key("questions"), 0))
+
+    def mark_overdue(self) -> None:
+        """Publish that this rank is alive, though its collective ran out of time, which closes connections."""
+        with suppress(dist.DistError):
+            self.post(_OVERDUE, "alive")
+
+    def await_hang(self) -> str:
+        """Return the report of a rank whose collective ran out of time; empty if none comes."""
+        deadline = time.monotonic() + REPORT_S
+        while not (report := self.published("hang")) and time.monotonic() < deadline:
+            time.sleep(REPORT_S / 200)
+        return report
 
     def publish_hang(self, report: str) -> None:
         """Publish which ranks are late, for all that wait."""

@@ -25,10 +25,9 @@ import torch
 import torch.distributed as dist
 
 from farflung.comm.mismatch import waits_differ
-from farflung.comm.presence import PresenceStore
+from farflung.comm.presence import REPORT_S, PresenceStore
 
 _REMEMBERED = 16  # collectives of a group whose kinds are known; ranks are rarely further apart
-_REPORT_S = 10.0  # how long a wait that ran out of time waits for the watchdog's report: a turn of others', and its own
 _FIRST_CHECK_S = 1.0  # how long a thread waits before it compares its wait with those of other ranks
 
 _OURS = str(Path(__file__).parent.parent)
@@ -84,10 +83,11 @@ class Waits:
 
     def await_report(self, wait: Wait, allowed_s: float) -> None:
         """Give the watchdog, where there is one, time to publish who is late in a collective that ran out of time."""
-        deadline = time.monotonic() + _REPORT_S
+        deadline = time.monotonic() + REPORT_S
+        self._presence.mark_overdue()
         self.overdue = (wait, allowed_s)
         while self.is_watched and self.overdue is not None and time.monotonic() < deadline:
-            time.sleep(_REPORT_S / 200)
+            time.sleep(REPORT_S / 200)
         self.overdue = None
 
     @contextmanager

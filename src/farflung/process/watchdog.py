@@ -249,7 +249,7 @@ class Watchdog:
         """
         found = _find_late(needs, answers)
         if is_overdue and not found:  # DDP's first passes have collectives that torch does not count
-            found = {rank for rank, one in answers.items() if not one["needs"] and not one["is_overdue"]}
+            found = {rank for rank, one in answers.items() if _is_elsewhere(one)}
         late = {rank: answers[rank]["stack"] for rank in sorted(found)}
         if late or silent:
             self._presence.publish_hang(self._hang_report(late, silent, seconds, is_overdue))
@@ -291,7 +291,12 @@ class Watchdog:
 def _find_late(needs: dict[str, int], answers: dict[int, Any]) -> set[int]:
     """Return the ranks that hold up a wait in the end and wait for nobody; where there are none, those it waits for."""
     ranks = _holding_up(needs, answers)
-    return {rank for rank in ranks if not answers[rank]["needs"]} or _behind(needs, answers)
+    return {rank for rank in ranks if _is_elsewhere(answers[rank])} or _behind(needs, answers)
+
+
+def _is_elsewhere(answer: dict[str, Any]) -> bool:
+    """Return whether a rank waits in no collective, nor has waited in one that ran out of time."""
+    return not answer["needs"] and not answer["is_overdue"]
 
 
 def _holding_up(needs: dict[str, int], answers: dict[int, Any]) -> set[int]:
