@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long do replicas stand still when another one joins them over a slow line?
 
-Two machines made of namespaces with one replica each, and a newcomer on the second one: it gets the anchor and the outer
-momentum, 8 bytes for each parameter, from the first one. Needs root and iproute2. With 100 million parameters at
+Two machines made of namespaces with one replica each, and a newcomer on the second one: it gets the anchor and the
+outer momentum, 8 bytes for each parameter, from the first one. Needs root and iproute2. With 100 million parameters at
 50 Mbit/s it takes twenty minutes.
 """
 
