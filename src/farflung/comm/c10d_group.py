@@ -88,8 +88,7 @@ class C10dGroup(Group):
         return self._started(x, "all_to_all", work)
 
     def begin_all_gather_small(self, x: Tensor) -> Callable[[], Tensor]:
-        device = torch.device("cpu") if self.supports("cpu") else torch.device("cuda", torch.cuda.current_device())
-        mine = x.to(device)
+        mine = x.to(self.wire_device)
         everyone = mine.new_empty(self.size * mine.numel())
         work = _all_gather_flat(everyone, mine, group=self.pg, async_op=True)
         entered = self.enter("all_gather", everyone.nbytes)

@@ -126,11 +126,11 @@ class GenerationGroup(C10dGroup):
         if self._connected is not None:
             super().abort()
 
-    def duplicate(self, in_background: bool = False) -> Group:
+    def duplicate(self, in_background: bool = False) -> GenerationGroup:
         self._num_made += 1
         return GenerationGroup(self._transport, f"{self._name}.{self._num_made}", self.rank, self.size, self._watch)
 
-    def _block(self, begin: int, end: int) -> Group:
+    def _block(self, begin: int, end: int) -> GenerationGroup:
         self._num_made += 1
         name = f"{self._name}.{self._num_made}-{begin}"
         return GenerationGroup(self._transport, name, self.rank - begin, end - begin, self._watch)

@@ -25,7 +25,7 @@ from farflung.base.torch_internals import foreach_add, foreach_add_, foreach_div
 from farflung.base.tree import flatten, unflatten
 from farflung.comm import payloads
 from farflung.comm.exchange import MAX_CAPACITY, Exchange, Packets
-from farflung.comm.group import Op
+from farflung.comm.group import SUMMED_IN, Op
 from farflung.comm.mismatch import require_alike
 from farflung.comm.packet import Signature, raw
 
@@ -37,14 +37,10 @@ _WAIT: Signature = ("wait_for_everyone",)
 REDUCTIONS = ("sum", "mean", "max", "none")
 _MAX_LOCAL_SUM = 1024 * 1024  # bytes from all ranks; above, summing them all on each rank is no longer the short way
 
-# What a sum or maximum is computed in. Half precision is summed in fp32; gloo and NCCL know no int16 and no bool.
+# What a sum or maximum is computed in. gloo and NCCL know no int16 and no bool.
 _FLOATS = (torch.float64, torch.float32, torch.complex128, torch.complex64)
-_COMPUTED_IN = {dtype: dtype for dtype in (*_FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8)} | {
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.int16: torch.int32,
-    torch.bool: torch.uint8,
-}
+_COMPUTED_IN = {dtype: dtype for dtype in (*_FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8)} | SUMMED_IN
+_COMPUTED_IN |= {torch.int16: torch.int32, torch.bool: torch.uint8}
 
 
 class CannotPadNestedTensorWarning(UserWarning):

@@ -27,11 +27,6 @@ _MEMORY = 4  # packets whose largest sets the capacity
 _KEPT_BYTES = 64 * 1024 * 1024  # scratch larger than this is given back after use
 
 
-def wire_device(group: Group) -> torch.device:
-    """Return the device on which bytes of the host travel: the host, unless the group talks between GPUs alone."""
-    return torch.device("cpu") if group.supports("cpu") else torch.device("cuda", torch.cuda.current_device())
-
-
 class Buffers:
     """Memory for one packet of each rank, of one capacity: what this rank sends, and what all ranks sent."""
 
@@ -123,7 +118,7 @@ class Exchange:
         for leaf in leaves:
             if leaf.device.type != "cpu" and self.group.supports(leaf.device.type):
                 return leaf.device
-        return wire_device(self.group)
+        return self.group.wire_device
 
     def scratch(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
         """Return a buffer `[num_bytes]` uint8 that the next call with `name` may hand out again.
@@ -186,7 +181,6 @@ class Exchange:
         if self.group.supports("cpu"):
             self.group.all_gather(everyone, mine).wait()
             return
-        there = wire_device(self.group)
-        gathered = torch.empty_like(everyone, device=there)
-        self.group.all_gather(gathered, mine.to(there)).wait()
+        gathered = torch.empty_like(everyone, device=self.group.wire_device)
+        self.group.all_gather(gathered, mine.to(gathered.device)).wait()
         everyone.copy_(gathered)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a set of ranks can do together: one protocol, and its form for one rank alone.
+"""What a set of ranks can do together: the collectives, all made of two, and what ranks tell each other besides.
 
 Every collective starts at once and returns a `Work`; nothing may be read before `wait()`. On CUDA `wait()` makes the
 current stream wait, on gloo it blocks the caller. A wait that can not end, because a rank left or died, raises
@@ -9,15 +9,23 @@ all raise the same `CollectiveMismatch`; the group is of no use from then on.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, Protocol
+from functools import reduce
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import torch
 from torch import Tensor
 
-from farflung.base.errors import ConfigError
+from farflung.base.errors import ConfigError, Unsupported
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Op = Literal["sum", "max", "min"]
+COMBINE: dict[Op, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # the others in their own dtype
 
 
 class Work(Protocol):
@@ -27,10 +35,10 @@ class Work(Protocol):
         """Block (or make the current stream wait) until the result may be read."""
 
 
-class Group(Protocol):
-    """Ranks that talk to each other. All tensors are contiguous; every rank makes the same calls in the same order.
+class Members(Protocol):
+    """Which ranks a group has, the groups made of them, and what they tell each other of those that are lost.
 
-    Methods that are complete here do what is right where all ranks live in one thread, so none can be lost alone.
+    What is complete here is right where all ranks live in one thread, so that none can be lost alone.
 
     Attributes:
         is_concurrent: a thread may use a `duplicate` while another one uses the group itself.
@@ -40,48 +48,7 @@ class Group(Protocol):
     size: int
     is_concurrent: bool = False
 
-    def supports(self, device: str) -> bool:
-        """Return whether tensors on this kind of device, `cpu` or `cuda`, can travel as they are."""
-        return True
-
-    def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
-        """Reduce `x` in place; every rank ends with the same bits."""
-
-    def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        """Fill `out` `[size * n]` with each rank's `x` `[n]`, in rank order."""
-
-    def all_to_all(self, out: Tensor, x: Tensor) -> Work:
-        """Send part k of `x` `[size * n]` to rank k; `out` `[size * n]` holds what came, in rank order."""
-
-    def broadcast(self, x: Tensor, src: int) -> Work:
-        """Overwrite `x` with the one of rank `src`."""
-
-    def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Work:
-        """Fill `out` with `parts[rank]` of rank `src`; the others pass None."""
-
-    def barrier(self) -> None:
-        """Return when every rank has come here."""
-        return None
-
-    def swap(self, out: Tensor, x: Tensor, to: int, source: int) -> Work:
-        """Send `x` `[n]` to the rank `to` and fill `out` `[n]` with what `source` sends; each rank is sent to once."""
-
-    def all_gather_small(self, x: Tensor) -> Tensor:
-        """Gather a few numbers, `[n]` on the CPU, as `[size, n]`, and look out for ranks that left while waiting."""
-        return self.begin_all_gather_small(x)()
-
-    def begin_all_gather_small(self, x: Tensor) -> Callable[[], Tensor]:
-        """Begin what `all_gather_small` does; calling what is returned ends it."""
-        everyone = x.new_empty(self.size, x.numel())
-        work = self.all_gather(everyone, x)
-
-        def end() -> Tensor:
-            work.wait()
-            return everyone
-
-        return end
-
-    def duplicate(self, in_background: bool = False) -> Group:
+    def duplicate(self, in_background: bool = False) -> Self:
         """Return the same ranks once more, in an order of collectives of its own (`MPI_Comm_dup`): a collective.
 
         `in_background`: for a thread that works on behalf of another one.
@@ -96,7 +63,7 @@ class Group(Protocol):
         """Count a job for this group that this thread gives to another one; what is returned waits for its end."""
         return lambda future: None
 
-    def split(self, size: int) -> Group:
+    def split(self, size: int) -> Self:
         """Return this rank's block of `size` neighbouring ranks; the last block may be smaller. A collective.
 
         ConfigError: a rank would be alone in its block.
@@ -111,9 +78,9 @@ class Group(Protocol):
         begin = self.rank - self.rank % size
         return self._block(begin, min(begin + size, self.size))
 
-    def _block(self, begin: int, end: int) -> Group:
+    def _block(self, begin: int, end: int) -> Self:
         """Return the group of the ranks from `begin` to below `end`, which include this one: a collective."""
-        return self
+        raise Unsupported(f"A {type(self).__name__} can't be split into blocks of its ranks.")
 
     def agree_min(self, number: int, name: str) -> int:
         """Return the smallest `number` of all ranks that still live, after a failure that all of them hear of."""
@@ -133,6 +100,94 @@ class Group(Protocol):
         return None
 
 
+class Group(Members):
+    """Ranks that talk to each other. All tensors are contiguous; every rank makes the same calls in the same order.
+
+    The collectives are made of `all_gather` and `broadcast`. A group for which there are shorter ways has its own.
+    """
+
+    @abstractmethod
+    def all_gather(self, out: Tensor, x: Tensor) -> Work:
+        """Fill `out` `[size * n]` with each rank's `x` `[n]`, in rank order."""
+
+    @abstractmethod
+    def broadcast(self, x: Tensor, src: int) -> Work:
+        """Overwrite `x` with the one of rank `src`."""
+
+    def supports(self, device: str) -> bool:
+        """Return whether tensors on this kind of device, `cpu` or `cuda`, can travel as they are."""
+        return True
+
+    @property
+    def wire_device(self) -> torch.device:
+        """The device on which bytes of the host travel: the host, unless the group talks between GPUs alone."""
+        return torch.device("cpu") if self.supports("cpu") else torch.device("cuda", torch.cuda.current_device())
+
+    def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
+        """Reduce `x` in place, here in rank order and half precision in fp32; every rank ends with the same bits."""
+
+        def reduced(rows: Tensor) -> Tensor:
+            return reduce(COMBINE[op], rows.to(SUMMED_IN.get(x.dtype, x.dtype)).unbind())
+
+        return self._gathered(x, x, reduced)
+
+    def all_to_all(self, out: Tensor, x: Tensor) -> Work:
+        """Send part k of `x` `[size * n]` to rank k; `out` `[size * n]` holds what came, in rank order."""
+        return self._gathered(out, x, lambda rows: rows.view(self.size, self.size, -1)[:, self.rank])
+
+    def swap(self, out: Tensor, x: Tensor, to: int, source: int) -> Work:
+        """Send `x` `[n]` to the rank `to` and fill `out` `[n]` with what `source` sends; each rank is sent to once."""
+        return self._gathered(out, x, lambda rows: rows[source])
+
+    def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Work:
+        """Fill `out` with `parts[rank]` of rank `src`; the others pass None."""
+        if parts is None:
+            sent = out.new_empty(self.size * out.numel())
+        else:
+            sent = torch.cat([part.detach().view(-1) for part in parts])
+        return _Filling(self.broadcast(sent, src), out, lambda: sent.view(self.size, -1)[self.rank])
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        self.all_gather_small(torch.zeros(1))
+
+    def all_gather_small(self, x: Tensor) -> Tensor:
+        """Gather a few numbers, `[n]` on the CPU, as `[size, n]`, and look out for ranks that left while waiting."""
+        return self.begin_all_gather_small(x)()
+
+    def begin_all_gather_small(self, x: Tensor) -> Callable[[], Tensor]:
+        """Begin what `all_gather_small` does; calling what is returned ends it."""
+        mine = x.to(self.wire_device)
+        everyone = mine.new_empty(self.size * mine.numel())
+        work = self.all_gather(everyone, mine)
+
+        def end() -> Tensor:
+            work.wait()
+            return everyone.cpu().view(self.size, -1)
+
+        return end
+
+    def _gathered(self, out: Tensor, x: Tensor, result: Callable[[Tensor], Tensor]) -> Work:
+        """Fill `out` with the `result` of each rank's `x` `[n]`, which it is given as `[size, n]`."""
+        everyone = x.new_empty(self.size * x.numel())
+        work = self.all_gather(everyone, x.detach().view(-1))
+        return _Filling(work, out, lambda: result(everyone.view(self.size, -1)))
+
+
+class _Filling:
+    """A collective under way, of whose result `out` is filled."""
+
+    def __init__(self, work: Work, out: Tensor, result: Callable[[], Tensor]) -> None:
+        self._work, self._out = work, out
+        self._result: Callable[[], Tensor] | None = result  # None: `out` is filled, and its owner's to change
+
+    def wait(self) -> None:
+        self._work.wait()
+        if self._result is not None:
+            self._out.detach().view(-1).copy_(self._result().reshape(-1))
+            self._result = None
+
+
 class Done:
     """A collective that needed no one else."""
 
@@ -150,17 +205,8 @@ class SoloGroup(Group):
         return Done()
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        out.view(-1).copy_(x.view(-1))
+        out.view(-1).copy_(x.detach().view(-1))
         return Done()
-
-    all_to_all = all_gather
 
     def broadcast(self, x: Tensor, src: int) -> Work:
         return Done()
-
-    def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Work:
-        assert parts is not None
-        return self.all_gather(out, parts[0])
-
-    def swap(self, out: Tensor, x: Tensor, to: int, source: int) -> Work:
-        return self.all_gather(out, x)

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from farflung.base.errors import RankFailure
 from farflung.base.tree import flatten, unflatten
-from farflung.comm.exchange import wire_device
 from farflung.comm.group import Group, Work
 from farflung.comm.packet import LENGTHS, Header, Headers, PacketBuffer, Signature, is_plain_bytes, raw
 
@@ -82,7 +81,7 @@ class Scatter:
         """
         length = 0
         while length == 0:
-            buffer = torch.empty(self._capacity, dtype=torch.uint8, device=wire_device(self._group))
+            buffer = torch.empty(self._capacity, dtype=torch.uint8, device=self._group.wire_device)
             self._group.scatter(buffer, None, 0).wait()
             buffer = buffer.cpu()
             length, announced = LENGTHS.unpack_from(raw(buffer))
@@ -129,8 +128,7 @@ class Scatter:
         return self._slices
 
     def _start(self) -> Work:
-        there = wire_device(self._group)
-        sent = [one.packet.to(there) for one in self._slices]
+        sent = [one.packet.to(self._group.wire_device) for one in self._slices]
         return self._group.scatter(torch.empty_like(sent[0]), sent, 0)
 
     def _start_over_when_full(self) -> None:

@@ -139,7 +139,7 @@ class TorchGroup(C10dGroup):
 
     is_concurrent = True
 
-    def duplicate(self, in_background: bool = False) -> Group:
+    def duplicate(self, in_background: bool = False) -> TorchGroup:
         return self._among(self.ranks, self.shared, in_background)
 
     def within(self, pg: dist.ProcessGroup) -> TorchGroup:
@@ -178,7 +178,7 @@ class TorchGroup(C10dGroup):
 
         return end
 
-    def _block(self, begin: int, end: int) -> Group:
+    def _block(self, begin: int, end: int) -> TorchGroup:
         is_block = self.size != self.presence.size  # else what is made of all ranks, as for checkpoints, is apart
         shared = self.shared if is_block else None
         block = self._among(self.ranks[begin:end], shared, False)

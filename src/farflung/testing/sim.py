@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
@@ -22,10 +22,8 @@ from torch import Tensor
 from farflung.base.checks import check_number, check_whole
 from farflung.base.errors import CollectiveMismatch, RankFailure, Unsupported
 from farflung.base.words import numbered
-from farflung.comm.group import Group, Op, Work
+from farflung.comm.group import COMBINE, Group, Op, Work
 from farflung.cost.model import copies, hops
-
-_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 def run_replicas(function: Callable[..., Any], num_replicas: int, *args: Any, seed: int | None = None) -> list[Any]:
@@ -177,7 +175,7 @@ class SimGroup(Group):
         self._number = 0
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
-        return self._join(f"all_reduce({op})", x, x, lambda xs: [reduce(_COMBINE[op], xs)] * self.size)
+        return self._join(f"all_reduce({op})", x, x, lambda xs: [reduce(COMBINE[op], xs)] * self.size)
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
         return self._join("all_gather", out, x, lambda xs: [torch.cat([x.reshape(-1) for x in xs])] * self.size)
@@ -190,14 +188,6 @@ class SimGroup(Group):
 
     def broadcast(self, x: Tensor, src: int) -> Work:
         return self._join(f"broadcast({src})", x, x, lambda xs: [xs[src]] * self.size)
-
-    def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Work:
-        sent = torch.cat([part.reshape(-1) for part in parts]) if parts is not None else out
-        return self._join(f"scatter({src})", out, sent, lambda xs: xs[src].view(self.size, -1).unbind(), alike=False)
-
-    def barrier(self) -> None:
-        nothing = torch.empty(0)
-        self._join("barrier", nothing, nothing, lambda xs: xs).wait()
 
     def swap(self, out: Tensor, x: Tensor, to: int, source: int) -> Work:
         step = (to - self.rank) % self.size
@@ -232,13 +222,11 @@ class SimGroup(Group):
         if not self._is_block:
             self._stage.departures[self._me].append(reason)
 
-    def _join(
-        self, kind: str, out: Tensor, x: Tensor, results: Callable[[list[Tensor]], Iterable[Tensor]], alike: bool = True
-    ) -> Work:
+    def _join(self, kind: str, out: Tensor, x: Tensor, results: Callable[[list[Tensor]], Iterable[Tensor]]) -> Work:
         """Bring `x` and `out` to the collective whose turn it is; the last rank to come does the work for all."""
         key = (self.members, self.age, self._number)
         call = self._stage.calls.setdefault(key, _Call(kind, self.members))
-        what = (kind, x.dtype, x.numel()) if alike else (kind, x.dtype)
+        what = (kind, x.dtype, x.numel())
         first = next(iter(call.brought.values()), (what,))[0]
         if first != what:
             call.error = f"Rank {self.rank} brought {what} to a collective that others brought {first} to."
@@ -335,7 +323,7 @@ class TimedGroup(SimGroup):
         sent = copies("paired", self.size) * x.nbytes
         return self._under_way(super().swap(out, x, to, source), sent, hops("paired", self.size))
 
-    def _block(self, begin: int, end: int) -> SimGroup:
+    def _block(self, begin: int, end: int) -> TimedGroup:
         return TimedGroup(super()._block(begin, end), self._network.near, self._clock)
 
     def _under_way(self, work: Work, num_bytes: float, num_hops: int) -> Work:

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Group: the collectives of a group that has none but `all_gather` and `broadcast`."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+
+import pytest
+import torch
+
+from farflung.base.errors import ConfigError, Unsupported
+from farflung.comm.group import Group, SoloGroup
+from farflung.comm.torch_group import TorchGroup
+from farflung.testing.ranks import run_ranks
+
+SIZES = [1, 2, 3, 4]
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+class Board:
+    """Where the threads of a group put what they bring, each to its own place."""
+
+    def __init__(self, size):
+        self.size, self.brought = size, [None] * size
+        self.all_here = threading.Barrier(size, timeout=60)
+
+
+class OfTwo(Group):
+    """Ranks on threads, with no collectives but the two that every group has; what came is written by the wait."""
+
+    def __init__(self, board, rank):
+        self.board, self.rank, self.size = board, rank, board.size
+
+    def all_gather(self, out, x):
+        return Late(out, torch.cat([other.view(-1) for other in self._met(x)]))
+
+    def broadcast(self, x, src):
+        return Late(x, self._met(x)[src])
+
+    def _met(self, x):
+        self.board.brought[self.rank] = x.clone()
+        self.board.all_here.wait()
+        brought = list(self.board.brought)
+        self.board.all_here.wait()
+        return brought
+
+
+class Late:
+    def __init__(self, out, value):
+        self.out, self.value = out, value
+
+    def wait(self):
+        self.out.view(-1).copy_(self.value.view(-1))
+
+
+def on_threads(size, function):
+    board = Board(size)
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(lambda rank: function(OfTwo(board, rank)), range(size)))
+
+
+def drawn(rank, dtype, shape=(2, 5)):
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    return (100 * drawn).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.int8], ids=str)
+@pytest.mark.parametrize("op", ["sum", "max", "min"])
+@pytest.mark.parametrize("size", SIZES)
+def test_all_reduce_goes_in_rank_order_and_rounds_half_precision_once(size, op, dtype):
+    def reduced(group):
+        x = drawn(group.rank, dtype)
+        group.all_reduce(x, op).wait()
+        return x
+
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
+    *_, expected = accumulate((drawn(rank, dtype).to(wide) for rank in range(size)), combine)
+    for found in on_threads(size, reduced):
+        assert found.dtype is dtype
+        assert torch.equal(found, expected.to(dtype))
+
+
+def test_half_precision_is_summed_in_fp32():
+    def summed(group):
+        x = torch.tensor([65504.0, 65504.0, -65504.0, 1.0][group.rank], dtype=torch.float16)
+        group.all_reduce(x).wait()
+        return x.item()
+
+    assert on_threads(4, summed) == [65504.0] * 4  # (65504 + 65504) is infinite in fp16
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_sent_arrives_where_it_is_sent_to(size):
+    def exchange(group):
+        came, passed, part = torch.empty(size, 2), torch.empty(3), torch.empty(2, dtype=torch.int32)
+        sent = torch.arange(2.0 * size) + 100 * group.rank
+        right, left = (group.rank + 1) % size, (group.rank - 1) % size
+        parts = [torch.full((2,), 7 + rank, dtype=torch.int32) for rank in range(size)]
+        last = size - 1
+        works = [group.all_to_all(came, sent), group.swap(passed, torch.full((3,), float(group.rank)), right, left)]
+        works.append(group.scatter(part, parts if group.rank == last else None, last))
+        group.barrier()
+        for work in works:
+            work.wait()
+        small = group.all_gather_small(torch.tensor([group.rank, -group.rank]))
+        return came.tolist(), passed.tolist(), part.tolist(), small.tolist()
+
+    for rank, (came, passed, part, small) in enumerate(on_threads(size, exchange)):
+        assert came == [[100 * other + 2 * rank, 100 * other + 2 * rank + 1] for other in range(size)]
+        assert passed == [(rank - 1) % size] * 3
+        assert part == [7 + rank] * 2
+        assert small == [[other, -other] for other in range(size)]
+
+
+def test_a_second_wait_changes_nothing():
+    def twice(group):
+        x = torch.ones(2)
+        work = group.all_reduce(x)
+        work.wait()
+        x.add_(5)
+        work.wait()
+        return x.tolist()
+
+    assert on_threads(2, twice) == [[7, 7]] * 2
+
+
+def test_parameters_can_be_reduced():
+    weight = torch.nn.Parameter(torch.ones(3))
+    SoloGroup().all_reduce(weight).wait()
+    assert weight.tolist() == [1, 1, 1]
+    assert weight.is_leaf
+
+
+def test_ranks_of_which_no_blocks_can_be_made_are_not_split():
+    board = Board(4)
+    with pytest.raises(Unsupported, match="OfTwo"):
+        OfTwo(board, 0).split(2)
+    with pytest.raises(ConfigError, match="left alone"):
+        OfTwo(board, 0).split(3)
+
+
+class Gathering(Group):
+    """The two collectives of another group."""
+
+    def __init__(self, inner):
+        self.rank, self.size = inner.rank, inner.size
+        self.all_gather, self.broadcast = inner.all_gather, inner.broadcast
+
+    all_gather = broadcast = None
+
+
+def same_as_torch():
+    torchs = TorchGroup()
+    results = []
+    for group in (torchs, Gathering(torchs)):
+        values = [torch.arange(6) * 10**group.rank + 3, torch.arange(6.0) - 4 * group.rank]
+        found = []
+        for value in values:
+            total, top, low = value.clone(), value.clone(), value.clone()
+            turned, passed, part = torch.empty_like(value), torch.empty_like(value), torch.empty_like(value[:2])
+            parts = [value[:2] + rank for rank in range(3)] if group.rank == 1 else None
+            works = [group.all_reduce(total), group.all_reduce(top, "max"), group.all_reduce(low, "min")]
+            works += [group.all_to_all(turned, value), group.scatter(part, parts, 1)]
+            works += [group.swap(passed, value, (group.rank + 2) % 3, (group.rank + 1) % 3)]
+            for work in works:
+                work.wait()
+            group.barrier()
+            small = group.all_gather_small(value)
+            found += [x.tolist() for x in (total, top, low, turned, passed, part, small)]
+        results.append(found)
+    assert results[0] == results[1]
+
+
+def test_they_are_torchs_collectives():
+    run_ranks(same_as_torch, 3)
