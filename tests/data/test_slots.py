@@ -47,7 +47,7 @@ class Replica:
         self.training = True
         exchange = exchange or Exchange(SoloGroup())
         self.slots = Slots(run.board, member, exchange, most=run.most, expected=2, is_training=lambda: self.training)
-        self.followed = self.slots.follow(self.membership, fragments)
+        self.followed = self.slots.claims.follow(self.membership, fragments)
         self.loaders = [
             prepare_loader(
                 DataLoader(run.dataset if dataset is None else dataset, **{"batch_size": batch_size, **arguments}),

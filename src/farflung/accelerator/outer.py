@@ -25,7 +25,7 @@ from farflung.process.mesh import require_replicas
 from farflung.resume.run import Run
 
 if TYPE_CHECKING:
-    from farflung.data.slots import FollowedLoop
+    from farflung.data.claims import Followed
     from farflung.outer.engine import OuterLoop
     from farflung.outer.recipe import Recipe
 
@@ -63,9 +63,9 @@ class AttachedLoop:
             membership.data = run.slots.described()
         self.loop = lazy.OuterLoop(whole, recipe, group, island=island, membership=membership, inner=bare)
         self.epochs: EpochTracker | None = None
-        self._followed: FollowedLoop | None = None
+        self._followed: Followed | None = None
         if self._run.slots is not None and membership is not None:
-            self._followed = self._run.slots.follow(membership, recipe.schedule.fragments)
+            self._followed = self._run.slots.claims.follow(membership, recipe.schedule.fragments)
             self.loop.listeners.append(self._followed.round_ended)
         self._attempts = 0
         self._has_begun = False
@@ -101,8 +101,8 @@ class AttachedLoop:
         try:
             end_loop()
         finally:
-            if self._run.slots is not None and self._followed is not None:
-                self._run.slots.leave(self._followed)
+            if self._followed is not None:
+                self._followed.end()
                 self._followed = None
             self._average_everywhere()
 

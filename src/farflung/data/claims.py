@@ -21,11 +21,43 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Followed:
-    """An outer loop that brings batches into the common weights."""
+    """An outer loop that brings batches into the common weights, and reports its steps and rounds here."""
 
+    claims: Claims
     membership: Elastic
     sent: Sent
     joined: int  # the generation in which this replica came in last, as far as the claims know
+
+    def step_attempted(self, step: int) -> None:
+        """Record the batches that rounds sent after this step would contain; called before the rounds due then."""
+        self._meet()
+        claims = self.claims
+        claims.ledger.send(self.sent, step)
+        claims.num_steps += 1
+        steps = claims.ledger.steps()
+        for loader, done in claims.ledger.open.items():
+            if done:
+                claims.write(claims.boards[loader].record_sent, steps, done)
+
+    def round_ended(self, this: Round) -> None:
+        """Record the batches that a round has applied to the common weights, if all members took part in it."""
+        self._meet()
+        claims, record = self.claims, self.membership.record
+        if record is None or this.dropped or len(this.weights) != len(record.ids):
+            return
+        for loader, done in claims.ledger.land(self.sent, this.fragment, this.step).items():
+            claims.write(claims.boards[loader].record, done)
+
+    def end(self) -> None:
+        """Forget this loop."""
+        self.claims.loops.remove(self)
+        self.claims.ledger.loops.remove(self.sent)
+
+    def _meet(self) -> None:
+        self.claims.follow_members()
+        record = self.membership.record
+        if record is not None:
+            self.sent.meet(record.number, record.ids)
 
 
 @dataclass(eq=False)
@@ -54,15 +86,11 @@ class Claims:
         return number, self.boards[-1]
 
     def follow(self, membership: Elastic, num_fragments: int) -> Followed:
-        loop = Followed(membership, Sent(num_fragments), membership.joined)
+        """Record from now on the batches that the rounds of an outer loop apply to the common weights."""
+        loop = Followed(self, membership, Sent(num_fragments), membership.joined)
         self.loops.append(loop)
         self.ledger.loops.append(loop.sent)
         return loop
-
-    def leave(self, loop: Followed) -> None:
-        """Forget an outer loop that has ended."""
-        self.loops.remove(loop)
-        self.ledger.loops.remove(loop.sent)
 
     # ---- what the passes call
 
@@ -113,30 +141,3 @@ class Claims:
             for board in self.boards:
                 if board.has_begun:
                     self.write(board.give_up)
-
-    # ---- what the outer loops report
-
-    def step_attempted(self, loop: Followed, step: int) -> None:
-        """Record the batches that rounds sent after this step would contain."""
-        self._meet(loop)
-        self.ledger.send(loop.sent, step)
-        self.num_steps += 1
-        steps = self.ledger.steps()
-        for loader, done in self.ledger.open.items():
-            if done:
-                self.write(self.boards[loader].record_sent, steps, done)
-
-    def round_ended(self, loop: Followed, this: Round) -> None:
-        """Record the batches that a round has applied to the common weights, if all members took part in it."""
-        self._meet(loop)
-        record = loop.membership.record
-        if record is None or this.dropped or len(this.weights) != len(record.ids):
-            return
-        for loader, done in self.ledger.land(loop.sent, this.fragment, this.step).items():
-            self.write(self.boards[loader].record, done)
-
-    def _meet(self, loop: Followed) -> None:
-        self.follow_members()
-        record = loop.membership.record
-        if record is not None:
-            loop.sent.meet(record.number, record.ids)

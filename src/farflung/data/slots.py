@@ -7,8 +7,8 @@ once the outer loop has applied the round that contains its step. When a replica
 claimed slots are free again: another replica takes them from the first batch that is not done.
 `docs/concepts/data.md` has the guarantees, and their exceptions.
 
-Calls go one way: `Slots` makes samplers and follows outer loops; both report to the `Claims`, which keep a `Ledger` of
-the replica's batches and write to the boards.
+Calls go one way: the samplers that `Slots` makes and the outer loops that `Claims` follow report to the `Claims`, which
+keep a `Ledger` of the replica's batches and write to the boards.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import DataLoader, SequentialSampler
 
@@ -26,17 +25,13 @@ from farflung.base.words import counted
 from farflung.comm.board import Board
 from farflung.comm.collectives import from_first
 from farflung.comm.exchange import Exchange
-from farflung.data.claims import Claims, Followed
+from farflung.data.claims import Claims
 from farflung.data.ledger import Share
 from farflung.data.loader import DataLoaderShard
 from farflung.data.resume.iteration import Iteration
 from farflung.data.samplers import SamplerView, filled
 from farflung.data.slot_board import Claim, agreed_order, digest_of, num_slots, proposed_seed
 from farflung.data.torch_loaders import Source
-
-if TYPE_CHECKING:
-    from farflung.outer.elastic import Elastic
-    from farflung.outer.stats import Round
 
 # What ranks of a replica do together, as errors name it.
 _START, _NEXT = "iter(loader)", "next(iterator of a loader)"
@@ -109,30 +104,6 @@ class Slots:
     def described(self) -> str:
         """Return a description that must be the same on all replicas: the numbers of batches of prepared loaders."""
         return ", ".join(counted(one.num_batches, "batch") for one in self._samplers)
-
-    def follow(self, membership: Elastic, num_fragments: int) -> FollowedLoop:
-        """Record from now on the batches that the rounds of an outer loop apply to the common weights."""
-        return FollowedLoop(self.claims, self.claims.follow(membership, num_fragments))
-
-    def leave(self, followed: FollowedLoop) -> None:
-        """Forget an outer loop that has ended."""
-        self.claims.leave(followed.loop)
-
-
-@dataclass(frozen=True, eq=False)
-class FollowedLoop:
-    """Reports of one outer loop to the claims."""
-
-    claims: Claims
-    loop: Followed
-
-    def step_attempted(self, position: int) -> None:
-        """Called after a step of the training, before the rounds that are due then."""
-        self.claims.step_attempted(self.loop, position)
-
-    def round_ended(self, this: Round) -> None:
-        """Called with each round that has ended."""
-        self.claims.round_ended(self.loop, this)
 
 
 class SlotSampler(SamplerView):
