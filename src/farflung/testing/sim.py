@@ -129,31 +129,31 @@ class _Stage:
         return {other: self.departures[other][mine] for other in absent if len(self.departures[other]) > mine}
 
 
+@dataclass(frozen=True)
 class _SimWork:
     """A collective of a `SimGroup` under way."""
 
-    def __init__(self, stage: _Stage, call: _Call, rank: int) -> None:
-        self._stage = stage
-        self._call = call
-        self._rank = rank
+    stage: _Stage
+    call: _Call
+    rank: int
 
     def wait(self) -> None:
-        call, stage = self._call, self._stage
+        call, stage = self.call, self.stage
 
         def over() -> bool:
-            return call.done or bool(call.error) or bool(stage.missing(call, self._rank))
+            return call.done or bool(call.error) or bool(stage.missing(call, self.rank))
 
-        could = stage.wait_until(self._rank, over)
+        could = stage.wait_until(self.rank, over)
         if call.error:
             raise CollectiveMismatch(call.error)
         if call.done:
             return
-        gone = stage.missing(call, self._rank)
+        gone = stage.missing(call, self.rank)
         why = "; ".join(f"rank {rank} left ({reason})" for rank, reason in gone.items())
         if not could:
             absent = [rank for rank in call.members if rank not in call.brought]
             why = f"waiting for something else: {numbered('rank', absent)}"
-        raise RankFailure(f"Rank {self._rank} is blocked in {call.kind}: {why}.")
+        raise RankFailure(f"Rank {self.rank} is blocked in {call.kind}: {why}.")
 
 
 class SimGroup(Group):

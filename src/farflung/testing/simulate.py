@@ -171,7 +171,7 @@ def simulate(
     del given["progress"]
     task = SimulateArguments(**given)
     with _bar(steps, progress) as show:
-        return _summary(run_replicas(_play, replicas, task, show, seed=seed))
+        return _summary(run_replicas(lambda group: _Replica(group, task, show).play(), replicas, seed=seed))
 
 
 @dataclass(frozen=True)
@@ -265,10 +265,6 @@ class SimulateArguments:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ConfigError(f"loss: what it returned is {shown(loss)}; it must be a tensor of one number.")
         return loss
-
-
-def _play(group: SimGroup, task: SimulateArguments, show: Callable[[int], None]) -> _Replica:
-    return _Replica(group, task, show).play()
 
 
 def _summary(replicas: Sequence[_Replica]) -> Simulation:
