@@ -22,9 +22,8 @@ class Foreign:
     flags: str  # how the flags begin that ask for it, without `--`; the whole word where it ends in `$`
     keys: str = ""  # of Accelerate's configuration file that belong to it
     idle: str = ""  # what those keys hold when they ask for nothing, besides nothing at all and `false`; in lower case
-    read_with: tuple[
-        str | None, ...
-    ] = ()  # a key and its words with which Accelerate reads those keys; None: no such key
+    # A key and its words with which Accelerate reads those keys; None: no such key.
+    read_with: tuple[str | None, ...] = ()
     is_hint: bool = False  # whether results are the same without it, so that a file may ask for it
 
 

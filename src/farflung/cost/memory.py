@@ -108,9 +108,8 @@ class Estimate:
     reducing: float  # gradients on their way: what waits, a group's and the buffer that is reduced; or DDP's buckets
     peak: float  # the most that is there at one time, which not all of the above are
     row_bytes: float  # sent to the other ranks of the row in a step
-    column_bytes: (
-        float  # sent to the other ranks of the column in a step; on the average, where they meet every H steps
-    )
+    # Sent to the other ranks of the column in a step; on the average, where they meet every H steps.
+    column_bytes: float
 
 
 def estimate(size: ModelSize, layout: RankLayout) -> Estimate:
