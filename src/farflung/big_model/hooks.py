@@ -181,10 +181,9 @@ class AlignDevicesHook(ModelHook):
         tensors = list(all_tensors(module, recurse=self.place_submodules))
         if self.offload:
             self.original_devices = {name: tensor.device for name, tensor in tensors}
-            waiting = [name for name, tensor in self._offloadable(module)]
             if self.weights_map is None:
-                self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in self._offloadable(module)}
-            offloaded = {name for name in waiting if name in self.weights_map}
+                self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in self._offloaded(module)}
+            offloaded = {name for name, _ in self._offloaded(module)}
         for name, tensor in tensors:
             if self.offload and name in offloaded:
                 self._stand_ins[name] = self._take_out(module, name)
@@ -203,7 +202,7 @@ class AlignDevicesHook(ModelHook):
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
         if self.offload:
-            for name, _ in self._offloadable(module):
+            for name, _ in self._offloaded(module):
                 self._bring(module, name)
         if self.execution_device is None:
             return args, kwargs
@@ -212,7 +211,7 @@ class AlignDevicesHook(ModelHook):
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         if self.offload:
-            for name, tensor in self._offloadable(module):
+            for name, tensor in self._offloaded(module):
                 self._drop(module, name, tensor)
         if self.io_same_device and self.input_device is not None:
             output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
@@ -226,9 +225,10 @@ class AlignDevicesHook(ModelHook):
         self.original_devices, self._stand_ins = {}, {}
         return module
 
-    def _offloadable(self, module: nn.Module) -> list[tuple[str, Tensor]]:
-        """Return the tensors that are offloaded if `weights_map` has them: of buffers only what a state dict has."""
-        return list(all_tensors(module, self.offload_buffers, self.place_submodules, remove_non_persistent=True))
+    def _offloaded(self, module: nn.Module) -> list[tuple[str, Tensor]]:
+        """Return the tensors that are offloaded: those in `weights_map`, if there is one; of buffers what is saved."""
+        found = all_tensors(module, self.offload_buffers, self.place_submodules, remove_non_persistent=True)
+        return [(name, value) for name, value in found if self.weights_map is None or name in self.weights_map]
 
     def _set(self, module: nn.Module, name: str, device: Device, value: Tensor | None = None) -> None:
         set_module_tensor_to_device(
@@ -238,8 +238,6 @@ class AlignDevicesHook(ModelHook):
     def _bring(self, module: nn.Module, name: str) -> None:
         """Put an offloaded tensor in place for a forward pass."""
         assert self.weights_map is not None
-        if name not in self.weights_map:
-            return
         owner, own_name = owner_of(module, name)
         ties, stand_in = self.tied_params_map, getattr(owner, own_name)
         present = None
@@ -255,8 +253,6 @@ class AlignDevicesHook(ModelHook):
 
     def _drop(self, module: nn.Module, name: str, tensor: Tensor) -> None:
         """Take a tensor out again: its stand-in returns, or a new one where the module was changed meanwhile."""
-        if self.weights_map is None or name not in self.weights_map:
-            return
         stand_in = self._stand_ins.get(name)
         if stand_in is None or (stand_in.shape, stand_in.dtype) != (tensor.shape, tensor.dtype):
             self._take_out(module, name)
