@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from farflung.accelerator import lazy
 from farflung.base.errors import ConfigError
-from farflung.loop.optimizer import AcceleratedOptimizer
+from farflung.loop.optimizer import AcceleratedOptimizer, parameters_of
 from farflung.loop.scheduler import planned_updates
 from farflung.loop.state import ActiveLoader, Trace
 from farflung.process.log import get_logger
@@ -263,7 +263,7 @@ def driver(model: nn.Module, optimizers: Sequence[AcceleratedOptimizer]) -> Acce
     mine = {id(parameter) for parameter in model.parameters()}
 
     def owned(optimizer: AcceleratedOptimizer) -> int:
-        return sum(id(p) in mine for group in optimizer.param_groups for p in group["params"])
+        return sum(id(p) in mine for p in parameters_of(optimizer))
 
     best = max(optimizers, key=owned, default=None)
     if best is None or owned(best) == 0:

@@ -24,7 +24,7 @@ from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import DataLoaderConfiguration
 from farflung.data.loader import PreparedLoader
 from farflung.data.prepare import prepare_loader
-from farflung.loop.optimizer import AcceleratedOptimizer
+from farflung.loop.optimizer import AcceleratedOptimizer, parameters_of
 from farflung.loop.scheduler import AcceleratedScheduler, Ticks
 from farflung.loop.uneven import EvenCheck
 from farflung.resume.run import Run
@@ -98,7 +98,7 @@ class Preparer:
         self.run.precision.wrap(model)
         compile_in_place(model, self.compiling)
         own = {id(parameter) for parameter in model.parameters()}
-        owners = [one for one in optimizers if any(id(p) in own for group in one.param_groups for p in group["params"])]
+        owners = [one for one in optimizers if any(id(p) in own for p in parameters_of(one))]
         if is_wrapped and self.run.world.size > 1:
             named = [*model.named_parameters(), *model.named_buffers()]
             check_exchangeable(named, takes_float8=self.run.world.device.type != "cpu")
@@ -225,7 +225,7 @@ def _check_quantized(devices: Set[Any], device: torch.device) -> None:
 
 def _refuse_halves(optimizer: Optimizer) -> None:
     """Raise ConfigError for fp16 weights under a loss scaler: torch would refuse to unscale their gradients."""
-    weights = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    weights = [p for p in parameters_of(optimizer) if p.requires_grad]
     halves = sum(weight.dtype is torch.float16 for weight in weights)
     if halves:
         raise ConfigError(

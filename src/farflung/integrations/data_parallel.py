@@ -50,6 +50,7 @@ from farflung.integrations.patching import around
 from farflung.integrations.rounds import RoundFigures, RoundOutputs
 from farflung.integrations.spawned import follow_processes
 from farflung.integrations.training_data import TrainingData
+from farflung.loop.optimizer import parameters_of
 from farflung.loop.scheduler import planned_updates
 from farflung.outer.arguments import OuterConfig, recipe_of
 from farflung.outer.engine import OuterLoop
@@ -213,13 +214,13 @@ class DDPTakeover:
         if self._is_in_round or is_afterwards or current_world() is not None or optimizer in self._driven:
             return
         models = self._trained_by(optimizer)
-        self._check(optimizer, _parameters_of(optimizer), bool(models))
+        self._check(optimizer, parameters_of(optimizer), bool(models))
         self._driven[optimizer] = [one for one in models if one.loop is None]
         for one in self._driven[optimizer]:
             self._open(one, optimizer)
 
     def _trained_by(self, optimizer: Optimizer) -> list[FollowedModel]:
-        ids = {id(parameter) for parameter in _parameters_of(optimizer)}
+        ids = {id(parameter) for parameter in parameters_of(optimizer)}
         return [one for one in self._followed if any(id(each) in ids for each in one.local.module.parameters())]
 
     def _check(self, optimizer: Optimizer, trained: list[torch.Tensor], has_models: bool) -> None:
@@ -410,10 +411,6 @@ def take_over(slots: Callable[..., Any]) -> DDPTakeover:
     takeover.install()
     follow_processes(takeover)
     return takeover
-
-
-def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _log_with(figures: RoundFigures, log: Callable[..., Any], trainer: Any, logs: Any, *args: Any, **more: Any) -> Any:

@@ -20,6 +20,7 @@ from farflung.base.errors import ConfigError, StateError
 from farflung.base.torch_internals import foreach_mul_, sharded_parameters, unreduced_gradient
 from farflung.comm.group import Group
 from farflung.comm.shards import local, sharded_parts
+from farflung.loop.optimizer import parameters_of
 from farflung.loop.state import LoopState, Window
 
 
@@ -132,7 +133,7 @@ def _summed(value: float, group: Group, state: LoopState) -> float:
 
 def _gradients(window: Window, state: LoopState) -> list[Tensor]:
     """The gradients that a window has gathered so far, also those that FSDP has not reduced yet."""
-    trained = (p for one in state.optimizers for group in one.optimizer.param_groups for p in group["params"])
+    trained = (parameter for one in state.optimizers for parameter in parameters_of(one))
     found = [parameter.grad for parameter in (window.parameters() if window.models else trained)]
     for part in sharded_parts(module for model in window.models for module in model.modules()):
         for kept in sharded_parameters(part):

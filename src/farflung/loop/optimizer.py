@@ -17,6 +17,11 @@ from farflung.precision.base import Closure, GivenScaler, Precision
 from farflung.process.world import current_world
 
 
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimizer in the order of its groups, in which a state dict numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 class AcceleratedOptimizer(Optimizer):
     """An optimizer that skips `step` and `zero_grad` inside an accumulation window.
 
@@ -113,7 +118,7 @@ class AcceleratedOptimizer(Optimizer):
             self.window = window
 
     def owns(self, parameters: Iterable[Tensor]) -> bool:
-        mine = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        mine = set(map(id, parameters_of(self)))
         return any(id(parameter) in mine for parameter in parameters)
 
     _is_overflow = property(  # the name under which programs for Accelerate set it

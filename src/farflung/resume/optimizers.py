@@ -19,7 +19,7 @@ from farflung.checkpoint import paths
 from farflung.checkpoint.entries import Entry
 from farflung.checkpoint.reader import damage_as, read_torch
 from farflung.comm.shards import full, is_sharded, local, spread_like, with_local
-from farflung.loop.optimizer import AcceleratedOptimizer
+from farflung.loop.optimizer import AcceleratedOptimizer, parameters_of
 from farflung.resume import lazy
 from farflung.resume.models import bare_name
 from farflung.resume.part import Loading, Part, Saving
@@ -104,17 +104,12 @@ def _check_groups(state: Any, optimizer: AcceleratedOptimizer, path: Path) -> No
 
 def has_shards(optimizer: Any) -> bool:
     """Say whether an optimizer trains sharded parameters."""
-    return any(map(is_sharded, parameters(optimizer)))
-
-
-def parameters(optimizer: Any) -> list[Tensor]:
-    """Return the parameters of an optimizer in the order of its groups, in which a state dict numbers them."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return any(map(is_sharded, parameters_of(optimizer)))
 
 
 def parameter_names(models: Sequence[nn.Module], optimizer: Any) -> list[str]:
     """Return the names of an optimizer's parameters in order; those of several models begin with the model's number."""
-    mine = parameters(optimizer)
+    mine = parameters_of(optimizer)
     wanted = set(map(id, mine))
     found = [{id(p): bare_name(name) for name, p in model.named_parameters() if id(p) in wanted} for model in models]
     owners = [k for k, names in enumerate(found) if names]
@@ -190,7 +185,7 @@ def _mapped(state: Mapping[str, Any], change: Callable[[int, Any], Any]) -> dict
 
 def check_optimizer(models: Sequence[nn.Module], optimizer: Any) -> None:
     """Raise ConfigError where an optimizer keeps a plain tensor, or a partly sharded list, of this rank's shard."""
-    mine = parameters(optimizer)
+    mine = parameters_of(optimizer)
     for number, kept in optimizer.state_dict()["state"].items() if has_shards(optimizer) else ():
         own = local(mine[number]).shape
         for key, value in kept.items():
@@ -223,7 +218,7 @@ def _like_parameters(
     spread: Callable[[Tensor, Tensor], Tensor],
 ) -> dict[str, Any]:
     """Return an optimizer's state dict with `spread(value, parameter)` for values of sharded parameters' shapes."""
-    mine = parameters(optimizer)
+    mine = parameters_of(optimizer)
     return _mapped(
         state,
         lambda number, value: (
@@ -263,7 +258,7 @@ def _read_optimizer_shards(models: Sequence[nn.Module], optimizer: Any, folder: 
     described = stored.read(dict.fromkeys(groups))
     param_groups = lazy.nested({groups[name][1:]: value for name, value in described.items()})
     names = parameter_names(models, optimizer)
-    of_name = dict(zip(names, parameters(optimizer), strict=True))
+    of_name = dict(zip(names, parameters_of(optimizer), strict=True))
     kept = {name: path for name, path in paths.items() if path[0] == "state" and path[1] in of_name}
     shards = {name: of_name[path[1]] for name, path in kept.items() if is_sharded(of_name[path[1]])}
     alike = {name: shard for name, shard in shards.items() if stored.sizes.get(name) == shard.shape}

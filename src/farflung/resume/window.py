@@ -19,8 +19,7 @@ from farflung.base.torch_internals import set_unreduced_gradient, sharded_parame
 from farflung.base.words import counted
 from farflung.checkpoint import paths
 from farflung.comm.shards import is_sharded, local, sharded_parts, with_local
-from farflung.loop.optimizer import AcceleratedOptimizer
-from farflung.resume.optimizers import parameters
+from farflung.loop.optimizer import AcceleratedOptimizer, parameters_of
 from farflung.resume.part import Loading, Part, Saving
 from farflung.resume.run import Run
 
@@ -59,7 +58,7 @@ class AccumulationWindow(Part):
                 "Prepare the same objects in the same order before load_state."
             )
         for optimizer, whole, reduced in self._rows():
-            mine = parameters(optimizer)
+            mine = parameters_of(optimizer)
             wanted = [*(p.shape for p in mine if whole), *(local(p).shape for p in mine if reduced)]
             for gradient, shape in zip([*(whole or []), *(reduced or [])], wanted, strict=True):
                 if gradient is not None and gradient.shape != shape:
@@ -141,7 +140,7 @@ def _gradients_of(run: Run) -> dict[str, list[Gradients | None]]:
         return None if gradient is None or not is_sharded(parameter) else local(gradient)
 
     def each(get: Callable[[Tensor], Tensor | None]) -> list[Gradients | None]:
-        return [list(map(get, parameters(one))) if one.is_unfinished else None for one in optimizers]
+        return [list(map(get, parameters_of(one))) if one.is_unfinished else None for one in optimizers]
 
     return {"gradients": each(whole), "reduced": each(part)}
 
@@ -149,7 +148,7 @@ def _gradients_of(run: Run) -> dict[str, list[Gradients | None]]:
 def _put(run: Run, optimizer: AcceleratedOptimizer, whole: Gradients | None, reduced: Gradients | None) -> None:
     """Give the parameters of an optimizer the gradients that `_gradients_of` returned, and those alone."""
     slots = _slots(run)
-    for number, parameter in enumerate(parameters(optimizer)):
+    for number, parameter in enumerate(parameters_of(optimizer)):
         gradient = None if whole is None else whole[number]
         if not is_sharded(parameter):
             parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype)
@@ -166,7 +165,7 @@ def _keep(run: Run, optimizer: AcceleratedOptimizer, undo: ExitStack) -> None:
     for name in ("is_own", "step_was_skipped", "finished"):
         undo.callback(setattr, optimizer, name, getattr(optimizer, name))
     slots = _slots(run)
-    for parameter in parameters(optimizer):
+    for parameter in parameters_of(optimizer):
         if id(parameter) in slots:
             undo.callback(set_unreduced_gradient, slots[id(parameter)], unreduced_gradient(slots[id(parameter)]))
         undo.callback(setattr, parameter, "grad", parameter.grad)
