@@ -47,7 +47,7 @@ class Replica:
         self.training = True
         exchange = exchange or Exchange(SoloGroup())
         self.slots = Slots(run.board, member, exchange, most=run.most, expected=2, is_training=lambda: self.training)
-        self.followed = self.slots.claims.follow(self.membership, fragments)
+        self.followed = self.slots.follow(self.membership, fragments)
         self.loaders = [
             prepare_loader(
                 DataLoader(run.dataset if dataset is None else dataset, **{"batch_size": batch_size, **arguments}),
@@ -63,7 +63,7 @@ class Replica:
         self.position, self.unsent, self.taken, self.batches, self.epoch = 0, [], [], None, 0
 
     def open(self, which):
-        return self.slots.claims.ledger.open.get(which, {})
+        return self.slots.ledger.open.get(which, {})
 
     def take(self, which=0):
         """Train on the next batch; at the end of the epoch return False."""
@@ -405,7 +405,7 @@ def test_without_the_store_the_epoch_ends_and_later_ones_are_shared_by_places():
     run.join(), run.join()
     stores = []
     for one in run.live:
-        (board,) = one.slots.claims.boards
+        (board,) = one.slots.boards
         board._board = board._log._board = Store(board._board)
         stores.append(board._board)
         one.take()

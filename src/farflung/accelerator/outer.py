@@ -65,7 +65,7 @@ class AttachedLoop:
         self.epochs: EpochTracker | None = None
         self._followed: Followed | None = None
         if self._run.slots is not None and membership is not None:
-            self._followed = self._run.slots.claims.follow(membership, recipe.schedule.fragments)
+            self._followed = self._run.slots.follow(membership, recipe.schedule.fragments)
             self.loop.listeners.append(self._followed.round_ended)
         self._attempts = 0
         self._has_begun = False

@@ -64,12 +64,12 @@ class Followed:
 class Claims:
     """The slots of one replica in the epochs of all its loaders."""
 
-    board: Board  # for the data of all replicas of the run
+    board: Board  # of the run, which all replicas share
     member: int  # this replica's id
     exchange: Exchange  # of the ranks of this replica; the first one talks to the board
     most: int  # replicas at most
-    expected: int  # replicas that the run begins with
-    is_training: Callable[[], bool]  # whether a pass that begins now is one of training
+    expected: int = 1  # replicas that the run begins with
+    is_training: Callable[[], bool] = lambda: True  # whether a pass that begins now is one of training
 
     def __post_init__(self) -> None:
         self.ledger = Ledger()
@@ -82,7 +82,7 @@ class Claims:
     def add_loader(self) -> tuple[int, SlotBoard]:
         """Return the number of a further loader, and the board of its slots."""
         number = len(self.boards)
-        self.boards.append(SlotBoard(self.board.part(str(number)), self.member))
+        self.boards.append(SlotBoard(self.board.part("data").part(str(number)), self.member))
         return number, self.boards[-1]
 
     def follow(self, membership: Elastic, num_fragments: int) -> Followed:

@@ -7,24 +7,22 @@ once the outer loop has applied the round that contains its step. When a replica
 claimed slots are free again: another replica takes them from the first batch that is not done.
 `docs/concepts/data.md` has the guarantees, and their exceptions.
 
-Calls go one way: the samplers that `Slots` makes and the outer loops that `Claims` follow report to the `Claims`, which
-keep a `Ledger` of the replica's batches and write to the boards.
+Calls go one way: the samplers that `Slots` makes and the outer loops that it follows report to it, as their `Claims`.
+These keep a `Ledger` of the replica's batches and write to the boards.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, SequentialSampler
 
 from farflung.base.errors import ConfigError, StateError
 from farflung.base.words import counted
-from farflung.comm.board import Board
 from farflung.comm.collectives import from_first
-from farflung.comm.exchange import Exchange
 from farflung.data.claims import Claims
 from farflung.data.ledger import Share
 from farflung.data.loader import DataLoaderShard
@@ -37,31 +35,12 @@ from farflung.data.torch_loaders import Source
 _START, _NEXT = "iter(loader)", "next(iterator of a loader)"
 
 
-class Slots:
-    """The shares of one replica in the epochs of all its loaders.
+class Slots(Claims):
+    """The claims of a replica, and what makes its shares of all its loaders."""
 
-    Args:
-        board: of the run, which all replicas share.
-        member: this replica's id.
-        exchange: of the ranks of this replica; the first one talks to the board.
-        most: how many replicas there will be at most.
-        expected: how many the run begins with.
-        is_training: whether a pass that begins now is one of training.
-    """
-
-    def __init__(
-        self,
-        board: Board,
-        member: int,
-        exchange: Exchange,
-        *,
-        most: int,
-        expected: int = 1,
-        is_training: Callable[[], bool] = lambda: True,
-    ) -> None:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.kind = SlotLoader  # of the loaders whose batches are shares
-        self.expected = expected
-        self.claims = Claims(board.part("data"), member, exchange, most, expected, is_training)
         self._samplers: list[SlotSampler] = []
 
     def shared(self, source: Source, per_round: int, num_parts: int = 1) -> Source:
@@ -92,7 +71,7 @@ class Slots:
                 f"Replicas that come and go share epochs whose number of batches is known; "
                 f"{type(source.indices).__name__} has no __len__. Give it one."
             ) from None
-        made = SlotSampler(source, self.claims, per_round)
+        made = SlotSampler(source, self, per_round)
         self._samplers.append(made)
         return source.with_indices(made)
 

@@ -266,7 +266,7 @@ class DDPTakeover:
         with self._in_round():
             one.loop = OuterLoop(module, self._recipe, group, island=island, membership=membership, inner=optimizer)
         if membership is not None and self._data.slots is not None:
-            one.followed = self._data.slots.claims.follow(membership, self._recipe.schedule.fragments)
+            one.followed = self._data.slots.follow(membership, self._recipe.schedule.fragments)
             one.loop.listeners.append(one.followed.round_ended)
         self._outputs.listen(one.loop, self._followed.index(one))
         self._show_trainer(RoundFigures(one.loop, self._followed.index(one)))
