@@ -295,7 +295,7 @@ def test_a_view_declares_what_torchs_loader_has():
 
 
 def as_it_is(raw):
-    return SkipDataLoader.over(Source.of(raw), 0)
+    return SkipDataLoader.over(Source(raw), 0)
 
 
 @pytest.mark.parametrize("prepare", [prepared, partial(prepared, group=Seat(0, 2)), as_it_is])

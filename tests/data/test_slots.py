@@ -459,7 +459,7 @@ class Lengthless:
 def test_loaders_that_can_t_be_cut_are_refused(loader, says):
     slots = Slots(C10dTransport(dist.HashStore()).board, 1, Exchange(SoloGroup()), most=2)
     with pytest.raises(ConfigError, match=says):
-        slots.shared(Source.of(loader), 1)
+        slots.shared(Source(loader), 1)
 
 
 class OwnOrder:

@@ -111,8 +111,8 @@ def test_only_workers_that_take_turns_over_indices_are_noted():
         def __iter__(self):
             return iter(range(4))
 
-    assert can_record(Source.of(DataLoader(range(4), num_workers=2)))
-    assert not can_record(Source.of(DataLoader(range(4))))
-    assert not can_record(Source.of(DataLoader(range(4), num_workers=2, in_order=False)))
-    assert not can_record(Source.of(Mine(range(4), num_workers=2)))
-    assert not can_record(Source.of(DataLoader(Stream(), num_workers=2)))
+    assert can_record(Source(DataLoader(range(4), num_workers=2)))
+    assert not can_record(Source(DataLoader(range(4))))
+    assert not can_record(Source(DataLoader(range(4), num_workers=2, in_order=False)))
+    assert not can_record(Source(Mine(range(4), num_workers=2)))
+    assert not can_record(Source(DataLoader(Stream(), num_workers=2)))

@@ -213,7 +213,7 @@ class DataLoaderShard(PreparedLoader):
             agree=agree,
             total_batch_size=base.batch_size,
         )
-        super().__init__(Source.of(base), settings)
+        super().__init__(Source(base), settings)
         self.skip_batches = skip_batches
         self._progress.choose(iteration)
 

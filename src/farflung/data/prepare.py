@@ -59,7 +59,7 @@ def prepare_loader(
         return loader
     if not isinstance(loader, DataLoader):
         raise wrong_type("prepare_data_loader: data_loader", loader, "a torch DataLoader")
-    source = Source.of(loader)
+    source = Source(loader)
     if config.use_seedable_sampler:
         source = source.seedable(config.data_seed)
     kind = DataLoaderShard if slots is None else slots.kind
@@ -133,7 +133,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     check_whole("skip_first_batches: num_batches", num_batches, least=0)
     if isinstance(dataloader, PreparedLoader):
         return dataloader.skipping(num_batches)
-    source = Source.of(dataloader)
+    source = Source(dataloader)
     return source.without_first(num_batches) if source.by_index else SkipDataLoader.over(source, num_batches)
 
 

@@ -77,7 +77,7 @@ class Slots(Claims):
 
     def shared_as_it_is(self, loader: DataLoader[Any], num_parts: int) -> tuple[DataLoader[Any], SlotSampler]:
         """Return a copy of a loader that is not prepared, and this replica's share of it; see `shared`."""
-        made = self.shared(Source.of(loader), 1, num_parts)
+        made = self.shared(Source(loader), 1, num_parts)
         return made.loader, made.indices
 
     def described(self) -> str:

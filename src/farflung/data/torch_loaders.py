@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from itertools import islice
@@ -27,7 +26,6 @@ from farflung.loop.state import LoopState, LoopView
 _DATA_AXES = {"dp", "fsdp", "dp_replicate", "dp_shard"}  # mesh axes along which ranks see different data
 
 
-@dataclass(frozen=True, eq=False)
 class Source:
     """A loader and its properties, read once, because torch refuses to set any of them later.
 
@@ -46,38 +44,19 @@ class Source:
         by_index: samples are read by index, so that some can be left unread.
     """
 
-    loader: DataLoader[Any]
-    dataset: Any
-    indices: Any
-    indices_name: str
-    sampler: Any
-    samplers: list[Any]
-    batch_size: int | None
-    drop_last: bool
-    makes_batches: bool
-    streams: bool
-    is_view: bool
-    by_index: bool
-
-    @classmethod
-    def of(cls, loader: DataLoader[Any]) -> Source:
-        makes_batches = loader.batch_sampler is not None
-        indices: Any = loader.batch_sampler if makes_batches else loader.sampler
-        streams, is_view = isinstance(loader.dataset, IterableDataset), isinstance(loader, LoaderView)
-        return cls(
-            loader,
-            loader.dataset,
-            indices,
-            indices_name="batch_sampler" if makes_batches else "sampler",
-            sampler=getattr(indices, "sampler", indices),
-            samplers=_samplers_of(loader),
-            batch_size=loader.batch_size or getattr(indices, "batch_size", None),
-            drop_last=loader.drop_last or getattr(indices, "drop_last", False),
-            makes_batches=makes_batches,
-            streams=streams,
-            is_view=is_view,
-            by_index=not is_view and not streams,
-        )
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+        self.dataset: Any = loader.dataset
+        self.makes_batches = loader.batch_sampler is not None
+        self.indices: Any = loader.batch_sampler if self.makes_batches else loader.sampler
+        self.indices_name = "batch_sampler" if self.makes_batches else "sampler"
+        self.sampler: Any = getattr(self.indices, "sampler", self.indices)
+        self.samplers = _samplers_of(loader)
+        self.batch_size: int | None = loader.batch_size or getattr(self.indices, "batch_size", None)
+        self.drop_last: bool = loader.drop_last or getattr(self.indices, "drop_last", False)
+        self.streams = isinstance(loader.dataset, IterableDataset)
+        self.is_view = isinstance(loader, LoaderView)
+        self.by_index = not self.is_view and not self.streams
 
     # ---- what concerns an epoch
 
@@ -161,7 +140,7 @@ class Source:
                 f"A {type(self.loader).__name__} cannot be sharded across ranks: prepare the loader first, then call "
                 "skip_first_batches on what comes back."
             )
-        return Source.of(
+        return Source(
             _view_copied(cast(LoaderView, self.loader)) if self.is_view else copied_loader(self.loader, attributes)
         )
 
@@ -249,7 +228,7 @@ class SkipDataLoader(LoaderView):
     ) -> None:
         base = made_loader(dataset, use_stateful_dataloader, kwargs)
         self.skip_batches, self._state = skip_batches, LoopState()
-        super().__init__(Source.of(base), stateful=use_stateful_dataloader)
+        super().__init__(Source(base), stateful=use_stateful_dataloader)
 
     @classmethod
     def over(cls, source: Source, skip_batches: int) -> SkipDataLoader:
