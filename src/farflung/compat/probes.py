@@ -155,11 +155,6 @@ def is_mps_available(min_version: str = "1.12") -> bool:
     return is_torch_version(">=", min_version) and torch.backends.mps.is_available()
 
 
-def is_xpu_available(check_device: bool = False) -> bool:
-    """Say whether there is an Intel GPU, and a torch that trains on it."""
-    return _has_device("xpu")
-
-
 def is_hpu_available(init_hccl: bool = False) -> bool:
     """Say whether there is a Gaudi accelerator (`init_hccl` is unused)."""
     return _has_device("hpu")
@@ -170,6 +165,7 @@ is_musa_available = _device("musa", "a Moore Threads GPU")
 is_neuron_available = _device("neuron", "a Trainium or Inferentia accelerator")
 is_npu_available = _device("npu", "an Ascend accelerator")
 is_sdaa_available = _device("sdaa", "a Tecorigin accelerator")
+is_xpu_available: Callable[..., bool] = _device("xpu", "an Intel GPU, and a torch that trains on it")
 is_habana_gaudi1 = _probe("the accelerator is a Gaudi of the first generation: Farflung can't tell", lambda: False)
 is_fp16_available = _probe("fp16 can be trained in: always", lambda: True)
 
