@@ -354,7 +354,7 @@ def test_without_matplotlib_a_picture_is_refused_before_anything_is_said(monkeyp
 
 
 def test_the_rates_of_a_picture_reach_from_what_suffices_the_least_to_what_the_most_need():
-    forecast = Forecast.of(
+    forecast = Forecast(
         {"parameters": 10**6, "layers": 4, "step_s": 0.1, "replicas": 2, "bandwidth_bps": 1e6}, 10_000, 2**20, 0.9
     )
     rates = forecast._rates()

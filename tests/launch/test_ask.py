@@ -105,7 +105,7 @@ def test_a_slow_line_becomes_a_recipe_by_the_cost_model(home):
     for message in ("The answer is '100'; it must be a rate", "The answer is '5'", "The answer is 'soon'"):
         assert message in done.output.replace("Error: ", "")
     run = {"parameters": 124_000_000, "layers": 24, "step_s": 0.5, "replicas": 4, "latency_s": 0.0}
-    forecast = Forecast.of({**run, "bandwidth_bps": 60e6}, 20_000, None, 0.9)
+    forecast = Forecast({**run, "bandwidth_bps": 60e6}, 20_000, None, 0.9)
     assert forecast.advice().startswith("Use ")
     assert forecast.advice() in done.output
     outer = forecast.rows[0].outer

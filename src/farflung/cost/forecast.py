@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,24 +30,18 @@ _POINTS_PER_DECADE = 12
 _EXAMPLE = "farflung plan --parameters 124M --step_seconds 0.5 --bandwidth 1Gbit --steps 20k"
 
 
-@dataclass(frozen=True)
 class Forecast:
     """The costs of the methods in one run, best first."""
 
-    run: Run
-    rows: tuple[Row, ...]
-    costs: tuple[Cost, ...]  # of the rows, in the same order
-    utilization: float  # from which on a method counts as fast enough
-    steps: int  # of the whole run
-    left_out: tuple[str, ...]  # methods with which so many steps would be too few rounds
-
-    @classmethod
-    def of(cls, settings: Mapping[str, Any], steps: int, bucket_bytes: int | None, utilization: float) -> Forecast:
-        """Return the forecast of `steps` steps of `Run(**settings)`; buckets are each method's own by default."""
-        run = Run(**settings)
-        rows = Rows(run, steps, utilization, bucket_bytes)
-        costs = tuple(cost_of(run, row.method) for row in rows.chosen)
-        return cls(run, rows.chosen, costs, utilization, steps, rows.left_out)
+    def __init__(self, settings: Mapping[str, Any], steps: int, bucket_bytes: int | None, utilization: float) -> None:
+        """Forecast `steps` steps of `Run(**settings)`; buckets are each method's own by default."""
+        self.run = Run(**settings)
+        rows = Rows(self.run, steps, utilization, bucket_bytes)
+        self.rows = rows.chosen
+        self.costs = tuple(cost_of(self.run, row.method) for row in self.rows)  # in the same order
+        self.utilization = utilization  # from which on a method counts as fast enough
+        self.steps = steps  # of the whole run
+        self.left_out = rows.left_out  # methods with which so many steps would be too few rounds
 
     def show(self, as_json: bool) -> None:
         """Write the table, the flags and the advice, or one JSON object, to the standard output."""
@@ -262,7 +256,7 @@ def plan(
         "latency_s": parse_seconds(latency, "--latency"),
     }
     bucket_bytes = None if bucket is None else num_bytes(bucket, "--bucket")
-    forecast = Forecast.of(settings, parse_count(steps, "--steps"), bucket_bytes, utilization)
+    forecast = Forecast(settings, parse_count(steps, "--steps"), bucket_bytes, utilization)
     forecast.show(as_json)
     if picture is not None:
         forecast.draw(Path(picture))

@@ -129,7 +129,7 @@ def ask_outer(answers: Mapping[str, Value]) -> dict[str, Value]:
     step = _number("How long does one optimizer step take without communication, such as 500ms?", parse_seconds)
     steps = _number("How many optimizer steps does the whole run have, such as 20k?", parse_count)
     run = {"parameters": parameters // shards, "layers": _LAYERS, "step_s": step, "replicas": int(count)}
-    forecast = Forecast.of({**run, "bandwidth_bps": rate, "latency_s": latency}, steps, None, _UTILIZATION)
+    forecast = Forecast({**run, "bandwidth_bps": rate, "latency_s": latency}, steps, None, _UTILIZATION)
     row = forecast.rows[0]
     click.echo(forecast.advice())
     if row.outer is None:
