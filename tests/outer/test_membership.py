@@ -16,7 +16,18 @@ from farflung.base.errors import CollectiveMismatch, ConfigError, RankFailure
 from farflung.comm.collectives import broadcast_object_list
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup
-from farflung.outer import OuterLoop, diloco, eager_diloco, edit, gossip, local_sgd, quadratic, streaming_diloco
+from farflung.outer import (
+    AverageState,
+    OuterLoop,
+    ResetState,
+    diloco,
+    eager_diloco,
+    edit,
+    gossip,
+    local_sgd,
+    quadratic,
+    streaming_diloco,
+)
 from farflung.outer.agreement import Anchored
 from farflung.outer.membership import FixedMembership, open_generation
 from farflung.testing.sim import SimGroup, run_replicas
@@ -213,6 +224,27 @@ def test_replicas_come_before_a_round_with_the_anchor_and_count_from_the_next_on
     anchors = anchors_of(members)
     for rank, (path, _) in enumerate(run_replicas(train, 4, first, DILOCO, None, 0, STEPS)):
         assert seen_of(path) == pytest.approx(anchors if rank in first else anchors[2:])
+
+
+@pytest.mark.parametrize("inner", [ResetState(), AverageState()])
+def test_a_newcomer_may_not_know_its_optimizer_yet_in_the_round_that_admits_it(inner):
+    def train(group):
+        model = Two()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+        known = None if group.rank == 2 else optimizer
+        membership = ChangingMembership(group, [0, 1])
+        with OuterLoop(model, replace(DILOCO, inner=inner), membership=membership, inner=known) as outer:
+            began = outer.position
+            outer.attach(optimizer)
+            while outer.position < STEPS:
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, (group.rank + 1.0) ** outer.position)
+                optimizer.step()
+        return began, model.weight.item()
+
+    (*_, (began, _)) = found = run_replicas(train, 3)
+    assert began > 0
+    assert len({weight for _, weight in found}) == 1
 
 
 def flush_and_load(group, first):

@@ -296,6 +296,9 @@ class MemberStore:
         """Tell a replica that asks where the shared state comes from; `name` begins with `g<number>/`."""
         self.board.put(f"transfer/{to}", f"{name} {giver}".encode())
 
+    def end_transfer(self, to: int) -> None:
+        self.board.delete(f"transfer/{to}")
+
     def transfer(self, to: int, after: int) -> tuple[str, int] | None:
         """Return the latest transfer to a replica, begun in a generation after the number `after`, and its giver."""
         name, _, giver = (self.board.get(f"transfer/{to}") or b"").decode().partition(" ")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -89,13 +89,13 @@ class Elastic:
     def enter(self, needs: Needs) -> Generation:
         self._needs, peers = needs, self.peers
         given: Mapping[str, Any] = {}
-        with self._transfers.receiving() as receiver:
+        with self._transfers.receiving() if self._must_ask(needs) else nullcontext() as receiver:
             record = from_first(self._share_group, lambda: self._next(needs))
             if record == self.record and self._generation is not None:
                 return self._generation
             peers.record, peers.is_admitting = record, bool(record.newcomers)
             self._generation, self._decided, self._asking = None, None, {}
-            if self.member in record.newcomers:
+            if receiver is not None and self.member in record.newcomers:
                 self.joined = record.number
                 given = self._transfers.receive(receiver, record)
             elif record.newcomers and self.member == record.giver:
@@ -181,12 +181,17 @@ class Elastic:
     def _next(self, needs: Needs) -> Record:
         """Return the current generation, as one rank of each replica finds or decides it."""
         record = self._decided or self.record
-        if record is None or self.member not in record.ids or not (needs.has_state or self._decided):
+        if record is None or self._must_ask(needs):
             has_state = needs.has_state and (record is None or self.member not in record.odd)
             return self._admission.ask(has_state, self._description(needs), needs.tensors)
         if self._decided is None and needs.admits:
             return self._admission.admit(record, needs.num_votes, self._description(needs), needs.tensors)
         return record
+
+    def _must_ask(self, needs: Needs) -> bool:
+        """Return whether this replica is in no generation, or can't continue in it."""
+        record = self._decided or self.record
+        return record is None or self.member not in record.ids or not (needs.has_state or self._decided)
 
     def _settled(self, post: Post) -> Record:
         return from_first(self._share_group, lambda: settle(self.peers, self.member, post))

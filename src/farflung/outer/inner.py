@@ -35,7 +35,10 @@ class Inner:
     def __call__(
         self, optimizer: Optimizer | None, parameters: Sequence[Tensor], rounds: int, group: Group, decision: Decision
     ) -> int:
-        """Update the state of `parameters` after round number `rounds`; return the bytes that this rank sent."""
+        """Update the state of `parameters` after round number `rounds`; return the bytes that this rank sent.
+
+        There may be no `optimizer` yet in the round that admits a newcomer.
+        """
         return 0
 
 
@@ -53,9 +56,9 @@ class ResetState(Inner):
     def __call__(
         self, optimizer: Optimizer | None, parameters: Sequence[Tensor], rounds: int, group: Group, decision: Decision
     ) -> int:
-        assert optimizer is not None
-        for parameter in parameters:
-            optimizer.state.pop(parameter, None)
+        if optimizer is not None:
+            for parameter in parameters:
+                optimizer.state.pop(parameter, None)
         return 0
 
 
@@ -90,8 +93,7 @@ class AverageState(Inner):
         Raises:
             ConfigError: the optimizer state has no tensor of a name in `every`.
         """
-        assert optimizer is not None
-        due = self._due(optimizer, parameters, rounds)
+        due = [] if optimizer is None else self._due(optimizer, parameters, rounds)
         layout = " ".join(f"{tensor.dtype}{list(tensor.shape)}" for tensor in due)
         mark = digest_of(layout)
         sound = float(all(bool(torch.isfinite(tensor).all()) for tensor in due))

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from farflung.base.errors import RankFailure
+from farflung.base.errors import RankFailure, Unreachable
 from farflung.comm.collectives import gather_object
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group
@@ -49,7 +49,7 @@ class Transfers:
         ready = []
         for one, said in zip(newcomers, by_newcomer, strict=True):
             if any(is_over for is_over, _ in said):
-                self.stop([one])  # the next call begins anew
+                self.stop([one])  # the next call starts again
             elif all(may_finish for _, may_finish in said):
                 ready.append(one)
         return ready
@@ -78,6 +78,8 @@ class Transfers:
         for one in newcomers:
             if one in self._senders:
                 self._senders.pop(one).stop()
+                with suppress(Unreachable):
+                    self._peers.at_once.end_transfer(one)
 
     def close(self) -> None:
         """End all transfers, and wait a moment for their threads."""
@@ -95,7 +97,8 @@ class Transfers:
             self._senders[one] = StateSender(partial(self._connected, name, 0, one))
             self._senders[one].offer(found)
             if self._island.rank == 0:
-                self._peers.members.begin_transfer(one, name, self._member)
+                with suppress(Unreachable):  # or else it fails, for want of a receiver, and the next call starts again
+                    self._peers.at_once.begin_transfer(one, name, self._member)
 
     def _connected(self, name: str, rank: int, other: int, is_over: Callable[[], bool]) -> Group:
         watch = TransferWatch(self._peers.notes, other, is_over)
@@ -105,7 +108,7 @@ class Transfers:
 
     @contextmanager
     def receiving(self) -> Iterator[StateReceiver]:
-        """Receive a state from whichever member sends one, while this replica may wait for admission."""
+        """Receive a state from whichever member sends one, while this replica waits for admission."""
         peers = self._peers
         last = 0 if peers.record is None else peers.record.number
         receiver = StateReceiver(
