@@ -13,7 +13,7 @@ from torch import Tensor
 
 from farflung.base.errors import CollectiveMismatch
 from farflung.base.words import numbered
-from farflung.comm.collectives import gather_object
+from farflung.comm.collectives import gather_json
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group
 
@@ -135,7 +135,7 @@ class Voters:
     def _explain(self, number: int) -> None:
         """Exchange the descriptions themselves, and raise the same error everywhere."""
         mine = (f"vote {number} of {self.description}", list(self._tensors))
-        told = gather_object(Exchange(self.group), [mine], name="outer loop")
+        told = gather_json(Exchange(self.group), mine, "outer loop")
         said, listed = [text for text, _ in told], [dict.fromkeys(lines) for _, lines in told]
         ranks = {text: [rank for rank, other in enumerate(said) if other == text] for text in said}
         lines = [f"  {numbered(self.noun, who)}: {text}" for text, who in ranks.items()]
