@@ -40,8 +40,8 @@ def pair(monkeypatch):
     made = Pair()
     yield made
     made.sender.stop()
-    made.receiver.stop()
     made.sender.join(20)
+    made.receiver.stop(20)
     made.transport.close()
 
 

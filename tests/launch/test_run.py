@@ -188,6 +188,7 @@ def test_a_script_on_real_accelerate_is_connected_too(farflung, home):
         "accelerator = Accelerator()\n"
         "assert accelerator.mixed_precision == 'bf16' and accelerator.device.type == 'cpu'\n"
         "os.write(1, f'rank {accelerator.process_index} of {accelerator.num_processes}\\n'.encode())\n"
+        "accelerator.wait_for_everyone()\n"  # gloo may still be connecting the others, who would miss one that ends
         "accelerator.end_training()\n"
     )
     (home / "train.py").write_text(script)

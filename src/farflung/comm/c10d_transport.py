@@ -30,6 +30,7 @@ from farflung.base.torch_internals import bare_group
 from farflung.base.words import in_seconds
 from farflung.comm.c10d_group import C10dGroup, transport_said
 from farflung.comm.group import Group
+from farflung.comm.threads import start_until_exit
 from farflung.comm.transport import Entered, Watch
 
 if TYPE_CHECKING:
@@ -60,7 +61,6 @@ class C10dTransport:
         self._releasing: list[threading.Thread] = []
 
     def connect(self, name: str, rank: int, size: int, watch: Watch) -> Group:
-        self._releasing = [thread for thread in self._releasing if thread.is_alive()]
         return GenerationGroup(self, name, rank, size, watch)
 
     def release(self, held: list[dist.ProcessGroup]) -> None:
@@ -69,8 +69,8 @@ class C10dTransport:
         A process group waits for all that it began before it is gone. Where a connection closes while gloo is about to
         send over it, that wait has no end.
         """
-        self._releasing.append(threading.Thread(target=held.clear, name="release a process group", daemon=True))
-        self._releasing[-1].start()
+        self._releasing = [thread for thread in self._releasing if thread.is_alive()]
+        self._releasing.append(start_until_exit(held.clear, "release a process group"))
 
     def close(self) -> None:
         until = time.monotonic() + _RELEASE_S

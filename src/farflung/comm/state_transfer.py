@@ -20,6 +20,7 @@ from farflung.base.errors import RankFailure, Unreachable
 from farflung.comm.fingerprint import bytes_of, fingerprint
 from farflung.comm.group import Group
 from farflung.comm.member_store import LauncherNotes, Signs
+from farflung.comm.threads import start_until_exit
 from farflung.comm.transport import Entered
 
 _PIECE = 256 * 1024  # bytes sent at a time: between two of them a round may begin, and others see progress
@@ -46,8 +47,7 @@ class StateSender:
         self._total = self._num_sent = 0  # bytes
         self._is_sending = self._is_paused = self._is_final = False
         self.is_over = False
-        self._thread = threading.Thread(target=self._run, name="send a state", daemon=True)
-        self._thread.start()
+        self._thread = start_until_exit(self._run, "send a state", self.stop)
 
     def offer(self, parts: Mapping[str, Any]) -> None:
         """Have parts of the state sent, in place of what was offered by these names before.
@@ -152,15 +152,16 @@ class StateReceiver:
         self.state: dict[str, Any] = {}
         self.num_bytes = 0
         self._over = threading.Event()
-        threading.Thread(target=self._run, name="receive a state", daemon=True).start()
+        self._thread = start_until_exit(self._run, "receive a state", self._over.set)
 
     def wait(self, seconds: float) -> bool:
         """Return whether all has come, after waiting for so long at most."""
         return self._over.wait(seconds) and bool(self.state)
 
-    def stop(self) -> None:
-        """Wait for nothing any more."""
+    def stop(self, seconds: float) -> None:
+        """Wait for nothing any more, and for so long at most until nothing runs here."""
         self._over.set()
+        self._thread.join(seconds)
 
     def _run(self) -> None:
         found = tried = None

@@ -119,7 +119,7 @@ class Transfers:
         try:
             yield receiver
         finally:
-            receiver.stop()
+            receiver.stop(_CLOSE_S)
 
     def receive(self, receiver: StateReceiver, record: Record) -> dict[str, Any]:
         """Return the state, once all of it has come to all ranks of the island; RankFailure if its giver is lost."""
