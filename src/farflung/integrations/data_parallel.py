@@ -24,6 +24,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -409,7 +410,7 @@ def take_over(slots: Callable[..., Any]) -> DDPTakeover:
     assert config is not None
     takeover = DDPTakeover(config, slots, Place.launched())
     takeover.install()
-    follow_processes(takeover)
+    follow_processes(takeover, partial(take_over, slots))
     return takeover
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from inspect import signature
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -29,21 +28,23 @@ class Spawned:
     """Wraps the function that a process calls: takes over its DDP models, and ends their outer loops after it.
 
     Args:
-        takeover: the `DDPTakeover` of the process that starts it, which a forked process has inherited.
+        take_over: makes the takeover of a process, for one that is not forked.
+        takeover: that of the process that starts it, which a forked process has inherited.
         launched: that process, by the launcher's variables: where ranks meet, and how many are on its machine.
     """
 
-    def __init__(self, target: Callable[..., Any], takeover: Any, launched: list[str | None]) -> None:
-        self._target, self._takeover, self._launched = target, takeover, launched
+    def __init__(
+        self, target: Callable[..., Any], take_over: Callable[[], Any], takeover: Any, launched: list[str | None]
+    ) -> None:
+        self._target, self._take_over, self._takeover, self._launched = target, take_over, takeover, launched
 
     def __reduce__(self) -> Any:
-        return Spawned, (self._target, None, self._launched)
+        return Spawned, (self._target, self._take_over, None, self._launched)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         takeover = self._takeover
         if takeover is None:
-            slots = import_module("farflung.data.slots").Slots
-            takeover = import_module("farflung.integrations.data_parallel").take_over(slots)
+            takeover = self._take_over()
         else:
             takeover.forget()
         around(sys.modules["torch.distributed"], "init_process_group", partial(self._init_group, takeover))
@@ -76,14 +77,15 @@ class Spawned:
         takeover.read_ranks()
 
 
-def follow_processes(takeover: Any) -> None:
-    """Follow the processes that this one starts from now on; `takeover` is its own."""
+def follow_processes(takeover: Any, take_over: Callable[[], Any]) -> None:
+    """Follow the processes that this one starts from now on; for the arguments see `Spawned`."""
 
     def make(init: Callable[..., None], process: BaseProcess, *args: Any, **options: Any) -> None:
         given = signature(init).bind(process, *args, **options)
         target = given.arguments.get("target")
         if target is not None and not f"{getattr(target, '__module__', None)}.".startswith(_HELPERS):
-            given.arguments["target"] = Spawned(target, takeover, [*map(environ.text, (*_MEETING, "LOCAL_WORLD_SIZE"))])
+            launched = [*map(environ.text, (*_MEETING, "LOCAL_WORLD_SIZE"))]
+            given.arguments["target"] = Spawned(target, take_over, takeover, launched)
         init(*given.args, **given.kwargs)
 
     around(BaseProcess, "__init__", make)
