@@ -114,7 +114,7 @@ class ChangingMembership:
             self.generation = open_generation(self.number, group.members, group, self.island, needs, newcomers)
             if newcomers:
                 giver = next(rank for rank in range(group.size) if rank not in newcomers)
-                state = None if group.rank in newcomers else needs.state()
+                state = None if group.rank in newcomers else needs.state(True)
                 (state,) = broadcast_object_list(Exchange(group), [state], giver)
                 self.generation = replace(self.generation, given=state)
         return self.generation

@@ -39,7 +39,7 @@ class Needs:
     num_votes: int  # the number of this rank's next vote
     admits: bool  # it is between rounds, so newcomers may come in
     has_state: bool  # this rank has the state that members share; else it is a newcomer, unless nobody has it
-    state: Callable[[], Mapping[str, Any]] = dict  # returns copies of that state, in parts
+    state: Callable[[bool], Mapping[str, Any]]  # returns copies of that state, in parts; False: the part `place` alone
 
 
 @dataclass(frozen=True)

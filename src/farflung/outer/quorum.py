@@ -115,7 +115,7 @@ class Quorum:
             num_votes=1,
             admits=True,
             has_state=False,
-            state=self._shared_state,
+            state=partial(self._shared_state, ()),
         )
         self.welcome: Welcome | None = None
         self.joined_in = -1
@@ -241,11 +241,11 @@ class Quorum:
         if generation.newcomers:
             self._replica.note_newcomers()
 
-    def _shared_state(self, due: Sequence[Action] = ()) -> dict[str, Any]:
-        """Return copies of all that a newcomer needs, in parts: the place in the schedule, and each fragment."""
+    def _shared_state(self, due: Sequence[Action], is_whole: bool) -> dict[str, Any]:
+        """Return the place in the schedule, and copies of all else that a newcomer needs, fragment by fragment."""
         actions = [(type(one).__name__, asdict(one)) for one in due]
         place = {"position": self._timetable.position, "began": self._timetable.began, "due": actions}
-        return {"place": place} | _parts(self._replica, range(len(self._replica.fragments)))
+        return {"place": place} | _parts(self._replica, range(len(self._replica.fragments) * is_whole))
 
     def offer(self, *numbers: int) -> None:
         """Give fragments that may have changed to replicas that wait for admission."""

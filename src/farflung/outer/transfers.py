@@ -40,7 +40,7 @@ class Transfers:
 
     # ---- of the first member
 
-    def serve(self, newcomers: Sequence[int], state: Callable[[], Mapping[str, Any]]) -> list[int]:
+    def serve(self, newcomers: Sequence[int], state: Callable[[bool], Mapping[str, Any]]) -> list[int]:
         """Send the state to these newcomers and no others; return those that may be admitted with the next round."""
         self.stop(self._senders.keys() - newcomers)
         self._begin([one for one in newcomers if one not in self._senders], state)
@@ -65,13 +65,13 @@ class Transfers:
         for sender in self._senders.values():
             sender.offer(found)
 
-    def finish(self, record: Record, state: Callable[[], Mapping[str, Any]]) -> None:
+    def finish(self, record: Record, state: Callable[[bool], Mapping[str, Any]]) -> None:
         """Send those that have been admitted all that is left, in the background."""
         missing = [one for one in record.newcomers if one not in self._senders or self._senders[one].is_over]
         self._begin(missing, state)
-        found = state()
+        place = state(False)
         for one in record.newcomers:
-            self._senders[one].finish({"place": found["place"]})
+            self._senders[one].finish(place)
 
     def stop(self, newcomers: Iterable[int]) -> None:
         """End the transfers to these newcomers."""
@@ -88,8 +88,8 @@ class Transfers:
         for one in there:
             one.join(_CLOSE_S)
 
-    def _begin(self, newcomers: Sequence[int], state: Callable[[], Mapping[str, Any]]) -> None:
-        record, found = self._peers.record, state() if newcomers else {}
+    def _begin(self, newcomers: Sequence[int], state: Callable[[bool], Mapping[str, Any]]) -> None:
+        record, found = self._peers.record, state(True) if newcomers else {}
         for one in newcomers:
             assert record is not None
             self._num_begun += 1
