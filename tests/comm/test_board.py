@@ -7,11 +7,14 @@ import pytest
 
 from farflung.comm.board import Log
 from farflung.comm.c10d_transport import C10dTransport
+from farflung.comm.folder import FolderTransport
 from farflung.process.sockets import serve_store
 
 
-@pytest.fixture
-def board():
+@pytest.fixture(params=["store", "folder"])
+def board(request, tmp_path):
+    if request.param == "folder":
+        return FolderTransport(tmp_path).board
     return C10dTransport(serve_store("127.0.0.1", 0, wait_for_workers=False)).board
 
 

@@ -23,6 +23,7 @@ from torch import nn
 
 from farflung.base.errors import Unreachable
 from farflung.comm.c10d_transport import C10dTransport
+from farflung.comm.folder import FolderTransport
 from farflung.comm.member_store import LauncherNotes
 from farflung.outer import OuterLoop, diloco
 from farflung.outer.elastic import Elastic
@@ -42,12 +43,20 @@ class Blocks(nn.Module):
         self.register_buffer("unsaved", torch.tensor(os.getpid()), persistent=False)
 
 
-def replica(pipe, port, member, step_s, numel, dies, recipe, saves, damages, options):
+def transport_at(place):
+    """How replicas meet: at the port of a store on this machine, or in a folder."""
+    if not isinstance(place, int):
+        return FolderTransport(place)
+    return C10dTransport(dist.TCPStore("127.0.0.1", place, is_master=False, timeout=timedelta(seconds=60)))
+
+
+def replica(pipe, place, member, step_s, numel, dies, recipe, saves, damages, options):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-    model, membership = Blocks(numel), Elastic(C10dTransport(store), member, **options)
+    transport = transport_at(place)
+    board = transport.board.patient(0)
+    model, membership = Blocks(numel), Elastic(transport, member, **options)
     fault = fail_at(*dies or ("local step", 0))
 
     def say(**what):
@@ -55,8 +64,8 @@ def replica(pipe, port, member, step_s, numel, dies, recipe, saves, damages, opt
 
     def last():
         try:
-            return int(store.get("last")) if store.check(["last"]) else 10**9
-        except dist.DistError:
+            return int(board.get("last") or 10**9)
+        except Unreachable:
             return 10**9
 
     def weight():
@@ -111,19 +120,22 @@ class ElasticRun:
     """A run whose launcher is this process.
 
     Args:
+        folder: where replicas meet; None: at a store that a process serves.
         options: those of `Elastic`.
     """
 
-    def __init__(self, step_s=0.005, numel=64, recipe=None, **options):
+    def __init__(self, step_s=0.005, numel=64, recipe=None, folder=None, **options):
         self._row = (step_s, numel)
         self._recipe, self._options = recipe, options
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(["farflung.testing.preload", "farflung.outer.elastic"])
-        here, there = self._context.Pipe(duplex=False)
-        self._server = self._context.Process(target=serve, args=(there,))
-        self._server.start()
-        self.store = dist.TCPStore("127.0.0.1", here.recv(), is_master=False, timeout=timedelta(seconds=60))
-        self.board = C10dTransport(self.store).board
+        self._place, self._server = folder, None
+        if folder is None:
+            here, there = self._context.Pipe(duplex=False)
+            self._server = self._context.Process(target=serve, args=(there,))
+            self._server.start()
+            self._place = here.recv()
+        self.board = transport_at(self._place).board
         self.notes = LauncherNotes(self.board)
         self.processes, self.said, self.events, self._pipes = {}, [], [], {}
         self.codes = {}  # exit codes of replicas, which one thread alone may ask for
@@ -138,7 +150,7 @@ class ElasticRun:
     def __exit__(self, *error):
         self._goes_on = False
         self._reader.join()
-        for process in (*self.processes.values(), self._server):
+        for process in (*self.processes.values(), *([self._server] if self._server else [])):
             process.kill()
             process.join()
 
@@ -151,7 +163,7 @@ class ElasticRun:
         """
         member = self.notes.enroll(f"replica {name}")
         here, there = self._context.Pipe(duplex=False)
-        row = (there, self.store.port, member, *self._row, dies, recipe or self._recipe, saves, damages, self._options)
+        row = (there, self._place, member, *self._row, dies, recipe or self._recipe, saves, damages, self._options)
         process = self._context.Process(target=replica, args=row)
         process.start()
         there.close()
@@ -238,7 +250,7 @@ class ElasticRun:
     def finish(self, steps=10, timeout_s=30.0):
         """Let all train a few more steps, and end; return what they said."""
         furthest = max((one.get("position", 0) for one in list(self.said)), default=0)
-        self.store.set("last", str(furthest + steps))
+        self.board.put("last", str(furthest + steps).encode())
         self.until(lambda: self.has_ended(*self.processes), timeout_s)
         with suppress(TimeoutError):
             self.until(lambda: not self._pipes, 2.0)

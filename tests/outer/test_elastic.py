@@ -14,9 +14,22 @@ from tests.outer.elastic_run import EVERY, ElasticRun, wrong
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize("phase", [one for one in PHASES if one != "admission"])
-def test_a_replica_may_die_at_any_time_and_come_back(phase):
-    with ElasticRun(expected=3, grace_s=20.0) as run:
+@pytest.fixture(params=["store", "folder"])
+def folder(request, tmp_path):
+    """The folder in which replicas meet; None: they meet at a store."""
+    return tmp_path if request.param == "folder" else None
+
+
+@pytest.mark.parametrize(
+    ("phase", "folder"),
+    [
+        *((one, "store") for one in PHASES if one != "admission"),
+        *((one, "folder") for one in ("local step", "vote", "arrival", "landing")),
+    ],
+    indirect=["folder"],
+)
+def test_a_replica_may_die_at_any_time_and_come_back(phase, folder):
+    with ElasticRun(folder=folder, expected=3, grace_s=20.0) as run:
         first, second = run.start(0), run.start(1)
         lost = run.start(2, dies=(phase, 17 if phase == "local step" else 4), saves=3)
         run.until(lambda: run.has_ended(lost))
@@ -34,8 +47,8 @@ def test_a_replica_may_die_at_any_time_and_come_back(phase):
         assert [one["new"] for one in rounds if one["new"]] == [(back,)] * 2
 
 
-def test_one_that_dies_while_it_joins_or_lets_others_in_is_left_out():
-    with ElasticRun(expected=3, grace_s=20.0) as run:
+def test_one_that_dies_while_it_joins_or_lets_others_in_is_left_out(folder):
+    with ElasticRun(folder=folder, expected=3, grace_s=20.0) as run:
         first, second, giver = run.start(0), run.start(1), run.start(2, dies=("admission", 1))
         run.until(lambda: run.joined(first, second, giver))
         dies = run.start(3, dies=("admission", 1))
@@ -47,8 +60,8 @@ def test_one_that_dies_while_it_joins_or_lets_others_in_is_left_out():
         assert {one["member"] for one in said if "end" in one} == {first, second, back}
 
 
-def test_a_newcomer_to_a_large_model_gets_its_state_while_rounds_change_it():
-    with ElasticRun(expected=2, grace_s=20.0, numel=3_000_000) as run:  # more than what is sent at once
+def test_a_newcomer_to_a_large_model_gets_its_state_while_rounds_change_it(folder):
+    with ElasticRun(folder=folder, expected=2, grace_s=20.0, numel=3_000_000) as run:  # more than what is sent at once
         there = [run.start(name) for name in range(2)]
         run.until(lambda: run.joined(*there))
         late = run.start(2)
@@ -58,13 +71,13 @@ def test_a_newcomer_to_a_large_model_gets_its_state_while_rounds_change_it():
         assert {one["member"] for one in said if "end" in one} == {*there, late}
 
 
-def generations_of(store):
-    """The numbers of generations that have keys in a store."""
-    return set(re.findall(r"loop\d+/[a-z]+(\d+)/", "\n".join(store.list_keys())))
+def generations_of(board):
+    """The numbers of generations that have keys on a board."""
+    return set(re.findall(r"loop\d+/[a-z]+(\d+)/", "\n".join(board.list(""))))
 
 
-def test_two_die_at_once_one_is_left_and_others_come():
-    with ElasticRun(expected=3, grace_s=20.0) as run:
+def test_two_die_at_once_one_is_left_and_others_come(folder):
+    with ElasticRun(folder=folder, expected=3, grace_s=20.0) as run:
         members = [run.start(name) for name in range(3)]
         run.until(lambda: run.at(9))
         for member in members[1:]:
@@ -74,15 +87,15 @@ def test_two_die_at_once_one_is_left_and_others_come():
         run.until(lambda: run.at(alone + 20))
         back = [run.start(name) for name in range(1, 4)]
         run.until(lambda: run.joined(*back))
-        run.until(lambda: len(generations_of(run.store)) <= 2)  # those before have left nothing, nor have their groups
+        run.until(lambda: len(generations_of(run.board)) <= 2)  # those before have left nothing, nor have their groups
         said = run.finish()
         assert not wrong(said)
         assert {one["member"] for one in said if "end" in one} == {members[0], *back}
         assert max(one["ranks"] for one in said if "ranks" in one) == 4
 
 
-def test_one_that_is_stopped_is_left_out_after_the_grace_and_comes_back_as_a_newcomer():
-    with ElasticRun(expected=3, grace_s=0.5) as run:
+def test_one_that_is_stopped_is_left_out_after_the_grace_and_comes_back_as_a_newcomer(folder):
+    with ElasticRun(folder=folder, expected=3, grace_s=0.5) as run:
         members = [run.start(name) for name in range(3)]
         run.until(lambda: run.at(9))
         run.signal(members[2], signal.SIGSTOP)
@@ -103,9 +116,9 @@ def test_one_that_is_stopped_is_left_out_after_the_grace_and_comes_back_as_a_new
         assert 0 < stats[members[2]]["steps_lost"] <= EVERY
 
 
-def test_replicas_come_and_go_beside_rounds_that_overlap_with_training():
+def test_replicas_come_and_go_beside_rounds_that_overlap_with_training(folder):
     recipe = streaming_diloco(8, 2, delay=2, lr=1.0, momentum=0.0)
-    with ElasticRun(recipe=recipe, expected=3, grace_s=20.0) as run:
+    with ElasticRun(folder=folder, recipe=recipe, expected=3, grace_s=20.0) as run:
         members = [run.start(name) for name in range(3)]
         run.until(lambda: run.at(9))
         run.signal(members[1], signal.SIGKILL)

@@ -189,8 +189,9 @@ def test_the_odd_one_is_the_one_that_differs_from_most_and_of_two_the_later():
 @pytest.mark.ranks
 @pytest.mark.law("a-newcomer-stops-nobody")
 @pytest.mark.law("nothing-given-outlives-the-next-round")
-def test_a_wrong_newcomer_a_damaged_one_and_one_that_hangs_cost_the_others_no_step():
-    with ElasticRun(expected=2, grace_s=20.0) as run:
+@pytest.mark.parametrize("meet", ["store", "folder"])
+def test_a_wrong_newcomer_a_damaged_one_and_one_that_hangs_cost_the_others_no_step(meet, tmp_path):
+    with ElasticRun(folder=tmp_path if meet == "folder" else None, expected=2, grace_s=20.0) as run:
         there = [run.start(name) for name in range(2)]
         run.until(lambda: run.joined(*there))
         unlike = run.start(2, recipe=diloco(2 * EVERY, lr=1.0, momentum=0.0))
@@ -225,9 +226,9 @@ def test_a_newcomer_waits_for_a_stopped_member_that_alone_has_what_was_trained()
 
 @pytest.mark.ranks
 @pytest.mark.law("no-two-different-rounds-of-a-number")
-@pytest.mark.parametrize("phase", ["confirmation", "landing"])
-def test_of_two_replicas_one_that_stops_in_a_round_has_closed_no_other_one_than_its_peer(phase):
-    with ElasticRun(expected=2, grace_s=0.5) as run:
+@pytest.mark.parametrize(("phase", "meet"), [("confirmation", "store"), ("landing", "store"), ("landing", "folder")])
+def test_of_two_replicas_one_that_stops_in_a_round_has_closed_no_other_one_than_its_peer(phase, meet, tmp_path):
+    with ElasticRun(folder=tmp_path if meet == "folder" else None, expected=2, grace_s=0.5) as run:
         first, second = run.start(0), run.start(1, dies=(phase, 5, stop))
         run.until(lambda: any("replica 1 is out" in event for event in run.events))
         run.signal(second, signal.SIGCONT)
