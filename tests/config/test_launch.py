@@ -214,6 +214,10 @@ def test_ranks_are_told_what_was_set_and_nothing_that_was_left_open():
         ({"elastic": "1:2", "num_processes": 2}, "Use --ranks_per_replica"),
         ({"elastic": "1:2", "num_machines": 2, "main_process_ip": "a"}, "use --join host:port"),
         ({"join": "a"}, "as the first launcher has printed it"),
+        ({"meet": "file:///run"}, "meet needs --elastic and excludes --join"),
+        ({"meet": "file:///run", "join": "a:1"}, "meet needs --elastic and excludes --join"),
+        ({"meet": "s3://bucket/run", "elastic": "1:2"}, "use a folder's whole path, such as file:///shared/run7"),
+        ({"meet": "file://run", "elastic": "1:2"}, "meet is 'file://run'; use a folder's whole path"),
         ({"join": "a:1", "num_processes": 2}, "Use --ranks_per_replica"),
     ],
 )

@@ -229,6 +229,47 @@ def test_a_killed_replica_starts_again_another_launcher_joins_and_all_end_well(h
         assert len(said) == 2, said
 
 
+@pytest.mark.usefixtures("warm")
+def test_launchers_of_the_same_line_meet_in_a_folder_and_outlive_the_first_one(home):
+    script = TRAINS.replace("in{os.getpid()}", "in{os.environ['FARFLUNG_MEMBER']}_{os.getpid()}")
+    (home / "train.py").write_text(script)
+    where = f"file://{home}/run%207"
+    line = "--elastic", "1:4", "--meet", where, "train.py"
+    with Launcher(*line) as one, Launcher(*line) as another:
+        for launcher in (one, another):
+            launcher.printed(f"1 replica of a run at {where}; the same line on any machine adds more$")
+        begun = until(lambda: [it for it in (one, another) if any("training begins" in text for text in it.lines)])
+        assert len(begun) == 1
+        first, second = (one, another) if begun == [one] else (another, one)
+        first.printed(r"generation 2: .* joined; 2 replicas train$")
+        machine = (home / "run 7" / "first.value").read_text()
+        (member,) = [one for one in "12" if (home / "run 7" / "machine" / f"{one}.value").read_text() == machine]
+        (replica,) = until(lambda: list(home.glob(f"in{member}_*")))
+        for pid in (machine.rpartition(":")[2], replica.name.partition("_")[2]):
+            os.kill(int(pid), signal.SIGKILL)
+        second.printed("generation 3: replica 0 is out: its machine gave no sign for .*; training continues")
+        with Launcher(*line, "0.5") as back:
+            second.printed(r"generation 4: replica 0 of \S+ joined; 2 replicas train$")
+            (home / "last").write_text(str(int((home / "at").read_text() or 0) + 40))
+            assert (second.ended(), back.ended()) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [
+        ("file:///proc/run", "Replicas can't meet in the folder /proc/run: No such file or directory"),
+        ("file:///etc/hostname", "Replicas can't meet in the folder /etc/hostname: Not a directory"),
+    ],
+)
+def test_a_folder_in_which_nobody_can_meet_is_refused_before_a_replica_starts(farflung, home, where, why):
+    (home / "train.py").write_text("open('started', 'w')")
+    done = farflung("launch", "--cpu", "--elastic", "1:2", "--meet", where, "train.py")
+    assert done.returncode != 0
+    assert why in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (home / "started").exists()
+
+
 @pytest.mark.parametrize("kind", UNCHANGED)
 @pytest.mark.usefixtures("warm")
 def test_scripts_that_know_nothing_of_it_train_with_the_others(farflung, home, kind):

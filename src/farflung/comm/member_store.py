@@ -96,7 +96,7 @@ class LauncherNotes:
         launchers          those that are at work
         beat               the latest sign of the launcher of a machine
         events             lines that the first launcher has yet to print, or that of a machine
-        first              the machine of the first launcher
+        first              the machine of the first launcher, or of its successor
 
     Args:
         board: the run's.
@@ -210,8 +210,10 @@ class Signs:
     def silent_s(self, member: int) -> float:
         """Return how many seconds the launcher of a member has given no sign, if those are too many; else 0."""
         machine = self._notes.noted("machine", member)
-        if not machine:
-            return 0.0
+        return self.silent_machine_s(machine) if machine else 0.0
+
+    def silent_machine_s(self, machine: str) -> float:
+        """Return how many seconds a launcher has given no sign, if those are too many; else 0."""
         beat, now = self._notes.latest_beat(machine), time.monotonic()
         before, since = self._beats.get(machine, (b"", now))
         self._beats[machine] = (beat, since if beat == before else now)

@@ -156,6 +156,11 @@ class LaunchSettings(LayoutSettings):
     join: str | None = setting(
         None, "Start replicas that join a run: host:port, as its first launcher has printed it.", in_file=False
     )
+    meet: str | None = setting(
+        None,
+        "With --elastic, have replicas meet in a folder that all machines can write to: file:///path. Give each "
+        "machine the same line, in any order. [the first launcher serves the run]",
+    )
     outer_options: Mapping[str, Value] = field(default_factory=dict)  # by name: `outer_*` in every other form
     debug: bool = setting(
         False,
@@ -253,6 +258,10 @@ class LaunchSettings(LayoutSettings):
         return int(least), int(most)
 
     def _check_elastic(self) -> None:
+        if self.meet is not None and (self.elastic is None or self.join is not None):
+            raise ConfigError("meet needs --elastic and excludes --join: each machine gets the same line.")
+        if self.meet is not None and not re.fullmatch("file:///.+", self.meet):
+            raise ConfigError(f"meet is {self.meet!r}; use a folder's whole path, such as file:///shared/run7.")
         if self.elastic is None and self.join is None:
             for name, default in (("replicas", None), ("ranks_per_replica", 1)):
                 if getattr(self, name) != default:

@@ -94,7 +94,7 @@ def _take_place(found: dict[str, Stated]) -> list[str]:
     """
     stated = {name for name in _PLACE if found[name].kind in ("flag", "environment")}
     is_alone = "num_machines" in stated and found["num_machines"].value == 1
-    if is_alone or {"num_machines", "machine_rank"} <= stated or found["join"].value:
+    if is_alone or {"num_machines", "machine_rank"} <= stated or found["join"].value or found["meet"].value:
         return []
     task = read_task()
     if task is None:

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
+from farflung.comm.address import transport_at
 from farflung.comm.board import Log
-from farflung.comm.c10d_transport import C10dTransport
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group
 from farflung.comm.member_store import LauncherNotes
+from farflung.comm.transport import Transport
 from farflung.config import environ
 from farflung.outer.elastic import Elastic
 from farflung.process.place import Place
@@ -86,8 +87,7 @@ def place() -> tuple[int, int]:
     return number % parts * size + rank, parts * size
 
 
-def _run_of(here: Place) -> tuple[C10dTransport, dict[str, Any]]:
+def _run_of(here: Place) -> tuple[Transport, dict[str, Any]]:
     """Connect to the run of a replica; return how its replicas meet, and its settings."""
-    host, _, port = here.address.rpartition(":")
-    transport = C10dTransport((host.strip("[]"), int(port)))
+    transport = transport_at(here.address)
     return transport, json.loads(transport.board.get("run") or b"{}")

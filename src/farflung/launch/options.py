@@ -22,7 +22,7 @@ _SECTIONS = {
     "Script": ("module", "no_python", "as_accelerate", "main_training_function", "config_file"),
     "Precision and steps": ("mixed_precision", "gradient_"),
     "Outer loop": ("outer_",),
-    "Replicas that come and go": ("elastic", "replicas", "ranks_per_replica", "grace_s", "join"),
+    "Replicas that come and go": ("elastic", "replicas", "ranks_per_replica", "grace_s", "join", "meet"),
     "Sharding and islands": ("use_fsdp", "fsdp_", "use_parallelism_config", "parallelism_config_", "island_size"),
     "Compilation": ("dynamo_",),
     "Failures, logs and others": ("",),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts and supervises replicas that may fail, leave and join at any time, each a world of its own.
 
-The first launcher serves the store in which they meet, so no replica's end affects it. Each launcher records there how
-its replicas have ended, which of them are stopped, and that it is alive itself.
+The first launcher serves the store in which they meet, so no replica's end affects it; or they meet in a folder. Each
+launcher records there how its replicas have ended, which of them are stopped, and that it is alive itself.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
+from urllib.parse import unquote
 
 import click
 import psutil  # type: ignore[import-untyped]
@@ -61,7 +62,7 @@ _MEET_WITHIN = timedelta(minutes=5)
 _RESTARTS = 3
 # What only the launcher that serves the store is asked for, or this machine alone.
 _OF_THE_FIRST = (
-    *("elastic", "replicas", "grace_s", "join", "main_process_ip", "main_process_port", "network_interface"),
+    *("elastic", "replicas", "grace_s", "join", "meet", "main_process_ip", "main_process_port", "network_interface"),
     "config_file",
 )
 
@@ -80,6 +81,7 @@ def run_replicas(settings: LaunchSettings, script: str, arguments: Sequence[str]
         elastic=None,
         replicas=None,
         join=None,
+        meet=None,
         ranks_per_replica=1,
         num_processes=settings.ranks_per_replica,
         main_process_ip=None,
@@ -87,7 +89,7 @@ def run_replicas(settings: LaunchSettings, script: str, arguments: Sequence[str]
         max_restarts=None,
     )
     plan = make_plan(own, script, arguments)
-    host, _, port = (settings.join or f"{settings.main_process_ip or '127.0.0.1'}:").rpartition(":")
+    host, _, _ = (settings.join or f"{settings.main_process_ip or '127.0.0.1'}:").rpartition(":")
     host = host.strip("[]")
     interface = None if is_loopback(resolve_host(host)) else choose_interface(settings, host)
     meeting = dataclasses.replace(one_machine(host), interface=interface)
@@ -95,10 +97,18 @@ def run_replicas(settings: LaunchSettings, script: str, arguments: Sequence[str]
     count = settings.replicas or settings.bounds[0]
     if not settings.debug:
         variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that is gone is our line, not torch's stacks
-    transport = _transport(settings, host, int(port or settings.main_process_port or 0), count, variables)
+    with torch_is_loaded(variables):
+        if settings.meet is not None:
+            transport = _met(settings, count)
+        elif settings.join is not None:
+            transport = _found(_transport_at(settings.join, _FIND_WITHIN_S), "join", settings.join)
+        else:
+            transport = _served(settings, host, settings.main_process_port or 0, count)
     where = transport.address
     if not settings.quiet:
         said = "" if settings.join else f"; more join with `{_join_command(settings, where, script, arguments)}`"
+        if settings.meet:
+            said = "; the same line on any machine adds more"
         click.echo(f"farflung: {counted(count, 'replica')} of a run at {where}{said}", err=True)
     command = command_line(own, script, arguments, reported=True)
     if settings.ranks_per_replica > 1:
@@ -113,33 +123,61 @@ def _join_command(settings: LaunchSettings, where: str, script: str, arguments: 
     return shlex.join(["farflung", "launch", "--join", where, *flags, script, *arguments])
 
 
-def _transport(settings: LaunchSettings, host: str, port: int, count: int, variables: Mapping[str, str]) -> Transport:
-    """Serve the store of a run, or connect to that of the run to join."""
-    with torch_is_loaded(variables):
-        kind = import_module("farflung.comm.c10d_transport").C10dTransport
-    if settings.join is not None:
-        return _found(kind((host, port), patience_s=_FIND_WITHIN_S), settings.join)
+def _transport_at(address: str, *patience_s: float) -> Transport:
+    found: Transport = import_module("farflung.comm.address").transport_at(address, *patience_s)
+    return found
+
+
+def _served(settings: LaunchSettings, host: str, port: int, count: int) -> Transport:
+    """Serve the store of a run that begins."""
     try:
-        made: Transport = kind(serve_store(host, port, timeout=_MEET_WITHIN, wait_for_workers=False))
+        store = serve_store(host, port, timeout=_MEET_WITHIN, wait_for_workers=False)
     except OSError as error:
         raise ConfigError(f"This machine can't listen at {host}:{port}: {error.strerror}.") from None
-    least, most = settings.bounds
-    run = {"expected": count, "least": least, "most": most, "grace_s": settings.grace_s}
+    made: Transport = import_module("farflung.comm.c10d_transport").C10dTransport(store)
     made.board.put("first", _machine().encode())
-    made.board.put("run", json.dumps(run).encode())
+    made.board.put("run", _described(settings, count))
     return made
 
 
-def _found(transport: Transport, where: str) -> Transport:
+def _met(settings: LaunchSettings, count: int) -> Transport:
+    """Begin the run in a folder, or find the one that another launcher has begun there."""
+    assert settings.meet is not None
+    with suppress(OSError):  # then the transport tells why
+        Path(unquote(settings.meet.removeprefix("file://"))).mkdir(exist_ok=True)
+    transport, mine = _transport_at(settings.meet), _described(settings, count)
+    try:
+        if transport.board.put_new("first", _machine().encode()):
+            transport.board.put("run", mine)
+        _found(transport, "meet", settings.meet)
+        theirs = transport.board.get("run") or b"{}"
+    except Unreachable as error:
+        raise ConfigError(f"meet is {settings.meet}, but {error}") from None
+    differ = {name: value for name, value in json.loads(mine).items() if json.loads(theirs).get(name, value) != value}
+    if differ and not settings.quiet:
+        said = ", ".join(f"{name} is {json.loads(theirs)[name]}, not {value}" for name, value in differ.items())
+        click.echo(f"farflung: the run at {settings.meet} has settings of its own: {said}", err=True)
+    return transport
+
+
+def _described(settings: LaunchSettings, count: int) -> bytes:
+    """Return the settings that all replicas of a run share."""
+    least, most = settings.bounds
+    run = {"expected": count, "least": least, "most": most, "grace_s": settings.grace_s}
+    return json.dumps(run).encode()
+
+
+def _found(transport: Transport, flag: str, where: str) -> Transport:
     """Wait a while for the run to join; its launcher may be about to start."""
-    deadline = time.monotonic() + _FIND_WITHIN_S
+    deadline, why = time.monotonic() + _FIND_WITHIN_S, "its first launcher has recorded no settings"
     while True:
         try:
-            transport.board.get("run")
-            return transport
+            if transport.board.has(["run"]):
+                return transport
         except Unreachable as error:
-            if time.monotonic() > deadline:
-                raise ConfigError(f"join is {where}, but no run can be reached there: {error}") from None
+            why = str(error)
+        if time.monotonic() > deadline:
+            raise ConfigError(f"{flag} is {where}, but no run can be reached there: {why}") from None
         time.sleep(_BEAT_S)
 
 
@@ -163,7 +201,8 @@ class _Launcher:
         self._command, self._variables, self._where = command, variables, transport.address
         self._machine = _machine()
         self._max_restarts = _RESTARTS if settings.max_restarts is None else settings.max_restarts
-        self._is_quiet, self._tells = settings.quiet, settings.join is None
+        self._is_quiet, self._is_in_folder = settings.quiet, settings.meet is not None
+        self._tells = transport.board.get("first") == self._machine.encode()  # and so prints all events
         where = "" if self._tells else f" of {self._machine}"
         self._lives = [self._live(f"replica {number}{where}") for number in range(count)]
         self._running: dict[subprocess.Popen[bytes], int] = {}  # with the ids of their members
@@ -198,7 +237,7 @@ class _Launcher:
         deadline = time.monotonic() + _PART_WITHIN_S
         self._store.ask(lambda notes: notes.forget_launcher(self._machine), None)
         others = self._store.ask(lambda notes: notes.num_launchers(), 0)
-        waits = self._tells and self._has_finished
+        waits = self._tells and not self._is_in_folder and self._has_finished
         while waits and others and not self._asked_to_end and time.monotonic() < deadline:
             time.sleep(_BEAT_S)
             self._beat()
@@ -322,6 +361,11 @@ class _Launcher:
                     notes.note("stopped", member)
                 else:
                     notes.forget(member, "stopped")
+        if self._is_in_folder:  # where another launcher may take the place of the first one
+            first = notes.read("first")
+            self._tells = first == self._machine
+            if not self._tells and self._store.signs.silent_machine_s(first):
+                notes.board.put("first", self._machine.encode())
         return notes.take_told() if self._tells else notes.take_told(self._machine)
 
     def _say(self, line: str) -> None:

@@ -66,7 +66,7 @@ class Admission:
                 self._heed(question)
                 if question and question not in asks:  # it was admitted, and left out as it did not come
                     self._members.ask(mine, tensors)
-                holders = {} if record is None else self._holders(record, asks.values())
+                holders = {} if record is None else self._holders(record, asks.values(), now - began)
                 if not holders:
                     pause_s = 0.0
                     self._begin(record, asks, now - began)
@@ -76,15 +76,23 @@ class Admission:
                 peers.await_holders(holders, now - quiet_since)
             time.sleep(_PAUSES * peers.pause_s)
 
-    def _holders(self, record: Record, asks: Iterable[Ask]) -> dict[int, str]:
-        """Return members that may still hold the trained state, and why they are silent; RankFailure at the end."""
+    def _holders(self, record: Record, asks: Iterable[Ask], waited_s: float) -> dict[int, str]:
+        """Return members that may hold the trained state or begin now, and why they are silent; RankFailure at the end.
+
+        Where launchers start at the same moment, one replica begins and is not ready yet when others ask.
+        """
         signs = self._peers.signs
         came_back = {one.member for one in asks if one.last >= record.number} | {self._member}
         if any(self._notes.noted("left", one) == DONE for one in record.ids):
             self.is_over = True
             self._notes.note("left", self._member, "too late")
             raise RankFailure(RUN_ENDED)
-        there = [one for one in record.ids if one not in came_back and self._peers.may_hold(record, one)]
+        begins = record.is_fresh and waited_s < self._peers.grace_s
+        there = [
+            one
+            for one in record.ids
+            if one not in came_back and (self._peers.may_hold(record, one) or (begins and not signs.missing(one)))
+        ]
         holders = {one: signs.missing(one) for one in there if not signs.ended(one)}
         for one in asks:  # it has state, and can't begin with us
             if one.has_state and not signs.ended(one.member) and (why := signs.unheard(one.member)):
