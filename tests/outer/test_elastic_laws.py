@@ -8,6 +8,7 @@ import time
 import pytest
 
 from farflung.base.errors import ConfigError, RankFailure
+from farflung.comm import member_store
 from farflung.comm.c10d_transport import C10dTransport
 from farflung.comm.member_store import Ask, LauncherNotes, MemberStore, Post, Record, encode
 from farflung.outer import diloco
@@ -114,6 +115,21 @@ def test_newcomers_wait_for_the_one_that_alone_has_state(end):
 def test_members_of_a_first_generation_that_never_came_are_not_waited_for():
     members = Members(Record(1, 1, (1, 2), is_fresh=True), ready=(2,))
     assert settled(members.member(2), False).ids == (2,)
+
+
+@pytest.mark.parametrize("launcher", ["alive", "none"])
+def test_who_asks_while_another_one_begins_waits_for_it_if_its_launcher_looks_after_it(launcher, monkeypatch):
+    monkeypatch.setattr(member_store, "_BEAT_LOST_S", 600.0)
+    members = Members(Record(1, 1, (1,), is_fresh=True))
+    if launcher == "alive":
+        members.notes.note("machine", 1, "node1:7")
+        members.notes.beat("node1:7")
+    result = members.runs(lambda: asked(Elastic(members.transport, 2, grace_s=600.0)))
+    while launcher == "alive" and not members.board.asks():
+        time.sleep(0.01)
+    together = launcher == "alive" and members.board.append(Record(2, 1, (1, 2), (2,)))
+    assert result().ids == ((1, 2) if together else (2,))
+    assert together == (launcher == "alive")
 
 
 @pytest.mark.law("every-wait-has-an-end-and-a-line")
