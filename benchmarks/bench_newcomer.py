@@ -77,10 +77,10 @@ def run(folder: Path, machines: Machines, chosen: argparse.Namespace) -> dict[st
     admission = max(stop for size, stop in longest[: sizes.index(3) + 1])
     return {
         "replicas in each round": sizes,
-        "others' stop in each round, seconds": seconds,
-        "a round of three, seconds": round(statistics.median(after), 2),
-        "longest stop until it takes part, seconds": round(admission, 2),
-        "newcomer waited, seconds": round(waited_s, 1),
+        "others' stop in each round, s": seconds,
+        "a round of three, s": round(statistics.median(after), 2),
+        "longest stop until it takes part, s": round(admission, 2),
+        "newcomer waited, s": round(waited_s, 1),
     }
 
 

@@ -218,6 +218,7 @@ def test_ranks_are_told_what_was_set_and_nothing_that_was_left_open():
         ({"meet": "file:///run", "join": "a:1"}, "meet needs --elastic and excludes --join"),
         ({"meet": "s3://bucket/run", "elastic": "1:2"}, "use a folder's whole path, such as file:///shared/run7"),
         ({"meet": "file://run", "elastic": "1:2"}, "meet is 'file://run'; use a folder's whole path"),
+        ({"meet": "file:///run", "elastic": "1:2", "main_process_port": 29500}, "meet excludes main_process_ip and"),
         ({"join": "a:1", "num_processes": 2}, "Use --ranks_per_replica"),
     ],
 )

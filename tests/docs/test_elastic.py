@@ -40,6 +40,10 @@ def test_the_page_has_the_waits_and_losses_that_were_measured():
     cost = {(run["ranks"], run["numel"]): run["figures"]["of_fixed"] for run in figures("elastic_cost.jsonl")}
     assert set(cost) == {(ranks, numel) for ranks in (2, 4) for numel in (100_000, 10_000_000)}
     assert f"{min(cost.values()):.2f} to {max(cost.values()):.2f} times as long" in page
+    for run in figures("newcomer.jsonl"):
+        stop, usual = (run["figures"][name] for name in ("longest stop until it takes part, s", "a round of three, s"))
+        assert f"{run['figures']['numel'] // 10**6}M parameters" in page
+        assert f"{stop} s" in page and f"{usual} s" in page
     shorter, longer = figures("elastic_loss.jsonl")
     assert (shorter["steps"], longer["steps"], f"{longer['work']:,} steps") == (1200, 3600, "14,400 steps")
     assert "14,400 steps of any replica" in page

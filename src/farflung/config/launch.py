@@ -262,6 +262,8 @@ class LaunchSettings(LayoutSettings):
             raise ConfigError("meet needs --elastic and excludes --join: each machine gets the same line.")
         if self.meet is not None and not re.fullmatch("file:///.+", self.meet):
             raise ConfigError(f"meet is {self.meet!r}; use a folder's whole path, such as file:///shared/run7.")
+        if self.meet is not None and (self.main_process_ip or self.main_process_port):
+            raise ConfigError("meet excludes main_process_ip and main_process_port: replicas meet in the folder alone.")
         if self.elastic is None and self.join is None:
             for name, default in (("replicas", None), ("ranks_per_replica", 1)):
                 if getattr(self, name) != default:
