@@ -43,7 +43,9 @@ def test_the_page_has_the_waits_and_losses_that_were_measured():
     for run in figures("newcomer.jsonl"):
         stop, usual = (run["figures"][name] for name in ("longest stop until it takes part, s", "a round of three, s"))
         assert f"{run['figures']['numel'] // 10**6}M parameters" in page
-        assert f"longest stop of the others until it took part was {stop} s, a round of three then took {usual} s" in page
+        assert (
+            f"longest stop of the others until it took part was {stop} s, a round of three then took {usual} s" in page
+        )
     shorter, longer = figures("elastic_loss.jsonl")
     assert (shorter["steps"], longer["steps"], f"{longer['work']:,} steps") == (1200, 3600, "14,400 steps")
     assert "14,400 steps of any replica" in page
