@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import accelerate
@@ -117,10 +118,12 @@ def measure(shapes: list[tuple[int, ...]], rounds: int, recipes: bool) -> dict[s
     flat = torch.randn(sum(torch.Size(shape).numel() for shape in shapes))
     contestants["bare all_reduce"] = lambda: dist.all_reduce(flat)
     contestants["by hand"] = by_hand(Bag(shapes))
-    contestants["farflung"] = OuterLoop(Bag(shapes), local_sgd(1)).step
+    # Nothing is trained, so replicas stay alike, which trained ones are looked at for in their first rounds alone.
+    ours = {"farflung": local_sgd(1)}
     if recipes:
-        contestants["farflung bf16"] = OuterLoop(Bag(shapes), local_sgd(1, codec=Cast("bf16"))).step
-        contestants["farflung diloco"] = OuterLoop(Bag(shapes), diloco(1)).step
+        ours |= {"farflung bf16": local_sgd(1, codec=Cast("bf16")), "farflung diloco": diloco(1)}
+    for name, recipe in ours.items():
+        contestants[name] = OuterLoop(Bag(shapes), replace(recipe, same_data=True)).step
     theirs = accelerate.Accelerator(cpu=True)
     assert theirs.num_processes == dist.get_world_size(), "Accelerate did not join the group"
     averaging = LocalSGD(accelerator=theirs, model=theirs.prepare(Bag(shapes)), local_sgd_steps=1, enabled=True)
