@@ -277,7 +277,7 @@ class FolderGroup(Group):
     def free(self, reusable: bool = True) -> None:
         if not reusable:
             return self._mark_left(f"rank {self.rank} has left")
-        with suppress(Unreachable):  # what is left behind is deleted with the records of its generation
+        with suppress(Unreachable):  # its files are then deleted with the records of the generation
             if self._num_begun and self.size > 1:
                 self._say_read()
                 if self._have_read(self._num_begun) and not self._unread:
