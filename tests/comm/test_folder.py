@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from farflung.base.errors import ConfigError, RankFailure, Unreachable
+from farflung.base.errors import ConfigError, RankFailure, Unreachable, Unsupported
 from farflung.comm.folder import FolderTransport
 from farflung.outer import GatherMean, Int4, TopK
 from farflung.testing.ranks import run_ranks
@@ -321,3 +321,11 @@ def test_a_wait_asks_its_watch(folder):
         assert done.wait(60)
         second.barrier()
         waiting.result(60)
+
+
+def test_a_tensor_that_is_not_in_the_hosts_memory_is_refused_by_name(tmp_path):
+    group = FolderTransport(tmp_path).connect("g1", 0, 2, Watch())
+    elsewhere = torch.ones(2, device="meta")  # as one on a GPU
+    for exchange in (lambda: group.broadcast(elsewhere, 0), lambda: group.all_gather(elsewhere, elsewhere)):
+        with pytest.raises(Unsupported, match="A tensor on meta can't be written to a folder"):
+            exchange()

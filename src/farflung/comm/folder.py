@@ -26,7 +26,7 @@ from urllib.parse import quote, unquote
 
 from torch import Tensor
 
-from farflung.base.errors import ConfigError, RankFailure, Unreachable
+from farflung.base.errors import ConfigError, RankFailure, Unreachable, Unsupported
 from farflung.comm.board import forget
 from farflung.comm.fingerprint import bytes_of
 from farflung.comm.group import Group, Work
@@ -226,6 +226,11 @@ class FolderBoard:
         return [key for key, path in keys.items() if whole._path(key) == path]  # the others are foreign ones
 
 
+def _check_device(x: Tensor) -> None:
+    if not x.is_cpu:
+        raise Unsupported(f"A tensor on {x.device} can't be written to a folder. Train on CPUs, or without --meet.")
+
+
 def _quoted(name: str) -> str:
     return quote(name, safe="").replace(".", "%2E")
 
@@ -256,12 +261,14 @@ class FolderGroup(Group):
         return device == "cpu"
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
+        _check_device(x)
         rows = out.detach().view(self.size, -1)
         number = self._begin(x)
         rows[self.rank].copy_(x.detach().view(-1))
         return _Reading(self, number, out.nbytes, {one: rows[one] for one in self._read_by})
 
     def broadcast(self, x: Tensor, src: int) -> Work:
+        _check_device(x)
         number = self._begin(x if src == self.rank else None)
         return _Reading(self, number, x.nbytes, {} if src == self.rank else {src: x.detach()})
 
