@@ -16,6 +16,7 @@ from farflung.config import environ
 from farflung.config.launch import FIELDS
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
+from tests.s3_server import s3_server
 from tests.warm import serving
 
 LAUNCHER_WORDS = (
@@ -141,3 +142,19 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def s3():
+    """An S3 server."""
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(s3, monkeypatch):
+    """The address of a run in a bucket, which this process and those that it starts can use."""
+    for name, value in s3.variables.items():
+        monkeypatch.setenv(name, value)
+    yield s3.address()
+    s3.set()

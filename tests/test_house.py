@@ -41,6 +41,7 @@ DOOR_FLOOR = 9
 # `config/recipes.py` goes further: it reads a file of a higher floor as text.
 LAZY_TABLES = (
     "__init__.py",
+    "comm/address.py",
     "launch/main.py",
     "launch/checkpoint.py",
     "launch/estimate.py",

@@ -18,6 +18,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from farflung.base.errors import ConfigError
+from farflung.comm.address import transport_at
 from farflung.config.launch import LaunchSettings
 from farflung.launch import replicas
 from farflung.launch.network import get_free_port
@@ -229,12 +230,13 @@ def test_a_killed_replica_starts_again_another_launcher_joins_and_all_end_well(h
         assert len(said) == 2, said
 
 
+@pytest.mark.parametrize("kind", ["folder", "bucket"])
 @pytest.mark.usefixtures("warm")
-def test_launchers_of_the_same_line_meet_in_a_folder_and_outlive_the_first_one(home):
+def test_launchers_of_the_same_line_meet_at_an_address_and_outlive_the_first_one(home, kind, request):
     script = TRAINS.replace("in{os.getpid()}", "in{os.environ['FARFLUNG_MEMBER']}_{os.getpid()}")
     (home / "train.py").write_text(script)
-    where = f"file://{home}/run%207"
-    line = "--elastic", "1:4", "--meet", where, "train.py"
+    where = f"file://{home}/run%207" if kind == "folder" else request.getfixturevalue("bucket")
+    line = "--elastic", "1:4", "--meet", where, "--heartbeat_s", "1", "train.py"
     with Launcher(*line) as one, Launcher(*line) as another:
         for launcher in (one, another):
             launcher.printed(f"1 replica of a run at {where}; the same line on any machine adds more$")
@@ -242,10 +244,11 @@ def test_launchers_of_the_same_line_meet_in_a_folder_and_outlive_the_first_one(h
         assert len(begun) == 1
         first, second = (one, another) if begun == [one] else (another, one)
         first.printed(r"generation 2: .* joined; 2 replicas train$")
-        machine = (home / "run 7" / "first.value").read_text()
-        (member,) = [one for one in "12" if (home / "run 7" / "machine" / f"{one}.value").read_text() == machine]
+        board = transport_at(where).board
+        machine = board.get("first")
+        (member,) = [one for one in "12" if board.get(f"machine/{one}") == machine]
         (replica,) = until(lambda: list(home.glob(f"in{member}_*")))
-        for pid in (machine.rpartition(":")[2], replica.name.partition("_")[2]):
+        for pid in (machine.rpartition(b":")[2], replica.name.partition("_")[2]):
             os.kill(int(pid), signal.SIGKILL)
         second.printed("generation 3: replica 0 is out: its machine gave no sign for .*; training continues")
         with Launcher(*line, "0.5") as back:
@@ -254,18 +257,32 @@ def test_launchers_of_the_same_line_meet_in_a_folder_and_outlive_the_first_one(h
             assert (second.ended(), back.ended()) == (0, 0)
 
 
+@pytest.mark.usefixtures("warm")
+def test_launchers_of_the_same_line_meet_at_a_port_that_the_first_of_them_serves(home):
+    (home / "train.py").write_text(TRAINS)
+    line = "--elastic", "1:4", "--meet", f"tcp://127.0.0.1:{get_free_port()}", "train.py"
+    with Launcher(*line) as first:
+        first.printed("training begins with 1 replica")
+        with Launcher(*line, "0.5") as second:
+            first.printed(r"generation 2: .* joined; 2 replicas train$")
+            (home / "last").write_text(str(int((home / "at").read_text() or 0) + 40))
+            assert (first.ended(), second.ended()) == (0, 0)
+
+
 @pytest.mark.parametrize(
     ("where", "why"),
     [
+        ("s3://nowhere/run", "can't be used: .*404 Not Found: The specified bucket does not exist"),
         ("file:///proc/run", "Replicas can't meet in the folder /proc/run: No such file or directory"),
         ("file:///etc/hostname", "Replicas can't meet in the folder /etc/hostname: Not a directory"),
     ],
 )
-def test_a_folder_in_which_nobody_can_meet_is_refused_before_a_replica_starts(farflung, home, where, why):
+@pytest.mark.usefixtures("bucket")
+def test_an_address_at_which_nobody_can_meet_is_refused_before_a_replica_starts(farflung, home, where, why):
     (home / "train.py").write_text("open('started', 'w')")
     done = farflung("launch", "--cpu", "--elastic", "1:2", "--meet", where, "train.py")
     assert done.returncode != 0
-    assert why in done.stderr
+    assert re.search(why, done.stderr)
     assert "Traceback" not in done.stderr
     assert not (home / "started").exists()
 

@@ -22,14 +22,15 @@ import torch.distributed as dist
 from torch import nn
 
 from farflung.base.errors import Unreachable
+from farflung.comm import address
 from farflung.comm.c10d_transport import C10dTransport
-from farflung.comm.folder import FolderTransport
 from farflung.comm.member_store import LauncherNotes
 from farflung.outer import OuterLoop, diloco
 from farflung.outer.elastic import Elastic
 from farflung.process.sockets import serve_store
 from farflung.testing.patience import patience
 from tests.faults import fail_at
+from tests.s3_server import given_variables
 
 START, EVERY = 2.0**20, 4
 
@@ -44,14 +45,14 @@ class Blocks(nn.Module):
 
 
 def transport_at(place):
-    """How replicas meet: at the port of a store on this machine, or in a folder."""
+    """How replicas meet: at the port of a store on this machine, or at an address."""
     if not isinstance(place, int):
-        return FolderTransport(place)
+        return address.transport_at(place)
     return C10dTransport(dist.TCPStore("127.0.0.1", place, is_master=False, timeout=timedelta(seconds=60)))
 
 
-def replica(pipe, place, member, step_s, numel, dies, recipe, saves, damages, options):
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+def replica(pipe, place, variables, member, step_s, numel, dies, recipe, saves, damages, options):
+    os.environ.update(variables, GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)
     transport = transport_at(place)
@@ -120,17 +121,17 @@ class ElasticRun:
     """A run whose launcher is this process.
 
     Args:
-        folder: where replicas meet; None: at a store that a process serves.
+        address: where replicas meet; None: at a store that a process serves.
         options: those of `Elastic`.
     """
 
-    def __init__(self, step_s=0.005, numel=64, recipe=None, folder=None, **options):
+    def __init__(self, step_s=0.005, numel=64, recipe=None, address=None, **options):
         self._row = (step_s, numel)
         self._recipe, self._options = recipe, options
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(["farflung.testing.preload", "farflung.outer.elastic"])
-        self._place, self._server = folder, None
-        if folder is None:
+        self._place, self._server = address, None
+        if address is None:
             here, there = self._context.Pipe(duplex=False)
             self._server = self._context.Process(target=serve, args=(there,))
             self._server.start()
@@ -163,7 +164,18 @@ class ElasticRun:
         """
         member = self.notes.enroll(f"replica {name}")
         here, there = self._context.Pipe(duplex=False)
-        row = (there, self._place, member, *self._row, dies, recipe or self._recipe, saves, damages, self._options)
+        row = (
+            there,
+            self._place,
+            given_variables(),
+            member,
+            *self._row,
+            dies,
+            recipe or self._recipe,
+            saves,
+            damages,
+            self._options,
+        )
         process = self._context.Process(target=replica, args=row)
         process.start()
         there.close()

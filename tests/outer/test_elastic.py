@@ -14,22 +14,16 @@ from tests.outer.elastic_run import EVERY, ElasticRun, wrong
 pytestmark = pytest.mark.ranks
 
 
-@pytest.fixture(params=["store", "folder"])
-def folder(request, tmp_path):
-    """The folder in which replicas meet; None: they meet at a store."""
-    return tmp_path if request.param == "folder" else None
-
-
 @pytest.mark.parametrize(
-    ("phase", "folder"),
+    ("phase", "address"),
     [
         *((one, "store") for one in PHASES if one != "admission"),
-        *((one, "folder") for one in ("local step", "vote", "arrival", "landing")),
+        *((one, place) for place in ("folder", "bucket") for one in ("local step", "vote", "arrival", "landing")),
     ],
-    indirect=["folder"],
+    indirect=["address"],
 )
-def test_a_replica_may_die_at_any_time_and_come_back(phase, folder):
-    with ElasticRun(folder=folder, expected=3, grace_s=20.0) as run:
+def test_a_replica_may_die_at_any_time_and_come_back(phase, address):
+    with ElasticRun(address=address, expected=3, grace_s=20.0) as run:
         first, second = run.start(0), run.start(1)
         lost = run.start(2, dies=(phase, 17 if phase == "local step" else 4), saves=3)
         run.until(lambda: run.has_ended(lost))
@@ -47,8 +41,8 @@ def test_a_replica_may_die_at_any_time_and_come_back(phase, folder):
         assert [one["new"] for one in rounds if one["new"]] == [(back,)] * 2
 
 
-def test_one_that_dies_while_it_joins_or_lets_others_in_is_left_out(folder):
-    with ElasticRun(folder=folder, expected=3, grace_s=20.0) as run:
+def test_one_that_dies_while_it_joins_or_lets_others_in_is_left_out(address):
+    with ElasticRun(address=address, expected=3, grace_s=20.0) as run:
         first, second, giver = run.start(0), run.start(1), run.start(2, dies=("admission", 1))
         run.until(lambda: run.joined(first, second, giver))
         dies = run.start(3, dies=("admission", 1))
@@ -60,8 +54,10 @@ def test_one_that_dies_while_it_joins_or_lets_others_in_is_left_out(folder):
         assert {one["member"] for one in said if "end" in one} == {first, second, back}
 
 
-def test_a_newcomer_to_a_large_model_gets_its_state_while_rounds_change_it(folder):
-    with ElasticRun(folder=folder, expected=2, grace_s=20.0, numel=3_000_000) as run:  # more than what is sent at once
+def test_a_newcomer_to_a_large_model_gets_its_state_while_rounds_change_it(address):
+    with ElasticRun(
+        address=address, expected=2, grace_s=20.0, numel=3_000_000
+    ) as run:  # more than what is sent at once
         there = [run.start(name) for name in range(2)]
         run.until(lambda: run.joined(*there))
         late = run.start(2)
@@ -76,8 +72,8 @@ def generations_of(board):
     return set(re.findall(r"loop\d+/[a-z]+(\d+)/", "\n".join(board.list(""))))
 
 
-def test_two_die_at_once_one_is_left_and_others_come(folder):
-    with ElasticRun(folder=folder, expected=3, grace_s=20.0) as run:
+def test_two_die_at_once_one_is_left_and_others_come(address):
+    with ElasticRun(address=address, expected=3, grace_s=20.0) as run:
         members = [run.start(name) for name in range(3)]
         run.until(lambda: run.at(9))
         for member in members[1:]:
@@ -94,8 +90,8 @@ def test_two_die_at_once_one_is_left_and_others_come(folder):
         assert max(one["ranks"] for one in said if "ranks" in one) == 4
 
 
-def test_one_that_is_stopped_is_left_out_after_the_grace_and_comes_back_as_a_newcomer(folder):
-    with ElasticRun(folder=folder, expected=3, grace_s=0.5) as run:
+def test_one_that_is_stopped_is_left_out_after_the_grace_and_comes_back_as_a_newcomer(address):
+    with ElasticRun(address=address, expected=3, grace_s=0.5) as run:
         members = [run.start(name) for name in range(3)]
         run.until(lambda: run.at(9))
         run.signal(members[2], signal.SIGSTOP)
@@ -116,9 +112,9 @@ def test_one_that_is_stopped_is_left_out_after_the_grace_and_comes_back_as_a_new
         assert 0 < stats[members[2]]["steps_lost"] <= EVERY
 
 
-def test_replicas_come_and_go_beside_rounds_that_overlap_with_training(folder):
+def test_replicas_come_and_go_beside_rounds_that_overlap_with_training(address):
     recipe = streaming_diloco(8, 2, delay=2, lr=1.0, momentum=0.0)
-    with ElasticRun(folder=folder, recipe=recipe, expected=3, grace_s=20.0) as run:
+    with ElasticRun(address=address, recipe=recipe, expected=3, grace_s=20.0) as run:
         members = [run.start(name) for name in range(3)]
         run.until(lambda: run.at(9))
         run.signal(members[1], signal.SIGKILL)

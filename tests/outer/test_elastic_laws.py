@@ -8,7 +8,6 @@ import time
 import pytest
 
 from farflung.base.errors import ConfigError, RankFailure
-from farflung.comm import member_store
 from farflung.comm.c10d_transport import C10dTransport
 from farflung.comm.member_store import Ask, LauncherNotes, MemberStore, Post, Record, encode
 from farflung.outer import diloco
@@ -118,12 +117,11 @@ def test_members_of_a_first_generation_that_never_came_are_not_waited_for():
 
 
 @pytest.mark.parametrize("launcher", ["alive", "none"])
-def test_who_asks_while_another_one_begins_waits_for_it_if_its_launcher_looks_after_it(launcher, monkeypatch):
-    monkeypatch.setattr(member_store, "_BEAT_LOST_S", 600.0)
+def test_who_asks_while_another_one_begins_waits_for_it_if_its_launcher_looks_after_it(launcher):
     members = Members(Record(1, 1, (1,), is_fresh=True))
     if launcher == "alive":
         members.notes.note("machine", 1, "node1:7")
-        members.notes.beat("node1:7")
+        members.notes.beat("node1:7", 600.0)
     result = members.runs(lambda: asked(Elastic(members.transport, 2, grace_s=600.0)))
     while launcher == "alive" and not members.board.asks():
         time.sleep(0.01)
@@ -205,9 +203,8 @@ def test_the_odd_one_is_the_one_that_differs_from_most_and_of_two_the_later():
 @pytest.mark.ranks
 @pytest.mark.law("a-newcomer-stops-nobody")
 @pytest.mark.law("nothing-given-outlives-the-next-round")
-@pytest.mark.parametrize("meet", ["store", "folder"])
-def test_a_wrong_newcomer_a_damaged_one_and_one_that_hangs_cost_the_others_no_step(meet, tmp_path):
-    with ElasticRun(folder=tmp_path if meet == "folder" else None, expected=2, grace_s=20.0) as run:
+def test_a_wrong_newcomer_a_damaged_one_and_one_that_hangs_cost_the_others_no_step(address):
+    with ElasticRun(address=address, expected=2, grace_s=20.0) as run:
         there = [run.start(name) for name in range(2)]
         run.until(lambda: run.joined(*there))
         unlike = run.start(2, recipe=diloco(2 * EVERY, lr=1.0, momentum=0.0))
@@ -242,9 +239,13 @@ def test_a_newcomer_waits_for_a_stopped_member_that_alone_has_what_was_trained()
 
 @pytest.mark.ranks
 @pytest.mark.law("no-two-different-rounds-of-a-number")
-@pytest.mark.parametrize(("phase", "meet"), [("confirmation", "store"), ("landing", "store"), ("landing", "folder")])
-def test_of_two_replicas_one_that_stops_in_a_round_has_closed_no_other_one_than_its_peer(phase, meet, tmp_path):
-    with ElasticRun(folder=tmp_path if meet == "folder" else None, expected=2, grace_s=0.5) as run:
+@pytest.mark.parametrize(
+    ("phase", "address"),
+    [("confirmation", "store"), *(("landing", place) for place in ("store", "folder", "bucket"))],
+    indirect=["address"],
+)
+def test_of_two_replicas_one_that_stops_in_a_round_has_closed_no_other_one_than_its_peer(phase, address):
+    with ElasticRun(address=address, expected=2, grace_s=0.5) as run:
         first, second = run.start(0), run.start(1, dies=(phase, 5, stop))
         run.until(lambda: any("replica 1 is out" in event for event in run.events))
         run.signal(second, signal.SIGCONT)

@@ -23,7 +23,7 @@ def waiting():
     peers = Peers(board, "loop1", 3.0)
     peers.notes.note("name", 2, "replica 1")
     peers.notes.note("machine", 2, "node1")
-    peers.notes.beat("node1")
+    peers.notes.beat("node1", 0.05)
     peers.record = record = Record(1, 1, (1, 2))
     assert peers.members.append(record)
     watch, place = GenerationWatch(peers, 1, SoloGroup(), record, 1.0), Entered("c0#7", 125_000)
@@ -32,11 +32,11 @@ def waiting():
 
 
 def test_who_waits_for_a_machine_that_is_gone_hears_of_it_even_if_its_member_had_come(waiting, monkeypatch):
-    monkeypatch.setattr(member_store, "_BEAT_LOST_S", 0.2)
+    monkeypatch.setattr(member_store, "_LEAST_LOST_S", 0.2)
     peers, _, look = waiting
     peers.members.say(1, "wait0", 2, "c0#7")
     time.sleep(0.3)
-    peers.notes.beat("node1")
+    peers.notes.beat("node1", 0.05)
     look(2.0)
     time.sleep(0.3)
     with pytest.raises(RankFailure, match="replica 1: its machine gave no sign for"):

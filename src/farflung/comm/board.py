@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 _FORGET_EVERY = 8  # decisions
 
@@ -15,7 +15,14 @@ class Board(Protocol):
 
     The protocol is small enough for a key-value server, a folder and a bucket: it has no counters, no appends and no
     compare-and-set. `Log` builds decisions on `put_new`.
+
+    Attributes:
+        heartbeat_s: how often a launcher gives a sign of life there, in seconds.
+        grace_s: how long the others wait for a replica that is late, where no setting says so.
     """
+
+    heartbeat_s: ClassVar[float] = 0.5
+    grace_s: ClassVar[float] = 30.0
 
     @property
     def pause_s(self) -> float:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from farflung.base.errors import RankFailure, Unreachable
 from farflung.base.torch_internals import bare_group
 from farflung.base.words import in_seconds
+from farflung.comm.board import Board
 from farflung.comm.c10d_group import C10dGroup, transport_said
 from farflung.comm.group import Group
 from farflung.comm.threads import start_until_exit
@@ -151,7 +152,7 @@ class GenerationGroup(C10dGroup):
 
 
 @dataclass(frozen=True)
-class StoreBoard:
+class StoreBoard(Board):
     """The keys of one c10d store, or those that begin with a prefix, as a `Board`.
 
     Args:

@@ -104,7 +104,12 @@ class Group(Members):
     """Ranks that talk to each other. All tensors are contiguous; every rank makes the same calls in the same order.
 
     The collectives are made of `all_gather` and `broadcast`. A group for which there are shorter ways has its own.
+
+    Attributes:
+        piece_bytes: what is worth being sent at a time where a long transfer must leave the line to others in between.
     """
+
+    piece_bytes: int = 256 * 1024
 
     @abstractmethod
     def all_gather(self, out: Tensor, x: Tensor) -> Work:

@@ -18,7 +18,7 @@ from farflung.base.words import in_seconds
 from farflung.comm.board import Board, Log, forget
 
 DONE = "done"  # why a member has left whose work is done
-_BEAT_LOST_S = 2.5  # without a sign from a launcher, which gives one every half second
+_HEARTBEATS_LOST, _LEAST_LOST_S = 2.5, 2.5  # intervals without a sign from a launcher, and at least so many seconds
 _OF_GENERATION = re.compile(r"g(\d+)/")
 _FIRST = "first"  # the launcher that prints all events
 
@@ -167,12 +167,12 @@ class LauncherNotes:
     def num_launchers(self) -> int:
         return len(self.board.list("launchers/"))
 
-    def beat(self, machine: str) -> None:
-        """Give a sign of a launcher."""
-        self.board.put(f"beat/{machine}", secrets.token_bytes(8))
+    def beat(self, machine: str, every_s: float) -> None:
+        """Give a sign of a launcher, which gives one every `every_s` seconds."""
+        self.board.put(f"beat/{machine}", f"{every_s:g} {secrets.token_hex(4)}".encode())
 
-    def latest_beat(self, machine: str) -> bytes | None:
-        return self.board.get(f"beat/{machine}")
+    def latest_beat(self, machine: str) -> str:
+        return self.read(f"beat/{machine}")
 
     # ---- what they print
 
@@ -200,7 +200,7 @@ class Signs:
 
     def __init__(self, notes: LauncherNotes) -> None:
         self._notes = notes
-        self._beats: dict[str, tuple[bytes | None, float]] = {}  # by machine: the latest one, and since when
+        self._beats: dict[str, tuple[str, float]] = {}  # by machine: the latest one, and since when it is there
 
     def ended(self, member: int) -> str:
         """Return how a member has ended or left; empty while no record says that it has."""
@@ -215,10 +215,11 @@ class Signs:
     def silent_machine_s(self, machine: str) -> float:
         """Return how many seconds a launcher has given no sign, if those are too many; else 0."""
         beat, now = self._notes.latest_beat(machine), time.monotonic()
-        before, since = self._beats.get(machine, (b"", now))
+        before, since = self._beats.get(machine, ("", now))
         self._beats[machine] = (beat, since if beat == before else now)
         silent = now - self._beats[machine][1]
-        return silent if silent > _BEAT_LOST_S else 0.0
+        every_s = float(beat.partition(" ")[0] or 0)
+        return silent if silent > max(_LEAST_LOST_S, _HEARTBEATS_LOST * every_s) else 0.0
 
     def unheard(self, member: int) -> str:
         """Return why a member that may be alive can do nothing now; empty if no reason is known."""

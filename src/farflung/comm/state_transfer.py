@@ -23,7 +23,6 @@ from farflung.comm.member_store import LauncherNotes, Signs
 from farflung.comm.threads import start_until_exit
 from farflung.comm.transport import Entered
 
-_PIECE = 256 * 1024  # bytes sent at a time: between two of them a round may begin, and others see progress
 _SMALL = 16_000_000  # bytes for which no newcomer waits another round
 _CONNECT_S = 5.0
 
@@ -120,7 +119,7 @@ class StateSender:
     def _send(self, group: Group, name: str, tensor: Tensor) -> None:
         kind = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
         _send_json(group, {"name": name, **kind})
-        for piece in _pieces(tensor.contiguous()):
+        for piece in _pieces(tensor.contiguous(), group):
             with self._changed:
                 self._changed.wait_for(lambda: self.is_over or self._is_final or not self._is_paused)
             if self.is_over:
@@ -185,7 +184,7 @@ class StateReceiver:
                     self._over.set()
                     return
                 tensor = torch.empty(said["shape"], dtype=getattr(torch, said["dtype"]))
-                for piece in _pieces(tensor):
+                for piece in _pieces(tensor, group):
                     group.broadcast(piece, 0).wait()
                     self.num_bytes += piece.nbytes
                 tensors[said["name"]] = tensor
@@ -215,13 +214,14 @@ class TransferWatch:
     def note_end(self, entered: Entered, waited_s: float) -> None:
         return None
 
-    def break_off(self, reason: str) -> RankFailure:
+    def break_off(self, reason: str, author: int | None = None) -> RankFailure:
         return RankFailure(reason)
 
 
-def _pieces(tensor: Tensor) -> Sequence[Tensor]:
-    plain = bytes_of(tensor)
-    return [plain[begin : begin + _PIECE] for begin in range(0, len(plain), _PIECE)]
+def _pieces(tensor: Tensor, group: Group) -> Sequence[Tensor]:
+    """Cut a tensor: between two pieces a round may begin, and others see progress."""
+    plain, size = bytes_of(tensor), group.piece_bytes
+    return [plain[begin : begin + size] for begin in range(0, len(plain), size)]
 
 
 def _send_json(group: Group, content: Any) -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+_T = TypeVar("_T")
 
 _EXIT_S = 1.0
 
@@ -32,3 +36,45 @@ def start_until_exit(act: Callable[[], None], name: str, stop: Callable[[], None
     atexit.register(leave)
     thread.start()
     return thread
+
+
+class Task(Generic[_T]):
+    """A call that is made in a thread of its own, or at once."""
+
+    def __init__(self, act: Callable[[], _T], name: str, in_thread: bool = True) -> None:
+        self._future: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                self._future.set_result(act())
+            except BaseException as error:
+                self._future.set_exception(error)
+
+        if in_thread:
+            start_until_exit(run, name)
+        else:
+            run()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the call has returned, or raised."""
+        return self._future.done()
+
+    def result(self) -> _T:
+        """Wait for the call, and return or raise what it did."""
+        return self._future.result()
+
+
+def side_by_side(acts: Sequence[Callable[[], object]], at_once: int) -> None:
+    """Make some calls, so many of them at a time in threads; raise what the first one of them has raised."""
+    left = list(acts)
+
+    def next_ones() -> None:
+        while left:
+            left.pop(0)()
+
+    num_threads = min(at_once, len(left)) - 1
+    others = [Task(next_ones, "one of several calls") for _ in range(num_threads)]
+    next_ones()
+    for one in others:
+        one.result()

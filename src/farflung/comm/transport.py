@@ -28,8 +28,12 @@ class Watch(Protocol):
     def note_end(self, entered: Entered, waited_s: float) -> None:
         """Record a completed wait."""
 
-    def break_off(self, reason: str) -> RankFailure:
-        """Tell all members that the generation is over, and return an error that says so."""
+    def break_off(self, reason: str, author: int | None = None) -> RankFailure:
+        """Tell all members that the generation is over, and return an error that says so.
+
+        Args:
+            author: the rank in the generation that has sent what it can't have meant.
+        """
 
 
 class Transport(Protocol):

@@ -150,16 +150,20 @@ class LaunchSettings(LayoutSettings):
     ranks_per_replica: int = setting(1, "Processes that train one replica together, with --elastic or --join.")
     grace_s: float | None = setting(
         None,
-        "Seconds that replicas wait for one that is late before they continue without it, with --elastic. [30, or "
-        "twice the time between two rounds]",
+        "Seconds that replicas wait for one that is late before they continue without it, with --elastic. [30, in a "
+        "bucket 60, or twice the time between two rounds]",
     )
     join: str | None = setting(
         None, "Start replicas that join a run: host:port, as its first launcher has printed it.", in_file=False
     )
     meet: str | None = setting(
         None,
-        "With --elastic, have replicas meet in a folder that all machines can write to: file:///path. Give each "
-        "machine the same line, in any order. [the first launcher serves the run]",
+        "With --elastic, where replicas meet: file:///path, a folder that all machines can write to; s3://bucket/path, "
+        "gs:// or az://, a bucket; tcp://host:port, a port of the machine that begins. Each machine gets the same "
+        "line, in any order. [the first launcher serves the run]",
+    )
+    heartbeat_s: float | None = setting(
+        None, "Seconds between two signs of life of a launcher, with --meet. [1 in a folder, 10 in a bucket]"
     )
     outer_options: Mapping[str, Value] = field(default_factory=dict)  # by name: `outer_*` in every other form
     debug: bool = setting(
@@ -260,10 +264,15 @@ class LaunchSettings(LayoutSettings):
     def _check_elastic(self) -> None:
         if self.meet is not None and (self.elastic is None or self.join is not None):
             raise ConfigError("meet needs --elastic and excludes --join: each machine gets the same line.")
-        if self.meet is not None and not re.fullmatch("file:///.+", self.meet):
-            raise ConfigError(f"meet is {self.meet!r}; use a folder's whole path, such as file:///shared/run7.")
+        if self.meet is not None and not re.fullmatch(r"file:///.+|(s3|gs|az)://.+|tcp://.+:\d+", self.meet):
+            raise ConfigError(
+                f"meet is {self.meet!r}; use file:///shared/run7 with the whole path of a folder, s3://bucket/run7 (or "
+                "gs://, az://), or tcp://host:port."
+            )
         if self.meet is not None and (self.main_process_ip or self.main_process_port):
-            raise ConfigError("meet excludes main_process_ip and main_process_port: replicas meet in the folder alone.")
+            raise ConfigError("meet excludes main_process_ip and main_process_port: it says where replicas meet.")
+        if self.heartbeat_s is not None and (self.meet is None or not 0 < self.heartbeat_s < inf):
+            raise ConfigError(f"heartbeat_s is {self.heartbeat_s:g}; it must be more than 0 s, and needs --meet.")
         if self.elastic is None and self.join is None:
             for name, default in (("replicas", None), ("ranks_per_replica", 1)):
                 if getattr(self, name) != default:

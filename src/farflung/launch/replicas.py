@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts and supervises replicas that may fail, leave and join at any time, each a world of its own.
 
-The first launcher serves the store in which they meet, so no replica's end affects it; or they meet in a folder. Each
-launcher records there how its replicas have ended, which of them are stopped, and that it is alive itself.
+The first launcher serves the store in which they meet, so no replica's end affects it; or they meet in a folder or in a
+bucket. Each launcher records there how its replicas have ended, which of them are stopped, and that it is alive itself.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from farflung.comm.transport import Transport
 
 _LOOK_S = 0.05
-_BEAT_S = 0.5
+_ASK_S = 0.5
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0  # before a replica is started again
 _HOUR_S = 3600.0
 _END_WITHIN_S = 30.0
@@ -82,6 +82,7 @@ def run_replicas(settings: LaunchSettings, script: str, arguments: Sequence[str]
         replicas=None,
         join=None,
         meet=None,
+        heartbeat_s=None,
         ranks_per_replica=1,
         num_processes=settings.ranks_per_replica,
         main_process_ip=None,
@@ -89,7 +90,8 @@ def run_replicas(settings: LaunchSettings, script: str, arguments: Sequence[str]
         max_restarts=None,
     )
     plan = make_plan(own, script, arguments)
-    host, _, _ = (settings.join or f"{settings.main_process_ip or '127.0.0.1'}:").rpartition(":")
+    at_port = (settings.meet or "").partition("tcp://")[2]
+    host, _, port = (settings.join or at_port or f"{settings.main_process_ip or '127.0.0.1'}:").rpartition(":")
     host = host.strip("[]")
     interface = None if is_loopback(resolve_host(host)) else choose_interface(settings, host)
     meeting = dataclasses.replace(one_machine(host), interface=interface)
@@ -98,7 +100,9 @@ def run_replicas(settings: LaunchSettings, script: str, arguments: Sequence[str]
     if not settings.debug:
         variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that is gone is our line, not torch's stacks
     with torch_is_loaded(variables):
-        if settings.meet is not None:
+        if at_port:
+            transport = _served_or_found(settings, host, int(port), count)
+        elif settings.meet is not None:
             transport = _met(settings, count)
         elif settings.join is not None:
             transport = _found(_transport_at(settings.join, _FIND_WITHIN_S), "join", settings.join)
@@ -140,24 +144,41 @@ def _served(settings: LaunchSettings, host: str, port: int, count: int) -> Trans
     return made
 
 
+def _served_or_found(settings: LaunchSettings, host: str, port: int, count: int) -> Transport:
+    """Serve the store of a run, if it is this machine's to do so and nobody does it yet; else find it."""
+    try:
+        return _served(settings, host, port, count)
+    except ConfigError:
+        transport = _found(_transport_at(f"{host}:{port}", _FIND_WITHIN_S), "meet", f"tcp://{host}:{port}")
+    _tell_differences(settings, transport, count)
+    return transport
+
+
 def _met(settings: LaunchSettings, count: int) -> Transport:
-    """Begin the run in a folder, or find the one that another launcher has begun there."""
+    """Begin the run in a folder or a bucket, or find the one that another launcher has begun there."""
     assert settings.meet is not None
-    with suppress(OSError):  # then the transport tells why
-        Path(unquote(settings.meet.removeprefix("file://"))).mkdir(exist_ok=True)
-    transport, mine = _transport_at(settings.meet), _described(settings, count)
+    if settings.meet.startswith("file://"):
+        with suppress(OSError):  # then the transport tells why
+            Path(unquote(settings.meet.removeprefix("file://"))).mkdir(exist_ok=True)
+    transport = _transport_at(settings.meet)
     try:
         if transport.board.put_new("first", _machine().encode()):
-            transport.board.put("run", mine)
+            transport.board.put("run", _described(settings, count))
         _found(transport, "meet", settings.meet)
-        theirs = transport.board.get("run") or b"{}"
+        _tell_differences(settings, transport, count)
     except Unreachable as error:
         raise ConfigError(f"meet is {settings.meet}, but {error}") from None
-    differ = {name: value for name, value in json.loads(mine).items() if json.loads(theirs).get(name, value) != value}
-    if differ and not settings.quiet:
-        said = ", ".join(f"{name} is {json.loads(theirs)[name]}, not {value}" for name, value in differ.items())
-        click.echo(f"farflung: the run at {settings.meet} has settings of its own: {said}", err=True)
     return transport
+
+
+def _tell_differences(settings: LaunchSettings, transport: Transport, count: int) -> None:
+    """Print which settings of the run are not those of this launcher, which count for nothing."""
+    theirs = json.loads(transport.board.get("run") or b"{}")
+    mine = json.loads(_described(settings, count))
+    differ = {name: value for name, value in mine.items() if theirs.get(name, value) != value}
+    if differ and not settings.quiet:
+        said = ", ".join(f"{name} is {theirs[name]}, not {value}" for name, value in differ.items())
+        click.echo(f"farflung: the run at {settings.meet} has settings of its own: {said}", err=True)
 
 
 def _described(settings: LaunchSettings, count: int) -> bytes:
@@ -178,7 +199,7 @@ def _found(transport: Transport, flag: str, where: str) -> Transport:
             why = str(error)
         if time.monotonic() > deadline:
             raise ConfigError(f"{flag} is {where}, but no run can be reached there: {why}") from None
-        time.sleep(_BEAT_S)
+        time.sleep(_ASK_S)
 
 
 def _machine() -> str:
@@ -201,7 +222,8 @@ class _Launcher:
         self._command, self._variables, self._where = command, variables, transport.address
         self._machine = _machine()
         self._max_restarts = _RESTARTS if settings.max_restarts is None else settings.max_restarts
-        self._is_quiet, self._is_in_folder = settings.quiet, settings.meet is not None
+        self._is_quiet, self._is_served = settings.quiet, "://" not in transport.address
+        self._heartbeat_s = settings.heartbeat_s or transport.board.heartbeat_s
         self._tells = transport.board.get("first") == self._machine.encode()  # and so prints all events
         where = "" if self._tells else f" of {self._machine}"
         self._lives = [self._live(f"replica {number}{where}") for number in range(count)]
@@ -223,7 +245,7 @@ class _Launcher:
             while self._lives:
                 self._lives = [one for one in self._lives if next(one, False)]
                 if time.monotonic() >= self._beat_at:
-                    self._beat_at = time.monotonic() + _BEAT_S
+                    self._beat_at = time.monotonic() + self._heartbeat_s
                     self._beat()
                 time.sleep(_LOOK_S)
             self._beat()
@@ -237,9 +259,9 @@ class _Launcher:
         deadline = time.monotonic() + _PART_WITHIN_S
         self._store.ask(lambda notes: notes.forget_launcher(self._machine), None)
         others = self._store.ask(lambda notes: notes.num_launchers(), 0)
-        waits = self._tells and not self._is_in_folder and self._has_finished
+        waits = self._tells and self._is_served and self._has_finished
         while waits and others and not self._asked_to_end and time.monotonic() < deadline:
-            time.sleep(_BEAT_S)
+            time.sleep(_ASK_S)
             self._beat()
             others = self._store.ask(lambda notes: notes.num_launchers(), 0)
 
@@ -351,7 +373,7 @@ class _Launcher:
 
     def _signs(self, notes: LauncherNotes) -> list[str]:
         """Record that this launcher is alive, and the states of its replicas; return the lines that it is to print."""
-        notes.beat(self._machine)
+        notes.beat(self._machine, self._heartbeat_s)
         self._tell_ends(notes)
         for process, member in self._running.items():
             is_stopped = _is_stopped(process.pid)
@@ -361,7 +383,7 @@ class _Launcher:
                     notes.note("stopped", member)
                 else:
                     notes.forget(member, "stopped")
-        if self._is_in_folder:  # where another launcher may take the place of the first one
+        if not self._is_served:  # where another launcher may take the place of the first one
             first = notes.read("first")
             self._tells = first == self._machine
             if not self._tells and self._store.signs.silent_machine_s(first):

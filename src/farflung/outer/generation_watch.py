@@ -10,6 +10,7 @@ from farflung.base.words import in_seconds
 from farflung.comm.group import Group
 from farflung.comm.member_store import Record
 from farflung.comm.transport import Entered
+from farflung.outer.membership import OddMembers
 from farflung.outer.peers import Peers
 
 _LOOK_S = 1.0  # how long a wait lasts before it asks who is late
@@ -78,7 +79,9 @@ class GenerationWatch:
         if entered.nbytes >= _MEASURED_BYTES:
             self._peers.slowest_bps = entered.nbytes / waited_s / _SLOWER
 
-    def break_off(self, reason: str) -> RankFailure:
+    def break_off(self, reason: str, author: int | None = None) -> RankFailure:
         with suppress(Unreachable):
             self._peers.at_once.mark_broken(self._record.number, reason)
+        if author is not None:
+            return OddMembers({self._record.ids[author]: reason})
         return RankFailure(f"The generation of these replicas is over: {reason}.")

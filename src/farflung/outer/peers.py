@@ -11,7 +11,7 @@ from farflung.base.words import in_seconds
 from farflung.comm.board import Board
 from farflung.comm.member_store import LauncherNotes, MemberStore, Record, Signs
 
-_GRACE_S, _GAPS = 30.0, 2  # by default, or so many times the time between two rounds: a machine 3 times slower is kept
+_GAPS = 2  # times between two rounds, for which a late one is awaited by default: a machine 3 times slower is kept
 _READY_S = 5.0  # a newcomer that is admitted looks for it many times a second
 _HOLDER_GRACES = 20  # how long replicas without a state wait for the one that holds the trained state
 _SLOWEST_BPS = 125_000  # bytes per second; slower values count as lost, until a speed was measured
@@ -48,7 +48,7 @@ class Peers:
     @property
     def grace_s(self) -> float:
         """How many seconds the others wait for a replica that is late."""
-        return max(_GRACE_S, _GAPS * self._gap_s) if self._grace_s is None else self._grace_s
+        return max(self.notes.board.grace_s, _GAPS * self._gap_s) if self._grace_s is None else self._grace_s
 
     def note_round(self) -> None:
         """Record that a round begins."""

@@ -14,7 +14,7 @@ class Place:
     """A replica of a run of `farflung launch --elastic`, and where it meets the others; `FIXED` in any other run."""
 
     member: int | None = None  # this replica's id; None: the replicas of the run are fixed
-    address: str = ""  # of the run's board, host:port or file:///path
+    address: str = ""  # of the run's board, host:port or a URL
 
     @classmethod
     def launched(cls) -> Place:
@@ -22,7 +22,7 @@ class Place:
         address, member = (environ.text(name) or "" for name in environ.MEMBER_VARIABLES)
         if not address:
             return FIXED
-        is_known = address.startswith("file://") or address.rpartition(":")[2].isdecimal()
+        is_known = "://" in address or address.rpartition(":")[2].isdecimal()
         if not is_known or not member.isdecimal():
             raise ConfigError(
                 f"{' and '.join(environ.MEMBER_VARIABLES)} are {address!r} and {member!r}; the launcher sets them."

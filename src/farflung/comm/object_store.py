@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas that meet in a bucket of S3, of all that speaks its protocol, of Google Cloud Storage or of Azure.
+
+obstore sends the requests, with each cloud's own variables for credentials and endpoints. Its retries are off: a
+request is repeated here, so that callers without patience get an answer at once.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from io import BufferedReader
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import obstore
+from obstore import exceptions as errors
+from obstore.store import from_url
+
+from farflung.base.errors import ConfigError, Unreachable
+from farflung.comm.object_group import ObjectTransport
+from farflung.comm.objects import PATIENCE_S, ObjectBoard
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, ObjectStore
+    from typing_extensions import Buffer
+
+_T = TypeVar("_T")
+
+_SMALL, _PART = 256 * 1024, 5 * 1024 * 1024  # bytes of a request that needs no long time limit, and of one part
+_ANSWER_S, _PART_S = timedelta(seconds=10), timedelta(seconds=160)  # _SIDE_BY_SIDE parts at 1 Mbit/s
+_CONNECT_S = timedelta(seconds=5)
+_SIDE_BY_SIDE = 4  # parts of one object
+
+
+class BucketTransport(ObjectTransport):
+    """Groups of replicas that meet in a bucket.
+
+    Args:
+        address: `s3://bucket/prefix`, `gs://bucket/prefix` or `az://account/container/prefix`.
+        patience_s: how long requests may fail.
+
+    Raises:
+        ConfigError: the bucket can't be used; or it ignores that an object is to be created only where there is none,
+            so that several replicas would all take themselves for the one that decides.
+    """
+
+    def __init__(self, address: str, patience_s: float = PATIENCE_S) -> None:
+        address = address.rstrip("/")
+
+        def made(answer_s: timedelta) -> ObjectStore:
+            # Only an endpoint that someone has given can be one of http://.
+            client: ClientConfig = {"timeout": answer_s, "connect_timeout": _CONNECT_S, "allow_http": True}
+            return from_url(address, client_options=client, retry_config={"max_retries": 0})
+
+        try:
+            board = BucketBoard(address, patience_s=patience_s, quick=made(_ANSWER_S), slow=made(_PART_S))
+            _try_out(board.part("probe"))
+        except (Unreachable, errors.BaseError, ValueError) as error:
+            raise ConfigError(f"Replicas can't meet at {address}. {_words(error)}") from None
+        super().__init__(board, address)
+
+
+def _try_out(board: BucketBoard) -> None:
+    """Create an object twice, which must fail the second time."""
+    key = secrets.token_hex(8)
+    board.put(key, b"1")
+    try:
+        board.write(key, [b"2"], is_new=True)
+    except FileExistsError:
+        return
+    finally:
+        board.delete(key)
+    raise ValueError(
+        "It overwrites objects that are to be created only where there are none. S3, R2, MinIO, Google Cloud Storage "
+        "and Azure heed that condition."
+    )
+
+
+@dataclass(frozen=True)
+class BucketBoard(ObjectBoard):
+    """The objects of a bucket, below a prefix.
+
+    Args:
+        quick, slow: obstore's stores of the bucket, for small requests and for large ones.
+    """
+
+    quick: ObjectStore = field(kw_only=True)
+    slow: ObjectStore = field(kw_only=True)
+    pause_s: ClassVar[float] = 0.2
+    heartbeat_s: ClassVar[float] = 10.0
+    grace_s: ClassVar[float] = 60.0
+    num_at_once: ClassVar[int] = 8
+
+    def delete(self, key: str) -> None:
+        def delete() -> None:
+            with suppress(FileNotFoundError):
+                obstore.delete(self.quick, self.name(key))
+
+        self.ask(delete)
+
+    def write(self, key: str, parts: Sequence[bytes | memoryview], is_new: bool = False) -> None:
+        is_small = sum(map(len, parts)) <= _SMALL
+        how: dict[str, Any] = {"use_multipart": False}
+        if is_new:
+            how["mode"] = "create"
+        elif not is_small:
+            how = {"chunk_size": _PART, "max_concurrency": _SIDE_BY_SIDE}
+        store = self.quick if is_small else self.slow
+        self.ask(lambda: obstore.put(store, self.name(key), list(parts), **how))
+
+    def read(self, key: str, act: Callable[[BufferedReader, int], _T]) -> _T | None:
+        def read() -> _T | None:
+            first: Buffer = b""
+            size = 0
+            try:
+                found = obstore.get(self.quick, self.name(key), options={"range": (0, _SMALL)})
+                first, size = found.bytes(), found.meta["size"]
+            except FileNotFoundError:
+                return None
+            except errors.GenericError as error:
+                if " 416 " not in str(error):  # an empty object has no such range
+                    raise
+            return act(BufferedReader(_Body(self._parts(key, first, size))), size)
+
+        return self.ask(read)
+
+    def names(self, folder: str) -> Sequence[str]:
+        return [one["path"] for one in obstore.list(self.quick, folder).collect()]
+
+    def ask(self, request: Callable[[], _T]) -> _T:
+        def translated() -> _T:
+            try:
+                return request()
+            except (errors.AlreadyExistsError, errors.PreconditionError):
+                raise FileExistsError from None
+            except (errors.PermissionDeniedError, errors.UnauthenticatedError, FileNotFoundError) as error:
+                raise self.unreachable(_words(error)) from None  # asking again would not help
+            except errors.BaseError as error:
+                raise OSError(_words(error)) from None
+
+        return super().ask(translated)
+
+    def _parts(self, key: str, first: Buffer, size: int) -> Iterator[Buffer]:
+        """Return the bytes of an object, the first of which have come."""
+        yield first
+        name = self.name(key)
+        starts = range(_SMALL, size, _PART)
+        if starts:
+            with ThreadPoolExecutor(_SIDE_BY_SIDE) as threads:
+                yield from threads.map(
+                    lambda at: obstore.get_range(self.slow, name, start=at, end=min(at + _PART, size)), starts
+                )
+
+
+class _Body(io.RawIOBase):
+    """The bytes of an object as a file that can be read once."""
+
+    def __init__(self, parts: Iterator[Buffer]) -> None:
+        self._parts, self._left = parts, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Buffer) -> int:
+        if not self._left:
+            self._left = memoryview(next(self._parts, b""))
+        into = memoryview(buffer)
+        count = min(len(self._left), len(into))
+        into[:count], self._left = self._left[:count], self._left[count:]
+        return count
+
+
+def _words(error: Exception) -> str:
+    """Return what a store has said, without its XML and what obstore has for those that debug it."""
+    said = str(error)
+    line, message = said.partition("\n")[0].partition(": <?xml")[0], re.search(r"<Message>(.*?)</Message>", said)
+    return f"{line}: {message[1]}" if message else line

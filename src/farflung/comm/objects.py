@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records and values as objects with names that many processes can reach: files of a folder, or objects of a bucket.
+
+An object appears whole, and of several writers one creates it. Nothing is locked, and no object holds code.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from io import BufferedReader
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+from urllib.parse import quote, unquote
+
+from farflung.base.errors import Unreachable
+from farflung.comm.board import Board
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_T = TypeVar("_T")
+
+PATIENCE_S = 60.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0  # before a failed request is sent again
+
+
+@dataclass(frozen=True)
+class ObjectBoard(Board):
+    """The objects at an address, or those whose keys begin with a prefix, as a `Board`.
+
+    Args:
+        root: the address, as errors name it.
+        patience_s: how long requests may fail before `Unreachable` is raised; 0: one attempt.
+
+    Attributes:
+        num_at_once: how many requests are worth being under way at a time, in threads; 1: an answer comes at once.
+    """
+
+    root: str
+    prefix: str = ""
+    patience_s: float = PATIENCE_S
+    num_at_once: ClassVar[int] = 1
+
+    def part(self, name: str) -> Self:
+        return replace(self, prefix=f"{self.prefix}{name}/")
+
+    def patient(self, seconds: float) -> Self:
+        return replace(self, patience_s=seconds)
+
+    def put(self, key: str, value: bytes) -> None:
+        self.write(key, [value])
+
+    def put_new(self, key: str, value: bytes) -> bool:
+        try:
+            self.write(key, [value], is_new=True)
+            return True
+        except FileExistsError:
+            return self.get(key) == value
+
+    def get(self, key: str) -> bytes | None:
+        return self.read(key, lambda file, size: file.read())
+
+    def list(self, prefix: str) -> Sequence[str]:
+        folder = f"{self.prefix}{prefix}".rpartition("/")[0]
+        found = self.ask(lambda: self.names(quoted(folder)))
+        keys = [unquote(name) for name in found if quoted(unquote(name)) == name]  # the others are foreign ones
+        return [key.removeprefix(self.prefix) for key in keys if key.startswith(self.prefix + prefix)]
+
+    def has(self, keys: Iterable[str]) -> bool:
+        return all(self.read(key, lambda file, size: True) for key in keys)
+
+    @abstractmethod
+    def write(self, key: str, parts: Sequence[bytes | memoryview], is_new: bool = False) -> None:
+        """Write an object of these parts; FileExistsError if it `is_new` and exists."""
+
+    @abstractmethod
+    def read(self, key: str, act: Callable[[BufferedReader, int], _T]) -> _T | None:
+        """Return what `act` finds in an object, given the number of its bytes; None if there is no such object."""
+
+    @abstractmethod
+    def names(self, folder: str) -> Sequence[str]:
+        """Return the names of all objects in a folder and those below it, as one request."""
+
+    def name(self, key: str) -> str:
+        """Return the name of the object of a key."""
+        return quoted(self.prefix + key)
+
+    def unreachable(self, why: str) -> Unreachable:
+        return Unreachable(f"The run's {self.root} can't be used: {why}.")
+
+    def ask(self, request: Callable[[], _T]) -> _T:
+        """Send a request until it does not end with an OSError; Unreachable if it always does."""
+        began, pause_s = time.monotonic(), _FIRST_PAUSE_S
+        while True:
+            try:
+                return request()
+            except FileExistsError:
+                raise
+            except OSError as error:
+                if time.monotonic() - began >= self.patience_s:
+                    at = f" ({error.filename})" if error.filename else ""
+                    raise self.unreachable(f"{error.strerror or error}{at}") from None
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def quoted(key: str) -> str:
+    """Return a name in which no part of a key has a dot, so that it can't be one of ours or of the file system's."""
+    return "/".join(quote(part, safe="").replace(".", "%2E") for part in key.split("/"))

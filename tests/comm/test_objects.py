@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects as records and as a way to meet: who creates one first, what ends a wait, and that nothing grows."""
+
+import json
+import multiprocessing as mp
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from farflung.base.errors import RankFailure
+from farflung.comm.address import transport_at
+from farflung.outer import GatherMean, Int4, TopK
+from farflung.testing.patience import patience
+from farflung.testing.ranks import run_ranks
+from tests.outer.test_aggregate import aggregated
+from tests.s3_server import given_variables
+
+DTYPES = [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float32, torch.float64]
+
+
+class Watch:
+    """Looks at nothing; what ends the generation is kept."""
+
+    connect_s = 5.0
+
+    def __init__(self):
+        self.reasons, self.authors, self.looks = [], [], 0
+
+    def look(self, entered, waited_s):
+        self.looks += 1
+
+    def note_end(self, entered, waited_s):
+        return None
+
+    def break_off(self, reason, author=None):
+        self.reasons.append(reason)
+        self.authors.append(author)
+        return RankFailure(reason)
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def place(request, tmp_path):
+    """A transport over objects, and functions that return groups and the keys of all objects."""
+    address = tmp_path.as_uri() if request.param == "folder" else request.getfixturevalue("bucket")
+    transport = transport_at(address)
+
+    def groups(size, name="group"):
+        return [transport.connect(name, rank, size, Watch()) for rank in range(size)]
+
+    transport.groups, transport.keys = groups, lambda: sorted(transport.board.list(""))
+    return transport
+
+
+def each(groups, function):
+    """Call a function with each group, on a thread each."""
+    with ThreadPoolExecutor(len(groups)) as threads:
+        return list(threads.map(function, groups))
+
+
+# ---- records
+
+
+def race(address, variables, barrier, pipe):
+    os.environ.update(variables)
+    board = transport_at(address).board
+    won = []
+    for number in range(50):
+        barrier.wait(60)
+        won.append(board.put_new(f"log/{number}", b"%d" % os.getpid()))
+    pipe.send(won)
+
+
+def test_of_processes_that_create_a_record_at_once_one_does(place):
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["farflung.testing.preload"])
+    barrier, pipes, processes = context.Barrier(4), [], []
+    for _ in range(4):
+        here, there = context.Pipe(duplex=False)
+        processes.append(context.Process(target=race, args=(place.address, given_variables(), barrier, there)))
+        pipes.append(here)
+        processes[-1].start()
+    won = [pipe.recv() for pipe in pipes]
+    assert [sum(of_one) for of_one in zip(*won, strict=True)] == [1] * 50
+    board = place.board
+    for number in range(50):
+        (winner,) = [one.pid for one, mine in zip(processes, won, strict=True) if mine[number]]
+        assert board.get(f"log/{number}") == b"%d" % winner
+    for process in processes:
+        process.join()
+
+
+def test_a_record_that_this_writer_has_created_before_is_its_own(place):
+    assert [place.board.put_new("key", value) for value in (b"mine", b"mine", b"other")] == [True, True, False]
+
+
+# ---- groups
+
+
+def values(rank, dtype, numel=37):
+    made = torch.randn(numel, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    return (100 * made).to(dtype)
+
+
+def collectives(group):
+    """The results of a few collectives, all under way at once."""
+    size, found, works = group.size, [], []
+    for dtype in DTYPES:
+        out = torch.empty(size * 37, dtype=dtype)
+        works.append(group.all_gather(out, values(group.rank, dtype)))
+        sent = values(group.rank, dtype)
+        works.append(group.broadcast(sent, size - 1))
+        found += [out, sent]
+    total, nothing = values(group.rank, torch.float32), torch.empty(0)
+    works += [group.all_reduce(total, "max"), group.all_gather(nothing, torch.empty(0))]
+    turned, swapped = torch.empty(2 * size), torch.empty(3)
+    works.append(group.all_to_all(turned, torch.arange(2.0 * size) + 100 * group.rank))
+    right, left = (group.rank + 1) % size, (group.rank - 1) % size
+    if size > 1:
+        works.append(group.swap(swapped, torch.full((3,), float(group.rank)), right, left))
+    for work in works:
+        work.wait()
+        work.wait()
+    group.barrier()
+    return [*found, total, turned, swapped if size > 1 else total, group.all_gather_small(torch.tensor([group.rank]))]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_collectives_over_objects_have_the_exact_results(place, size):
+    for rank, found in enumerate(each(place.groups(size), collectives)):
+        expected = []
+        for dtype in DTYPES:
+            expected += [torch.cat([values(one, dtype) for one in range(size)]), values(size - 1, dtype)]
+        top = torch.stack([values(one, torch.float32) for one in range(size)]).amax(0)
+        turned = [100.0 * one + 2 * rank + half for one in range(size) for half in range(2)]
+        swapped = torch.full((3,), float((rank - 1) % size)) if size > 1 else top
+        expected += [top, torch.tensor(turned), swapped, torch.arange(size).view(size, 1)]
+        assert all(map(torch.equal, found, expected))
+
+
+CODECS = [TopK(k=16, chunk=16, bits=32), Int4(8)]
+
+
+def means(group):
+    return [aggregated(group, GatherMean(), codec, 300, (1.0, 2.0, 0.5)[: group.size]) for codec in CODECS]
+
+
+@pytest.mark.ranks
+@pytest.mark.law("same-bits")
+def test_a_mean_over_objects_has_the_bits_of_one_over_gloo(place):
+    over_gloo = run_ranks(of_world, 3)
+    for found in each(place.groups(3), means):
+        assert all(map(torch.equal, found, over_gloo[0]))
+
+
+def of_world():
+    from farflung.comm.torch_group import TorchGroup
+
+    return means(TorchGroup())
+
+
+def test_a_rank_may_be_many_collectives_ahead_of_one_that_reads_and_none_loses_a_value(place):
+    def pieces(group):
+        found = []
+        for number in range(100):
+            x = torch.full((3,), float(number if group.rank == 0 else -1))
+            group.broadcast(x, 0).wait()
+            found.append(x[0].item())
+        group.free()
+        return found
+
+    assert each(place.groups(3), pieces) == [[float(number) for number in range(100)]] * 3
+    assert place.keys() == []
+
+
+def test_objects_are_few_after_many_collectives_and_none_once_all_are_done(place):
+    counts = []
+
+    def rounds(group):
+        beside = group.duplicate()
+        for number in range(300):
+            group.all_gather_small(torch.tensor([number]))
+            if number % 3 == 0:
+                beside.broadcast(torch.zeros(2), number % 2).wait()
+            if group.rank == 0:
+                counts.append(len(place.keys()))
+        beside.free()
+        group.free()
+
+    each(place.groups(2), rounds)
+    assert max(counts) <= 30
+    assert place.keys() == []
+
+
+def test_one_that_leaves_ends_the_waits_of_others_and_what_it_has_written_before_is_read(place):
+    first, second = place.groups(2)
+    work = second.all_gather(torch.empty(2), torch.ones(1))
+    del work
+    second.leave("no more disk")
+    assert second._watch.reasons == ["no more disk"]
+    out = torch.empty(2)
+    first.all_gather(out, torch.zeros(1)).wait()
+    assert out.tolist() == [0, 1]
+    with pytest.raises(RankFailure, match=r"rank 1 has left \(no more disk\)"):
+        first.all_gather(out, torch.zeros(1)).wait()
+
+
+def awaited(ask):
+    """Ask until there is something."""
+    deadline = time.monotonic() + patience(20)
+    while not (found := ask()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
+
+
+def damaged(content):
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
+def header_of(content, **changed):
+    line, _, plain = content.partition(b"\n")
+    digest, _, header = line.partition(b" ")
+    return digest + b" " + json.dumps(json.loads(header) | changed).encode() + b"\n" + plain
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (damaged, "the share of rank 1 is damaged, as its digest shows"),
+        (lambda content: content[:-3], "rank 1 has written another share than rank 0 waits for"),
+        (lambda content: content + b"x", "rank 1 has written another share than rank 0 waits for"),
+        (lambda content: header_of(content, numel=10**15), "rank 1 has written another share"),
+        (lambda content: header_of(content, dtype="torch.int32"), "rank 1 has written another share"),
+        (lambda content: header_of(content, read=2), "the share of rank 1 is damaged"),
+        (lambda content: b"", "rank 1 has written a share without a header"),
+        (lambda content: b"[" * 3000, "rank 1 has written a share without a header"),
+        (lambda content: b"x [1]\n", "rank 1 has written a share without a header"),
+    ],
+    ids=["bit", "short", "long", "numel", "dtype", "read", "empty", "deep", "list"],
+)
+def test_a_share_that_is_not_what_its_author_had_to_write_names_it_for_all(place, change, why):
+    first, second, third = place.groups(3)
+    second.all_gather(torch.empty(15), torch.ones(5))
+    (key,) = awaited(place.keys)
+    place.board.put(key, change(place.board.get(key)))
+    with pytest.raises(RankFailure, match=why):
+        first.all_gather(torch.empty(15), torch.zeros(5)).wait()
+    place.board.delete(key)
+    assert first._watch.authors == [1]
+    with pytest.raises(RankFailure, match=why):
+        third.all_gather(torch.empty(15), torch.zeros(5)).wait()
+
+
+def test_foreign_objects_change_nothing(place):
+    groups = place.groups(2)
+    each(groups, collectives)
+    for name in ("1.7", "999.1", "read.5", "read.1", ".DS_Store"):
+        place.board.put(f"group/{name}", b"?")
+    assert [found[-1].tolist() for found in each(groups, collectives)] == [[[0], [1]]] * 2
+
+
+def test_a_wait_asks_its_watch(place):
+    first, second = place.groups(2)
+    done = threading.Event()
+    first._watch.look = lambda entered, waited_s: done.set()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(first.barrier)
+        assert done.wait(60)
+        second.barrier()
+        waiting.result(60)
+
+
+@pytest.mark.gpu
+def test_tensors_of_a_gpu_travel_through_the_hosts_memory(place):
+    def exchanged(group):
+        out, x = (torch.empty(n, device="cuda") for n in (6, 3))
+        group.all_gather(out, x.fill_(group.rank)).wait()
+        group.broadcast(x, 1).wait()
+        return out.tolist(), x.tolist()
+
+    assert each(place.groups(2), exchanged) == [([0.0] * 3 + [1.0] * 3, [1.0] * 3)] * 2
