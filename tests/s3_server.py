@@ -65,26 +65,31 @@ def serve(host):
 
     application = Faulty(DomainDispatcherApplication(create_backend_app))
     server = make_server(host, 0, application, threaded=True)
+    threading.Thread(target=server.serve_forever).start()
+    urlopen(Request(f"http://127.0.0.1:{server.port}/{BUCKET}", b"", method="PUT")).close()
     print(server.port, flush=True)
-    server.serve_forever()
+
+
+def variables_for(url):
+    """Return those by which clients find a server."""
+    return {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": "someone",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_REGION": "us-east-1",
+    }
 
 
 class S3Server:
     """The server, as tests see it; it has one bucket.
 
     Attributes:
-        variables: by which clients find it.
+        variables: see `variables_for`.
     """
 
     def __init__(self, url):
         self._url, self._num = url, 0
-        self.variables = {
-            "AWS_ENDPOINT_URL": url,
-            "AWS_ACCESS_KEY_ID": "someone",
-            "AWS_SECRET_ACCESS_KEY": "secret",
-            "AWS_REGION": "us-east-1",
-        }
-        self._ask(f"/{BUCKET}", b"")
+        self.variables = variables_for(url)
 
     def address(self):
         """Return the address of another run."""
@@ -111,7 +116,12 @@ def given_variables():
 
 @contextmanager
 def s3_server(host="127.0.0.1", command=()):
-    """Start a server, by the `command` of another network if need be, and end it."""
+    """Start a server, and end it.
+
+    Args:
+        host: where it listens; with 0.0.0.0 on all addresses of its machine.
+        command: of that machine, if it is another one; then the block is given the port.
+    """
     process = subprocess.Popen(
         [*command, sys.executable, "-m", "tests.s3_server", host],
         stdout=subprocess.PIPE,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two machines on one: namespaces joined by a cable, each with a host name that is its own loopback address, as on
-Debian and Ubuntu. Needs root and iproute2.
+Debian and Ubuntu; or with no way to each other, but to a third one. Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 DEVICE = "eth0"
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 NAMES = ("node0", "node1")
+SERVER = "10.78.{}.1"  # the address of the third machine, on its cable to each other one
 LISTENING = """
 import json, os
 import psutil
@@ -46,17 +48,21 @@ def why_impossible() -> str:
 class Machines:
     """Two machines with a cable between them."""
 
+    names = NAMES
+
     def __init__(self) -> None:
-        self.spaces = [f"farflung-{os.getpid()}-{name}" for name in NAMES]
+        self.spaces = [f"farflung-{os.getpid()}-{name}" for name in self.names]
         self.running: list[subprocess.Popen[str]] = []
 
-    def start(self, machine: int, command: Sequence[str], folder: Path) -> subprocess.Popen[str]:
+    def start(
+        self, machine: int, command: Sequence[str], folder: Path, variables: Mapping[str, str] = MappingProxyType({})
+    ) -> subprocess.Popen[str]:
         """Start `command` on a machine, in `folder`, with its two streams in one."""
-        inside = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', NAMES[machine], *command]
+        inside = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.names[machine], *command]
         process = subprocess.Popen(
             ["ip", "netns", "exec", self.spaces[machine], *inside],
             cwd=folder,
-            env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+            env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -91,17 +97,20 @@ class Machines:
 
     def set_up(self) -> None:
         """Make the namespaces, their /etc/hosts and the cable."""
-        for space, name in zip(self.spaces, NAMES, strict=True):
-            _ip("netns", "add", space)
-            etc = Path("/etc/netns") / space
-            etc.mkdir(parents=True)
-            (etc / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
+        self._make()
         first, second = self.spaces
         _ip("link", "add", DEVICE, "netns", first, "type", "veth", "peer", "name", DEVICE, "netns", second)
         for space, address in zip(self.spaces, ADDRESSES, strict=True):
             _ip("-n", space, "addr", "add", f"{address}/24", "dev", DEVICE)
             for device in ("lo", DEVICE):
                 _ip("-n", space, "link", "set", device, "up")
+
+    def _make(self) -> None:
+        for space, name in zip(self.spaces, self.names, strict=True):
+            _ip("netns", "add", space)
+            etc = Path("/etc/netns") / space
+            etc.mkdir(parents=True)
+            (etc / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
 
     def take_down(self) -> None:
         """End all that still runs, and remove what `set_up` made."""
@@ -110,13 +119,42 @@ class Machines:
             subprocess.run(["ip", "netns", "del", space], capture_output=True)
             shutil.rmtree(Path("/etc/netns") / space, ignore_errors=True)
         for process in self.running:
-            process.communicate()
+            if process.stdout is not None and not process.stdout.closed:
+                process.communicate()
+
+
+class Apart(Machines):
+    """Two machines without a way to each other; each has a line to a third one, which forwards nothing.
+
+    Args:
+        megabits: a second, in each direction of the two lines.
+    """
+
+    names = (*NAMES, "server")
+
+    def __init__(self, megabits: float) -> None:
+        super().__init__()
+        self._shape = ["root", "tbf", "rate", f"{megabits}mbit", "burst", "64kb", "latency", "400ms"]
+
+    def set_up(self) -> None:
+        self._make()
+        *machines, server = self.spaces
+        for space in self.spaces:
+            _ip("-n", space, "link", "set", "lo", "up")
+        for number, space in enumerate(machines):
+            there = f"{DEVICE}-{number}"
+            _ip("link", "add", DEVICE, "netns", space, "type", "veth", "peer", "name", there, "netns", server)
+            here, address = SERVER.format(number).removesuffix("1") + "2", SERVER.format(number)
+            for end, device, own in ((space, DEVICE, here), (server, there, address)):
+                _ip("-n", end, "addr", "add", f"{own}/24", "dev", device)
+                _ip("-n", end, "link", "set", device, "up")
+                subprocess.run(["tc", "-n", end, "qdisc", "add", "dev", device, *self._shape], check=True)
 
 
 @contextmanager
-def two_machines() -> Iterator[Machines]:
+def two_machines(machines: Machines | None = None) -> Iterator[Machines]:
     """Keep two machines for the length of a block."""
-    machines = Machines()
+    machines = machines or Machines()
     try:
         machines.set_up()
         yield machines

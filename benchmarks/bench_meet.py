@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of the time do replicas compute that meet in a bucket, and have no other way to each other?
+
+Two machines made of namespaces, each with a line of 20 Mbit/s to a third one that serves S3 (moto) and forwards nothing.
+The same steps are timed in turns: by two replicas that send nothing, and by two that train together. Needs root.
+
+python benchmarks/bench_meet.py [--megabits 20] [--size small] [--steps 400] [--runs 3] [--codec int4]
+    [--recipe streaming_diloco] [--every 32] [--write]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from _measure import report
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tests.launch.machines import SERVER, Apart, two_machines
+from tests.s3_server import BUCKET, s3_server, variables_for
+
+TRAINS = """
+import hashlib, json, sys, time
+import torch
+from farflung.demo.gpt import GPT, loss_per_sequence
+from farflung.demo.settings import SIZES
+from farflung.demo.text import load_text
+from farflung.elastic import launched_membership
+from farflung.outer import OuterLoop
+from farflung.outer.arguments import recipe_of
+from farflung import OuterConfig
+size, steps, recipe, options = sys.argv[1], int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
+torch.set_num_threads(1)
+shape = SIZES[size]
+text = torch.frombuffer(bytearray(load_text(None).train), dtype=torch.uint8)
+pieces = text.unfold(0, shape.context + 1, 1)
+torch.manual_seed(0)
+model = GPT(shape)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+membership = launched_membership()
+outer = None
+if membership is not None:
+    outer = OuterLoop(model, recipe_of(OuterConfig(recipe, **options), 2), membership=membership)
+    torch.manual_seed(membership.member)
+for step in range(steps + steps // 4):
+    if step == steps // 4:  # then all have met
+        began, before = time.perf_counter(), outer.stats().as_dict() if outer else {}
+    batch = pieces[torch.randint(len(pieces), (8,))]
+    loss_per_sequence(model(batch[:, :-1]), batch[:, 1:]).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if outer:
+        outer.step()
+seconds, stats = time.perf_counter() - began, outer.stats().as_dict() if outer else {}
+if outer:
+    outer.close()
+digest = hashlib.blake2b(b"".join(one.detach().numpy().tobytes() for one in model.parameters()), digest_size=8)
+said = {name: stats[name] - before[name] for name in stats if isinstance(stats[name], (int, float))}
+numel = sum(one.numel() for one in model.parameters())
+print("RESULT", json.dumps({"seconds": seconds, "digest": digest.hexdigest(), "numel": numel, **said}), flush=True)
+"""
+
+
+def run(machines: Apart, folder: Path, port: str, address: str, chosen: argparse.Namespace) -> list[dict[str, Any]]:
+    """Train on both machines, together if there is an address; return what each one has said."""
+    (folder / "train.py").write_text(TRAINS)
+    options = {"every": chosen.every} | ({"codec": chosen.codec} if chosen.codec else {})
+    script = ["train.py", chosen.size, str(chosen.steps), chosen.recipe, json.dumps(options)]
+    screens = []
+    for machine in range(2):
+        variables: Mapping[str, str] = variables_for(f"http://{SERVER.format(machine)}:{port}")
+        line = ["farflung", "launch", "--cpu", "--elastic", "2:2", "--replicas", "1", "--meet", address]
+        command = [*line, *script] if address else ["python", *script]
+        screens.append(machines.start(machine, command, folder, variables))
+    texts = [screen.communicate()[0] for screen in screens]
+    said = [line for text in texts for line in text.splitlines() if line.startswith("RESULT")]
+    assert len(said) == 2, texts
+    return [json.loads(line.removeprefix("RESULT ")) for line in said]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--megabits", type=float, default=20)
+    parser.add_argument("--size", default="small")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--recipe", default="streaming_diloco")
+    parser.add_argument("--codec", default=None)
+    parser.add_argument("--every", type=int, default=32)
+    parser.add_argument("--write", action="store_true")
+    chosen = parser.parse_args()
+    shares, rows = [], []
+    machines = Apart(chosen.megabits)
+    with tempfile.TemporaryDirectory() as folder, two_machines(machines):
+        with s3_server("0.0.0.0", ("ip", "netns", "exec", machines.spaces[2])) as port:
+            for number in range(chosen.runs):
+                alone = run(machines, Path(folder), port, "", chosen)
+                together = run(machines, Path(folder), port, f"s3://{BUCKET}/run{number}", chosen)
+                assert together[0]["digest"] == together[1]["digest"], "the replicas have different weights"
+                shares.append(max(one["seconds"] for one in alone) / max(one["seconds"] for one in together))
+                rows.append(together[0])
+                print(f"{shares[-1]:.3f} {alone} {together}", flush=True)
+    report(
+        "what share of the throughput without an exchange do replicas have that meet in a bucket?",
+        {
+            "share": round(statistics.median(shares), 3),
+            "least": round(min(shares), 3),
+            "rounds": rows[0]["rounds"],
+            "numel": rows[0]["numel"],
+            "seconds": round(statistics.median(row["seconds"] for row in rows), 1),
+            "MB sent in rounds": round(rows[0]["bytes_sent"] / 1e6, 2),
+            "digests equal": True,
+        },
+        seed=0,
+        write_to="meet.jsonl" if chosen.write else None,
+        **{key: value for key, value in vars(chosen).items() if key != "write"},
+    )
+
+
+if __name__ == "__main__":
+    main()
