@@ -36,6 +36,7 @@ class Membership:
 
     def __init__(self, joined=0):
         self.record, self.joined = SimpleNamespace(ids=(), number=0), joined
+        self.has_kept = False
 
 
 class Replica:
@@ -310,6 +311,33 @@ def test_one_that_was_left_out_goes_on_with_nothing_that_it_had_read_ahead():
     late.membership.joined = run.number
     assert not late.take()
     run.expect([0])
+
+
+@pytest.mark.parametrize("position", [1, 50])
+@pytest.mark.parametrize("takes", [1, 60])
+def test_one_that_was_left_out_and_has_kept_its_steps_keeps_its_batches_unless_others_have_taken_them(takes, position):
+    run = Run(64, most=2)
+    first, late = run.join(), run.join()
+    late.take(), first.take()
+    run.round()
+    late.take()
+    kept = list(late.unsent)
+    run.live.remove(late)
+    run.members_changed()
+    for _ in range(takes):
+        first.take()
+    run.round()
+    run.live.append(late)
+    run.members_changed()
+    late.membership.joined, late.membership.has_kept = run.number, True
+    late.position = first.position = position  # the others' may be behind its own
+    run.round()  # which has what it has kept
+    finish(run)
+    if takes == 1:
+        run.expect([0])
+    else:
+        assert {batch for _, _, batch in run.counted} == set(range(64))
+        assert {place for place, times in run.counted.items() if times > 1} == set(kept)
 
 
 def test_a_dropped_round_and_a_part_of_a_model_record_nothing():

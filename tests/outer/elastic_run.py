@@ -51,7 +51,7 @@ def transport_at(place):
     return C10dTransport(dist.TCPStore("127.0.0.1", place, is_master=False, timeout=timedelta(seconds=60)))
 
 
-def replica(pipe, place, variables, member, step_s, numel, dies, recipe, saves, damages, options):
+def replica(pipe, place, variables, member, step_s, numel, dies, recipe, saves, damages, moves, options):
     os.environ.update(variables, GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)
@@ -95,7 +95,7 @@ def replica(pipe, place, variables, member, step_s, numel, dies, recipe, saves, 
             fault.reach("local step")
             with torch.no_grad():
                 for parameter in model.parameters():
-                    parameter -= 1
+                    parameter -= moves
             outer.step()
             say(position=outer.position, weight=weight())
             if saves and outer.position % saves == 0:
@@ -107,7 +107,8 @@ def replica(pipe, place, variables, member, step_s, numel, dies, recipe, saves, 
 
 def figures_of(this):
     """What is said of a round."""
-    return {"round": this.number, "ranks": len(this.weights), "lost": dict(this.lost), "new": this.joined}
+    weights = {"step": this.step, "weights": dict(zip(this.members, this.weights, strict=True))}
+    return {"round": this.number, "ranks": len(this.weights), "lost": dict(this.lost), "new": this.joined} | weights
 
 
 def serve(pipe):
@@ -155,27 +156,20 @@ class ElasticRun:
             process.kill()
             process.join()
 
-    def start(self, name, dies=None, saves=0, recipe=None, damages=False):
+    def start(self, name, dies=None, saves=0, recipe=None, damages=False, moves=1, slower=1):
         """Start a replica; return its id.
 
         Args:
             dies: a phase, the how-manieth time and maybe what happens then, as of `fail_at`.
             damages: what it has got is changed once.
+            moves: how far it moves in each step, downwards.
+            slower: how many times as long as the others' its steps take.
         """
         member = self.notes.enroll(f"replica {name}")
         here, there = self._context.Pipe(duplex=False)
-        row = (
-            there,
-            self._place,
-            given_variables(),
-            member,
-            *self._row,
-            dies,
-            recipe or self._recipe,
-            saves,
-            damages,
-            self._options,
-        )
+        (step_s, numel), recipe = self._row, recipe or self._recipe
+        row = (slower * step_s, numel, dies, recipe, saves, damages, moves, self._options)
+        row = (there, self._place, given_variables(), member, *row)
         process = self._context.Process(target=replica, args=row)
         process.start()
         there.close()

@@ -109,7 +109,7 @@ def test_one_that_is_stopped_is_left_out_after_the_grace_and_comes_back_as_a_new
         stats = {one["member"]: one["stats"] for one in said if "end" in one}
         assert stats.keys() == set(members)
         assert [stats[one]["replicas_lost"] for one in members] == [1, 1, 0]
-        assert 0 < stats[members[2]]["steps_lost"] <= EVERY
+        assert 0 <= stats[members[2]]["steps_lost"] <= EVERY  # more than 0 if it was stopped in a round
 
 
 def test_replicas_come_and_go_beside_rounds_that_overlap_with_training(address):

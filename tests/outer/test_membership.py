@@ -302,8 +302,8 @@ def test_of_two_that_may_go_on_without_each_other_none_applies_what_the_other_ma
 def test_what_a_newcomer_got_is_compared_in_its_first_vote(monkeypatch):
     join = Anchored.join
 
-    def damaged(weights, replicated):
-        join(weights, replicated)
+    def damaged(weights, *given):
+        join(weights, *given)
         weights.rows()["anchor"][0].add_(1)
 
     monkeypatch.setattr(Anchored, "join", damaged)

@@ -91,6 +91,10 @@ class Log:
             self._known = number, value
         return number, value
 
+    def get(self, number: int) -> bytes | None:
+        """Return a decision, the latest or one before it; None if it is not there, or not any more."""
+        return self._get(number)
+
     def append(self, after: int, value: bytes) -> bool:
         """Append a decision, unless there is one after the number `after`; return whether it counts."""
         known, before = self._known if self._known[0] == after else self.last()

@@ -257,6 +257,11 @@ class MemberStore:
         content = self._log.last()[1]
         return None if content is None else decode(Record, content)
 
+    def record_of(self, number: int) -> Record | None:
+        """Return a generation by its number; None if it is not there, or not any more."""
+        content = self._log.get(number)
+        return None if content is None else decode(Record, content)
+
     def append(self, record: Record) -> bool:
         """Append a generation to the log, unless the current one no longer has the number before it."""
         return self._log.append(record.number - 1, encode(record))

@@ -133,11 +133,21 @@ class Claims:
                 self.write(board.record_for, lost, landed)
 
     def give_up_if_left_out(self) -> None:
-        """Free all claims for other replicas, if this one was left out meanwhile and is back as a newcomer."""
-        if any(loop.joined != loop.membership.joined for loop in self.loops):
-            self.ledger.give_up()
-            for loop in self.loops:
-                loop.joined = loop.membership.joined
-            for board in self.boards:
-                if board.has_begun:
-                    self.write(board.give_up)
+        """Free all claims for other replicas, if this one was left out meanwhile and is back as a newcomer.
+
+        A replica of one rank that has kept its steps keeps its claims too, unless others have taken some of them.
+        """
+        changed = [loop for loop in self.loops if loop.joined != loop.membership.joined]
+        if not changed:
+            return
+        for loop in changed:
+            loop.joined = loop.membership.joined
+        boards = [board for board in self.boards if board.has_begun]
+        has_kept = self.exchange.group.size == 1 and all(loop.membership.has_kept for loop in changed)
+        if has_kept and all(self.ask(board.holds_all) for board in boards):
+            for loop in changed:
+                loop.sent.send_again()
+            return
+        self.ledger.give_up()
+        for board in boards:
+            self.write(board.give_up)

@@ -59,6 +59,11 @@ class Sent:
             while self._steps and self._steps[0][0] <= through:
                 self.num_landed = self._steps.popleft()[1]
 
+    def send_again(self) -> None:
+        """Count batches that have not landed as part of the next round of each fragment, at whatever step that is."""
+        self._landed.clear()
+        self._steps = deque([(-1, self._steps[-1][1])] if self._steps else ())
+
     def forget(self) -> None:
         """Drop batches that were sent and have not landed."""
         self._steps.clear()

@@ -143,6 +143,7 @@ class SlotBoard:
         self._board, self._member = board, member
         self._log = Log(board, "epochs", _DECIDED_AT_A_TIME)
         self.has_begun = False
+        self._claimed: set[tuple[int, int]] = set()  # epochs and slots that are not done, as far as is known here
 
     def seed(self, proposed: int) -> int:
         """Return the seed that all replicas draw their orders from: the one that the first replica proposed."""
@@ -181,6 +182,7 @@ class SlotBoard:
                 )
             return False
 
+        self._claimed = {place for place in self._claimed if place[0] >= epoch}
         return self._change(act)
 
     def end(self, epoch: int) -> None:
@@ -204,18 +206,33 @@ class SlotBoard:
                     return Claim(number, one.claimed - 1, 0)
             return None
 
+        claimed = self._change(act)
+        if claimed is not None:
+            self._claimed.add(claimed[:2])
+        return claimed
+
+    def holds_all(self) -> bool:
+        """Return whether no other replica has claimed what this one had, as it was left out."""
+
+        def act(state: _State) -> bool:
+            rows = [(number, slot, held) for number, one in state.open.items() for slot, held in one.held.items()]
+            return self._claimed <= {(number, slot) for number, slot, (owner, _) in rows if owner == self._member}
+
         return self._change(act)
 
     def record(self, done: Done, owner: int | None = None) -> None:
         """Record how many batches of an owner's slots are done; slots that are not the owner's are left out."""
         owner = self._member if owner is None else owner
 
-        def act(state: _State) -> None:
+        def act(state: _State) -> set[tuple[int, int]]:
+            finished = set()
             for (number, slot), count in done.items():
                 if number in state.open and state.open[number].held.get(slot, (_GIVEN_UP, 0))[0] == owner:
                     state.open[number].record(slot, count)
+                    finished |= {(number, slot)} - {(number, left) for left in state.open[number].held}
+            return finished
 
-        self._change(act)
+        self._claimed -= self._change(act)
 
     def give_up(self) -> None:
         """Free the slots of this replica for others, and forget its records of them."""
@@ -227,6 +244,7 @@ class SlotBoard:
                         one.held[slot] = _GIVEN_UP, done
 
         self._board.delete(f"sent/{self._member}")
+        self._claimed.clear()
         self._change(act)
 
     # ---- what may be in a round that others have applied, and this replica did not live to record

@@ -195,8 +195,12 @@ class Averaged:
         """Return copies of the state that a newcomer begins with: here the values, equal on all right after a round."""
         return [[piece.clone() for piece in self.buckets.pieces(k)] for k in range(len(self.buckets))]
 
-    def join(self, replicated: Any) -> None:
-        """Take over the state that `replicated` returned on another rank, including the values."""
+    def join(self, replicated: Any, keeps: bool = False) -> None:
+        """Take over the state that `replicated` returned on another rank, including the values.
+
+        Args:
+            keeps: where there is an anchor, continue as far from the new one as from the one before.
+        """
         for k, pieces in enumerate(replicated):
             foreach_copy_(self.buckets.pieces(k), pieces)
 
@@ -365,9 +369,18 @@ class Anchored(Averaged):
         optimizer = None if self._optimizer is None else deepcopy(self._optimizer.state_dict())
         return {"chunks": [chunk.detach().clone() for chunk in self._chunks], "optimizer": optimizer}
 
-    def join(self, replicated: Any) -> None:
+    def join(self, replicated: Any, keeps: bool = False) -> None:
+        """Residuals go with what this rank keeps: of what it doesn't, others may have applied a part."""
+        for k, (chunk, saved) in enumerate(zip(self._chunks, replicated["chunks"], strict=True) if keeps else ()):
+            way = saved.to(chunk.device) - chunk.detach()
+            local = self.buckets.pack(k)
+            local.add_(way.to(local.device))
+            self.buckets.unpack(k)
         self._load_anchor(replicated)
-        self.adopt()
+        if not keeps:
+            self.adopt()
+            for residual in self._residuals:
+                residual.zero_()
 
     def _load_anchor(self, state: dict[str, Any]) -> None:
         with torch.no_grad():

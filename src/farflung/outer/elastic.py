@@ -10,7 +10,7 @@ same point.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
@@ -48,6 +48,7 @@ class Elastic:
     Attributes:
         data: a description of the data, set before the first generation, which must be the same on all replicas.
         joined: the number of the generation that it entered as a newcomer; 0 if it belonged to the first one.
+        has_kept: it had been a member before that, and has kept its steps since its last round.
     """
 
     is_fixed = False
@@ -64,7 +65,7 @@ class Elastic:
         island: Group | None = None,
     ) -> None:
         self.island, self.member, self.most = island or SoloGroup(), member, most
-        self.data, self.joined = "", 0
+        self.data, self.joined, self.has_kept = "", 0, False
         self._transport = transport
         self._share_group = Exchange(self.island.duplicate())
         number = from_first(self._share_group, lambda: LauncherNotes(transport.board).number_of_loop(member))
@@ -75,6 +76,7 @@ class Elastic:
         self._needs: Needs | None = None
         self._look_at = time.monotonic()  # who asks to be admitted
         self._num_failed = 0  # generations that did not come about, one after the other
+        self._is_unapplied = False  # nobody has applied what it had on the way when it was left out last
         # It comes before its time, and those that are not there by then are not late. The ranks of an island would hear
         # of a signal at different steps.
         self.last_round_s = self.peers.grace_s / 2 if self.island.size == 1 else 0.0
@@ -93,10 +95,12 @@ class Elastic:
             record = from_first(self._share_group, lambda: self._next(needs))
             if record == self.record and self._generation is not None:
                 return self._generation
+            if self.member not in record.ids:
+                raise RankFailure("the others have entered a later generation without this replica")
             peers.record, peers.is_admitting = record, bool(record.newcomers)
             self._generation, self._decided, self._asking = None, None, {}
             if receiver is not None and self.member in record.newcomers:
-                self.joined = record.number
+                self.joined, self.has_kept = record.number, needs.may_keep and self._is_unapplied
                 given = self._transfers.receive(receiver, record)
             elif record.newcomers and self.member == record.giver:
                 self._transfers.finish(record, needs.state)
@@ -109,7 +113,8 @@ class Elastic:
         newcomers = [record.ids.index(one) for one in record.newcomers]
         generation = open_generation(record.number, record.ids, group, self.island, needs, newcomers)
         self._transfers.stop(record.newcomers)
-        self._generation = replace(generation, lost=record.lost, may_lose=True, given=given)
+        keeps = bool(given) and self.has_kept
+        self._generation = replace(generation, lost=record.lost, may_lose=True, given=given, keeps=keeps)
         self._num_failed = 0
         if self.island.rank == 0:
             peers.notes.note("in", self.member)
@@ -156,6 +161,7 @@ class Elastic:
         post = Post(num_votes, True, least, {one: why for found in seen for one, why in found.items()})
         record = self._decided = self._settled(post)
         if self.member not in record.ids:
+            self._is_unapplied = bool(least) and self._know_unapplied(least)
             return dict.fromkeys(complete, 0)
         return {vote: ALL if vote < record.past else record.common.get(vote, 0) for vote in complete}
 
@@ -167,6 +173,8 @@ class Elastic:
             self._end_island_waits()
             has_state = needs.has_state and self.member not in self.record.newcomers
             self._decided = self._settled(Post(needs.num_votes, has_state))
+            if has_state and self.member not in self._decided.ids:
+                self._is_unapplied = self._know_unapplied(())
         if self.record is not None:
             self._transfers.stop(self.record.newcomers)
         self._generation = None
@@ -195,6 +203,20 @@ class Elastic:
 
     def _settled(self, post: Post) -> Record:
         return from_first(self._share_group, lambda: settle(self.peers, self.member, post))
+
+    def _know_unapplied(self, votes: Iterable[int]) -> bool:
+        """Return whether those that left this replica out have applied nothing of its open rounds, as records show."""
+
+        def find() -> bool:
+            number = 0 if self.record is None else self.record.number
+            while (record := self.peers.members.record_of(number := number + 1)) is not None:
+                if any(vote < record.past or record.common.get(vote, 0) for vote in votes):
+                    return False
+                if self.member not in record.ids:
+                    return self.member not in record.odd
+            return False
+
+        return from_first(self._share_group, find)
 
     def _description(self, needs: Needs) -> str:
         return self._admission.describe(needs, self.island.size, self.data)

@@ -40,6 +40,7 @@ class Needs:
     admits: bool  # it is between rounds, so newcomers may come in
     has_state: bool  # this rank has the state that members share; else it is a newcomer, unless nobody has it
     state: Callable[[bool], Mapping[str, Any]]  # returns copies of that state, in parts; False: the part `place` alone
+    may_keep: bool = False  # if it comes back as a newcomer, its steps since the last round could still count
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Generation:
     lost: Mapping[int, str] = field(default_factory=dict)  # why members of the generation before are not in it, by id
     may_lose: bool = False  # the others continue without a member that is late, though it lives
     given: Mapping[str, Any] = field(default_factory=dict)  # to this rank, if it is a newcomer: see `Needs.state`
+    keeps: bool = False  # this rank comes back, and nobody has applied any of its steps since the last round
 
     @property
     def joins(self) -> bool:

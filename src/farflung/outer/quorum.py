@@ -185,7 +185,8 @@ class Quorum:
         finally:  # not before the other ranks of an island know why its connections close
             self.free(reusable=False)
         self._state = _State.ENTERING
-        self.needs = replace(self.needs, admits=not self.needs.has_state)
+        has_state = self.needs.has_state
+        self.needs = replace(self.needs, admits=not has_state, may_keep=has_state and self._replica.may_keep())
 
     # ---- generations
 
@@ -234,10 +235,11 @@ class Quorum:
         if generation.may_lose:  # each rank of an island has met a column of its own, and may have lost it alone
             generation.island.meet()
         if joins:
-            self._meter.add("steps_lost", self._replica.fragments[0].pending_weight[0])
+            if not generation.keeps:
+                self._meter.add("steps_lost", self._replica.fragments[0].pending_weight[0])
             self.welcome, self.joined_in = _welcome(generation.given), generation.number
             self._timetable.take(self.welcome.position, self.welcome.began)
-            self.return_to_welcome()
+            self.return_to_welcome(generation.keeps)
         if generation.newcomers:
             self._replica.note_newcomers()
 
@@ -269,11 +271,11 @@ class Quorum:
         if self.welcome is not None:
             self.welcome = self.welcome.after_landing(number, self._replica.fragments[number].replicated(), kinds)
 
-    def return_to_welcome(self) -> None:
-        """Take the weights that all share in place of this newcomer's own."""
+    def return_to_welcome(self, keeps: bool = False) -> None:
+        """Take the weights that all share in place of this newcomer's own, with its own steps if it `keeps` these."""
         assert self.welcome is not None
         for fragment, shared in zip(self._replica.fragments, self.welcome.fragments, strict=True):
-            fragment.join(shared)
+            fragment.join(shared, keeps)
 
     # ---- what all members do together, outside of rounds
 

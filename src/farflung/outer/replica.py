@@ -98,12 +98,20 @@ class BoundFragment:
         common = {"history": self.history, "num_rounds": self.num_rounds}
         return {**common, "agreed": {kind: one.replicated() for kind, one in self.agreements.items()}}
 
-    def join(self, replicated: dict[str, Any]) -> None:
+    def join(self, replicated: dict[str, Any], keeps: bool) -> None:
+        """Take over what `replicated` returned on another rank.
+
+        Args:
+            keeps: continue with the steps since the last round, which the next one then includes.
+        """
         self.history = deepcopy(replicated["history"])
         self.num_rounds = replicated["num_rounds"]
-        self.num_landed, self.pending_weight = 0, [0.0] * len(self.pending_weight)
+        if keeps:
+            self.rebind()
+        else:
+            self.num_landed, self.pending_weight = 0, [0.0] * len(self.pending_weight)
         for kind, agreement in self.agreements.items():
-            agreement.join(replicated["agreed"][kind])
+            agreement.join(replicated["agreed"][kind], keeps)
 
     def rebind(self) -> None:
         """Find tensors again that were moved since the last round, in a model that still has the same ones."""
@@ -260,6 +268,11 @@ class Replica:
         """Compare the agreed weights in the next rounds, and in the next vote if they are the same on all ranks."""
         for fragment in self.fragments:
             fragment.comparison.note_newcomers(fragment.weights, self._recipe.has_anchor)
+
+    def may_keep(self) -> bool:
+        """Return whether this rank's steps since the last rounds can be separated from what all share."""
+        is_split = any(fragment.num_landed for fragment in self.fragments)  # a part of a round is in both
+        return self._recipe.has_anchor and not is_split and not self._has_changed()
 
     def rebind(self, number: int) -> None:
         """Find a fragment's tensors again, unless the model has changed: the next round follows that."""

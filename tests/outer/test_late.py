@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A replica that was late comes back with its own steps, unless the others may have applied a part of them."""
+
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+from farflung.base.errors import RankFailure
+from farflung.comm.group import SoloGroup
+from farflung.comm.member_store import Record
+from farflung.outer import Cast, OuterLoop, diloco, edit, sparse_loco, streaming_diloco
+from farflung.testing.patience import patience
+from tests.faults import stop
+from tests.outer.elastic_run import EVERY, START, ElasticRun
+from tests.outer.test_elastic_laws import Members, needs
+
+
+@pytest.fixture(params=["store", "folder"])
+def folder(request, tmp_path):
+    """The folder in which replicas meet; None: they meet at a store."""
+    return tmp_path if request.param == "folder" else None
+
+
+def rounds_of(said, first):
+    """The rounds of a member that took part in all, each with the steps of a member since the one before."""
+    before = 0
+    for one in (one for one in said if one["member"] == first and "round" in one):
+        yield one["step"] - before, one
+        before = one["step"]
+
+
+def counted(said, first, member):
+    """How many steps of a replica were in the rounds of the first one."""
+    return sum(steps for steps, one in rounds_of(said, first) if one["weights"].get(member, 0) > 0)
+
+
+def check_each_round(said, moves):
+    """Check that each round moved the anchor by the mean of what its members did.
+
+    Args:
+        moves: of each replica in a step, by id; the first one took part in all rounds.
+    """
+    first, anchor = min(moves), START
+    mine = [one for one in said if one["member"] == first]
+    weights = {one["position"]: one["weight"] for one in mine if "position" in one}
+    weights[mine[-1]["end"]] = mine[-1]["weight"]
+    for steps, one in rounds_of(said, first):
+        anchor -= sum(steps * weight * moves[member] for member, weight in one["weights"].items())
+        assert weights[one["step"]] == anchor, one
+
+
+@pytest.mark.ranks
+@pytest.mark.law("late-is-not-lost")
+@pytest.mark.parametrize("phase", ["local step", "vote", "landing"])
+def test_the_steps_of_a_stopped_replica_count_in_the_next_round(phase, folder):
+    """It is stopped before the others have got any of its values, or once all know that they have all of them."""
+    at = 4 * EVERY + 2 if phase == "local step" else 5
+    with ElasticRun(folder=folder, expected=2, grace_s=0.5) as run:
+        first = run.start(0)
+        late = run.start(1, dies=(phase, at, stop), moves=3)
+        run.until(lambda: any("replica 1 is out" in event for event in run.events))
+        before = max(one["position"] for one in run.said if "position" in one)
+        run.until(lambda: run.at(before + 3 * EVERY))
+        run.signal(late, signal.SIGCONT)
+        run.until(lambda: any("replica 1 joined" in event for event in run.events))
+        said = run.finish()
+        stats = {one["member"]: one["stats"] for one in said if "end" in one}
+        assert stats.keys() == {first, late}
+        assert len({one["weight"] for one in said if "end" in one}) == 1
+        check_each_round(said, {first: 1, late: 3})
+        assert stats[late]["steps_lost"] == 0
+        assert counted(said, first, late) == stats[late]["steps"] < counted(said, first, first)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("phase", ["arrival", "confirmation"])
+def test_steps_that_others_may_have_applied_are_not_sent_again(phase, folder):
+    with ElasticRun(folder=folder, expected=2, grace_s=0.5) as run:
+        first = run.start(0)
+        late = run.start(1, dies=(phase, 5, stop), moves=3)
+        run.until(lambda: any("replica 1 is out" in event for event in run.events))
+        run.signal(late, signal.SIGCONT)
+        run.until(lambda: any("replica 1 joined" in event for event in run.events))
+        said = run.finish()
+        stats = {one["member"]: one["stats"] for one in said if "end" in one}
+        assert stats.keys() == {first, late}
+        assert len({str(one["weight"]) for one in said if "end" in one}) == 1
+        known = counted(said, first, late) + stats[late]["steps_lost"]
+        assert known - stats[late]["steps"] in (0, stats[late]["steps_lost"])  # lost as far as it knows
+
+
+@pytest.mark.ranks
+def test_late_replicas_agree_with_the_others_where_rounds_overlap_with_training():
+    with ElasticRun(recipe=streaming_diloco(8, 2, delay=2, lr=1.0, momentum=0.0), expected=2, grace_s=0.5) as run:
+        first, late = run.start(0), run.start(1, dies=("local step", 20, stop), moves=3)
+        run.until(lambda: any("replica 1 is out" in event for event in run.events))
+        run.signal(late, signal.SIGCONT)
+        run.until(lambda: any("replica 1 joined" in event for event in run.events))
+        ends = {one["member"]: str(one["weight"]) for one in run.finish(20) if "end" in one}
+        assert ends.keys() == {first, late}
+        assert len(set(ends.values())) == 1
+
+
+@pytest.mark.ranks
+def test_with_rounds_by_time_a_replica_three_times_slower_is_never_late(tmp_path):
+    grace_s = patience(4.0)
+    with ElasticRun(folder=tmp_path, recipe=edit(seconds=0.3), step_s=0.01, expected=2, grace_s=grace_s) as run:
+        fast, slow = run.start(0), run.start(1, slower=3)
+        run.until(lambda: sum("round" in one and one["member"] == slow for one in list(run.said)) >= 4, 60.0)
+        rounds = [one["weights"] for one in list(run.said) if "round" in one]  # before one of them has no more to do
+        said = run.finish()
+        assert not any("is out" in event for event in run.events)
+        ends = {one["member"]: one for one in said if "end" in one}
+        assert ends.keys() == {fast, slow}
+        assert ends[fast]["weight"] == ends[slow]["weight"]
+        assert all(one.keys() == {fast, slow} and min(one.values()) > 0 for one in rounds)
+
+
+# ---- without processes
+
+
+def left_out(members, after):
+    """Whether member 2 of generation 1, with an open round of vote 5, knows that nobody has applied any of it.
+
+    Args:
+        after: the generations that followed.
+    """
+    for record in after:
+        assert members.board.append(record)
+    return members.member(2)._know_unapplied([5])
+
+
+OUT = {
+    "nothing applied": ([Record(2, 1, (1,), common={5: 0})], True),
+    "the vote never came": ([Record(2, 1, (1,)), Record(3, 1, (1, 4), (4,), past=9)], True),
+    "a bucket applied": ([Record(2, 1, (1,), common={5: 1})], False),
+    "it is the odd one": ([Record(2, 1, (1,), odd=(2,))], False),
+    "it posted, and was stopped then": ([Record(2, 1, (1, 2), common={5: 2}), Record(3, 1, (1,))], False),
+    "a newcomer came after the vote": ([Record(2, 1, (1, 2, 4), (4,), past=6), Record(3, 1, (1, 4))], False),
+    "a newcomer came before the vote": ([Record(2, 1, (1, 2, 4), (4,), past=5), Record(3, 1, (1, 4))], True),
+    "too long ago": ([Record(number, 1, (1,)) for number in range(2, 30)], False),
+}
+
+
+@pytest.mark.law("late-is-not-lost")
+@pytest.mark.parametrize("case", OUT)
+def test_one_that_was_left_out_knows_from_the_records_whether_others_have_applied_its_values(case):
+    after, expected = OUT[case]
+    assert left_out(Members(Record(1, 1, (1, 2))), after) is expected
+
+
+@pytest.mark.law("every-wait-has-an-end-and-a-line")
+def test_one_that_was_stopped_while_others_were_let_in_finds_that_it_was_left_out():
+    members = Members(Record(1, 1, (1, 2)))
+    member = members.member(2)
+    for record in (Record(2, 1, (1, 2, 4), (4,), past=5), Record(3, 1, (1, 4))):
+        assert members.board.append(record)
+    with pytest.raises(RankFailure, match="have entered a later generation without this replica"):
+        member.enter(needs(True, admits=True))
+
+
+class Weights(nn.Module):
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.one = nn.Parameter(torch.arange(12.0).view(3, 4).t().to(dtype))  # not contiguous
+        self.other = nn.Parameter(torch.zeros(7, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("codec", [None, Cast("fp16")])
+def test_what_is_kept_is_the_way_from_the_anchor(dtype, codec):
+    def loop_of(model):
+        recipe = diloco(4, lr=1.0, momentum=0.0, **({} if codec is None else {"codec": codec}))
+        return OuterLoop(model, recipe, SoloGroup(), bucket_bytes=32)
+
+    mine, theirs = Weights(dtype), Weights(dtype)
+    with loop_of(mine) as outer, loop_of(theirs) as other:
+        (fragment,), (given,) = outer._rounds.replica.fragments, other._rounds.replica.fragments
+        with torch.no_grad():
+            for parameter in theirs.parameters():
+                parameter += 32
+        other.reset_anchor()
+        for _ in range(3):
+            with torch.no_grad():
+                for parameter in mine.parameters():
+                    parameter -= 2
+            outer.step()
+        fragment.join(given.replicated(), keeps=True)
+        for name, parameter in mine.named_parameters():
+            assert torch.equal(parameter, theirs.get_parameter(name) - 6)
+        assert fragment.pending_weight == [3.0]
+        outer.step()  # the round includes all of it
+        assert torch.equal(mine.other, theirs.other - 6)
+        fragment.join(given.replicated(), keeps=False)
+        assert fragment.pending_weight == [0.0]
+        assert torch.equal(mine.one, theirs.one)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_error_feedback_holds_goes_with_the_steps(keeps):
+    model = Weights()
+    with OuterLoop(model, sparse_loco(2), SoloGroup()) as outer:
+        (fragment,) = outer._rounds.replica.fragments
+        (residual,) = fragment.weights.rows()["residual"]
+        residual.fill_(3.0)
+        fragment.join(fragment.replicated(), keeps)
+        assert bool((residual == 3.0 * keeps).all())
