@@ -19,6 +19,7 @@ from farflung.base.words import counted, in_bytes, in_rate, in_seconds
 from farflung.config.outer import FEW_ROUNDS
 from farflung.config.setting import BOTH_SPELLINGS
 from farflung.cost.evidence import TESTS
+from farflung.cost.meeting import Meeting, Prices
 from farflung.cost.methods import Row, Rows
 from farflung.cost.model import Cost, Run, cost_of, needed_bandwidth
 from farflung.cost.units import parse_count, parse_rate, parse_seconds
@@ -33,14 +34,26 @@ _EXAMPLE = "farflung plan --parameters 124M --step_seconds 0.5 --bandwidth 1Gbit
 class Forecast:
     """The costs of the methods in one run, best first."""
 
-    def __init__(self, settings: Mapping[str, Any], steps: int, bucket_bytes: int | None, utilization: float) -> None:
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        steps: int,
+        bucket_bytes: int | None,
+        utilization: float,
+        meeting: Meeting | None = None,
+    ) -> None:
         """Forecast `steps` steps of `Run(**settings)`; buckets are each method's own by default."""
         self.run = Run(**settings)
+        self.meeting = meeting  # where replicas meet, if not with each other
         rows = Rows(self.run, steps, utilization, bucket_bytes)
         self.rows = rows.chosen
         self.costs = tuple(cost_of(self.run, row.method) for row in self.rows)  # in the same order
         self.utilization = utilization  # from which on a method counts as fast enough
         self.steps = steps  # of the whole run
+        if not rows.chosen:
+            raise ConfigError(
+                f"{counted(steps, 'step')} are too few for rounds at --meet. Train for more, or without it."
+            )
         self.left_out = rows.left_out  # methods with which so many steps would be too few rounds
 
     def show(self, as_json: bool) -> None:
@@ -51,6 +64,8 @@ class Forecast:
         from rich.console import Console  # where a help text or a question is all, it isn't needed
 
         Console().print(self.table())
+        if self.meeting is not None:
+            Console().print(self.address_table(self.meeting))
         width = max(len(row.method.name) for row in self.rows)
         click.echo("\nFlags of `farflung launch`:")
         for row in self.rows:
@@ -64,7 +79,10 @@ class Forecast:
         if row.script:
             click.echo(f"In the script: {row.script}")
         flags = f"{row.flags} " if row.flags else ""
-        click.echo(f"farflung launch --num_processes {self.run.replicas} {flags}train.py")
+        start = f"--num_processes {self.run.replicas}"
+        if self.meeting is not None:
+            start = f"--elastic 1:{self.run.replicas} {self.meeting.flag}"
+        click.echo(f"farflung launch {start} {flags}train.py")
 
     def suffices(self, cost: Cost) -> bool:
         return cost.utilization >= self.utilization
@@ -107,8 +125,9 @@ class Forecast:
                     "bandwidth_needed_bps": needed if needed < math.inf else None,
                     "bytes_sent_per_step": cost.bytes_sent_per_step,
                     "bytes_sent_per_round": cost.bytes_sent_per_round,
-                    "bytes_received_per_round": cost.bytes_sent_per_round,
+                    "bytes_received_per_round": cost.bytes_received_per_round,
                     "memory": asdict(cost.memory) | {"total": cost.memory.total},
+                    "meet": self.meeting and asdict(self.meeting.traffic(self.run, cost, self.steps)),
                 }
             )
         best = self.rows[0].method.name if self.suffices(self.costs[0]) else None
@@ -128,10 +147,14 @@ class Forecast:
 
         run = self.run
         who = f"{counted(run.replicas, 'replica')}, {run.parameters:,} parameters"
+        line = (
+            f"{in_seconds(run.latency_s)} one way"
+            if run.request_s is None
+            else f"{in_seconds(run.request_s)} a request"
+        )
         table = Table(
             Column("method", no_wrap=True),
-            title=f"{who}, {in_seconds(run.step_s)} per step; "
-            f"{in_rate(run.bandwidth_bps)}, {in_seconds(run.latency_s)} one way",
+            title=f"{who}, {in_seconds(run.step_s)} per step; {in_rate(run.bandwidth_bps)}, {line}",
             box=box.SIMPLE_HEAD,
             padding=(0, 1, 0, 0),
             pad_edge=False,
@@ -155,6 +178,28 @@ class Forecast:
             "between rounds, in brackets, is chosen for this line. Gain kept: the share of DDP's gain over a replica "
             f"that trains alone, {TESTS}; yours will differ. Bytes are per replica; memory is what the method needs on "
             "top of training itself."
+        )
+        return table
+
+    def address_table(self, meeting: Meeting) -> Table:
+        """Lay out what each method asks of the address where replicas meet."""
+        from rich import box
+        from rich.table import Table
+
+        table = Table(title=f"at {meeting.address}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        table.add_column("method", no_wrap=True)
+        for heading in ("writes", "reads", "written", "read", "stored", "USD"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for cost in self.costs:
+            one = meeting.traffic(self.run, cost, self.steps)
+            amounts = (one.bytes_written_per_round, one.bytes_read_per_round, one.bytes_stored)
+            usd = "" if one.usd is None else f"{one.usd:,.2f}"
+            writes = f"{one.writes_per_round + one.records_per_round:,.4g}"
+            table.add_row(cost.method.name, writes, f"{one.reads_per_round:,.4g}", *map(in_bytes, amounts), usd)
+        table.caption = (
+            "Writes, reads and bytes are those of a replica in one round, stored is what all replicas have there at "
+            f"most, and USD is for all of them in {counted(self.steps, 'step')}, if --prices are given. Looks for "
+            "values of slower replicas come on top."
         )
         return table
 
@@ -226,6 +271,17 @@ class _NamesAllMissing(click.Command):
 @click.option("--replicas", default=2, type=_FROM_ONE, help="Number of replicas.")
 @click.option("--layers", default=24, type=_FROM_ONE, help="Number of the model's layers.")
 @click.option("--bucket", metavar="SIZE", help="Bucket size, counted in fp32: 64MiB. [each method's own default]")
+@click.option(
+    "--meet", metavar="FORM", help="Replicas meet at an address (`launch --meet`): folder, s3, gs, az, or the address."
+)
+@click.option("--request", metavar="TIME", help="With --meet: duration of a request. [50ms; folder: 5ms]")
+@click.option(
+    "--prices",
+    nargs=4,
+    type=float,
+    metavar="WRITES READS MOVED STORED",
+    help="With --meet, in USD: for 1,000 writes, 1,000 reads, a GB that is read, and a GB stored for a month.",
+)
 @click.option("--utilization", default=0.9, help="Share of the time spent computing that counts as fast enough.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table, in bytes, bits and seconds.")
 @click.option("--picture", metavar="FILE", help="Plot utilization against bandwidth to this PNG file.")
@@ -238,6 +294,9 @@ def plan(
     replicas: int,
     layers: int,
     bucket: str | None,
+    meet: str | None,
+    request: str | None,
+    prices: tuple[float, float, float, float] | None,
     utilization: float,
     as_json: bool,
     picture: str | None,
@@ -255,8 +314,13 @@ def plan(
         "bandwidth_bps": parse_rate(bandwidth, "--bandwidth"),
         "latency_s": parse_seconds(latency, "--latency"),
     }
+    if meet is None and (request is not None or prices is not None):
+        raise ConfigError("--request and --prices are of an address where replicas meet: give --meet too.")
+    meeting = None if meet is None else Meeting(meet, None if prices is None else Prices(*prices))
+    if meeting is not None:
+        settings["request_s"] = meeting.request_s if request is None else parse_seconds(request, "--request")
     bucket_bytes = None if bucket is None else num_bytes(bucket, "--bucket")
-    forecast = Forecast(settings, parse_count(steps, "--steps"), bucket_bytes, utilization)
+    forecast = Forecast(settings, parse_count(steps, "--steps"), bucket_bytes, utilization, meeting)
     forecast.show(as_json)
     if picture is not None:
         forecast.draw(Path(picture))

@@ -105,7 +105,8 @@ class Rows:
         longest = min(steps // FEW_ROUNDS, _LONGEST)
         enough = [kind for kind in kinds if min(GAIN_KEPT[kind.name]) <= longest]
         self.left_out = tuple(kind.name for kind in kinds if kind not in enough)
-        rows = [*_gradients(bucket_bytes), *(self._best(kind, longest) for kind in enough)]
+        gradients = _gradients(bucket_bytes) if run.is_direct else ()  # an address takes rounds alone
+        rows = [*gradients, *(self._best(kind, longest) for kind in enough)]
         self.chosen = tuple(sorted(rows, key=self._order))
 
     def suffices(self, row: Row) -> bool:

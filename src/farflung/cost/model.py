@@ -46,12 +46,20 @@ class Run:
     bandwidth_bps: float  # bits a second of each replica's line, each way at the same time; `math.inf` for no limit
     latency_s: float = 0.0  # seconds from one replica to another, one way: half of what `ping` shows
     island_size: int = 1  # ranks that train one replica; of several, each keeps a round until all of them have it
+    # Seconds of a request, where replicas meet at an address (`meeting.py`); `latency_s` has no effect then.
+    request_s: float | None = None
 
     def __post_init__(self) -> None:
         _check_counts(self, parameters=1, layers=1, replicas=1, island_size=1)
         check_number("step_s", self.step_s, above=0)
         check_number("bandwidth_bps", self.bandwidth_bps, above=0, finite=False)
         check_number("latency_s", self.latency_s, least=0)
+        check_number("request_s", self.request_s or 0, least=0)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether replicas are connected with each other."""
+        return self.request_s is None
 
 
 @dataclass(frozen=True)
@@ -124,7 +132,8 @@ class Cost:
     method: Method
     seconds_per_step: float  # on the average over a round
     utilization: float  # the share of the time in which it computes
-    bytes_sent_per_round: float  # in `Method.every` steps, without votes and the network's own headers; as many come in
+    bytes_sent_per_round: float  # in `Method.every` steps, without votes and the network's own headers
+    bytes_received_per_round: float  # as many, except from an address, which has all that the others wrote
     bytes_near_per_round: float  # those of the sent ones that stay among neighbours
     memory: Memory
 
@@ -142,9 +151,12 @@ def cost_of(run: Run, method: Method) -> Cost:
     seconds = run.step_s + _exposed_s(run, method) / method.every
     # In a ring, and among pairs, each replica passes on as much as it gets.
     far = copies(method.exchange, run.replicas) * method.bits + copies("reduced", run.replicas) * method.state_bits
+    if not run.is_direct:
+        far = (run.replicas > 1) * (method.bits + method.state_bits)
     near = run.parameters / 8 * _near_bits(run, method)
     travels = run.parameters / 8 * far + near
-    return Cost(method, seconds, run.step_s / seconds, travels, near, _memory(run, method))
+    came = travels if run.is_direct else (run.replicas - 1) * travels
+    return Cost(method, seconds, run.step_s / seconds, travels, came, near, _memory(run, method))
 
 
 def needed_bandwidth(run: Run, method: Method, utilization: float) -> float:
@@ -176,6 +188,13 @@ def copies(exchange: Exchange, replicas: int) -> float:
     return hops(exchange, replicas) / (replicas if exchange == "reduced" else 1)
 
 
+def num_collectives(run: Run, method: Method) -> int:
+    """Return how many collectives a round has at an address, with votes and words that all has arrived."""
+    layers = [len(range(fragment, run.layers, method.fragments)) for fragment in range(method.fragments)]
+    buckets = sum(_num_buckets(method, run.parameters * count / run.layers) for count in layers)
+    return buckets + 2 * method.fragments + _num_buckets(method, run.parameters * bool(method.state_bits))
+
+
 def hops(exchange: Exchange, replicas: int) -> int:
     """How many messages follow one another in a collective."""
     if exchange == "reduced":
@@ -188,17 +207,17 @@ def _exposed_s(run: Run, method: Method) -> float:
     if run.replicas == 1:
         return 0.0
     busy, stalls = 0.0, 0.0
-    meeting_s = hops("gathered", run.replicas) * run.latency_s
+    meeting_s = _turn_s(run, "gathered")
     hidden = (method.delay + (_BACKWARD if method.during_backward else 0)) * run.step_s
     for fragment in range(method.fragments):
-        end = method.voted * meeting_s
+        end = (method.voted or not run.is_direct) * meeting_s
         for ready, seconds in _transfers(run, method, fragment):
             end = max(end, ready) + seconds
             busy += seconds
-        end += method.confirmed * (run.replicas > 2) * meeting_s
+        end += method.confirmed * (run.replicas > 2 or not run.is_direct) * meeting_s
         stalls += max(0.0, end - hidden)
     averaging = _waits(run, method, "reduced", run.parameters * bool(method.state_bits))
-    averaging += copies("reduced", run.replicas) * run.parameters * method.state_bits / run.bandwidth_bps
+    averaging += _passes(run, "reduced") * run.parameters * method.state_bits / run.bandwidth_bps
     # Fragments that fly at the same time share one line: a round lasts as long as it is busy, at least.
     return max(stalls, busy - method.every * run.step_s) + averaging
 
@@ -222,14 +241,29 @@ def _seconds(run: Run, method: Method, num_layers: int) -> float:
     """How long the values of some layers take from one replica's memory to all others'."""
     values = run.parameters * num_layers / run.layers
     waiting = _waits(run, method, method.exchange, values)
-    sending = copies(method.exchange, run.replicas) * values * method.bits / run.bandwidth_bps
+    sending = _passes(run, method.exchange) * values * method.bits / run.bandwidth_bps
     wires = run.replicas if method.exchange == "gathered" else 1
     return waiting + sending + values * (method.encode_s + wires * method.decode_s)
 
 
 def _waits(run: Run, method: Method, exchange: Exchange, values: float) -> float:
-    turns = math.ceil(_FP32 * values / method.bucket_bytes / _UNDER_WAY)
-    return turns * hops(exchange, run.replicas) * run.latency_s
+    under_way = _UNDER_WAY if run.is_direct else 1
+    turns = math.ceil(_FP32 * values / method.bucket_bytes / under_way)
+    return turns * _turn_s(run, exchange)
+
+
+def _turn_s(run: Run, exchange: Exchange) -> float:
+    """Seconds of a collective without its bytes: at an address a write, and a read of each other replica's share."""
+    return hops(exchange, run.replicas) * run.latency_s if run.request_s is None else run.replicas * run.request_s
+
+
+def _passes(run: Run, exchange: Exchange) -> float:
+    """How often a payload is on a replica's line: at an address its own, and then those of the others."""
+    return copies(exchange, run.replicas) if run.is_direct else run.replicas
+
+
+def _num_buckets(method: Method, values: float) -> int:
+    return math.ceil(_FP32 * values / method.bucket_bytes)
 
 
 def _near_bits(run: Run, method: Method) -> float:
@@ -253,8 +287,9 @@ def _memory(run: Run, method: Method) -> Memory:
         flying = min(fragment, _UNDER_WAY * method.bucket_bytes)
     if run.island_size > 1:
         in_buffers = everything
-    wires = run.replicas if method.exchange == "gathered" else 1
-    encoded = flying * method.bits / 32 * wires if method.bits < 32 or method.exchange == "gathered" else 0.0
+    is_gathered = method.exchange == "gathered" or not run.is_direct
+    wires = run.replicas if is_gathered else 1
+    encoded = flying * method.bits / 32 * wires if method.bits < 32 or is_gathered else 0.0
     return Memory(
         anchor=everything * method.anchor,
         outer_state=everything * method.outer_state,

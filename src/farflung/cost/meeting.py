@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What replicas that meet at an address ask of it: requests, bytes and money.
+
+Each collective is one share of each of M replicas: it is written once, and read by the M - 1 others, one after the
+other. So a fragment in b buckets takes b + 2 collectives, as a vote comes before it and a word that all has arrived
+after it.
+
+    writes = b + 2;  reads = (M - 1) (b + 2)         of a replica, for one fragment
+    t      = M (b + 2) * request + M * payload / bandwidth
+
+Looks for a share that is not there yet come on top: as many as there are pauses in the wait for slower replicas.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from farflung.base.checks import check_number, check_word
+from farflung.cost.model import Cost, Run, num_collectives
+
+_MONTH_S = 30 * 86_400.0
+_GB = 1e9
+
+
+class _Form(NamedTuple):
+    scheme: str
+    request_s: float  # by default
+    sign_s: float  # between two signs of life of a launcher
+
+
+FORMS = {
+    "folder": _Form("file", 0.005, 0.5),
+    "s3": _Form("s3", 0.05, 10.0),
+    "gs": _Form("gs", 0.05, 10.0),
+    "az": _Form("az", 0.05, 10.0),
+}
+
+
+class Prices(NamedTuple):
+    """US dollars."""
+
+    writes: float  # for 1,000 requests, also those that list keys
+    reads: float  # for 1,000 requests
+    moved: float  # for a GB that is read
+    stored: float  # for a GB in a month
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a method asks of the address."""
+
+    writes_per_round: float  # by one replica, in the `Method.every` steps in which each fragment is exchanged once
+    reads_per_round: float
+    records_per_round: float  # signs of life of its launcher, and its part of the looks for newcomers
+    bytes_written_per_round: float
+    bytes_read_per_round: float
+    bytes_stored: float  # of all replicas, at most
+    usd: float | None  # of all replicas, in the whole run; None without prices
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """An address at which replicas meet.
+
+    Args:
+        address: one of `FORMS`, or an address that begins with a scheme of theirs.
+        prices: None: unknown.
+
+    Raises:
+        ConfigError: there is no such form, or a price is below zero.
+    """
+
+    address: str
+    prices: Prices | None = None
+
+    def __post_init__(self) -> None:
+        check_word("--meet", self._form, FORMS)
+        for name, price in (self.prices or Prices(0, 0, 0, 0))._asdict().items():
+            check_number(f"--prices: {name}", price, least=0)
+
+    @property
+    def _form(self) -> str:
+        scheme, is_address, _ = self.address.partition("://")
+        return next((name for name, one in FORMS.items() if is_address and one.scheme == scheme), self.address)
+
+    @property
+    def request_s(self) -> float:
+        """How long a request takes, by default."""
+        return FORMS[self._form].request_s
+
+    @property
+    def flag(self) -> str:
+        """The flag of `farflung launch` that names it."""
+        form = FORMS.get(self.address)
+        path = "/shared/run" if self.address == "folder" else "bucket/run"
+        return f"--meet {self.address if form is None else f'{form.scheme}://{path}'}"
+
+    def traffic(self, run: Run, cost: Cost, steps: int) -> Traffic:
+        """Return what a run of so many steps asks, where one replica sends nothing."""
+        method, others = cost.method, run.replicas - 1
+        writes = float(num_collectives(run, method)) if others else 0.0
+        round_s, rounds = method.every * cost.seconds_per_step, steps / method.every
+        records = round_s / FORMS[self._form].sign_s + method.fragments / run.replicas
+        written, read = cost.bytes_sent_per_round, cost.bytes_received_per_round
+        # A share is deleted once its author sees that all have read it, in the round after its own.
+        flying = 1 + max(1, math.ceil(method.delay * method.fragments / method.every))
+        stored = min(flying, method.fragments + 1) * run.replicas * written / method.fragments
+        usd = None
+        if self.prices is not None:
+            requests = (writes + records) * self.prices.writes + writes * others * self.prices.reads
+            a_round = requests / 1000 + read / _GB * self.prices.moved
+            kept = stored / _GB * self.prices.stored * steps * cost.seconds_per_step / _MONTH_S
+            usd = run.replicas * rounds * a_round + kept
+        return Traffic(writes, writes * others, records, written, read, stored, usd)

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What replicas that meet at an address ask of it: the forecast is what a run in a folder counts."""
+
+import json
+import re
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from farflung.base.errors import ConfigError
+from farflung.comm.folder import FolderBoard, FolderTransport
+from farflung.comm.member_store import LauncherNotes
+from farflung.cost import forecast
+from farflung.cost.meeting import Meeting, Prices
+from farflung.cost.model import Method, Run, cost_of
+from farflung.cost.recipes import method_of
+from farflung.outer import OuterLoop, diloco, local_sgd, sparse_loco, streaming_diloco
+from farflung.outer.elastic import Elastic
+from farflung.testing.patience import patience
+
+SHARE = re.compile(r"/c0[^/]*/\d+\.\d+$")
+ASKED = Counter()
+LOCK = threading.Lock()
+
+
+def note(what, key, size):
+    if SHARE.search(key):
+        with LOCK:
+            ASKED.update({what: 1, f"{what} bytes": size})
+
+
+class CountingBoard(FolderBoard):
+    """Counts the shares that are written, and those that are read."""
+
+    def write(self, key, parts, is_new=False):
+        super().write(key, parts, is_new)
+        note("writes", self.prefix + key, memoryview(parts[-1]).nbytes)
+
+    def read(self, key, act):
+        size = 0
+
+        def counted(file, *more):
+            nonlocal size
+            found = act(file, *more)
+            size = file.tell()
+            return found
+
+        found = super().read(key, counted)
+        if found is not None:
+            note("reads", self.prefix + key, size)
+        return found
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4096, 1, bias=False) for _ in range(4)])
+
+
+def asked_of_a_folder(folder, recipe, replicas, steps, bucket_bytes):
+    """Train that many steps; return what was asked in that time."""
+    folder.mkdir()
+    ASKED.clear()
+    notes = LauncherNotes(FolderTransport(folder).board)
+    members = [notes.enroll(f"replica {name}") for name in range(replicas)]
+
+    def train(member):
+        transport = FolderTransport(folder)
+        transport.board = CountingBoard(str(folder))
+        membership, model = Elastic(transport, member, expected=replicas, grace_s=patience(60)), Layers()
+        outer = OuterLoop(model, recipe, membership=membership, bucket_bytes=bucket_bytes)
+        for _ in range(steps):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= member
+            outer.step()
+        outer.close()
+
+    with ThreadPoolExecutor(replicas) as pool:
+        list(pool.map(train, members))
+    return Counter(ASKED)
+
+
+RECIPES = {
+    "diloco": diloco(4),
+    "local_sgd": local_sgd(4),
+    "streaming": streaming_diloco(4, 2, delay=1, codec="int8"),
+    "sparse": sparse_loco(4),
+}
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_requests_of_a_round_are_those_of_a_run_in_a_folder(name, replicas, tmp_path):
+    """Of shares all, none more and none fewer; in bytes up to 3 % and 1 kB for each of the votes."""
+    recipe, bucket_bytes, rounds = RECIPES[name], 4 * 4096, 6
+    # What begins and ends a run is the same in both.
+    fewer, more = (
+        asked_of_a_folder(tmp_path / str(steps), recipe, replicas, steps, bucket_bytes) for steps in (8, 8 + 4 * rounds)
+    )
+    run = Run(4 * 4096, 4, 0.01, replicas, 1e9, request_s=0.001)
+    method = method_of(recipe, run.parameters, name=name, bucket_bytes=bucket_bytes)
+    traffic = Meeting("folder").traffic(run, cost_of(run, method), 1000)
+    assert more["writes"] - fewer["writes"] == rounds * replicas * traffic.writes_per_round
+    assert more["reads"] - fewer["reads"] == rounds * replicas * traffic.reads_per_round
+    written = (more["writes bytes"] - fewer["writes bytes"]) / rounds / replicas
+    votes = 1000 * 2 * method.fragments
+    assert traffic.bytes_written_per_round <= written <= 1.03 * traffic.bytes_written_per_round + votes
+    read = (more["reads bytes"] - fewer["reads bytes"]) / rounds / replicas
+    headers = 300 * traffic.reads_per_round
+    assert (
+        traffic.bytes_read_per_round <= read <= 1.03 * traffic.bytes_read_per_round + (replicas - 1) * votes + headers
+    )
+
+
+METHOD = Method("plain", every=10, confirmed=True, bucket_bytes=4 * 10**5)
+RUN = Run(10**6, 1, 1.0, 4, 8e6, request_s=0.05)
+
+
+def test_a_round_at_an_address_takes_its_requests_and_all_payloads_one_after_the_other():
+    cost = cost_of(RUN, METHOD)
+    collectives = 10 + 2
+    assert cost.seconds_per_step == pytest.approx(1 + (4 * collectives * 0.05 + 4 * 4.0) / 10)
+    assert cost.bytes_sent_per_round == 4e6
+    assert cost.bytes_received_per_round == 12e6
+    hidden = cost_of(RUN, Method("late", every=40, delay=40, confirmed=True, bucket_bytes=4 * 10**5))
+    assert hidden.utilization == 1.0
+
+
+def test_money_is_requests_bytes_moved_and_bytes_kept():
+    cost = cost_of(RUN, METHOD)
+
+    def usd(*prices):
+        return Meeting("s3", Prices(*prices)).traffic(RUN, cost, 1000).usd
+
+    traffic = Meeting("s3").traffic(RUN, cost, 1000)
+    assert traffic.usd is None
+    assert traffic.records_per_round == pytest.approx(10 * cost.seconds_per_step / 10 + 1 / 4)
+    rounds = 100
+    assert usd(1, 0, 0, 0) == pytest.approx(4 * rounds * (12 + traffic.records_per_round) / 1000)
+    assert usd(0, 1, 0, 0) == pytest.approx(4 * rounds * 36 / 1000)
+    assert usd(0, 0, 1, 0) == pytest.approx(4 * rounds * 12e6 / 1e9)
+    assert usd(0, 0, 0, 1) == pytest.approx(traffic.bytes_stored / 1e9 * 1000 * cost.seconds_per_step / (30 * 86400))
+    assert usd(1, 2, 3, 4) == pytest.approx(sum(usd(*[n * (n == k) for n in (1, 2, 3, 4)]) for k in (1, 2, 3, 4)))
+
+
+PLAN = ["--parameters", "124M", "--steps", "20k", "--step_seconds", "0.5", "--bandwidth", "1Gbit", "--replicas", "4"]
+
+
+def planned(*arguments):
+    return CliRunner().invoke(forecast.plan, [*PLAN, *arguments], catch_exceptions=False)
+
+
+def test_plan_shows_what_the_address_is_asked_and_the_line_that_meets_there():
+    found = json.loads(planned("--meet", "s3", "--json").output)
+    assert found["run"]["request_s"] == 0.05
+    assert all(row["meet"]["usd"] is None for row in found["methods"])
+    assert not any(row["method"].startswith("DDP") for row in found["methods"])
+    plain = json.loads(planned("--json").output)
+    assert all(row["meet"] is None for row in plain["methods"])
+    prices = ("--prices", "0.005", "0.0004", "0.09", "0.023")
+    shown = planned("--meet", "s3://mine/run7", "--request", "10ms", *prices).output
+    assert "10 ms a request" in shown
+    assert "at s3://mine/run7" in shown
+    assert max(map(len, shown.split("Flags of")[0].splitlines())) <= 80
+    assert "farflung launch --elastic 1:4 --meet s3://mine/run7 --outer" in shown
+    assert "--meet file:///shared/run --outer" in planned("--meet", "folder").output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--meet", "ftp"], "--meet"),
+        (["--meet", "ftp://there"], "--meet"),
+        (["--meet", "s3", "--prices", "1", "-1", "0", "0"], "--prices: reads"),
+        (["--meet", "s3", "--request", "soon"], "--request"),
+        (["--request", "10ms"], "give --meet too"),
+    ],
+)
+def test_what_can_t_be_is_refused(arguments, why):
+    with pytest.raises(ConfigError, match=why):
+        planned(*arguments)
