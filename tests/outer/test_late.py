@@ -136,6 +136,8 @@ OUT = {
     "nothing applied": ([Record(2, 1, (1,), common={5: 0})], True),
     "the vote never came": ([Record(2, 1, (1,)), Record(3, 1, (1, 4), (4,), past=9)], True),
     "a bucket applied": ([Record(2, 1, (1,), common={5: 1})], False),
+    "the others have closed it": ([Record(2, 1, (1,), common={6: 0}, ended=7)], False),
+    "the others had it open": ([Record(2, 1, (1,), common={5: 0}, ended=6)], True),
     "it is the odd one": ([Record(2, 1, (1,), odd=(2,))], False),
     "it posted, and was stopped then": ([Record(2, 1, (1, 2), common={5: 2}), Record(3, 1, (1,))], False),
     "a newcomer came after the vote": ([Record(2, 1, (1, 2, 4), (4,), past=6), Record(3, 1, (1, 4))], False),

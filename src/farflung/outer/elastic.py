@@ -210,7 +210,8 @@ class Elastic:
         def find() -> bool:
             number = 0 if self.record is None else self.record.number
             while (record := self.peers.members.record_of(number := number + 1)) is not None:
-                if any(vote < record.past or record.common.get(vote, 0) for vote in votes):
+                ended = max(record.past, record.ended)
+                if any(record.common.get(vote, vote < ended) for vote in votes):
                     return False
                 if self.member not in record.ids:
                     return self.member not in record.odd

@@ -101,7 +101,9 @@ def decide(record: Record, member: int, posts: Mapping[int, Post], absent: Mappi
         common[vote] = ALL if has_passed else min(has)
     odd = {one: why for one, why in odd.items() if one not in ids}
     lost = {**absent, **odd}
-    return Record(record.number + 1, member, ids, common=common, lost=lost, odd=tuple(odd), is_fresh=not have)
+    ended = max(posts[one].votes for one in ids)
+    number, is_fresh = record.number + 1, not have
+    return Record(number, member, ids, common=common, lost=lost, odd=tuple(odd), is_fresh=is_fresh, ended=ended)
 
 
 def _absent_holders(
