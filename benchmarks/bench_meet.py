@@ -98,15 +98,15 @@ def main() -> None:
     chosen = parser.parse_args()
     shares, rows = [], []
     machines = Apart(chosen.megabits)
-    with tempfile.TemporaryDirectory() as folder, two_machines(machines):
-        with s3_server("0.0.0.0", ("ip", "netns", "exec", machines.spaces[2])) as port:
-            for number in range(chosen.runs):
-                alone = run(machines, Path(folder), port, "", chosen)
-                together = run(machines, Path(folder), port, f"s3://{BUCKET}/run{number}", chosen)
-                assert together[0]["digest"] == together[1]["digest"], "the replicas have different weights"
-                shares.append(max(one["seconds"] for one in alone) / max(one["seconds"] for one in together))
-                rows.append(together[0])
-                print(f"{shares[-1]:.3f} {alone} {together}", flush=True)
+    serving = s3_server("0.0.0.0", ("ip", "netns", "exec", machines.spaces[2]))
+    with tempfile.TemporaryDirectory() as folder, two_machines(machines), serving as port:
+        for number in range(chosen.runs):
+            alone = run(machines, Path(folder), port, "", chosen)
+            together = run(machines, Path(folder), port, f"s3://{BUCKET}/run{number}", chosen)
+            assert together[0]["digest"] == together[1]["digest"], "the replicas have different weights"
+            shares.append(max(one["seconds"] for one in alone) / max(one["seconds"] for one in together))
+            rows.append(together[0])
+            print(f"{shares[-1]:.3f} {alone} {together}", flush=True)
     report(
         "what share of the throughput without an exchange do replicas have that meet in a bucket?",
         {

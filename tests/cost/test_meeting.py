@@ -71,7 +71,7 @@ def asked_of_a_folder(folder, recipe, replicas, steps, bucket_bytes):
 
     def train(member):
         transport = FolderTransport(folder)
-        transport.board = CountingBoard(str(folder))
+        transport.board = CountingBoard(str(folder), path=str(folder))
         membership, model = Elastic(transport, member, expected=replicas, grace_s=patience(60)), Layers()
         outer = OuterLoop(model, recipe, membership=membership, bucket_bytes=bucket_bytes)
         for _ in range(steps):

@@ -17,12 +17,6 @@ from tests.outer.elastic_run import EVERY, START, ElasticRun
 from tests.outer.test_elastic_laws import Members, needs
 
 
-@pytest.fixture(params=["store", "folder"])
-def folder(request, tmp_path):
-    """The folder in which replicas meet; None: they meet at a store."""
-    return tmp_path if request.param == "folder" else None
-
-
 def rounds_of(said, first):
     """The rounds of a member that took part in all, each with the steps of a member since the one before."""
     before = 0
@@ -54,10 +48,10 @@ def check_each_round(said, moves):
 @pytest.mark.ranks
 @pytest.mark.law("late-is-not-lost")
 @pytest.mark.parametrize("phase", ["local step", "vote", "landing"])
-def test_the_steps_of_a_stopped_replica_count_in_the_next_round(phase, folder):
+def test_the_steps_of_a_stopped_replica_count_in_the_next_round(phase, address):
     """It is stopped before the others have got any of its values, or once all know that they have all of them."""
     at = 4 * EVERY + 2 if phase == "local step" else 5
-    with ElasticRun(folder=folder, expected=2, grace_s=0.5) as run:
+    with ElasticRun(address=address, expected=2, grace_s=0.5) as run:
         first = run.start(0)
         late = run.start(1, dies=(phase, at, stop), moves=3)
         run.until(lambda: any("replica 1 is out" in event for event in run.events))
@@ -76,8 +70,8 @@ def test_the_steps_of_a_stopped_replica_count_in_the_next_round(phase, folder):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("phase", ["arrival", "confirmation"])
-def test_steps_that_others_may_have_applied_are_not_sent_again(phase, folder):
-    with ElasticRun(folder=folder, expected=2, grace_s=0.5) as run:
+def test_steps_that_others_may_have_applied_are_not_sent_again(phase, address):
+    with ElasticRun(address=address, expected=2, grace_s=0.5) as run:
         first = run.start(0)
         late = run.start(1, dies=(phase, 5, stop), moves=3)
         run.until(lambda: any("replica 1 is out" in event for event in run.events))
@@ -105,8 +99,8 @@ def test_late_replicas_agree_with_the_others_where_rounds_overlap_with_training(
 
 @pytest.mark.ranks
 def test_with_rounds_by_time_a_replica_three_times_slower_is_never_late(tmp_path):
-    grace_s = patience(4.0)
-    with ElasticRun(folder=tmp_path, recipe=edit(seconds=0.3), step_s=0.01, expected=2, grace_s=grace_s) as run:
+    options = {"expected": 2, "grace_s": patience(4.0)}
+    with ElasticRun(address=tmp_path.as_uri(), recipe=edit(seconds=0.3), step_s=0.01, **options) as run:
         fast, slow = run.start(0), run.start(1, slower=3)
         run.until(lambda: sum("round" in one and one["member"] == slow for one in list(run.said)) >= 4, 60.0)
         rounds = [one["weights"] for one in list(run.said) if "round" in one]  # before one of them has no more to do

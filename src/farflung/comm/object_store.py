@@ -147,7 +147,7 @@ class BucketBoard(ObjectBoard):
         return super().ask(translated)
 
     def _parts(self, key: str, first: Buffer, size: int) -> Iterator[Buffer]:
-        """Return the bytes of an object, the first of which have come."""
+        """Return the bytes of an object, given those that have come already."""
         yield first
         name = self.name(key)
         starts = range(_SMALL, size, _PART)
