@@ -2,7 +2,7 @@
 """How much of the time do replicas compute that meet in a bucket, and have no other way to each other?
 
 Two machines made of namespaces, each with a line of 20 Mbit/s to a third one that serves S3 (moto) and forwards
-nothing. The same steps are timed in turns: by two replicas that send nothing, and by two that train together. Needs root.
+nothing. The same steps are timed in turns: by replicas that send nothing, and by two that train together. Needs root.
 
 python benchmarks/bench_meet.py [--megabits 20] [--size small] [--steps 400] [--runs 3] [--codec int4]
     [--recipe streaming_diloco] [--every 32] [--write]
