@@ -257,6 +257,35 @@ def test_launchers_of_the_same_line_meet_at_an_address_and_outlive_the_first_one
             assert (second.ended(), back.ended()) == (0, 0)
 
 
+@pytest.mark.parametrize("kind", ["folder", "bucket"])
+@pytest.mark.usefixtures("warm")
+def test_a_run_whose_launcher_and_replicas_were_all_killed_goes_on_with_the_same_line(farflung, home, kind, request):
+    (home / "train.py").write_text(TRAINS)
+    where = f"file://{home}/run" if kind == "folder" else request.getfixturevalue("bucket")
+    line = "--elastic", "2:4", "--meet", where, "--heartbeat_s", "1", "--grace_s", "1", "--state_every", "4", "train.py"
+    nothing = farflung("checkpoint", "pull", where, "model.safetensors")
+    assert nothing.returncode == 2
+    assert re.search(r"Nothing can be pulled from \S+. No state was written there yet|can't meet in", nothing.stderr)
+    with Launcher(*line) as first:
+        first.printed("training begins with 2 replicas")
+        until(lambda: (home / "at").exists() and int((home / "at").read_text() or 0) > 40)
+        pulled = farflung("checkpoint", "pull", where, "model.safetensors")
+        assert re.fullmatch(r"model.safetensors has 2 tensors after step \d+\n", pulled.stdout), pulled.stderr
+        os.kill(first.process.pid, signal.SIGKILL)
+        for one in psutil.process_iter(["cmdline"]):
+            if "train.py" in (one.info["cmdline"] or []) and one.cwd() == str(home):
+                one.kill()
+    (home / "at").unlink()
+    with Launcher(*line) as again:
+        found = again.printed(
+            r"training goes on with 2 replicas from the state at step (\d+), (\w+) (later )?rounds? lost"
+        )
+        assert int(found[1]) > 20
+        until(lambda: (home / "at").exists() and int((home / "at").read_text() or 0) > int(found[1]) + 10)
+        (home / "last").write_text("1")
+        assert again.ended() == 0
+
+
 @pytest.mark.usefixtures("warm")
 def test_launchers_of_the_same_line_meet_at_a_port_that_the_first_of_them_serves(home):
     (home / "train.py").write_text(TRAINS)

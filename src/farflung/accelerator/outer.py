@@ -61,6 +61,7 @@ class AttachedLoop:
         group, island = (None, None) if membership else (mesh.replicas, mesh.island)
         if run.slots is not None and membership is not None:
             membership.data = run.slots.described()
+            membership.keep_logs(run.slots.log_names)
         self.loop = lazy.OuterLoop(whole, recipe, group, island=island, membership=membership, inner=bare)
         self.epochs: EpochTracker | None = None
         self._followed: Followed | None = None

@@ -55,6 +55,8 @@ class C10dTransport:
         patience_s: see `StoreBoard`.
     """
 
+    is_lasting = False
+
     def __init__(self, store: Store | tuple[str, int], patience_s: float = PATIENCE_S) -> None:
         given, at = (None, store) if isinstance(store, tuple) else (store, _address_of(store))
         self.board = StoreBoard(_Line(given, at), patience_s=patience_s)

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from hashlib import blake2b
 from io import BufferedReader
 from typing import Any
 
@@ -17,9 +15,9 @@ from torch import Tensor
 
 from farflung.base.errors import RankFailure, Unreachable
 from farflung.comm.board import forget
-from farflung.comm.fingerprint import bytes_of
 from farflung.comm.group import Group, Work
 from farflung.comm.objects import ObjectBoard
+from farflung.comm.packed import Damaged, packed, unpack
 from farflung.comm.threads import Task, side_by_side
 from farflung.comm.transport import Entered, Watch
 
@@ -36,6 +34,8 @@ class ObjectTransport:
         board: the objects there.
         address: the address.
     """
+
+    is_lasting = True
 
     def __init__(self, board: ObjectBoard, address: str) -> None:
         self.board, self.address = board, address
@@ -150,13 +150,10 @@ class ObjectGroup(Group):
         if x is None or not has_share:
             return number, None
         self._num_said = num_read = self._num_read()
-        header = json.dumps({**self._described(number, self.rank, x), "read": num_read}).encode()
-        plain = bytes_of(x.detach().cpu()).numpy().data
+        header, x = {**self._described(number, self.rank, x), "read": num_read}, x.detach().cpu()
 
         def write() -> None:
-            digest = blake2b(header, digest_size=16)
-            digest.update(plain)
-            self._objects.write(f"{number}.{self.rank}", [digest.hexdigest().encode(), b" ", header, b"\n", plain])
+            self._objects.write(f"{number}.{self.rank}", packed(header, [x]))
 
         return number, Task(write, "write a share", in_thread=self._board.num_at_once > 1)
 
@@ -165,25 +162,20 @@ class ObjectGroup(Group):
 
     def _take(self, number: int, rank: int, row: Tensor, file: BufferedReader, size: int) -> bool:
         """Read a share of so many bytes into `row`; RankFailure if it is not what its author has to write there."""
-        host = row if row.is_cpu else row.cpu()
-        line, plain = file.readline(_HEADER_BYTES), bytes_of(host).numpy().data
-        said, _, header = line.rstrip(b"\n").partition(b" ")
-        name = self._objects.name(f"{number}.{rank}")
+        host, num_read, expected = row if row.is_cpu else row.cpu(), 0, self._described(number, rank, row)
+
+        def memory(found: Any) -> list[Tensor]:
+            nonlocal num_read
+            num_read = found.pop("read", 0) if isinstance(found, dict) else 0
+            if found != expected or not isinstance(num_read, int):
+                raise Damaged(f"{found} instead of {expected}")
+            return [host]
+
         try:
-            found = json.loads(header)
-            num_read, expected = int(found.pop("read")), self._described(number, rank, row)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise self._failure(f"rank {rank} has written a share without a header: {name}", rank) from None
-        if found != expected or size != len(line) + len(plain):
-            what = f"{found} in {size} bytes instead of {expected}"
-            raise self._failure(f"rank {rank} has written another share than rank {self.rank} waits for: {what}", rank)
-        num_bytes = 0
-        while num_bytes < len(plain) and (count := file.readinto(plain[num_bytes:])):
-            num_bytes += count
-        digest = blake2b(header, digest_size=16)
-        digest.update(plain)
-        if digest.hexdigest().encode() != said:
-            raise self._failure(f"the share of rank {rank} is damaged, as its digest shows: {name}", rank)
+            unpack(file, size, _HEADER_BYTES, memory)
+        except Damaged as error:
+            name = self._objects.name(f"{number}.{rank}")
+            raise self._failure(f"rank {rank} has written a share that can't be used: {error} ({name})", rank) from None
         if host is not row:
             row.copy_(host)
         self._note_read(rank, num_read)

@@ -28,6 +28,16 @@ def addresses(tensors: Sequence[Tensor]) -> list[int]:
     return [local(tensor).data_ptr() for tensor in tensors]
 
 
+def part_of(tensor: Tensor) -> tuple[list[int], list[int]]:
+    """Return the shape of this rank's part of `tensor`, and where it begins in the whole one."""
+    if not is_sharded(tensor):
+        return list(tensor.shape), [0] * tensor.dim()
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # here, as it is slow to import
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
+    return list(shape), list(offset)
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether `tensor` is a DTensor."""
     return type(tensor) not in _PLAIN and hasattr(tensor, "to_local")

@@ -56,7 +56,7 @@ class StateSender:
         """
         for part, tree in parts.items():
             tensors: dict[str, Tensor] = {}
-            form = _form(tree, part, tensors)
+            form = form_of(tree, part, tensors)
             prints = {name: fingerprint(tensor) for name, tensor in tensors.items()}
             changed = {name: one.cpu() for name, one in tensors.items() if prints[name] != self._prints.get(name)}
             with self._changed:
@@ -180,7 +180,7 @@ class StateReceiver:
             while not self._over.is_set():
                 said = _receive_json(group)
                 if "forms" in said:
-                    self.state = {part: _filled(form, tensors) for part, form in said["forms"].items()}
+                    self.state = {part: filled(form, tensors) for part, form in said["forms"].items()}
                     self._over.set()
                     return
                 tensor = torch.empty(said["shape"], dtype=getattr(torch, said["dtype"]))
@@ -238,27 +238,27 @@ def _receive_json(group: Group) -> Any:
     return json.loads(encoded.numpy().tobytes())
 
 
-def _form(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+def form_of(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """Return a tree as JSON can hold it, and put its tensors into `tensors`, by name."""
     if isinstance(tree, Tensor):
         tensors[name] = tree.detach()
         return {"tensor": name}
     if isinstance(tree, dict):
-        return {"dict": [[key, _form(value, f"{name}.{key}", tensors)] for key, value in tree.items()]}
+        return {"dict": [[key, form_of(value, f"{name}.{key}", tensors)] for key, value in tree.items()]}
     if isinstance(tree, (list, tuple)):
         kind = "tuple" if isinstance(tree, tuple) else "list"
-        return {kind: [_form(value, f"{name}.{number}", tensors) for number, value in enumerate(tree)]}
+        return {kind: [form_of(value, f"{name}.{number}", tensors) for number, value in enumerate(tree)]}
     return tree
 
 
-def _filled(form: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Undo `_form`."""
+def filled(form: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Undo `form_of`."""
     if not isinstance(form, dict):
         return form
     ((kind, content),) = form.items()
     if kind == "tensor":
         return tensors[content]
     if kind == "dict":
-        return {key: _filled(value, tensors) for key, value in content}
-    children = [_filled(value, tensors) for value in content]
+        return {key: filled(value, tensors) for key, value in content}
+    children = [filled(value, tensors) for value in content]
     return tuple(children) if kind == "tuple" else children

@@ -37,7 +37,13 @@ class Watch(Protocol):
 
 
 class Transport(Protocol):
-    """The records of a run, and groups of its members."""
+    """The records of a run, and groups of its members.
+
+    Attributes:
+        is_lasting: what is written there stays when all processes have ended.
+    """
+
+    is_lasting: bool = False
 
     @property
     def board(self) -> Board:

@@ -31,7 +31,8 @@ _RENDEZVOUS_NUMBERS = (
 _RENDEZVOUS_KEYS = (*_RENDEZVOUS_NUMBERS, "is_host", "store_type")
 _FROM_1 = (
     *("num_processes", "num_machines", "gradient_accumulation_steps", "num_cpu_threads_per_process", "replicas"),
-    *("ranks_per_replica", *(f"{GRID}{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp"))),
+    *("ranks_per_replica", "state_every"),
+    *(f"{GRID}{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")),
 )
 _LEAST = dict.fromkeys(_FROM_1, 1) | dict.fromkeys(("machine_rank", "max_restarts", "main_process_port"), 0)
 _GPU = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")  # what CUDA_VISIBLE_DEVICES takes
@@ -165,6 +166,11 @@ class LaunchSettings(LayoutSettings):
     heartbeat_s: float | None = setting(
         None, "Seconds between two signs of life of a launcher, with --meet. [1 in a folder, 10 in a bucket]"
     )
+    state_every: int | None = setting(
+        None,
+        "With --meet, how many rounds may be lost if all replicas die: the state that they share is written to the "
+        "address twice as often. [10]",
+    )
     outer_options: Mapping[str, Value] = field(default_factory=dict)  # by name: `outer_*` in every other form
     debug: bool = setting(
         False,
@@ -271,6 +277,8 @@ class LaunchSettings(LayoutSettings):
             )
         if self.meet is not None and (self.main_process_ip or self.main_process_port):
             raise ConfigError("meet excludes main_process_ip and main_process_port: it says where replicas meet.")
+        if self.state_every is not None and self.meet is None:
+            raise ConfigError(f"state_every is {self.state_every}, but without --meet no state outlives the replicas.")
         if self.heartbeat_s is not None and (self.meet is None or not 0 < self.heartbeat_s < inf):
             raise ConfigError(f"heartbeat_s is {self.heartbeat_s:g}; it must be more than 0 s, and needs --meet.")
         if self.elastic is None and self.join is None:

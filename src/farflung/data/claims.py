@@ -74,6 +74,7 @@ class Claims:
     def __post_init__(self) -> None:
         self.ledger = Ledger()
         self.boards: list[SlotBoard] = []  # one for each loader
+        self.log_names: list[str] = []  # of the records of its epochs, one for each loader
         self.loops: list[Followed] = []
         self.num_steps = 0
         self.is_gone = False  # the board can't be reached any more
@@ -82,6 +83,7 @@ class Claims:
     def add_loader(self) -> tuple[int, SlotBoard]:
         """Return the number of a further loader, and the board of its slots."""
         number = len(self.boards)
+        self.log_names.append(f"data/{number}/epochs")
         self.boards.append(SlotBoard(self.board.part("data").part(str(number)), self.member))
         return number, self.boards[-1]
 

@@ -264,6 +264,8 @@ class DDPTakeover:
         module, mesh = one.local.module, one.mesh
         membership = membership_of(self._place, mesh.island)
         group, island = (None, None) if membership else (mesh.replicas, mesh.island)
+        if membership is not None and self._data.slots is not None:
+            membership.keep_logs(self._data.slots.log_names)
         with self._in_round():
             one.loop = OuterLoop(module, self._recipe, group, island=island, membership=membership, inner=optimizer)
         if membership is not None and self._data.slots is not None:

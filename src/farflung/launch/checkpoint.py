@@ -63,3 +63,14 @@ def convert(source: Path, target: Path, form: str, model: int) -> None:
     if target.exists():
         raise ConfigError(f"{target} already exists. Name another target.")
     _tools().convert(source, target, form, model)
+
+
+@click.command()
+@click.argument("address")
+@click.argument("target", type=click.Path(dir_okay=False, path_type=Path))
+def pull(address: str, target: Path) -> None:
+    """Write the newest agreed weights of the run at ADDRESS, as of `launch --meet`, to the safetensors file TARGET.
+
+    The run may be under way, or over. Reading is enough.
+    """
+    click.echo(f"{target} has {import_module('farflung.comm.saved_state').pull(address, target)}")

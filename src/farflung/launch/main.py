@@ -31,6 +31,7 @@ CHECKPOINT = {
     "verify": ("farflung.launch.checkpoint:verify", "Read every byte of checkpoints and check it."),
     "diff": ("farflung.launch.checkpoint:diff", "Show how two checkpoints differ."),
     "convert": ("farflung.launch.checkpoint:convert", "Write a checkpoint in another format."),
+    "pull": ("farflung.launch.checkpoint:pull", "Write the newest weights of an elastic run that meets at an address."),
 }
 
 ALIASES = {"estimate-memory": "estimate"}  # Accelerate's names of commands that have another one here

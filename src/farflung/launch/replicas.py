@@ -60,6 +60,7 @@ _PART_WITHIN_S = 10.0
 _FIND_WITHIN_S = 60.0  # torch loads, where all launchers start together
 _MEET_WITHIN = timedelta(minutes=5)
 _RESTARTS = 3
+_STATE_EVERY = 10
 # What only the launcher that serves the store is asked for, or this machine alone.
 _OF_THE_FIRST = (
     *("elastic", "replicas", "grace_s", "join", "meet", "main_process_ip", "main_process_port", "network_interface"),
@@ -83,6 +84,7 @@ def run_replicas(settings: LaunchSettings, script: str, arguments: Sequence[str]
         join=None,
         meet=None,
         heartbeat_s=None,
+        state_every=None,
         ranks_per_replica=1,
         num_processes=settings.ranks_per_replica,
         main_process_ip=None,
@@ -185,6 +187,7 @@ def _described(settings: LaunchSettings, count: int) -> bytes:
     """Return the settings that all replicas of a run share."""
     least, most = settings.bounds
     run = {"expected": count, "least": least, "most": most, "grace_s": settings.grace_s}
+    run |= {"state_every": settings.state_every or _STATE_EVERY}
     return json.dumps(run).encode()
 
 

@@ -6,13 +6,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from farflung.base.errors import RUN_ENDED, ConfigError, RankFailure
 from farflung.base.words import counted
 from farflung.comm.member_store import DONE, Ask, Record
+from farflung.comm.saved_state import Saved
 from farflung.outer.likeness import description_of, other_versions, unlike, unlike_tensors, versions
 from farflung.outer.membership import Needs
 from farflung.outer.peers import Peers
+from farflung.outer.saver import Saver
 
 _logger = logging.getLogger(__name__)
 
@@ -26,10 +29,12 @@ class Admission:
 
     Args:
         member: this replica's id.
+        saver: finds what lies at the run's address; None: nothing outlives the replicas.
         expected, least, most: see `Elastic`.
     """
 
-    def __init__(self, peers: Peers, member: int, expected: int, least: int, most: int) -> None:
+    def __init__(self, peers: Peers, member: int, saver: Saver | None, expected: int, least: int, most: int) -> None:
+        self._saver = saver
         self._peers, self._notes, self._members = peers, peers.notes, peers.members
         self._member, self._expected, self._least, self._most = member, expected, least, most
         self._versions = versions()
@@ -67,13 +72,15 @@ class Admission:
                 if question and question not in asks:  # it was admitted, and left out as it did not come
                     self._members.ask(mine, tensors)
                 holders = {} if record is None else self._holders(record, asks.values(), now - began)
+                quiet_since = quiet_since if holders and all(holders.values()) else now
+                if now - quiet_since > peers.grace_s and self._found() is not None:
+                    holders = {}  # there is what those have written of whom nothing is heard
                 if not holders:
                     pause_s = 0.0
                     self._begin(record, asks, now - began)
-                quiet_since = quiet_since if holders and all(holders.values()) else now
-                if holders and now - began > peers.grace_s:
+                elif now - began > peers.grace_s:
                     told = self._tell_wait(holders, told)
-                peers.await_holders(holders, now - quiet_since)
+                peers.await_holders(holders, now - quiet_since if holders else 0.0)
             time.sleep(_PAUSES * peers.pause_s)
 
     def _holders(self, record: Record, asks: Iterable[Ask], waited_s: float) -> dict[int, str]:
@@ -110,12 +117,22 @@ class Admission:
             return
         ids, has_state = tuple(fit), there[0][1].has_state
         number = 1 if record is None else record.number + 1
-        if self._members.append(
-            Record(number, self._member, ids, ids[1:] if has_state else (), is_fresh=not has_state)
-        ):
+        saved = None if has_state or record is None else self._found()
+        new = Record(number, self._member, ids, ids[1:] if has_state else (), is_fresh=not has_state)
+        what, how = "begins", ""
+        if saved is not None and self._saver is not None:
+            new = replace(new, newcomers=ids, is_fresh=False, saved=saved.name)
+            what, how = "goes on", f" {self._saver.told(saved)}"
+            if not self._saver.restore_logs(saved, lambda: self._members.record() == record):
+                return
+        if self._members.append(new):
             for name in fit.values():
                 self._members.close(name)
-            self._notes.tell(f"generation {number}: training begins with {counted(len(ids), 'replica')}")
+            self._notes.tell(f"generation {number}: training {what} with {counted(len(ids), 'replica')}{how}")
+
+    def _found(self) -> Saved | None:
+        """Return the newest state at the run's address, if one lies there."""
+        return None if self._saver is None else self._saver.found()
 
     def _heed(self, question: str) -> None:
         """Act on the members' answer."""

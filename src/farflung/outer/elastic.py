@@ -10,7 +10,7 @@ same point.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
@@ -20,11 +20,13 @@ from farflung.comm.collectives import from_first, gather_object
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.member_store import DONE, Ask, LauncherNotes, Post, Record
+from farflung.comm.objects import ObjectBoard
 from farflung.comm.transport import Transport
 from farflung.outer.admission import Admission
 from farflung.outer.generation_watch import GenerationWatch
 from farflung.outer.membership import ALL, Generation, Needs, open_generation
 from farflung.outer.peers import Peers
+from farflung.outer.saver import Saver
 from farflung.outer.settlement import await_ready, settle
 from farflung.outer.transfers import Transfers
 
@@ -43,6 +45,7 @@ class Elastic:
         most: how many there will be at most.
         grace_s: how many seconds the others wait for a replica that is late before they continue without it. None: 30,
             or twice the time between the latest two rounds if that is longer.
+        state_every: so many rounds are lost at most if all replicas die, where records outlive them.
         island: the ranks that train this replica.
 
     Attributes:
@@ -62,6 +65,7 @@ class Elastic:
         least: int = 1,
         most: int = 64,
         grace_s: float | None = None,
+        state_every: int = 10,
         island: Group | None = None,
     ) -> None:
         self.island, self.member, self.most = island or SoloGroup(), member, most
@@ -70,7 +74,12 @@ class Elastic:
         self._share_group = Exchange(self.island.duplicate())
         number = from_first(self._share_group, lambda: LauncherNotes(transport.board).number_of_loop(member))
         self.peers = Peers(transport.board, f"loop{number}", grace_s)
-        self._admission = Admission(self.peers, member, expected, least, most)
+        board = transport.board.part(self.peers.loop)
+        # What the first members write to the run's address, where it stays.
+        self.saver: Saver | None = None
+        if transport.is_lasting and isinstance(board, ObjectBoard):
+            self.saver = Saver(transport.board, board, self._share_group, state_every)
+        self._admission = Admission(self.peers, member, self.saver, expected, least, most)
         self._decided: Record | None = None  # the next generation, where this one is over
         self._generation: Generation | None = None
         self._needs: Needs | None = None
@@ -88,6 +97,11 @@ class Elastic:
         """The generation that this replica is in, or was in last."""
         return self.peers.record
 
+    def keep_logs(self, names: Sequence[str]) -> None:
+        """Have the values of logs of the run, which may become more, belong to the state at its address."""
+        if self.saver is not None:
+            self.saver.logs = names
+
     def enter(self, needs: Needs) -> Generation:
         self._needs, peers = needs, self.peers
         given: Mapping[str, Any] = {}
@@ -101,7 +115,10 @@ class Elastic:
             self._generation, self._decided, self._asking = None, None, {}
             if receiver is not None and self.member in record.newcomers:
                 self.joined, self.has_kept = record.number, needs.may_keep and self._is_unapplied
-                given = self._transfers.receive(receiver, record)
+                if self.saver is not None and record.saved:
+                    given = self.saver.given(record.saved)
+                else:
+                    given = self._transfers.receive(receiver, record)
             elif record.newcomers and self.member == record.giver:
                 self._transfers.finish(record, needs.state)
         from_first(self._share_group, lambda: await_ready(peers, self.member, record))
@@ -136,6 +153,10 @@ class Elastic:
         except Unreachable:
             return False
         return bool(ready)
+
+    def landed(self, needs: Needs) -> None:
+        if self.saver is not None and self.record is not None and self.record.ids[0] == self.member:
+            self.saver.note_round(self.record.number, needs)
 
     def offer(self, parts: Callable[[], Mapping[str, Any]]) -> None:
         self._transfers.offer(parts)
@@ -181,6 +202,9 @@ class Elastic:
 
     def end(self, reason: str) -> None:
         self._transfers.close()
+        is_first = self.record is not None and self.record.ids[0] == self.member
+        if self.saver is not None and is_first and not reason and self.record is not None and self._needs is not None:
+            self.saver.finish(self.record.number, self._needs)
         self._transport.close()
         if self.island.rank == 0 and not self._admission.is_over:
             with suppress(Unreachable):

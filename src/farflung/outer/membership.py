@@ -144,6 +144,10 @@ class Membership(Protocol):
         """Return whether a replica that meets `needs` is known to wait for admission. Called when a round begins."""
         return False
 
+    def landed(self, needs: Needs) -> None:
+        """Hear that a round of all members was applied, when all that they share is consistent."""
+        return None
+
     def offer(self, parts: Callable[[], Mapping[str, Any]]) -> None:
         """Send parts of the shared state, which a round may have changed, to replicas that wait for admission."""
         return None

@@ -50,7 +50,8 @@ class Welcome:
 
 
 def _parts(replica: Replica, numbers: Iterable[int]) -> dict[str, Any]:
-    return {str(number): replica.fragments[number].replicated() for number in numbers}
+    found = {number: replica.fragments[number] for number in numbers}
+    return {str(number): {**one.replicated(), "names": one.names()} for number, one in found.items()}
 
 
 def _welcome(given: Mapping[str, Any]) -> Welcome:
@@ -229,7 +230,8 @@ class Quorum:
         """Take the state that members share, as a newcomer; at the start all get that of the first member."""
         generation, joins = self.generation, self.generation.joins
         if generation.newcomers or not had_state:
-            giver = next(rank for rank in range(generation.group.size) if rank not in generation.newcomers)
+            there = range(generation.group.size)  # all are newcomers where a run goes on from what lies at its address
+            giver = next((rank for rank in there if rank not in generation.newcomers), 0)
             self._replica.make_alike(giver, takes=joins or not generation.newcomers)
             self._meter.add("bytes_voting", (self.group.size - 1) * FINGERPRINT_BYTES)
         if generation.may_lose:  # each rank of an island has met a column of its own, and may have lost it alone

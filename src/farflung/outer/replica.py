@@ -21,7 +21,7 @@ from farflung.codec.base import Identity
 from farflung.comm.bucket import Buckets, broadcast_values
 from farflung.comm.fingerprint import fingerprint
 from farflung.comm.group import Group, SoloGroup
-from farflung.comm.shards import addresses, local, model_has_dtensor, reshard
+from farflung.comm.shards import addresses, local, model_has_dtensor, part_of, reshard
 from farflung.outer.agreement import Anchored, Averaged, Max, Mean
 from farflung.outer.ballot import digest_of
 from farflung.outer.comparison import Comparison
@@ -74,8 +74,8 @@ class BoundFragment:
         self.comparison = Comparison([place.name for place in self.cut.parameters])
         self.trained = [place.get() for place in self.cut.parameters]  # the objects, which tell when one is replaced
         averages = _buckets(self.cut.averages, cap_bytes, num_buffers)
-        kinds = (self.cut.parameters, self.cut.averages, self.cut.counters)
-        self._bound = list(zip(kinds, (parameters, averages, counters), strict=True))
+        self.kinds = (self.cut.parameters, self.cut.averages, self.cut.counters)
+        self._bound = list(zip(self.kinds, (parameters, averages, counters), strict=True))
         self.weights = Averaged(parameters, recipe.aggregator, recipe.codec)
         if recipe.optimizer is not None:
             parts = (parameters, recipe.aggregator, recipe.codec, recipe.optimizer, recipe.merge, recipe.anchor_on_cpu)
@@ -97,6 +97,10 @@ class BoundFragment:
         """Return the state that all replicas share between rounds."""
         common = {"history": self.history, "num_rounds": self.num_rounds}
         return {**common, "agreed": {kind: one.replicated() for kind, one in self.agreements.items()}}
+
+    def names(self) -> dict[str, list[tuple[str, str, list[int], list[int], list[int]]]]:
+        """Return whose values `replicated` has, in its order: names, dtypes, shapes, and this rank's parts of them."""
+        return {kind: list(map(_row, places)) for kind, places in zip(self.agreements, self.kinds, strict=True)}
 
     def join(self, replicated: dict[str, Any], keeps: bool) -> None:
         """Take over what `replicated` returned on another rank.
@@ -205,6 +209,12 @@ class BoundFragment:
         self.pending_weight = list(state["pending_weight"])
         self.history = state["history"]["seen"]
         self.num_rounds, self.comparison.digest = state["num_rounds"], state["digest"]
+
+
+def _row(place: Place) -> tuple[str, str, list[int], list[int], list[int]]:
+    tensor = place.get()
+    shape, offset = part_of(tensor)
+    return place.name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset, shape
 
 
 @dataclass(frozen=True)

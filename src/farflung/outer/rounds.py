@@ -135,6 +135,8 @@ class Rounds:
         self.quorum.offer(number)
         if this is None:
             return False
+        if this.level == 0:
+            self.quorum.membership.landed(self.quorum.needs_now())
         self._close(number, this)
         return this.is_dropped
 

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors as one object: a digest, a header in JSON and the plain bytes, so that whoever reads it knows what it has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from io import BufferedReader
+from typing import Any
+
+from torch import Tensor
+
+from farflung.comm.fingerprint import bytes_of
+
+
+class Damaged(ValueError):
+    """An object is not what its author has written."""
+
+
+def packed(header: Any, tensors: Sequence[Tensor]) -> list[bytes | memoryview]:
+    """Return the parts of an object. The tensors' memory is theirs, where it is the host's and contiguous."""
+    said = json.dumps(header).encode()
+    plain = [_memory(tensor.detach().cpu().contiguous()) for tensor in tensors]
+    return [_digest(said, plain), b" ", said, b"\n", *plain]
+
+
+def unpack(file: BufferedReader, size: int, limit: int, memory: Callable[[Any], Sequence[Tensor]]) -> None:
+    """Read an object of `size` bytes into tensors on the host.
+
+    Args:
+        limit: of the header, in bytes.
+        memory: returns the tensors for a header; Damaged if it is not one that can be meant.
+
+    Raises:
+        Damaged: it has another size than these tensors, or another digest than it should.
+    """
+    line = file.readline(limit)
+    said, _, header = line.rstrip(b"\n").partition(b" ")
+    try:
+        found = json.loads(header)
+    except (ValueError, RecursionError):
+        raise Damaged("it has no header") from None
+    plain = [_memory(tensor) for tensor in memory(found)]
+    if size != len(line) + sum(map(len, plain)):
+        raise Damaged(f"{found} in {size} bytes instead of {len(line) + sum(map(len, plain))}")
+    for one in plain:
+        num_bytes = 0
+        while num_bytes < len(one) and (count := file.readinto(one[num_bytes:])):
+            num_bytes += count
+    if _digest(header, plain) != said:
+        raise Damaged("its digest shows that it is damaged")
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    return memoryview(bytes_of(tensor).numpy().data)
+
+
+def _digest(header: bytes, plain: Sequence[memoryview]) -> bytes:
+    digest = blake2b(header, digest_size=16)
+    for one in plain:
+        digest.update(one)
+    return digest.hexdigest().encode()

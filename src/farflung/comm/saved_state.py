@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state that replicas share, as it lies at the address of their run: whole, and for whoever comes later.
+
+Each rank of a replica writes its own part. A state counts once all of them are there, which a log says; the last two
+are kept. Objects are JSON and plain bytes, each with a digest.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from io import BufferedReader
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from farflung.base.errors import ConfigError, Unreachable
+from farflung.comm.address import transport_at
+from farflung.comm.board import Log, forget
+from farflung.comm.objects import ObjectBoard
+from farflung.comm.packed import Damaged, packed, unpack
+from farflung.comm.state_transfer import filled, form_of
+
+_KEPT = 2
+_HEADER_BYTES = 64 * 1024 * 1024  # of a part, at most
+_RANKS_S, _PAUSES = 600.0, 10  # how long a rank may take longer than another one; pauses of the board between looks
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A state that lies there."""
+
+    name: str
+    position: int  # in the schedule
+    ranks: int  # of the replica that has written it
+    parts: tuple[str, ...]
+    logs: Mapping[str, str] = field(default_factory=dict)  # values of logs of the run that belong to it, by name
+
+
+class SavedStates:
+    """The states of one outer loop.
+
+    Args:
+        board: of the loop.
+    """
+
+    def __init__(self, board: ObjectBoard) -> None:
+        self._board, self._log = board, Log(board, "saved")
+
+    def write(self, name: str, rank: int, parts: Mapping[str, Any]) -> None:
+        """Write a rank's part of a state: by name, trees of dicts, lists, tuples, numbers, texts and tensors."""
+        for part, tree in parts.items():
+            tensors: dict[str, Tensor] = {}
+            form = form_of(tree, part, tensors)
+            rows = [[key, str(x.dtype).removeprefix("torch."), list(x.shape)] for key, x in tensors.items()]
+            header = {"form": form, "tensors": rows}
+            self._board.write(_key(name, rank, part), packed(header, list(tensors.values())))
+        self._board.put(_key(name, rank, "done"), b"1")
+
+    def finish(self, saved: Saved) -> None:
+        """Wait for all ranks, record that a state is whole, and delete those before the last one."""
+        deadline = time.monotonic() + _RANKS_S
+        while not self._board.has(_key(saved.name, rank, "done") for rank in range(saved.ranks)):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_PAUSES * self._board.pause_s)
+        while not self._log.append(self._log.last()[0], json.dumps(asdict(saved)).encode()):
+            pass
+        kept = {one.name for one in self.newest()}
+        there = {key.split("/")[1] for key in self._board.list("state/")}
+        for name in there - kept:
+            forget(self._board, f"state/{name}/")
+
+    def newest(self) -> Iterator[Saved]:
+        """Return the states that were kept, the newest first."""
+        last = self._log.last()[0]
+        for number in range(last, max(0, last - _KEPT), -1):
+            if content := self._log.get(number):
+                row = json.loads(content)
+                yield Saved(**{**row, "parts": tuple(row["parts"])})
+
+    def read(self, saved: Saved, rank: int) -> dict[str, Any]:
+        """Return a rank's part of a state; Damaged if it is not what was written."""
+        return {part: self._read_part(_key(saved.name, rank, part)) for part in saved.parts}
+
+    def _read_part(self, key: str) -> Any:
+        tensors: dict[str, Tensor] = {}
+        form: Any = None
+
+        def act(file: BufferedReader, size: int) -> bool:
+            def memory(header: Any) -> Sequence[Tensor]:
+                nonlocal form
+                form, rows = _checked(header, size)
+                tensors.update({name: torch.empty(shape, dtype=dtype) for name, dtype, shape in rows})
+                return list(tensors.values())
+
+            tensors.clear()
+            unpack(file, size, _HEADER_BYTES, memory)
+            return True
+
+        if not self._board.read(key, act):
+            raise Damaged(f"{key} is not there")
+        return filled(form, tensors)
+
+
+def _key(name: str, rank: int, part: str) -> str:
+    return f"state/{name}/{rank}/{part}"
+
+
+def _checked(header: Any, size: int) -> tuple[Any, list[tuple[str, torch.dtype, list[int]]]]:
+    """Return form and tensors of a part that has so many bytes; Damaged if that can't be."""
+    try:
+        rows = [(str(key), getattr(torch, kind), list(map(int, shape))) for key, kind, shape in header["tensors"]]
+        if sum(prod(shape) * dtype.itemsize for _, dtype, shape in rows) > size or min(map(min, _shapes(rows))) < 0:
+            raise Damaged("it tells of more than it has")
+        return header["form"], rows
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise Damaged(f"its header is wrong: {error}") from None
+
+
+def _shapes(rows: Sequence[tuple[str, torch.dtype, list[int]]]) -> list[list[int]]:
+    return [[0, *shape] for _, _, shape in rows] or [[0]]
+
+
+# ---- as weights of a model
+
+
+def pull(address: str, target: Path) -> str:
+    """Write the newest agreed weights and buffers of a run to a file of safetensors; return what they are.
+
+    Args:
+        address: of the run, `file:///path` or a bucket's.
+
+    Raises:
+        ConfigError: no state can be read there.
+    """
+    board = transport_at(address).board
+    if not isinstance(board, ObjectBoard):
+        raise ConfigError(f"{address} is the port of a run, which keeps no state. Name a folder or a bucket.")
+    try:
+        states = SavedStates(board.part("loop1"))
+        why = "No state was written there yet"
+        for saved in states.newest():
+            try:
+                ranks = [states.read(saved, rank) for rank in range(saved.ranks)]
+            except Damaged as error:
+                why = f"The newest states are damaged: {error}"
+                continue
+            weights = weights_of(ranks)
+            save_file(weights, target, metadata={"format": "pt", "step": str(saved.position)})
+            return f"{len(weights)} tensors after step {saved.position}"
+    except Unreachable as error:
+        raise ConfigError(str(error)) from None
+    raise ConfigError(f"Nothing can be pulled from {address}. {why}.")
+
+
+def weights_of(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Return the whole tensors of a state by their names in the model, given each rank's part of it."""
+    found: dict[str, Tensor] = {}
+    for parts in ranks:
+        for part, tree in parts.items():
+            if part == "place":
+                continue
+            for kind, rows in tree["names"].items():
+                agreed = tree["agreed"][kind]
+                pieces = agreed["chunks"] if isinstance(agreed, dict) else [x for bucket in agreed for x in bucket]
+                flat = torch.cat([piece.flatten() for piece in pieces]) if pieces else torch.empty(0)
+                sizes = [prod(shape) for _, _, _, _, shape in rows]
+                for (name, dtype, whole, offset, shape), values in zip(rows, torch.split(flat, sizes), strict=True):
+                    tensor = found.setdefault(name, torch.empty(whole, dtype=getattr(torch, dtype)))
+                    place = tuple(slice(at, at + length) for at, length in zip(offset, shape, strict=True))
+                    tensor[place] = values.view(shape).to(tensor.dtype)
+    return found

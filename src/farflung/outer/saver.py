@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first member writes the state that all share to the run's address every few rounds, while it trains."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from farflung.base.errors import RankFailure, Unreachable
+from farflung.base.words import counted
+from farflung.comm.board import Board, Log
+from farflung.comm.collectives import from_first, gather_object
+from farflung.comm.exchange import Exchange
+from farflung.comm.member_store import LauncherNotes
+from farflung.comm.objects import ObjectBoard
+from farflung.comm.packed import Damaged
+from farflung.comm.saved_state import Saved, SavedStates
+from farflung.comm.threads import Task
+from farflung.outer.membership import Needs
+
+_LOG_KEEPS = 128  # as many records as the logs of a run keep at most
+
+
+class Saver:
+    """Writes states, and reads the one that a run goes on from.
+
+    Args:
+        run, loop: the boards of the run and of the outer loop.
+        share_group: the ranks that train this replica.
+        every: so many rounds are lost at most if all replicas die, where a state is written within half as many.
+
+    Attributes:
+        logs: names of the run's logs whose values belong to a state.
+    """
+
+    def __init__(self, run: Board, loop: ObjectBoard, share_group: Exchange, every: int) -> None:
+        self.logs: Sequence[str] = ()
+        self._run, self._loop, self._states = run, loop, SavedStates(loop)
+        self._share_group, self._every = share_group, max(1, every // 2)
+        self._since = self._every  # rounds; one that has become the first member writes a state at once
+        self._saving: Task[None] | None = None
+        self._noting: Task[None] | None = None
+        self._values: deque[dict[str, str]] = deque(maxlen=1)  # of the logs, before the latest rounds
+        self._read: tuple[str, dict[str, Any]] = "", {}
+
+    # ---- of the first member
+
+    def note_round(self, generation: int, needs: Needs) -> None:
+        """Begin to write a state if one is due: after a round, on all ranks of the first member."""
+        self._since += 1
+        is_free = self._saving is None or self._saving.is_over
+        if from_first(self._share_group, lambda: self._since >= self._every and is_free):
+            self._since = 0
+            self._saving = self._begin(generation, needs)
+        if self._share_group.rank == 0 and (self._noting is None or self._noting.is_over):
+            position = needs.state(False)["place"]["position"]
+            self._noting = Task(partial(self._note, position, self._since), "note a round")
+
+    def finish(self, generation: int, needs: Needs) -> None:
+        """Write the last state, and wait until it is whole."""
+        for task in filter(None, (self._saving, self._noting)):
+            with suppress(Unreachable):
+                task.result()
+        with suppress(Unreachable):
+            self._begin(generation, needs).result()
+
+    def _begin(self, generation: int, needs: Needs) -> Task[None]:
+        parts = dict(needs.state(True))
+        parts["place"] = {**parts["place"], "due": []}  # nobody has begun the next round with it
+        position = parts["place"]["position"]
+        # What others have recorded of rounds that are under way here is not in the state.
+        if needs.overlaps and self._values.maxlen != len(parts):
+            self._values = deque(self._values, maxlen=len(parts))
+        logs = self._values[0] if self._values else {}
+        saved = Saved(f"{generation}.{position}", position, self._share_group.size, tuple(parts), logs)
+        return Task(partial(self._write, saved, parts), "write a state")
+
+    def _write(self, saved: Saved, parts: Mapping[str, Any]) -> None:
+        self._states.write(saved.name, self._share_group.rank, parts)
+        if self._share_group.rank == 0:
+            self._states.finish(saved)
+
+    def _note(self, position: int, since: int) -> None:
+        self._loop.put("rounds", json.dumps([position, since]).encode())
+        values = {name: Log(self._run, name).last()[1] for name in self.logs}
+        self._values.append({name: value.decode() for name, value in values.items() if value is not None})
+
+    # ---- of those that begin again
+
+    def found(self) -> Saved | None:
+        """Return the newest state that is whole, having read it; None if there is none."""
+        for saved in self._states.newest():
+            if self._read[0] == saved.name:
+                return saved
+            try:
+                for rank in reversed(range(saved.ranks)):
+                    self._read = saved.name, self._states.read(saved, rank)  # at last the part of this rank
+                return saved
+            except Damaged as error:
+                LauncherNotes(self._run).tell(f"the state at step {saved.position} is damaged ({error})")
+        return None
+
+    def restore_logs(self, saved: Saved, is_still_due: Callable[[], bool]) -> bool:
+        """Give logs the values that belong to a state, unless another replica has begun from it meanwhile."""
+        logs = {name: Log(self._run, name, _LOG_KEEPS) for name in saved.logs}
+        numbers = {name: log.last()[0] for name, log in logs.items()}
+        if not is_still_due():
+            return False
+        for name, log in logs.items():
+            log.append(numbers[name], saved.logs[name].encode())
+        return True
+
+    def told(self, saved: Saved) -> str:
+        """Return from where a run goes on, and what is lost, in words."""
+        _, since = json.loads(self._loop.get("rounds") or b"[0, 0]")
+        lost = f"{counted(since, 'later round')} lost" if since else "no round lost"
+        return f"from the state at step {saved.position}, {lost}"
+
+    def given(self, name: str) -> dict[str, Any]:
+        """Return this rank's part of a state: a collective of its replica. RankFailure where it can't be read."""
+        rank, why = self._share_group.rank, ""
+        try:
+            if self._read[0] != name or rank:
+                saved = next(one for one in self._states.newest() if one.name == name)
+                self._read = name, self._states.read(saved, rank)
+        except (Damaged, Unreachable, StopIteration) as error:
+            why = f"the state {name} can't be read: {error}"
+        for said in gather_object(self._share_group, [why]):
+            if said:
+                raise RankFailure(said)
+        found, self._read = self._read[1], ("", {})
+        return found

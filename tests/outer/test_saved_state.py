@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run outlives its members: the state at its address, what it is good for, and what damages it."""
+
+import re
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from farflung.base.errors import ConfigError
+from farflung.comm.address import transport_at
+from farflung.comm.board import Log
+from farflung.comm.member_store import LauncherNotes
+from farflung.comm.packed import Damaged
+from farflung.comm.saved_state import Saved, SavedStates, pull
+from farflung.outer import OuterLoop, diloco, local_sgd, streaming_diloco
+from farflung.outer.elastic import Elastic
+from tests.outer.elastic_run import EVERY, ElasticRun, wrong
+
+TREE = {
+    "place": {"position": 3, "due": []},
+    "0": {"a": torch.arange(5.0), "b": [torch.ones(2, 3).bfloat16(), (1, None)]},
+}
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def board(request, tmp_path):
+    address = tmp_path.as_uri() if request.param == "folder" else request.getfixturevalue("bucket")
+    return transport_at(address).board.part("loop1")
+
+
+def saved(name, ranks=1):
+    return Saved(name, 3, ranks, tuple(TREE))
+
+
+def test_a_state_comes_back_with_its_bits_and_the_last_two_are_kept(board):
+    states = SavedStates(board)
+    for name in ("1.10", "1.20", "2.30"):
+        for rank in range(2):
+            states.write(name, rank, TREE)
+        states.finish(saved(name, 2))
+    assert [one.name for one in states.newest()] == ["2.30", "1.20"]
+    assert {key.split("/")[1] for key in board.list("state/")} == {"2.30", "1.20"}
+    found = states.read(next(states.newest()), 1)
+    assert found["place"] == TREE["place"]
+    assert torch.equal(found["0"]["a"], TREE["0"]["a"])
+    tensor, rest = found["0"]["b"]
+    assert (tensor.dtype, tensor.tolist(), rest) == (torch.bfloat16, [[1.0] * 3] * 2, (1, None))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+        lambda content: content[:-3],
+        lambda content: content.replace(b"[5]", b"[6]"),
+        lambda content: content.replace(b"[5]", b"[9999999999999]"),
+        lambda content: content.replace(b"[5]", b"[-5]"),
+        lambda content: content.replace(b'"float32"', b'"typing"'),
+        lambda content: b"{}",
+    ],
+    ids=["bit", "short", "longer", "huge", "negative", "dtype", "none"],
+)
+def test_a_damaged_part_is_never_taken(board, change):
+    states = SavedStates(board)
+    states.write("1.10", 0, TREE)
+    states.finish(saved("1.10"))
+    board.put("state/1.10/0/0", change(board.get("state/1.10/0/0")))
+    with pytest.raises(Damaged):
+        states.read(next(states.newest()), 0)
+
+
+def trained(address, recipe, steps, model=None, logs=()):
+    """Train one replica that moves by -1 in each step, as if its process ended afterwards; return its loop."""
+    transport = transport_at(address)
+    member = LauncherNotes(transport.board).enroll("replica")
+    model = model or nn.Linear(3, 2)
+    membership = Elastic(transport, member, grace_s=5.0, state_every=2)
+    membership.keep_logs(logs)
+    outer = OuterLoop(model, recipe, membership=membership)
+    step(outer, steps)
+    return outer, member
+
+
+def step(outer, steps):
+    """Train on, at the pace at which states are written."""
+    saver = outer._quorum.membership.saver
+    for _ in range(steps):
+        with torch.no_grad():
+            for parameter in outer._model.parameters():
+                parameter -= 1
+        outer.step()
+        for task in filter(None, (saver._saving, saver._noting)):
+            task.result()
+
+
+@pytest.mark.law("a-run-outlives-its-members")
+@pytest.mark.parametrize("damage", [False, True])
+def test_replicas_that_begin_when_all_have_died_go_on_from_the_newest_state_that_is_whole(tmp_path, damage):
+    address, notes = tmp_path.as_uri(), LauncherNotes(transport_at(tmp_path.as_uri()).board)
+    slots = Log(notes.board, "data/0/epochs")
+    assert slots.append(0, b"before")
+    outer, member = trained(address, diloco(4, lr=1.0, momentum=0.5), 9, logs=["data/0/epochs"])
+    anchor = [chunk.clone() for chunk in outer._rounds.replica.fragments[0].weights.rows()["anchor"]]
+    assert slots.append(1, b"after")
+    step(outer, 4)
+    notes.note_end(member, "killed")
+    outer._quorum.free(reusable=False)
+    states = SavedStates(notes.board.part("loop1"))
+    assert [one.position for one in states.newest()] == [12, 8]
+    if damage:
+        key = f"loop1/state/{next(states.newest()).name}/0/0"
+        notes.board.put(key, notes.board.get(key)[:-1] + b"?")
+    notes.take_told()
+    again, _ = trained(address, diloco(4, lr=1.0, momentum=0.5), 0, nn.Linear(3, 2), ["data/0/epochs"])
+    assert (again.position, again.is_newcomer) == ((8 if damage else 12), True)
+    found = again._rounds.replica.fragments[0].weights.rows()["anchor"]
+    assert not damage or all(map(torch.equal, found, anchor))
+    assert slots.last()[1] == b"before"
+    told = notes.take_told()
+    assert any(
+        re.search(rf"training goes on with 1 replica from the state at step {again.position}, ", one) for one in told
+    )
+    assert any("is damaged" in one for one in told) == damage
+    again.close()
+    with pytest.raises(Exception, match="The run has ended"):
+        trained(address, diloco(4), 0)
+
+
+@pytest.mark.parametrize("recipe", [diloco(4), local_sgd(4), streaming_diloco(4, 2, delay=1)], ids=str)
+def test_the_weights_of_a_run_can_be_pulled_while_it_trains_and_when_it_has_ended(tmp_path, recipe):
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2).bfloat16())
+    address = tmp_path.as_uri()
+    with pytest.raises(ConfigError, match="No state was written there yet"):
+        pull(address, tmp_path / "x.safetensors")
+    outer, _ = trained(address, recipe, 9, model)
+    assert "tensors after step" in pull(address, tmp_path / "x.safetensors")
+    kinds = {name: (x.shape, x.dtype) for name, x in model.state_dict().items()}
+    assert {name: (x.shape, x.dtype) for name, x in load_file(tmp_path / "x.safetensors").items()} == kinds
+    outer.close()
+    pull(address, tmp_path / "y.safetensors")
+    ended = load_file(tmp_path / "y.safetensors")
+    assert all(torch.equal(ended[name], x) for name, x in model.state_dict().items())
+
+
+@pytest.mark.ranks
+@pytest.mark.law("a-run-outlives-its-members")
+@pytest.mark.parametrize(
+    "recipe",
+    [diloco(EVERY, lr=1.0, momentum=0.0), streaming_diloco(EVERY, 2, delay=1, lr=1.0, momentum=0.0, alpha=0.0)],
+    ids=["diloco", "streaming"],
+)
+def test_all_may_be_killed_at_any_moment_and_started_again(tmp_path, recipe):
+    every = 8
+    options = {"address": tmp_path.as_uri(), "expected": 2, "grace_s": 20.0, "state_every": every, "recipe": recipe}
+    with ElasticRun(**options) as run:
+        reached = 0
+        for number in range(10):
+            members = [run.start(name) for name in range(2)]
+            run.until(lambda members=members: run.joined(*members))
+            begun = min(one["joined"] for one in run.said if one.get("member") in members and "joined" in one)
+            assert reached // EVERY - begun // EVERY <= 2 * every  # twice, as a busy machine may write slowly
+            run.until(lambda begun=begun, number=number: run.at(begun + 7 + 9 * number))
+            reached = max(one.get("position", 0) for one in list(run.said))
+            for member in members:
+                run.signal(member, signal.SIGKILL)
+            run.until(lambda members=members: run.has_ended(*members))
+        last = [run.start(name) for name in range(2)]
+        run.until(lambda: run.joined(*last))
+        said = run.finish()
+        assert recipe.schedule.delay or not wrong(said)
+        ends = {str(one["weight"]) for one in said if "end" in one}
+        assert len(ends) == 1
+        assert sum("training goes on with 2 replicas from the state at step" in event for event in run.events) == 10
