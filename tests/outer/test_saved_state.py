@@ -129,12 +129,18 @@ def test_replicas_that_begin_when_all_have_died_go_on_from_the_newest_state_that
         trained(address, diloco(4), 0)
 
 
-@pytest.mark.parametrize("recipe", [diloco(4), local_sgd(4), streaming_diloco(4, 2, delay=1)], ids=str)
+@pytest.mark.parametrize(
+    "recipe", [diloco(4), local_sgd(4), streaming_diloco(4, 2, delay=1)], ids=["diloco", "local_sgd", "streaming"]
+)
 def test_the_weights_of_a_run_can_be_pulled_while_it_trains_and_when_it_has_ended(tmp_path, recipe):
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2).bfloat16())
     address = tmp_path.as_uri()
     with pytest.raises(ConfigError, match="No state was written there yet"):
         pull(address, tmp_path / "x.safetensors")
+    with pytest.raises(ConfigError, match="a:1 is not the address of a folder or a bucket"):
+        pull("a:1", tmp_path / "x.safetensors")
+    with pytest.raises(ConfigError, match=r"The run's folder .* can't be used: No such file or directory"):
+        pull(f"{address}/nowhere", tmp_path / "x.safetensors")
     outer, _ = trained(address, recipe, 9, model)
     assert "tensors after step" in pull(address, tmp_path / "x.safetensors")
     kinds = {name: (x.shape, x.dtype) for name, x in model.state_dict().items()}

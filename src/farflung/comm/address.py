@@ -4,24 +4,45 @@
 from __future__ import annotations
 
 from importlib import import_module
+from types import ModuleType
 from urllib.parse import unquote
 
 from farflung.base.errors import ConfigError
 from farflung.comm.c10d_transport import PATIENCE_S, C10dTransport
-from farflung.comm.folder import FolderTransport
+from farflung.comm.folder import FolderTransport, folder_at
+from farflung.comm.objects import ObjectBoard
 from farflung.comm.transport import Transport
 
 
 def transport_at(address: str, patience_s: float = PATIENCE_S) -> Transport:
     """Return how replicas meet at an address; ConfigError where it is a folder or a bucket that can't be used."""
-    if address.startswith("file://"):
-        return FolderTransport(unquote(address.removeprefix("file://")), patience_s)
+    if path := _path(address):
+        return FolderTransport(path, patience_s)
     if "://" in address:
-        try:
-            of_buckets = import_module("farflung.comm.object_store")  # which may not be installed
-        except ImportError:
-            raise ConfigError(f"To meet at {address} needs obstore: pip install 'farflung[bucket]'.") from None
-        bucket: Transport = of_buckets.BucketTransport(address, patience_s)
-        return bucket
+        transport: Transport = _of_buckets(address).BucketTransport(address, patience_s)
+        return transport
     host, _, port = address.rpartition(":")
     return C10dTransport((host.strip("[]"), int(port)), patience_s)
+
+
+def objects_at(address: str) -> ObjectBoard:
+    """Return what lies at an address, for those that may read; ConfigError if it is no folder and no bucket."""
+    if path := _path(address):
+        return folder_at(path)
+    if "://" not in address or address.startswith("tcp://"):
+        raise ConfigError(
+            f"{address} is not the address of a folder or a bucket, such as file:///path or s3://bucket/run."
+        )
+    board: ObjectBoard = _of_buckets(address).bucket_at(address)
+    return board
+
+
+def _path(address: str) -> str:
+    return unquote(address.removeprefix("file://")) if address.startswith("file://") else ""
+
+
+def _of_buckets(address: str) -> ModuleType:
+    try:
+        return import_module("farflung.comm.object_store")
+    except ImportError:
+        raise ConfigError(f"To meet at {address} needs obstore: pip install 'farflung[bucket]'.") from None

@@ -46,7 +46,13 @@ class FolderTransport(ObjectTransport):
                 f"Replicas can't meet in the folder {folder}: {error.strerror}. It must exist, be writable and be able "
                 "to hold hard links."
             ) from None
-        super().__init__(FolderBoard(f"folder {folder}", patience_s=patience_s, path=str(folder)), folder.as_uri())
+        super().__init__(folder_at(folder, patience_s), folder.as_uri())
+
+
+def folder_at(path: str | os.PathLike[str], patience_s: float = PATIENCE_S) -> FolderBoard:
+    """Return the files of a folder, which may be one that this process can't write to."""
+    folder = Path(path).absolute()
+    return FolderBoard(f"folder {folder}", patience_s=patience_s, path=str(folder))
 
 
 def _try_out(aside: Path) -> None:

@@ -51,19 +51,27 @@ class BucketTransport(ObjectTransport):
     """
 
     def __init__(self, address: str, patience_s: float = PATIENCE_S) -> None:
-        address = address.rstrip("/")
-
-        def made(answer_s: timedelta) -> ObjectStore:
-            # Only an endpoint that someone has given can be one of http://.
-            client: ClientConfig = {"timeout": answer_s, "connect_timeout": _CONNECT_S, "allow_http": True}
-            return from_url(address, client_options=client, retry_config={"max_retries": 0})
-
+        board = bucket_at(address, patience_s)
         try:
-            board = BucketBoard(address, patience_s=patience_s, quick=made(_ANSWER_S), slow=made(_PART_S))
             _try_out(board.part("probe"))
-        except (Unreachable, errors.BaseError, ValueError) as error:
-            raise ConfigError(f"Replicas can't meet at {address}. {_words(error)}") from None
-        super().__init__(board, address)
+        except (Unreachable, ValueError) as error:
+            raise ConfigError(f"Replicas can't meet at {board.root}. {_words(error)}") from None
+        super().__init__(board, board.root)
+
+
+def bucket_at(address: str, patience_s: float = PATIENCE_S) -> BucketBoard:
+    """Return the objects at an address, which nothing has been asked of; ConfigError if it is none."""
+    address = address.rstrip("/")
+
+    def made(answer_s: timedelta) -> ObjectStore:
+        # Only an endpoint that someone has given can be one of http://.
+        client: ClientConfig = {"timeout": answer_s, "connect_timeout": _CONNECT_S, "allow_http": True}
+        return from_url(address, client_options=client, retry_config={"max_retries": 0})
+
+    try:
+        return BucketBoard(address, patience_s=patience_s, quick=made(_ANSWER_S), slow=made(_PART_S))
+    except (errors.BaseError, ValueError) as error:
+        raise ConfigError(f"Replicas can't meet at {address}. {_words(error)}") from None
 
 
 def _try_out(board: BucketBoard) -> None:

@@ -21,13 +21,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from farflung.base.errors import ConfigError, Unreachable
-from farflung.comm.address import transport_at
+from farflung.comm.address import objects_at
 from farflung.comm.board import Log, forget
 from farflung.comm.objects import ObjectBoard
 from farflung.comm.packed import Damaged, packed, unpack
 from farflung.comm.state_transfer import filled, form_of
 
 _KEPT = 2
+_PATIENCE_S = 5.0  # of those that read alone
 _HEADER_BYTES = 64 * 1024 * 1024  # of a part, at most
 _RANKS_S, _PAUSES = 600.0, 10  # how long a rank may take longer than another one; pauses of the board between looks
 
@@ -140,9 +141,7 @@ def pull(address: str, target: Path) -> str:
     Raises:
         ConfigError: no state can be read there.
     """
-    board = transport_at(address).board
-    if not isinstance(board, ObjectBoard):
-        raise ConfigError(f"{address} is the port of a run, which keeps no state. Name a folder or a bucket.")
+    board = objects_at(address).patient(_PATIENCE_S)
     try:
         states = SavedStates(board.part("loop1"))
         why = "No state was written there yet"
