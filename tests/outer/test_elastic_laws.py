@@ -80,7 +80,7 @@ class Members:
 
 
 def settled(member, has_state):
-    return settle(member.peers, member.member, Post(1, has_state))
+    return settle(member.peers, member.member, Post(1, has_state), lambda: "")
 
 
 def asked(member, needed=None):

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from farflung.base.errors import ConfigError
+from farflung.base.errors import ConfigError, RankFailure
 from farflung.comm.address import transport_at
 from farflung.comm.board import Log
 from farflung.comm.member_store import LauncherNotes
@@ -149,6 +149,25 @@ def test_the_weights_of_a_run_can_be_pulled_while_it_trains_and_when_it_has_ende
     pull(address, tmp_path / "y.safetensors")
     ended = load_file(tmp_path / "y.safetensors")
     assert all(torch.equal(ended[name], x) for name, x in model.state_dict().items())
+
+
+@pytest.mark.law("a-run-outlives-its-members")
+def test_where_the_address_is_gone_the_state_lies_here_and_a_run_can_go_on_with_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    outer, member = trained((tmp_path / "run").as_uri(), diloco(4, lr=1.0, momentum=0.5), 9)
+    membership = outer._quorum.membership
+    membership.peers.members.board = membership.peers.members.board.patient(0)
+    (tmp_path / "run").rename(tmp_path / "away")
+    why = r"No such file(.|\n)* lies in \S+, as of step 8. Continue with --meet"
+    with pytest.raises(RankFailure, match=why) as failed:
+        membership.lost(RankFailure("a test"))
+    where = re.search(r"--meet (\S+),", str(failed.value))[1]
+    again, _ = trained(where, diloco(4, lr=1.0, momentum=0.5), 0, nn.Linear(3, 2))
+    rows = [one._rounds.replica.fragments[0].weights.rows()["anchor"] for one in (outer, again)]
+    assert all(map(torch.equal, *rows))
+    assert again.position == 8
+    again.close()
 
 
 @pytest.mark.ranks

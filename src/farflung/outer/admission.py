@@ -117,7 +117,7 @@ class Admission:
             return
         ids, has_state = tuple(fit), there[0][1].has_state
         number = 1 if record is None else record.number + 1
-        saved = None if has_state or record is None else self._found()
+        saved = None if has_state else self._found()
         new = Record(number, self._member, ids, ids[1:] if has_state else (), is_fresh=not has_state)
         what, how = "begins", ""
         if saved is not None and self._saver is not None:

@@ -155,8 +155,8 @@ class Elastic:
         return bool(ready)
 
     def landed(self, needs: Needs) -> None:
-        if self.saver is not None and self.record is not None and self.record.ids[0] == self.member:
-            self.saver.note_round(self.record.number, needs)
+        if self.saver is not None and self.record is not None:
+            self.saver.note_round(self.record.number, needs, is_first=self.record.ids[0] == self.member)
 
     def offer(self, parts: Callable[[], Mapping[str, Any]]) -> None:
         self._transfers.offer(parts)
@@ -226,7 +226,12 @@ class Elastic:
         return record is None or self.member not in record.ids or not (needs.has_state or self._decided)
 
     def _settled(self, post: Post) -> Record:
-        return from_first(self._share_group, lambda: settle(self.peers, self.member, post))
+        return from_first(self._share_group, lambda: settle(self.peers, self.member, post, self._keep))
+
+    def _keep(self) -> str:
+        if self.saver is None or self._needs is None or self.island.size > 1:
+            return "Start the run again from its newest checkpoint."
+        return self.saver.keep_here(self.member, self._needs)
 
     def _know_unapplied(self, votes: Iterable[int]) -> bool:
         """Return whether those that left this replica out have applied nothing of its open rounds, as records show."""

@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from farflung.base.errors import RankFailure, Unreachable
+from farflung.base.errors import ConfigError, RankFailure, Unreachable
 from farflung.base.words import counted
 from farflung.comm.board import Board, Log
 from farflung.comm.collectives import from_first, gather_object
 from farflung.comm.exchange import Exchange
+from farflung.comm.folder import FolderTransport
 from farflung.comm.member_store import LauncherNotes
 from farflung.comm.objects import ObjectBoard
 from farflung.comm.packed import Damaged
@@ -41,6 +42,7 @@ class Saver:
         self.logs: Sequence[str] = ()
         self._run, self._loop, self._states = run, loop, SavedStates(loop)
         self._share_group, self._every = share_group, max(1, every // 2)
+        self._place: dict[str, Any] = {}  # in the schedule, after the latest round
         self._since = self._every  # rounds; one that has become the first member writes a state at once
         self._saving: Task[None] | None = None
         self._noting: Task[None] | None = None
@@ -49,16 +51,19 @@ class Saver:
 
     # ---- of the first member
 
-    def note_round(self, generation: int, needs: Needs) -> None:
-        """Begin to write a state if one is due: after a round, on all ranks of the first member."""
+    def note_round(self, generation: int, needs: Needs, is_first: bool) -> None:
+        """Hear that a round was applied; on the first member, begin to write a state if one is due."""
+        self._place = {**needs.state(False)["place"], "due": []}  # nobody has begun the next round with it
+        if not is_first:
+            self._since = self._every
+            return
         self._since += 1
         is_free = self._saving is None or self._saving.is_over
         if from_first(self._share_group, lambda: self._since >= self._every and is_free):
             self._since = 0
             self._saving = self._begin(generation, needs)
         if self._share_group.rank == 0 and (self._noting is None or self._noting.is_over):
-            position = needs.state(False)["place"]["position"]
-            self._noting = Task(partial(self._note, position, self._since), "note a round")
+            self._noting = Task(partial(self._note, self._since), "note a round")
 
     def finish(self, generation: int, needs: Needs) -> None:
         """Write the last state, and wait until it is whole."""
@@ -68,24 +73,44 @@ class Saver:
         with suppress(Unreachable):
             self._begin(generation, needs).result()
 
+    def keep_here(self, member: int, needs: Needs) -> str:
+        """Write the state to a folder of this process, as the address is gone; return how to continue, in words."""
+        folder = Path(f"farflung-state-{member}").absolute()
+        try:
+            folder.mkdir(exist_ok=True)
+            states = SavedStates(FolderTransport(folder, 0).board.part("loop1"))
+            saved, parts = self._state(0, needs)
+            states.write(saved.name, 0, parts)
+            states.finish(saved)
+        except (OSError, ConfigError, Unreachable) as error:
+            return f"What the replicas share could not be written to {folder} either: {error}"
+        return (
+            f"What the replicas share lies in {folder}, as of step {saved.position}. Continue with --meet "
+            f"{folder.as_uri()}, where only replicas that can use this folder take part, or get the weights by "
+            f"`farflung checkpoint pull {folder.as_uri()} model.safetensors`."
+        )
+
     def _begin(self, generation: int, needs: Needs) -> Task[None]:
-        parts = dict(needs.state(True))
-        parts["place"] = {**parts["place"], "due": []}  # nobody has begun the next round with it
+        saved, parts = self._state(generation, needs)
+        return Task(partial(self._write, saved, parts), "write a state")
+
+    def _state(self, generation: int, needs: Needs) -> tuple[Saved, dict[str, Any]]:
+        found = needs.state(True)
+        parts = {**found, "place": self._place or {**found["place"], "due": []}}
         position = parts["place"]["position"]
         # What others have recorded of rounds that are under way here is not in the state.
         if needs.overlaps and self._values.maxlen != len(parts):
             self._values = deque(self._values, maxlen=len(parts))
         logs = self._values[0] if self._values else {}
-        saved = Saved(f"{generation}.{position}", position, self._share_group.size, tuple(parts), logs)
-        return Task(partial(self._write, saved, parts), "write a state")
+        return Saved(f"{generation}.{position}", position, self._share_group.size, tuple(parts), logs), parts
 
     def _write(self, saved: Saved, parts: Mapping[str, Any]) -> None:
         self._states.write(saved.name, self._share_group.rank, parts)
         if self._share_group.rank == 0:
             self._states.finish(saved)
 
-    def _note(self, position: int, since: int) -> None:
-        self._loop.put("rounds", json.dumps([position, since]).encode())
+    def _note(self, since: int) -> None:
+        self._loop.put("rounds", str(since).encode())
         values = {name: Log(self._run, name).last()[1] for name in self.logs}
         self._values.append({name: value.decode() for name, value in values.items() if value is not None})
 
@@ -116,7 +141,7 @@ class Saver:
 
     def told(self, saved: Saved) -> str:
         """Return from where a run goes on, and what is lost, in words."""
-        _, since = json.loads(self._loop.get("rounds") or b"[0, 0]")
+        since = int(self._loop.get("rounds") or 0)
         lost = f"{counted(since, 'later round')} lost" if since else "no round lost"
         return f"from the state at step {saved.position}, {lost}"
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from farflung.base.errors import RankFailure, Unreachable
 from farflung.base.words import counted, in_seconds
@@ -16,8 +16,12 @@ from farflung.outer.peers import Peers
 _CAUSES = 4  # pauses of the board, after which those that wait ask why some have not come
 
 
-def settle(peers: Peers, member: int, post: Post) -> Record:
-    """Meet the survivors of a generation, and return the next one; RankFailure without a board to decide on."""
+def settle(peers: Peers, member: int, post: Post, keep: Callable[[], str]) -> Record:
+    """Meet the survivors of a generation, and return the next one; RankFailure without a board to decide on.
+
+    Args:
+        keep: keeps what the survivors share, where there is no board, and says how to continue.
+    """
     record, members = peers.record, peers.members
     assert record is not None
     began, asked, was_told = time.monotonic(), 0.0, False
@@ -50,7 +54,7 @@ def settle(peers: Peers, member: int, post: Post) -> Record:
     except Unreachable as error:
         raise RankFailure(
             "A replica was lost, and the survivors can't agree on how to continue, as the run's store is gone too. "
-            f"{error} Start the run again from its newest checkpoint."
+            f"{error} {keep()}"
         ) from None
 
 
