@@ -25,7 +25,8 @@ demo: $(DEMO_READY)
 	$(BIN)/farflung demo
 
 demo-elastic: $(DEMO_READY)
-	$(BIN)/farflung launch --cpu --elastic 1:3 --replicas 3 examples/elastic.py --dies_at 400
+	folder=$$(mktemp -d) && $(BIN)/farflung launch --cpu --elastic 1:3 --replicas 3 --meet file://$$folder/run \
+		examples/elastic.py --dies_at 400
 
 # More workers than there may be cores: tests wait for processes, peers, time limits and sleeps.
 test: $(DEV_READY)

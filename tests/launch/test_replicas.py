@@ -278,7 +278,7 @@ def test_a_run_whose_launcher_and_replicas_were_all_killed_goes_on_with_the_same
     (home / "at").unlink()
     with Launcher(*line) as again:
         found = again.printed(
-            r"training goes on with 2 replicas from the state at step (\d+), (\w+) (later )?rounds? lost"
+            r"training continues with 2 replicas from the state at step (\d+), (\w+) (later )?rounds? lost"
         )
         assert int(found[1]) > 20
         until(lambda: (home / "at").exists() and int((home / "at").read_text() or 0) > int(found[1]) + 10)

@@ -121,7 +121,7 @@ def test_replicas_that_begin_when_all_have_died_go_on_from_the_newest_state_that
     assert slots.last()[1] == b"before"
     told = notes.take_told()
     assert any(
-        re.search(rf"training goes on with 1 replica from the state at step {again.position}, ", one) for one in told
+        re.search(rf"training continues with 1 replica from the state at step {again.position}, ", one) for one in told
     )
     assert any("is damaged" in one for one in told) == damage
     again.close()
@@ -198,4 +198,4 @@ def test_all_may_be_killed_at_any_moment_and_started_again(tmp_path, recipe):
         assert recipe.schedule.delay or not wrong(said)
         ends = {str(one["weight"]) for one in said if "end" in one}
         assert len(ends) == 1
-        assert sum("training goes on with 2 replicas from the state at step" in event for event in run.events) == 10
+        assert sum("training continues with 2 replicas from the state at step" in event for event in run.events) == 10

@@ -69,7 +69,7 @@ def convert(source: Path, target: Path, form: str, model: int) -> None:
 @click.argument("address")
 @click.argument("target", type=click.Path(dir_okay=False, path_type=Path))
 def pull(address: str, target: Path) -> None:
-    """Write the newest agreed weights of the run at ADDRESS, as of `launch --meet`, to the safetensors file TARGET.
+    """Write the newest agreed weights of the run at ADDRESS (see `launch --meet`) to the safetensors file TARGET.
 
     The run may be under way, or over. Reading is enough.
     """

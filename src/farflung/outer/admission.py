@@ -122,7 +122,7 @@ class Admission:
         what, how = "begins", ""
         if saved is not None and self._saver is not None:
             new = replace(new, newcomers=ids, is_fresh=False, saved=saved.name)
-            what, how = "goes on", f" {self._saver.told(saved)}"
+            what, how = "continues", f" {self._saver.told(saved)}"
             if not self._saver.restore_logs(saved, lambda: self._members.record() == record):
                 return
         if self._members.append(new):

@@ -27,7 +27,7 @@ _LOG_KEEPS = 128  # as many records as the logs of a run keep at most
 
 
 class Saver:
-    """Writes states, and reads the one that a run goes on from.
+    """Writes states, and reads the one that a run continues from.
 
     Args:
         run, loop: the boards of the run and of the outer loop.
@@ -140,7 +140,7 @@ class Saver:
         return True
 
     def told(self, saved: Saved) -> str:
-        """Return from where a run goes on, and what is lost, in words."""
+        """Return from where a run continues, and what is lost, in words."""
         since = int(self._loop.get("rounds") or 0)
         lost = f"{counted(since, 'later round')} lost" if since else "no round lost"
         return f"from the state at step {saved.position}, {lost}"
