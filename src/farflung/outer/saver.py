@@ -32,7 +32,8 @@ class Saver:
     Args:
         run, loop: the boards of the run and of the outer loop.
         share_group: the ranks that train this replica.
-        every: so many rounds are lost at most if all replicas die, where a state is written within half as many.
+        every: so many rounds, each of all fragments, are lost at most if all replicas die, where a state is written
+            within half as many.
 
     Attributes:
         logs: names of the run's logs whose values belong to a state.
@@ -43,7 +44,8 @@ class Saver:
         self._run, self._loop, self._states = run, loop, SavedStates(loop)
         self._share_group, self._every = share_group, max(1, every // 2)
         self._place: dict[str, Any] = {}  # in the schedule, after the latest round
-        self._since = self._every  # rounds; one that has become the first member writes a state at once
+        self._num_fragments = 1
+        self._since = self._every  # landings; one that has become the first member writes a state at once
         self._saving: Task[None] | None = None
         self._noting: Task[None] | None = None
         self._values: deque[dict[str, str]] = deque(maxlen=1)  # of the logs, before the latest rounds
@@ -55,11 +57,11 @@ class Saver:
         """Hear that a round was applied; on the first member, begin to write a state if one is due."""
         self._place = {**needs.state(False)["place"], "due": []}  # nobody has begun the next round with it
         if not is_first:
-            self._since = self._every
+            self._since = self._every * self._num_fragments
             return
         self._since += 1
         is_free = self._saving is None or self._saving.is_over
-        if from_first(self._share_group, lambda: self._since >= self._every and is_free):
+        if from_first(self._share_group, lambda: self._since >= self._every * self._num_fragments and is_free):
             self._since = 0
             self._saving = self._begin(generation, needs)
         if self._share_group.rank == 0 and (self._noting is None or self._noting.is_over):
@@ -97,7 +99,7 @@ class Saver:
     def _state(self, generation: int, needs: Needs) -> tuple[Saved, dict[str, Any]]:
         found = needs.state(True)
         parts = {**found, "place": self._place or {**found["place"], "due": []}}
-        position = parts["place"]["position"]
+        position, self._num_fragments = parts["place"]["position"], len(parts) - 1
         # What others have recorded of rounds that are under way here is not in the state.
         if needs.overlaps and self._values.maxlen != len(parts):
             self._values = deque(self._values, maxlen=len(parts))
@@ -110,7 +112,7 @@ class Saver:
             self._states.finish(saved)
 
     def _note(self, since: int) -> None:
-        self._loop.put("rounds", str(since).encode())
+        self._loop.put("landings", str(since).encode())
         values = {name: Log(self._run, name).last()[1] for name in self.logs}
         self._values.append({name: value.decode() for name, value in values.items() if value is not None})
 
@@ -141,7 +143,7 @@ class Saver:
 
     def told(self, saved: Saved) -> str:
         """Return from where a run continues, and what is lost, in words."""
-        since = int(self._loop.get("rounds") or 0)
+        since = -(-int(self._loop.get("landings") or 0) // (len(saved.parts) - 1))
         lost = f"{counted(since, 'later round')} lost" if since else "no round lost"
         return f"from the state at step {saved.position}, {lost}"
 
