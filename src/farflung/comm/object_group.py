@@ -22,6 +22,7 @@ from farflung.comm.threads import Task, side_by_side
 from farflung.comm.transport import Entered, Watch
 
 _LOOK_PAUSES = 10  # of the board, between two questions of a wait to its watch
+_LOOK_SHARE = 5  # a question that takes long comes after five times as long at the earliest
 _LEAST_PAUSES, _MOST_PAUSES = 0.05, 2.5  # of the board, between two looks for a share
 _HEADER_BYTES = 2048  # of a share, at most
 _MOST_UNREAD = 16  # collectives by which others may lag behind a rank that broadcasts
@@ -217,16 +218,16 @@ class ObjectGroup(Group):
     # ---- waiting
 
     def _wait(self, entered: Entered, is_over: Callable[[], bool]) -> None:
-        began = looked = time.monotonic()
-        unit_s = self._board.pause_s
+        began, unit_s = time.monotonic(), self._board.pause_s
         pause_s, look_s = _LEAST_PAUSES * unit_s, _LOOK_PAUSES * unit_s
+        look_at = began + look_s
         while not is_over():
-            if time.monotonic() >= looked + look_s:
-                looked = time.monotonic()
+            if (now := time.monotonic()) >= look_at:
                 with suppress(Unreachable):
                     if left := self._at_once.get("left"):
                         raise self._watch.break_off(left.decode(errors="replace"))
-                self._watch.look(entered, looked - began)
+                self._watch.look(entered, now - began)
+                look_at = time.monotonic() + max(look_s, _LOOK_SHARE * (time.monotonic() - now))
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _MOST_PAUSES * unit_s)
         if (waited_s := time.monotonic() - began) > look_s:
