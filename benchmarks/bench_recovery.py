@@ -3,8 +3,9 @@
 
 `pip install --no-deps torchft==0.2.0`, then `python benchmarks/bench_recovery.py --events 10 --replicas 3`. Both train
 replicas of one model in steps of 10 ms, with a round every 4 steps; one is killed, and the longest gap between two
-rounds of the others is taken, less the usual one. torchft's Lighthouse runs in this process; it counts a replica as
-lost after 1 s without a heartbeat (its default is 5 s), and waits 0.1 s for others where a majority is there.
+rounds of the others is taken, less the usual one. With `--meet` they meet in a folder and in a bucket too. torchft's
+Lighthouse runs in this process; it counts a replica as lost after 1 s without a heartbeat (its default is 5 s), and
+waits 0.1 s for others where a majority is there.
 """
 
 import argparse
@@ -15,9 +16,11 @@ import signal
 import statistics
 import sys
 import time
+from contextlib import ExitStack
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
@@ -27,6 +30,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.outer.elastic_run import EVERY, ElasticRun
+from tests.s3_server import s3_server
 
 NUMEL, STEP_S = 4096, 0.01
 
@@ -111,15 +115,15 @@ def with_torchft(replicas):
     return max(gap(ends[number], killed) for number in range(replicas - 1))
 
 
-def with_farflung(replicas):
+def with_farflung(replicas, address=None):
     """Kill one; return how long the others waited."""
-    with ElasticRun(step_s=STEP_S, numel=NUMEL, expected=replicas, grace_s=5.0) as run:
+    with ElasticRun(step_s=STEP_S, numel=NUMEL, expected=replicas, grace_s=5.0, address=address) as run:
         members = [run.start(number) for number in range(replicas)]
         run.until(lambda: run.joined(*members))
         run.until(lambda: run.at(30 * EVERY))
         killed = time.time()
         run.signal(members[-1], signal.SIGKILL)
-        time.sleep(3.0)
+        time.sleep(3.0 if address is None else 8.0)
         said = list(run.said)
     rounds = {one: [each["at"] for each in said if each["member"] == one and "round" in each] for one in members[:-1]}
     return max(gap(ends, killed) for ends in rounds.values())
@@ -129,12 +133,25 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--events", type=int, default=10)
     parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--meet", action="store_true", help="in a folder and in a bucket, in place of torchft")
     parser.add_argument("--write", action="store_true")
     chosen = parser.parse_args()
-    waits = {"farflung": [], "torchft": []}
-    for _ in range(chosen.events):
-        waits["farflung"].append(with_farflung(chosen.replicas))
-        waits["torchft"].append(with_torchft(chosen.replicas))
+    waits = {}
+    with ExitStack() as stack:
+        if chosen.meet:
+            server = stack.enter_context(s3_server())
+            os.environ.update(server.variables)
+        for number in range(chosen.events):
+            found = {"farflung": with_farflung(chosen.replicas)}
+            if chosen.meet:
+                folder = Path(stack.enter_context(TemporaryDirectory()))
+                found["farflung in a folder"] = with_farflung(chosen.replicas, folder.as_uri())
+                found["farflung in a bucket"] = with_farflung(chosen.replicas, server.address())
+            else:
+                found["torchft"] = with_torchft(chosen.replicas)
+            for name, seconds in found.items():
+                waits.setdefault(name, []).append(seconds)
+            print(number, found, flush=True)
     report(
         "How long do the others wait when a replica is killed?",
         {
