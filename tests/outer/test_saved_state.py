@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from farflung.base.errors import ConfigError, RankFailure
+from farflung.base.errors import ConfigError, RankFailure, Unreachable
 from farflung.comm.address import transport_at
 from farflung.comm.board import Log
 from farflung.comm.member_store import LauncherNotes
@@ -149,6 +149,22 @@ def test_the_weights_of_a_run_can_be_pulled_while_it_trains_and_when_it_has_ende
     pull(address, tmp_path / "y.safetensors")
     ended = load_file(tmp_path / "y.safetensors")
     assert all(torch.equal(ended[name], x) for name, x in model.state_dict().items())
+
+
+def test_a_state_that_can_not_be_written_is_written_after_the_next_round_and_a_line_says_so(tmp_path, caplog):
+    outer, _ = trained(tmp_path.as_uri(), diloco(4), 1)
+    saver = outer._quorum.membership.saver
+    write, saver._states.write = saver._states.write, unreachable
+    step(outer, 3)
+    assert "The state at step 4 was not written: no more disk" in caplog.text
+    saver._states.write = write
+    step(outer, 4)
+    assert [one.position for one in saver._states.newest()] == [8]
+    outer.close()
+
+
+def unreachable(*_):
+    raise Unreachable("no more disk")
 
 
 @pytest.mark.law("a-run-outlives-its-members")

@@ -69,7 +69,7 @@ class SavedStates:
         deadline = time.monotonic() + _RANKS_S
         while not self._board.has(_key(saved.name, rank, "done") for rank in range(saved.ranks)):
             if time.monotonic() > deadline:
-                return
+                raise Unreachable(f"Some ranks have not written their parts of it within {_RANKS_S:g} s.")
             time.sleep(_PAUSES * self._board.pause_s)
         while not self._log.append(self._log.last()[0], json.dumps(asdict(saved)).encode()):
             pass

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,6 +23,8 @@ from farflung.comm.packed import Damaged
 from farflung.comm.saved_state import Saved, SavedStates
 from farflung.comm.threads import Task
 from farflung.outer.membership import Needs
+
+_logger = logging.getLogger(__name__)
 
 _LOG_KEEPS = 128  # as many records as the logs of a run keep at most
 
@@ -44,7 +47,7 @@ class Saver:
         self._run, self._loop, self._states = run, loop, SavedStates(loop)
         self._share_group, self._every = share_group, max(1, every // 2)
         self._place: dict[str, Any] = {}  # in the schedule, after the latest round
-        self._num_fragments = 1
+        self._num_fragments, self._has_warned = 1, False
         self._since = self._every  # landings; one that has become the first member writes a state at once
         self._saving: Task[None] | None = None
         self._noting: Task[None] | None = None
@@ -60,20 +63,25 @@ class Saver:
             self._since = self._every * self._num_fragments
             return
         self._since += 1
-        is_free = self._saving is None or self._saving.is_over
-        if from_first(self._share_group, lambda: self._since >= self._every * self._num_fragments and is_free):
+        is_free, every = self._saving is None or self._saving.is_over, self._every * self._num_fragments
+        if from_first(self._share_group, lambda: self._since >= every and is_free):
             self._since = 0
             self._saving = self._begin(generation, needs)
+        elif self._since >= 2 * every and not self._has_warned:
+            self._has_warned = True
+            _logger.warning(
+                f"A state of this run takes longer to write than {counted(self._every, 'round')}, so more than "
+                f"{2 * self._every} are lost if all replicas die. Give --state_every a larger number."
+            )
         if self._share_group.rank == 0 and (self._noting is None or self._noting.is_over):
             self._noting = Task(partial(self._note, self._since), "note a round")
 
     def finish(self, generation: int, needs: Needs) -> None:
         """Write the last state, and wait until it is whole."""
         for task in filter(None, (self._saving, self._noting)):
-            with suppress(Unreachable):
+            with suppress(Unreachable):  # of a note
                 task.result()
-        with suppress(Unreachable):
-            self._begin(generation, needs).result()
+        self._begin(generation, needs).result()
 
     def keep_here(self, member: int, needs: Needs) -> str:
         """Write the state to a folder of this process, as the address is gone; return how to continue, in words."""
@@ -107,9 +115,13 @@ class Saver:
         return Saved(f"{generation}.{position}", position, self._share_group.size, tuple(parts), logs), parts
 
     def _write(self, saved: Saved, parts: Mapping[str, Any]) -> None:
-        self._states.write(saved.name, self._share_group.rank, parts)
-        if self._share_group.rank == 0:
-            self._states.finish(saved)
+        try:
+            self._states.write(saved.name, self._share_group.rank, parts)
+            if self._share_group.rank == 0:
+                self._states.finish(saved)
+        except Unreachable as error:
+            self._since = self._every * self._num_fragments  # the next round tries again
+            _logger.warning(f"The state at step {saved.position} was not written: {error}")
 
     def _note(self, since: int) -> None:
         self._loop.put("landings", str(since).encode())
@@ -124,8 +136,8 @@ class Saver:
             if self._read[0] == saved.name:
                 return saved
             try:
-                for rank in reversed(range(saved.ranks)):
-                    self._read = saved.name, self._states.read(saved, rank)  # at last the part of this rank
+                found, *_ = [self._states.read(saved, rank) for rank in range(saved.ranks)]
+                self._read = saved.name, found
                 return saved
             except Damaged as error:
                 LauncherNotes(self._run).tell(f"the state at step {saved.position} is damaged ({error})")
