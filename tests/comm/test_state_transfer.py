@@ -20,12 +20,14 @@ LARGE = 3_000_000
 class Pair:
     """A sender and a receiver, members 1 and 2 of a run."""
 
-    def __init__(self):
+    def __init__(self, have=dict):
         self.transport = C10dTransport(serve_store("127.0.0.1", 0, wait_for_workers=False))
         self.notes = LauncherNotes(self.transport.board)
         self.found, self.num_received = ("g1/t2.1", 1), []
         self.sender = self.sends("g1/t2.1")
-        self.receiver = StateReceiver(lambda: self.found, lambda name, giver, over: self.group(name, 1, over), 0.01)
+        self.receiver = StateReceiver(
+            lambda: self.found, lambda name, giver, over: self.group(name, 1, over), 0.01, have
+        )
 
     def sends(self, name):
         return StateSender(lambda over: self.group(name, 0, over))
@@ -50,6 +52,21 @@ def until(condition):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_what_the_receiver_has_from_elsewhere_is_not_sent_again(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    same, old, new = torch.arange(LARGE, dtype=torch.float32), torch.zeros(7), torch.ones(7)
+    pair = Pair(lambda: {"0.same": same, "0.other": old})
+    pair.sender.offer({"0": {"same": same.clone(), "other": new}})
+    pair.sender.finish({"1": {"same": torch.ones(3)}})
+    assert pair.receiver.wait(patience(60))
+    state = pair.receiver.state
+    assert state["0"]["same"] is same
+    assert (state["0"]["other"].tolist(), state["1"]["same"].tolist()) == ([1.0] * 7, [1.0] * 3)
+    assert pair.receiver.num_bytes == 40
+    pair.sender.join(20)
+    pair.transport.close()
 
 
 def test_trees_of_tensors_numbers_and_texts_arrive_as_they_are(pair):

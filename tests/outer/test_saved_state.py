@@ -189,13 +189,18 @@ def test_where_the_address_is_gone_the_state_lies_here_and_a_run_can_go_on_with_
 @pytest.mark.ranks
 @pytest.mark.law("a-run-outlives-its-members")
 @pytest.mark.parametrize(
-    "recipe",
-    [diloco(EVERY, lr=1.0, momentum=0.0), streaming_diloco(EVERY, 2, delay=1, lr=1.0, momentum=0.0, alpha=0.0)],
-    ids=["diloco", "streaming"],
+    ("recipe", "address"),
+    [
+        (diloco(EVERY, lr=1.0, momentum=0.0), "folder"),
+        (diloco(EVERY, lr=1.0, momentum=0.0), "bucket"),
+        (streaming_diloco(EVERY, 2, delay=1, lr=1.0, momentum=0.0, alpha=0.0), "folder"),
+    ],
+    indirect=["address"],
+    ids=["folder", "bucket", "streaming"],
 )
-def test_all_may_be_killed_at_any_moment_and_started_again(tmp_path, recipe):
+def test_all_may_be_killed_at_any_moment_and_started_again(address, recipe):
     every = 8
-    options = {"address": tmp_path.as_uri(), "expected": 2, "grace_s": 20.0, "state_every": every, "recipe": recipe}
+    options = {"address": address, "expected": 2, "grace_s": 20.0, "state_every": every, "recipe": recipe}
     with ElasticRun(**options) as run:
         reached = 0
         for number in range(10):

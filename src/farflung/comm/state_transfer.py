@@ -100,6 +100,10 @@ class StateSender:
         group = self._connect(lambda: self.is_over)
         try:
             with suppress(RankFailure, Unreachable):  # whoever asked for it sees that it is over
+                there = _receive_json(group, 1)
+                with self._changed:
+                    for name in [name for name, one in there.items() if one == self._prints.get(name)]:
+                        self._left.pop(name, None)
                 while (name := self._next()) is not None:
                     self._send(group, name, self._left.pop(name))
                 if not self.is_over:
@@ -135,6 +139,7 @@ class StateReceiver:
         find: returns the name of the latest transfer to this rank, and the member that sends it; None if there is none.
         connect: returns the group of such a transfer, in which this rank is 1; otherwise as for `StateSender`.
         pause_s: between two looks for a transfer.
+        have: returns tensors of such a state, by name, that this rank has from elsewhere.
 
     Attributes:
         state: the parts that were offered, once all have come.
@@ -146,7 +151,9 @@ class StateReceiver:
         find: Callable[[], tuple[str, int] | None],
         connect: Callable[[str, int, Callable[[], bool]], Group],
         pause_s: float,
+        have: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
+        self._have = have
         self._find, self._connect, self._pause_s = find, connect, pause_s
         self.state: dict[str, Any] = {}
         self.num_bytes = 0
@@ -172,11 +179,12 @@ class StateReceiver:
                 continue
             tried = found
             with suppress(RankFailure, Unreachable):
-                self._receive(self._connect(*found, self._over.is_set))
+                tensors = dict(self._have())
+                self._receive(self._connect(*found, self._over.is_set), tensors)
 
-    def _receive(self, group: Group) -> None:
-        tensors: dict[str, Tensor] = {}
+    def _receive(self, group: Group, tensors: dict[str, Tensor]) -> None:
         try:
+            _send_json(group, {name: fingerprint(tensor) for name, tensor in tensors.items()}, 1)
             while not self._over.is_set():
                 said = _receive_json(group)
                 if "forms" in said:
@@ -224,17 +232,17 @@ def _pieces(tensor: Tensor, group: Group) -> Sequence[Tensor]:
     return [plain[begin : begin + size] for begin in range(0, len(plain), size)]
 
 
-def _send_json(group: Group, content: Any) -> None:
+def _send_json(group: Group, content: Any, rank: int = 0) -> None:
     encoded = bytearray(json.dumps(content).encode())
-    group.broadcast(torch.tensor([len(encoded)]), 0).wait()
-    group.broadcast(torch.frombuffer(encoded, dtype=torch.uint8), 0).wait()
+    group.broadcast(torch.tensor([len(encoded)]), rank).wait()
+    group.broadcast(torch.frombuffer(encoded, dtype=torch.uint8), rank).wait()
 
 
-def _receive_json(group: Group) -> Any:
+def _receive_json(group: Group, rank: int = 0) -> Any:
     length = torch.empty(1, dtype=torch.int64)
-    group.broadcast(length, 0).wait()
+    group.broadcast(length, rank).wait()
     encoded = torch.empty(int(length), dtype=torch.uint8)
-    group.broadcast(encoded, 0).wait()
+    group.broadcast(encoded, rank).wait()
     return json.loads(encoded.numpy().tobytes())
 
 

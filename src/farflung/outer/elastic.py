@@ -89,7 +89,7 @@ class Elastic:
         # It comes before its time, and those that are not there by then are not late. The ranks of an island would hear
         # of a signal at different steps.
         self.last_round_s = self.peers.grace_s / 2 if self.island.size == 1 else 0.0
-        self._transfers = Transfers(transport, self.peers, member, self.island, self._share_group)
+        self._transfers = Transfers(transport, self.peers, member, self.island, self._share_group, self.saver)
         self._asking: dict[str, Ask] = {}  # who may be admitted, when the first member looked last
 
     @property

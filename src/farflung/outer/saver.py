@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from farflung.base.errors import ConfigError, RankFailure, Unreachable
 from farflung.base.words import counted
 from farflung.comm.board import Board, Log
@@ -21,6 +23,7 @@ from farflung.comm.member_store import LauncherNotes
 from farflung.comm.objects import ObjectBoard
 from farflung.comm.packed import Damaged
 from farflung.comm.saved_state import Saved, SavedStates
+from farflung.comm.state_transfer import form_of
 from farflung.comm.threads import Task
 from farflung.outer.membership import Needs
 
@@ -142,6 +145,14 @@ class Saver:
             except Damaged as error:
                 LauncherNotes(self._run).tell(f"the state at step {saved.position} is damaged ({error})")
         return None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return this rank's tensors of the newest state, by the names that they have in a transfer."""
+        found: dict[str, Tensor] = {}
+        with suppress(Damaged, Unreachable, StopIteration):
+            for part, tree in self._states.read(next(self._states.newest()), self._share_group.rank).items():
+                form_of(tree, part, found)
+        return found
 
     def restore_logs(self, saved: Saved, is_still_due: Callable[[], bool]) -> bool:
         """Give logs the values that belong to a state, unless another replica has begun from it meanwhile."""

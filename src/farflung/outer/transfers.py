@@ -17,6 +17,7 @@ from farflung.comm.member_store import Record
 from farflung.comm.state_transfer import StateReceiver, StateSender, TransferWatch
 from farflung.comm.transport import Transport
 from farflung.outer.peers import Peers
+from farflung.outer.saver import Saver
 
 _REPORT_S = 0.5  # how often a newcomer says how much has come
 _CLOSE_S = 1.0
@@ -30,9 +31,13 @@ class Transfers:
         member: this replica's id.
         island: the ranks that train it.
         share_group: the same ranks.
+        saver: finds what lies at the run's address, which a newcomer takes first; None: nothing does.
     """
 
-    def __init__(self, transport: Transport, peers: Peers, member: int, island: Group, share_group: Exchange) -> None:
+    def __init__(
+        self, transport: Transport, peers: Peers, member: int, island: Group, share_group: Exchange, saver: Saver | None
+    ) -> None:
+        self._saver = saver
         self._transport, self._peers, self._member = transport, peers, member
         self._island, self._share_group = island, share_group
         self._senders: dict[int, StateSender] = {}  # by newcomer
@@ -115,6 +120,7 @@ class Transfers:
             lambda: peers.at_once.transfer(self._member, last),
             lambda name, giver, is_over: self._connected(name, 1, giver, is_over),
             4 * peers.pause_s,
+            dict if self._saver is None else self._saver.tensors,
         )
         try:
             yield receiver
