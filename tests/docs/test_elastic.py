@@ -18,7 +18,7 @@ def figures(name):
 
 def test_the_page_has_the_waits_and_losses_that_were_measured():
     page = " ".join((ROOT / "docs" / "elastic.md").read_text(encoding="utf-8").split())
-    for run in figures("recovery.jsonl"):
+    for run in [one for one in figures("recovery.jsonl") if "torchft" in one["figures"]]:
         peer, own = (run["figures"][name] for name in ("torchft", "farflung"))
         size = {2: "two", 3: "three"}[run["replicas"]]
         said = rf"one of {size} is killed: [^|]+ \(torchft: {peer['median_s']} s, {peer['worst_s']} s\)"

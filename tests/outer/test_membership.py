@@ -122,6 +122,9 @@ class ChangingMembership:
     def is_awaited(self, needs):
         return bool(door_of(self.group).waiting)
 
+    def landed(self, needs):
+        pass
+
     def offer(self, parts):
         pass
 

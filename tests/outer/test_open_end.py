@@ -14,6 +14,12 @@ from farflung.testing.sim import run_replicas
 KEPT = []
 
 
+@pytest.fixture(autouse=True)
+def nothing_left_of_other_tests(capsys):
+    gc.collect()
+    capsys.readouterr()
+
+
 def trained(group, end, recipe=None, steps=3):
     """Make some steps, and end the loop by `end(loop)` or not at all."""
     model = torch.nn.Linear(2, 1)

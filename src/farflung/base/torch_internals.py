@@ -321,6 +321,15 @@ def is_flattened(parameter: Tensor) -> bool:
     return any(getattr(parameter, mark, False) for mark in ("_is_flat_param", "_fsdp_flattened"))
 
 
+def shard_shape_and_offset(tensor: Any) -> tuple[list[int], list[int]]:
+    """Return the shape of this rank's part of a DTensor, and where it begins in the whole one."""
+    from torch.distributed.tensor import _utils  # here, as it is slow to import
+
+    find = taken(_utils, "compute_local_shape_and_global_offset", "say which part of a tensor a rank keeps")
+    shape, offset = find(tensor.shape, tensor.device_mesh, tensor.placements)
+    return list(shape), list(offset)
+
+
 def bare_group(store: Store, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
     """Return a process group that torch's default world knows nothing of: gloo, and NCCL too where there are GPUs.
 

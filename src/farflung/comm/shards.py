@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from farflung.base.torch_internals import shard_shape_and_offset
+
 _PLAIN = {Tensor, nn.Parameter}
 
 
@@ -32,10 +34,7 @@ def part_of(tensor: Tensor) -> tuple[list[int], list[int]]:
     """Return the shape of this rank's part of `tensor`, and where it begins in the whole one."""
     if not is_sharded(tensor):
         return list(tensor.shape), [0] * tensor.dim()
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # here, as it is slow to import
-
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
-    return list(shape), list(offset)
+    return shard_shape_and_offset(tensor)
 
 
 def is_sharded(tensor: Tensor) -> bool:
