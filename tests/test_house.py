@@ -47,6 +47,7 @@ LAZY_TABLES = (
     "launch/estimate.py",
     "launch/run.py",
     "launch/agent.py",
+    "launch/plan.py",
     "launch/rank.py",
     "launch/replicas.py",
     "demo/command.py",
