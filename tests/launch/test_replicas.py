@@ -327,7 +327,9 @@ def test_what_is_not_summed_on_the_way_through_a_folder_is_said_and_a_recipe_tha
     outer, where = ("--outer", "diloco", "--outer-every", "2"), f"file://{home}/run"
     for flags, costs in [((), 1), (("--outer-codec", "int4"), 0)]:
         done = said(*outer, *flags, "--meet", where)
-        assert done.stderr.count(f"nothing is summed on the way through {where}: in a round each replica reads") == costs
+        assert (
+            done.stderr.count(f"nothing is summed on the way through {where}: in a round each replica reads") == costs
+        )
     assert "nothing is summed" not in said(*outer).stderr
     refused = said(*outer, "--outer-lr", "-1", "--meet", f"file://{home}/other")
     assert refused.returncode == 2
