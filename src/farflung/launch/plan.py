@@ -93,7 +93,7 @@ def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str]) -
     watched = bool(settings.max_restarts) or settings.log_dir is not None or settings.tee != "0"
     watched = watched or settings.outer_recipe is not None  # what became of it is said at the end
     alone = num_local == 1 and settings.num_machines == 1 and not watched
-    command = command_line(settings, script, arguments, reported=not alone)
+    command = command_line(settings, script, arguments, reported=not alone or settings.run_dir != "none")
     return Plan(command, num_local, variables, meeting, alone)
 
 

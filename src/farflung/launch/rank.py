@@ -21,6 +21,7 @@ from types import CodeType, ModuleType
 
 from farflung.config import environ
 from farflung.process.failure import has_report, record_exit, record_failure
+from farflung.process.run_files import EVENTS, add_line, recorded
 
 
 def run(arguments: list[str]) -> None:
@@ -65,6 +66,7 @@ def _report(error: BaseException) -> None:
     with redirect_stderr(printed):
         sys.excepthook(type(error), error, error.__traceback__)
     record_failure(error)  # unless a hook did
+    add_line(EVENTS, event="failed", why=f"{type(error).__name__}: {error}")
     if not has_report():
         sys.stderr.write(printed.getvalue())
         sys.stderr.flush()
@@ -106,4 +108,5 @@ def _loaded(spec: ModuleSpec | None, name: str) -> tuple[CodeType, ModuleType]:
 
 
 if __name__ == "__main__":
-    run(sys.argv[1:])
+    with recorded():
+        run(sys.argv[1:])

@@ -46,6 +46,7 @@ from farflung.launch.plan import (
     torch_is_loaded,
 )
 from farflung.launch.report import Failure, in_short, show
+from farflung.observe.folder import RunFolder, make_folder
 from farflung.process.failure import ERROR_FILE
 from farflung.process.sockets import serve_store
 
@@ -88,6 +89,7 @@ def run_replicas(resolved: Resolved, script: str, arguments: Sequence[str]) -> i
         meet=None,
         heartbeat_s=None,
         state_every=None,
+        run_dir="none",  # they write into this launcher's
         ranks_per_replica=1,
         num_processes=settings.ranks_per_replica,
         main_process_ip=None,
@@ -130,7 +132,10 @@ def run_replicas(resolved: Resolved, script: str, arguments: Sequence[str]) -> i
     if settings.ranks_per_replica > 1:
         stated = json.dumps(dataclasses.asdict(own))  # whatever files and variables say
         command = (sys.executable, "-m", "farflung", "launch", "--stated", stated, script, *arguments)
-    return _Launcher(settings, command, variables, transport, count).run()
+    folder = make_folder(resolved, script, arguments, {"replicas": count, "at": where})
+    code = _Launcher(settings, command, {**variables, **folder.variables}, transport, count, folder).run()
+    folder.tell("ended", code=code)
+    return code
 
 
 def _join_command(settings: LaunchSettings, where: str, script: str, arguments: Sequence[str]) -> str:
@@ -230,7 +235,9 @@ class _Launcher:
         variables: Mapping[str, str],
         transport: Transport,
         count: int,
+        folder: RunFolder,
     ) -> None:
+        self._folder = folder
         self._store = import_module("farflung.launch.run_store").RunStore(transport, self._say)
         self._command, self._variables, self._where = command, variables, transport.address
         self._machine = _machine()
@@ -292,7 +299,7 @@ class _Launcher:
                     return
                 yield True
             members.append(member)
-            process, report = self._start(member)
+            process, report = self._start(member, name)
             while (code := process.poll()) is None:
                 yield True
             del self._running[process]
@@ -367,7 +374,7 @@ class _Launcher:
             show([failure], checkpoint=newest_checkpoint(self._reports), name=name)
         return f" ({line})" if failure.traceback else ""
 
-    def _start(self, member: int) -> tuple[subprocess.Popen[bytes], Path | None]:
+    def _start(self, member: int, name: str) -> tuple[subprocess.Popen[bytes], Path | None]:
         """Start a process; return it, and the file for its error, or None if its own launcher shows that."""
         report = None
         told = dict(zip(environ.MEMBER_VARIABLES, (self._where, str(member)), strict=True))
@@ -378,6 +385,7 @@ class _Launcher:
             told[ERROR_FILE] = str(report)
         process = subprocess.Popen(self._command, env=lone_environment({**self._variables, **told}))
         self._running[process] = member
+        self._folder.tell("process", member=member, name=name, pid=process.pid)
         return process, report
 
     def _beat(self) -> None:
@@ -404,6 +412,7 @@ class _Launcher:
         return notes.take_told() if self._tells else notes.take_told(self._machine)
 
     def _say(self, line: str) -> None:
+        self._folder.tell("said", text=line)
         if not self._is_quiet:
             click.echo(f"farflung: {line}", err=True)
 

@@ -15,6 +15,7 @@ import click
 
 from farflung.base.errors import RUN_ENDED
 from farflung.base.files import FORMER_NAME
+from farflung.config import environ
 from farflung.config.files import former_files
 from farflung.config.launch import LaunchSettings
 from farflung.config.resolve import Resolved, resolve
@@ -22,7 +23,8 @@ from farflung.integrations.as_accelerate import path_variables
 from farflung.launch.agent import run_agent
 from farflung.launch.options import SettingsCommand, given, launch_options
 from farflung.launch.plan import Plan, check_recipe, lone_environment, make_plan
-from farflung.launch.report import in_order, show
+from farflung.launch.report import in_order, in_short, show
+from farflung.observe.folder import NO_FOLDER, RunFolder, make_folder
 from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND
 
 _HELP = """Run SCRIPT in one or several distributed processes.
@@ -35,6 +37,8 @@ overrules a flag for GPUs.
 
 
 def _launch(script: str, script_args: tuple[str, ...], stated: str | None, **params: Any) -> None:
+    if not stated:
+        environ.remove(environ.RUN_FOLDER)  # of a run whose rank starts this one
     resolved = Resolved(LaunchSettings(**json.loads(stated)), {}, None) if stated else resolve(given(params))
     sys.exit(launch_script(resolved, script, script_args, exec_alone=True))
 
@@ -61,9 +65,14 @@ def launch_script(resolved: Resolved, script: str, script_args: tuple[str, ...],
             f"farflung: {where} waits for the others at {plan.meeting.endpoint}, over {plan.meeting.interface}",
             err=True,
         )
+    world = {"processes": plan.num_local, "machines": settings.num_machines, "machine_rank": settings.machine_rank}
+    folder = make_folder(resolved, script, script_args, world)
+    plan = dataclasses.replace(plan, variables={**plan.variables, **folder.variables})
     if plan.alone and exec_alone:
         become(plan)
-    return start(settings, plan)
+    code = start(settings, plan, folder)
+    folder.tell("ended", code=code)
+    return code
 
 
 def become(plan: Plan) -> None:
@@ -73,12 +82,14 @@ def become(plan: Plan) -> None:
     os.execvpe(plan.command[0], plan.command, lone_environment(plan.variables))
 
 
-def start(settings: LaunchSettings, plan: Plan) -> int:
+def start(settings: LaunchSettings, plan: Plan, folder: RunFolder = NO_FOLDER) -> int:
     """Run the plan's processes to their end, report a failure, and return the exit code.
 
     It is the code of the rank that failed first, 128 + k for signal k; after Ctrl-C it is 130.
     """
     outcome = run_agent(plan, settings)
+    for one in outcome.failures:
+        folder.tell("lost", rank=one.rank, why=in_short(one), how=one.how)
     if outcome.failures:
         cause = in_order(outcome.failures)[0][0]
         if RUN_ENDED in (cause.message or ""):  # under a launcher of replicas, which says so itself
