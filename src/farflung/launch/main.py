@@ -19,6 +19,7 @@ COMMANDS = {
     "launch": ("farflung.launch.run:launch", "Run a script in one or several distributed processes."),
     "config": ("farflung.launch.ask:config", "Ask for settings and save them in a file."),
     "plan": ("farflung.cost.forecast:plan", "Forecast what each method costs on a network."),
+    "doctor": ("farflung.launch.doctor:doctor", "Find what is wrong with machines and the lines between them."),
     "env": ("farflung.launch.ask:env", "Show versions, devices and the settings in use."),
     "checkpoint": ("farflung.launch.main:checkpoint", "List, verify, compare and convert checkpoints."),
     "estimate": ("farflung.launch.estimate:estimate", "Estimate the memory of a published model."),
