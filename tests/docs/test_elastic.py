@@ -23,6 +23,10 @@ def test_the_page_has_the_waits_and_losses_that_were_measured():
         size = {2: "two", 3: "three"}[run["replicas"]]
         said = rf"one of {size} is killed: [^|]+ \(torchft: {peer['median_s']} s, {peer['worst_s']} s\)"
         assert re.search(rf"{said} \| {own['median_s']} s \| {own['worst_s']} s \|", page)
+    meets = (ROOT / "docs" / "meet.md").read_text(encoding="utf-8")
+    waits = {name: one["median_s"] for name, one in figures("recovery.jsonl")[-1]["figures"].items()}
+    over = waits["farflung"], waits["farflung in a folder"], waits["farflung in a bucket"]
+    assert "| {} s, as its connections close | {} s | {} s |".format(*over) in meets
     soak = figures("elastic_soak.jsonl")[-1]
     assert (soak["events"], soak["figures"]["steps_lost_or_counted_twice"]) == (200, 0)
     for median, worst in soak["figures"]["waited_s"].values():

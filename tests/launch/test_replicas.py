@@ -20,6 +20,7 @@ from torch.distributed import TCPStore
 from farflung.base.errors import ConfigError
 from farflung.comm.address import transport_at
 from farflung.config.launch import LaunchSettings
+from farflung.config.resolve import Resolved
 from farflung.launch import replicas
 from farflung.launch.network import get_free_port
 from farflung.testing.patience import patience
@@ -316,6 +317,26 @@ def test_an_address_at_which_nobody_can_meet_is_refused_before_a_replica_starts(
     assert not (home / "started").exists()
 
 
+@pytest.mark.usefixtures("warm")
+def test_what_is_not_summed_on_the_way_through_a_folder_is_said_and_a_recipe_that_cannot_be_is_refused(farflung, home):
+    (home / "train.py").write_text("")
+
+    def said(*flags):
+        return farflung("launch", "--cpu", "--elastic", "1:2", *flags, "train.py")
+
+    outer, where = ("--outer", "diloco", "--outer-every", "2"), f"file://{home}/run"
+    for flags, costs in [((), 1), (("--outer-codec", "int4"), 0)]:
+        done = said(*outer, *flags, "--meet", where)
+        assert (
+            done.stderr.count(f"nothing is summed on the way through {where}: in a round each replica reads") == costs
+        )
+    assert "nothing is summed" not in said(*outer).stderr
+    refused = said(*outer, "--outer-lr", "-1", "--meet", f"file://{home}/other")
+    assert refused.returncode == 2
+    assert "--outer_lr is -1.0" in refused.stderr
+    assert "replica" not in refused.stderr
+
+
 @pytest.mark.parametrize("kind", UNCHANGED)
 @pytest.mark.usefixtures("warm")
 def test_scripts_that_know_nothing_of_it_train_with_the_others(farflung, home, kind):
@@ -444,7 +465,7 @@ def test_a_run_that_nobody_serves_is_not_joined(monkeypatch):
     monkeypatch.setattr(replicas, "_FIND_WITHIN_S", 1.0)
     settings = LaunchSettings(use_cpu=True, join=f"127.0.0.1:{get_free_port()}")
     with pytest.raises(ConfigError, match="no run can be reached there"):
-        replicas.run_replicas(settings, __file__, [])
+        replicas.run_replicas(Resolved(settings, {}, None), __file__, [])
 
 
 on_two_machines = pytest.mark.skipif(bool(why_impossible()), reason=why_impossible() or "-")

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +25,7 @@ from farflung.base.words import counted, plural
 from farflung.config import environ
 from farflung.config.grid import check_layout
 from farflung.config.launch import DEFAULT_PORT, LaunchSettings, rank_variables
+from farflung.config.resolve import Resolved, explained
 from farflung.launch.network import (
     Interface,
     address_towards,
@@ -277,3 +279,21 @@ def lone_environment(variables: Mapping[str, str]) -> dict[str, str]:
     inherited = {name: value for name, value in environ.snapshot().items() if name not in PLACE_VARIABLES}
     lone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     return inherited | dict(variables) | lone
+
+
+def check_recipe(resolved: Resolved, variables: Mapping[str, str]) -> bool:
+    """Make the recipe of the outer loop, so that what it refuses is refused here and not by each rank.
+
+    Recipes need torch. They are loaded only now, when torch is about to be loaded anyway. Returns whether its rounds
+    are sums on the way, of what was not encoded to few bits.
+    """
+    config = resolved.settings.outer
+    if config is None:
+        return False
+    with torch_is_loaded(variables):
+        named = import_module("farflung.outer.arguments")
+    try:
+        made = named.OuterConfig(config.recipe, **config.given())
+    except ConfigError as error:
+        raise explained(error, resolved.file, resolved.origins) from None
+    return bool(named.recipe_of(made, local_size=2).codec.linear)

@@ -33,9 +33,11 @@ from farflung.base.errors import ConfigError, Unreachable
 from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings, flags_for
+from farflung.config.resolve import Resolved
 from farflung.launch.agent import newest_checkpoint, read_report
 from farflung.launch.network import choose_interface, is_loopback, resolve_host
 from farflung.launch.plan import (
+    check_recipe,
     command_line,
     lone_environment,
     make_plan,
@@ -68,7 +70,7 @@ _OF_THE_FIRST = (
 )
 
 
-def run_replicas(settings: LaunchSettings, script: str, arguments: Sequence[str]) -> int:
+def run_replicas(resolved: Resolved, script: str, arguments: Sequence[str]) -> int:
     """Start this machine's replicas, supervise them until all have ended, and return the exit code.
 
     It is 0 if a replica has finished, here or on another machine, and the launcher has given up none; otherwise that of
@@ -77,6 +79,7 @@ def run_replicas(settings: LaunchSettings, script: str, arguments: Sequence[str]
     Raises:
         ConfigError: the settings can't work on this machine, or there is no run to join.
     """
+    settings = resolved.settings
     own = dataclasses.replace(
         settings,
         elastic=None,
@@ -101,6 +104,7 @@ def run_replicas(settings: LaunchSettings, script: str, arguments: Sequence[str]
     count = settings.replicas or settings.bounds[0]
     if not settings.debug:
         variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that is gone is our line, not torch's stacks
+    sums = check_recipe(resolved, variables)
     with torch_is_loaded(variables):
         if at_port:
             transport = _served_or_found(settings, host, int(port), count)
@@ -116,6 +120,12 @@ def run_replicas(settings: LaunchSettings, script: str, arguments: Sequence[str]
         if settings.meet:
             said = "; the same line on any machine adds more"
         click.echo(f"farflung: {counted(count, 'replica')} of a run at {where}{said}", err=True)
+        if sums and settings.meet and not at_port:
+            click.echo(
+                f"farflung: nothing is summed on the way through {where}: in a round each replica reads all values of "
+                "each other one. --outer-codec int4 or e3m0 makes them an eighth; `farflung plan --meet` says more",
+                err=True,
+            )
     command = command_line(own, script, arguments, reported=True)
     if settings.ranks_per_replica > 1:
         stated = json.dumps(dataclasses.asdict(own))  # whatever files and variables say

@@ -13,15 +13,15 @@ from typing import Any
 
 import click
 
-from farflung.base.errors import RUN_ENDED, ConfigError
+from farflung.base.errors import RUN_ENDED
 from farflung.base.files import FORMER_NAME
 from farflung.config.files import former_files
 from farflung.config.launch import LaunchSettings
-from farflung.config.resolve import Resolved, explained, resolve
+from farflung.config.resolve import Resolved, resolve
 from farflung.integrations.as_accelerate import path_variables
 from farflung.launch.agent import run_agent
 from farflung.launch.options import SettingsCommand, given, launch_options
-from farflung.launch.plan import Plan, lone_environment, make_plan, torch_is_loaded
+from farflung.launch.plan import Plan, check_recipe, lone_environment, make_plan
 from farflung.launch.report import in_order, show
 from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND
 
@@ -49,12 +49,12 @@ def launch_script(resolved: Resolved, script: str, script_args: tuple[str, ...],
     for note in resolved.notes:
         click.echo(f"farflung: {note}", err=True)
     if settings.elastic is not None or settings.join is not None:
-        code: int = import_module("farflung.launch.replicas").run_replicas(settings, script, script_args)
+        code: int = import_module("farflung.launch.replicas").run_replicas(resolved, script, script_args)
         return code
     plan = make_plan(settings, script, script_args)
     if settings.as_accelerate:
         plan = dataclasses.replace(plan, variables={**plan.variables, **path_variables()})
-    _check_recipe(resolved, plan)
+    check_recipe(resolved, plan.variables)
     if settings.num_machines > 1 and not settings.quiet:
         where = f"machine {settings.machine_rank} of {settings.num_machines}"
         click.echo(
@@ -64,22 +64,6 @@ def launch_script(resolved: Resolved, script: str, script_args: tuple[str, ...],
     if plan.alone and exec_alone:
         become(plan)
     return start(settings, plan)
-
-
-def _check_recipe(resolved: Resolved, plan: Plan) -> None:
-    """Make the recipe of the outer loop, so that what it refuses is refused here and not by each rank.
-
-    Recipes need torch. They are loaded only now, when the agent is about to load torch anyway.
-    """
-    config = resolved.settings.outer
-    if config is None:
-        return
-    with torch_is_loaded(plan.variables):
-        named = import_module("farflung.outer.arguments")
-    try:
-        named.OuterConfig(config.recipe, **config.given())
-    except ConfigError as error:
-        raise explained(error, resolved.file, resolved.origins) from None
 
 
 def become(plan: Plan) -> None:
