@@ -39,6 +39,11 @@ def _doctor(folder: str, parameters: str, timeout: float, as_json: bool, **param
     if "meet" in flags:
         flags["elastic"] = _ANY_REPLICAS
     settings = resolve(flags).settings
+    if (settings.meet or "").startswith("tcp://"):
+        raise ConfigError(
+            f"--meet {settings.meet} is a line between machines, not the address of a folder or a bucket. Measure it "
+            "with --num_machines, --machine_rank and --main_process_ip."
+        )
     place = _place(settings) if settings.num_machines > 1 else None
     doctor = import_module("farflung.observe.doctor")
     asked = doctor.Asked(Path(folder).absolute(), count, timeout, usable_cores(), settings.meet, place)

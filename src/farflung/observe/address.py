@@ -23,12 +23,7 @@ _TIMES = 5
 
 
 def measure(address: str, timeout_s: float) -> Found:
-    """Measure the requests that replicas send to an address; nothing is left there.
-
-    Raises:
-        ConfigError: it is no address of a folder or a bucket.
-    """
-    objects_at(address)  # what is none is refused
+    """Measure the requests that replicas send to the address of a folder or a bucket; nothing is left there."""
     probed = f"{address.rstrip('/')}/doctor-{secrets.token_hex(8)}"
     folder = Path(unquote(probed.removeprefix("file://"))) if probed.startswith("file://") else None
     is_new = folder is not None and not folder.parent.exists()
@@ -62,7 +57,7 @@ def _measure(board: ObjectBoard, address: str) -> Found:
     finally:
         for key in keys:
             with suppress(Unreachable):
-                board.delete(key)
+                board.patient(0).delete(key)
     todo = []
     if not creates_once:
         why = f"meet: {address} overwrites objects that are to be created only where there are none"
