@@ -84,6 +84,13 @@ class Forecast:
             start = f"--elastic 1:{self.run.replicas} {self.meeting.flag}"
         click.echo(f"farflung launch {start} {flags}train.py")
 
+    def lines(self) -> list[str]:
+        """Return a heading and the rows for scripts, with tabs between the cells: in bytes, bits and seconds."""
+        rows = [{**row, "memory": row["memory"]["total"]} for row in self.as_dict()["methods"]]
+        for row in rows:
+            row |= row.pop("meet") or {}
+        return ["\t".join(rows[0]), *("\t".join(_cell(cell) for cell in row.values()) for row in rows)]
+
     def suffices(self, cost: Cost) -> bool:
         return cost.utilization >= self.utilization
 
@@ -238,6 +245,10 @@ class Forecast:
         return [10 ** (low + step / _POINTS_PER_DECADE) for step in range((high - low) * _POINTS_PER_DECADE + 1)]
 
 
+def _cell(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
 def _percent(row: Row) -> str:
     return f"{'< ' * row.is_bound}{row.gain_kept:.0%}".replace("%", " %")
 
@@ -284,6 +295,7 @@ class _NamesAllMissing(click.Command):
 )
 @click.option("--utilization", default=0.9, help="Share of the time spent computing that counts as fast enough.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table, in bytes, bits and seconds.")
+@click.option("--table", "as_lines", is_flag=True, help="Print a heading and the rows alone, with tabs, for scripts.")
 @click.option("--picture", metavar="FILE", help="Plot utilization against bandwidth to this PNG file.")
 def plan(
     parameters: str,
@@ -299,11 +311,14 @@ def plan(
     prices: tuple[float, float, float, float] | None,
     utilization: float,
     as_json: bool,
+    as_lines: bool,
     picture: str | None,
 ) -> None:
     """Forecast what DDP, Local SGD and DiLoCo cost on a network: bytes, seconds, memory, and which is fast enough."""
     if picture is not None and not is_available("matplotlib"):
         raise ConfigError("--picture needs matplotlib. Install it with `pip install 'farflung[plot]'`.")
+    if as_json and as_lines:
+        raise ConfigError("--json and --table exclude each other: give one of them.")
     if not (0 < utilization < 1):
         raise ConfigError(f"--utilization is {utilization}; it must be between 0 and 1 (exclusive), such as 0.9.")
     settings = {
@@ -321,7 +336,10 @@ def plan(
         settings["request_s"] = meeting.request_s if request is None else parse_seconds(request, "--request")
     bucket_bytes = None if bucket is None else num_bytes(bucket, "--bucket")
     forecast = Forecast(settings, parse_count(steps, "--steps"), bucket_bytes, utilization, meeting)
-    forecast.show(as_json)
+    if as_lines:
+        click.echo("\n".join(forecast.lines()))
+    else:
+        forecast.show(as_json)
     if picture is not None:
         forecast.draw(Path(picture))
-        click.echo(f"picture: {picture}", err=as_json)
+        click.echo(f"picture: {picture}", err=as_json or as_lines)
