@@ -408,3 +408,15 @@ def test_the_rows_for_scripts_are_those_of_json(more):
 def test_rows_for_scripts_and_json_exclude_each_other():
     with pytest.raises(ConfigError, match="--json and --table exclude each other"):
         planned(*USUAL, "--table", "--json")
+
+
+def test_buffers_slow_ddp_alone():
+    def rows(*more):
+        return {
+            one["method"]: one["seconds_per_step"]
+            for one in json.loads(planned(*USUAL, *more, "--json").output)["methods"]
+        }
+
+    without, given_ = rows(), rows("--buffers", "50MB")
+    assert {name for name in without if given_[name] != without[name]} == {"DDP", "DDP bf16"}
+    assert given_["DDP"] - without["DDP"] == pytest.approx(50e6 * 8 / 1e9)

@@ -283,6 +283,9 @@ class _NamesAllMissing(click.Command):
 @click.option("--layers", default=24, type=_FROM_ONE, help="Number of the model's layers.")
 @click.option("--bucket", metavar="SIZE", help="Bucket size, counted in fp32: 64MiB. [each method's own default]")
 @click.option(
+    "--buffers", metavar="SIZE", help="Size of the model's buffers, which DDP broadcasts in each step: 50MB. [0]"
+)
+@click.option(
     "--meet", metavar="FORM", help="Replicas meet at an address (`launch --meet`): folder, s3, gs, az, or the address."
 )
 @click.option("--request", metavar="TIME", help="With --meet: duration of a request. [50ms; folder: 5ms]")
@@ -306,6 +309,7 @@ def plan(
     replicas: int,
     layers: int,
     bucket: str | None,
+    buffers: str | None,
     meet: str | None,
     request: str | None,
     prices: tuple[float, float, float, float] | None,
@@ -328,6 +332,7 @@ def plan(
         "replicas": replicas,
         "bandwidth_bps": parse_rate(bandwidth, "--bandwidth"),
         "latency_s": parse_seconds(latency, "--latency"),
+        "buffer_bytes": 0 if buffers is None else num_bytes(buffers, "--buffers"),
     }
     if meet is None and (request is not None or prices is not None):
         raise ConfigError("--request and --prices are of an address where replicas meet: give --meet too.")
