@@ -11,8 +11,10 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from farflung.launch.main import farflung
@@ -118,6 +120,18 @@ def test_a_folder_that_can_not_be_written_to_is_something_to_do(tmp_path):
     assert "--folder" in advice(found, "folder")[0]
 
 
+def test_where_torch_can_not_be_loaded_the_other_probes_answer(tmp_path):
+    command = [sys.executable, "-c", f"import sys; sys.modules['torch'] = None; {RUN}", "doctor", "--json"]
+    done = subprocess.run([*command, "--meet", tmp_path.as_uri()], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    assert "can't be loaded" in advice(found, "torch")[0]
+    assert "ModuleNotFoundError" in found["devices"]["not_known"]
+    assert "ModuleNotFoundError" in found["meet"]["not_known"]
+    assert found["memory"]["bytes"] > 0
+    assert found["folder"]["write_bytes_per_s"] > 0
+
+
 def test_limits_that_are_too_low_are_something_to_do(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 9000))
     assert "ulimit -n 9000" in machine.open_files().todo[0]
@@ -130,6 +144,33 @@ def test_limits_that_are_too_low_are_something_to_do(monkeypatch):
     monkeypatch.setattr(machine.os, "getloadavg", lambda: (7.0, 0.0, 0.0))
     assert machine.cores(2).todo
     assert not machine.cores(8).todo
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs)",
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sat Feb  4 00:01:46 UTC 2023",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  580.65.06  Release Build",
+    ],
+)
+def test_the_driver_is_named_and_a_torch_that_sees_no_gpu_is_something_to_do(said, tmp_path, monkeypatch):
+    (tmp_path / "version").write_text(f"{said}\nGCC version:  gcc version 13.3.0\n")
+    monkeypatch.setattr(machine, "_NVIDIA", tmp_path / "version")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    found = machine.devices()
+    assert found.figures["driver"] == "580.65.06"
+    assert "there is an NVIDIA driver (580.65.06), but torch" in found.todo[0]
+
+
+def test_accelerators_are_counted_with_name_and_memory(monkeypatch):
+    known = SimpleNamespace(name="NVIDIA L40S", total_memory=48 * 10**9)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: SimpleNamespace(get_device_properties=lambda k: known))
+    found = machine.devices()
+    assert found.text.startswith("2 x NVIDIA L40S, 48 GB; driver ")
+    assert found.figures["devices"] == [{"name": "NVIDIA L40S", "memory": 48 * 10**9}] * 2
 
 
 def test_a_probe_that_fails_or_has_no_answer_is_not_known():
@@ -176,11 +217,11 @@ def test_a_machine_that_can_not_be_reached_is_named_with_its_address(warm):
 
 def test_a_machine_that_does_not_come_is_named_after_the_time_limit():
     here = ("--num_machines", 2, "--main_process_ip", "127.0.0.1", "--main_process_port", get_free_port())
-    found = doctor("--json", *here, "--machine_rank", 0, "--timeout", 1)
+    found = doctor("--json", *here, "--machine_rank", 0, "--timeout", 2)
     assert found["lines"]["missing"] == [1]
-    assert "machine 1 did not come within 1 s" in advice(found, "lines")[0]
+    assert "machine 1 did not come within 2 s" in advice(found, "lines")[0]
     assert "not_known" in found["synchronizing"]
-    found = doctor("--json", *here, "--machine_rank", 1, "--timeout", 1)
+    found = doctor("--json", *here, "--machine_rank", 1, "--timeout", 2)
     assert "machine 1 does not reach machine 0" in advice(found, "lines")[0]
 
 
@@ -253,7 +294,7 @@ def test_a_bucket_that_overwrites_what_is_to_be_created_once_is_something_to_do(
 
 def test_an_address_without_an_answer_is_something_to_do(bucket, s3, tmp_path):
     s3.set(error_s=600)
-    found = doctor("--json", "--meet", bucket, *SMALL, "--timeout", 2)
+    found = doctor("--json", "--meet", bucket, *SMALL, "--timeout", 4)
     assert "can't be used" in advice(found, "meet")[0]
     assert "not_known" in found["synchronizing"]
     found = doctor("--json", "--meet", (tmp_path / "no" / "run").as_uri(), *SMALL)

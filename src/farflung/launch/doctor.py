@@ -38,7 +38,10 @@ def _doctor(folder: str, parameters: str, timeout: float, as_json: bool, **param
     flags = given(params)
     if "meet" in flags:
         flags["elastic"] = _ANY_REPLICAS
-    settings = resolve(flags).settings
+    resolved = resolve(flags)
+    for note in resolved.notes:
+        click.echo(f"farflung: {note}", err=True)
+    settings = resolved.settings
     if (settings.meet or "").startswith("tcp://"):
         raise ConfigError(
             f"--meet {settings.meet} is a line between machines, not the address of a folder or a bucket. Measure it "

@@ -77,21 +77,31 @@ def examine(asked: Asked, say: Callable[[str], None]) -> Report:
     probe("memory", machine.memory)
     probe("folder", partial(machine.folder, asked.folder))
     probe("clock", machine.clock)
+    # The two that follow are loaded by their probes, as they need torch, which may be what is wrong.
     if asked.place is not None:
-        lines = import_module("farflung.observe.line")  # which needs torch
-        site = lines.Site(**asked.place)
-        limit_s = asked.timeout_s * (3 + site.size**2)  # it has limits of its own, for each wait
-        at = f"{site.host}:{site.port}, over {site.interface}"
-        say(f"machine {site.rank} of {site.size} waits up to {in_seconds(asked.timeout_s)} for the others at {at}")
-        probe("lines", partial(lines.measure, site, machine.facts(report.found), asked.timeout_s), limit_s)
-        _plan_for_a_line(report, asked, site.size)
+        place, size = asked.place, int(asked.place["size"])
+        at = f"{place['host']}:{place['port']}, over {place['interface']}"
+        say(f"machine {place['rank']} of {size} waits up to {in_seconds(asked.timeout_s)} for the others at {at}")
+        # It has a limit for each wait.
+        probe("lines", partial(_lines, asked, machine.facts(report.found)), asked.timeout_s * (3 + size**2))
+        _plan_for_a_line(report, asked, size)
     elif asked.meet is None:
         report.found["lines"] = unknown("run it on each machine at the same time, with --num_machines 2 and so on")
     if asked.meet is not None:
-        addresses = import_module("farflung.observe.address")
-        probe("meet", partial(addresses.measure, asked.meet, asked.timeout_s), 2 * asked.timeout_s)
+        probe("meet", partial(_requests, asked), 2 * asked.timeout_s)
         _plan_for_an_address(report, asked, asked.meet)
     return report
+
+
+def _lines(asked: Asked, facts: Mapping[str, str]) -> Found:
+    line = import_module("farflung.observe.line")
+    found: Found = line.measure(line.Site(**(asked.place or {})), facts, asked.timeout_s)
+    return found
+
+
+def _requests(asked: Asked) -> Found:
+    found: Found = import_module("farflung.observe.address").measure(asked.meet, asked.timeout_s)
+    return found
 
 
 def _plan_for_a_line(report: Report, asked: Asked, machines: int) -> None:

@@ -60,8 +60,7 @@ def measure(site: Site, facts: Mapping[str, str], timeout_s: float) -> Found:
     with ExitStack() as stack:
         try:
             if site.rank == 0:
-                served = serve_store(site.host, site.port, site.listen, wait_for_workers=False)
-                stack.callback(lambda: served)  # it serves until the others have read
+                _served = serve_store(site.host, site.port, site.listen, wait_for_workers=False)
             listener = stack.enter_context(_listening(site.address))
         except OSError as error:
             why = f"{site.listen or site.address}: {error.strerror}"

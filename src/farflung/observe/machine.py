@@ -61,7 +61,7 @@ def devices() -> Found:
         return Found("no accelerator: training runs on the CPU", {"devices": [], "driver": driver}, todo)
     found = [_device(torch, str(kind), index) for index in range(torch.accelerator.device_count())]
     named = [f"{one['name']}, {in_bytes(one['memory']) if one['memory'] else 'memory not known'}" for one in found]
-    listed = ", ".join(f"{counted(named.count(name), kind.type)}: {name}" for name in dict.fromkeys(named))
+    listed = ", ".join(f"{named.count(name)} x {name}" for name in dict.fromkeys(named))
     return Found(f"{listed}; driver {driver or 'not known'}", {"devices": found, "driver": driver})
 
 
