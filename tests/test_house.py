@@ -45,6 +45,8 @@ LAZY_TABLES = (
     "comm/address.py",
     "launch/main.py",
     "launch/checkpoint.py",
+    "launch/doctor.py",
+    "observe/doctor.py",
     "launch/estimate.py",
     "launch/run.py",
     "launch/agent.py",

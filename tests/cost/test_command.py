@@ -388,3 +388,35 @@ def test_a_method_that_did_worse_than_a_replica_alone_is_not_praised(monkeypatch
     monkeypatch.setitem(GAIN_KEPT, "DDP", {1: -0.1})
     (*_, said, _) = planned(*USUAL, "--steps", "20", "--bandwidth", "1Tbit").output.splitlines()
     assert said.startswith("Use DDP: of the methods that are fast enough, none did better")
+
+
+@pytest.mark.parametrize("more", [(), ("--meet", "s3", "--prices", "0.005", "0.0004", "0.09", "0.023")])
+def test_the_rows_for_scripts_are_those_of_json(more):
+    heading, *lines = planned(*USUAL, *more, "--table").output.splitlines()
+    rows = json.loads(planned(*USUAL, *more, "--json").output)["methods"]
+    assert len(lines) == len(rows) > 3
+    for line, row in zip(lines, rows, strict=True):
+        cells = dict(zip(heading.split("\t"), line.split("\t"), strict=True))
+        assert cells["method"] == row["method"]
+        assert cells["flags"] == row["flags"]
+        assert float(cells["utilization"]) == row["utilization"]
+        assert float(cells["memory"]) == row["memory"]["total"]
+        assert cells["bandwidth_needed_bps"] == str(row["bandwidth_needed_bps"] or "")
+        assert (float(cells["usd"]) if more else None) == (row["meet"] and row["meet"]["usd"])
+
+
+def test_rows_for_scripts_and_json_exclude_each_other():
+    with pytest.raises(ConfigError, match="--json and --table exclude each other"):
+        planned(*USUAL, "--table", "--json")
+
+
+def test_buffers_slow_ddp_alone():
+    def rows(*more):
+        return {
+            one["method"]: one["seconds_per_step"]
+            for one in json.loads(planned(*USUAL, *more, "--json").output)["methods"]
+        }
+
+    without, given_ = rows(), rows("--buffers", "50MB")
+    assert {name for name in without if given_[name] != without[name]} == {"DDP", "DDP bf16"}
+    assert given_["DDP"] - without["DDP"] == pytest.approx(50e6 * 8 / 1e9)

@@ -345,3 +345,16 @@ def test_what_does_not_go_together_is_refused():
     for utilization in (0, 1, math.nan):
         with pytest.raises(ConfigError, match=f"utilization={utilization}"):
             needed_bandwidth(RUN, Method("m"), utilization)
+
+
+@often
+@anything
+def test_buffers_cost_data_parallel_training_their_bytes_in_each_step_and_rounds_nothing(run, method):
+    buffered = replace(run, buffer_bytes=10**6)
+    more = cost_of(buffered, method).bytes_sent_per_step - cost_of(run, method).bytes_sent_per_step
+    is_broadcast = method.during_backward and run.replicas > 1
+    assert more == pytest.approx(10**6 * is_broadcast, rel=1e-3, abs=1e-6 * cost_of(run, method).bytes_sent_per_step)
+    seconds_more = seconds(buffered, method) - seconds(run, method)
+    assert seconds_more == pytest.approx(
+        8e6 * is_broadcast / run.bandwidth_bps, rel=1e-3, abs=1e-9 * seconds(run, method)
+    )

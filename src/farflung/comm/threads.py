@@ -60,9 +60,9 @@ class Task(Generic[_T]):
         """Whether the call has returned, or raised."""
         return self._future.done()
 
-    def result(self) -> _T:
-        """Wait for the call, and return or raise what it did."""
-        return self._future.result()
+    def result(self, timeout_s: float | None = None) -> _T:
+        """Wait for the call, and return or raise what it did; `concurrent.futures.TimeoutError` if it takes longer."""
+        return self._future.result(timeout_s)
 
 
 def side_by_side(acts: Sequence[Callable[[], object]], at_once: int) -> None:

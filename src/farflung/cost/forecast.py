@@ -84,6 +84,13 @@ class Forecast:
             start = f"--elastic 1:{self.run.replicas} {self.meeting.flag}"
         click.echo(f"farflung launch {start} {flags}train.py")
 
+    def lines(self) -> list[str]:
+        """Return a heading and the rows for scripts, with tabs between the cells: in bytes, bits and seconds."""
+        rows = [{**row, "memory": row["memory"]["total"]} for row in self.as_dict()["methods"]]
+        for row in rows:
+            row |= row.pop("meet") or {}
+        return ["\t".join(rows[0]), *("\t".join(_cell(cell) for cell in row.values()) for row in rows)]
+
     def suffices(self, cost: Cost) -> bool:
         return cost.utilization >= self.utilization
 
@@ -238,6 +245,10 @@ class Forecast:
         return [10 ** (low + step / _POINTS_PER_DECADE) for step in range((high - low) * _POINTS_PER_DECADE + 1)]
 
 
+def _cell(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
 def _percent(row: Row) -> str:
     return f"{'< ' * row.is_bound}{row.gain_kept:.0%}".replace("%", " %")
 
@@ -272,6 +283,9 @@ class _NamesAllMissing(click.Command):
 @click.option("--layers", default=24, type=_FROM_ONE, help="Number of the model's layers.")
 @click.option("--bucket", metavar="SIZE", help="Bucket size, counted in fp32: 64MiB. [each method's own default]")
 @click.option(
+    "--buffers", metavar="SIZE", help="Size of the model's buffers, which DDP broadcasts in each step: 50MB. [0]"
+)
+@click.option(
     "--meet", metavar="FORM", help="Replicas meet at an address (`launch --meet`): folder, s3, gs, az, or the address."
 )
 @click.option("--request", metavar="TIME", help="With --meet: duration of a request. [50ms; folder: 5ms]")
@@ -284,6 +298,7 @@ class _NamesAllMissing(click.Command):
 )
 @click.option("--utilization", default=0.9, help="Share of the time spent computing that counts as fast enough.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table, in bytes, bits and seconds.")
+@click.option("--table", "as_lines", is_flag=True, help="Print a heading and the rows alone, with tabs, for scripts.")
 @click.option("--picture", metavar="FILE", help="Plot utilization against bandwidth to this PNG file.")
 def plan(
     parameters: str,
@@ -294,16 +309,20 @@ def plan(
     replicas: int,
     layers: int,
     bucket: str | None,
+    buffers: str | None,
     meet: str | None,
     request: str | None,
     prices: tuple[float, float, float, float] | None,
     utilization: float,
     as_json: bool,
+    as_lines: bool,
     picture: str | None,
 ) -> None:
     """Forecast what DDP, Local SGD and DiLoCo cost on a network: bytes, seconds, memory, and which is fast enough."""
     if picture is not None and not is_available("matplotlib"):
         raise ConfigError("--picture needs matplotlib. Install it with `pip install 'farflung[plot]'`.")
+    if as_json and as_lines:
+        raise ConfigError("--json and --table exclude each other: give one of them.")
     if not (0 < utilization < 1):
         raise ConfigError(f"--utilization is {utilization}; it must be between 0 and 1 (exclusive), such as 0.9.")
     settings = {
@@ -313,6 +332,7 @@ def plan(
         "replicas": replicas,
         "bandwidth_bps": parse_rate(bandwidth, "--bandwidth"),
         "latency_s": parse_seconds(latency, "--latency"),
+        "buffer_bytes": 0 if buffers is None else num_bytes(buffers, "--buffers"),
     }
     if meet is None and (request is not None or prices is not None):
         raise ConfigError("--request and --prices are of an address where replicas meet: give --meet too.")
@@ -321,7 +341,10 @@ def plan(
         settings["request_s"] = meeting.request_s if request is None else parse_seconds(request, "--request")
     bucket_bytes = None if bucket is None else num_bytes(bucket, "--bucket")
     forecast = Forecast(settings, parse_count(steps, "--steps"), bucket_bytes, utilization, meeting)
-    forecast.show(as_json)
+    if as_lines:
+        click.echo("\n".join(forecast.lines()))
+    else:
+        forecast.show(as_json)
     if picture is not None:
         forecast.draw(Path(picture))
-        click.echo(f"picture: {picture}", err=as_json)
+        click.echo(f"picture: {picture}", err=as_json or as_lines)

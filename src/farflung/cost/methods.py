@@ -161,6 +161,17 @@ class Rows:
         return Row(method, config, *gain_kept(kind.name + _LATE * is_late, every))
 
 
+def synchronizations(run: Run) -> dict[str, float]:
+    """Return how many seconds a synchronization of all parameters takes by each recipe, if nothing hides it."""
+    bucket_bytes = bucket_bytes_for(_FP32_BYTES * run.parameters)
+    found = {}
+    for kind in _KINDS:
+        bits = bits_on_the_wire(kind.wire_bytes, run.parameters, 1, bucket_bytes)
+        method = Method(kind.name, bits=bits, confirmed=True, bucket_bytes=bucket_bytes, **kind.numbers)
+        found[kind.name] = cost_of(run, method).seconds_per_step - run.step_s
+    return found
+
+
 def gain_kept(name: str, every: int) -> tuple[float, bool]:
     """Return the share of DDP's gain that a method keeps with rounds of `every` steps, and whether it is a bound.
 

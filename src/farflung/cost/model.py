@@ -48,6 +48,8 @@ class Run:
     island_size: int = 1  # ranks that train one replica; of several, each keeps a round until all of them have it
     # Seconds of a request, where replicas meet at an address (`meeting.py`); `latency_s` has no effect then.
     request_s: float | None = None
+    # Bytes of the model's buffers, such as tables of positions: DDP broadcasts them before each forward pass.
+    buffer_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         _check_counts(self, parameters=1, layers=1, replicas=1, island_size=1)
@@ -55,6 +57,7 @@ class Run:
         check_number("bandwidth_bps", self.bandwidth_bps, above=0, finite=False)
         check_number("latency_s", self.latency_s, least=0)
         check_number("request_s", self.request_s or 0, least=0)
+        check_number("buffer_bytes", self.buffer_bytes, least=0)
 
     @property
     def is_direct(self) -> bool:
@@ -154,7 +157,7 @@ def cost_of(run: Run, method: Method) -> Cost:
     if not run.is_direct:
         far = (run.replicas > 1) * (method.bits + method.state_bits)
     near = run.parameters / 8 * _near_bits(run, method)
-    travels = run.parameters / 8 * far + near
+    travels = run.parameters / 8 * far + near + method.every * _broadcast_bytes(run, method)
     came = travels if run.is_direct else (run.replicas - 1) * travels
     return Cost(method, seconds, run.step_s / seconds, travels, came, near, _memory(run, method))
 
@@ -219,7 +222,14 @@ def _exposed_s(run: Run, method: Method) -> float:
     averaging = _waits(run, method, "reduced", run.parameters * bool(method.state_bits))
     averaging += _passes(run, "reduced") * run.parameters * method.state_bits / run.bandwidth_bps
     # Fragments that fly at the same time share one line: a round lasts as long as it is busy, at least.
-    return max(stalls, busy - method.every * run.step_s) + averaging
+    # Buffers come before a forward pass, which can't hide them.
+    broadcasts = method.every * 8 * _broadcast_bytes(run, method) / run.bandwidth_bps
+    return max(stalls, busy - method.every * run.step_s) + averaging + broadcasts
+
+
+def _broadcast_bytes(run: Run, method: Method) -> float:
+    """Return the bytes of buffers that a replica sends in a step: once along a chain. Rounds take weights alone."""
+    return run.buffer_bytes * (method.during_backward and run.replicas > 1)
 
 
 def _transfers(run: Run, method: Method, fragment: int) -> Iterator[tuple[float, float]]:

@@ -181,6 +181,7 @@ class Signs:
         self._halt = threading.Event()
         (folder / RANKS).mkdir(exist_ok=True)
         self._file = os.open(folder / RANKS / f"{self._name}.json", os.O_WRONLY | os.O_CREAT, 0o644)
+        self._steps.look()
         self._thread = threading.Thread(target=self._run, name="farflung signs", daemon=True)
         self._thread.start()
 
