@@ -242,7 +242,7 @@ def write_file(path: Path, values: Mapping[str, Any]) -> Path:
         raise ConfigError(f"{path} is Accelerate's own file, which Farflung reads but never writes. Choose another.")
     LaunchSettings.of(values)
     said = {name: value for name, value in values.items() if value is not None}
-    text = "# Settings of `farflung launch`; `farflung launch --help` explains each.\n"
+    text = "# Settings of `farflung launch`; `farflung launch --help all` explains each.\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as aside:

@@ -16,6 +16,7 @@ from farflung.base.errors import ConfigError
 from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.grid import GRID, LayoutSettings, check_layout
+from farflung.config.groups import group_of
 from farflung.config.outer import OPTIONS, Outer, OuterSettings, outer_config, renamed
 from farflung.config.recipes import RECIPES
 from farflung.config.setting import Field, Value, accelerates, setting
@@ -210,7 +211,16 @@ class LaunchSettings(LayoutSettings):
     main_training_function: str = setting(
         "main", "Accelerate's setting for TPUs; only `main` is supported.", choices=("main",)
     )
+    only_rank: str | None = setting(
+        None, "Show only what these ranks print: numbers separated by commas, such as 0 or 0,3. [all]"
+    )
+    json: bool = setting(
+        False, "Print the launcher's own messages as one JSON object a line: started, failed, restarted, ended ..."
+    )
     config_file: str | None = setting(None, "Read the settings from this file.", in_file=False)
+    dry_run: bool = setting(
+        False, "Start nothing; print command, ranks, environment, and where each setting comes from.", in_file=False
+    )
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> LaunchSettings:
@@ -378,7 +388,8 @@ def _listed() -> Iterator[Field]:
             for option in OPTIONS.values():
                 name, variable = f"outer_{option.name}", f"{_PREFIX}OUTER_{option.name.upper()}"
                 flags, choices = (f"--{name}",), option.choices
-                yield Field(name, option.kind, None, option.help, variable, variable, flags, choices=choices)
+                said = (option.kind, None, option.help, variable, variable, flags)
+                yield Field(name, group_of(name), *said, choices=choices)
             continue
         stated = dict(attribute.metadata)
         told = stated.pop("told", "variable" in stated)
@@ -387,7 +398,7 @@ def _listed() -> Iterator[Field]:
         said: dict[str, Any] = {"variable": f"{prefix}{name}".upper(), "flags": (f"--{name}",)} | stated
         kind = next((part for part in get_args(hint) if part is not type(None)), hint)
         says_word = kind is bool and name.startswith("fsdp_")
-        yield Field(name, kind, told_as=said["variable"] if told else None, says_word=says_word, **said)
+        yield Field(name, group_of(name), kind, told_as=said["variable"] if told else None, says_word=says_word, **said)
 
 
 def _option(name: str) -> str:
