@@ -387,9 +387,8 @@ def _listed() -> Iterator[Field]:
         if attribute.name == "outer_options":
             for option in OPTIONS.values():
                 name, variable = f"outer_{option.name}", f"{_PREFIX}OUTER_{option.name.upper()}"
-                flags, choices = (f"--{name}",), option.choices
-                said = (option.kind, None, option.help, variable, variable, flags)
-                yield Field(name, group_of(name), *said, choices=choices)
+                row = (option.kind, None, option.help, variable, variable, (f"--{name}",))
+                yield Field(name, group_of(name), *row, choices=option.choices)
             continue
         stated = dict(attribute.metadata)
         told = stated.pop("told", "variable" in stated)

@@ -190,14 +190,8 @@ def _show(origin: bool, **params: Any) -> None:
 
 def describe(resolved: Resolved, origin: bool) -> list[str]:
     """Return one line for each setting that has a value: its name, the value and, with `origin`, where it is from."""
-    lines = []
-    for entry in FIELDS:
-        value = resolved.settings.value(entry.name)
-        if value is None:
-            continue
-        line = f"{entry.name}: {entry.text(value) or repr('')}"
-        lines.append(f"{line:<40} # {resolved.origins[entry.name]}" if origin else line)
-    return lines
+    rows = [(f"{name}: {value}", where) for name, value, where in resolved.rows(everything=True)]
+    return [f"{line:<40} # {where}" if origin else line for line, where in rows]
 
 
 config.add_command(

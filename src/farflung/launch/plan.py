@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -74,14 +74,14 @@ class Plan:
     alone: bool  # one process that needs no agent over it
 
 
-def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str]) -> Plan:
-    """Return what to do on this machine."""
+def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str], reported: bool = False) -> Plan:
+    """Return what to do on this machine; `reported`: a launcher shows the failure of one process alone too."""
     command_line(settings, script, arguments)  # what can't be found is refused before GPUs are counted
     num_local, on_cpu = _count_processes(settings)
     check_layout(settings, num_local * settings.num_machines, settings.num_machines, settings.outer_recipe)
     if settings.num_cpu_threads_per_process is not None:
         fit_for_cores(settings.num_cpu_threads_per_process, "num_cpu_threads_per_process", "thread")
-    if settings.log_dir is not None:
+    if settings.log_dir is not None and not settings.dry_run:
         _make_log_dir(settings.log_dir)
     meeting = meet(settings)
     variables = rank_variables(settings)
@@ -93,8 +93,15 @@ def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str]) -
     watched = bool(settings.max_restarts) or settings.log_dir is not None or settings.tee != "0"
     watched = watched or settings.outer_recipe is not None  # what became of it is said at the end
     alone = num_local == 1 and settings.num_machines == 1 and not watched
-    command = command_line(settings, script, arguments, reported=not alone)
+    command = command_line(settings, script, arguments, reported=reported or not alone)
     return Plan(command, num_local, variables, meeting, alone)
+
+
+def one_replica(settings: LaunchSettings) -> LaunchSettings:
+    """Return the settings of one replica that comes and goes: a run of its own, without those that replicas share."""
+    shared = ("elastic", "replicas", "join", "meet", "heartbeat_s", "state_every", "main_process_ip")
+    left_out: dict[str, Any] = dict.fromkeys((*shared, "main_process_port", "max_restarts"))
+    return replace(settings, **left_out, ranks_per_replica=1, num_processes=settings.ranks_per_replica)
 
 
 def command_line(
@@ -180,10 +187,15 @@ def _count_processes(settings: LaunchSettings) -> tuple[int, bool]:
     if wanted is not None and wanted > available:
         raise ConfigError(
             f"{wanted} processes on this machine need a GPU each, and there {'is' if available == 1 else 'are'} "
-            f"{available}. "
+            f"{available}{_visible()}. "
             f"Use --num_processes {available * settings.num_machines}, or train on the CPU with --cpu."
         )
     return wanted or available, False
+
+
+def _visible() -> str:
+    visible = environ.text("CUDA_VISIBLE_DEVICES")
+    return "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r})"
 
 
 def fit_for_cores(number: int, called: str, noun: str = "process") -> int:

@@ -43,6 +43,7 @@ from farflung.launch.plan import (
     make_plan,
     network_variables,
     one_machine,
+    one_replica,
     torch_is_loaded,
 )
 from farflung.launch.report import Failure, in_short, show
@@ -80,20 +81,7 @@ def run_replicas(resolved: Resolved, script: str, arguments: Sequence[str]) -> i
         ConfigError: the settings can't work on this machine, or there is no run to join.
     """
     settings = resolved.settings
-    own = dataclasses.replace(
-        settings,
-        elastic=None,
-        replicas=None,
-        join=None,
-        meet=None,
-        heartbeat_s=None,
-        state_every=None,
-        ranks_per_replica=1,
-        num_processes=settings.ranks_per_replica,
-        main_process_ip=None,
-        main_process_port=None,
-        max_restarts=None,
-    )
+    own = one_replica(settings)
     plan = make_plan(own, script, arguments)
     at_port = (settings.meet or "").partition("tcp://")[2]
     host, _, port = (settings.join or at_port or f"{settings.main_process_ip or '127.0.0.1'}:").rpartition(":")

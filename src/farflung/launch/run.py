@@ -20,8 +20,9 @@ from farflung.config.launch import LaunchSettings
 from farflung.config.resolve import Resolved, resolve
 from farflung.integrations.as_accelerate import path_variables
 from farflung.launch.agent import run_agent
+from farflung.launch.dry_run import described
 from farflung.launch.options import SettingsCommand, given, launch_options
-from farflung.launch.plan import Plan, check_recipe, lone_environment, make_plan
+from farflung.launch.plan import Plan, check_recipe, lone_environment, make_plan, one_replica
 from farflung.launch.report import in_order, show
 from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND
 
@@ -48,13 +49,18 @@ def launch_script(resolved: Resolved, script: str, script_args: tuple[str, ...],
         click.echo(f"farflung: settings from {resolved.file}{advice}", err=True)
     for note in resolved.notes:
         click.echo(f"farflung: {note}", err=True)
-    if settings.elastic is not None or settings.join is not None:
+    is_elastic = settings.elastic is not None or settings.join is not None
+    if is_elastic and not settings.dry_run:
         code: int = import_module("farflung.launch.replicas").run_replicas(resolved, script, script_args)
         return code
-    plan = make_plan(settings, script, script_args)
+    own = one_replica(settings) if is_elastic else settings
+    plan = make_plan(own, script, script_args, reported=is_elastic)
     if settings.as_accelerate:
         plan = dataclasses.replace(plan, variables={**plan.variables, **path_variables()})
     check_recipe(resolved, plan.variables)
+    if settings.dry_run:
+        click.echo("\n".join(described(resolved, plan)))
+        return 0
     if settings.num_machines > 1 and not settings.quiet:
         where = f"machine {settings.machine_rank} of {settings.num_machines}"
         click.echo(
