@@ -68,7 +68,7 @@ def test_gpus_that_are_not_there_are_missed_at_once(said, gpu_count, message, sc
 
 def test_too_few_gpus_are_explained_by_the_variable_that_hides_others(script, gpus):
     gpus(2)
-    with environ.patched({"CUDA_VISIBLE_DEVICES": "4,5"}), pytest.raises(ConfigError, match="are 2 .*'4,5'"):
+    with environ.patched({"CUDA_VISIBLE_DEVICES": "4,5"}), pytest.raises(ConfigError, match=r"are 2 .*'4,5'"):
         make_plan(LaunchSettings(num_processes=4), script, [])
 
 

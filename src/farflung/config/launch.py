@@ -245,6 +245,11 @@ class LaunchSettings(LayoutSettings):
         return () if self.gpu_ids == "all" else tuple(part.strip() for part in self.gpu_ids.split(","))
 
     @property
+    def shown_ranks(self) -> tuple[int, ...]:
+        """The ranks named in `only_rank`; empty for all of them."""
+        return tuple(int(rank) for rank in self.only_rank.split(",")) if self.only_rank else ()
+
+    @property
     def num_local(self) -> int | None:
         """Processes on this machine, or None when that is left to the number of accelerators."""
         return None if self.num_processes is None else self.num_processes // self.num_machines
@@ -259,6 +264,10 @@ class LaunchSettings(LayoutSettings):
             raise ConfigError("--module and --no_python exclude each other: a module needs Python to run it.")
         if not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", self.tee):
             raise ConfigError(f"tee is {self.tee!r}; use a number from 0 to 3, or a list such as 0:3,1:2.")
+        if self.only_rank is not None and not re.fullmatch(r"\d+(,\d+)*", self.only_rank):
+            raise ConfigError(f"only_rank is {self.only_rank!r}; use ranks separated by commas, such as 0 or 0,3.")
+        if self.only_rank is not None and self.rdzv_backend == "c10d" and self.num_machines > 1:
+            raise ConfigError("only_rank needs --rdzv_backend static: c10d numbers the machines when they meet.")
         self._check_rendezvous()
         self._check_elastic()
 
@@ -297,6 +306,9 @@ class LaunchSettings(LayoutSettings):
                     raise ConfigError(f"{name} is {getattr(self, name)}, but there is neither --elastic nor --join.")
             return
         flag = "--elastic" if self.join is None else "--join"
+        if self.only_rank is not None:
+            instead = "Print on one of them: accelerator.print, or `if loop.is_first`."
+            raise ConfigError(f"only_rank and {flag} are both given, but replicas have no fixed ranks. {instead}")
         if self.elastic is not None and self.join is not None:
             raise ConfigError("Both --elastic and --join are given: the run that is joined has its bounds already.")
         if self.elastic is not None and not re.fullmatch(r"[1-9]\d{0,3}:[1-9]\d{0,3}", self.elastic):

@@ -30,11 +30,10 @@ def described(resolved: Resolved, plan: Plan) -> list[str]:
 
 
 def _ranks(plan: Plan) -> str:
-    machine, size = int(plan.meeting.conf.get("rank", 0)), plan.num_local * plan.meeting.num_machines
-    ranks = range(machine * plan.num_local, (machine + 1) * plan.num_local)
+    size = plan.num_local * plan.meeting.num_machines
     if plan.meeting.backend != "static" and plan.meeting.num_machines > 1:
         return f"ranks: {plan.num_local} of {size}, which the rendezvous numbers"
-    return f"ranks: {numbered('rank', ranks).partition(' ')[2]} of {size} (RANK, WORLD_SIZE)"
+    return f"ranks: {numbered('rank', plan.ranks).partition(' ')[2]} of {size} (RANK, WORLD_SIZE)"
 
 
 def _meeting(plan: Plan) -> str:

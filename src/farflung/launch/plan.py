@@ -21,7 +21,7 @@ from typing import Any
 from uuid import uuid4
 
 from farflung.base.errors import ConfigError
-from farflung.base.words import counted, plural
+from farflung.base.words import counted, numbered, plural
 from farflung.config import environ
 from farflung.config.grid import check_layout
 from farflung.config.launch import DEFAULT_PORT, LaunchSettings, rank_variables
@@ -73,12 +73,22 @@ class Plan:
     meeting: Meeting
     alone: bool  # one process that needs no agent over it
 
+    @property
+    def ranks(self) -> range:
+        """The ranks of this machine, where the machines are numbered beforehand."""
+        first = int(self.meeting.conf.get("rank", 0)) * self.num_local
+        return range(first, first + self.num_local)
+
 
 def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str], reported: bool = False) -> Plan:
     """Return what to do on this machine; `reported`: a launcher shows the failure of one process alone too."""
     command_line(settings, script, arguments)  # what can't be found is refused before GPUs are counted
     num_local, on_cpu = _count_processes(settings)
     check_layout(settings, num_local * settings.num_machines, settings.num_machines, settings.outer_recipe)
+    unknown = [rank for rank in settings.shown_ranks if rank >= num_local * settings.num_machines]
+    if unknown:
+        world = counted(num_local * settings.num_machines, "process")
+        raise ConfigError(f"only_rank names {numbered('rank', unknown)}, but ranks of {world} are counted from 0.")
     if settings.num_cpu_threads_per_process is not None:
         fit_for_cores(settings.num_cpu_threads_per_process, "num_cpu_threads_per_process", "thread")
     if settings.log_dir is not None and not settings.dry_run:
@@ -91,7 +101,7 @@ def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str], r
     if num_local > 1 and settings.num_cpu_threads_per_process is None:
         variables["OMP_NUM_THREADS"] = str(max(1, usable_cores() // num_local))
     watched = bool(settings.max_restarts) or settings.log_dir is not None or settings.tee != "0"
-    watched = watched or settings.outer_recipe is not None  # what became of it is said at the end
+    watched = watched or settings.outer_recipe is not None or settings.json  # what became of it is said at the end
     alone = num_local == 1 and settings.num_machines == 1 and not watched
     command = command_line(settings, script, arguments, reported=reported or not alone)
     return Plan(command, num_local, variables, meeting, alone)

@@ -20,7 +20,9 @@ from farflung.config.launch import LaunchSettings
 from farflung.config.resolve import Resolved, resolve
 from farflung.integrations.as_accelerate import path_variables
 from farflung.launch.agent import run_agent
+from farflung.launch.codes import BY_SIGNAL, DONE, EngineFailure, of_error, of_message
 from farflung.launch.dry_run import described
+from farflung.launch.events import say
 from farflung.launch.options import SettingsCommand, given, launch_options
 from farflung.launch.plan import Plan, check_recipe, lone_environment, make_plan, one_replica
 from farflung.launch.report import in_order, show
@@ -37,18 +39,23 @@ overrules a flag for GPUs.
 
 def _launch(script: str, script_args: tuple[str, ...], stated: str | None, **params: Any) -> None:
     resolved = Resolved(LaunchSettings(**json.loads(stated)), {}, None) if stated else resolve(given(params))
-    sys.exit(launch_script(resolved, script, script_args, exec_alone=True))
+    sys.exit(launch_script(resolved, script, script_args, exec_alone=True, is_inner=bool(stated)))
 
 
-def launch_script(resolved: Resolved, script: str, script_args: tuple[str, ...], exec_alone: bool = False) -> int:
-    """Run a script to its end and return its exit code; with `exec_alone`, one process takes the place of this one."""
+def launch_script(
+    resolved: Resolved, script: str, script_args: tuple[str, ...], *, exec_alone: bool = False, is_inner: bool = False
+) -> int:
+    """Run a script to its end and return the exit code; with `exec_alone`, one process takes the place of this one.
+
+    `is_inner`: this launcher is under that of replicas.
+    """
     settings = resolved.settings
-    if resolved.file is not None and not settings.quiet:
+    if resolved.file is not None:
         new = former_files().get(resolved.file)
         advice = f" (this package was called {FORMER_NAME}; rename the file to {new})" if new else ""
-        click.echo(f"farflung: settings from {resolved.file}{advice}", err=True)
+        say(settings, "settings", f"settings from {resolved.file}{advice}", file=str(resolved.file))
     for note in resolved.notes:
-        click.echo(f"farflung: {note}", err=True)
+        say(settings, "note", note, is_error=True)
     is_elastic = settings.elastic is not None or settings.join is not None
     if is_elastic and not settings.dry_run:
         code: int = import_module("farflung.launch.replicas").run_replicas(resolved, script, script_args)
@@ -61,15 +68,23 @@ def launch_script(resolved: Resolved, script: str, script_args: tuple[str, ...],
     if settings.dry_run:
         click.echo("\n".join(described(resolved, plan)))
         return 0
-    if settings.num_machines > 1 and not settings.quiet:
+    if settings.num_machines > 1:
         where = f"machine {settings.machine_rank} of {settings.num_machines}"
-        click.echo(
-            f"farflung: {where} waits for the others at {plan.meeting.endpoint}, over {plan.meeting.interface}",
-            err=True,
-        )
+        words = f"{where} waits for the others at {plan.meeting.endpoint}, over {plan.meeting.interface}"
+        say(settings, "waits", words, endpoint=plan.meeting.endpoint)
     if plan.alone and exec_alone:
         become(plan)
-    return start(settings, plan)
+    size, ranks = plan.num_local * plan.meeting.num_machines, list(plan.ranks)
+    say(settings, "started", None, ranks=ranks, size=size, command=[str(word) for word in plan.command])
+    try:
+        code = start(settings, plan, is_inner)
+    except EngineFailure as error:
+        if not settings.json:
+            raise
+        code = of_error(error)
+        say(settings, "failed", str(error), is_error=True)
+    say(settings, "ended", None, is_error=code != DONE, code=code)
+    return code
 
 
 def become(plan: Plan) -> None:
@@ -79,10 +94,10 @@ def become(plan: Plan) -> None:
     os.execvpe(plan.command[0], plan.command, lone_environment(plan.variables))
 
 
-def start(settings: LaunchSettings, plan: Plan) -> int:
-    """Run the plan's processes to their end, report a failure, and return the exit code.
+def start(settings: LaunchSettings, plan: Plan, is_inner: bool = False) -> int:
+    """Run the plan's processes to their end, report a failure, and return the exit code, one of `codes`.
 
-    It is the code of the rank that failed first, 128 + k for signal k; after Ctrl-C it is 130.
+    With `is_inner` a rank that a signal killed is 128 + its number, from which the launcher of replicas knows it.
     """
     outcome = run_agent(plan, settings)
     if outcome.failures:
@@ -92,13 +107,14 @@ def start(settings: LaunchSettings, plan: Plan) -> int:
         interface = plan.meeting.interface
         others_at = None if settings.num_machines == 1 else interface.address if interface else ""
         said = {"finished": outcome.finished, "others_at": others_at, "checkpoint": outcome.checkpoint}
-        code = show(outcome.failures, settings.log_dir, **said)
-        return code if outcome.signal is None else 128 + outcome.signal
+        code = show(outcome.failures, settings.log_dir, settings.json, **said)
+        if outcome.signal is None:
+            return code if is_inner and code > BY_SIGNAL else of_message(cause.message)
     if outcome.signal is not None:
-        return 128 + outcome.signal
+        return BY_SIGNAL + outcome.signal
     if settings.outer_recipe is not None:
         _warn_of_idle_outer(settings, outcome.notes)
-    return 0
+    return DONE
 
 
 def _warn_of_idle_outer(settings: LaunchSettings, notes: Collection[str]) -> None:
@@ -111,7 +127,7 @@ def _warn_of_idle_outer(settings: LaunchSettings, notes: Collection[str]) -> Non
         why = "the script did not prepare a model together with its optimizer (`accelerator.prepare`)"
     else:
         why = "no optimizer made a step"
-    click.echo(f"farflung: warning: --outer {settings.outer_recipe} did nothing: {why}.", err=True)
+    say(settings, "warning", f"warning: --outer {settings.outer_recipe} did nothing: {why}.", is_error=True)
 
 
 launch = SettingsCommand(
