@@ -67,7 +67,7 @@ def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = No
     with ExitStack() as around:
         pressed = around.enter_context(_interrupts_raise(SignalException, settings))
         around.enter_context(_agent_logs(settings))
-        around.enter_context(environ.patched({**plan.variables, **told}))
+        around.enter_context(environ.patched({**plan.variables, **told, environ.LAUNCHER: str(os.getpid())}))
         log_dir = Path(settings.log_dir or around.enter_context(tempfile.TemporaryDirectory(prefix="farflung_")))
         try:
             agent = elastic_launch(_agent_settings(plan, settings, line_prefix, log_dir), entrypoint)

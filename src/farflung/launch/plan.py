@@ -45,6 +45,7 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 PLACE_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
     *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID"),
+    environ.LAUNCHER,
     *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"),
 )
 
@@ -121,7 +122,7 @@ def command_line(
     if settings.no_python:
         if shutil.which(script) is None:
             raise ConfigError(f"There is no executable program {script!r} (--no_python).")
-        return (script, *arguments)
+        return (*((sys.executable, *RANK_STARTER, "--exec") if reported else ()), script, *arguments)
     python = (sys.executable, "-u", *(RANK_STARTER if reported else ()))
     if settings.module:
         _check_module(script)
