@@ -8,8 +8,8 @@ from click.testing import CliRunner
 
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.config import environ
-from farflung.config.files import own_file
 from farflung.config.launch import LaunchSettings
+from farflung.config.places import own_file
 from farflung.config.resolve import resolve
 from farflung.cost.forecast import Forecast
 from farflung.launch.ask import config, write_basic_config

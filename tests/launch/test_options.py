@@ -13,8 +13,8 @@ from farflung.config.groups import FIRST, GROUPS, group_of
 from farflung.config.launch import FIELDS, LaunchSettings, field_named, flags_for
 from farflung.config.recipes import RECIPES
 from farflung.config.resolve import resolve
+from farflung.launch.face import launch
 from farflung.launch.options import given
-from farflung.launch.run import launch
 
 
 def parse(*arguments: str) -> dict[str, object]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.base.words import counted
 from farflung.config import environ
-from farflung.config.files import find_file, read_file
 from farflung.config.launch import DEFAULT_PORT, FIELDS, LaunchSettings, check_variables
+from farflung.config.places import find_file
 from farflung.config.setting import Field, Stated
 from farflung.config.sharding import without_effect
 from farflung.config.tasks import Task, read_processes, read_task
@@ -60,7 +61,7 @@ def resolve(flags: Mapping[str, str | bool]) -> Resolved:
     check_variables()
     named = flags.get("config_file") or environ.text("FARFLUNG_CONFIG_FILE") or None
     path = find_file(None if named is None else str(named))
-    stated, read = read_file(path) if path is not None else ({}, ())
+    stated, read = _read(path) if path is not None else ({}, ())
     found = {entry.name: _first(entry, flags, stated) for entry in FIELDS}
     notes = [*read, *_choose_the_device(found), *_take_place(found), *_check_used(found), *_without_effect(found)]
     notes += _arrange_hybrid(found)
@@ -70,6 +71,12 @@ def resolve(flags: Mapping[str, str | bool]) -> Resolved:
     except (ConfigError, Unsupported) as error:
         raise explained(error, path, found) from None
     return Resolved(settings, found, path, tuple(notes))
+
+
+def _read(path: Path) -> tuple[dict[str, Stated], tuple[str, ...]]:
+    """Read a file. What reads YAML is loaded where there is one: it takes longer than all the rest."""
+    found: tuple[dict[str, Stated], tuple[str, ...]] = import_module("farflung.config.files").read_file(path)
+    return found
 
 
 def _first(entry: Field, flags: Mapping[str, str | bool], stated: Mapping[str, Stated]) -> Stated:

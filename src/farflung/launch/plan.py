@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from uuid import uuid4
 
-from farflung.base.errors import ConfigError
+from farflung.base.errors import ConfigError, did_you_mean
 from farflung.base.words import counted, numbered, plural
 from farflung.config import environ
 from farflung.config.grid import check_layout
@@ -129,7 +129,8 @@ def command_line(
         return (*python, "-m", script, *arguments)
     path = Path(script)
     if not script or not path.exists():
-        raise ConfigError(f"The script {script!r} does not exist (looked in {os.getcwd()}).")
+        near = did_you_mean(str(path), map(str, path.parent.glob("*.py")))
+        raise ConfigError(f"The script {script!r} does not exist (looked in {os.getcwd()}).{near}")
     if not path.is_file() and not (path / "__main__.py").is_file():
         raise ConfigError(f"The script {script!r} is not a file of Python code. Name one, or a module with -m.")
     return (*python, script, *arguments)

@@ -1,45 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `farflung launch`: read the settings, refuse what can't work, start the script."""
+"""What `farflung launch` does with its settings: refuse what can't work, start the script, report how it ended."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Collection
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
 from farflung.base.errors import RUN_ENDED
 from farflung.base.files import FORMER_NAME
-from farflung.config.files import former_files
 from farflung.config.launch import LaunchSettings
-from farflung.config.resolve import Resolved, resolve
-from farflung.integrations.as_accelerate import path_variables
-from farflung.launch.agent import run_agent
+from farflung.config.places import former_files
+from farflung.config.resolve import Resolved
 from farflung.launch.codes import BY_SIGNAL, DONE, EngineFailure, of_error, of_message
 from farflung.launch.dry_run import described
 from farflung.launch.events import say
-from farflung.launch.options import SettingsCommand, given, launch_options
 from farflung.launch.plan import Plan, check_recipe, lone_environment, make_plan, one_replica
 from farflung.launch.report import in_order, show
 from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND
 
-_HELP = """Run SCRIPT in one or several distributed processes.
-
-Arguments after SCRIPT are passed to it. Flags may be written with `_` or with `-`. A flag takes precedence over an
-environment variable, a variable over the configuration file, and the file over the default. The same order decides
-between the CPU (--cpu) and GPUs (--multi_gpu, --gpu_ids) if both are requested, except that ACCELERATE_USE_CPU=true
-overrules a flag for GPUs.
-"""
-
-
-def _launch(script: str, script_args: tuple[str, ...], stated: str | None, **params: Any) -> None:
-    resolved = Resolved(LaunchSettings(**json.loads(stated)), {}, None) if stated else resolve(given(params))
-    sys.exit(launch_script(resolved, script, script_args, exec_alone=True, is_inner=bool(stated)))
+if TYPE_CHECKING:
+    from farflung.launch.agent import Outcome
 
 
 def launch_script(
@@ -63,7 +49,8 @@ def launch_script(
     own = one_replica(settings) if is_elastic else settings
     plan = make_plan(own, script, script_args, reported=is_elastic)
     if settings.as_accelerate:
-        plan = dataclasses.replace(plan, variables={**plan.variables, **path_variables()})
+        more = import_module("farflung.integrations.as_accelerate").path_variables()
+        plan = dataclasses.replace(plan, variables={**plan.variables, **more})
     check_recipe(resolved, plan.variables)
     if settings.dry_run:
         click.echo("\n".join(described(resolved, plan)))
@@ -99,7 +86,7 @@ def start(settings: LaunchSettings, plan: Plan, is_inner: bool = False) -> int:
 
     With `is_inner` a rank that a signal killed is 128 + its number, from which the launcher of replicas knows it.
     """
-    outcome = run_agent(plan, settings)
+    outcome: Outcome = import_module("farflung.launch.agent").run_agent(plan, settings)
     if outcome.failures:
         cause = in_order(outcome.failures)[0][0]
         if RUN_ENDED in (cause.message or ""):  # under a launcher of replicas, which says so itself
@@ -128,16 +115,3 @@ def _warn_of_idle_outer(settings: LaunchSettings, notes: Collection[str]) -> Non
     else:
         why = "no optimizer made a step"
     say(settings, "warning", f"warning: --outer {settings.outer_recipe} did nothing: {why}.", is_error=True)
-
-
-launch = SettingsCommand(
-    "launch",
-    params=[
-        *launch_options(),
-        click.Option(["--stated"], hidden=True),  # all settings in JSON, for a launcher under that of replicas
-        click.Argument(["script"]),
-        click.Argument(["script_args"], nargs=-1, type=click.UNPROCESSED),
-    ],
-    callback=_launch,
-    help=_HELP,
-)
