@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes a run's folder, and writes what its launcher knows: settings and their origins, versions, events."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import click
+
+from farflung.base.errors import ConfigError
+from farflung.base.files import atomic_file
+from farflung.config import environ
+from farflung.config.resolve import Resolved
+from farflung.process.run_files import EVENTS, add_lines
+
+RUNS, LATEST, FACTS, NONE = "farflung-runs", "latest", "run.json", "none"
+_GIT_WITHIN_S = 2.0
+
+
+class RunFolder:
+    """The folder of one run on this machine, as its launcher has it; without a path nothing is written.
+
+    Args:
+        path: None: there is none.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Those of the environment by which ranks find it."""
+        return {} if self.path is None else {environ.RUN_FOLDER: str(self.path)}
+
+    def tell(self, event: str, **fields: Any) -> None:
+        """Add an event."""
+        if self.path is not None:
+            add_lines(self.path / EVENTS, [{"time": time.time(), "event": event, **fields}])
+
+
+NO_FOLDER = RunFolder(None)
+
+
+def make_folder(resolved: Resolved, script: str, arguments: Sequence[str], world: Mapping[str, Any]) -> RunFolder:
+    """Make the folder that the settings ask for and write how the run was started; point `latest` at it.
+
+    Args:
+        world: how many processes or replicas there are, and on which machine these are.
+
+    Raises:
+        ConfigError: the folder that was named can't be written. Where none was named, a line says so instead.
+    """
+    settings = resolved.settings
+    if settings.run_dir == NONE:
+        return NO_FOLDER
+    path = Path(settings.run_dir or RUNS).absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        path = path if settings.run_dir else _new(path, Path(script).stem)
+        with atomic_file(path / FACTS) as part:
+            part.write_text(json.dumps(_facts(resolved, script, arguments, world), indent=1), encoding="utf-8")
+        if not settings.run_dir:
+            _point(path.parent / LATEST, path.name)
+    except OSError as error:
+        said = f"the run's folder {path} can't be written: {error.strerror}"
+        if settings.run_dir:
+            raise ConfigError(f"run_dir is {settings.run_dir!r}, but {said}. Name another one, or none.") from None
+        click.echo(f"farflung: {said}, so there is none; --run-dir names another place", err=True)
+        return NO_FOLDER
+    made = RunFolder(path)
+    made.tell("started", **world)
+    return made
+
+
+def _new(runs: Path, name: str) -> Path:
+    """Make a folder that nobody else has: of this second, with a number if need be."""
+    stem = f"{time.strftime('%Y-%m-%dT%H-%M-%S')}-{name}"
+    for number in count(1):
+        made = runs / (stem if number == 1 else f"{stem}-{number}")
+        with suppress(FileExistsError):
+            made.mkdir()
+            break
+    return made
+
+
+def _point(link: Path, target: str) -> None:
+    aside = link.with_name(f".{link.name}-{os.getpid()}")
+    with suppress(OSError):  # a file system without links: `watch` and `report` look for the newest
+        aside.symlink_to(target)
+        aside.replace(link)
+
+
+def _facts(resolved: Resolved, script: str, arguments: Sequence[str], world: Mapping[str, Any]) -> dict[str, Any]:
+    given = {
+        name: {"value": resolved.settings.value(name), "from": one.place or one.kind}
+        for name, one in resolved.origins.items()
+        if one.kind != "default"
+    }
+    return {
+        "script": script,
+        "arguments": list(arguments),
+        "started": time.time(),
+        "command": sys.argv,
+        "folder": os.getcwd(),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "world": dict(world),
+        "settings": given,
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in ("farflung", "torch")},
+        "system": platform.platform(),
+        "git": _commit(Path(script)),
+    }
+
+
+def _version(package: str) -> str | None:
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return None
+
+
+def _commit(script: Path) -> str | None:
+    """Return the commit of the script's repository, with a `+` where something was changed since; None without git."""
+    where = script.parent if script.exists() else Path()
+    with suppress(OSError, subprocess.SubprocessError):
+        asked = ["git", "-C", str(where), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=_GIT_WITHIN_S, check=True)
+        return done.stdout.strip() or None
+    return None
+
+
+def named_run(name: str | None) -> Path:
+    """Return the folder that a user names: a path, one of those in `farflung-runs`, or by default the newest.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    runs = Path(RUNS)
+    tried = [Path(name), runs / name] if name else [runs / LATEST]
+    for path in tried:
+        if (path / FACTS).is_file():
+            return path.resolve()
+    known = sorted(one.parent.name for one in runs.glob(f"*/{FACTS}") if not one.parent.is_symlink())
+    if not name and known:
+        return (runs / known[-1]).resolve()
+    said = f" There are: {', '.join(known[-5:])}." if known else ""
+    what = f"{name} is no folder of a run" if name else f"There is no run in {runs.absolute()}"
+    raise ConfigError(f"{what}: `farflung launch` makes one for each run, with a file {FACTS}.{said}")

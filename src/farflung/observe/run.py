@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads a run's folder, again and again while it grows: only whole lines count, and what is gone is not asked for."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+
+from farflung.base.errors import ConfigError
+from farflung.observe.folder import FACTS
+from farflung.process.run_files import EVENTS, METRICS, RANKS, ROUNDS, STEPS, name_of
+
+SILENT_S = 3.0  # without a sign, which a rank gives each second
+_STUCK_S = 5.0  # in one call
+_RATE_S = 4.0  # over which steps a second are counted, at least
+
+Row = Mapping[str, Any]
+
+
+class _Lines:
+    """A file of JSON lines, read on where the last look ended."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at = path, 0
+        self.rows: list[Row] = []
+
+    def look(self) -> None:
+        with suppress(OSError), self._path.open("rb") as file:
+            file.seek(self._at)
+            while (line := file.readline()).endswith(b"\n"):
+                self._at += len(line)
+                with suppress(ValueError):  # torn by a full disk
+                    self.rows.append(json.loads(line))
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank as its latest sign shows it."""
+
+    name: str  # `rank 0`, or as the launcher calls it, `replica 2`
+    row: Row
+    silent_s: float  # since that sign
+    is_here: bool  # it runs, or ran, on this machine
+    status: str  # of its process, if it is here: `running`, `stopped`, `gone`; else empty
+    rate: float  # steps a second
+
+    @property
+    def step(self) -> int:
+        return int(self.row.get("step", 0))
+
+    @property
+    def ended(self) -> int | None:
+        """Its exit code, None while it has none."""
+        code: int | None = self.row.get("ended")
+        return code
+
+    @property
+    def stuck_s(self) -> float:
+        """How long it has been where it is, in one call; 0 for less than a moment."""
+        stays = self.silent_s + self.row["time"] - self.row["since"]
+        return stays if self.ended is None and stays > _STUCK_S else 0.0
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it gives no sign, without having ended."""
+        return self.ended is None and (self.silent_s > SILENT_S or self.status in ("gone", "stopped"))
+
+    @property
+    def state(self) -> str:
+        """What it does, in a word or some."""
+        if self.ended is not None:
+            return "finished" if self.ended == 0 else f"failed ({self.ended})"
+        if self.status == "gone":
+            return "died"
+        if self.status == "stopped":
+            return "stopped"
+        if self.silent_s > SILENT_S:
+            return f"no sign for {self.silent_s:.0f} s"
+        if self.stuck_s:
+            return f"in {self.where} for {self.stuck_s:.0f} s"
+        return "training" if self.step else "starting"
+
+    @property
+    def where(self) -> str:
+        """The call that it is in, or the line of the script."""
+        return self.row.get("call") or self.row.get("at") or "native code"
+
+
+class Run:
+    """A run, as its folder shows it at the latest `look`.
+
+    Raises:
+        ConfigError: it is no folder of a run, or its file can't be read.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        self.path, self._clock = path, clock
+        try:
+            self.facts: Row = json.loads((path / FACTS).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} is no folder of a run: {FACTS} can't be read ({error}).") from None
+        self._files = {name: _Lines(path / name) for name in (EVENTS, ROUNDS, METRICS, STEPS)}
+        self._ranks: dict[str, tuple[Row, float]] = {}  # by name, with when that was written
+        self.now = clock()
+        self.look()
+
+    def look(self) -> None:
+        """Read what has come since."""
+        self.now = self._clock()
+        for file in self._files.values():
+            file.look()
+        for path in sorted((self.path / RANKS).glob("*.json")):
+            with suppress(OSError, ValueError):  # being written: the one before counts
+                self._ranks[path.stem] = json.loads(path.read_text(encoding="utf-8")), path.stat().st_mtime
+
+    events = property(lambda self: self._files[EVENTS].rows, doc="What happened, oldest first.")
+    rounds = property(lambda self: self._files[ROUNDS].rows, doc="A line for each round and replica that writes here.")
+    metrics = property(lambda self: self._files[METRICS].rows, doc="What the script logged.")
+    steps = property(lambda self: self._files[STEPS].rows, doc="How many steps each rank had made, now and then.")
+
+    @property
+    def ranks(self) -> list[Rank]:
+        """Those that have given a sign, in order of their replicas' ids."""
+        found = [self._rank(name, row, at) for name, (row, at) in self._ranks.items()]
+        found.sort(key=lambda one: (one.row.get("member") or 0, one.row.get("rank", 0)))
+        latest = {one.name: one for one in found}  # a replica that was started again is a new member of its name
+        return [one for one in found if latest[one.name] is one or not (one.is_lost or one.ended)]
+
+    def _rank(self, name: str, row: Row, written: float) -> Rank:
+        is_here = row.get("host") == socket.gethostname()
+        ended = row.get("ended") is not None
+        silent_s = 0.0 if ended else max(0.0, self.now - written)
+        status = _status(int(row["pid"]), float(row["begun"])) if is_here and not ended else ""
+        return Rank(self.title(row), row, silent_s, is_here, status, self._rate(name, row))
+
+    def title(self, row: Row) -> str:
+        """Return what people call the rank of a line: replicas as their launcher calls them, which started them."""
+        member, rank = row.get("member"), row.get("rank", 0)
+        if member is None:
+            return f"rank {rank}"
+        named: dict[int, str] = {event["member"]: event["name"] for event in self.events if event["event"] == "process"}
+        return named.get(member, f"member {member}") + (f", rank {rank}" if rank else "")
+
+    def _rate(self, name: str, row: Row) -> float:
+        """Return the steps a second: since the latest line that is some seconds older than the sign."""
+        begun, done = float(row["begun"]), 0
+        for line in reversed(self.steps):
+            if name_of(line) == name and row["time"] - line["time"] >= _RATE_S:
+                begun, done = line["time"], line["step"]
+                break
+        return float((row["step"] - done) / max(row["time"] - begun, 1e-9))
+
+    @property
+    def code(self) -> int | None:
+        """The launcher's exit code, or that of a rank alone; None while the run has none."""
+        for event in reversed(self.events):
+            if event["event"] == "ended":
+                return int(event["code"])
+        alone = self.facts["world"].get("processes") == 1 and len(self._ranks) == 1
+        code: int | None = next(iter(self._ranks.values()))[0].get("ended") if alone else None
+        return code
+
+    @property
+    def state(self) -> str:
+        """`running`, `finished`, `failed (1)`, or `dead`: nobody gives a sign any more."""
+        if self.code is not None:
+            return "finished" if self.code == 0 else f"failed ({self.code})"
+        living = [one for one in self.ranks if one.ended is None and one.status != "gone" and one.silent_s < 60]
+        return "running" if living or (not self._ranks and self.now - self.facts["started"] < 60) else "dead"
+
+    @property
+    def begun(self) -> float:
+        return float(self.facts["started"])
+
+    @property
+    def last(self) -> float:
+        """When the last thing happened that is known."""
+        times = [row["time"] for row, _ in self._ranks.values()]
+        times += [rows[-1]["time"] for rows in (self.events, self.rounds, self.metrics) if rows]
+        return float(max(times, default=self.begun))
+
+    def series(self, name: str | None = None) -> Iterator[tuple[float, int | None, float]]:
+        """Yield (time, step, value) of a metric of the first replica that logs it; None: of the loss."""
+        name = name or self.loss_name
+        writers = [(row.get("member"), row["rank"]) for row in self.metrics if name in row["values"]]
+        for row in self.metrics:
+            value = row["values"].get(name)
+            if isinstance(value, (int, float)) and (row.get("member"), row["rank"]) == writers[0]:
+                yield row["time"], row["step"], float(value)
+
+    @property
+    def loss_name(self) -> str | None:
+        """The metric that is the loss: of those with that word in their names, the shortest."""
+        names = {name for row in self.metrics for name in row["values"] if "loss" in name.lower()}
+        return min(names, key=lambda name: (len(name), name), default=None)
+
+    @property
+    def voted(self) -> list[list[Row]]:
+        """The rounds, oldest first: of each, the lines of those that write here."""
+        by_number: dict[tuple[int, int], list[Row]] = {}
+        for row in self.rounds:
+            by_number.setdefault((row["model"], row["number"]), []).append(row)
+        return [by_number[key] for key in sorted(by_number, key=lambda key: (key[1], key[0]))]
+
+
+def _status(pid: int, begun: float) -> str:
+    try:
+        process = psutil.Process(pid)
+        if process.create_time() > begun + 1:  # another one has its number
+            return "gone"
+        status = process.status()
+    except psutil.Error:
+        return "gone"
+    if status == psutil.STATUS_ZOMBIE:
+        return "gone"
+    return "stopped" if status == psutil.STATUS_STOPPED else "running"

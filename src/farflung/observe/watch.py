@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `farflung watch`: a run on one screen, from its folder alone, live or long over."""
+
+from __future__ import annotations
+
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+
+import click
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from farflung.base.words import counted, in_bytes, in_seconds
+from farflung.observe.folder import named_run
+from farflung.observe.problems import problems
+from farflung.observe.run import Row, Run
+
+_LOOK_S = 0.5
+_CELLS = {  # of the timeline, with their styles
+    "ran": ("■", "green"),
+    "dropped": ("x", "yellow"),
+    "lost": ("✗", "red"),
+    "joined": ("+", "cyan"),
+    "away": ("·", "dim"),
+}
+_BARS = "▁▂▃▄▅▆▇█"
+_NUM_EVENTS = 5
+_STYLES = {"training": "green", "finished": "green", "starting": "dim"}
+
+
+def screen(run: Run, width: int = 80, back: int = 0, chosen: int | None = None) -> RenderableType:
+    """Return what there is to see of a run.
+
+    Args:
+        width: of the terminal, in characters.
+        back: how many of the newest rounds are out of sight, to the right.
+        chosen: the row of the replica whose stack is shown.
+    """
+    parts: list[RenderableType] = [_head(run)]
+    parts += [Text(f"! {line}", style="bold red") for line in problems(run)]
+    parts += [_ranks(run, width, chosen)]
+    if run.rounds:
+        parts += [_rounds(run, width, back)]
+    curve = _curve(run, width)
+    if curve is not None:
+        parts += [curve]
+    if chosen is not None and chosen < len(run.ranks):
+        one = run.ranks[chosen]
+        calls = one.row.get("stack") or ["(it moves on: no stack was written)"]
+        parts += [Panel(Text("\n".join(calls), overflow="ellipsis", no_wrap=True), title=one.name, title_align="left")]
+    parts += [_events(run, width)]
+    return Group(*parts)
+
+
+def _head(run: Run) -> Text:
+    facts, lasted = run.facts, (run.now if run.state == "running" else run.last) - run.begun
+    said = Text(f"{facts['script']}  ", style="bold")
+    said.append(run.state, style="green" if run.state in ("running", "finished") else "bold red")
+    begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.begun))
+    said.append(f"  {in_seconds(lasted)} since {begun} on {facts['host']}", style="dim")
+    return said
+
+
+def _ranks(run: Run, width: int, chosen: int | None) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name, side in (("", "left"), ("host", "left"), ("step", "right"), ("steps/s", "right"), ("sign", "right")):
+        table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column("state", no_wrap=True, overflow="ellipsis", max_width=max(20, width - 50))
+    for number, one in enumerate(run.ranks):
+        style = "red" if one.is_lost or one.ended else _STYLES.get(one.state, "yellow")
+        is_over = one.ended is not None
+        row = one.name, one.row["host"], f"{one.step:,}", "" if is_over else f"{one.rate:.1f}"
+        sign = "" if is_over else f"{one.silent_s:.0f} s"
+        table.add_row(*row, sign, Text(one.state, style=style), style="reverse" if number == chosen else "")
+    if not run.ranks:
+        table.add_row("", "no rank has given a sign yet")
+    return table
+
+
+def _rounds(run: Run, width: int, back: int) -> Table:
+    """Return a row of cells for each replica, one for each round."""
+    rounds = run.voted
+    end = max(len(rounds) - back, min(len(rounds), 1))
+    shown = rounds[max(0, end - max(10, width - 16)) : end]
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name, members in rows_of(run, shown).items():
+        cells = Text()
+        for k, lines in enumerate(shown):
+            cells.append(*_CELLS[cell(lines[0], members, shown[k + 1][0] if k + 1 < len(shown) else None)])
+        table.add_row(name, cells)
+    figures = round_figures(run.rounds)
+    legend = f"{counted(len(rounds), 'round')}: " + "  ".join(f"{sign} {name}" for name, (sign, _) in _CELLS.items())
+    said = f"{figures['waiting']:.0%} of the time waiting, {in_bytes(figures['bytes_sent'])} sent by each"
+    table.add_row("", Text(f"{legend}; {said}", style="dim", overflow="fold"))
+    return table
+
+
+def rows_of(run: Run, rounds: Sequence[Sequence[Row]]) -> dict[str, list[int]]:
+    """Return the replicas that took part in rounds, by name: one that was started again is a new member."""
+    rows: dict[str, list[int]] = {}
+    for member in sorted({member for lines in rounds for member in lines[0]["members"]}):
+        rows.setdefault(run.title({"member" if "member" in run.rounds[0] else "rank": member}), []).append(member)
+    return rows
+
+
+def cell(this: Row, members: Sequence[int], following: Row | None) -> str:
+    """Return what a round was for a replica: `ran`, `dropped`, `lost`, `joined` or `away`."""
+    here = [member for member in members if member in this["members"]]
+    if not here:
+        return "away"
+    if following is not None and str(here[0]) in following["lost"]:
+        return "lost"
+    return "joined" if here[0] in this["joined"] else "dropped" if this["dropped"] else "ran"
+
+
+def round_figures(rounds: Sequence[Row]) -> dict[str, float]:
+    """Return the share of time in which training waited for rounds, and the bytes, of the replica that wrote most."""
+    if not rounds:
+        return {"waiting": 0.0, "bytes_sent": 0}
+    own: dict[int | None, list[Row]] = {}
+    for row in rounds:
+        own.setdefault(row.get("member"), []).append(row)
+    lines = max(own.values(), key=len)
+    whole = lines[-1]["time"] - lines[0]["time"] + lines[0]["seconds_exposed"]
+    waited = sum(row["seconds_exposed"] for row in lines)
+    return {"waiting": min(1.0, waited / max(whole, 1e-9)), "bytes_sent": sum(row["bytes_sent"] for row in lines)}
+
+
+def _curve(run: Run, width: int) -> Text | None:
+    values = [value for _, _, value in run.series()]
+    if len(values) < 2:
+        return None
+    wide = min(len(values), max(10, width - 34))
+    cuts = [len(values) * k // wide for k in range(wide + 1)]
+    means = [sum(part) / len(part) for a, b in pairwise(cuts) if (part := values[a:b])]
+    low, high = min(means), max(means)
+    bars = "".join(_BARS[int((value - low) / max(high - low, 1e-30) * (len(_BARS) - 1))] for value in means)
+    said = Text(f"{run.loss_name} ", style="dim")
+    return said.append(bars, style="cyan").append(f" {values[0]:.4g} to {values[-1]:.4g}", style="dim")
+
+
+def _events(run: Run, width: int) -> Text:
+    said = Text()
+    for event in [one for one in run.events if one["event"] != "process"][-_NUM_EVENTS:]:
+        when = time.strftime("%H:%M:%S", time.localtime(event["time"]))
+        said.append(f"{when} ", style="dim").append(f"{described(run, event)}\n")
+    said.rstrip()
+    return said
+
+
+def described(run: Run, event: Row) -> str:
+    """Return what happened, in words."""
+    kind = event["event"]
+    which = run.title(event)
+    sizes = [counted(event[f"{name}s"], name) for name in ("replica", "machine") if f"{name}s" in event]
+    sizes += [counted(event["processes"], "process")] if "processes" in event else []
+    words: dict[str, Callable[[], str]] = {
+        "started": lambda: f"started: {', '.join(sizes)}",
+        "said": lambda: event["text"],
+        "model": lambda: f"{which} trains {event['parameters']:,} parameters, by {event['strategy']}",
+        "saving": lambda: f"{which} has trained on after {in_seconds(event['seconds'])} for a checkpoint",
+        "checkpoint": lambda: f"checkpoint {event['folder']}",
+        "failed": lambda: f"{which} failed: {event['why'].splitlines()[0]}",
+        "lost": lambda: f"{which} is lost: {event['why']}",
+        "ended": lambda: f"ended with exit code {event['code']}",
+    }
+    return str(words[kind]()) if kind in words else kind
+
+
+# ---- on a terminal
+
+
+@contextmanager
+def _keys() -> Iterator[bool]:
+    """Have keys read one by one for a block; False where there is no keyboard."""
+    if not sys.stdin.isatty():
+        yield False
+        return
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        tty.setcbreak(sys.stdin)
+        yield True
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _pressed(has_keys: bool) -> str:
+    """Wait a moment for a key, and return it: an arrow as its last letter."""
+    if not has_keys:
+        time.sleep(_LOOK_S)
+        return ""
+    if not select.select([sys.stdin], [], [], _LOOK_S)[0]:
+        return ""
+    key = sys.stdin.read(1)
+    while key.startswith("\x1b") and len(key) < 3 and select.select([sys.stdin], [], [], 0.05)[0]:
+        key += sys.stdin.read(1)
+    return key[-1]
+
+
+def follow(run: Run, console: Console) -> None:
+    """Show a run until it has ended or somebody presses q."""
+    back, chosen, is_paused = 0, None, False
+    help_line = Text("q quit  p pause  arrows: rounds, stacks", style="dim")
+    with _keys() as has_keys, Live(console=console, auto_refresh=False, screen=has_keys) as live:
+        while True:
+            if not is_paused:
+                run.look()
+            shown = screen(run, console.width, back, chosen)
+            live.update(Group(shown, help_line) if has_keys else shown, refresh=True)
+            if run.state != "running" and not has_keys:
+                return
+            key = _pressed(has_keys)
+            if key == "q":
+                break
+            is_paused ^= key == "p"
+            back = max(0, back + {"D": 10, "C": -10}.get(key, 0))
+            if key in ("A", "B"):
+                rows = len(run.ranks)
+                chosen = ((-1 if chosen is None else chosen) + (1 if key == "B" else -1)) % max(rows, 1)
+    console.print(screen(run, console.width))
+
+
+@click.command()
+@click.argument("run", required=False)
+@click.option("--once", is_flag=True, help="Print the screen once, as into a pipe.")
+def watch(run: str | None, once: bool) -> None:
+    """Show a run while it trains, or after: replicas, rounds, waiting, loss, events, and what is wrong.
+
+    RUN is a folder of a run, or its name in farflung-runs. [the newest]
+    """
+    found, console = Run(named_run(run)), Console()
+    if console.is_terminal and not once and found.state == "running":
+        with suppress(KeyboardInterrupt):
+            follow(found, console)
+    else:
+        console.print(screen(found, console.width))

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of a launched run write into its folder: lines of JSON, a log each, and a sign of life each second.
+
+Lines are only ever added, each written at once, so that what is there is whole after any end of its writer. The folder
+is for people who look: where it can't be written, training goes on without it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from io import StringIO
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO
+
+from farflung.base.files import open_lines
+from farflung.config import environ
+
+ROUNDS, METRICS, EVENTS, STEPS = "rounds.jsonl", "metrics.jsonl", "events.jsonl", "steps.jsonl"
+LOGS, RANKS = "logs", "ranks"
+_LOOK_S, _FIRST_LOOK_S = 1.0, 0.02
+_STEPS_S = 5.0  # between two lines about how many steps were made
+_STUCK_S = 3.0  # how long a rank is in one call before its stack is written too
+_RECORD_BYTES = 4096
+_MAX_FRAMES = 12
+_OURS, _TORCH, _STDLIB = str(Path(__file__).parents[1]), f"{os.sep}torch{os.sep}", str(Path(threading.__file__).parent)
+
+
+def run_folder() -> Path | None:
+    """Return the folder of the run that this process is a rank of; None without one."""
+    named = environ.text(environ.RUN_FOLDER)
+    return Path(named) if named else None
+
+
+def who() -> dict[str, int]:
+    """Return which rank of which replica this process is, as its lines say it."""
+    member = environ.integer(environ.MEMBER_VARIABLES[1])
+    rank = {"rank": environ.integer("RANK") or 0}
+    return rank if member is None else {"member": member} | rank
+
+
+def add_line(name: str, **fields: Any) -> None:
+    """Add a line to a file of the run's folder, where there is one: the time and what is given."""
+    folder = run_folder()
+    if folder is not None:
+        add_lines(folder / name, [{"time": time.time(), **who(), **fields}])
+
+
+def add_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Add lines to a file that several processes may write to; NaN and infinities become null."""
+    text = "".join(json.dumps(_finite(row)) + "\n" for row in rows)
+    with suppress(OSError), open_lines(path, is_shared=True) as file:
+        file.write(text)
+
+
+def _finite(row: Any) -> Any:
+    try:
+        json.dumps(row, allow_nan=False)
+    except ValueError:
+        return json.loads(json.dumps(row), parse_constant=lambda _: None)  # JSON has no word for them
+    return row
+
+
+class Metrics:
+    """Writes what a script logs to the run's folder, a moment later and in a thread: a step pays for a list's growth.
+
+    Args:
+        folder: the run's.
+        plain: makes plain numbers, texts and lists of values.
+    """
+
+    def __init__(self, folder: Path, plain: Callable[[Any], Any]) -> None:
+        self._path, self._plain, self._who = folder / METRICS, plain, who()
+        self._rows: list[dict[str, Any]] = []
+        self._lock = threading.Lock()
+        self._writer: threading.Timer | None = None
+        atexit.register(self.write)
+
+    @classmethod
+    def of_run(cls, plain: Callable[[Any], Any]) -> Metrics | None:
+        """Return what writes to the folder of the run that this process belongs to; None without one."""
+        folder = run_folder()
+        return None if folder is None else cls(folder, plain)
+
+    def add(self, values: Mapping[str, Any], step: int | None) -> None:
+        """Write values, of the step `step` where that is known. A tensor is copied, not read: nobody waits for it."""
+        kept = {name: x.detach().clone() if hasattr(x, "detach") else x for name, x in values.items()}
+        with self._lock:
+            self._rows.append({"time": time.time(), **self._who, "step": step, "values": kept})
+            if self._writer is None:
+                self._writer = threading.Timer(_LOOK_S, self.write)
+                self._writer.daemon = True
+                self._writer.start()
+
+    def write(self) -> None:
+        """Write what was added and is not there yet."""
+        with self._lock:
+            rows, self._rows, self._writer = self._rows, [], None
+        if rows:
+            add_lines(self._path, [{**row, "values": self._plain(row["values"])} for row in rows])
+
+
+class _Copied:
+    """A stream of text that is also written to a log, where each line begins with the time."""
+
+    def __init__(self, stream: TextIO, log: TextIO) -> None:
+        self._stream, self._log, self._is_new = stream, log, True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        written = self._stream.write(text)
+        with suppress(OSError, ValueError):  # no disk; closed at the end
+            for line in StringIO("" if text.startswith("\r") else text):  # bars draw over their line all the time
+                self._log.write((time.strftime("%H:%M:%S ") if self._is_new else "") + line)
+                self._is_new = line.endswith("\n")
+        return written
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+
+class Steps:
+    """Counts the steps of a process's optimizers, whoever calls them: of the one that has made the most."""
+
+    def __init__(self) -> None:
+        self._counts: defaultdict[int, int] = defaultdict(int)
+        self.is_on = False
+
+    def look(self) -> None:
+        """Begin to count, once torch is loaded."""
+        if hasattr(sys.modules.get("torch"), "optim") and not self.is_on:  # which is set when it is whole
+            self.is_on = True
+            sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(self._count)
+
+    def _count(self, optimizer: Any, *_: Any) -> None:
+        self._counts[id(optimizer)] += 1
+
+    @property
+    def number(self) -> int:
+        return max(list(self._counts.values()), default=0)
+
+
+class Signs:
+    """Writes each second where this rank is: its step, and what its main thread has been in since when.
+
+    A record has one size and place, so that it is replaced by one write; it has the stack of a rank that stays where it
+    is. How many steps were made goes into a file of lines now and then.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._who = folder, who()
+        self._name = name_of(self._who)
+        self._begun, self._host, self._pid = time.time(), socket.gethostname(), os.getpid()
+        self._steps, self._told, self._told_at, self._steps_at = Steps(), 0, 0.0, 0.0
+        self._place: Any = None
+        self._since = self._begun
+        self._main = threading.main_thread().ident
+        self._halt = threading.Event()
+        (folder / RANKS).mkdir(exist_ok=True)
+        self._file = os.open(folder / RANKS / f"{self._name}.json", os.O_WRONLY | os.O_CREAT, 0o644)
+        self._thread = threading.Thread(target=self._run, name="farflung signs", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._halt.wait(_LOOK_S if self._steps.is_on else _FIRST_LOOK_S):
+            self._steps.look()
+            if time.time() - self._told_at >= _LOOK_S * 0.9:
+                self._tell()
+
+    def _tell(self, **more: Any) -> None:
+        now, step = time.time(), self._steps.number
+        frame = sys._current_frames().get(self._main or 0)
+        call, script = _call(frame)
+        place = (step, call, id(script), script and script.f_lasti)
+        if place != self._place:
+            self._place, self._since = place, now
+        row = {"time": now, **self._who, "host": self._host, "pid": self._pid, "begun": self._begun, "step": step}
+        row |= {"call": call, "at": _at(script), "since": self._since, **more}
+        if now - self._since > _STUCK_S and frame is not None:
+            row["stack"] = _stack(frame)
+        self._told_at = now
+        text = json.dumps(row)
+        if len(text) >= _RECORD_BYTES:
+            text = json.dumps({name: value for name, value in row.items() if name != "stack"})
+        with suppress(OSError):
+            os.pwrite(self._file, text.ljust(_RECORD_BYTES - 1).encode()[: _RECORD_BYTES - 1] + b"\n", 0)
+        if step > self._told and (more or now - self._steps_at > _STEPS_S):
+            self._told, self._steps_at = step, now
+            add_lines(self._folder / STEPS, [{"time": now, **self._who, "step": step}])
+
+    def close(self, code: int, why: str = "") -> None:
+        """Write how this rank ends."""
+        self._halt.set()
+        self._thread.join(_LOOK_S)
+        self._tell(ended=code, why=why)
+
+
+def name_of(one: Mapping[str, Any]) -> str:
+    """Return the name that a rank's log and record have: `rank0`, `replica3`, `replica3.rank1`."""
+    member, rank = one.get("member"), one.get("rank", 0)
+    if member is None:
+        return f"rank{rank}"
+    return f"replica{member}" + (f".rank{rank}" if rank else "")
+
+
+def _call(frame: FrameType | None) -> tuple[str, FrameType | None]:
+    """Return the outermost function of ours or of torch's that the script is in, and the script's frame below it."""
+    name = ""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(_OURS) or _TORCH in path:
+            name = frame.f_code.co_name if not frame.f_code.co_name.startswith("__") else name or "forward"
+        elif not path.startswith((_STDLIB, "<")) or "-packages" in path:
+            return name, frame
+        frame = frame.f_back
+    return name, None
+
+
+def _at(frame: FrameType | None) -> str:
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def _stack(frame: FrameType) -> list[str]:
+    calls = traceback.extract_stack(frame)
+    begun = max((k + 1 for k, one in enumerate(calls) if one.filename.startswith(f"{_OURS}{os.sep}launch")), default=0)
+    return [f"{one.filename}:{one.lineno} in {one.name}" for one in calls[begun:][-_MAX_FRAMES:]]
+
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    """Keep the log of this rank and its signs of life in the run's folder, where there is one, for a block."""
+    folder = run_folder()
+    if folder is None:
+        yield
+        return
+    signs: Signs | None = None
+    out, err = sys.stdout, sys.stderr
+    try:
+        (folder / LOGS).mkdir(exist_ok=True)
+        log = open_lines(folder / LOGS / f"{name_of(who())}.log")
+        sys.stdout, sys.stderr = _Copied(out, log), _Copied(err, log)
+        signs = Signs(folder)
+    except OSError as error:
+        print(f"farflung: the run's folder {folder} can't be written: {error.strerror}", file=err)
+    code, why = 0, ""
+    try:
+        yield
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
+    except BaseException as error:
+        code, why = 130 if isinstance(error, KeyboardInterrupt) else 1, f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        if signs is not None:
+            signs.close(code, why)
+        sys.stdout, sys.stderr = out, err
