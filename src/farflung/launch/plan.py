@@ -18,7 +18,6 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from uuid import uuid4
 
 from farflung.base.errors import ConfigError, did_you_mean
 from farflung.base.words import counted, numbered, plural
@@ -287,7 +286,7 @@ def meet(settings: LaunchSettings) -> Meeting:
 
 def one_machine(host: str = "127.0.0.1", port: int = 0, conf: Mapping[str, str | int] | None = None) -> Meeting:
     """Return how the processes of one machine meet; on port 0 the store says which one it got, so that none is lost."""
-    return Meeting("static", _endpoint(host, port), conf or {}, uuid4().hex, 1, host)
+    return Meeting("static", _endpoint(host, port), conf or {}, os.urandom(16).hex(), 1, host)
 
 
 def _endpoint(host: str, port: int) -> str:
