@@ -129,6 +129,7 @@ def clean_environment():
     """Run each test without the variables of a launcher, and put back afterwards what it changed."""
     before = environ.snapshot()
     environ.remove(*[name for name in before if name.removeprefix("LOCAL_").startswith(LAUNCHER_WORDS)])
+    environ.export({"FARFLUNG_RUN_DIR": "none"})
     yield
     environ.remove(*(environ.snapshot().keys() - before.keys()))
     environ.export(before)
@@ -140,6 +141,7 @@ def home(tmp_path, monkeypatch):
     for name in [entry.variable for entry in FIELDS] + ["HF_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("FARFLUNG_RUN_DIR", "none")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

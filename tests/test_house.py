@@ -29,6 +29,7 @@ FLOORS = {
     "big_model": 5,
     "data": 5,
     "integrations": 5,
+    "observe": 5,
     "resume": 6,
     "launch": 6,
     "accelerator": 7,
@@ -219,7 +220,12 @@ def test_one_file_asks_the_environment_whether_replicas_come_and_go_and_a_place_
     setters = {"config/environ.py", "config/launch.py", "launch/replicas.py"}
     assert users - setters == {"process/place.py"}
     makers = {name for name in NAMES if "Place.launched(" in (SOURCE / name).read_text()}
-    assert makers == {"process/bootstrap.py", "integrations/data_parallel.py", "integrations/elastic.py"}
+    assert makers == {
+        "process/bootstrap.py",
+        "process/run_files.py",
+        "integrations/data_parallel.py",
+        "integrations/elastic.py",
+    }
 
 
 def test_membership_knows_its_board_and_not_what_carries_it():

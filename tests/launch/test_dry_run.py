@@ -72,6 +72,7 @@ def test_replicas_that_come_and_go_are_described_as_one_of_them_is_started(dry, 
 
 
 def test_one_process_alone_is_described_as_the_script_itself(dry):
-    lines = dry("--cpu train.py")
+    lines = dry("--cpu --run-dir none train.py")
     assert any(line.endswith(" -u train.py") for line in lines)
+    assert "meeting: none, as one process alone takes the place of the launcher" in lines
     assert "  WORLD_SIZE=1" in lines

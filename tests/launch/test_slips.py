@@ -91,6 +91,10 @@ SLIPS = [
     ("demo --steps x", "'x'", "--steps"),
     ("demo --size tinny", "'tinny'", "is not one of 'tiny', 'small', 'medium', 'large'"),
     ("demo --processes 0", "0", "x>=2"),
+    ("watch gone", "gone", "`farflung launch` makes one for each run"),
+    ("watch --onse", "'--onse'", "Did you mean --once"),
+    ("report gone", "gone", "`farflung launch` makes one for each run"),
+    ("launch --run-dr x train.py", "--run_dr", "Did you mean --run_dir"),
     ("tpu-config x", "`farflung tpu-config`", "Use torch_xla's own launcher"),
 ]
 

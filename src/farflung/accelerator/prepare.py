@@ -27,6 +27,7 @@ from farflung.data.prepare import prepare_loader
 from farflung.loop.optimizer import AcceleratedOptimizer, parameters_of
 from farflung.loop.scheduler import AcceleratedScheduler, Ticks
 from farflung.loop.uneven import EvenCheck
+from farflung.process.run_files import EVENTS, add_line
 from farflung.resume.run import Run
 from farflung.strategy.compile import compile_in_place
 
@@ -110,7 +111,16 @@ class Preparer:
                 listed[:] = [other for other in listed if other is not known]
         if evaluation_mode:
             self.run.evaluated.append(prepared)
+        elif self.run.world.is_main:
+            self._tell(model)
         return self.run.add(self.run.models, model, prepared)
+
+    def _tell(self, model: nn.Module) -> None:
+        """Say in the run's folder what is trained, from which the bytes of its gradients follow."""
+        trained = [x for x in model.parameters() if x.requires_grad]
+        facts = {"strategy": str(self.run.strategy.kind.value), "island": self.run.strategy.mesh.island.size}
+        facts |= {"parameters": sum(x.numel() for x in trained), "ranks": self.run.world.size}
+        add_line(EVENTS, event="model", bytes=sum(x.numel() * x.element_size() for x in trained), **facts)
 
     def optimizer(self, optimizer: Optimizer, place: bool | None) -> AcceleratedOptimizer:
         check_type("prepare_optimizer: optimizer", optimizer, Optimizer, "a torch optimizer")

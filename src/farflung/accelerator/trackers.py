@@ -13,6 +13,7 @@ from farflung.base.forward import Forward
 
 if TYPE_CHECKING:
     from farflung.accelerator.controller import OuterController
+    from farflung.process.run_files import Metrics
     from farflung.process.world import World
     from farflung.tracking.tracking import Arguments, Tracking
 
@@ -21,6 +22,7 @@ class TrackerMethods:
     """Tracker methods under Accelerate's names."""
 
     _tracking: Tracking | None
+    _metrics: Metrics | None
     _controller: OuterController
     _world: Forward[World]
 
@@ -64,6 +66,7 @@ class TrackerMethods:
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Arguments | None = None) -> None:
         """Have all trackers record `values`, on the main process; on the others do nothing.
 
+        In a run of `farflung launch` they go to the run's folder too, whatever tracker there is.
         If rounds of an outer loop have ended since the last call, their figures (`outer/round` ...) are recorded too.
 
         Args:
@@ -74,7 +77,11 @@ class TrackerMethods:
         Raises:
             ConfigError: `values` is no dictionary, or `log_kwargs` names a tracker that does not exist.
         """
-        if self._tracking is None or not self._world.is_main:
+        if not self._world.is_main:
+            return
+        if self._metrics is not None and isinstance(values, Mapping):
+            self._metrics.add(values, step)
+        if self._tracking is None:
             return
         check_type("log: values", values, Mapping, "a dictionary, such as {'loss': 0.5}")
         self._tracking.check_names("log: a name in log_kwargs", log_kwargs or {})

@@ -7,6 +7,7 @@ import errno
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from farflung.checkpoint.manifest import FileRecord, Manifest
 from farflung.comm import collectives
 from farflung.comm.exchange import Exchange
 from farflung.process.failure import CHECKPOINT, leave_note
+from farflung.process.run_files import EVENTS, add_line
 
 Busy = Literal["wait", "refuse"]
 _WRITERS = 3  # files that a rank writes at a time
@@ -126,11 +128,14 @@ class Saver:
 
         staged: StagedDir = self.group.agree(request.doing, make)[self.group.leader]
         staged.is_ours = self.group.leads
+        begun = time.perf_counter()
         try:
             yield staged
         except BaseException:
             staged.discard()
             raise
+        if self.group.leads:
+            add_line(EVENTS, event="saving", seconds=time.perf_counter() - begun)
 
     def write(self, request: SaveRequest, staged: StagedDir, parts: Sequence[Entry], block: bool = True) -> None:
         """Write this rank's parts into the folder that was begun, and put it in place when all ranks have.
@@ -196,6 +201,7 @@ def _write(
             _complete(staged.folder, parts, written, request.facts)
             staged.commit()
             leave_note(CHECKPOINT, os.fspath(request.target))
+            add_line(EVENTS, event="checkpoint", folder=os.fspath(request.target))
             if request.is_numbered:
                 atomic.prune(request.target, request.total_limit)
 

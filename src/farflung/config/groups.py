@@ -37,7 +37,9 @@ GROUPS: dict[str, Group] = {
     ),
     "compile": Group("torch.compile", ("dynamo_",)),
     "failures": Group("time-outs, restarts and checks", ("hang_timeout_s", "max_restarts", "monitor_", "debug")),
-    "logs": Group("what is printed and what is kept", ("log_dir", "tee", "role", "quiet", "only_rank", "json")),
+    "logs": Group(
+        "what is printed and what is kept", ("log_dir", "run_dir", "tee", "role", "quiet", "only_rank", "json")
+    ),
 }
 FIRST = (
     *("num_processes", "num_machines", "machine_rank", "main_process_ip", "mixed_precision", "outer_recipe"),

@@ -200,6 +200,11 @@ class LaunchSettings(LayoutSettings):
     same_network: bool = setting(
         False, "Whether the machines are on one network. It changes nothing: all connect to main_process_ip."
     )
+    run_dir: str | None = setting(
+        None,
+        "Folder for this run's settings, logs, rounds, metrics and events, which `farflung watch` and `report` show; "
+        "none: make none. [farflung-runs/<time>-<script>]",
+    )
     log_dir: str | None = setting(None, "Keep logs and error files in this folder.")
     tee: str = setting(
         "0",
@@ -448,7 +453,7 @@ def check_variables() -> None:
     for name in sorted(name for name in environ.snapshot() if name.startswith(_PREFIX)):
         if name in known:
             known[name].from_environment()
-        elif name not in (*environ.MEMBER_VARIABLES, environ.SHOWS_ATTEMPTS, environ.LAUNCHER):
+        elif name not in (*environ.MEMBER_VARIABLES, environ.SHOWS_ATTEMPTS, environ.LAUNCHER, environ.RUN_FOLDER):
             meant = get_close_matches(name.removeprefix(_PREFIX), by_word, n=1)
             near = f" Did you mean `{by_word[meant[0]]}`?" if meant else ""
             raise ConfigError(f"The environment variable {name} is not a setting.{near} Unset or correct it.")

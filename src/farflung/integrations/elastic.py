@@ -15,6 +15,7 @@ from farflung.comm.group import Group
 from farflung.comm.member_store import LauncherNotes
 from farflung.comm.transport import Transport
 from farflung.config import environ
+from farflung.integrations.rounds import folder_listeners
 from farflung.outer.elastic import Elastic
 from farflung.process.place import Place
 
@@ -42,7 +43,7 @@ def membership_of(here: Place, island: Group | None) -> Elastic | None:
     if here.member is None:
         return None
     transport, settings = _run_of(here)
-    return Elastic(transport, here.member, island=island, **settings)
+    return Elastic(transport, here.member, island=island, listeners=folder_listeners(0), **settings)
 
 
 def slots_of(here: Place, make: Callable[..., Any], exchange: Exchange, is_training: Callable[[], bool]) -> Any:

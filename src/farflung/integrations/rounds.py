@@ -6,7 +6,6 @@ Each is a listener of the loop, called with every `Round` that has ended.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -20,6 +19,7 @@ from farflung.base.errors import ConfigError
 from farflung.base.files import open_lines
 from farflung.base.words import in_bytes
 from farflung.process.failure import OUTER_ROUND, leave_note
+from farflung.process.run_files import ROUNDS, add_lines, run_folder, who
 
 if TYPE_CHECKING:
     from farflung.config.outer import OuterSettings
@@ -81,12 +81,14 @@ class RoundLog:
 
     def __call__(self, this: Round) -> None:
         leave_note(OUTER_ROUND)
-        if self._path is None:
-            return
-        line = json.dumps({**self._who, **asdict(this)})
-        finite = json.loads(line, parse_constant=lambda _: None)  # JSON has no word for NaN and infinities
-        with open_lines(self._path, is_shared=True) as file:
-            file.write(json.dumps(finite) + "\n")
+        if self._path is not None:
+            add_lines(self._path, [{**self._who, "time": time.time(), **asdict(this)}])
+
+
+def folder_listeners(number: int) -> list[RoundLog]:
+    """Return what writes the rounds of the `number`-th loop to the run's folder: of rank 0 of a replica, if any."""
+    folder, here = run_folder(), who()
+    return [] if folder is None or here["rank"] else [RoundLog(folder / ROUNDS, number, here.get("member"))]
 
 
 class RoundFigures:

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 from farflung.config.resolve import Resolved, resolve
 from farflung.launch.options import SettingsCommand, given, launch_options
@@ -26,6 +27,8 @@ overrules a flag for GPUs.
 
 
 def _launch(script: str, script_args: tuple[str, ...], stated: str | None, **params: Any) -> None:
+    if not stated:
+        environ.remove(environ.RUN_FOLDER)  # of a run whose rank starts this one
     resolved = Resolved(LaunchSettings(**json.loads(stated)), {}, None) if stated else resolve(given(params))
     run = import_module("farflung.launch.run").launch_script
     sys.exit(run(resolved, script, script_args, exec_alone=True, is_inner=bool(stated)))

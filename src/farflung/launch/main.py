@@ -18,6 +18,8 @@ from farflung.launch.codes import INTERRUPTED, USAGE, of_error
 # name -> where it lives, and what it does.
 COMMANDS = {
     "launch": ("farflung.launch.face:launch", "Run a script in one or several distributed processes."),
+    "report": ("farflung.observe.report:report", "Write a page about runs: curves, costs, who was there."),
+    "watch": ("farflung.observe.watch:watch", "Show a run while it trains, or after."),
     "config": ("farflung.launch.ask:config", "Ask for settings and save them in a file."),
     "plan": ("farflung.cost.forecast:plan", "Forecast what each method costs on a network."),
     "env": ("farflung.launch.ask:env", "Show versions, devices and the settings in use."),

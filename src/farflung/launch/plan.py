@@ -103,7 +103,8 @@ def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str], r
     watched = bool(settings.max_restarts) or settings.log_dir is not None or settings.tee != "0"
     watched = watched or settings.outer_recipe is not None or settings.json  # what became of it is said at the end
     alone = num_local == 1 and settings.num_machines == 1 and not watched
-    command = command_line(settings, script, arguments, reported=reported or not alone)
+    reported = reported or not alone or settings.run_dir != "none"
+    command = command_line(settings, script, arguments, reported)
     return Plan(command, num_local, variables, meeting, alone)
 
 
@@ -111,7 +112,10 @@ def one_replica(settings: LaunchSettings) -> LaunchSettings:
     """Return the settings of one replica that comes and goes: a run of its own, without those that replicas share."""
     shared = ("elastic", "replicas", "join", "meet", "heartbeat_s", "state_every", "main_process_ip")
     left_out: dict[str, Any] = dict.fromkeys((*shared, "main_process_port", "max_restarts"))
-    return replace(settings, **left_out, ranks_per_replica=1, num_processes=settings.ranks_per_replica)
+    size = settings.ranks_per_replica
+    return replace(
+        settings, **left_out, ranks_per_replica=1, num_processes=size, run_dir="none"
+    )  # the launcher has one
 
 
 def command_line(

@@ -22,6 +22,7 @@ from types import CodeType, ModuleType
 
 from farflung.config import environ
 from farflung.process.failure import has_report, record_exit, record_failure
+from farflung.process.run_files import EVENTS, add_line, recorded
 from farflung.process.tether import end_with_launcher
 
 
@@ -70,6 +71,7 @@ def _report(error: BaseException) -> None:
     with redirect_stderr(printed):
         sys.excepthook(type(error), error, error.__traceback__)
     record_failure(error)  # unless a hook did
+    add_line(EVENTS, event="failed", why=f"{type(error).__name__}: {error}")
     if not has_report():
         sys.stderr.write(printed.getvalue())
         sys.stderr.flush()
@@ -111,4 +113,5 @@ def _loaded(spec: ModuleSpec | None, name: str) -> tuple[CodeType, ModuleType]:
 
 
 if __name__ == "__main__":
-    run(sys.argv[1:])
+    with recorded():
+        run(sys.argv[1:])

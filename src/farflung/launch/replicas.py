@@ -48,6 +48,7 @@ from farflung.launch.plan import (
     torch_is_loaded,
 )
 from farflung.launch.report import Failure, in_short, show
+from farflung.observe.folder import RunFolder, make_folder
 from farflung.process.failure import ERROR_FILE
 from farflung.process.sockets import serve_store
 
@@ -119,7 +120,9 @@ def run_replicas(resolved: Resolved, script: str, arguments: Sequence[str]) -> i
     if settings.ranks_per_replica > 1:
         stated = json.dumps(dataclasses.asdict(own))  # whatever files and variables say
         command = (sys.executable, "-m", "farflung", "launch", "--stated", stated, script, *arguments)
-    code = _Launcher(settings, command, variables, transport, count).run()
+    folder = make_folder(resolved, script, arguments, {"replicas": count, "at": where})
+    code = _Launcher(settings, command, {**variables, **folder.variables}, transport, count, folder).run()
+    folder.tell("ended", code=code)
     say(settings, "ended", None, is_error=code != DONE, code=code)
     return code
 
@@ -221,7 +224,9 @@ class _Launcher:
         variables: Mapping[str, str],
         transport: Transport,
         count: int,
+        folder: RunFolder,
     ) -> None:
+        self._folder = folder
         self._store = import_module("farflung.launch.run_store").RunStore(transport, self._say)
         self._command, self._variables, self._where = command, variables, transport.address
         self._machine = _machine()
@@ -283,7 +288,7 @@ class _Launcher:
                     return
                 yield True
             members.append(member)
-            process, report = self._start(member)
+            process, report = self._start(member, name)
             while (code := process.poll()) is None:
                 yield True
             del self._running[process]
@@ -359,7 +364,7 @@ class _Launcher:
             show([failure], is_json=self._settings.json, checkpoint=newest_checkpoint(self._reports), name=name)
         return f" ({line})" if failure.traceback else ""
 
-    def _start(self, member: int) -> tuple[subprocess.Popen[bytes], Path | None]:
+    def _start(self, member: int, name: str) -> tuple[subprocess.Popen[bytes], Path | None]:
         """Start a process; return it, and the file for its error, or None if its own launcher shows that."""
         report = None
         told = dict(zip(environ.MEMBER_VARIABLES, (self._where, str(member)), strict=True))
@@ -370,6 +375,7 @@ class _Launcher:
             told[ERROR_FILE] = str(report)
         process = subprocess.Popen(self._command, env=lone_environment({**self._variables, **told}))
         self._running[process] = member
+        self._folder.tell("process", member=member, name=name, pid=process.pid)
         return process, report
 
     def _beat(self) -> None:
@@ -396,6 +402,7 @@ class _Launcher:
         return notes.take_told() if self._tells else notes.take_told(self._machine)
 
     def _say(self, line: str) -> None:
+        self._folder.tell("said", text=line)
         say_of_replicas(self._settings, line)
 
     @contextmanager

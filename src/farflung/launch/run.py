@@ -21,7 +21,8 @@ from farflung.launch.codes import BY_SIGNAL, DONE, EngineFailure, of_error, of_m
 from farflung.launch.dry_run import described
 from farflung.launch.events import say
 from farflung.launch.plan import Plan, check_recipe, lone_environment, make_plan, one_replica
-from farflung.launch.report import in_order, show
+from farflung.launch.report import in_order, in_short, show
+from farflung.observe.folder import NO_FOLDER, RunFolder, make_folder
 from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND
 
 if TYPE_CHECKING:
@@ -59,17 +60,22 @@ def launch_script(
         where = f"machine {settings.machine_rank} of {settings.num_machines}"
         words = f"{where} waits for the others at {plan.meeting.endpoint}, over {plan.meeting.interface}"
         say(settings, "waits", words, endpoint=plan.meeting.endpoint)
+    world = {"processes": plan.num_local, "machines": settings.num_machines, "machine_rank": settings.machine_rank}
+    folder = make_folder(resolved, script, script_args, world)
+    plan = dataclasses.replace(plan, variables={**plan.variables, **folder.variables})
     if plan.alone and exec_alone:
         become(plan)
     size, ranks = plan.num_local * plan.meeting.num_machines, list(plan.ranks)
     say(settings, "started", None, ranks=ranks, size=size, command=[str(word) for word in plan.command])
     try:
-        code = start(settings, plan, is_inner)
+        code = start(settings, plan, folder, is_inner)
     except EngineFailure as error:
-        if not settings.json:
-            raise
         code = of_error(error)
+        if not settings.json:
+            folder.tell("ended", code=code)
+            raise
         say(settings, "failed", str(error), is_error=True)
+    folder.tell("ended", code=code)
     say(settings, "ended", None, is_error=code != DONE, code=code)
     return code
 
@@ -81,12 +87,14 @@ def become(plan: Plan) -> None:
     os.execvpe(plan.command[0], plan.command, lone_environment(plan.variables))
 
 
-def start(settings: LaunchSettings, plan: Plan, is_inner: bool = False) -> int:
+def start(settings: LaunchSettings, plan: Plan, folder: RunFolder = NO_FOLDER, is_inner: bool = False) -> int:
     """Run the plan's processes to their end, report a failure, and return the exit code, one of `codes`.
 
     With `is_inner` a rank that a signal killed is 128 + its number, from which the launcher of replicas knows it.
     """
     outcome: Outcome = import_module("farflung.launch.agent").run_agent(plan, settings)
+    for one in outcome.failures:
+        folder.tell("lost", rank=one.rank, why=in_short(one), how=one.how)
     if outcome.failures:
         cause = in_order(outcome.failures)[0][0]
         if RUN_ENDED in (cause.message or ""):  # under a launcher of replicas, which says so itself

@@ -18,7 +18,8 @@ def problems(run: Run) -> list[str]:
     lost = [one for one in ranks if one.is_lost]
     waiting = [one for one in ranks if not one.is_lost and one.stuck_s and one.row.get("call")]
     if run.state == "dead":
-        return [f"nobody gives a sign any more: {_list(lost)} ended without a word, and so did the launcher"]
+        who = _list(lost) if lost else "its ranks"
+        return [f"nobody gives a sign any more: {who} ended without a word, and so did the launcher"]
     if run.code is not None:
         failed = [event for event in run.events if event["event"] in ("lost", "failed")]
         return [] if run.code == 0 or failed else [f"it ended with exit code {run.code}; see {run.path / 'logs'}"]
@@ -40,7 +41,7 @@ def problems(run: Run) -> list[str]:
 
 
 def _left(run: Run, one: Rank) -> bool:
-    """Return whether the others have gone on without a replica, as the launcher has said."""
+    """Return whether the others continue without a replica, as the launcher has said."""
     member = one.row.get("member")
     return member is not None and one.status == "gone" and any(str(member) in row["lost"] for row in run.rounds)
 

@@ -20,6 +20,7 @@ from farflung.process.run_files import EVENTS, METRICS, RANKS, ROUNDS, STEPS, na
 
 SILENT_S = 3.0  # without a sign, which a rank gives each second
 _STUCK_S = 5.0  # in one call
+_DEAD_S = 60.0  # without a sign of anybody
 _RATE_S = 4.0  # over which steps a second are counted, at least
 
 Row = Mapping[str, Any]
@@ -173,8 +174,12 @@ class Run:
         """`running`, `finished`, `failed (1)`, or `dead`: nobody gives a sign any more."""
         if self.code is not None:
             return "finished" if self.code == 0 else f"failed ({self.code})"
-        living = [one for one in self.ranks if one.ended is None and one.status != "gone" and one.silent_s < 60]
-        return "running" if living or (not self._ranks and self.now - self.facts["started"] < 60) else "dead"
+        if self.facts["host"] == socket.gethostname():  # a launcher may wait before it starts a rank again
+            has_launcher = _status(int(self.facts["pid"]), self.begun) != "gone"
+        else:
+            has_launcher = not self._ranks and self.now - self.begun < _DEAD_S
+        living = [one for one in self.ranks if one.ended is None and one.status != "gone" and one.silent_s < _DEAD_S]
+        return "running" if living or has_launcher else "dead"
 
     @property
     def begun(self) -> float:

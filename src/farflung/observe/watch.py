@@ -34,6 +34,7 @@ _CELLS = {  # of the timeline, with their styles
 }
 _BARS = "▁▂▃▄▅▆▇█"
 _NUM_EVENTS = 5
+_WAYS = {"NO": "in one process", "FSDP": "by FSDP"}
 _STYLES = {"training": "green", "finished": "green", "starting": "dim"}
 
 
@@ -166,7 +167,7 @@ def described(run: Run, event: Row) -> str:
     words: dict[str, Callable[[], str]] = {
         "started": lambda: f"started: {', '.join(sizes)}",
         "said": lambda: event["text"],
-        "model": lambda: f"{which} trains {event['parameters']:,} parameters, by {event['strategy']}",
+        "model": lambda: f"{which} trains {event['parameters']:,} parameters {_WAYS.get(event['strategy'], 'by DDP')}",
         "saving": lambda: f"{which} has trained on after {in_seconds(event['seconds'])} for a checkpoint",
         "checkpoint": lambda: f"checkpoint {event['folder']}",
         "failed": lambda: f"{which} failed: {event['why'].splitlines()[0]}",

@@ -105,7 +105,7 @@ class OuterLoop(Facts):
         recipe, cap_bytes = checked(model, recipe, group, inner, island, membership, bucket_bytes, clock)
         membership = membership or fixed_membership(group, island, all(one.is_cpu for one in model.parameters()))
         island = membership.island
-        self.listeners: list[Callable[[Round], None]] = []
+        self.listeners: list[Callable[[Round], None]] = list(membership.listeners)
         self._recipe = recipe
         self._meter = Meter()
         self._hooks: list[RemovableHandle] = []

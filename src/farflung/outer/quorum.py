@@ -127,6 +127,7 @@ class Quorum:
         self._noticed_at: float | None = None  # the time of a loss
         self._lost: dict[int, str] = {}  # members, since the latest round
         self._joined: tuple[int, ...] = ()
+        self._recovering_s = 0.0
 
     # ---- one after the other, whatever is lost
 
@@ -223,8 +224,9 @@ class Quorum:
         self.needs = replace(self.needs, has_state=True)
         self._state = _State.TOGETHER
         if self._noticed_at is not None:
-            self._meter.add("seconds_recovering", time.perf_counter() - self._noticed_at)
-            self._noticed_at = None
+            took_s, self._noticed_at = time.perf_counter() - self._noticed_at, None
+            self._meter.add("seconds_recovering", took_s)
+            self._recovering_s += took_s
 
     def _share(self, had_state: bool) -> None:
         """Take the state that members share, as a newcomer; at the start all get that of the first member."""
@@ -312,7 +314,8 @@ class Quorum:
             everyone = Decision((1.0,) * self.group.size, float(self.group.size))
             self._meter.add_exchanged(take_largest(counters, self.group, everyone, self._replica.cap_bytes))
 
-    def take_changes(self) -> tuple[dict[int, str], tuple[int, ...]]:
-        """Return the members that were lost, and why, and those that have joined since the last call."""
-        changes, self._lost, self._joined = (self._lost, self._joined), {}, ()
+    def take_changes(self) -> dict[str, Any]:
+        """Return what has changed since the last call, by the names of a `Round`'s fields."""
+        changes = {"lost": self._lost, "joined": self._joined, "seconds_recovering": self._recovering_s}
+        self._lost, self._joined, self._recovering_s = {}, (), 0.0
         return changes

@@ -10,7 +10,6 @@ same buckets. If replicas are islands of several ranks, each bucket waits for al
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from typing import Any
@@ -287,8 +286,8 @@ class OpenRound:
         self._pipeline.load_state_dict(state["arrived"], state.get("mean_square"))
         self.phase = Phase.LOADED
 
-    def record(self, number: int, lost: Mapping[int, str], joined: tuple[int, ...]) -> Round:
-        """Return a record of it."""
+    def record(self, number: int, **changes: Any) -> Round:
+        """Return a record of it, with what has changed since the one before."""
         assert self.tally is not None
         decision, stats, mean_square = self.decision, self.meter.stats(), self._pipeline.mean_square
         plain_norm = self.norm if mean_square is None else math.sqrt(mean_square)  # before it was lengthened
@@ -307,8 +306,10 @@ class OpenRound:
             bytes_received=stats.bytes_received,
             seconds_exposed=busy if self.job is None else self.job.waited,
             seconds_hidden=0.0 if self.job is None else self.job.hidden_s,
-            lost=lost,
-            joined=joined,
+            seconds_voting=stats.seconds_voting,
+            seconds_encoding=stats.seconds_encoding,
+            seconds_landing=stats.seconds_landing,
+            **changes,
         )
 
 

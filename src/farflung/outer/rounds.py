@@ -187,7 +187,7 @@ class Rounds:
         self.meter.add("seconds_hidden", 0.0 if this.job is None else this.job.hidden_s)
         if this.tally is None or this.is_empty:
             return
-        record = this.record(number, *self.quorum.take_changes())
+        record = this.record(number, **self.quorum.take_changes())
         self.meter.note(record, this.group.rank)
         for listener in self.listeners:
             listener(record)

@@ -91,6 +91,10 @@ class Round:
     seconds_hidden: float
     lost: Mapping[int, str] = field(default_factory=dict)  # why members were lost since the round before, by id
     joined: tuple[int, ...] = ()  # the ids of those that joined since then
+    seconds_voting: float = 0.0  # parts of the exposed and hidden ones
+    seconds_encoding: float = 0.0
+    seconds_landing: float = 0.0
+    seconds_recovering: float = 0.0  # from losses, since the round before
 
 
 @dataclass(eq=False)

@@ -2,7 +2,7 @@
 """What the ranks of a launched run write into its folder: lines of JSON, a log each, and a sign of life each second.
 
 Lines are only ever added, each written at once, so that what is there is whole after any end of its writer. The folder
-is for people who look: where it can't be written, training goes on without it.
+is for people who look: where it can't be written, training continues without it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from io import StringIO
 from pathlib import Path
 from types import FrameType
@@ -25,6 +25,7 @@ from typing import Any, TextIO
 
 from farflung.base.files import open_lines
 from farflung.config import environ
+from farflung.process.place import Place
 
 ROUNDS, METRICS, EVENTS, STEPS = "rounds.jsonl", "metrics.jsonl", "events.jsonl", "steps.jsonl"
 LOGS, RANKS = "logs", "ranks"
@@ -37,14 +38,14 @@ _OURS, _TORCH, _STDLIB = str(Path(__file__).parents[1]), f"{os.sep}torch{os.sep}
 
 
 def run_folder() -> Path | None:
-    """Return the folder of the run that this process is a rank of; None without one."""
+    """Return the folder of this process's run; None without one."""
     named = environ.text(environ.RUN_FOLDER)
     return Path(named) if named else None
 
 
 def who() -> dict[str, int]:
-    """Return which rank of which replica this process is, as its lines say it."""
-    member = environ.integer(environ.MEMBER_VARIABLES[1])
+    """Return the numbers of this rank and of its replica, as its lines have them."""
+    member = Place.launched().member
     rank = {"rank": environ.integer("RANK") or 0}
     return rank if member is None else {"member": member} | rank
 
@@ -206,6 +207,7 @@ class Signs:
         self._halt.set()
         self._thread.join(_LOOK_S)
         self._tell(ended=code, why=why)
+        os.close(self._file)
 
 
 def name_of(one: Mapping[str, Any]) -> str:
@@ -246,25 +248,26 @@ def recorded() -> Iterator[None]:
     if folder is None:
         yield
         return
-    signs: Signs | None = None
     out, err = sys.stdout, sys.stderr
-    try:
-        (folder / LOGS).mkdir(exist_ok=True)
-        log = open_lines(folder / LOGS / f"{name_of(who())}.log")
-        sys.stdout, sys.stderr = _Copied(out, log), _Copied(err, log)
-        signs = Signs(folder)
-    except OSError as error:
-        print(f"farflung: the run's folder {folder} can't be written: {error.strerror}", file=err)
-    code, why = 0, ""
-    try:
-        yield
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        raise
-    except BaseException as error:
-        code, why = 130 if isinstance(error, KeyboardInterrupt) else 1, f"{type(error).__name__}: {error}"
-        raise
-    finally:
-        if signs is not None:
-            signs.close(code, why)
-        sys.stdout, sys.stderr = out, err
+    with ExitStack() as kept:
+        signs: Signs | None = None
+        try:
+            (folder / LOGS).mkdir(exist_ok=True)
+            log = kept.enter_context(open_lines(folder / LOGS / f"{name_of(who())}.log"))
+            sys.stdout, sys.stderr = _Copied(out, log), _Copied(err, log)
+            signs = Signs(folder)
+        except OSError as error:
+            print(f"farflung: the run's folder {folder} can't be written: {error.strerror}", file=err)
+        code, why = 0, ""
+        try:
+            yield
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            raise
+        except BaseException as error:
+            code, why = 130 if isinstance(error, KeyboardInterrupt) else 1, f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            sys.stdout, sys.stderr = out, err
+            if signs is not None:
+                signs.close(code, why)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from farflung.base.files import open_lines
-from farflung.tracking.base import ClientTracker, is_number
+from farflung.tracking.base import ClientTracker, plain
 
 
 class JSONLTracker(ClientTracker):
@@ -66,18 +66,5 @@ class JSONLTracker(ClientTracker):
 
     def _write(self, event: str, **fields: Any) -> None:
         line = {"event": event, "run": self.run_name, "time": time.time(), **fields}
-        finite = json.loads(json.dumps(_plain(line)), parse_constant=str)
+        finite = json.loads(json.dumps(plain(line)), parse_constant=str)
         self._file.write(json.dumps(finite) + "\n")
-
-
-def _plain(value: Any) -> Any:
-    """Return what JSON has a word for, or Python's `json`, for NaN and infinities."""
-    if hasattr(value, "tolist"):  # a tensor, or an array or a number of NumPy's
-        value = value.tolist()
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, int):
-        return value
-    return float(value) if is_number(value) else str(value)

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures, pages, pictures and traces of runs, from their folders alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from itertools import pairwise
+
+import pytest
+from click.testing import CliRunner
+
+from farflung.base.errors import ConfigError
+from farflung.observe.figures import SHARES, figures, round_spans, spans, writers
+from farflung.observe.report import data_of, page, report, trace
+from farflung.observe.run import Run
+from farflung.testing.patience import patience
+from tests.observe.made import T0, sign, write_lines, write_run
+
+CHROMIUM = shutil.which("chromium")
+
+
+@pytest.fixture
+def run(tmp_path):
+    write_run(tmp_path / "one", [sign(1, 1280, 201, ended=0), sign(2, 1280, 201, ended=0), sign(4, 600, 201, ended=0)])
+    return Run(tmp_path / "one")
+
+
+@pytest.fixture
+def ddp(tmp_path):
+    """A run without rounds: two ranks, 100 steps, a million parameters."""
+    path = tmp_path / "ddp"
+    write_run(path, [])
+    for name in ("rounds.jsonl", "metrics.jsonl", "steps.jsonl"):
+        (path / name).unlink()
+    model = {"event": "model", "parameters": 1_000_000, "bytes": 4_000_000, "strategy": "MULTI_CPU", "island": 1}
+    write_lines(path / "events.jsonl", [{"time": T0 + 5, "rank": 0, "ranks": 2, **model}])
+    for rank in (0, 1):
+        row = sign(0, 100, 101, ended=0) | {"rank": rank}
+        del row["member"]
+        (path / "ranks" / f"rank{rank}.json").write_text(json.dumps(row) + "\n")
+    values = [{"time": T0 + 10 + k, "rank": 0, "step": k, "values": {"loss": 1 / (k + 1)}} for k in range(90)]
+    write_lines(path / "metrics.jsonl", values)
+    return Run(path)
+
+
+def test_figures_are_the_sums_of_what_the_files_say(run):
+    found = figures(run)
+    assert (found.steps, found.rounds, found.lost, found.joined, found.dropped) == (1280, 40, 1, 1, 0)
+    assert found.seconds["waiting"] == pytest.approx(0.5 * (40 + 40 + 15))
+    assert found.seconds["recovering"] == pytest.approx(2 * 0.25)
+    assert sum(found.seconds.values()) == pytest.approx(3 * 200)
+    assert found.replica_hours == pytest.approx(3 * 200 / 3600)
+    assert found.bytes_sent == 1e6 * (40 + 40 + 15 + 15)
+    many = (15 * 3 + 10 * 2 + 15 * 3) / 40
+    assert found.bytes_ddp == pytest.approx(2 * (many - 1) / many * 4e6 * (1280 + 1280 + 600))
+    assert re.fullmatch(
+        r"computing \d+%, waiting 8%, starting \d%; 0.167 replica-hours; sent 110 MB, DDP would have sent 16.1 GB",
+        str(found),
+    )
+
+
+def test_a_run_of_ddp_has_sent_its_gradients_and_prices_are_applied(ddp):
+    found = figures(ddp, price_hour=2.0, price_gb=0.1)
+    assert found.bytes_sent == found.bytes_ddp == 2 * 100 * 4e6
+    assert found.usd == pytest.approx(2 * 2.0 * 100 / 3600 + 0.8 * 0.1)
+    assert "DDP would" not in str(found)
+    assert str(found).endswith("USD")
+
+
+def test_spans_follow_each_other_and_those_of_a_round_lie_within_it(run):
+    for one in writers(run):
+        found = spans(run, one)
+        assert {span.name for span in found} <= set(SHARES)
+        assert (found[0].begin, found[-1].end) == (one.row["begun"], one.row["time"])
+        assert all(a.end == b.begin for a, b in pairwise(found))
+    for row in run.rounds:
+        whole, *parts = round_spans(row)
+        assert parts[0].begin == whole.begin
+        assert parts[-1].end == whole.end
+        assert all(a.end == pytest.approx(b.begin) for a, b in pairwise(parts))
+        assert all(part.end >= part.begin for part in parts)
+
+
+def test_a_trace_is_in_chromes_format_and_sums_up_to_the_reports_line(run):
+    found = json.loads(json.dumps(trace([run])))
+    assert found.keys() == {"traceEvents", "displayTimeUnit"}
+    shapes = {"M": {"ph", "name", "pid", "tid", "args"}, "X": {"ph", "name", "cat", "pid", "tid", "ts", "dur"}}
+    assert all(one.keys() == shapes[one["ph"]] for one in found["traceEvents"])
+    whole = [one for one in found["traceEvents"] if one["ph"] == "X"]
+    assert all(one["dur"] > 0 for one in whole)
+    for name, seconds in figures(run).seconds.items():
+        assert sum(one["dur"] for one in whole if (one["name"], one["tid"]) == (name, 1)) / 1e6 == pytest.approx(
+            seconds
+        )
+    for pid in {one["pid"] for one in whole}:  # on a track spans nest
+        for tid in (1, 2):
+            ends: list[float] = []
+            for one in sorted(
+                (e for e in whole if (e["pid"], e["tid"]) == (pid, tid)), key=lambda e: (e["ts"], -e["dur"])
+            ):
+                while ends and ends[-1] <= one["ts"] + 1:
+                    ends.pop()
+                assert not ends or one["ts"] + one["dur"] <= ends[-1] + 1
+                ends.append(one["ts"] + one["dur"])
+
+
+def told(*words):
+    return CliRunner().invoke(report, [*map(str, words)], catch_exceptions=False)
+
+
+def test_the_command_writes_a_page_a_picture_a_trace_or_figures(run, ddp, tmp_path):
+    done = told(run.path, ddp.path)
+    assert done.output.splitlines()[-1] == f"written to {run.path / 'report.html'}"
+    assert f"one: {figures(run)}" in done.output
+    for name in ("a.png", "a.svg", "a.pdf"):
+        told(run.path, ddp.path, "--out", tmp_path / name)
+        assert (tmp_path / name).stat().st_size > 5000
+    told(run.path, "--trace", tmp_path / "trace.json")
+    assert json.loads((tmp_path / "trace.json").read_text()) == trace([run])
+    rows = json.loads(told(run.path, ddp.path, "--json", "--price-hour", 1).output)
+    assert [row["run"] for row in rows] == [str(run.path), str(ddp.path)]
+    assert rows[1]["bytes_sent"] == 8e8
+    with pytest.raises(ConfigError, match=r"--out is x.doc; use a name that ends with .html, .png"):
+        told(run.path, "--out", "x.doc")
+    with pytest.raises(ConfigError, match=r"x.html can't be written: No such file"):
+        told(run.path, "--out", tmp_path / "nowhere" / "x.html")
+
+
+def test_what_a_run_says_of_itself_can_not_end_the_pages_script(run):
+    run.facts["arguments"].append("</script><script>alert(1)</script>")
+    text = page([data_of(run, figures(run))])
+    assert "alert(1)" in text
+    assert "</script><script>alert" not in text
+    assert not re.search(r"(src|href)=", text.replace("xlink:href=", "").replace("link.href=", "")), (
+        "it asks for a file"
+    )
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+def test_a_browser_draws_the_curves_with_one_cursor_and_has_nothing_to_complain_of(run, ddp, tmp_path):
+    probe = """
+    <script>
+    addEventListener("load", () => {
+      const first = window.charts[0];
+      first.setCursor({ left: 100, top: 50 }, true, true);  // as a mouse does: the others are told
+      const lefts = window.charts.map(chart => chart.cursor.left);
+      const drawn = window.charts.map(chart => {
+        const { width, height } = chart.ctx.canvas;
+        return chart.ctx.getImageData(0, 0, width, height).data.some(x => x > 0);
+      });
+      const grid = document.querySelectorAll(".grid i").length;
+      document.title = JSON.stringify({ lefts, drawn, grid, titles: window.charts.map(c => c.title || "") });
+      const out = document.createElement("pre"); out.id = "probe"; out.textContent = document.title;
+      document.body.append(out);
+    });
+    </script>"""
+    file = tmp_path / "page.html"
+    file.write_text(page([data_of(one, figures(one)) for one in (run, ddp)]).replace("</html>", probe + "</html>"))
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=5000"]
+    done = subprocess.run(
+        [str(CHROMIUM), *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", file.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=patience(120),
+    )
+    assert ":CONSOLE" not in done.stderr, done.stderr
+    found = json.loads(re.search(r'<pre id="probe">(.*?)</pre>', done.stdout)[1])
+    assert len(found["drawn"]) == 4  # loss, lr, share of time waiting, bytes a step
+    assert all(found["drawn"])
+    assert found["lefts"][0] == 100
+    assert all(left > 0 for left in found["lefts"][1:])
+    assert found["grid"] == 3 * 40

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of a launched run: what is in it, that it is whole after any end, and what happens where it can't be."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from farflung.observe.folder import named_run
+from farflung.observe.run import Run
+from farflung.process import run_files
+from farflung.testing.patience import patience
+
+TRAINS = """
+import os, sys, time, torch
+from farflung import Accelerator
+accelerator = Accelerator()
+torch.manual_seed(accelerator.process_index)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+model, optimizer = accelerator.prepare(model, optimizer)
+for step in range(int(sys.argv[1])):
+    loss = model(torch.randn(2, 4)).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    accelerator.log({"loss": loss.detach(), "lr": 0.01, "note": "a"}, step=step)
+    print(f"rank {accelerator.process_index} at {step}")
+    if step == 3:
+        accelerator.save_state("checkpoint")
+    if step > 100:
+        time.sleep(0.05)
+if sys.argv[2:]:
+    raise ValueError(sys.argv[2])
+"""
+
+
+@pytest.fixture
+def launched(farflung, home, monkeypatch):
+    """Run the script with a folder; return what the launcher said, and the run."""
+    (home / "train.py").write_text(TRAINS)
+    monkeypatch.delenv("FARFLUNG_RUN_DIR")
+
+    def launch(*words, flags=()):
+        done = farflung("launch", "--cpu", *flags, "train.py", *words)
+        return done, Run(named_run(None))
+
+    return launch
+
+
+@pytest.mark.usefixtures("warm")
+def test_two_ranks_leave_settings_logs_rounds_metrics_and_events(launched):
+    done, run = launched("12", flags=("--num_processes", "2", "--outer", "diloco", "--outer-every", "4"))
+    assert done.returncode == 0, done.stderr
+    facts = run.facts
+    assert (facts["script"], facts["arguments"], facts["world"]["processes"]) == ("train.py", ["12"], 2)
+    assert facts["settings"]["num_processes"] == {"value": 2, "from": "--num_processes"}
+    assert facts["settings"]["outer_every"]["value"] == 4
+    assert facts["versions"].keys() == {"python", "farflung", "torch"}
+    for rank in (0, 1):
+        log = (run.path / "logs" / f"rank{rank}.log").read_text().splitlines()
+        assert [line[9:] for line in log if "at " in line and "RANK" not in line] == [
+            f"rank {rank} at {step}" for step in range(12)
+        ]
+    assert [(row["step"], row["members"]) for row in run.rounds] == [(4, [0, 1]), (8, [0, 1]), (12, [0, 1])]
+    assert all(run.begun <= row["time"] <= time.time() for row in run.rounds)
+    assert [row["step"] for row in run.metrics] == list(range(12))
+    assert all(row["values"].keys() == {"loss", "lr", "note"} for row in run.metrics)
+    assert all(isinstance(row["values"]["loss"], float) for row in run.metrics)
+    kinds = [event["event"] for event in run.events]
+    assert kinds == ["started", "model", "checkpoint", "saving", "ended"]
+    assert (run.events[1]["parameters"], run.events[1]["strategy"]) == (5, "MULTI_CPU")
+    assert [(one.name, one.step, one.ended) for one in run.ranks] == [("rank 0", 12, 0), ("rank 1", 12, 0)]
+    assert run.state == "finished"
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_rank_alone_says_itself_how_it_ends(launched):
+    done, run = launched("5", "a bad value")
+    assert done.returncode == 1
+    assert "ValueError: a bad value" in done.stderr
+    assert "farflung/launch" not in done.stderr
+    assert [event["why"] for event in run.events if event["event"] == "failed"] == ["ValueError: a bad value"]
+    assert (run.state, run.ranks[0].step) == ("failed (1)", 5)
+    assert "ValueError: a bad value" in (run.path / "logs" / "rank0.log").read_text()
+
+
+@pytest.mark.usefixtures("warm")
+def test_what_is_there_is_whole_after_a_kill(home, monkeypatch):
+    (home / "train.py").write_text(TRAINS)
+    monkeypatch.delenv("FARFLUNG_RUN_DIR")
+    launcher = subprocess.Popen([sys.executable, "-m", "farflung", "launch", "--cpu", "train.py", "1000"])
+    deadline = time.monotonic() + patience(60)
+    run = None
+    while run is None or not run.ranks or run.ranks[0].step < 110 or len(run.metrics) < 50:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+        if (home / "farflung-runs" / "latest").exists():
+            run = Run(named_run(None))
+    os.kill(run.ranks[0].row["pid"], signal.SIGKILL)
+    launcher.wait()
+    run.look()
+    for file in run.path.glob("*.jsonl"):
+        for line in file.read_text().splitlines():
+            json.loads(line)
+    assert [row["step"] for row in run.metrics] == list(range(len(run.metrics)))
+    assert run.state == "dead"
+
+
+@pytest.mark.usefixtures("warm")
+def test_where_no_folder_can_be_none_is_made_and_a_line_says_so(farflung, home, monkeypatch):
+    (home / "train.py").write_text("print('trained')")
+    done = farflung("launch", "--cpu", "--run-dir", "none", "train.py")
+    assert (done.stdout, sorted(one.name for one in home.iterdir())) == ("trained\n", ["train.py"])
+    (home / "farflung-runs").write_text("")
+    monkeypatch.delenv("FARFLUNG_RUN_DIR")
+    done = farflung("launch", "--cpu", "train.py")
+    assert done.stdout == "trained\n"
+    assert "farflung-runs can't be written: File exists, so there is none; --run-dir names another" in done.stderr
+    done = farflung("launch", "--cpu", "--run-dir", "farflung-runs", "train.py")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "run_dir is 'farflung-runs', but the run's folder" in done.stderr
+    done = farflung("launch", "--cpu", "--run-dir", "here", "train.py")
+    assert (home / "here" / "logs" / "rank0.log").read_text().endswith(" trained\n")
+
+
+def test_numbers_that_json_has_no_word_for_and_bars_do_not_spoil_lines(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FARFLUNG_RUN_FOLDER", str(tmp_path))
+    run_files.add_line("events.jsonl", event="x", value=float("nan"), values=[float("inf"), 1])
+    row = json.loads((tmp_path / "events.jsonl").read_text())
+    assert (row["value"], row["values"], row["rank"]) == (None, [None, 1], 0)
+    with run_files.recorded():
+        print("one\ntwo", end="")
+        print("\r 10%", end="")
+        print(" and a half\n")
+        print("", file=sys.stderr)
+    lines = [line[9:] for line in (tmp_path / "logs" / "rank0.log").read_text().split("\n")]
+    assert lines == ["one", "two and a half", "", "", ""]
+    assert "10%" in capsys.readouterr().out

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `farflung watch` shows of a run, from its folder alone: in a terminal, in a pipe, live and long after."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pexpect
+import psutil
+import pytest
+from rich.console import Console
+
+from farflung.base.errors import ConfigError
+from farflung.observe.folder import named_run
+from farflung.observe.problems import problems
+from farflung.observe.run import Run
+from farflung.observe.watch import screen
+from farflung.testing.patience import patience
+from tests.observe.made import T0, a_round, sign, write_lines, write_run
+
+PAGE = Path(__file__).parents[2] / "docs" / "watch.md"
+TRAINS = """
+import os, time, torch
+from farflung.elastic import launched_membership
+from farflung.outer import OuterLoop, diloco
+torch.set_num_threads(1)
+torch.manual_seed(os.getpid())
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+with OuterLoop(model, diloco(4), membership=launched_membership()) as outer:
+    while outer.position < 100_000:
+        time.sleep(0.01)
+        model(torch.randn(1, 4)).sum().backward()
+        optimizer.step()
+        outer.step()
+"""
+
+
+def shown(run, width, **more):
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    console.print(screen(run, width, **more))
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
+
+
+@pytest.fixture(autouse=True)
+def utc(monkeypatch):
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+def made(path, signs, **more):
+    now = write_run(path, signs, **more)
+    return Run(path, clock=lambda: now)
+
+
+def late_replica(path):
+    """A run in which one replica gives no sign for 40 s, while two wait for it."""
+    waits = {"call": "step", "at": "train.py:44", "since": T0 + 161}
+    signs = [sign(1, 1216, 200, **waits), sign(2, 1216, 200, **waits), sign(4, 430, 160)]
+    return made(path, signs)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_page_shows_the_screens_that_there_are(tmp_path, width):
+    text = shown(late_replica(tmp_path / "2026-09-21T14-13-20-train"), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert f"```text\n{text}```\n" in PAGE.read_text(encoding="utf-8"), text
+
+
+def test_the_one_that_others_wait_for_is_named(tmp_path):
+    run = late_replica(tmp_path / "run")
+    said = "replica 2 on node1 has given no sign for 40 s; replica 0 and replica 1 wait in step at step 1,216"
+    assert problems(run) == [said]
+
+
+def test_the_one_that_is_elsewhere_is_named_with_its_line_and_shown_with_its_stack(tmp_path):
+    waits = {"call": "all_reduce", "at": "train.py:44", "since": T0 + 161}
+    stack = ["/home/me/train.py:12 in load", "/home/me/read.py:7 in wait"]
+    signs = [sign(1, 1216, 200, **waits), sign(2, 1210, 200, at="train.py:12", since=T0 + 150, stack=stack)]
+    run = made(tmp_path / "run", signs)
+    said = "replica 1 on node1 has been in train.py:12 for 50 s; replica 0 waits in all_reduce at step 1,216"
+    assert problems(run) == [said]
+    assert "read.py:7 in wait" in shown(run, 80, chosen=1)
+    assert "no stack was written" in shown(run, 80, chosen=0)
+
+
+def test_all_is_well_where_ranks_move_on_and_where_a_run_has_ended_well(tmp_path):
+    signs = [sign(1, 1216, 199), sign(2, 1216, 198.5)]
+    run = made(tmp_path / "run", signs)
+    assert (problems(run), run.state) == ([], "running")
+    with (tmp_path / "run" / "events.jsonl").open("a") as file:
+        file.write('{"time": 1790000300, "event": "ended", "code": 0}\n')
+    run.look()
+    assert (problems(run), run.state) == ([], "finished")
+
+
+def test_a_run_whose_launcher_and_ranks_are_gone_is_dead(tmp_path):
+    now = write_run(tmp_path / "run", [sign(1, 1216, 100), sign(2, 1216, 100)])
+    run = Run(tmp_path / "run", clock=lambda: now)
+    assert run.state == "dead"
+    assert "nobody gives a sign any more" in problems(run)[0]
+    assert "dead" in shown(run, 80)
+
+
+def test_lines_that_are_torn_or_are_being_written_are_left_out(tmp_path):
+    write_run(tmp_path / "run", [sign(1, 5, 200)])
+    (tmp_path / "run" / "ranks" / "replica1.json").write_text('{"time": 17')
+    with (tmp_path / "run" / "rounds.jsonl").open("a") as file:
+        file.write('\x00\x00{"mod\n{"model": 0, "num')
+    run = Run(tmp_path / "run")
+    assert (len(run.voted), run.ranks) == (40, [])
+    shown(run, 80)
+
+
+def test_older_rounds_can_be_looked_at(tmp_path):
+    path = tmp_path / "run"
+    now = write_run(path, [sign(1, 1216, 200)], rounds=0)
+    write_lines(path / "rounds.jsonl", [a_round(k, 1, [1], k, dropped=k < 5) for k in range(200)])
+    run = Run(path, clock=lambda: now)
+
+    def cells(back):
+        return set(re.search("(?m)^replica 0 ([■x]+)$", shown(run, 80, back=back))[1])
+
+    assert cells(0) == cells(100) == {"■"}
+    assert cells(199) == cells(500) == {"x"}
+
+
+def test_a_run_is_found_by_its_name_and_the_newest_one_without(home):
+    with pytest.raises(ConfigError, match=r"There is no run in .*farflung-runs"):
+        named_run(None)
+    for name in ("2026-01-01T00-00-00-a", "2026-01-02T00-00-00-b"):
+        write_run(home / "farflung-runs" / name, [])
+    assert named_run(None).name.endswith("-b")
+    assert named_run("2026-01-01T00-00-00-a") == named_run(str(home / "farflung-runs" / "2026-01-01T00-00-00-a"))
+    with pytest.raises(ConfigError, match=r"nothing is no folder of a run: .* There are: 2026-01-01T00-00-00-a, 2026"):
+        named_run("nothing")
+
+
+def farflung(*words, **more):
+    return pexpect.spawn(sys.executable, ["-m", "farflung", *words], encoding="utf-8", timeout=patience(60), **more)
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_terminal_names_a_replica_that_is_stopped_and_one_that_is_killed(home, monkeypatch, width):
+    (home / "train.py").write_text(TRAINS)
+    monkeypatch.delenv("FARFLUNG_RUN_DIR")
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    launcher = farflung("launch", "--cpu", "--elastic", "1:2", "--replicas", "2", "--grace_s", "30", "train.py")
+    try:
+        launcher.expect("training begins|2 replicas train")
+        watched = farflung("watch", dimensions=(40, width))
+        watched.expect(r"replica 1\S* .*training")
+        watched.expect("rounds: ")
+        pid = next(one.row["pid"] for one in Run(named_run(None)).ranks if one.name == "replica 1")
+        os.kill(pid, signal.SIGSTOP)
+        stopped = time.monotonic()
+        watched.expect(r"replica 1 on \S+ is stopped", timeout=patience(5))
+        assert time.monotonic() - stopped < patience(5)
+        os.kill(pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGKILL)
+        watched.expect("replica 1 was killed by SIGKILL")
+        watched.send("p")
+        watched.send("q")
+        watched.expect(pexpect.EOF)
+        assert watched.wait() == 0
+        piped = pexpect.run(f"{sys.executable} -m farflung watch --once", encoding="utf-8")
+        assert "was killed by SIGKILL" in re.sub(r"\s+", " ", piped)
+    finally:
+        for one in [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)]:
+            one.kill()
+        launcher.close(force=True)
+    said = pexpect.run(f"{sys.executable} -m farflung report --json", encoding="utf-8")
+    assert '"lost": 1' in said
+    shutil.rmtree(home / "farflung-runs")
