@@ -17,7 +17,7 @@ def dry(home, capsys):
     """Call `farflung launch --dry-run` in the empty home; return the lines that it prints."""
     (home / "train.py").write_text("open('started', 'w')\n")
 
-    def run(line: str, variables: dict[str, str] | None = None) -> list[str]:
+    def run(line: str, variables: dict[str, str | None] | None = None) -> list[str]:
         with environ.patched(variables or {}), pytest.raises(SystemExit) as ended:
             command.main(["launch", "--dry-run", *shlex.split(line)])
         assert ended.value.code == 0
@@ -34,7 +34,7 @@ def origins(lines: list[str]) -> dict[str, str]:
 
 def test_command_ranks_variables_and_the_origin_of_each_setting_are_shown(dry, home):
     (home / "farflung.yaml").write_text("use_cpu: true\nlog_dir: logs\n")
-    variables = {"FARFLUNG_NUM_PROCESSES": "2", "ACCELERATE_MIXED_PRECISION": "bf16"}
+    variables = {"FARFLUNG_NUM_PROCESSES": "2", "ACCELERATE_MIXED_PRECISION": "bf16", "FARFLUNG_RUN_DIR": None}
     lines = dry("--outer diloco --outer-every 4 train.py --lr '0 1'", variables)
     (started,) = [line for line in lines if line.startswith("command: ")]
     assert shlex.split(started)[-4:] == ["farflung.launch.rank", "train.py", "--lr", "0 1"]

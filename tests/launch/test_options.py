@@ -69,7 +69,7 @@ def test_each_flag_of_accelerate_is_done_or_refused_by_name():
 @pytest.mark.usefixtures("home")
 def test_settings_are_written_as_the_flags_that_give_them():
     said = {"elastic": "2:4", "outer_recipe": "diloco", "outer_every": 4, "dynamo_use_fullgraph": False, "quiet": True}
-    settings = LaunchSettings.of({**said, "use_cpu": True, "module": True, "log_dir": "a b"})
+    settings = LaunchSettings.of({**said, "use_cpu": True, "module": True, "log_dir": "a b", "run_dir": "none"})
     words = flags_for(settings)
     assert {"--cpu", "--outer", "--outer-every", "-m", "--no_dynamo_use_fullgraph"} <= {*words}
     assert resolve(given(parse(*words, "x.py"))).settings == settings
