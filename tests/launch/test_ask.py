@@ -15,6 +15,12 @@ from farflung.cost.forecast import Forecast
 from farflung.launch.ask import config, write_basic_config
 
 
+@pytest.fixture(autouse=True)
+def sets_nothing(home):
+    """Nothing is launched here, so that no folder of a run needs to be turned off."""
+    environ.remove("FARFLUNG_RUN_DIR")
+
+
 def ask(*arguments: str, answers: list[str]):
     return CliRunner().invoke(config, list(arguments), input="\n".join(answers) + "\n")
 
