@@ -11,7 +11,8 @@ import pytest
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.base.files import FORMER_NAME
 from farflung.config import environ
-from farflung.config.files import accelerate_files, find_file, former_files, own_file, read_file, write_file
+from farflung.config.files import read_file, write_file
+from farflung.config.places import accelerate_files, find_file, former_files, own_file
 from farflung.config.resolve import resolve
 
 # What `accelerate config` writes for one machine.

@@ -79,6 +79,57 @@ def test_the_first_host_of_a_list_is_found(listed, first, home):
         assert read_task().host.value == first
 
 
+def test_what_torchrun_would_read_counts_before_other_starters(home):
+    with environ.patched(SLURM | OPEN_MPI | PET | {"PET_NNODES": "2", "PET_NODE_RANK": "0"}):
+        assert place() == (2, 0, "head", 7000)
+
+
+def test_torchruns_number_of_processes_counts_before_a_file(home):
+    (home / "farflung.yaml").write_text("num_processes: 1\n")
+    with environ.patched({"PET_NPROC_PER_NODE": "2"}):
+        resolved = resolve({})
+        assert ("num_processes", "2", "environment PET_NPROC_PER_NODE") in resolved.rows()
+        assert resolve({"num_processes": "1"}).settings.num_processes == 1
+        assert resolve({"elastic": "2:4"} | {"num_machines": "1", "config_file": str(empty(home))}).settings.elastic
+        (home / "farflung.yaml").write_text("num_processes: 4\n")
+        with environ.patched(PET):
+            assert resolve({}).settings.num_processes == 8
+            assert resolve({}).settings.num_local == 2
+    with environ.patched({"PET_NPROC_PER_NODE": "auto"}):
+        assert resolve({}).settings.num_processes == 4
+
+
+def empty(folder):
+    file = folder / "empty.yaml"
+    file.touch()
+    return file
+
+
+@pytest.mark.parametrize(
+    ("variables", "flags", "in_file", "message"),
+    [
+        (
+            {},
+            {"num_processes": "4"},
+            "",
+            "--num_processes is 4, but PET_NPROC_PER_NODE is 2, which makes a world of 2 on",
+        ),
+        ({"FARFLUNG_NUM_PROCESSES": "4"}, {}, "", "FARFLUNG_NUM_PROCESSES is 4, but PET_NPROC_PER_NODE is 2"),
+        ({}, {}, "num_processes: 4", "farflung.yaml:1: num_processes is 4, but PET_NPROC_PER_NODE is 2"),
+        (PET, {"num_processes": "16"}, "", "which makes a world of 8 on 4 machines"),
+    ],
+)
+def test_a_world_smaller_than_what_was_asked_for_is_an_error_with_its_cause(variables, flags, in_file, message, home):
+    (home / "farflung.yaml").write_text(in_file)
+    with environ.patched({"PET_NPROC_PER_NODE": "2", **variables}):
+        with pytest.raises(ConfigError) as raised:
+            resolve(flags)
+        assert message in str(raised.value)
+        assert "--num_machines 1" in str(raised.value)
+        alone = resolve({**flags, "num_machines": "1"}).settings
+    assert alone.num_processes in (4, 16)
+
+
 def test_what_is_given_by_hand_stays(home):
     with environ.patched(SLURM):
         assert place(num_machines="1") == (1, 0, None, None)

@@ -12,8 +12,8 @@ import pytest
 from farflung.config import environ
 from farflung.config.launch import rank_variables
 from farflung.config.resolve import resolve
+from farflung.launch.face import launch
 from farflung.launch.options import given
-from farflung.launch.run import launch
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
 

@@ -8,11 +8,17 @@ from click.testing import CliRunner
 
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.config import environ
-from farflung.config.files import own_file
 from farflung.config.launch import LaunchSettings
+from farflung.config.places import own_file
 from farflung.config.resolve import resolve
 from farflung.cost.forecast import Forecast
 from farflung.launch.ask import config, write_basic_config
+
+
+@pytest.fixture(autouse=True)
+def sets_nothing(home):
+    """Nothing is launched here, so that no folder of a run needs to be turned off."""
+    environ.remove("FARFLUNG_RUN_DIR")
 
 
 def ask(*arguments: str, answers: list[str]):

@@ -27,6 +27,9 @@ def test_help_and_the_launcher_do_without_torch(home):
         "assert 'torch' not in sys.modules and 'rich' not in sys.modules and 'yaml' not in sys.modules\n"
         "farflung.main(['checkpoint', '--help'], standalone_mode=False)\n"
         "farflung.main(['launch', '--help'], standalone_mode=False)\n"
+        "farflung.main(['launch', '--help', 'all'], standalone_mode=False)\n"
+        "assert 'torch' not in sys.modules and 'rich' not in sys.modules and 'yaml' not in sys.modules\n"
+        "assert 'farflung.launch.run' not in sys.modules\n"
         "farflung.main(['config', 'show'], standalone_mode=False)\n"
         "assert 'torch' not in sys.modules and 'rich' not in sys.modules\n"
     )
@@ -40,6 +43,7 @@ def test_no_command_loads_torch_before_it_has_read_its_arguments(home):
         *(["checkpoint", "ls"], ["checkpoint", "verify", "gone"], ["checkpoint", "diff", "."]),
         *(["checkpoint", "convert", "--to", "x", ".", "y"], ["checkpoint", "convert", "--to", "farflung", ".", "."]),
         *(["plan", "--parameters", "x"], ["demo", "--steps", "x"], ["demo", "--bandwidth", "x"]),
+        *(["launch", "--help", "gone"], ["launch", "--only_rank", "x", "gone.py"], ["test", "x"], ["config", "x"]),
         *(["launch", "gone.py"], ["launch", "--cpu", "--num_processes", "x", "train.py"], ["env", "x"], ["lunch"]),
     ]
     run_python(

@@ -82,6 +82,6 @@ def test_one_function_in_one_file_is_a_recipe_with_its_flags_keys_variables_and_
     assert (done.returncode, done.stdout) == (2, "")
     assert "farflung.yaml:3: strength is 2.0; it must be a finite number from 0 to 1." in said
 
-    done = farflung("launch", "--help")
+    done = farflung("launch", "--help", "outer")
     assert "toy only: part of the way, from 0 to 1." in " ".join(done.stdout.split())
     assert "toy: optimizer steps between two visits to the mean." in " ".join(done.stdout.split())

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import re
+
 import click
 import pytest
 
 from farflung.base.errors import Unsupported
-from farflung.config.launch import FIELDS, LaunchSettings, flags_for
+from farflung.config.groups import FIRST, GROUPS, group_of
+from farflung.config.launch import FIELDS, LaunchSettings, field_named, flags_for
 from farflung.config.recipes import RECIPES
 from farflung.config.resolve import resolve
+from farflung.launch.face import launch
 from farflung.launch.options import given
-from farflung.launch.run import launch
 
 
 def parse(*arguments: str) -> dict[str, object]:
@@ -66,7 +69,7 @@ def test_each_flag_of_accelerate_is_done_or_refused_by_name():
 @pytest.mark.usefixtures("home")
 def test_settings_are_written_as_the_flags_that_give_them():
     said = {"elastic": "2:4", "outer_recipe": "diloco", "outer_every": 4, "dynamo_use_fullgraph": False, "quiet": True}
-    settings = LaunchSettings.of({**said, "use_cpu": True, "module": True, "log_dir": "a b"})
+    settings = LaunchSettings.of({**said, "use_cpu": True, "module": True, "log_dir": "a b", "run_dir": "none"})
     words = flags_for(settings)
     assert {"--cpu", "--outer", "--outer-every", "-m", "--no_dynamo_use_fullgraph"} <= {*words}
     assert resolve(given(parse(*words, "x.py"))).settings == settings
@@ -79,12 +82,56 @@ def test_a_flag_that_nobody_knows_gets_a_suggestion():
     assert "--num_processes" in (caught.value.possibilities or [])
 
 
-def test_help_is_in_sections_and_lists_the_recipes(capsys):
+def help_of(capsys, *words):
     with pytest.raises(click.exceptions.Exit):
-        parse("--help")
-    said = capsys.readouterr().out
-    titles = [line for line in said.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert titles[:4] == ["Processes and machines:", "Script:", "Precision and steps:", "Outer loop:"]
-    outer = " ".join(said[said.index("\nOuter loop:") : said.index("\nSharding and islands:")].split())
+        parse(*words)
+    return capsys.readouterr().out
+
+
+def titles(said):
+    return [line.partition(":")[0] for line in said.splitlines() if line.endswith(":") and not line.startswith(" ")]
+
+
+def flags_in(said):
+    return {word for line in said.splitlines() for word in re.findall(r"(?<= )--?\w+", line[:60])}
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_fits_two_screens_and_names_the_groups(flag, capsys):
+    said = help_of(capsys, "--cpu", flag)
+    assert len(said.splitlines()) <= 60
+    assert max(map(len, said.splitlines())) <= 80
+    assert titles(said)[0] == "First flags"
+    assert {field_named(name).flags[-1] for name in FIRST} <= flags_in(said)
+    assert len(FIRST) == 10
+    assert all(f"\n  {group} " in said for group in GROUPS)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_help_of_a_group_has_all_its_flags_and_no_other(group, capsys):
+    said = help_of(capsys, "--help", group)
+    assert said == help_of(capsys, f"--help={group}")
+    own = {flag for entry in FIELDS if entry.group == group for flag in entry.flags}
+    others = {flag for entry in FIELDS if entry.group != group for flag in entry.flags}
+    assert own
+    assert own <= flags_in(said)
+    assert not others & {line.split()[0].rstrip(",") for line in said.splitlines() if line.startswith("  -")}
+
+
+def test_help_of_all_has_each_group_and_the_recipes(capsys):
+    said = help_of(capsys, "--help", "all")
+    assert titles(said) == [*GROUPS, "Of this command"]
+    assert {flag for entry in FIELDS for flag in entry.flags} <= flags_in(said)
+    outer = " ".join(said[said.index("\nouter:") : said.index("\nelastic:")].split())
     assert all(f" {name}" in outer for name in RECIPES)
-    assert all(said.count(f" {entry.flags[0]} ") + said.count(f" {entry.flags[0]}, ") >= 1 for entry in FIELDS)
+
+
+def test_a_group_that_is_none_is_a_wrong_use_with_a_suggestion():
+    with pytest.raises(click.UsageError, match=r"no group 'outr' of flags; use one of .* Did you mean `outer`"):
+        parse("--help", "outr")
+
+
+def test_each_setting_is_in_one_group():
+    with pytest.raises(KeyError, match="new_setting must be in one of GROUPS"):
+        group_of("new_setting")
+    assert {entry.group for entry in FIELDS} == {*GROUPS}

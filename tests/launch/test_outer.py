@@ -14,6 +14,7 @@ import torch
 
 from farflung.config import environ
 from farflung.launch import main as command
+from farflung.launch.codes import FAILED
 from farflung.launch.network import get_free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -247,7 +248,7 @@ def test_the_end_of_a_script_flushes_and_an_error_in_it_is_told_to_the_other_ran
     (home / "train.py").write_text(PLAIN.replace("END", "if dist.get_rank() == 1: raise KeyError('bad sample')"))
     flags = ["--outer", "diloco", "--outer-every", "3", "--outer-log", "rounds.jsonl"]
     done = farflung("launch", "--cpu", "--num_processes", "2", *flags, "train.py")
-    assert done.returncode == 1
+    assert done.returncode == FAILED
     assert "rank 1 failed" in done.stderr
     assert "bad sample" in done.stderr
 
@@ -301,5 +302,5 @@ def test_a_script_that_starts_its_processes_is_launched_once(farflung, home):
     (home / "train.py").write_text(SPAWNS)
     ports = map(str, (get_free_port(), get_free_port()))
     done = farflung("launch", "--cpu", "--num_processes", "2", "--outer", "diloco", "train.py", *ports)
-    assert done.returncode == 1
+    assert done.returncode == FAILED
     assert "is launched with --num_processes 1 (for each machine)" in done.stderr

@@ -66,6 +66,12 @@ def test_gpus_that_are_not_there_are_missed_at_once(said, gpu_count, message, sc
         make_plan(LaunchSettings(**said), script, [])
 
 
+def test_too_few_gpus_are_explained_by_the_variable_that_hides_others(script, gpus):
+    gpus(2)
+    with environ.patched({"CUDA_VISIBLE_DEVICES": "4,5"}), pytest.raises(ConfigError, match=r"are 2 .*'4,5'"):
+        make_plan(LaunchSettings(num_processes=4), script, [])
+
+
 def test_one_process_needs_no_agent_unless_it_is_watched(script):
     def alone(**said):
         return make_plan(LaunchSettings(use_cpu=True, **said), script, []).alone

@@ -22,6 +22,7 @@ from farflung.comm.address import transport_at
 from farflung.config.launch import LaunchSettings
 from farflung.config.resolve import Resolved
 from farflung.launch import replicas
+from farflung.launch.codes import FAILED
 from farflung.launch.network import get_free_port
 from farflung.testing.patience import patience
 from tests.launch.machines import ADDRESSES, two_machines, why_impossible
@@ -368,17 +369,17 @@ def test_a_sampler_of_an_unchanged_ddp_script_hands_out_each_epoch_once(farflung
 def test_one_that_is_killed_again_and_again_waits_longer_and_is_given_up(home):
     (home / "train.py").write_text(DIES)
     with Launcher("--elastic", "1:2", "--max_restarts", "2", "train.py") as run:
-        assert run.ended() == 128 + signal.SIGKILL
+        assert run.ended() == FAILED
         run.printed(r"in 1 s \(restart 1 of 2 within an hour\)")
         run.printed(r"in 2 s \(restart 2 of 2 within an hour\)")
         run.printed("replica 0 was killed by SIGKILL; it is not started again")
 
 
 def test_a_script_that_fails_before_it_met_anyone_is_not_started_again(farflung, home):
-    (home / "train.py").write_text("raise SystemExit(3)")
+    (home / "train.py").write_text("raise SystemExit(7)")
     done = farflung("launch", "--cpu", "--elastic", "1:2", "train.py")
-    assert done.returncode == 3
-    assert "replica 0 ended with exit code 3; it is not started again" in done.stderr
+    assert done.returncode == FAILED
+    assert "replica 0 ended with exit code 7; it is not started again" in done.stderr
 
 
 @pytest.mark.usefixtures("warm")
@@ -425,7 +426,7 @@ def test_one_replica_writes_the_checkpoint_from_which_another_number_of_them_goe
 def test_what_several_replicas_fail_with_is_shown_once_in_a_box_that_names_the_newest_checkpoint(farflung, home):
     (home / "train.py").write_text(RESUMES)
     done = farflung("launch", "--cpu", "--elastic", "2:2", "--max_restarts", "0", *DILOCO, "train.py", "4", "fails")
-    assert done.returncode == 1
+    assert done.returncode == FAILED
     assert done.stderr.count("Traceback") == done.stderr.count(" failed on ") == 1
     assert "Resume from kept, the newest checkpoint of this run" in done.stderr
     for name in ("replica 0", "replica 1"):
@@ -502,4 +503,4 @@ def test_without_the_first_launcher_training_goes_on_until_the_next_loss_ends_it
     said = second.end()
     assert said.count("failed on node1") == 1
     assert said.count("A replica was lost, and the survivors can't agree on how to continue") == 3  # box and lines
-    assert second.process.returncode == 1
+    assert second.process.returncode == FAILED

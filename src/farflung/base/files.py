@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -29,7 +28,7 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield target
         return
     # A part of the name is enough for people; all of it could make the new one longer than a name may be.
-    aside = target.with_name(f".{target.name[:40]}{WRITING}{secrets.token_hex(4)}")
+    aside = target.with_name(f".{target.name[:40]}{WRITING}{os.urandom(4).hex()}")
     try:
         yield aside
         with suppress(FileNotFoundError):

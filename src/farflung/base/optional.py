@@ -6,7 +6,6 @@ from __future__ import annotations
 import operator
 import re
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -52,8 +51,8 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
     check_word("operation", operation, STR_OPERATION_TO_FUNC)
     check_text("version", requirement_version)
     try:
-        installed = version(library_or_version) if isinstance(library_or_version, str) else str(library_or_version)
-    except PackageNotFoundError:
+        installed = _version(library_or_version) if isinstance(library_or_version, str) else str(library_or_version)
+    except ModuleNotFoundError:
         raise ConfigError(f"compare_versions: {library_or_version} is not installed.") from None
     return compare_release(installed, operation, requirement_version)
 
@@ -66,9 +65,15 @@ def compare_release(one: str, operation: str, other: str) -> bool:
 def installed_version(library: str) -> str:
     """Return the version of `library`, an empty text where it is not installed."""
     try:
-        return version(library)
-    except PackageNotFoundError:
+        return _version(library)
+    except ModuleNotFoundError:
         return ""
+
+
+def _version(library: str) -> str:
+    from importlib.metadata import version  # late: it takes longer to load than a command has to answer a wrong use
+
+    return version(library)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

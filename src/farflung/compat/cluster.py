@@ -14,8 +14,9 @@ import yaml
 from farflung.base.enums import DistributedType
 from farflung.base.errors import ConfigError
 from farflung.base.files import atomic_file
-from farflung.config.files import BLOCKS, find_file, own_file, read_file
+from farflung.config.files import BLOCKS, read_file
 from farflung.config.launch import FIELDS
+from farflung.config.places import find_file, own_file
 
 # Where `farflung config` writes, and what is read where no file is named.
 default_yaml_config_file = default_config_file = str(own_file())

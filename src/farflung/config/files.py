@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration files: which one counts, what it says and in which line, and how one is written.
+"""Configuration files: what one says and in which line, and how one is written. `places` says which one counts.
 
 Every value is read as its setting wants it, not as YAML guesses it: of `no`, a precision is a word, a flag a no.
 Accelerate's file is read as it stands and never written.
@@ -16,14 +16,12 @@ from yaml.events import CollectionEndEvent, CollectionStartEvent
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from farflung.base.errors import ConfigError, Unsupported, did_you_mean
-from farflung.base.files import FORMER_NAME, atomic_file
-from farflung.config import environ
+from farflung.base.files import atomic_file
 from farflung.config.foreign import DISTRIBUTED_TYPES, FOREIGN_KEYS
 from farflung.config.launch import FIELDS, LaunchSettings
+from farflung.config.places import accelerate_files
 from farflung.config.problems import Problems
 from farflung.config.setting import Stated
-
-LOCAL_FILE = Path("farflung.yaml")
 
 _FIELDS = {entry.name: entry for entry in FIELDS if entry.in_file}
 _KNOWN = (*_FIELDS, *FOREIGN_KEYS, "distributed_type", "fp16")  # the last one is of Accelerate before 0.7
@@ -37,43 +35,6 @@ BLOCKS = {
 _FORMER_KEYS = {"fsdp_backward_prefetch_policy": "fsdp_backward_prefetch"}  # of Accelerate's older files
 _YAML_NULLS = ("", "~", "null", "Null", "NULL")
 _DEEPEST = 20  # blocks in blocks; settings stand in two, and what Accelerate writes in three
-
-
-def own_file() -> Path:
-    """Return where the user's own settings are kept: `~/.config/farflung/config.yaml`, or under `$XDG_CONFIG_HOME`."""
-    return _user_folder() / "farflung" / "config.yaml"
-
-
-def former_files() -> dict[Path, Path]:
-    """Return the files that count under the name that the package had before, each with the one that it should be."""
-    return {
-        Path(f"{FORMER_NAME}.yaml"): LOCAL_FILE,
-        _user_folder() / FORMER_NAME / "config.yaml": own_file(),
-    }
-
-
-def accelerate_files() -> tuple[Path, ...]:
-    """Return where Accelerate keeps its settings, its preferred file first."""
-    cache = environ.text("XDG_CACHE_HOME") or "~/.cache"
-    home = Path(environ.text("HF_HOME") or f"{cache}/huggingface").expanduser()
-    return home / "accelerate" / "default_config.yaml", home / "accelerate" / "default_config.json"
-
-
-def find_file(named: str | None = None) -> Path | None:
-    """Return the file that counts: the one named, `./farflung.yaml`, the user's own, Accelerate's, or None."""
-    if named is not None:
-        path = Path(named).expanduser()
-        if not path.is_file():
-            there = "is not a file" if path.exists() else "does not exist"
-            raise ConfigError(f"The configuration file {named} {there}. `farflung config` writes one.")
-        return path
-    former = {new: old for old, new in former_files().items()}
-    ours = [path for new in (LOCAL_FILE, own_file()) for path in (new, former[new])]
-    return next((path for path in (*ours, *accelerate_files()) if path.is_file()), None)
-
-
-def _user_folder() -> Path:
-    return Path(environ.text("XDG_CONFIG_HOME") or "~/.config").expanduser()
 
 
 def read_file(path: Path) -> tuple[dict[str, Stated], tuple[str, ...]]:
@@ -242,7 +203,7 @@ def write_file(path: Path, values: Mapping[str, Any]) -> Path:
         raise ConfigError(f"{path} is Accelerate's own file, which Farflung reads but never writes. Choose another.")
     LaunchSettings.of(values)
     said = {name: value for name, value in values.items() if value is not None}
-    text = "# Settings of `farflung launch`; `farflung launch --help` explains each.\n"
+    text = "# Settings of `farflung launch`; `farflung launch --help all` explains each.\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as aside:

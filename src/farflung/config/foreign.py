@@ -80,7 +80,8 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign("binding processes to NUMA nodes", _NUMA, "enable_cpu_affinity", "enable_cpu_affinity", is_hint=True),
     Foreign("IPEX", "PyTorch itself has these optimizations now.", "ipex use_xpu", "ipex_config", is_hint=True),
     Foreign("tensor parallelism", _SHARD, "tp_ use_tp", keys="tp_config", idle="1"),
-    Foreign("torchrun's way of counting processes", _COUNT, "nproc_per_node local_ranks_filter"),
+    Foreign("torchrun's way of counting processes", _COUNT, "nproc_per_node"),
+    Foreign("torchrun's way of counting ranks", "Use --only_rank, for ranks of the run.", "local_ranks_filter"),
     Foreign("torchrun's names", "Use --num_machines and --machine_rank.", "nnodes node_rank"),
     Foreign("torchrun's names", _PLACE, "master_ rdzv_endpoint standalone"),
 )

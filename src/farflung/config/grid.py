@@ -84,7 +84,7 @@ class LayoutSettings:
         "Keep what activations are recomputed from in host memory. [false]"
     )
     fsdp_cpu_ram_efficient_loading: bool | None = _told(
-        "Let transformers leave out values on other ranks, and hand out those of rank 0. [false]"
+        "Make transformers leave out values on other ranks, and hand out those of rank 0. [false]"
     )
     fsdp_state_dict_type: str | None = _told(
         "What save_state writes: each rank its shards, or rank 0 the whole. [sharded_state_dict]",

@@ -16,6 +16,7 @@ from farflung.base.errors import ConfigError
 from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.grid import GRID, LayoutSettings, check_layout
+from farflung.config.groups import group_of
 from farflung.config.outer import OPTIONS, Outer, OuterSettings, outer_config, renamed
 from farflung.config.recipes import RECIPES
 from farflung.config.setting import Field, Value, accelerates, setting
@@ -215,7 +216,16 @@ class LaunchSettings(LayoutSettings):
     main_training_function: str = setting(
         "main", "Accelerate's setting for TPUs; only `main` is supported.", choices=("main",)
     )
+    only_rank: str | None = setting(
+        None, "Show only what these ranks print: numbers separated by commas, such as 0 or 0,3. [all]"
+    )
+    json: bool = setting(
+        False, "Print the launcher's own messages as one JSON object a line: started, failed, restarted, ended ..."
+    )
     config_file: str | None = setting(None, "Read the settings from this file.", in_file=False)
+    dry_run: bool = setting(
+        False, "Start nothing; print command, ranks, environment, and where each setting comes from.", in_file=False
+    )
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> LaunchSettings:
@@ -240,6 +250,11 @@ class LaunchSettings(LayoutSettings):
         return () if self.gpu_ids == "all" else tuple(part.strip() for part in self.gpu_ids.split(","))
 
     @property
+    def shown_ranks(self) -> tuple[int, ...]:
+        """The ranks named in `only_rank`; empty for all of them."""
+        return tuple(int(rank) for rank in self.only_rank.split(",")) if self.only_rank else ()
+
+    @property
     def num_local(self) -> int | None:
         """Processes on this machine, or None when that is left to the number of accelerators."""
         return None if self.num_processes is None else self.num_processes // self.num_machines
@@ -254,6 +269,10 @@ class LaunchSettings(LayoutSettings):
             raise ConfigError("--module and --no_python exclude each other: a module needs Python to run it.")
         if not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", self.tee):
             raise ConfigError(f"tee is {self.tee!r}; use a number from 0 to 3, or a list such as 0:3,1:2.")
+        if self.only_rank is not None and not re.fullmatch(r"\d+(,\d+)*", self.only_rank):
+            raise ConfigError(f"only_rank is {self.only_rank!r}; use ranks separated by commas, such as 0 or 0,3.")
+        if self.only_rank is not None and self.rdzv_backend == "c10d" and self.num_machines > 1:
+            raise ConfigError("only_rank needs --rdzv_backend static: c10d numbers the machines when they meet.")
         self._check_rendezvous()
         self._check_elastic()
 
@@ -292,6 +311,9 @@ class LaunchSettings(LayoutSettings):
                     raise ConfigError(f"{name} is {getattr(self, name)}, but there is neither --elastic nor --join.")
             return
         flag = "--elastic" if self.join is None else "--join"
+        if self.only_rank is not None:
+            instead = "Print on one of them: accelerator.print, or `if loop.is_first`."
+            raise ConfigError(f"only_rank and {flag} are both given, but replicas have no fixed ranks. {instead}")
         if self.elastic is not None and self.join is not None:
             raise ConfigError("Both --elastic and --join are given: the run that is joined has its bounds already.")
         if self.elastic is not None and not re.fullmatch(r"[1-9]\d{0,3}:[1-9]\d{0,3}", self.elastic):
@@ -382,8 +404,8 @@ def _listed() -> Iterator[Field]:
         if attribute.name == "outer_options":
             for option in OPTIONS.values():
                 name, variable = f"outer_{option.name}", f"{_PREFIX}OUTER_{option.name.upper()}"
-                flags, choices = (f"--{name}",), option.choices
-                yield Field(name, option.kind, None, option.help, variable, variable, flags, choices=choices)
+                row = (option.kind, None, option.help, variable, variable, (f"--{name}",))
+                yield Field(name, group_of(name), *row, choices=option.choices)
             continue
         stated = dict(attribute.metadata)
         told = stated.pop("told", "variable" in stated)
@@ -392,7 +414,7 @@ def _listed() -> Iterator[Field]:
         said: dict[str, Any] = {"variable": f"{prefix}{name}".upper(), "flags": (f"--{name}",)} | stated
         kind = next((part for part in get_args(hint) if part is not type(None)), hint)
         says_word = kind is bool and name.startswith("fsdp_")
-        yield Field(name, kind, told_as=said["variable"] if told else None, says_word=says_word, **said)
+        yield Field(name, group_of(name), kind, told_as=said["variable"] if told else None, says_word=says_word, **said)
 
 
 def _option(name: str) -> str:
@@ -431,7 +453,7 @@ def check_variables() -> None:
     for name in sorted(name for name in environ.snapshot() if name.startswith(_PREFIX)):
         if name in known:
             known[name].from_environment()
-        elif name not in (*environ.MEMBER_VARIABLES, environ.SHOWS_ATTEMPTS, environ.RUN_FOLDER):
+        elif name not in (*environ.MEMBER_VARIABLES, environ.SHOWS_ATTEMPTS, environ.LAUNCHER, environ.RUN_FOLDER):
             meant = get_close_matches(name.removeprefix(_PREFIX), by_word, n=1)
             near = f" Did you mean `{by_word[meant[0]]}`?" if meant else ""
             raise ConfigError(f"The environment variable {name} is not a setting.{near} Unset or correct it.")

@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 
 from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.words import counted
 from farflung.config import environ
-from farflung.config.files import find_file, read_file
 from farflung.config.launch import DEFAULT_PORT, FIELDS, LaunchSettings, check_variables
+from farflung.config.places import find_file
 from farflung.config.setting import Field, Stated
 from farflung.config.sharding import without_effect
-from farflung.config.tasks import Task, read_task
+from farflung.config.tasks import Task, read_processes, read_task
 
 # What fsdp_sharding_strategy and fsdp_reshard_after_forward hold where they say the same.
 _ALIKE = [(word, "true") for word in ("FULL_SHARD", "1")] + [(word, "false") for word in ("SHARD_GRAD_OP", "2")]
@@ -33,6 +35,22 @@ class Resolved:
     file: Path | None
     notes: tuple[str, ...] = ()
 
+    def rows(self, everything: bool = False) -> list[tuple[str, str, str]]:
+        """Return name, value and origin of each setting that is not left at its default; or of all that have a value.
+
+        The origin is what states the value and where: `flag --cpu`, `environment SLURM_PROCID`, `file train.yaml:3`.
+        """
+        stated = ((entry, self.settings.value(entry.name)) for entry in FIELDS)
+        origins = {name: str(origin) for name, origin in self.origins.items()}
+        return [
+            (entry.name, entry.text(value) or "''", origins.get(entry.name, "default"))
+            for entry, value in stated
+            if value is not None and (everything or value != entry.default or self._is_stated(entry.name))
+        ]
+
+    def _is_stated(self, name: str) -> bool:
+        return name in self.origins and self.origins[name].kind != "default"
+
 
 def resolve(flags: Mapping[str, str | bool]) -> Resolved:
     """Put together what the command line (`flags`, by the setting's name), the environment and a file say.
@@ -43,7 +61,7 @@ def resolve(flags: Mapping[str, str | bool]) -> Resolved:
     check_variables()
     named = flags.get("config_file") or environ.text("FARFLUNG_CONFIG_FILE") or None
     path = find_file(None if named is None else str(named))
-    stated, read = read_file(path) if path is not None else ({}, ())
+    stated, read = _read(path) if path is not None else ({}, ())
     found = {entry.name: _first(entry, flags, stated) for entry in FIELDS}
     notes = [*read, *_choose_the_device(found), *_take_place(found), *_check_used(found), *_without_effect(found)]
     notes += _arrange_hybrid(found)
@@ -53,6 +71,12 @@ def resolve(flags: Mapping[str, str | bool]) -> Resolved:
     except (ConfigError, Unsupported) as error:
         raise explained(error, path, found) from None
     return Resolved(settings, found, path, tuple(notes))
+
+
+def _read(path: Path) -> tuple[dict[str, Stated], tuple[str, ...]]:
+    """Read a file. What reads YAML is loaded where there is one: it takes longer than all the rest."""
+    found: tuple[dict[str, Stated], tuple[str, ...]] = import_module("farflung.config.files").read_file(path)
+    return found
 
 
 def _first(entry: Field, flags: Mapping[str, str | bool], stated: Mapping[str, Stated]) -> Stated:
@@ -93,8 +117,15 @@ def _take_place(found: dict[str, Stated]) -> list[str]:
     What a flag or a variable of ours states stays. Returns a note for the user where something was taken.
     """
     stated = {name for name in _PLACE if found[name].kind in ("flag", "environment")}
-    is_alone = "num_machines" in stated and found["num_machines"].value == 1
-    if is_alone or {"num_machines", "machine_rank"} <= stated or found["join"].value or found["meet"].value:
+    if "num_machines" in stated and found["num_machines"].value == 1:
+        return []
+    notes = _take_machine(found, stated)
+    _take_processes(found)
+    return notes
+
+
+def _take_machine(found: dict[str, Stated], stated: Set[str]) -> list[str]:
+    if {"num_machines", "machine_rank"} <= stated or found["join"].value or found["meet"].value:
         return []
     task = read_task()
     if task is None:
@@ -114,6 +145,22 @@ def _take_place(found: dict[str, Stated]) -> list[str]:
     if is_elastic:
         _take_replicas(found, task)
     return [f"{many}: {', '.join(place)}. {_ALONE}"]
+
+
+def _take_processes(found: dict[str, Stated]) -> None:
+    """Start as many processes on each machine as torchrun would; raise ConfigError where more are asked for."""
+    each, asked, machines = read_processes(), found["num_processes"], int(found["num_machines"].value or 1)
+    if each is None or found["elastic"].value or found["join"].value:
+        return
+    world = each.value * machines
+    if asked.value is not None and asked.value > world:
+        raise ConfigError(
+            f"{_written('num_processes', asked)} is {asked.value}, but {each.place} is {each.value}, which makes a "
+            f"world of {world} on {counted(machines, 'machine')}. Change one of them, or give --num_machines 1 to "
+            f"start all here, whatever {each.place} is."
+        )
+    if asked.kind not in ("flag", "environment"):
+        found["num_processes"] = replace(each, value=world)
 
 
 def _check_task(found: Mapping[str, Stated], task: Task, many: str) -> None:

@@ -19,6 +19,7 @@ class Field:
     """One launch setting and every form it takes."""
 
     name: str  # in `LaunchSettings`, and its key in a configuration file
+    group: str  # in `--help` and pages
     kind: type  # int, float, bool or str
     default: Value  # where no flag, variable or file sets it
     help: str

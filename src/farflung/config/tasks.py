@@ -61,11 +61,19 @@ def in_slurm_step() -> bool:
 def read_task() -> Task | None:
     """Return which of several tasks this process is, or None where it is the only one.
 
-    Open MPI's variables come first, then PMI's, MVAPICH's, Slurm's, and those that torchrun would read on a cluster.
+    The variables that torchrun would read (`PET_*`) come first, then Open MPI's, PMI's, MVAPICH's and Slurm's.
 
     Raises:
         ConfigError: the variables contradict each other, or state a range of machines.
     """
+    machines = environ.text("PET_NNODES") or "1"
+    if not machines.isdecimal():
+        raise ConfigError(
+            f"The environment variable PET_NNODES is {machines!r}, but the number of machines must be fixed. For "
+            "replicas that come and go use --elastic; --num_machines 1 trains on this machine alone."
+        )
+    if size := _several("PET_NNODES"):
+        return _task(size, "PET_NODE_RANK", _stated(1), "")
     for starter in STARTERS:
         if size := _several(starter.size):
             local = _number(starter.local_size) or _stated(1)
@@ -74,14 +82,13 @@ def read_task() -> Task | None:
         nodes = _number("SLURM_STEP_NUM_NODES", "SLURM_NNODES") or _stated(size.value)
         local = _stated(-(-size.value // max(1, nodes.value)), nodes.place)
         return _task(size, "SLURM_PROCID", local, "srun --ntasks-per-node=1")
-    machines = environ.text("PET_NNODES") or "1"
-    if not machines.isdecimal():
-        raise ConfigError(
-            f"The environment variable PET_NNODES is {machines!r}, but the number of machines must be fixed. For "
-            "replicas that come and go use --elastic; --num_machines 1 trains on this machine alone."
-        )
-    size = _several("PET_NNODES")
-    return _task(size, "PET_NODE_RANK", _stated(1), "") if size else None
+    return None
+
+
+def read_processes() -> Stated | None:
+    """Return how many processes torchrun would start on each machine, None where no variable states a number."""
+    told = environ.text("PET_NPROC_PER_NODE") or ""
+    return _number("PET_NPROC_PER_NODE") if told.isdecimal() and int(told) > 0 else None  # else auto, gpu or cpu
 
 
 def _task(size: Stated, rank_variable: str, local_size: Stated, one_each: str) -> Task:

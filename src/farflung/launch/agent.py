@@ -10,13 +10,12 @@ import json
 import logging
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from math import inf
@@ -24,17 +23,18 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from farflung.base.errors import RankFailure
 from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
+from farflung.launch.codes import EngineFailure
+from farflung.launch.events import say
 from farflung.launch.plan import Plan, torch_is_loaded
 from farflung.launch.report import Failure, show
 from farflung.process.failure import CHECKPOINT
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those that the agent takes over
 _PATIENCE_S = 2.0
-_SLOW = "farflung: the processes have 30 s to shut down; press Ctrl-C again to kill them now."
+_SLOW = "the processes have 30 s to shut down; press Ctrl-C again to kill them now."
 _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 
 
@@ -52,7 +52,7 @@ class Outcome:
 def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = None) -> Outcome:
     """Start the plan's processes, wait for them, and return how it ended. None of them is left behind.
 
-    Raises RankFailure if the machines do not find each other.
+    Raises EngineFailure if the machines do not find each other.
     """
     (entrypoint, *arguments), num_local, meeting = plan.command, plan.num_local, plan.meeting
     with torch_is_loaded(plan.variables):
@@ -65,9 +65,9 @@ def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = No
     is_ours = meeting.backend == "static"  # torch's `c10d` has one store for all attempts too, unless it is told not to
     told = {environ.SHOWS_ATTEMPTS: "true"} if is_ours else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with ExitStack() as around:
-        pressed = around.enter_context(_interrupts_raise(SignalException))
+        pressed = around.enter_context(_interrupts_raise(SignalException, settings))
         around.enter_context(_agent_logs(settings))
-        around.enter_context(environ.patched({**plan.variables, **told}))
+        around.enter_context(environ.patched({**plan.variables, **told, environ.LAUNCHER: str(os.getpid())}))
         log_dir = Path(settings.log_dir or around.enter_context(tempfile.TemporaryDirectory(prefix="farflung_")))
         try:
             agent = elastic_launch(_agent_settings(plan, settings, line_prefix, log_dir), entrypoint)
@@ -93,14 +93,14 @@ def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = No
             return Outcome(before, signal=int(error.sigval))
         except (RendezvousError, DistNetworkError, DistStoreError) as error:
             said = str(error).strip().rstrip(".").splitlines()
-            raise RankFailure(
+            raise EngineFailure(
                 f"The {counted(meeting.num_machines, 'machine')} could not meet at {meeting.endpoint}: {said[0]}. "
                 "Check that each was started, with the same main_process_ip, main_process_port and num_machines, and "
                 "that they can reach that port of machine 0."
             ) from error
         notes = frozenset(file.name for file in log_dir.glob("*/attempt_*/*/*"))
     if len(returned) != num_local:
-        raise RankFailure(
+        raise EngineFailure(
             f"{num_local} processes were started, but only {len(returned)} of them reported that they ended."
         )
     return Outcome(notes=notes)
@@ -117,7 +117,7 @@ def _agent_settings(plan: Plan, said: LaunchSettings, line_prefix: str | None, l
     backend, conf = meeting.backend, dict[str, Any](meeting.conf, rank=machine)
     if backend == "static":
         backend = import_module("farflung.launch.rendezvous").registered()
-        begins = partial(_show_attempt, log_dir, machine * plan.num_local, said.max_restarts or 0)
+        begins = partial(_show_attempt, log_dir, machine * plan.num_local, said)
         conf |= {"listen": meeting.listen, "begins": begins}
     return LaunchConfig(
         min_nodes=meeting.num_machines,
@@ -133,16 +133,25 @@ def _agent_settings(plan: Plan, said: LaunchSettings, line_prefix: str | None, l
         start_method="fork",
         log_line_prefix_template=line_prefix,
         local_addr=meeting.address,
-        logs_specs=DefaultLogsSpecs(log_dir=str(log_dir), tee=Std.from_str(said.tee)),
+        logs_specs=DefaultLogsSpecs(
+            log_dir=str(log_dir), tee=Std.from_str(said.tee), local_ranks_filter=_shown(said, machine * plan.num_local)
+        ),
         signals_to_handle=",".join(s.name for s in heeded if signal.getsignal(s) != signal.SIG_IGN),
     )
 
 
-def _show_attempt(log_dir: Path, first_rank: int, max_restarts: int, attempt: int) -> None:
+def _shown(settings: LaunchSettings, first_rank: int) -> set[int] | None:
+    """Return the local ranks whose output is shown, None for all. Ranks of other machines keep torch's filter on."""
+    return {rank - first_rank for rank in settings.shown_ranks} or None
+
+
+def _show_attempt(log_dir: Path, first_rank: int, settings: LaunchSettings, attempt: int) -> None:
     """Show why the attempt before this one failed."""
     if attempt > 1 and (failures := _reported(log_dir, first_rank)):
-        show(failures, checkpoint=newest_checkpoint(log_dir))
-        print(f"farflung: the processes start again (restart {attempt - 1} of {max_restarts})", file=sys.stderr)
+        show(failures, is_json=settings.json, checkpoint=newest_checkpoint(log_dir))
+        which = f"restart {attempt - 1} of {settings.max_restarts}"
+        words = f"the processes start again ({which})"
+        say(settings, "restarted", words, is_error=True, attempt=attempt, max_restarts=settings.max_restarts)
 
 
 def _reported(log_dir: Path, first_rank: int, before_s: float = inf) -> tuple[Failure, ...]:
@@ -150,7 +159,7 @@ def _reported(log_dir: Path, first_rank: int, before_s: float = inf) -> tuple[Fa
     last_attempt = _last_attempt(log_dir)
     files = {first_rank + int(file.parent.name): file for file in last_attempt.glob("*/error.json")}
     found = (Failure.of(rank, 1, read_report(file)) for rank, file in sorted(files.items()))
-    return tuple(one for one in found if one.time_s < before_s)
+    return tuple(replace(one, exit_code=one.reported_code or 1) for one in found if one.time_s < before_s)
 
 
 def _last_attempt(log_dir: Path) -> Path:
@@ -186,7 +195,7 @@ def _agent_logs(settings: LaunchSettings) -> Iterator[None]:
     if settings.debug or environ.text("LOGLEVEL"):
         yield
         return
-    least = logging.ERROR if settings.max_restarts else logging.CRITICAL + 1
+    least = logging.ERROR if settings.max_restarts and not settings.json else logging.CRITICAL + 1
     loggers = [logger for name, logger in logging.root.manager.loggerDict.items() if name.startswith(_LOGGERS)]
     before = [(logger, logger.level) for logger in loggers if isinstance(logger, logging.Logger)]
     for logger, _ in before:
@@ -199,7 +208,9 @@ def _agent_logs(settings: LaunchSettings) -> Iterator[None]:
 
 
 @contextmanager
-def _interrupts_raise(error: Callable[[str, signal.Signals], Exception]) -> Iterator[list[float]]:
+def _interrupts_raise(
+    error: Callable[[str, signal.Signals], Exception], settings: LaunchSettings
+) -> Iterator[list[float]]:
     """Make Ctrl-C raise the agent's `error`, which passes it on to the ranks, and say so when they are slow to end.
 
     A rank may be writing a checkpoint, or be stuck in a collective: who pressed the keys knows which. Yields a list
@@ -211,7 +222,7 @@ def _interrupts_raise(error: Callable[[str, signal.Signals], Exception]) -> Iter
         yield pressed
         return
     before = {number: signal.getsignal(number) for number in _SIGNALS}
-    slow = threading.Timer(_PATIENCE_S, print, [_SLOW], {"file": sys.stderr})
+    slow = threading.Timer(_PATIENCE_S, say, [settings, "ending", _SLOW], {"is_error": True})
     slow.daemon = True
 
     def interrupt(number: int, frame: FrameType | None) -> None:

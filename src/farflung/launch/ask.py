@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,9 +15,9 @@ import click
 
 from farflung.base.errors import ConfigError, FarflungError
 from farflung.base.optional import installed_version
-from farflung.config.files import find_file, own_file, write_file
 from farflung.config.grid import HOST
 from farflung.config.launch import FIELDS, LaunchSettings, field_named
+from farflung.config.places import find_file, own_file
 from farflung.config.resolve import Resolved, resolve
 from farflung.config.setting import BOTH_SPELLINGS, Field, Value
 from farflung.cost.forecast import Forecast
@@ -42,7 +43,7 @@ def config(ctx: click.Context, config_file: str | None) -> None:
     path = Path(config_file).expanduser() if config_file else own_file()
     if path.exists():
         click.confirm(f"{path} exists. Replace it?", abort=True)
-    write_file(path, ask())
+    _write(path, ask())
     click.echo(f"Written to {path}.")
     _say_if_hidden(path)
 
@@ -181,7 +182,13 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
         click.echo(f"{path} exists and was not changed. `farflung config` asks whether to replace it.")
         return False
     precision = field_named("mixed_precision").parse(mixed_precision, "mixed_precision")
-    return write_file(path, {"mixed_precision": precision})
+    return _write(path, {"mixed_precision": precision})
+
+
+def _write(path: Path, values: Mapping[str, Value]) -> Path:
+    """Write a file of settings. What writes YAML takes longer to load than a wrong use takes to answer."""
+    written: Path = import_module("farflung.config.files").write_file(path, values)
+    return written
 
 
 def _show(origin: bool, **params: Any) -> None:
@@ -190,14 +197,8 @@ def _show(origin: bool, **params: Any) -> None:
 
 def describe(resolved: Resolved, origin: bool) -> list[str]:
     """Return one line for each setting that has a value: its name, the value and, with `origin`, where it is from."""
-    lines = []
-    for entry in FIELDS:
-        value = resolved.settings.value(entry.name)
-        if value is None:
-            continue
-        line = f"{entry.name}: {entry.text(value) or repr('')}"
-        lines.append(f"{line:<40} # {resolved.origins[entry.name]}" if origin else line)
-    return lines
+    rows = [(f"{name}: {value}", where) for name, value, where in resolved.rows(everything=True)]
+    return [f"{line:<40} # {where}" if origin else line for line, where in rows]
 
 
 config.add_command(

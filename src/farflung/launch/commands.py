@@ -6,12 +6,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import click
 
+from farflung.base.errors import ConfigError, did_you_mean
 from farflung.config.resolve import resolve
-from farflung.launch.run import launch_script
 
 
 def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # noqa: PT028  it is no test
@@ -29,7 +30,8 @@ def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # n
 def test_command(args: argparse.Namespace) -> None:
     """Run the check in the processes that the settings ask for; exit with the code of the one that failed."""
     named = {} if args.config_file is None else {"config_file": args.config_file}
-    code = launch_script(resolve({**named, "module": True}), "farflung.demo.check", ())
+    run = import_module("farflung.launch.run").launch_script
+    code = run(resolve({**named, "module": True}), "farflung.demo.check", ())
     if code != 0:
         sys.exit(code)
     print("The test has passed: the processes communicate, and train as one.")
@@ -39,10 +41,22 @@ def parsed_command(
     name: str, parser: Callable[[], argparse.ArgumentParser], run: Callable[[argparse.Namespace], None]
 ) -> click.Command:
     """Return the command `name`, which calls `run` with its arguments as `parser()` reads them."""
+
+    def call(words: tuple[str, ...]) -> None:
+        reader = parser()
+        args, unknown = reader.parse_known_args(words)
+        if unknown:
+            near = did_you_mean(unknown[0].partition("=")[0], reader._option_string_actions)
+            raise click.UsageError(f"Unexpected arguments: {' '.join(unknown)}.{near}", click.get_current_context())
+        try:
+            run(args)
+        except OSError as error:  # a file that is not there, or is there already
+            raise ConfigError(str(error)) from error
+
     return click.Command(
         name,
         params=[click.Argument(["words"], nargs=-1, type=click.UNPROCESSED)],
-        callback=lambda words: run(parser().parse_args(words)),
+        callback=call,
         context_settings={"ignore_unknown_options": True},
         add_help_option=False,  # the parser has its own
     )

@@ -13,10 +13,11 @@ import click
 
 from farflung.base.errors import FarflungError, Unsupported, did_you_mean
 from farflung.base.words import shortened
+from farflung.launch.codes import INTERRUPTED, USAGE, of_error
 
 # name -> where it lives, and what it does.
 COMMANDS = {
-    "launch": ("farflung.launch.run:launch", "Run a script in one or several distributed processes."),
+    "launch": ("farflung.launch.face:launch", "Run a script in one or several distributed processes."),
     "report": ("farflung.observe.report:report", "Write a page about runs: curves, costs, who was there."),
     "watch": ("farflung.observe.watch:watch", "Show a run while it trains, or after."),
     "config": ("farflung.launch.ask:config", "Ask for settings and save them in a file."),
@@ -94,7 +95,7 @@ checkpoint = LazyGroup("checkpoint", table=CHECKPOINT, help="List, verify, compa
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command with these arguments or this process's own; an error ends it with one clear line and code 2."""
+    """Run the command with these arguments or this process's own; an error ends it with one clear line and its code."""
     try:
         code = farflung.main(args=arguments, prog_name="farflung", standalone_mode=False)
     except click.ClickException as error:
@@ -105,17 +106,17 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(error.exit_code)
     except click.Abort:  # also where the answers end before the questions
         click.echo("Aborted!", err=True)
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except FarflungError as error:
         _show(type(error).__name__, str(error))
-        sys.exit(2)
+        sys.exit(of_error(error))
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
         _show("ConfigError", f"{shortened(str(error.filename))} can't name a file: it is too long.")
-        sys.exit(2)
+        sys.exit(USAGE)
     sys.exit(code)
 
 

@@ -22,6 +22,7 @@ from farflung.launch.agent import run_agent
 from farflung.launch.network import choose_interface
 from farflung.launch.plan import Meeting, Plan, fit_for_cores, meet, network_variables, one_machine, usable_cores
 from farflung.launch.report import explain
+from farflung.process.tether import end_with_launcher
 from farflung.process.world import current_world
 
 
@@ -175,6 +176,7 @@ def _as_rank(function: Callable[..., Any]) -> Callable[..., None]:
 
     @wraps(function)
     def run(*args: Any) -> None:
+        end_with_launcher()
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -7,26 +7,15 @@ from typing import Any
 
 import click
 
-from farflung.base.errors import Unsupported
+from farflung.base.errors import Unsupported, did_you_mean
 from farflung.config.foreign import foreign_flag
+from farflung.config.groups import FIRST, GROUPS
 from farflung.config.launch import FIELDS
 from farflung.config.setting import BOTH_SPELLINGS, Field, underscored
 
 _METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
-# Of `--help`: by the settings' names or how these begin. What is in none of them goes into the last one.
-_SECTIONS = {
-    "Processes and machines": (
-        *("use_cpu", "num_", "machine_rank", "main_process_", "network_interface", "multi_gpu", "gpu_ids"),
-        *("same_network", "rdzv_"),
-    ),
-    "Script": ("module", "no_python", "as_accelerate", "main_training_function", "config_file"),
-    "Precision and steps": ("mixed_precision", "gradient_"),
-    "Outer loop": ("outer_",),
-    "Replicas that come and go": ("elastic", "replicas", "ranks_per_replica", "grace_s", "join", "meet"),
-    "Sharding and islands": ("use_fsdp", "fsdp_", "use_parallelism_config", "parallelism_config_", "island_size"),
-    "Compilation": ("dynamo_",),
-    "Failures, logs and others": ("",),
-}
+_ASKED = "farflung.help"  # the group that `--help` was asked for
+_SETTINGS = {entry.name for entry in FIELDS}
 _LONGEST_METAVAR = 60  # a longer list of words is shown by the error that a wrong word gets
 
 
@@ -66,16 +55,59 @@ class SettingsCommand(click.Command):
         kwargs["context_settings"] = BOTH_SPELLINGS | {"allow_interspersed_args": False}
         super().__init__(*args, **kwargs)
 
+    def get_help_option(self, ctx: click.Context) -> click.Option:
+        """Return `--help`, which takes the name of a group."""
+        text = "Show the first flags and the groups; with GROUP or `all`, that group or all of them."
+        words = ctx.help_option_names
+        return click.Option(
+            ["_help", *words],
+            is_flag=False,
+            flag_value="",
+            is_eager=True,
+            expose_value=False,
+            metavar="[GROUP]",
+            help=text,
+            callback=self._show_help,
+        )
+
+    def _show_help(self, ctx: click.Context, param: click.Parameter, group: str | None) -> None:
+        if group is None or ctx.resilient_parsing:
+            return
+        if group not in ("", "all", *GROUPS):
+            known = ", ".join([*GROUPS, "all"])
+            raise click.UsageError(
+                f"There is no group {group!r} of flags; use one of {known}.{did_you_mean(group, GROUPS)}", ctx
+            )
+        ctx.meta[_ASKED] = group
+        click.echo(ctx.get_help())
+        ctx.exit()
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the usage and the first flags, or those of the group that was asked for."""
+        if ctx.meta.get(_ASKED) not in GROUPS:
+            super().format_help(ctx, formatter)
+            return
+        self.format_usage(ctx, formatter)
+        self.format_options(ctx, formatter)
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in _SECTIONS}
-        for param in self.get_params(ctx):
-            record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
-            if record is not None:
-                name = param.name or ""
-                sections[next(title for title, begins in _SECTIONS.items() if name.startswith(begins))].append(record)
-        for title, records in sections.items():
-            with formatter.section(title):
-                formatter.write_dl(records)
+        """Write the first flags and a line for each group, or the flags of the group that was asked for."""
+        asked = ctx.meta.get(_ASKED, "")
+        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        records = {str(one.name): record for one in options if (record := one.get_help_record(ctx)) is not None}
+        for group, about in GROUPS.items():
+            if asked in (group, "all"):
+                with formatter.section(f"{group}: {about.about}"):
+                    formatter.write_dl([records[entry.name] for entry in FIELDS if entry.group == group])
+        if asked == "":
+            with formatter.section("First flags"):
+                formatter.write_dl([records[name] for name in FIRST])
+            with formatter.section("All flags, by group (`--help outer` shows one, `--help all` all)"):
+                formatter.write_dl([(name, group.about) for name, group in GROUPS.items()])
+        if asked in ("", "all"):
+            own = [record for name, record in records.items() if name not in _SETTINGS]
+            with formatter.section("Of this command"):
+                formatter.write_dl(own)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the flags; raise Unsupported for Accelerate's of something that Farflung does not do."""

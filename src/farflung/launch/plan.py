@@ -12,16 +12,15 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from uuid import uuid4
 
-from farflung.base.errors import ConfigError
-from farflung.base.words import counted, plural
+from farflung.base.errors import ConfigError, did_you_mean
+from farflung.base.words import counted, numbered, plural
 from farflung.config import environ
 from farflung.config.grid import check_layout
 from farflung.config.launch import DEFAULT_PORT, LaunchSettings, rank_variables
@@ -45,6 +44,7 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 PLACE_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
     *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID"),
+    environ.LAUNCHER,
     *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"),
 )
 
@@ -73,15 +73,25 @@ class Plan:
     meeting: Meeting
     alone: bool  # one process that needs no agent over it
 
+    @property
+    def ranks(self) -> range:
+        """The ranks of this machine, where the machines are numbered beforehand."""
+        first = int(self.meeting.conf.get("rank", 0)) * self.num_local
+        return range(first, first + self.num_local)
 
-def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str]) -> Plan:
-    """Return what to do on this machine."""
+
+def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str], reported: bool = False) -> Plan:
+    """Return what to do on this machine; `reported`: a launcher shows the failure of one process alone too."""
     command_line(settings, script, arguments)  # what can't be found is refused before GPUs are counted
     num_local, on_cpu = _count_processes(settings)
     check_layout(settings, num_local * settings.num_machines, settings.num_machines, settings.outer_recipe)
+    unknown = [rank for rank in settings.shown_ranks if rank >= num_local * settings.num_machines]
+    if unknown:
+        world = counted(num_local * settings.num_machines, "process")
+        raise ConfigError(f"only_rank names {numbered('rank', unknown)}, but ranks of {world} are counted from 0.")
     if settings.num_cpu_threads_per_process is not None:
         fit_for_cores(settings.num_cpu_threads_per_process, "num_cpu_threads_per_process", "thread")
-    if settings.log_dir is not None:
+    if settings.log_dir is not None and not settings.dry_run:
         _make_log_dir(settings.log_dir)
     meeting = meet(settings)
     variables = rank_variables(settings)
@@ -91,10 +101,21 @@ def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str]) -
     if num_local > 1 and settings.num_cpu_threads_per_process is None:
         variables["OMP_NUM_THREADS"] = str(max(1, usable_cores() // num_local))
     watched = bool(settings.max_restarts) or settings.log_dir is not None or settings.tee != "0"
-    watched = watched or settings.outer_recipe is not None  # what became of it is said at the end
+    watched = watched or settings.outer_recipe is not None or settings.json  # what became of it is said at the end
     alone = num_local == 1 and settings.num_machines == 1 and not watched
-    command = command_line(settings, script, arguments, reported=not alone or settings.run_dir != "none")
+    reported = reported or not alone or settings.run_dir != "none"
+    command = command_line(settings, script, arguments, reported)
     return Plan(command, num_local, variables, meeting, alone)
+
+
+def one_replica(settings: LaunchSettings) -> LaunchSettings:
+    """Return the settings of one replica that comes and goes: a run of its own, without those that replicas share."""
+    shared = ("elastic", "replicas", "join", "meet", "heartbeat_s", "state_every", "main_process_ip")
+    left_out: dict[str, Any] = dict.fromkeys((*shared, "main_process_port", "max_restarts"))
+    size = settings.ranks_per_replica
+    return replace(
+        settings, **left_out, ranks_per_replica=1, num_processes=size, run_dir="none"
+    )  # the launcher has one
 
 
 def command_line(
@@ -104,14 +125,15 @@ def command_line(
     if settings.no_python:
         if shutil.which(script) is None:
             raise ConfigError(f"There is no executable program {script!r} (--no_python).")
-        return (script, *arguments)
+        return (*((sys.executable, *RANK_STARTER, "--exec") if reported else ()), script, *arguments)
     python = (sys.executable, "-u", *(RANK_STARTER if reported else ()))
     if settings.module:
         _check_module(script)
         return (*python, "-m", script, *arguments)
     path = Path(script)
     if not script or not path.exists():
-        raise ConfigError(f"The script {script!r} does not exist (looked in {os.getcwd()}).")
+        near = did_you_mean(str(path), map(str, path.parent.glob("*.py")))
+        raise ConfigError(f"The script {script!r} does not exist (looked in {os.getcwd()}).{near}")
     if not path.is_file() and not (path / "__main__.py").is_file():
         raise ConfigError(f"The script {script!r} is not a file of Python code. Name one, or a module with -m.")
     return (*python, script, *arguments)
@@ -180,10 +202,15 @@ def _count_processes(settings: LaunchSettings) -> tuple[int, bool]:
     if wanted is not None and wanted > available:
         raise ConfigError(
             f"{wanted} processes on this machine need a GPU each, and there {'is' if available == 1 else 'are'} "
-            f"{available}. "
+            f"{available}{_visible()}. "
             f"Use --num_processes {available * settings.num_machines}, or train on the CPU with --cpu."
         )
     return wanted or available, False
+
+
+def _visible() -> str:
+    visible = environ.text("CUDA_VISIBLE_DEVICES")
+    return "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r})"
 
 
 def fit_for_cores(number: int, called: str, noun: str = "process") -> int:
@@ -263,7 +290,7 @@ def meet(settings: LaunchSettings) -> Meeting:
 
 def one_machine(host: str = "127.0.0.1", port: int = 0, conf: Mapping[str, str | int] | None = None) -> Meeting:
     """Return how the processes of one machine meet; on port 0 the store says which one it got, so that none is lost."""
-    return Meeting("static", _endpoint(host, port), conf or {}, uuid4().hex, 1, host)
+    return Meeting("static", _endpoint(host, port), conf or {}, os.urandom(16).hex(), 1, host)
 
 
 def _endpoint(host: str, port: int) -> str:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The start of a rank: runs a script as Python would, and has its failure reported wherever it happens.
 
-`python -m farflung.launch.rank [-m] SCRIPT [its arguments]`. A script that fails before it makes an `Accelerator`, or
-that knows nothing of Farflung, leaves its traceback for the launcher too. Where the launcher will show the
-report, nothing is printed here. Does without torch, whose loading is the script's business, unless there is an outer
-loop to run.
+`python -m farflung.launch.rank [-m] SCRIPT [its arguments]`, or with `--exec` before a program that is no Python. A
+script that fails before it makes an `Accelerator`, or that knows nothing of Farflung, leaves its traceback for the
+launcher too. Where the launcher will show the report, nothing is printed here. Does without torch, whose loading is the
+script's business, unless there is an outer loop to run.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.util
 import io
+import os
 import sys
 from contextlib import redirect_stderr
 from importlib import import_module
@@ -22,6 +23,7 @@ from types import CodeType, ModuleType
 from farflung.config import environ
 from farflung.process.failure import has_report, record_exit, record_failure
 from farflung.process.run_files import EVENTS, add_line, recorded
+from farflung.process.tether import end_with_launcher
 
 
 def run(arguments: list[str]) -> None:
@@ -29,6 +31,9 @@ def run(arguments: list[str]) -> None:
 
     Where the launcher asks for an outer loop, torch's DDP is taken over before, and the loops end after the script.
     """
+    end_with_launcher()
+    if arguments[0] == "--exec":
+        os.execvp(arguments[1], arguments[1:])
     outer = None
     try:
         if environ.text("FARFLUNG_OUTER_RECIPE"):

@@ -26,7 +26,6 @@ from types import FrameType
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-import click
 import psutil  # type: ignore[import-untyped]
 
 from farflung.base.errors import ConfigError, Unreachable
@@ -35,6 +34,8 @@ from farflung.config import environ
 from farflung.config.launch import LaunchSettings, flags_for
 from farflung.config.resolve import Resolved
 from farflung.launch.agent import newest_checkpoint, read_report
+from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, FAILED, HUNG, of_message
+from farflung.launch.events import say, say_of_replicas
 from farflung.launch.network import choose_interface, is_loopback, resolve_host
 from farflung.launch.plan import (
     check_recipe,
@@ -43,6 +44,7 @@ from farflung.launch.plan import (
     make_plan,
     network_variables,
     one_machine,
+    one_replica,
     torch_is_loaded,
 )
 from farflung.launch.report import Failure, in_short, show
@@ -74,28 +76,14 @@ _OF_THE_FIRST = (
 def run_replicas(resolved: Resolved, script: str, arguments: Sequence[str]) -> int:
     """Start this machine's replicas, supervise them until all have ended, and return the exit code.
 
-    It is 0 if a replica has finished, here or on another machine, and the launcher has given up none; otherwise that of
-    the last one that it gave up, 128 + k for signal k.
+    It is 0 if a replica has finished, here or on another machine, and the launcher has given up none; otherwise one of
+    `codes`.
 
     Raises:
         ConfigError: the settings can't work on this machine, or there is no run to join.
     """
     settings = resolved.settings
-    own = dataclasses.replace(
-        settings,
-        elastic=None,
-        replicas=None,
-        join=None,
-        meet=None,
-        heartbeat_s=None,
-        state_every=None,
-        run_dir="none",  # they write into this launcher's
-        ranks_per_replica=1,
-        num_processes=settings.ranks_per_replica,
-        main_process_ip=None,
-        main_process_port=None,
-        max_restarts=None,
-    )
+    own = one_replica(settings)
     plan = make_plan(own, script, arguments)
     at_port = (settings.meet or "").partition("tcp://")[2]
     host, _, port = (settings.join or at_port or f"{settings.main_process_ip or '127.0.0.1'}:").rpartition(":")
@@ -117,17 +105,17 @@ def run_replicas(resolved: Resolved, script: str, arguments: Sequence[str]) -> i
         else:
             transport = _served(settings, host, settings.main_process_port or 0, count)
     where = transport.address
-    if not settings.quiet:
-        said = "" if settings.join else f"; more join with `{_join_command(settings, where, script, arguments)}`"
-        if settings.meet:
-            said = "; the same line on any machine adds more"
-        click.echo(f"farflung: {counted(count, 'replica')} of a run at {where}{said}", err=True)
-        if sums and settings.meet and not at_port:
-            click.echo(
-                f"farflung: nothing is summed on the way through {where}: in a round each replica reads all values of "
-                "each other one. --outer-codec int4 or e3m0 makes them an eighth; `farflung plan --meet` says more",
-                err=True,
-            )
+    said = "" if settings.join else f"; more join with `{_join_command(settings, where, script, arguments)}`"
+    if settings.meet:
+        said = "; the same line on any machine adds more"
+    begun = f"{counted(count, 'replica')} of a run at {where}{said}"
+    say(settings, "started", begun, replicas=count, address=where)
+    if sums and settings.meet and not at_port:
+        words = (
+            f"nothing is summed on the way through {where}: in a round each replica reads all values of each other "
+            "one. --outer-codec int4 or e3m0 makes them an eighth; `farflung plan --meet` says more"
+        )
+        say(settings, "note", words)
     command = command_line(own, script, arguments, reported=True)
     if settings.ranks_per_replica > 1:
         stated = json.dumps(dataclasses.asdict(own))  # whatever files and variables say
@@ -135,6 +123,7 @@ def run_replicas(resolved: Resolved, script: str, arguments: Sequence[str]) -> i
     folder = make_folder(resolved, script, arguments, {"replicas": count, "at": where})
     code = _Launcher(settings, command, {**variables, **folder.variables}, transport, count, folder).run()
     folder.tell("ended", code=code)
+    say(settings, "ended", None, is_error=code != DONE, code=code)
     return code
 
 
@@ -193,9 +182,9 @@ def _tell_differences(settings: LaunchSettings, transport: Transport, count: int
     theirs = json.loads(transport.board.get("run") or b"{}")
     mine = json.loads(_described(settings, count))
     differ = {name: value for name, value in mine.items() if theirs.get(name, value) != value}
-    if differ and not settings.quiet:
+    if differ:
         said = ", ".join(f"{name} is {theirs[name]}, not {value}" for name, value in differ.items())
-        click.echo(f"farflung: the run at {settings.meet} has settings of its own: {said}", err=True)
+        say(settings, "note", f"the run at {settings.meet} has settings of its own: {said}")
 
 
 def _described(settings: LaunchSettings, count: int) -> bytes:
@@ -242,7 +231,7 @@ class _Launcher:
         self._command, self._variables, self._where = command, variables, transport.address
         self._machine = _machine()
         self._max_restarts = _RESTARTS if settings.max_restarts is None else settings.max_restarts
-        self._is_quiet, self._is_served = settings.quiet, "://" not in transport.address
+        self._settings, self._is_served = settings, "://" not in transport.address
         self._heartbeat_s = settings.heartbeat_s or transport.board.heartbeat_s
         self._tells = transport.board.get("first") == self._machine.encode()  # and so prints all events
         where = "" if self._tells else f" of {self._machine}"
@@ -271,8 +260,8 @@ class _Launcher:
             self._beat()
             self._part()
         if self._asked_to_end:
-            return 128 + self._asked_to_end
-        return self._code if self._code or self._has_finished or self._is_over else 1
+            return BY_SIGNAL + self._asked_to_end
+        return self._code if self._code or self._has_finished or self._is_over else FAILED
 
     def _part(self) -> None:
         """Leave. The launcher that serves the store waits a while for others, whose replicas end at the same step."""
@@ -295,7 +284,7 @@ class _Launcher:
         while not self._asked_to_end:
             while (member := self._store.ask(lambda notes: self._enroll(notes, name, members), None)) is None:
                 if self._store.is_gone:
-                    self._give_up(f"{name} is not started again", 1)
+                    self._give_up(f"{name} is not started again", ENGINE)
                     return
                 yield True
             members.append(member)
@@ -325,7 +314,8 @@ class _Launcher:
             restarts = [at for at in restarts if now - at < _HOUR_S]
             was_killed = code < 0 or code > 128  # a launcher under this one reports a signal by such a code
             if not (was_in or was_killed) or len(restarts) >= self._max_restarts or self._store.is_gone:
-                self._give_up(f"{name} {how}; it is not started again", 128 - code if code < 0 else code)
+                is_hung = self._has_own_launchers and code == HUNG
+                self._give_up(f"{name} {how}; it is not started again", HUNG if is_hung else of_message(how))
                 return
             wait_s = min(_FIRST_WAIT_S * 2 ** len(restarts), _LONGEST_WAIT_S)
             restarts.append(now)
@@ -371,7 +361,7 @@ class _Launcher:
         line = in_short(failure)
         if not self._has_finished and line not in self._shown:
             self._shown.add(line)
-            show([failure], checkpoint=newest_checkpoint(self._reports), name=name)
+            show([failure], is_json=self._settings.json, checkpoint=newest_checkpoint(self._reports), name=name)
         return f" ({line})" if failure.traceback else ""
 
     def _start(self, member: int, name: str) -> tuple[subprocess.Popen[bytes], Path | None]:
@@ -413,8 +403,7 @@ class _Launcher:
 
     def _say(self, line: str) -> None:
         self._folder.tell("said", text=line)
-        if not self._is_quiet:
-            click.echo(f"farflung: {line}", err=True)
+        say_of_replicas(self._settings, line)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,17 +147,28 @@ def _listed(failures: Sequence[Failure], what: str) -> list[str]:
     return [f"then {what}: {numbered('rank', sorted(failure.rank for failure in failures))}"] if failures else []
 
 
-def show(failures: Sequence[Failure], log_dir: str | None = None, **said: Any) -> int:
-    """Print the report on stderr and return the exit code of the rank that failed first; `said` is for `explain`."""
+def show(failures: Sequence[Failure], log_dir: str | None = None, is_json: bool = False, **said: Any) -> int:
+    """Print the report on stderr and return the exit code of the rank that failed first; `said` is for `explain`.
+
+    With `is_json` it is one JSON object a line, for the event `failed`.
+    """
+    cause = in_order(failures)[0][0]
+    title, text = explain(failures, **said)
+    if log_dir is not None:
+        text += f"\n\nlogs: {log_dir}"
+    if is_json:
+        facts = {"rank": cause.rank, "how": cause.how, "error": cause.message, "failed_at": cause.time_s}
+        print(
+            json.dumps({"event": "failed", "time": time.time(), "message": title, **facts, "report": text}),
+            file=sys.stderr,
+        )
+        return cause.shell_code
     from rich.console import Console  # late: only a failure needs it
     from rich.panel import Panel
     from rich.text import Text
 
-    title, text = explain(failures, **said)
-    if log_dir is not None:
-        text += f"\n\nlogs: {log_dir}"
     console = Console(stderr=True)
     if not console.is_terminal:
         console.width = max(console.width, 120)  # a log file has no narrow edge
     console.print(Panel(Text(text), title=Text(title), title_align="left", border_style="red"))
-    return in_order(failures)[0][0].shell_code
+    return cause.shell_code

@@ -1,77 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `farflung launch`: read the settings, refuse what can't work, start the script."""
+"""What `farflung launch` does with its settings: refuse what can't work, start the script, report how it ended."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Collection
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
 from farflung.base.errors import RUN_ENDED
 from farflung.base.files import FORMER_NAME
-from farflung.config import environ
-from farflung.config.files import former_files
 from farflung.config.launch import LaunchSettings
-from farflung.config.resolve import Resolved, resolve
-from farflung.integrations.as_accelerate import path_variables
-from farflung.launch.agent import run_agent
-from farflung.launch.options import SettingsCommand, given, launch_options
-from farflung.launch.plan import Plan, check_recipe, lone_environment, make_plan
+from farflung.config.places import former_files
+from farflung.config.resolve import Resolved
+from farflung.launch.codes import BY_SIGNAL, DONE, EngineFailure, of_error, of_message
+from farflung.launch.dry_run import described
+from farflung.launch.events import say
+from farflung.launch.plan import Plan, check_recipe, lone_environment, make_plan, one_replica
 from farflung.launch.report import in_order, in_short, show
 from farflung.observe.folder import NO_FOLDER, RunFolder, make_folder
 from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND
 
-_HELP = """Run SCRIPT in one or several distributed processes.
-
-Arguments after SCRIPT are passed to it. Flags may be written with `_` or with `-`. A flag takes precedence over an
-environment variable, a variable over the configuration file, and the file over the default. The same order decides
-between the CPU (--cpu) and GPUs (--multi_gpu, --gpu_ids) if both are requested, except that ACCELERATE_USE_CPU=true
-overrules a flag for GPUs.
-"""
+if TYPE_CHECKING:
+    from farflung.launch.agent import Outcome
 
 
-def _launch(script: str, script_args: tuple[str, ...], stated: str | None, **params: Any) -> None:
-    if not stated:
-        environ.remove(environ.RUN_FOLDER)  # of a run whose rank starts this one
-    resolved = Resolved(LaunchSettings(**json.loads(stated)), {}, None) if stated else resolve(given(params))
-    sys.exit(launch_script(resolved, script, script_args, exec_alone=True))
+def launch_script(
+    resolved: Resolved, script: str, script_args: tuple[str, ...], *, exec_alone: bool = False, is_inner: bool = False
+) -> int:
+    """Run a script to its end and return the exit code; with `exec_alone`, one process takes the place of this one.
 
-
-def launch_script(resolved: Resolved, script: str, script_args: tuple[str, ...], exec_alone: bool = False) -> int:
-    """Run a script to its end and return its exit code; with `exec_alone`, one process takes the place of this one."""
+    `is_inner`: this launcher is under that of replicas.
+    """
     settings = resolved.settings
-    if resolved.file is not None and not settings.quiet:
+    if resolved.file is not None:
         new = former_files().get(resolved.file)
         advice = f" (this package was called {FORMER_NAME}; rename the file to {new})" if new else ""
-        click.echo(f"farflung: settings from {resolved.file}{advice}", err=True)
+        say(settings, "settings", f"settings from {resolved.file}{advice}", file=str(resolved.file))
     for note in resolved.notes:
-        click.echo(f"farflung: {note}", err=True)
-    if settings.elastic is not None or settings.join is not None:
+        say(settings, "note", note, is_error=True)
+    is_elastic = settings.elastic is not None or settings.join is not None
+    if is_elastic and not settings.dry_run:
         code: int = import_module("farflung.launch.replicas").run_replicas(resolved, script, script_args)
         return code
-    plan = make_plan(settings, script, script_args)
+    own = one_replica(settings) if is_elastic else settings
+    plan = make_plan(own, script, script_args, reported=is_elastic)
     if settings.as_accelerate:
-        plan = dataclasses.replace(plan, variables={**plan.variables, **path_variables()})
+        more = import_module("farflung.integrations.as_accelerate").path_variables()
+        plan = dataclasses.replace(plan, variables={**plan.variables, **more})
     check_recipe(resolved, plan.variables)
-    if settings.num_machines > 1 and not settings.quiet:
+    if settings.dry_run:
+        click.echo("\n".join(described(resolved, plan)))
+        return 0
+    if settings.num_machines > 1:
         where = f"machine {settings.machine_rank} of {settings.num_machines}"
-        click.echo(
-            f"farflung: {where} waits for the others at {plan.meeting.endpoint}, over {plan.meeting.interface}",
-            err=True,
-        )
+        words = f"{where} waits for the others at {plan.meeting.endpoint}, over {plan.meeting.interface}"
+        say(settings, "waits", words, endpoint=plan.meeting.endpoint)
     world = {"processes": plan.num_local, "machines": settings.num_machines, "machine_rank": settings.machine_rank}
     folder = make_folder(resolved, script, script_args, world)
     plan = dataclasses.replace(plan, variables={**plan.variables, **folder.variables})
     if plan.alone and exec_alone:
         become(plan)
-    code = start(settings, plan, folder)
+    size, ranks = plan.num_local * plan.meeting.num_machines, list(plan.ranks)
+    say(settings, "started", None, ranks=ranks, size=size, command=[str(word) for word in plan.command])
+    try:
+        code = start(settings, plan, folder, is_inner)
+    except EngineFailure as error:
+        code = of_error(error)
+        if not settings.json:
+            folder.tell("ended", code=code)
+            raise
+        say(settings, "failed", str(error), is_error=True)
     folder.tell("ended", code=code)
+    say(settings, "ended", None, is_error=code != DONE, code=code)
     return code
 
 
@@ -82,12 +87,12 @@ def become(plan: Plan) -> None:
     os.execvpe(plan.command[0], plan.command, lone_environment(plan.variables))
 
 
-def start(settings: LaunchSettings, plan: Plan, folder: RunFolder = NO_FOLDER) -> int:
-    """Run the plan's processes to their end, report a failure, and return the exit code.
+def start(settings: LaunchSettings, plan: Plan, folder: RunFolder = NO_FOLDER, is_inner: bool = False) -> int:
+    """Run the plan's processes to their end, report a failure, and return the exit code, one of `codes`.
 
-    It is the code of the rank that failed first, 128 + k for signal k; after Ctrl-C it is 130.
+    With `is_inner` a rank that a signal killed is 128 + its number, from which the launcher of replicas knows it.
     """
-    outcome = run_agent(plan, settings)
+    outcome: Outcome = import_module("farflung.launch.agent").run_agent(plan, settings)
     for one in outcome.failures:
         folder.tell("lost", rank=one.rank, why=in_short(one), how=one.how)
     if outcome.failures:
@@ -97,13 +102,14 @@ def start(settings: LaunchSettings, plan: Plan, folder: RunFolder = NO_FOLDER) -
         interface = plan.meeting.interface
         others_at = None if settings.num_machines == 1 else interface.address if interface else ""
         said = {"finished": outcome.finished, "others_at": others_at, "checkpoint": outcome.checkpoint}
-        code = show(outcome.failures, settings.log_dir, **said)
-        return code if outcome.signal is None else 128 + outcome.signal
+        code = show(outcome.failures, settings.log_dir, settings.json, **said)
+        if outcome.signal is None:
+            return code if is_inner and code > BY_SIGNAL else of_message(cause.message)
     if outcome.signal is not None:
-        return 128 + outcome.signal
+        return BY_SIGNAL + outcome.signal
     if settings.outer_recipe is not None:
         _warn_of_idle_outer(settings, outcome.notes)
-    return 0
+    return DONE
 
 
 def _warn_of_idle_outer(settings: LaunchSettings, notes: Collection[str]) -> None:
@@ -116,17 +122,4 @@ def _warn_of_idle_outer(settings: LaunchSettings, notes: Collection[str]) -> Non
         why = "the script did not prepare a model together with its optimizer (`accelerator.prepare`)"
     else:
         why = "no optimizer made a step"
-    click.echo(f"farflung: warning: --outer {settings.outer_recipe} did nothing: {why}.", err=True)
-
-
-launch = SettingsCommand(
-    "launch",
-    params=[
-        *launch_options(),
-        click.Option(["--stated"], hidden=True),  # all settings in JSON, for a launcher under that of replicas
-        click.Argument(["script"]),
-        click.Argument(["script_args"], nargs=-1, type=click.UNPROCESSED),
-    ],
-    callback=_launch,
-    help=_HELP,
-)
+    say(settings, "warning", f"warning: --outer {settings.outer_recipe} did nothing: {why}.", is_error=True)

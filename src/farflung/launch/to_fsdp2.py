@@ -58,7 +58,10 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
 
 def load_config(config_file: str) -> dict[str, Any]:
     """Return the entries of a configuration file; ConfigError if there are none."""
-    config = yaml.safe_load(Path(config_file).read_text(encoding="utf-8"))
+    try:
+        config = yaml.safe_load(Path(config_file).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{config_file} is not YAML: {str(error).splitlines()[0]}.") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{config_file} has no settings to convert.")
     return config

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where configuration files are, and which of them counts; none is read for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from farflung.base.errors import ConfigError
+from farflung.base.files import FORMER_NAME
+from farflung.config import environ
+
+LOCAL_FILE = Path("farflung.yaml")
+
+
+def own_file() -> Path:
+    """Return where the user's own settings are kept: `~/.config/farflung/config.yaml`, or under `$XDG_CONFIG_HOME`."""
+    return _user_folder() / "farflung" / "config.yaml"
+
+
+def former_files() -> dict[Path, Path]:
+    """Return the files that count under the name that the package had before, each with the one that it should be."""
+    return {
+        Path(f"{FORMER_NAME}.yaml"): LOCAL_FILE,
+        _user_folder() / FORMER_NAME / "config.yaml": own_file(),
+    }
+
+
+def accelerate_files() -> tuple[Path, ...]:
+    """Return where Accelerate keeps its settings, its preferred file first."""
+    cache = environ.text("XDG_CACHE_HOME") or "~/.cache"
+    home = Path(environ.text("HF_HOME") or f"{cache}/huggingface").expanduser()
+    return home / "accelerate" / "default_config.yaml", home / "accelerate" / "default_config.json"
+
+
+def find_file(named: str | None = None) -> Path | None:
+    """Return the file that counts: the one named, `./farflung.yaml`, the user's own, Accelerate's, or None."""
+    if named is not None:
+        path = Path(named).expanduser()
+        if not path.is_file():
+            there = "is not a file" if path.exists() else "does not exist"
+            raise ConfigError(f"The configuration file {named} {there}. `farflung config` writes one.")
+        return path
+    former = {new: old for old, new in former_files().items()}
+    ours = [path for new in (LOCAL_FILE, own_file()) for path in (new, former[new])]
+    return next((path for path in (*ours, *accelerate_files()) if path.is_file()), None)
+
+
+def _user_folder() -> Path:
+    return Path(environ.text("XDG_CONFIG_HOME") or "~/.config").expanduser()

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of commands, `docs/commands.md`, from the tables of the sources: `python -m tests.docs.commands` writes it.
+
+What stands above its first line of hyphens is written by hand and kept.
+"""
+
+from pathlib import Path
+
+from farflung.config.groups import GROUPS
+from farflung.config.launch import FIELDS
+from farflung.launch.main import CHECKPOINT, COMMANDS
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "commands.md"
+CUT = "\n---\n"
+
+
+def table(head, rows):
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def flag_row(entry):
+    words = ", ".join(f"`{flag}`" for flag in entry.flags)
+    takes = "" if entry.kind is bool else f" `{'|'.join(entry.choices) or entry.kind.__name__}`"
+    known = entry.kind is not bool and entry.default not in (None, "")
+    text = f"{entry.help} [{entry.default}]" if known else entry.help
+    words += "" if entry.in_file else " *"
+    return [f"{words}{takes}".replace("|", "\\|"), text.replace("|", "\\|"), f"`{entry.variable}`"]
+
+
+def generated():
+    """Everything below the cut."""
+    nested = {f"checkpoint {name}": row for name, row in CHECKPOINT.items()}
+    parts = [
+        "## Commands",
+        table(["command", "does"], [[f"`farflung {n}`", t] for n, (_, t) in (COMMANDS | nested).items()]),
+    ]
+    parts.append("## The flags of `farflung launch`")
+    parts.append(
+        "Each has an environment variable and, without a `*`, a key of the same name in a file of settings. `_` and\n"
+        "`-` are alike: `--num_processes`, `--num-processes`."
+    )
+    for group, about in GROUPS.items():
+        rows = [flag_row(entry) for entry in FIELDS if entry.group == group]
+        parts += [f"### {group}: {about.about}", table(["flag", "meaning", "variable"], rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def page():
+    """The whole page as it should be."""
+    return PAGE.read_text(encoding="utf-8").partition(CUT)[0] + CUT + "\n" + generated()
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

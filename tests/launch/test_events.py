@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the launcher says: words or JSON, of which ranks the output is shown, and with which code it ends."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from farflung.base.errors import ConfigError, RankFailure, Unreachable
+from farflung.config.launch import LaunchSettings
+from farflung.launch import main as command
+from farflung.launch.codes import DONE, ENGINE, FAILED, HUNG, USAGE, EngineFailure, of_error, of_message
+from farflung.launch.events import say, say_of_replicas
+from farflung.launch.network import get_free_port
+
+
+def events(text: str) -> list[dict]:
+    """Each line of the launcher's messages; a line that is no JSON fails."""
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (
+            "generation 2: replica 1 is out: was killed by SIGKILL; training continues with 1 replica",
+            ("lost", 2, "replica 1"),
+        ),
+        ("generation 3: replica 0 of node1:88 joined; 2 replicas train", ("joined", 3, "replica 0 of node1:88")),
+        ("generation 1: training begins with 2 replicas", ("began", 1, None)),
+        (
+            "replica 0 was killed by SIGKILL; it starts again in 1 s (restart 1 of 3 within an hour)",
+            ("restarted", None, "replica 0"),
+        ),
+        ("replica 0 ended with exit code 3; it is not started again", ("failed", None, "replica 0")),
+        ("replica 4 is not let in: its outer loop differs", ("refused", None, "replica 4")),
+        ("replica 0 was left out: it is late; it asks to be let in again", ("lost", None, "replica 0")),
+        ("cut off from the run's store at 10.0.0.1:2 since 01:44:32; replicas train on", ("cut_off", None, None)),
+        ("reaches the run's store at 10.0.0.1:2 again, after 3 s", ("reached", None, None)),
+        ("warning: replica 0 has finished, but none", ("warning", None, "replica 0")),
+        ("something else", ("note", None, None)),
+    ],
+)
+def test_a_line_about_replicas_is_an_event_with_its_replica_and_generation(line, expected, capsys):
+    say_of_replicas(LaunchSettings(json=True), line)
+    (said,) = events(capsys.readouterr().err)
+    assert (said["event"], said.get("generation"), said.get("replica")) == expected
+    assert said["message"] == line
+    say_of_replicas(LaunchSettings(), line)
+    assert capsys.readouterr().err == f"farflung: {line}\n"
+
+
+def test_quiet_leaves_errors_alone_also_in_json(capsys):
+    for settings in (LaunchSettings(quiet=True), LaunchSettings(quiet=True, json=True)):
+        say(settings, "note", "words")
+        assert capsys.readouterr().err == ""
+        say(settings, "failed", "words", is_error=True)
+        assert "words" in capsys.readouterr().err
+    say(LaunchSettings(), "started", None)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("num_processes is 0"), USAGE),
+        (RankFailure("rank 1: ValueError"), FAILED),
+        (EngineFailure("The 2 machines could not meet: The client socket has timed out after 5000ms"), HUNG),
+        (EngineFailure("The 2 machines could not meet: machine 0 can't listen at 10.0.0.1: denied"), ENGINE),
+        (Unreachable("nobody listens"), ENGINE),
+    ],
+)
+def test_each_error_has_its_code(error, code):
+    assert of_error(error) == code
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        (None, FAILED),
+        ("ValueError: x did not reach y", FAILED),
+        ("RuntimeError: Connection closed by peer", FAILED),
+        ("RankFailure: Rank 0 stopped waiting: rank 1 did not reach gather within 5 s", HUNG),
+        ("RankFailure: rank 1 of node1 did not reach `Accelerator()` within 5 s: the", HUNG),
+        ("RuntimeError: [gloo] Timed out waiting 5000ms for recv operation to complete", HUNG),
+    ],
+)
+def test_a_rank_that_waited_in_vain_is_a_hang(message, code):
+    assert of_message(message) == code
+
+
+PRINTS = """
+import os, sys
+print(f"rank {os.environ['RANK']} prints")
+print(f"rank {os.environ['RANK']} complains", file=sys.stderr)
+if os.environ["RANK"] in sys.argv[1:]:
+    raise ValueError("bad value")
+"""
+
+
+@pytest.mark.parametrize("ranks", ["0", "0,2", "1"])
+def test_only_the_ranks_that_are_asked_for_are_shown_and_failures_of_all(ranks, farflung, home):
+    (home / "train.py").write_text(PRINTS)
+    done = farflung("launch", "--cpu", "--num_processes", "3", "--only-rank", ranks, "train.py")
+    assert done.returncode == DONE
+    assert {line[5] for line in done.stdout.splitlines()} == {*ranks.split(",")}
+    assert {line[5] for line in done.stderr.splitlines()} == {*ranks.split(",")}
+    failed = farflung("launch", "--cpu", "--num_processes", "2", "--only-rank", "0", "train.py", "1")
+    assert failed.returncode == FAILED
+    assert "rank 1 failed" in failed.stderr
+    assert "ValueError: bad value" in failed.stderr
+
+
+def test_events_of_a_run_are_one_json_object_a_line(farflung, home):
+    (home / "farflung.yaml").write_text("use_cpu: true\n")
+    (home / "train.py").write_text("import sys; sys.exit(7 if '-f' in sys.argv else 0)")
+    done = farflung("launch", "--num_processes", "2", "--json", "train.py")
+    said = events(done.stderr)
+    assert [one["event"] for one in said] == ["settings", "started", "ended"]
+    assert (said[1]["ranks"], said[1]["size"], said[2]["code"]) == ([0, 1], 2, DONE)
+    failed = farflung("launch", "--num_processes", "1", "--json", "--max_restarts", "1", "train.py", "-f")
+    said = events(failed.stderr)
+    assert failed.returncode == FAILED
+    assert [one["event"] for one in said] == ["settings", "started", "failed", "restarted", "failed", "ended"]
+    assert [(said[k]["rank"], said[k]["how"]) for k in (2, 4)] == [(0, "exit code 7")] * 2
+    assert said[5]["code"] == FAILED
+    assert all(isinstance(one["time"], float) for one in said)
+
+
+def test_events_of_replicas_are_json_too(farflung, home):
+    (home / "train.py").write_text("raise SystemExit(7)")
+    done = farflung("launch", "--cpu", "--elastic", "1:2", "--json", "train.py")
+    said = events(done.stderr)
+    assert done.returncode == FAILED
+    assert [one["event"] for one in said] == ["started", "failed", "failed", "ended"]
+    assert (said[0]["replicas"], said[2]["replica"], said[3]["code"]) == (1, "replica 0", FAILED)
+
+
+HANGS = """
+import time, torch
+from farflung import Accelerator
+accelerator = Accelerator(cpu=True)
+if accelerator.process_index == 1:
+    time.sleep(300)
+accelerator.gather(torch.ones(1))
+"""
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_run_that_hangs_ends_with_a_code_of_its_own(farflung, home):
+    (home / "train.py").write_text(HANGS)
+    done = farflung("launch", "--cpu", "--num_processes", "2", "--hang_timeout_s", "2", "train.py")
+    assert done.returncode == HUNG, done.stderr
+    assert "rank 1" in done.stderr
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_machines_that_do_not_meet_in_time_end_with_the_code_of_a_time_out(flags, home, capsys):
+    (home / "train.py").write_text("")
+    row = ["--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "127.0.0.1", "--rdzv_conf", "timeout=1"]
+    with pytest.raises(SystemExit) as ended:
+        command.main(["launch", "--cpu", *flags, *row, "--main_process_port", str(get_free_port()), "train.py"])
+    said = capsys.readouterr().err
+    assert ended.value.code == HUNG, said
+    assert "The 2 machines could not meet" in said
+    if flags:
+        ours = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+        assert [one["event"] for one in ours] == ["waits", "started", "failed", "ended"]
+        assert ours[-1]["code"] == HUNG

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No rank outlives a launcher that is killed; replicas that come and go do."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from farflung.config import environ
+from farflung.testing.patience import patience
+from tests.python import run_python
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+
+# Leaves its number, and stays for minutes.
+STAYS = """
+import os, sys, time
+name = f"up{os.environ['RANK']}"
+with open(name + ".part", "w") as file:
+    file.write(str(os.getpid()))
+os.rename(name + ".part", name)
+with open("ticks" + name, "w", buffering=1) as ticks:
+    while True:
+        print("tick", file=ticks)
+        time.sleep(0.05)
+"""
+SHELL = "echo $$ > up$RANK.part; mv up$RANK.part up$RANK; while true; do sleep 1; done"
+NOTEBOOK = """
+from farflung import debug_launcher
+def train():
+    exec(open("train.py").read(), {})
+debug_launcher(train)
+"""
+
+
+def until(found):
+    """Return what `found` gives, once that is true."""
+    deadline = time.monotonic() + patience(60)
+    while not (value := found()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return value
+
+
+def processes(home: Path, count: int) -> list[psutil.Process]:
+    """Wait for `count` ranks and return them."""
+    files = until(lambda: len(found := [*home.glob("up?"), *home.glob("up??")]) == count and found)
+    return [psutil.Process(int(file.read_text())) for file in files]
+
+
+def is_gone(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+LAUNCH = ("-m", "farflung", "launch", "--cpu")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*LAUNCH, "--num_processes", "2", "train.py"),
+        (*LAUNCH, "--num_processes", "2", "--no_python", "sh", "-c", SHELL),
+        ("notebook.py",),
+    ],
+    ids=["script", "program", "function"],
+)
+def test_no_rank_outlives_a_launcher_that_is_killed(words, home):
+    (home / "train.py").write_text(STAYS)
+    (home / "notebook.py").write_text(NOTEBOOK)
+    launcher = subprocess.Popen([sys.executable, *words], start_new_session=True)
+    ranks = processes(home, 2)
+    launcher.kill()
+    assert launcher.wait(patience(10)) == -signal.SIGKILL
+    until(lambda: all(map(is_gone, ranks)))
+
+
+def test_replicas_that_come_and_go_outlive_their_launcher(home):
+    (home / "train.py").write_text("import os\nos.environ['RANK'] = os.environ['FARFLUNG_MEMBER']\n" + STAYS)
+    command = [sys.executable, *LAUNCH, "--elastic", "1:2", "--replicas", "2", "train.py"]
+    launcher = subprocess.Popen(command, start_new_session=True)
+    replicas = processes(home, 2)
+    launcher.kill()
+    assert launcher.wait(patience(10)) == -signal.SIGKILL
+    ticks = {file: file.stat().st_size for file in home.glob("ticks*")}
+    try:
+        until(lambda: all(file.stat().st_size > 10 * len("tick\n") + size for file, size in ticks.items()))
+    finally:
+        for one in replicas:
+            one.kill()
+    assert len(ticks) == 2
+
+
+def test_a_rank_whose_launcher_died_before_it_began_does_not_begin(home):
+    (home / "train.py").write_text("open('began', 'w')")
+    with subprocess.Popen(["sleep", "300"]) as launcher, environ.patched({environ.LAUNCHER: str(launcher.pid)}):
+        run_python("-m", "farflung.launch.rank", "train.py")  # started by another program than the launcher
+        assert (home / "began").exists()
+        (home / "began").unlink()
+        launcher.kill()
+        until(lambda: is_gone(psutil.Process(launcher.pid)))  # it is a zombie now
+        run_python("-m", "farflung.launch.rank", "train.py", code=-signal.SIGKILL)
+    with environ.patched({environ.LAUNCHER: str(launcher.pid)}):
+        run_python("-m", "farflung.launch.rank", "train.py", code=-signal.SIGKILL)
+    assert not (home / "began").exists()
+
+
+def test_what_a_rank_starts_is_not_tied_to_it(farflung, home):
+    (home / "train.py").write_text(f"import os\nassert {environ.LAUNCHER!r} not in os.environ\n")
+    assert farflung("launch", "--cpu", "--num_processes", "2", "train.py").returncode == 0
