@@ -28,7 +28,8 @@ OTHERS = ("accelerate", "dataclasses", "model", "optimizer", "scheduler", "train
 FOREIGN = {
     *("BatchEncoding", "Delta", "F.linear", "OptimizedModule", "Trainer", "Trainer.evaluate", "TrainingArguments"),
     *("ZeroRedundancyOptimizer", "evidence.redo", "farflung.json", "farflung.trackers", "farflung.x"),
-    "rounds.jsonl",  # a file of a run's folder
+    "rounds.jsonl",  # files of a run's folder
+    "events.jsonl",
 }
 
 

@@ -11,7 +11,7 @@ from farflung.base.errors import ConfigError, RankFailure, Unreachable
 from farflung.config.launch import LaunchSettings
 from farflung.launch import main as command
 from farflung.launch.codes import DONE, ENGINE, FAILED, HUNG, USAGE, EngineFailure, of_error, of_message
-from farflung.launch.events import say, say_of_replicas
+from farflung.launch.events import event_of, say
 from farflung.launch.network import get_free_port
 
 
@@ -43,11 +43,11 @@ def events(text: str) -> list[dict]:
     ],
 )
 def test_a_line_about_replicas_is_an_event_with_its_replica_and_generation(line, expected, capsys):
-    say_of_replicas(LaunchSettings(json=True), line)
+    say(LaunchSettings(json=True), words=line, **event_of(line))
     (said,) = events(capsys.readouterr().err)
     assert (said["event"], said.get("generation"), said.get("replica")) == expected
     assert said["message"] == line
-    say_of_replicas(LaunchSettings(), line)
+    say(LaunchSettings(), words=line, **event_of(line))
     assert capsys.readouterr().err == f"farflung: {line}\n"
 
 

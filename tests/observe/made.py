@@ -59,7 +59,7 @@ def write_run(path, signs, rounds=40, at=200.0):
     ]
     model = {"event": "model", "parameters": 1_000_000, "bytes": 4_000_000, "strategy": "NO", "ranks": 1, "island": 1}
     events += [{"time": T0 + 5, "member": m, "rank": 0, **model} for m in (1, 2, 3)]
-    events += [{"time": T0 + when, "event": "said", "text": text} for when, text in said]
+    events += [{"time": T0 + when, "event": "note", "message": text} for when, text in said]
     write_lines(path / "events.jsonl", sorted(events, key=lambda one: one["time"]))
     lines = []
     for number in range(rounds):

@@ -60,8 +60,8 @@ def test_two_ranks_leave_settings_logs_rounds_metrics_and_events(launched):
     assert done.returncode == 0, done.stderr
     facts = run.facts
     assert (facts["script"], facts["arguments"], facts["world"]["processes"]) == ("train.py", ["12"], 2)
-    assert facts["settings"]["num_processes"] == {"value": 2, "from": "--num_processes"}
-    assert facts["settings"]["outer_every"]["value"] == 4
+    assert facts["settings"]["num_processes"] == {"value": "2", "from": "flag --num_processes"}
+    assert facts["settings"]["outer_every"]["value"] == "4"
     assert facts["versions"].keys() == {"python", "farflung", "torch"}
     for rank in (0, 1):
         log = (run.path / "logs" / f"rank{rank}.log").read_text().splitlines()

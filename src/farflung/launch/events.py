@@ -43,9 +43,9 @@ def say(settings: LaunchSettings, event: str, words: str | None, *, is_error: bo
         click.echo(f"farflung: {words}", err=True)
 
 
-def say_of_replicas(settings: LaunchSettings, line: str) -> None:
-    """Print a line about replicas; its event, the replica and the generation are read from its words."""
+def event_of(line: str) -> dict[str, Any]:
+    """Return what a line about replicas says, read from its words: the event, the replica and the generation."""
     event = next((event for event, words in _EVENTS if re.search(words, line)), "note")
     generation, replica = re.match(r"generation (\d+)", line), re.search(r"replica \d+(?: of [^\s,;]+(?<!:))?", line)
     facts: dict[str, Any] = {"generation": int(generation[1])} if generation else {}
-    say(settings, event, line, **facts | ({"replica": replica[0]} if replica else {}))
+    return {"event": event} | facts | ({"replica": replica[0]} if replica else {})

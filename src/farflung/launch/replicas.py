@@ -35,7 +35,7 @@ from farflung.config.launch import LaunchSettings, flags_for
 from farflung.config.resolve import Resolved
 from farflung.launch.agent import newest_checkpoint, read_report
 from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, FAILED, HUNG, of_message
-from farflung.launch.events import say, say_of_replicas
+from farflung.launch.events import event_of, say
 from farflung.launch.network import choose_interface, is_loopback, resolve_host
 from farflung.launch.plan import (
     check_recipe,
@@ -402,8 +402,9 @@ class _Launcher:
         return notes.take_told() if self._tells else notes.take_told(self._machine)
 
     def _say(self, line: str) -> None:
-        self._folder.tell("said", text=line)
-        say_of_replicas(self._settings, line)
+        facts = event_of(line)
+        self._folder.tell(**facts, message=line)
+        say(self._settings, words=line, **facts)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

@@ -103,11 +103,6 @@ def _point(link: Path, target: str) -> None:
 
 
 def _facts(resolved: Resolved, script: str, arguments: Sequence[str], world: Mapping[str, Any]) -> dict[str, Any]:
-    given = {
-        name: {"value": resolved.settings.value(name), "from": one.place or one.kind}
-        for name, one in resolved.origins.items()
-        if one.kind != "default"
-    }
     return {
         "script": script,
         "arguments": list(arguments),
@@ -117,7 +112,7 @@ def _facts(resolved: Resolved, script: str, arguments: Sequence[str], world: Map
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "world": dict(world),
-        "settings": given,
+        "settings": {name: {"value": value, "from": origin} for name, value, origin in resolved.rows()},
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in ("farflung", "torch")},
         "system": platform.platform(),
         "git": _commit(Path(script)),

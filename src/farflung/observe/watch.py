@@ -166,7 +166,6 @@ def described(run: Run, event: Row) -> str:
     sizes += [counted(event["processes"], "process")] if "processes" in event else []
     words: dict[str, Callable[[], str]] = {
         "started": lambda: f"started: {', '.join(sizes)}",
-        "said": lambda: event["text"],
         "model": lambda: f"{which} trains {event['parameters']:,} parameters {_WAYS.get(event['strategy'], 'by DDP')}",
         "saving": lambda: f"{which} has trained on after {in_seconds(event['seconds'])} for a checkpoint",
         "checkpoint": lambda: f"checkpoint {event['folder']}",
@@ -174,7 +173,7 @@ def described(run: Run, event: Row) -> str:
         "lost": lambda: f"{which} is lost: {event['why']}",
         "ended": lambda: f"ended with exit code {event['code']}",
     }
-    return str(words[kind]()) if kind in words else kind
+    return event["message"] if "message" in event else str(words[kind]()) if kind in words else kind
 
 
 # ---- on a terminal
