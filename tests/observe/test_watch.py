@@ -35,7 +35,7 @@ torch.manual_seed(os.getpid())
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 with OuterLoop(model, diloco(4), membership=launched_membership()) as outer:
-    while outer.position < 100_000:
+    while outer.position < 20_000:
         time.sleep(0.01)
         model(torch.randn(1, 4)).sum().backward()
         optimizer.step()
@@ -179,9 +179,12 @@ def test_a_terminal_names_a_replica_that_is_stopped_and_one_that_is_killed(home,
         piped = pexpect.run(f"{sys.executable} -m farflung watch --once", encoding="utf-8")
         assert "was killed by SIGKILL" in re.sub(r"\s+", " ", piped)
     finally:
-        for one in [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)]:
-            one.kill()
+        launcher.sendintr()
+        launcher.expect(pexpect.EOF)
         launcher.close(force=True)
+        for one in psutil.process_iter(["cmdline"]):  # replicas of a launcher that was too slow to end them
+            if "train.py" in (one.info["cmdline"] or []) and one.cwd() == str(home):
+                one.kill()
     said = pexpect.run(f"{sys.executable} -m farflung report --json", encoding="utf-8")
     assert '"lost": 1' in said
     shutil.rmtree(home / "farflung-runs")

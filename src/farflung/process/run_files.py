@@ -59,17 +59,23 @@ def add_line(name: str, **fields: Any) -> None:
 
 def add_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     """Add lines to a file that several processes may write to; NaN and infinities become null."""
-    text = "".join(json.dumps(_finite(row)) + "\n" for row in rows)
+    text = "".join(map(_line, rows))
     with suppress(OSError), open_lines(path, is_shared=True) as file:
         file.write(text)
 
 
-def _finite(row: Any) -> Any:
+def _line(row: Any) -> str:
     try:
-        json.dumps(row, allow_nan=False)
-    except ValueError:
-        return json.loads(json.dumps(row), parse_constant=lambda _: None)  # JSON has no word for them
-    return row
+        return json.dumps(row, allow_nan=False) + "\n"
+    except ValueError:  # JSON has no word for them
+        return json.dumps(json.loads(json.dumps(row), parse_constant=lambda _: None)) + "\n"
+
+
+def _kept(value: Any) -> Any:
+    """Return a value that stays: of a tensor a copy, unless that is as quick to read, so that nobody waits for it."""
+    if not hasattr(value, "detach"):
+        return value
+    return value.tolist() if value.device.type == "cpu" and value.numel() == 1 else value.detach().clone()
 
 
 class Metrics:
@@ -82,7 +88,7 @@ class Metrics:
 
     def __init__(self, folder: Path, plain: Callable[[Any], Any]) -> None:
         self._path, self._plain, self._who = folder / METRICS, plain, who()
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[tuple[float, int | None, dict[str, Any]]] = []
         self._lock = threading.Lock()
         self._writer: threading.Timer | None = None
         atexit.register(self.write)
@@ -94,10 +100,10 @@ class Metrics:
         return None if folder is None else cls(folder, plain)
 
     def add(self, values: Mapping[str, Any], step: int | None) -> None:
-        """Write values, of the step `step` where that is known. A tensor is copied, not read: nobody waits for it."""
-        kept = {name: x.detach().clone() if hasattr(x, "detach") else x for name, x in values.items()}
+        """Write values, of the step `step` where that is known."""
+        kept = {name: _kept(x) for name, x in values.items()}
         with self._lock:
-            self._rows.append({"time": time.time(), **self._who, "step": step, "values": kept})
+            self._rows.append((time.time(), step, kept))
             if self._writer is None:
                 self._writer = threading.Timer(_LOOK_S, self.write)
                 self._writer.daemon = True
@@ -108,7 +114,10 @@ class Metrics:
         with self._lock:
             rows, self._rows, self._writer = self._rows, [], None
         if rows:
-            add_lines(self._path, [{**row, "values": self._plain(row["values"])} for row in rows])
+            add_lines(
+                self._path,
+                [{"time": at, **self._who, "step": step, "values": self._plain(values)} for at, step, values in rows],
+            )
 
 
 class _Copied:
