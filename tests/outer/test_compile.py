@@ -29,6 +29,7 @@ def compiled(group, recipe, device):
 
 
 @pytest.mark.law("no-recompilation")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # torch's own, on a GPU
 @pytest.mark.parametrize("recipe", [local_sgd(1), diloco(1), streaming_diloco(2, 2, delay=1), eager_diloco(2)])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_round_recompiles_nothing(recipe, device):

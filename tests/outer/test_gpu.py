@@ -74,6 +74,7 @@ def test_one_rank_over_nccl_learns_what_it_learns_without_a_group_also_sharded()
     check_close(found, [learnt(SoloGroup(), name, "cpu") for name in (*names, "diloco")])
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # is a prototype, torch says
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_step_does_not_wait_for_the_gpu(accumulation):
     loading = DataLoaderConfiguration(non_blocking=True)
