@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(items):
         fixtures = [definitions[-1].func for definitions in item._fixtureinfo.name2fixturedefs.values()]
         if any(starts_processes(function, known) for function in (item.function, *fixtures)):
             item.add_marker("ranks")
-        if "gpu" in item.keywords and not torch.cuda.is_available():
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 

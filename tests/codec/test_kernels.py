@@ -69,6 +69,22 @@ def test_the_kernels_write_the_bits_of_the_torch_version():
     assert done.stdout.split() == ["checked", str(len(CODECS))]
 
 
+@pytest.mark.skipif(not is_available("triton"), reason="triton is not installed")
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("is_float", [False, True])
+def test_the_kernels_compile_for_a_gpu_that_is_not_here(bits, is_float):
+    compiler, kernels = import_module("triton.compiler"), import_module("farflung.codec.kernels")
+    target = import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+    kinds = {"x": "*fp32", "scales": "*fp32", "codes": "*u8", "out": "*fp32", "unit": "fp32", "factor": "fp32"}
+    kinds |= dict.fromkeys(("first", "end", "n"), "i32")
+    given = {"ROWS": 16, "WHOLE": True, "BLOCK": 256, "BITS": bits, "FLOAT": is_float, "TOP": 7.0, "ADD": True}
+    for kernel in (kernels._encode, kernels._decode):
+        signature = {name: kinds.get(name, "constexpr") for name in kernel.arg_names}
+        chosen = {name: given[name] for name in signature if name in given}
+        compiled = compiler.compile(compiler.ASTSource(kernel, signature, chosen), target=target)
+        assert ".target sm_90" in compiled.asm["ptx"]
+
+
 def test_kernels_are_for_cuda_and_blocks_of_a_power_of_two():
     assert blockwise.kernels(torch.zeros(4), 128) is None
     assert blockwise.kernels(torch.zeros(4, device="meta"), 128) is None

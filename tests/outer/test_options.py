@@ -14,6 +14,7 @@ from farflung.comm.group import SoloGroup
 from farflung.outer import (
     AverageState,
     OuterLoop,
+    TopK,
     comparison,
     diloco,
     eager_diloco,
@@ -21,8 +22,10 @@ from farflung.outer import (
     gossip,
     hierarchical,
     local_sgd,
+    noloco,
     post_local_sgd,
     quadratic,
+    sparse_loco,
     streaming_diloco,
 )
 from farflung.outer.schedule import Every, Warmup
@@ -409,7 +412,10 @@ def test_advice_is_by_cause_and_names_what_can_be_set():
 # anchor_on_cpu
 @pytest.mark.law("anchor-place-is-invisible")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("recipe", [diloco(2), streaming_diloco(4, 2, delay=1), eager_diloco(2)])
+@pytest.mark.parametrize(
+    "recipe",
+    [diloco(2), streaming_diloco(4, 2, delay=1), eager_diloco(2), sparse_loco(2, codec=TopK(k=3, chunk=16)), noloco(2)],
+)
 def test_an_anchor_that_is_kept_in_the_hosts_memory_gives_the_same_bits(recipe, device):
     def trained(group, recipe):
         run = Run(group, recipe, lambda: net().to(device))

@@ -314,7 +314,7 @@ def test_unwrapping_leaves_a_compiled_wrapper_as_it_is():
     assert kept._orig_mod is model
     assert isinstance(wrapped._orig_mod, nn.DataParallel)
     assert extract_model_from_parallel(wrapped, keep_torch_compile=False) is model
-    x = torch.ones(1, 4)
+    x = torch.ones(1, 4, device=model.layer.weight.device)  # DataParallel moves it to a GPU
     assert torch.equal(kept(x), x - model.layer(x))
 
 

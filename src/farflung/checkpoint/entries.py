@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from farflung.base.tensor_memory import memory_of
 from farflung.checkpoint.manifest import FileRecord
 from farflung.checkpoint.reader import unsafe_names
 from farflung.checkpoint.writer import FileWriter, write_safetensors
+
+_LEAST_PINNED = 2**20  # bytes; smaller memory may share its pages with other memory
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,14 @@ class Staging:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, int], Tensor] = {}
+        self._devices: set[torch.device] = set()  # GPUs whose tensors were copied
 
     def copied(self, entries: Sequence[Entry]) -> list[Entry]:
         """Return copies of the entries, in the memory of those before; tensors that share memory still do."""
-        return [replace(entry, content=self._copied(entry.content, entry.name, {})) for entry in entries]
+        copies = [replace(entry, content=self._copied(entry.content, entry.name, {})) for entry in entries]
+        for device in self._devices:
+            torch.cuda.current_stream(device).synchronize()
+        return copies
 
     def _copied(self, node: Any, name: str, done: dict[Any, Tensor]) -> Any:
         if isinstance(node, Tensor):
@@ -82,6 +89,21 @@ class Staging:
             key = (name, len(done))
             buffer = self._buffers.get(key)
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                buffer = self._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            done[place] = buffer.copy_(tensor)
+                buffer = self._buffers[key] = _host_memory(tensor)
+            if tensor.is_cuda:
+                self._devices.add(tensor.device)
+            done[place] = buffer.copy_(tensor, non_blocking=tensor.is_cuda)
         return done[place]
+
+
+def _host_memory(like: Tensor) -> Tensor:
+    """Return memory for a copy of `like`; of a GPU's tensor it is locked, and so copied without another copy between.
+
+    torch's own locked memory is up to twice as large as the tensor.
+    """
+    memory = torch.empty(like.shape, dtype=like.dtype, device="cpu")
+    if like.is_cuda and memory.nbytes >= _LEAST_PINNED:
+        cudart, address = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(int(cudart.cudaHostRegister(address, memory.nbytes, 0)))
+        weakref.finalize(memory, cudart.cudaHostUnregister, address)
+    return memory

@@ -8,7 +8,8 @@ is the plain case; other ways to sum are in `aggregate.py`, and agreement one ro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, TypeAlias
@@ -159,8 +160,9 @@ class Averaged:
         """Encode bucket `k`, with the residual of the last round, as far as this rank's weight is not needed."""
         if k >= self._num_loaded:
             self.bring(k)
-        residual = self._residuals[k] if self._residuals else None
-        return self.aggregator.prepare(self.buckets.flat(k), self.codec, group, residual)
+        flat = self.buckets.flat(k)
+        residual = self._residuals[k].to(flat.device) if self._residuals else None
+        return self.aggregator.prepare(flat, self.codec, group, residual)
 
     def sent(self, payload: Payload) -> Tensor:
         """Return what the other ranks decode of a payload that is not on its way yet, `[n]`."""
@@ -317,16 +319,38 @@ class Anchored(Averaged):
     def _advance(self, k: int, mean: Tensor) -> None:
         """Step the outer optimizer on bucket `k` of the anchor, with `mean` `[sizes[k]]` as its gradient; merge."""
         assert self._optimizer is not None
-        chunk = self._chunks[k]
         group = self._optimizer.param_groups[0]
-        chunk.grad = mean.cpu() if self._is_away else mean
-        group["params"] = [chunk]  # or each step would look at all chunks to find the one that has a gradient
+        with self._beside_buckets(k) as chunk:
+            chunk.grad = mean.to(chunk.device)
+            group["params"] = [chunk]  # or each step would look at all chunks to find the one that has a gradient
+            try:
+                self._optimizer.step()
+            finally:
+                group["params"] = self._chunks
+                chunk.grad = None
+            self._merge(self.buckets.pieces(k), self.agreed(k))
+
+    @contextmanager
+    def _beside_buckets(self, k: int) -> Iterator[nn.Parameter]:
+        """Yield bucket `k` of the anchor; with its optimizer's state it is on the buckets' device within the block.
+
+        So an anchor that is kept in the host's memory moves by the same bits, and by the device's speed.
+        """
+        chunk = self._chunks[k]
+        if not self._is_away or self._optimizer is None:
+            yield chunk
+            return
+        home, state, device = chunk.data, self._optimizer.state[chunk], self.buckets.flat(k).device
+        rows = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim() == 1}
+        chunk.data = home.to(device, non_blocking=True)
+        state.update({name: row.to(device, non_blocking=True) for name, row in rows.items()})
         try:
-            self._optimizer.step()
+            yield chunk
         finally:
-            group["params"] = self._chunks
-            chunk.grad = None
-        self._merge(self.buckets.pieces(k), self.agreed(k))
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.dim() == 1:
+                    state[name] = rows[name].copy_(value) if name in rows else self._kept(value)
+            chunk.data = home.copy_(chunk.data)
 
     def agreed(self, k: int) -> list[Tensor]:
         if not self._is_away:

@@ -44,7 +44,7 @@ class Eager(Anchored):
         """Encode, and keep the values that the others will decode."""
         payload = super().prepare(k, group)
         if payload.wire is not None:
-            self.codec.decode(payload.wire, self._sent[k])
+            self._sent[k].copy_(self.sent(payload))
         return payload
 
     def apply(self, k: int, payload: Payload, result: Tensor, divisor: float) -> None:
@@ -69,7 +69,7 @@ class Eager(Anchored):
             return
         share = self._next_share if means else self._share or 1 / self.num_ranks
         for k, mean in means.items() if self._share else ():
-            mean.sub_(self._sent[k], alpha=self._share)
+            mean.sub_(self._sent[k].to(mean.device), alpha=self._share)
         for k, sent in enumerate(self._sent):
             sent.copy_(super().bring(k))
         mine = all(bool(torch.isfinite(sent).all()) for sent in self._sent)
@@ -78,7 +78,7 @@ class Eager(Anchored):
         if is_finite:
             for k, sent in enumerate(self._sent):
                 mean = means[k] if k in means else torch.zeros_like(sent)
-                self._advance(k, mean.add_(sent, alpha=share))
+                self._advance(k, mean.add_(sent.to(mean.device), alpha=share))
 
     def reset_anchor(self) -> None:
         super().reset_anchor()

@@ -164,6 +164,8 @@ class Pipeline:
         while self.arrived and self.num_landed < until:
             bucket = self.arrived.popleft()
             agreement = self._fragment.agreements[bucket.kind]
+            if bucket.result.is_cuda:  # a worker's stream, which may have made it, must not use its memory too early
+                bucket.result.record_stream(torch.cuda.current_stream(bucket.result.device))
             agreement.apply(bucket.k, bucket.payload, bucket.result, bucket.divisor)
             self.num_landed += 1
 
