@@ -41,7 +41,7 @@ class StateSender:
         self._connect = connect
         self._changed = threading.Condition()
         self._forms: dict[str, Any] = {}
-        self._prints: dict[str, int] = {}  # of what was offered, by tensor
+        self._prints: dict[str, int] = {}  # of what was offered, or is there already, by tensor
         self._left: dict[str, Tensor] = {}  # to be sent, the oldest first
         self._total = self._num_sent = 0  # bytes
         self._is_sending = self._is_paused = self._is_final = False
@@ -58,8 +58,8 @@ class StateSender:
             tensors: dict[str, Tensor] = {}
             form = form_of(tree, part, tensors)
             prints = {name: fingerprint(tensor) for name, tensor in tensors.items()}
-            changed = {name: one.cpu() for name, one in tensors.items() if prints[name] != self._prints.get(name)}
             with self._changed:
+                changed = {name: one.cpu() for name, one in tensors.items() if prints[name] != self._prints.get(name)}
                 self._forms[part] = form
                 self._total += sum(one.nbytes for name, one in changed.items() if name not in self._prints)
                 self._prints |= prints
@@ -100,10 +100,7 @@ class StateSender:
         group = self._connect(lambda: self.is_over)
         try:
             with suppress(RankFailure, Unreachable):  # whoever asked for it sees that it is over
-                there = _receive_json(group, 1)
-                with self._changed:
-                    for name in [name for name, one in there.items() if one == self._prints.get(name)]:
-                        self._left.pop(name, None)
+                self._leave_out(_receive_json(group, 1))
                 while (name := self._next()) is not None:
                     self._send(group, name, self._left.pop(name))
                 if not self.is_over:
@@ -111,6 +108,12 @@ class StateSender:
         finally:
             self.is_over = True
             group.free(reusable=self._is_final)
+
+    def _leave_out(self, there: Mapping[str, int]) -> None:
+        """Send nothing that the receiver has from elsewhere: tensors with these fingerprints."""
+        with self._changed:
+            for name in [name for name, one in there.items() if self._prints.setdefault(name, one) == one]:
+                self._left.pop(name, None)
 
     def _next(self) -> str | None:
         """Wait for something to send; None at the end."""
