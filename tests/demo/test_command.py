@@ -66,6 +66,7 @@ def test_the_demo_trains_five_ways_draws_judges_and_writes(tmp_path):
     verdict = ran.stdout[ran.stdout.index("Compared with DDP at equal loss, on a line of 20 Mbit/s:") :].splitlines()
     assert [line.split("  ")[1] for line in verdict[1:5]] == list(WAYS[1:])
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert all(f'"name": "{way}"' in (output / "report.html").read_text() for way in ("DDP", "Streaming DiLoCo"))
     pasted = ran.stdout.strip().splitlines()[-1] + " --length 20"
     wrote = subprocess.run(pasted, shell=True, cwd=tmp_path, capture_output=True, timeout=patience(60))
     assert wrote.returncode == 0, wrote.stderr

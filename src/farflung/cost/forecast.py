@@ -264,7 +264,8 @@ class _NamesAllMissing(click.Command):
             return super().parse_args(ctx, list(args))
         except click.MissingParameter:
             given, _, _ = self.make_parser(ctx).parse_args(list(args))
-            needed = [one for one in self.params if one.required and one.name not in given]
+            there = given.keys() | (ctx.default_map or {}).keys()
+            needed = [one for one in self.params if one.required and one.name not in there]
             names = ", ".join(one.opts[0] for one in needed)
             raise click.UsageError(f"Missing {names}. For example: {_EXAMPLE}", ctx) from None
 

@@ -16,14 +16,16 @@ import click
 from rich.console import Console
 
 from farflung.base.errors import ConfigError
+from farflung.base.files import atomic_file
 from farflung.base.words import counted, in_bytes, in_rate
 from farflung.config.launch import LaunchSettings
 from farflung.cost.units import parse_rate
-from farflung.demo.report import draw, table_of, verdicts
-from farflung.demo.settings import MODEL_FILE, PICTURE_FILE, SIZES, DemoSettings, Result, load_results
+from farflung.demo.report import draw, shown, table_of, verdicts
+from farflung.demo.settings import MODEL_FILE, PICTURE_FILE, REPORT_FILE, SIZES, DemoSettings, Result, load_results
 from farflung.demo.text import Text, check_length, load_text
 from farflung.launch.plan import fit_for_cores, make_plan
 from farflung.launch.run import start
+from farflung.observe.report import page
 
 DEFAULT_OUTPUT = "farflung-demo"
 PROMPT = "def main("
@@ -100,6 +102,10 @@ def _conclude(settings: DemoSettings, results: Sequence[Result]) -> None:
         title = f"The same GPT and text, {steps} by {processes}"
         draw(results, picture, title, rate)
         click.echo(f"picture: {picture}")
+    report = settings.path(REPORT_FILE)
+    with atomic_file(report) as part:
+        part.write_text(page([shown(result, rate) for result in results]), encoding="utf-8")
+    click.echo(f"report:  {report}, for a browser")
     best = min(results, key=lambda result: result.loss)
     click.echo(
         f"model:   {settings.path(MODEL_FILE)}, trained by {best.way}. It is tiny and knows bytes alone: what it"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.table import Table
@@ -111,3 +111,18 @@ def _draw_axis(
     axes.xaxis.set_major_formatter(lambda amount, _: write(amount))
     axes.grid(which="major", alpha=0.3)
     axes.legend(title="loss at the end", fontsize="small")
+
+
+def shown(result: Result, rate: str) -> dict[str, Any]:
+    """Return what the page about the ways shows of one: its curve on the slow line."""
+    points, loss = result.curve, "validation loss"
+    curve = {
+        "seconds": result.curve_seconds,
+        "step": [point.step for point in points],
+        "bytes": [point.bytes_sent for point in points],
+        "values": [point.loss for point in points],
+    }
+    cost = f"{in_seconds(result.line_seconds)} at {rate}, {in_bytes(result.bytes_sent)} sent by each"
+    nothing: dict[str, Any] = {"facts": {}, "rounds": {}, "grid": {}, "events": []}
+    named = {"name": result.way, "state": "finished", "summary": f"loss {result.loss:.3f}; {cost}"}
+    return named | {"curves": {loss: curve}, "loss": loss} | nothing

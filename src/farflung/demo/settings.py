@@ -67,6 +67,7 @@ SETTINGS_FILE = "settings.json"
 RESULTS_FILE = "results.json"
 MODEL_FILE = "model.safetensors"
 PICTURE_FILE = "curves.png"
+REPORT_FILE = "report.html"
 
 
 @dataclass

@@ -21,7 +21,7 @@ COMMANDS = {
     "report": ("farflung.observe.report:report", "Write a page about runs: curves, costs, who was there."),
     "watch": ("farflung.observe.watch:watch", "Show a run while it trains, or after."),
     "config": ("farflung.launch.ask:config", "Ask for settings and save them in a file."),
-    "plan": ("farflung.cost.forecast:plan", "Forecast what each method costs on a network."),
+    "plan": ("farflung.observe.planned:plan", "Forecast what each method costs on a network."),
     "doctor": ("farflung.launch.doctor:doctor", "Find what is wrong with machines and the lines between them."),
     "env": ("farflung.launch.ask:env", "Show versions, devices and the settings in use."),
     "checkpoint": ("farflung.launch.main:checkpoint", "List, verify, compare and convert checkpoints."),

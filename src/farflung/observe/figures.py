@@ -122,14 +122,12 @@ def _filled(marks: list[Span], begin: float, end: float) -> Iterator[Span]:
 
 
 def round_spans(row: Row) -> list[Span]:
-    """Return a round as its writer saw it: the whole, and within it the vote, encoding, the exchange and landing."""
-    end = row["time"]
-    whole = row["seconds_exposed"] + row["seconds_hidden"]
-    parts = [row[f"seconds_{name}"] for name in ("voting", "encoding", "landing")]
-    whole = max(whole, sum(parts))
-    edges = [end - whole, end - whole + parts[0], end - whole + parts[0] + parts[1], end - parts[2], end]
-    names = ("vote", "encode", "exchange", "landing")
-    return [Span("round", end - whole, end), *map(Span, names, edges, edges[1:])]
+    """Return a round as its writer saw it: the whole, and within it the vote, encoding, and the exchange until it has
+    landed, which are one wait."""
+    end, vote, encode = row["time"], row["seconds_voting"], row["seconds_encoding"]
+    whole = max(row["seconds_exposed"] + row["seconds_hidden"], vote + encode + row["seconds_landing"])
+    edges = [end - whole, end - whole + vote, end - whole + vote + encode, end]
+    return [Span("round", end - whole, end), *map(Span, ("vote", "encode", "exchange"), edges, edges[1:])]
 
 
 def ddp_bytes_per_step(run: Run, replicas: float) -> float | None:
