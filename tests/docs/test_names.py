@@ -30,6 +30,7 @@ FOREIGN = {
     *("ZeroRedundancyOptimizer", "evidence.redo", "farflung.json", "farflung.trackers", "farflung.x"),
     "rounds.jsonl",  # files of a run's folder
     "events.jsonl",
+    "report.html",
 }
 
 
