@@ -94,6 +94,12 @@ SLIPS = [
     ("watch gone", "gone", "`farflung launch` makes one for each run"),
     ("watch --onse", "'--onse'", "Did you mean --once"),
     ("report gone", "gone", "`farflung launch` makes one for each run"),
+    ("report --out picture.doc", "no run", "farflung launch"),
+    ("plan --from gone", "gone", "`farflung launch` makes one for each run"),
+    ("doctor --timeot 5", "--timeot", "Did you mean --timeout"),
+    ("doctor --timeout -1", "-1", "more than 0"),
+    ("doctor --parameters many", "'many'", "such as 350000, 124M or 1.1B"),
+    ("doctor --meet ftp://x", "'ftp://x'", "use file:///shared/run7"),
     ("launch --run-dr x train.py", "--run_dr", "Did you mean --run_dir"),
     ("tpu-config x", "`farflung tpu-config`", "Use torch_xla's own launcher"),
 ]
