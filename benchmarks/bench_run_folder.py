@@ -22,7 +22,6 @@ from _measure import interleave, medians_us, report, seeded
 from torch import nn
 
 from farflung.process.run_files import Metrics, Signs, Steps
-from farflung.tracking.base import plain
 
 SEED = 0
 STEP_MS = 10
@@ -43,7 +42,7 @@ def main() -> None:
 def measure(rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        metrics, signs = Metrics(folder, plain), Signs(folder)
+        metrics, signs = Metrics(folder), Signs(folder)
         steps = Steps()
         turns = {"without": stepping(None, None), "with": stepping(steps._count, metrics.add)}
         us = medians_us(interleave(turns, rounds, calls=100))

@@ -29,7 +29,7 @@ from farflung.outer import (
     streaming_diloco,
 )
 from farflung.outer.agreement import Anchored
-from farflung.outer.membership import FixedMembership, open_generation
+from farflung.outer.membership import FixedMembership, Membership, open_generation
 from farflung.testing.sim import SimGroup, run_replicas
 from tests.faults import IN_A_ROUND, fail_at
 
@@ -87,7 +87,7 @@ def admit(group):
     return SimGroup(stage, me, members), [members.index(one) for one in newcomers]
 
 
-class ChangingMembership:
+class ChangingMembership(Membership):
     """Replicas of which some are lost and others come.
 
     Args:
@@ -121,12 +121,6 @@ class ChangingMembership:
 
     def is_awaited(self, needs):
         return bool(door_of(self.group).waiting)
-
-    def landed(self, needs):
-        pass
-
-    def offer(self, parts):
-        pass
 
     def agree(self, num_votes, complete, odd):
         return dict(complete)

@@ -53,7 +53,6 @@ from farflung.process.mesh import IslandSize
 from farflung.process.run_files import Metrics
 from farflung.resume.run import Run
 from farflung.strategy.choose import choose_strategy
-from farflung.tracking.base import plain
 
 if TYPE_CHECKING:
     from farflung.config.parallelism import ParallelismConfig
@@ -134,7 +133,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         self._tracking = None if log_with is None else lazy.Tracking(log_with, self.logging_dir)
         self.dataloader_config = settings.resolve_data(dataloader_config, split_batches)
         world = join_world(cpu, self.init_handler, given.get(handlers.WatchdogKwargs))
-        self._metrics = Metrics.of_run(plain) if world.is_main else None
+        self._metrics = Metrics.of_run() if world.is_main else None
         session = open_session(world, mixed_precision, accumulation, compiling)
         with settling(session):
             self._precision = settings.resolve_precision(session.mixed_precision, world.device, given)

@@ -69,7 +69,7 @@ _STATE_EVERY = 10
 # What only the launcher that serves the store is asked for, or this machine alone.
 _OF_THE_FIRST = (
     *("elastic", "replicas", "grace_s", "join", "meet", "main_process_ip", "main_process_port", "network_interface"),
-    "config_file",
+    *("config_file", "run_dir"),
 )
 
 

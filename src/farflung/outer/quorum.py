@@ -82,6 +82,10 @@ class _State(Enum):
     LOST = auto()  # nothing can continue, unless the survivors agree on the loss
 
 
+def _no_changes() -> dict[str, Any]:
+    return {"lost": {}, "joined": (), "seconds_recovering": 0.0}
+
+
 class Quorum:
     """The current members, and this rank's way into their generation.
 
@@ -125,9 +129,7 @@ class Quorum:
         self._replica, self._timetable, self._meter = replica, timetable, meter
         self._state = _State.ENTERING
         self._noticed_at: float | None = None  # the time of a loss
-        self._lost: dict[int, str] = {}  # members, since the latest round
-        self._joined: tuple[int, ...] = ()
-        self._recovering_s = 0.0
+        self._changes = _no_changes()  # since the latest round
 
     # ---- one after the other, whatever is lost
 
@@ -211,9 +213,9 @@ class Quorum:
                 self.free(reusable=True)
             self.generation, self.group = generation, generation.group
             if had_state:
-                self._lost |= {one: generation.lost.get(one, "") for one in ids if one not in generation.ids}
+                self._changes["lost"] |= {one: generation.lost.get(one, "") for one in ids if one not in generation.ids}
                 newcomers = () if generation.joins else generation.newcomers
-                self._joined += tuple(generation.ids[rank] for rank in newcomers)
+                self._changes["joined"] += tuple(generation.ids[rank] for rank in newcomers)
             self._meter.add("bytes_voting", (self.group.size - 1) * BALLOT_BYTES)
             self.worker = BackgroundWorker(self._replica.device, generation.background) if self.needs.overlaps else None
             # A newcomer gets it, also one that comes back.
@@ -226,7 +228,7 @@ class Quorum:
         if self._noticed_at is not None:
             took_s, self._noticed_at = time.perf_counter() - self._noticed_at, None
             self._meter.add("seconds_recovering", took_s)
-            self._recovering_s += took_s
+            self._changes["seconds_recovering"] += took_s
 
     def _share(self, had_state: bool) -> None:
         """Take the state that members share, as a newcomer; at the start all get that of the first member."""
@@ -316,6 +318,5 @@ class Quorum:
 
     def take_changes(self) -> dict[str, Any]:
         """Return what has changed since the last call, by the names of a `Round`'s fields."""
-        changes = {"lost": self._lost, "joined": self._joined, "seconds_recovering": self._recovering_s}
-        self._lost, self._joined, self._recovering_s = {}, (), 0.0
+        changes, self._changes = self._changes, _no_changes()
         return changes

@@ -16,9 +16,10 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from io import StringIO
+from numbers import Real
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -64,6 +65,19 @@ def add_lines(path: Path, rows: list[dict[str, Any]]) -> None:
         file.write(text)
 
 
+def plain(value: Any) -> Any:
+    """Return what JSON has a word for, or Python's `json`, for NaN and infinities."""
+    if hasattr(value, "tolist"):  # a tensor, or an array or a number of NumPy's
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if value is None or isinstance(value, int):
+        return value
+    return float(value) if isinstance(value, Real) else str(value)
+
+
 def _line(row: Any) -> str:
     try:
         return json.dumps(row, allow_nan=False) + "\n"
@@ -83,21 +97,20 @@ class Metrics:
 
     Args:
         folder: the run's.
-        plain: makes plain numbers, texts and lists of values.
     """
 
-    def __init__(self, folder: Path, plain: Callable[[Any], Any]) -> None:
-        self._path, self._plain, self._who = folder / METRICS, plain, who()
+    def __init__(self, folder: Path) -> None:
+        self._path, self._who = folder / METRICS, who()
         self._rows: list[tuple[float, int | None, dict[str, Any]]] = []
         self._lock = threading.Lock()
         self._writer: threading.Timer | None = None
         atexit.register(self.write)
 
     @classmethod
-    def of_run(cls, plain: Callable[[Any], Any]) -> Metrics | None:
+    def of_run(cls) -> Metrics | None:
         """Return what writes to the folder of the run that this process belongs to; None without one."""
         folder = run_folder()
-        return None if folder is None else cls(folder, plain)
+        return None if folder is None else cls(folder)
 
     def add(self, values: Mapping[str, Any], step: int | None) -> None:
         """Write values, of the step `step` where that is known."""
@@ -116,7 +129,7 @@ class Metrics:
         if rows:
             add_lines(
                 self._path,
-                [{"time": at, **self._who, "step": step, "values": self._plain(values)} for at, step, values in rows],
+                [{"time": at, **self._who, "step": step, "values": plain(values)} for at, step, values in rows],
             )
 
 

@@ -108,19 +108,6 @@ def is_number(value: Any) -> bool:
     return isinstance(value, Real)
 
 
-def plain(value: Any) -> Any:
-    """Return what JSON has a word for, or Python's `json`, for NaN and infinities."""
-    if hasattr(value, "tolist"):  # a tensor, or an array or a number of NumPy's
-        value = value.tolist()
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if value is None or isinstance(value, int):
-        return value
-    return float(value) if is_number(value) else str(value)
-
-
 def taken(
     tracker: GeneralTracker, values: Mapping[str, Any], takes: Callable[[Any], bool], what: str
 ) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from farflung.base.files import open_lines
-from farflung.tracking.base import ClientTracker, plain
+from farflung.process.run_files import plain
+from farflung.tracking.base import ClientTracker
 
 
 class JSONLTracker(ClientTracker):
