@@ -153,7 +153,7 @@ def pull(address: str, target: Path) -> str:
         why = "No state was written there yet"
         for saved in states.newest():
             try:
-                with bar(f"Reading {saved.name}", states.num_bytes(saved)) as shown:
+                with bar(f"Reading step {saved.position}", states.num_bytes(saved)) as shown:
                     ranks = [states.read(saved, rank, shown) for rank in range(saved.ranks)]
             except Damaged as error:
                 why = f"The newest states are damaged: {error}"
