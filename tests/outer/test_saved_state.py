@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from farflung.base.errors import ConfigError, RankFailure, Unreachable
 from farflung.comm.address import transport_at
@@ -15,8 +17,10 @@ from farflung.comm.board import Log
 from farflung.comm.member_store import LauncherNotes
 from farflung.comm.packed import Damaged
 from farflung.comm.saved_state import Saved, SavedStates, pull
+from farflung.comm.torch_group import TorchGroup
 from farflung.outer import OuterLoop, diloco, local_sgd, streaming_diloco
 from farflung.outer.elastic import Elastic
+from farflung.testing.ranks import run_ranks
 from tests.outer.elastic_run import EVERY, ElasticRun, wrong
 
 TREE = {
@@ -184,6 +188,34 @@ def test_where_the_address_is_gone_the_state_lies_here_and_a_run_can_go_on_with_
     assert all(map(torch.equal, *rows))
     assert again.position == 8
     again.close()
+
+
+def trained_in_shards(address):
+    """Train a replica of two ranks over FSDP, alone in its run; return its whole weights in the end."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))  # 5 rows and 1, which two ranks do not share evenly
+    fully_shard(model, mesh=mesh)
+    membership = Elastic(transport_at(address), 1, state_every=2, island=TorchGroup())
+    with OuterLoop(model, diloco(2, lr=1.0, momentum=0.0), membership=membership) as outer:
+        for _ in range(5):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.to_local().add_(1.0)
+            outer.step()
+    return {name: x.full_tensor() for name, x in model.state_dict().items()}
+
+
+@pytest.mark.ranks
+def test_the_weights_of_shards_are_pulled_as_whole_tensors(tmp_path):
+    (tmp_path / "run").mkdir()
+    address = (tmp_path / "run").as_uri()
+    assert LauncherNotes(transport_at(address).board).enroll("replica") == 1
+    weights = run_ranks(trained_in_shards, 2, address)[0]
+    pull(address, tmp_path / "x.safetensors")
+    found = load_file(tmp_path / "x.safetensors")
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], x) for name, x in weights.items())
 
 
 @pytest.mark.ranks
