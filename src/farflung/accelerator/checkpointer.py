@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ class Checkpointer:
             project.iteration += 1
             return folder
         target = Path(os.path.abspath(folder))  # the script may change its directory meanwhile
-        request = SaveRequest(target, self._facts(), project.automatic_checkpoint_naming, project.total_limit)
+        naming, limit = project.automatic_checkpoint_naming, project.total_limit
+        request = SaveRequest(target, self._facts(), naming, limit, is_shown=run.world.is_main)
         with saver.begin(request) as staged:
             saving = Saving(staged.folder, safe, saver.group.leads, self._writes)
             saver.write(request, staged, table.collect(run, saver.group, request.doing, saving), block)
@@ -168,9 +170,10 @@ class Checkpointer:
                     return None
                 folder, has_several = resolve(input_dir, self.automatic)
                 if has_several:
-                    return newest(folder)
+                    return newest(folder, run.world.is_main)
                 found: Checkpoint = _explained(Checkpoint.open, folder)
-                verification = background.submit(_explained, Checkpoint.verify, found)  # while the files are read
+                look = partial(Checkpoint.verify, is_shown=run.world.is_main)
+                verification = background.submit(_explained, look, found)  # while the files are read
                 if run.load_hooks:  # they may read them themselves, and change the models
                     verification.result()
                 return found

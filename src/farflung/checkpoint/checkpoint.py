@@ -8,9 +8,11 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from farflung.base.bars import Bar, bar
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.checkpoint import atomic, paths
 from farflung.checkpoint.files import is_file, kind_of, sums_of
@@ -53,20 +55,26 @@ class Checkpoint:
                 return f"{name} has {status.st_size} bytes, but {record.num_bytes} were written"
         return None
 
-    def verify(self) -> Checkpoint:
-        """Read every byte, if checksums were written; CheckpointError names a file that is damaged."""
-        with ThreadPoolExecutor(_READERS, "farflung reader") as readers:
-            names = self.manifest.files if self.manifest else ()
-            problem = next(filter(None, readers.map(self._damage_of, names)), None)
+    def verify(self, is_shown: bool = True) -> Checkpoint:
+        """Read every byte, if checksums were written; CheckpointError names a file that is damaged.
+
+        `is_shown` is False where no bar may show how far it is.
+        """
+        names, total = (self.manifest.files, self.manifest.num_bytes) if self.manifest else ((), 0)
+        with (
+            bar(f"Verifying {self.folder.name}", total, is_shown) as shown,
+            ThreadPoolExecutor(_READERS, "farflung reader") as readers,
+        ):
+            problem = next(filter(None, readers.map(partial(self._damage_of, shown), names)), None)
         if problem:
             self._refuse(problem)
         return self
 
-    def _damage_of(self, name: str) -> str | None:
+    def _damage_of(self, shown: Bar, name: str) -> str | None:
         assert self.manifest is not None
         written = self.manifest.files[name]
         try:
-            sums = sums_of(self.folder / name)
+            sums = sums_of(self.folder / name, shown)
         except OSError as error:
             return f"{name} can't be read ({error.strerror})"
         if sums == written:
@@ -157,12 +165,15 @@ def candidates(folder: Path) -> list[Path]:
     return sorted(found, key=_written_at, reverse=True)
 
 
-def newest(folder: Path) -> Checkpoint:
-    """Return the newest complete checkpoint in `folder`, verified; CheckpointError where none is, with the reasons."""
+def newest(folder: Path, is_shown: bool = True) -> Checkpoint:
+    """Return the newest complete checkpoint in `folder`, verified; CheckpointError where none is, with the reasons.
+
+    For `is_shown` see `Checkpoint.verify`.
+    """
     passed: list[str] = []
     for candidate in candidates(folder):
         try:
-            found = Checkpoint.open(candidate).verify()
+            found = Checkpoint.open(candidate).verify(is_shown)
         except CheckpointError as error:
             passed.append(str(error))
             continue

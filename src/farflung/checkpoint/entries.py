@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farflung.base.bars import Bar
 from farflung.base.errors import ConfigError
 from farflung.base.tensor_memory import memory_of
 from farflung.checkpoint.manifest import FileRecord
@@ -31,11 +32,11 @@ class Entry:
     safe: bool = False  # write it as safetensors
     origin: str = ""  # what the content is the state of, for errors
 
-    def write(self, folder: Path, threaded: bool = True) -> Any:
+    def write(self, folder: Path, threaded: bool = True, bar: Bar | None = None) -> Any:
         """Write it and wait for the disk; return its record, or what `finish` has to know of it on another rank."""
         path = folder / self.name
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileWriter(path, threaded) as writer:
+        with FileWriter(path, threaded, bar) as writer:
             if self.safe:
                 write_safetensors(self.content, writer)
             else:

@@ -16,7 +16,7 @@ from farflung.base.files import WRITING
 from farflung.base.sizes import num_bytes
 from farflung.checkpoint import paths
 from farflung.checkpoint.manifest import names_of
-from farflung.checkpoint.writer import FileWriter, save_object, without_aliases
+from farflung.checkpoint.writer import FileWriter, save_object, tensor_bytes, without_aliases
 
 
 def save_sharded(
@@ -46,7 +46,7 @@ def save_sharded(
     index = directory / paths.model_index(safe)
     if len(shards) > 1:
         where = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-        total = sum(_bytes_of(value) for value in kept.values())
+        total = tensor_bytes(kept)
         with FileWriter(index) as file:
             file.write(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2).encode() + b"\n")
     else:
@@ -66,7 +66,7 @@ def _shards(state: dict[str, Any], limit: int) -> list[dict[str, Any]]:
     current: dict[str, Any] = {}
     filled = 0
     for name, value in state.items():
-        size = _bytes_of(value)
+        size = tensor_bytes(value)
         if size > limit:
             shards.append({name: value})
             continue
@@ -76,7 +76,3 @@ def _shards(state: dict[str, Any], limit: int) -> list[dict[str, Any]]:
         current[name] = value
         filled += size
     return [*shards, current] if current or not shards else shards
-
-
-def _bytes_of(value: Any) -> int:
-    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0

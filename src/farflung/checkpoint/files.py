@@ -10,6 +10,7 @@ from __future__ import annotations
 import stat
 from pathlib import Path, PurePosixPath
 
+from farflung.base.bars import Bar
 from farflung.base.errors import CheckpointError
 
 try:
@@ -53,8 +54,8 @@ def is_file(path: Path) -> bool:
     return True
 
 
-def sums_of(path: Path) -> tuple[int, int]:
-    """Return the size and the checksum of a file, as it is on the disk now."""
+def sums_of(path: Path, bar: Bar | None = None) -> tuple[int, int]:
+    """Return the size and the checksum of a file, as it is on the disk now; `bar` counts what is read."""
     is_file(path)
     total = found = 0
     buffer = memoryview(bytearray(_BLOCK))
@@ -62,4 +63,6 @@ def sums_of(path: Path) -> tuple[int, int]:
         while count := file.readinto(buffer):
             found = crc32(buffer[:count], found)
             total += count
+            if bar is not None:
+                bar.advance(count)
     return total, found

@@ -16,16 +16,15 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, Literal
 
-from torch import Tensor
-
+from farflung.base.bars import bar
 from farflung.base.errors import CheckpointError, ConfigError, StateError, Unsupported
-from farflung.base.tree import leaves_of
 from farflung.base.words import in_bytes
 from farflung.checkpoint import atomic, paths
 from farflung.checkpoint.atomic import StagedDir
 from farflung.checkpoint.entries import Entry, Staging
 from farflung.checkpoint.files import sums_of
 from farflung.checkpoint.manifest import FileRecord, Manifest
+from farflung.checkpoint.writer import tensor_bytes
 from farflung.comm import collectives
 from farflung.comm.exchange import Exchange
 from farflung.process.failure import CHECKPOINT, leave_note
@@ -78,6 +77,7 @@ class SaveRequest:
     facts: dict[str, Any]  # what the manifest says of the run
     is_numbered: bool = False  # by automatic naming, which refuses to mix two runs
     total_limit: int | None = None  # how many numbered ones stay; None: all
+    is_shown: bool = False  # a bar on a terminal may show how far this process is
 
     @property
     def doing(self) -> str:
@@ -194,7 +194,7 @@ class Saver:
 def _write(
     group: CheckpointGroup, request: SaveRequest, staged: StagedDir, parts: Sequence[Entry], at_once: bool
 ) -> None:
-    written = group.agree(request.doing, lambda: _write_all(parts, staged.folder, at_once))
+    written = group.agree(request.doing, lambda: _write_all(parts, staged.folder, at_once, request.is_shown))
 
     def place() -> None:
         if group.leads:
@@ -208,7 +208,7 @@ def _write(
     group.agree(request.doing, place)
 
 
-def _write_all(parts: Sequence[Entry], folder: Path, at_once: bool) -> dict[str, Any]:
+def _write_all(parts: Sequence[Entry], folder: Path, at_once: bool, is_shown: bool) -> dict[str, Any]:
     if not folder.is_dir():
         raise CheckpointError(
             f"this rank does not see {folder}, which another rank created. Use a folder shared by all machines, or "
@@ -217,9 +217,12 @@ def _write_all(parts: Sequence[Entry], folder: Path, at_once: bool) -> dict[str,
     try:
         if not at_once:
             return {part.name: part.write(folder, threaded=False) for part in parts}
-        with ThreadPoolExecutor(_WRITERS, "farflung writer") as writers:
+        with (
+            bar(f"Writing {folder.name}", tensor_bytes([part.content for part in parts]), is_shown) as shown,
+            ThreadPoolExecutor(_WRITERS, "farflung writer") as writers,
+        ):
             # Most of writing is copying and summing, outside of Python's lock; one file is summed while another waits.
-            records = list(writers.map(lambda part: part.write(folder), parts))
+            records = list(writers.map(lambda part: part.write(folder, bar=shown), parts))
         return {part.name: record for part, record in zip(parts, records, strict=True)}
     except OSError as error:
         if error.errno != errno.ENOSPC:
@@ -229,10 +232,10 @@ def _write_all(parts: Sequence[Entry], folder: Path, at_once: bool) -> dict[str,
 
 def _space(parts: Sequence[Entry], folder: Path) -> str:
     """Say how many bytes this rank's parts take, and how many were free for the parts of all ranks."""
-    tensors = [leaf for part in parts for leaf in leaves_of(part.content) if isinstance(leaf, Tensor)]
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     written = sum(path.stat().st_size for path in atomic.files_in(folder))  # which goes away again
-    return f"this rank writes {in_bytes(needed)}; {in_bytes(shutil.disk_usage(folder).free + written)} were free"
+    free = shutil.disk_usage(folder).free + written
+    needed = tensor_bytes([part.content for part in parts])
+    return f"this rank writes {in_bytes(needed)}; {in_bytes(free)} were free"
 
 
 def _complete(folder: Path, parts: Sequence[Entry], written: Sequence[dict[str, Any]], facts: dict[str, Any]) -> None:

@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
 
+from farflung.base.bars import Bar, bar
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.checkpoint import paths
 from farflung.checkpoint.entries import Entry
@@ -122,8 +123,8 @@ class ShardedEntry(Entry):
     plan: SavePlan | None = None  # of this rank
     metadata: Metadata | None = None  # of the whole folder
 
-    def write(self, folder: Path, threaded: bool = True) -> WrittenShards:
-        writer = _Writer(folder / self.name, threaded)
+    def write(self, folder: Path, threaded: bool = True, bar: Bar | None = None) -> WrittenShards:
+        writer = _Writer(folder / self.name, threaded, bar)
         if self.plan is None or not self.plan.items:
             return WrittenShards({}, [])
         results = writer.write_data(self.plan, _Given(self.content)).wait()
@@ -153,14 +154,14 @@ class _Given(DefaultSavePlanner):
 class _Files(FileSystem):
     """The files of a folder, whose sizes and sums are known once they are written."""
 
-    def __init__(self, threaded: bool) -> None:
+    def __init__(self, threaded: bool, bar: Bar | None) -> None:
         self.records: dict[str, FileRecord] = {}
-        self._threaded = threaded
+        self._threaded, self._bar = threaded, bar
 
     @contextmanager
     def create_stream(self, path: Path_, mode: str) -> Iterator[Any]:
         assert mode == "wb"
-        with FileWriter(path, self._threaded) as writer:
+        with FileWriter(path, self._threaded, self._bar) as writer:
             yield writer
         self.records[Path(path).name] = FileRecord(writer.num_bytes, writer.crc32)
 
@@ -172,10 +173,10 @@ class _Files(FileSystem):
 class _Writer(FileSystemWriter):
     fs: _Files
 
-    def __init__(self, folder: Path, threaded: bool) -> None:
+    def __init__(self, folder: Path, threaded: bool, bar: Bar | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         super().__init__(folder, sync_files=False)  # leaving a FileWriter syncs
-        self.fs = _Files(threaded)
+        self.fs = _Files(threaded, bar)
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()  # not the path at which the folder stands while it is written
@@ -197,14 +198,15 @@ class ShardReader:
         """Return an empty tensor of the shape and type of a value; None: it is no tensor."""
         return torch.empty(self.sizes[name], dtype=self.dtypes[name], device=device) if name in self.sizes else None
 
-    def read(self, names: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    def read(self, names: Mapping[str, Tensor | None], bar: Bar | None = None) -> dict[str, Any]:
         """Return values by flat name, on the CPU; CheckpointError where one is not there, or has another shape.
 
         Args:
             names: for each, a sharded tensor of its shape, whose local part alone is read; None: all of it.
+            bar: counts the bytes of tensors that were read.
         """
         wanted = {name: self.like(name) if given is None else given for name, given in names.items()}
-        planner = _Filler(wanted, self.dtypes)
+        planner = _Filler(wanted, self.dtypes, bar)
         reader = FileSystemReader(self.folder)
         with reading(self.folder):
             planner.set_up_planner(dict(wanted), self._metadata)
@@ -217,8 +219,14 @@ class ShardReader:
             reader.read_data(plan, planner).wait()
         return planner.found
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(size.numel() * self.dtypes[name].itemsize for name, size in self.sizes.items())
+
     def read_whole(self) -> Any:
-        found = self.read(dict.fromkeys(self.paths))
+        with bar(f"Reading {self.folder.name}", self.num_bytes) as shown:
+            found = self.read(dict.fromkeys(self.paths), shown)
         return nested({self.paths[name]: value for name, value in found.items()})
 
 
@@ -241,12 +249,14 @@ def merge_shards(folder: Path, target: Path, safe: bool = True, remove: bool = F
         inner = [name for name in (paths.model_shards(0), paths.optimizer_shards(0)) if (folder / name).is_dir()]
         where = f" Name {' or '.join(str(folder / name) for name in inner)} instead." if inner else ""
         raise ConfigError(f"There are no shards in {folder}.{where}")
-    whole = ShardReader(folder).read_whole()
+    reader = ShardReader(folder)
+    whole = reader.read_whole()
     if isinstance(whole, dict) and len(whole) == 1:  # {"model": {...}}
         whole = next(iter(whole.values()))
     target.mkdir(parents=True, exist_ok=True)
     path = target / paths.model(0, safe)
-    save_object(whole, path, safe)
+    with bar(f"Writing {path.name}", reader.num_bytes) as shown:
+        save_object(whole, path, safe, shown)
     if remove:
         shutil.rmtree(folder)
     return path
@@ -255,8 +265,9 @@ def merge_shards(folder: Path, target: Path, safe: bool = True, remove: bool = F
 class _Filler(DefaultLoadPlanner):
     """Reads into memory of its own, so that what is there stays as it is until all has been read."""
 
-    def __init__(self, wanted: Mapping[str, Tensor | None], dtypes: Mapping[str, torch.dtype]) -> None:
+    def __init__(self, wanted: Mapping[str, Tensor | None], dtypes: Mapping[str, torch.dtype], bar: Bar | None) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._bar = bar
         self.found: dict[str, Any] = {
             name: torch.empty(local(like).shape, dtype=dtypes.get(name, like.dtype), device="cpu")
             for name, like in wanted.items()
@@ -272,6 +283,10 @@ class _Filler(DefaultLoadPlanner):
         for name, number in read.items():
             if number != self.found[name].numel():
                 raise CheckpointError(f"It has {number} of the {self.found[name].numel()} numbers of {name}.")
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        if self._bar is not None:
+            self._bar.advance(tensor.nbytes)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.found[read_item.dest_index.fqn] = load(value, map_location="cpu")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import secrets
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from farflung.base.bars import Bar, bar
 from farflung.base.errors import CheckpointError
 from farflung.base.tree import flatten
 from farflung.base.words import counted, in_bytes
@@ -24,9 +24,10 @@ from farflung.checkpoint.files import is_file, sums_of
 from farflung.checkpoint.manifest import FileRecord, Manifest, manifest_path
 from farflung.checkpoint.reader import read_torch, read_weights
 from farflung.checkpoint.sharded import ShardReader
-from farflung.checkpoint.writer import save_object
+from farflung.checkpoint.writer import FileWriter, save_object, tensor_bytes
 
 _NO_MODEL = "it has no model weights"
+_BLOCK = 2**20  # bytes that are copied at a time
 _SHOWN = 10  # names of one kind that are listed before the rest is counted
 
 
@@ -73,10 +74,13 @@ def diff(one: Path, other: Path) -> bool:
     for name in alone:
         click.echo(f"{name}: only in {one if name in mine else other}")
     both = sorted(mine & theirs - set(paths.MANIFESTS))
+    plain = [folder / name for name in both if not paths.SHARDS.fullmatch(name) for folder in (one, other)]
+    with bar("Reading both", sum(path.stat().st_size for path in plain)) as shown:
+        sums = {path: sums_of(path, shown) for path in plain}
     same = 0
     for name in both:
-        is_copy = not paths.SHARDS.fullmatch(name) and sums_of(one / name) == sums_of(other / name)
-        lines = [] if is_copy else list(_differences(_read(one / name), _read(other / name)))
+        is_copy = one / name in sums and sums[one / name] == sums[other / name]
+        lines = [] if is_copy else _compared(name, one, other)
         same += not lines
         for line in lines[:_SHOWN]:
             click.echo(f"{name}: {line}")
@@ -86,6 +90,13 @@ def diff(one: Path, other: Path) -> bool:
     return same < len(both) + len(alone)
 
 
+def _compared(name: str, one: Path, other: Path) -> list[str]:
+    """Return how a file, or a folder of shards, differs in two checkpoints."""
+    mine, theirs = _read(one / name), _read(other / name)
+    with bar(f"Comparing {name}", tensor_bytes([mine, theirs])) as shown:
+        return list(_differences(mine, theirs, shown))
+
+
 def convert(source: Path, target: Path, form: str, model: int) -> None:
     """Write a checkpoint in another form: `accelerate`, `farflung`, or `state-dict` of the model with this index."""
     found = Checkpoint.open(source).verify()
@@ -93,7 +104,8 @@ def convert(source: Path, target: Path, form: str, model: int) -> None:
         weights = _weights(found, model)
         found.check_unchanged()
         target.parent.mkdir(parents=True, exist_ok=True)
-        save_object(weights, target, safe_serialization=target.suffix == ".safetensors")
+        with bar(f"Writing {target.name}", tensor_bytes(weights)) as shown:
+            save_object(weights, target, target.suffix == ".safetensors", shown)
         click.echo(f"Written to {target}: {counted(len(weights), 'tensor')}, {in_bytes(target.stat().st_size)}.")
         return
     there = _sizes(source)
@@ -115,12 +127,16 @@ def convert(source: Path, target: Path, form: str, model: int) -> None:
 
 
 def _copy(names: list[str], found: Checkpoint, target: Path, with_manifest: bool) -> None:
-    for name in names:
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(found.folder / name, target / name)
+    files = {}
+    with bar(f"Writing {target.name}", sum((found.folder / name).stat().st_size for name in names)) as shown:
+        for name in names:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            with open(found.folder / name, "rb", buffering=0) as file, FileWriter(target / name, bar=shown) as writer:
+                while block := file.read(_BLOCK):
+                    writer.write(block)
+            files[name] = FileRecord(writer.num_bytes, writer.crc32)
     found.check_unchanged()
     if with_manifest:
-        files = {name: FileRecord(*sums_of(target / name)) for name in names}
         old = found.manifest or Manifest({}, world_size=sum(name.startswith("random_states_") for name in names))
         facts = {k: getattr(old, k) for k in ("step", "optimizer_steps", "iteration", "world_size", "versions")}
         Manifest(files, written_at=time.time(), **facts).write(target / paths.MANIFEST)
@@ -169,12 +185,12 @@ def _read(path: Path) -> Any:
     return path.read_bytes() if is_file(path) else b""
 
 
-def _differences(mine: Any, theirs: Any) -> Iterator[str]:
+def _differences(mine: Any, theirs: Any, shown: Bar) -> Iterator[str]:
     if isinstance(mine, dict) and isinstance(theirs, dict):
         for key in sorted(mine.keys() ^ theirs.keys(), key=str):
             yield f"{key} is only in the {'first' if key in mine else 'second'}"
         for key in sorted(mine.keys() & theirs.keys(), key=str):
-            yield from (f"{key}: {line}" for line in _differences(mine[key], theirs[key]))
+            yield from (f"{key}: {line}" for line in _differences(mine[key], theirs[key], shown))
         return
     leaves, others = flatten(mine), flatten(theirs)
     if leaves[1] != others[1]:
@@ -182,6 +198,7 @@ def _differences(mine: Any, theirs: Any) -> Iterator[str]:
         return
     for one, other in zip(map(_as_tensor, leaves[0]), map(_as_tensor, others[0]), strict=True):
         if isinstance(one, Tensor) and isinstance(other, Tensor):
+            shown.advance(tensor_bytes([one, other]))
             if one.shape != other.shape or one.dtype != other.dtype:
                 yield f"{list(one.shape)} {one.dtype} and {list(other.shape)} {other.dtype}"
             elif (gap := _gap(one, other)) is not None:

@@ -20,9 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from farflung.base.bars import Bar
 from farflung.base.errors import ConfigError
 from farflung.base.files import atomic_file
 from farflung.base.tensor_memory import bytes_of, memory_of
+from farflung.base.tree import leaves_of
 from farflung.checkpoint.files import crc32
 
 _logger = logging.getLogger("farflung.utils.other")
@@ -57,14 +59,14 @@ class FileWriter:
     What fills a block of memory is written by a thread while the next block is filled, and past the system's cache
     where the file system has a way (`O_DIRECT`): nobody reads a checkpoint soon, it would push out what is read, and
     finding memory for a copy of it and waiting for the disk at the end takes longer than the disk alone. `threaded` is
-    False where no thread may start any more.
+    False where no thread may start any more. `bar` counts what was taken.
     """
 
-    def __init__(self, path: str | os.PathLike[str], threaded: bool = True) -> None:
+    def __init__(self, path: str | os.PathLike[str], threaded: bool = True, bar: Bar | None = None) -> None:
         self._open = ExitStack()
         self._disk = _Disk(self._open.enter_context(atomic_file(path)))
         self._open.callback(self._disk.close)
-        self._threaded = threaded
+        self._threaded, self._bar = threaded, bar
         self.num_bytes = 0
         self.crc32 = 0  # of what was written; of all of it once the block has been left
         self.failure: OSError | None = None  # when the system could not write
@@ -85,6 +87,8 @@ class FileWriter:
             np.copyto(np.asarray(block[self._filled : self._filled + count]), view[done : done + count])
             self._filled += count
             done += count
+            if self._bar is not None:
+                self._bar.advance(count)
             if self._filled == len(block):
                 self._hand_over(block)
         self.num_bytes += done
@@ -203,7 +207,9 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def save_object(obj: Any, path: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+def save_object(
+    obj: Any, path: str | os.PathLike[str], safe_serialization: bool = False, bar: Bar | None = None
+) -> None:
     """Write `obj` to `path`: with `torch.save`, or a flat dictionary of tensors as safetensors.
 
     Of tensors that share their memory (tied weights), safetensors gets the first name alone.
@@ -215,7 +221,7 @@ def save_object(obj: Any, path: str | os.PathLike[str], safe_serialization: bool
     if not safe_serialization and hasattr(path, "write"):
         torch.save(obj, path)
         return
-    with FileWriter(path) as file:
+    with FileWriter(path, bar=bar) as file:
         if safe_serialization:
             write_safetensors(obj, file)  # not safetensors' own writer, whose files nobody else may read
         else:
@@ -243,6 +249,11 @@ def write_safetensors(tensors: Mapping[str, Tensor], file: FileWriter, metadata:
     for _, tensor in ordered:
         if tensor.numel():
             file.write(bytes_of(tensor))
+
+
+def tensor_bytes(content: Any) -> int:
+    """Return how many bytes the tensors in nested data take."""
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves_of(content) if isinstance(leaf, Tensor))
 
 
 def without_aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

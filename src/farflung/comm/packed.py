@@ -11,7 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
+from farflung.base.bars import Bar
 from farflung.comm.fingerprint import bytes_of
+
+_BLOCK = 4 * 2**20  # bytes that are read at a time
 
 
 class Damaged(ValueError):
@@ -25,12 +28,15 @@ def packed(header: Any, tensors: Sequence[Tensor]) -> list[bytes | memoryview]:
     return [_digest(said, plain), b" ", said, b"\n", *plain]
 
 
-def unpack(file: BufferedReader, size: int, limit: int, memory: Callable[[Any], Sequence[Tensor]]) -> None:
+def unpack(
+    file: BufferedReader, size: int, limit: int, memory: Callable[[Any], Sequence[Tensor]], bar: Bar | None = None
+) -> None:
     """Read an object of `size` bytes into tensors on the host.
 
     Args:
         limit: of the header, in bytes.
         memory: returns the tensors for a header; Damaged if it is not one that can be meant.
+        bar: counts the bytes of tensors that were read.
 
     Raises:
         Damaged: it has another size than these tensors, or another digest than it should.
@@ -46,8 +52,10 @@ def unpack(file: BufferedReader, size: int, limit: int, memory: Callable[[Any], 
         raise Damaged(f"{found} in {size} bytes instead of {len(line) + sum(map(len, plain))}")
     for one in plain:
         num_bytes = 0
-        while num_bytes < len(one) and (count := file.readinto(one[num_bytes:])):
+        while num_bytes < len(one) and (count := file.readinto(one[num_bytes : num_bytes + _BLOCK])):
             num_bytes += count
+            if bar is not None:
+                bar.advance(count)
     if _digest(header, plain) != said:
         raise Damaged("its digest shows that it is damaged")
 

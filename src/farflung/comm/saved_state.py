@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from farflung.base.bars import Bar, bar
 from farflung.base.errors import ConfigError, Unreachable
 from farflung.comm.address import objects_at
 from farflung.comm.board import Log, forget
@@ -86,11 +87,16 @@ class SavedStates:
                 row = json.loads(content)
                 yield Saved(**{**row, "parts": tuple(row["parts"])})
 
-    def read(self, saved: Saved, rank: int) -> dict[str, Any]:
-        """Return a rank's part of a state; Damaged if it is not what was written."""
-        return {part: self._read_part(_key(saved.name, rank, part)) for part in saved.parts}
+    def read(self, saved: Saved, rank: int, bar: Bar | None = None) -> dict[str, Any]:
+        """Return a rank's part of a state; Damaged if it is not what was written. `bar` counts what is read."""
+        return {part: self._read_part(_key(saved.name, rank, part), bar) for part in saved.parts}
 
-    def _read_part(self, key: str) -> Any:
+    def num_bytes(self, saved: Saved) -> int:
+        """Return how many bytes the parts of all ranks have."""
+        keys = [_key(saved.name, rank, part) for rank in range(saved.ranks) for part in saved.parts]
+        return sum(self._board.read(key, lambda _, size: size) or 0 for key in keys)
+
+    def _read_part(self, key: str, bar: Bar | None) -> Any:
         tensors: dict[str, Tensor] = {}
         form: Any = None
 
@@ -102,7 +108,7 @@ class SavedStates:
                 return list(tensors.values())
 
             tensors.clear()
-            unpack(file, size, _HEADER_BYTES, memory)
+            unpack(file, size, _HEADER_BYTES, memory, bar)
             return True
 
         if not self._board.read(key, act):
@@ -147,7 +153,8 @@ def pull(address: str, target: Path) -> str:
         why = "No state was written there yet"
         for saved in states.newest():
             try:
-                ranks = [states.read(saved, rank) for rank in range(saved.ranks)]
+                with bar(f"Reading step {saved.position}", states.num_bytes(saved)) as shown:
+                    ranks = [states.read(saved, rank, shown) for rank in range(saved.ranks)]
             except Damaged as error:
                 why = f"The newest states are damaged: {error}"
                 continue

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bars for long work on bytes: on a terminal alone, and only while the work takes longer than a moment."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from threading import Lock
+from typing import Any
+
+_PATIENCE_S = 1.0  # work that is over sooner shows no bar
+_REDRAW_S = 0.1
+
+
+class Bar:
+    """Counts bytes that are done, and draws how many of `total_bytes` they are. No thread draws but those that count.
+
+    Attributes:
+        num_bytes: done so far.
+    """
+
+    def __init__(self, what: str, total_bytes: int, is_shown: bool) -> None:
+        self.num_bytes = 0
+        self._what, self._total_bytes = what, total_bytes
+        self._due_at = time.monotonic() + _PATIENCE_S if is_shown else math.inf  # when it is drawn next
+        self._drawn: Any = None
+        self._lock = Lock()
+
+    def advance(self, num_bytes: int) -> None:
+        """Count bytes that are done now; any thread may call it."""
+        with self._lock:
+            self.num_bytes += num_bytes
+            if (now := time.monotonic()) < self._due_at:
+                return
+            self._due_at = now + _REDRAW_S
+            try:
+                self._drawn = self._drawn or _drawn(self._what, self._total_bytes)
+                self._drawn.update(self._drawn.task_ids[0], completed=self.num_bytes, refresh=True)
+            except (OSError, ValueError):  # the terminal is gone, or closed; the work is not
+                self._due_at = math.inf
+
+    def close(self) -> None:
+        """Remove what was drawn."""
+        with self._lock, suppress(OSError, ValueError):
+            self._due_at = math.inf
+            if self._drawn is not None:
+                self._drawn.stop()
+
+
+@contextmanager
+def bar(what: str, total_bytes: int, is_shown: bool = True) -> Iterator[Bar]:
+    """Yield a bar on stderr, which is gone when the block is left; nothing is drawn where stderr is no terminal.
+
+    Args:
+        what: is done, such as `Reading checkpoint_3`.
+        is_shown: False on all processes but the main one.
+    """
+    made = Bar(what, total_bytes, is_shown and sys.stderr is not None and sys.stderr.isatty())
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def _drawn(what: str, total_bytes: int) -> Any:
+    from rich import progress  # late: most work is over before a bar is due
+    from rich.console import Console
+    from rich.control import Control
+    from rich.segment import ControlType
+
+    console = Console(stderr=True)
+    console.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))  # over a bar of the script's
+    words = progress.TextColumn("{task.description}", markup=False)
+    columns = (words, progress.BarColumn(), progress.DownloadColumn(), progress.TimeRemainingColumn())
+    # What the script prints meanwhile goes where it always goes: rich would send stdout to this console too.
+    shown = progress.Progress(
+        *columns, console=console, transient=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+    )
+    shown.add_task(what, total=total_bytes)
+    shown.start()
+    return shown

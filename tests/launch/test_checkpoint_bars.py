@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bars of commands and calls on checkpoints: whole at the end, on terminals alone, and of main processes."""
+
+import io
+import re
+import sys
+
+import torch
+from torch import nn
+
+from farflung import Accelerator
+from farflung.base import bars
+from farflung.outer import diloco
+from farflung.testing.ranks import run_ranks
+from tests.base.test_bars import in_terminal, terminal  # noqa: F401  (a fixture)
+from tests.outer.test_saved_state import trained
+from tests.python import run_python
+
+AT_ONCE = "from farflung.base import bars; bars._PATIENCE_S = bars._REDRAW_S = 0"
+COMMANDS = """
+from farflung.launch.main import checkpoint
+for words in {commands}:
+    print("==", *words)
+    checkpoint([str(word) for word in words], standalone_mode=False)
+"""
+SCRIPT = """
+import torch
+from farflung import Accelerator
+from farflung.utils import merge_fsdp_weights, save_fsdp_model
+accelerator = Accelerator(cpu=True)
+model = accelerator.prepare(torch.nn.Linear(1000, 1000))
+print("== save")
+accelerator.save_state({0!r} + "/own")
+print("== load")
+accelerator.load_state({0!r} + "/own")
+print("== background")
+accelerator.save_state({0!r} + "/later", block=False)
+accelerator.end_training()
+save_fsdp_model(None, accelerator, model, {0!r} + "/parts")
+print("== merge")
+merge_fsdp_weights({0!r} + "/parts/pytorch_model_fsdp_0", {0!r} + "/merged")
+print("== end")
+"""
+FULL = r"{what} .*?(\d+\.\d)/\1 MB"  # in one line, a bar that has come to its end
+
+
+def parts_of(said):
+    """What was said after each line that begins with ==, by the word that follows."""
+    pieces = re.split(r"(?m)^.*?== (.+?)\r?\n", said)
+    return dict(zip(pieces[1::2], pieces[2::2], strict=True))
+
+
+def test_saving_loading_and_merging_show_what_is_written_and_read(tmp_path):
+    program = f"{AT_ONCE}\n{SCRIPT.format(str(tmp_path))}"
+    said = parts_of(in_terminal(program))
+    assert re.search(FULL.format(what="Writing own"), said["save"]), said["save"]
+    assert re.search(FULL.format(what="Verifying own"), said["load"]), said["load"]
+    assert " MB" not in said["background"], "training goes on meanwhile, and prints"
+    for what in ("Reading pytorch_model_fsdp_0", r"Writing model\.safetensors"):
+        assert re.search(FULL.format(what=what), said["merge"]), said["merge"]
+    assert " MB" not in run_python("-c", program).stderr, "nothing in a pipe"
+
+
+def test_commands_show_what_is_written_and_read(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(1000, 1000))
+    one, other, here = tmp_path / "one", tmp_path / "other", tmp_path / "here"
+    accelerator.save_state(one)
+    with torch.no_grad():
+        model.weight += 1
+    accelerator.save_state(other)
+    address, pulled = (tmp_path / "run").as_uri(), tmp_path / "pulled.safetensors"
+    (tmp_path / "run").mkdir()
+    trained(address, diloco(4), 9, nn.Linear(500, 500))[0].close()
+    expected = {
+        ("verify", one): ["Verifying one"],
+        ("diff", one, other): ["Reading both", r"Comparing model\.safetensors"],
+        ("convert", one, here, "--to", "farflung"): ["Verifying one", "Writing here"],
+        ("convert", one, tmp_path / "w.pt", "--to", "state-dict"): ["Verifying one", r"Writing w\.pt"],
+        ("pull", address, pulled): ["Reading step 9"],
+    }
+    commands = [tuple(map(str, words)) for words in expected]
+    program = f"{AT_ONCE}\n{COMMANDS.format(commands=commands)}"
+    said = parts_of(in_terminal(program, width=200))
+    for words, shown in expected.items():
+        for what in shown:
+            found = said[" ".join(map(str, words))]
+            assert re.search(FULL.format(what=what), found), found
+    for path in (here, tmp_path / "w.pt", pulled):
+        path.rename(path.with_name(f"old-{path.name}"))
+    done = run_python("-c", program)
+    assert done.stderr == "", "nothing in a pipe"
+    assert f"{one}: complete" in done.stdout
+
+
+class FakeTerminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def save_and_load(folder):
+    """What each process would show in a terminal of its own."""
+    bars._PATIENCE_S, real = 0.0, sys.stderr
+    sys.stderr = FakeTerminal()
+    try:
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(nn.Linear(100, 100))
+        accelerator.save_state(folder)
+        accelerator.load_state(folder)
+        return sys.stderr.getvalue()
+    finally:
+        sys.stderr = real
+
+
+def test_no_process_but_the_main_one_shows_anything(tmp_path):
+    first, second = run_ranks(save_and_load, 2, tmp_path / "saved")
+    assert "Writing saved" in first
+    assert "Verifying saved" in first
+    assert second == ""
