@@ -54,6 +54,18 @@ def test_a_state_comes_back_with_its_bits_and_the_last_two_are_kept(board):
     assert (tensor.dtype, tensor.tolist(), rest) == (torch.bfloat16, [[1.0] * 3] * 2, (1, None))
 
 
+def test_what_other_ranks_have_written_of_the_next_state_stays(board):
+    states = SavedStates(board)
+    states.write("1.20", 1, TREE)  # this rank is ahead
+    for rank in range(2):
+        states.write("1.10", rank, TREE)
+    states.finish(saved("1.10", 2))
+    states.write("1.20", 0, TREE)
+    states.finish(saved("1.20", 2))
+    assert [one.name for one in states.newest()] == ["1.20", "1.10"]
+    assert states.read(next(states.newest()), 1)["place"] == TREE["place"]
+
+
 @pytest.mark.parametrize(
     "change",
     [

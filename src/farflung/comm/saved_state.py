@@ -38,11 +38,15 @@ _RANKS_S, _PAUSES = 600.0, 10  # how long a rank may take longer than another on
 class Saved:
     """A state that lies there."""
 
-    name: str
+    name: str  # the generation's number and the position
     position: int  # in the schedule
     ranks: int  # of the replica that has written it
     parts: tuple[str, ...]
     logs: Mapping[str, str] = field(default_factory=dict)  # values of logs of the run that belong to it, by name
+
+
+def _order(name: str) -> list[int]:
+    return [int(number) for number in name.split(".")]
 
 
 class SavedStates:
@@ -77,7 +81,8 @@ class SavedStates:
         kept = {one.name for one in self.newest()}
         there = {key.split("/")[1] for key in self._board.list("state/")}
         for name in there - kept:
-            forget(self._board, f"state/{name}/")
+            if _order(name) < _order(saved.name):  # other ranks may be writing the next one
+                forget(self._board, f"state/{name}/")
 
     def newest(self) -> Iterator[Saved]:
         """Return the states that were kept, the newest first."""
