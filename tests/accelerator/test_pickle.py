@@ -4,6 +4,7 @@
 import copy
 import pickle
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -62,7 +63,10 @@ def test_prepared_loaders_are_pickled_on_ranks():
     assert run_ranks(loaders_come_back, 2) == [[0, 1], [0, 1]]
 
 
-def test_a_copy_of_an_accelerator_trains_a_model_of_its_own():
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_a_copy_of_an_accelerator_trains_a_model_of_its_own(has_folder, tmp_path, monkeypatch):
+    if has_folder:
+        monkeypatch.setenv("FARFLUNG_RUN_FOLDER", str(tmp_path))
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = nn.Linear(2, 1)
     parts = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(torch.ones(6, 2), 2))

@@ -106,6 +106,9 @@ class Metrics:
         self._writer: threading.Timer | None = None
         atexit.register(self.write)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Metrics, (self._path.parent,)  # a copy of an Accelerator has its own lines to write
+
     @classmethod
     def of_run(cls) -> Metrics | None:
         """Return what writes to the folder of the run that this process belongs to; None without one."""
