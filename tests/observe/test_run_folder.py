@@ -143,3 +143,12 @@ def test_numbers_that_json_has_no_word_for_and_bars_do_not_spoil_lines(tmp_path,
     lines = [line[9:] for line in (tmp_path / "logs" / "rank0.log").read_text().split("\n")]
     assert lines == ["one", "two and a half", "", "", ""]
     assert "10%" in capsys.readouterr().out
+
+
+def test_the_last_sign_of_a_rank_is_whole_however_long_its_error_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("FARFLUNG_RUN_FOLDER", str(tmp_path))
+    with pytest.raises(ValueError, match="äö"), run_files.recorded():
+        raise ValueError("äö\n" * 5000)
+    row = json.loads((tmp_path / "ranks" / "rank0.json").read_text())
+    assert row["ended"] == 1
+    assert row["why"].startswith("ValueError: äö")

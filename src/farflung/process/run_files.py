@@ -33,7 +33,7 @@ LOGS, RANKS = "logs", "ranks"
 _LOOK_S, _FIRST_LOOK_S = 1.0, 0.02
 _STEPS_S = 5.0  # between two lines about how many steps were made
 _STUCK_S = 3.0  # how long a rank is in one call before its stack is written too
-_RECORD_BYTES = 4096
+_RECORD_BYTES, _MOST_WORDS = 4096, 400  # and characters of an error in it, each at most six bytes
 _MAX_FRAMES = 12
 _OURS, _TORCH, _STDLIB = str(Path(__file__).parents[1]), f"{os.sep}torch{os.sep}", str(Path(threading.__file__).parent)
 
@@ -232,7 +232,7 @@ class Signs:
         """Write how this rank ends."""
         self._halt.set()
         self._thread.join(_LOOK_S)
-        self._tell(ended=code, why=why)
+        self._tell(ended=code, why=why[:_MOST_WORDS])
         os.close(self._file)
 
 
