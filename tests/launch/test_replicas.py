@@ -245,7 +245,7 @@ def test_launchers_of_the_same_line_meet_at_an_address_and_outlive_the_first_one
         begun = until(lambda: [it for it in (one, another) if any("training begins" in text for text in it.lines)])
         assert len(begun) == 1
         first, second = (one, another) if begun == [one] else (another, one)
-        first.printed(r"generation 2: .* joined; 2 replicas train$")
+        first.printed(r"training begins with 2 replicas$|joined; 2 replicas train$")
         board = transport_at(where).board
         machine = board.get("first")
         (member,) = [one for one in "12" if board.get(f"machine/{one}") == machine]
@@ -253,9 +253,9 @@ def test_launchers_of_the_same_line_meet_at_an_address_and_outlive_the_first_one
         until(lambda: len(list(home.glob("in*"))) == 2)  # the newcomer has the state
         for pid in (machine.rpartition(b":")[2], replica.name.partition("_")[2]):
             os.kill(int(pid), signal.SIGKILL)
-        second.printed("generation 3: replica 0 is out: its machine gave no sign for .*; training continues")
+        second.printed(r"generation \d: replica 0 is out: its machine gave no sign for .*; training continues")
         with Launcher(*line, "0.5") as back:
-            second.printed(r"generation 4: replica 0 of \S+ joined; 2 replicas train$")
+            second.printed(r"generation \d: replica 0 of \S+ joined; 2 replicas train$")
             (home / "last").write_text(str(int((home / "at").read_text() or 0) + 40))
             assert (second.ended(), back.ended()) == (0, 0)
 

@@ -70,11 +70,17 @@ def _drawn(what: str, total_bytes: int) -> Any:
     from rich.console import Console
     from rich.control import Control
     from rich.segment import ControlType
+    from rich.table import Column
 
     console = Console(stderr=True)
     console.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))  # over a bar of the script's
-    words = progress.TextColumn("{task.description}", markup=False)
-    columns = (words, progress.BarColumn(), progress.DownloadColumn(), progress.TimeRemainingColumn())
+    one_line = Column(no_wrap=True)
+    columns = (
+        progress.TextColumn("{task.description}", markup=False, table_column=one_line),
+        progress.BarColumn(),
+        progress.DownloadColumn(table_column=one_line),
+        progress.TimeRemainingColumn(table_column=one_line),
+    )
     # What the script prints meanwhile goes where it always goes: rich would send stdout to this console too.
     shown = progress.Progress(
         *columns, console=console, transient=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
