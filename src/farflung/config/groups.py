@@ -6,38 +6,38 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Group(NamedTuple):
+class FlagGroup(NamedTuple):
     """Settings that belong together."""
 
     about: str  # in one line
     begins: tuple[str, ...]  # the settings' names, or how they begin
 
 
-GROUPS: dict[str, Group] = {
-    "processes": Group(
+GROUPS: dict[str, FlagGroup] = {
+    "processes": FlagGroup(
         "CPU or GPUs, and how many processes", ("use_cpu", "num_processes", "num_cpu", "multi_", "gpu_")
     ),
-    "machines": Group(
+    "machines": FlagGroup(
         "several machines and how they find each other",
         ("num_machines", "machine_rank", "main_process_", "network_interface", "same_network", "rdzv_"),
     ),
-    "script": Group(
+    "script": FlagGroup(
         "what is started, and the file of settings",
         ("module", "no_python", "as_accelerate", "main_training_function", "config_file", "dry_run"),
     ),
-    "precision": Group("mixed precision, accumulation and clipping", ("mixed_precision", "gradient_")),
-    "outer": Group("replicas that synchronize every H steps: recipes and their options", ("outer_",)),
-    "elastic": Group(
+    "precision": FlagGroup("mixed precision, accumulation and clipping", ("mixed_precision", "gradient_")),
+    "outer": FlagGroup("replicas that synchronize every H steps: recipes and their options", ("outer_",)),
+    "elastic": FlagGroup(
         "replicas that fail, leave and join at any time",
         ("elastic", "replicas", "ranks_per_", "grace_s", "join", "meet", "heartbeat_s", "state_every"),
     ),
-    "sharding": Group(
+    "sharding": FlagGroup(
         "FSDP, the grid of copies and shards, islands",
         ("use_fsdp", "fsdp_", "use_parallelism_", "parallelism_", "island_size"),
     ),
-    "compile": Group("torch.compile", ("dynamo_",)),
-    "failures": Group("time-outs, restarts and checks", ("hang_timeout_s", "max_restarts", "monitor_", "debug")),
-    "logs": Group(
+    "compile": FlagGroup("torch.compile", ("dynamo_",)),
+    "failures": FlagGroup("time-outs, restarts and checks", ("hang_timeout_s", "max_restarts", "monitor_", "debug")),
+    "logs": FlagGroup(
         "what is printed and what is kept", ("log_dir", "run_dir", "tee", "role", "quiet", "only_rank", "json")
     ),
 }

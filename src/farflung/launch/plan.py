@@ -101,7 +101,7 @@ def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str], r
     if num_local > 1 and settings.num_cpu_threads_per_process is None:
         variables["OMP_NUM_THREADS"] = str(max(1, usable_cores() // num_local))
     watched = bool(settings.max_restarts) or settings.log_dir is not None or settings.tee != "0"
-    watched = watched or settings.outer_recipe is not None or settings.json  # what became of it is said at the end
+    watched = watched or settings.outer_recipe is not None or settings.json  # both report at the end
     alone = num_local == 1 and settings.num_machines == 1 and not watched
     reported = reported or not alone or settings.run_dir != "none"
     command = command_line(settings, script, arguments, reported)

@@ -26,7 +26,7 @@ _LOAD_S = 60.0  # torch may be loaded from a slow disk; that is no probe
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command was asked for."""
+    """The flags of `farflung doctor`."""
 
     folder: Path
     parameters: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run has cost: where its time went, span by span, and what it sent, next to what DDP would have sent."""
+"""What a run has cost: its time, span by span, and the bytes that it sent, compared with those of DDP."""
 
 from __future__ import annotations
 

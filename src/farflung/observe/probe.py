@@ -14,7 +14,7 @@ from farflung.comm.threads import Task
 
 @dataclass(frozen=True)
 class Found:
-    """What a probe has found."""
+    """The result of a probe."""
 
     text: str  # for people; a probe of several lines has several
     figures: Mapping[str, Any] = field(default_factory=dict)  # for programs: bytes, bits, seconds

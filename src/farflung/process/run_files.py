@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the ranks of a launched run write into its folder: lines of JSON, a log each, and a sign of life each second.
 
-Lines are only ever added, each written at once, so that what is there is whole after any end of its writer. The folder
-is for people who look: where it can't be written, training continues without it.
+Writers only append, one whole line at a time, so a rank that is killed leaves whole lines. The folder is for people
+who look: where it can't be written, training continues without it.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _kept(value: Any) -> Any:
 
 
 class Metrics:
-    """Writes what a script logs to the run's folder, a moment later and in a thread: a step pays for a list's growth.
+    """Writes what a script logs to the run's folder, a moment later and in a thread: a step only keeps its values.
 
     Args:
         folder: the run's.
