@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
+import sys
 
 import pytest
 
@@ -47,6 +49,15 @@ def test_a_script_sees_what_it_would_see_without_a_launcher(words, home):
     plain, ranked = run(*words), run(*RANK_STARTER, *words)
     assert (plain.returncode, plain.stderr) == (0, "")
     assert (ranked.stdout, ranked.stderr, ranked.returncode) == (plain.stdout, "", 0)
+
+
+def test_a_line_of_several_words_is_one_write_so_that_ranks_share_a_pipe(home):
+    (home / "train.py").write_text("print('step', 1)\nprint('no', end=' ')\nprint('end')\n")
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # which keeps writes apart
+    with ours, its:
+        subprocess.run([sys.executable, "-u", *RANK_STARTER, "train.py"], stdout=its.fileno(), check=True)
+        its.close()
+        assert [ours.recv(100) for _ in range(3)] == [b"step 1\n", b"no end\n", b""]
 
 
 @pytest.mark.parametrize(
