@@ -20,7 +20,7 @@ DEV_READY := $(VENV)/.ready-dev
 # Tests start Python a thousand times: without its bytecode each start would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-elastic test test-fast test-torch check format package clean
+.PHONY: demo demo-elastic test test-fast test-torch check format release clean
 demo: $(DEMO_READY)
 	$(BIN)/farflung demo
 
@@ -54,9 +54,9 @@ format: $(DEV_READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Builds the wheel, and installs, runs and uninstalls it far from the checkout.
-package: $(DEV_READY)
-	.ci/package $(BIN)/python
+# Builds the last commit's sdist and wheel twice, compares them, and installs, runs and uninstalls the wheel elsewhere.
+release: $(DEV_READY)
+	TORCH_INDEX='$(TORCH_INDEX)' .ci/release $(BIN)/python
 
 # torch comes first and alone, so that the pinned build is there before anything asks for a range.
 $(DEMO_READY): pyproject.toml constraints.txt
