@@ -8,11 +8,13 @@ TORCH_INDEX ?=
 # The torch of `make test-torch`: `torch` is the newest, which on Linux is a CUDA build; torch==2.11 is the oldest.
 TORCH ?= torch
 TORCH_PYTHON := $(VENV)-$(TORCH)/bin/python
-# What depends most on torch's release and build: names inside it, gloo, its store and agent, sharding, compiling.
+# What depends most on torch's release and build: names inside it, gloo, its store and agent, sharding, compiling; and
+# what nobody may miss on any of them: the laws, an everyday loop, a round of each recipe, checkpoints, the launcher.
 TORCH_TESTS := tests/base tests/comm tests/process tests/strategy/test_fsdp.py \
 	tests/accelerator/test_checkpoint_words.py tests/accelerator/test_sharded_checkpoints.py \
-	tests/outer/test_compile.py tests/outer/test_elastic.py tests/outer/test_on_ranks.py \
-	tests/launch/test_checkpoint.py tests/launch/test_run.py
+	tests/accelerator/test_equals_one_process.py tests/accelerator/test_outer_recipes.py \
+	tests/outer/test_absent_gpu.py tests/outer/test_compile.py tests/outer/test_elastic.py tests/outer/test_laws.py \
+	tests/outer/test_on_ranks.py tests/launch/test_checkpoint.py tests/launch/test_run.py
 # Quiet: of what is there already, pip would print a line each. torch shows its progress, as it may be gigabytes.
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 DEMO_READY := $(VENV)/.ready-demo
@@ -40,7 +42,8 @@ test-fast: $(DEV_READY)
 test-torch:
 	@echo "== A virtual environment with $(TORCH) (minutes: gigabytes, unless it is there already)"
 	$(PYTHON) -m venv $(VENV)-$(TORCH)
-	$(TORCH_PYTHON) -m pip install --disable-pip-version-check --quiet --no-compile '$(TORCH)'
+	$(TORCH_PYTHON) -m pip install --disable-pip-version-check --quiet --no-compile \
+		$(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
 	$(TORCH_PYTHON) -m pip install --disable-pip-version-check --quiet --editable '.[test]'
 	$(TORCH_PYTHON) -m pytest -n 2 --dist worksteal $(TORCH_TESTS)
 

@@ -31,6 +31,8 @@ FOREIGN = {
     "rounds.jsonl",  # files of a run's folder
     "events.jsonl",
     "report.html",
+    "CHANGELOG.md",
+    "private.key",  # WireGuard's
 }
 
 
