@@ -32,7 +32,8 @@ FOREIGN = {
     "events.jsonl",
     "report.html",
     "CHANGELOG.md",
-    "private.key",  # WireGuard's
+    "PersistentKeepalive",  # WireGuard's
+    "private.key",
 }
 
 
