@@ -5,6 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Where torch comes from, such as https://download.pytorch.org/whl/cpu on Linux; empty: where all else comes from.
 TORCH_INDEX ?=
+FROM_INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 # The torch of `make test-torch`: `torch` is the newest, which on Linux is a CUDA build; torch==2.11 is the oldest.
 TORCH ?= torch
 TORCH_PYTHON := $(VENV)-$(TORCH)/bin/python
@@ -42,8 +43,7 @@ test-fast: $(DEV_READY)
 test-torch:
 	@echo "== A virtual environment with $(TORCH) (minutes: gigabytes, unless it is there already)"
 	$(PYTHON) -m venv $(VENV)-$(TORCH)
-	$(TORCH_PYTHON) -m pip install --disable-pip-version-check --quiet --no-compile \
-		$(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	$(TORCH_PYTHON) -m pip install --disable-pip-version-check --quiet --no-compile $(FROM_INDEX) '$(TORCH)'
 	$(TORCH_PYTHON) -m pip install --disable-pip-version-check --quiet --editable '.[test]'
 	$(TORCH_PYTHON) -m pytest -n 2 --dist worksteal $(TORCH_TESTS)
 
@@ -66,7 +66,7 @@ $(DEMO_READY): pyproject.toml constraints.txt
 	@echo "== 1/3 A virtual environment in $(VENV) (seconds)"
 	$(PYTHON) -m venv $(VENV)
 	@echo "== 2/3 torch: 200 MB for CPUs, gigabytes with CUDA (minutes, as fast as your line; README: Install)"
-	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(PIP) $(FROM_INDEX) torch
 	@echo "== 3/3 Farflung and matplotlib (less than a minute)"
 	$(PIP) --quiet --editable '.[plot]'
 	@touch $(DEMO_READY)

@@ -21,8 +21,8 @@ from farflung.codec.blockwise import E3M0, Fp8, Int4, Int8
 from tests.python import run_python
 
 ROOT = Path(__file__).parent.parent.parent
-# Triton compiles for them without a GPU, CUDA or ROCm: their names there, what comes out, and a line of it. Farflung takes
-# torch's version on AMD's devices until the kernels have run on one.
+# Triton compiles for them without a GPU, CUDA or ROCm: their names there, what comes out, and a line of it. On AMD's
+# devices Farflung takes torch's version until the kernels have run on one.
 TARGETS = {
     "sm_80": (("cuda", 80, 32), "ptx", ".target sm_80"),
     "sm_90": (("cuda", 90, 32), "ptx", ".target sm_90"),

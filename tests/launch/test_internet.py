@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page "Over the open internet": its lines make a tunnel, two machines train through it, and the cable shows nothing.
+"""The page "Over the open internet": its lines make a tunnel, two machines train through it, and a cable shows nothing.
 
 The machines are network namespaces. Debian's wireguard-go does the tunnel where the kernel can't.
 """
