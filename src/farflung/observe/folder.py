@@ -26,6 +26,7 @@ from farflung.config.resolve import Resolved
 from farflung.process.run_files import EVENTS, add_lines
 
 RUNS, LATEST, FACTS, NONE = "farflung-runs", "latest", "run.json", "none"
+SUBMITTED = "engine.json"  # what was submitted to an engine, whose launchers write into the folder of whoever did it
 _GIT_WITHIN_S = 2.0
 
 
@@ -69,6 +70,8 @@ def make_folder(resolved: Resolved, script: str, arguments: Sequence[str], world
     try:
         path.mkdir(parents=True, exist_ok=True)
         path = path if settings.run_dir else _new(path, Path(script).stem)
+        if (path / SUBMITTED).exists():
+            return RunFolder(path)
         with atomic_file(path / FACTS) as part:
             part.write_text(json.dumps(_facts(resolved, script, arguments, world), indent=1), encoding="utf-8")
         if not settings.run_dir:
