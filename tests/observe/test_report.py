@@ -23,7 +23,8 @@ TRAINS = """
 import torch
 from farflung import Accelerator
 torch.set_num_threads(1)
-accelerator, model = Accelerator(), torch.nn.Sequential(*(torch.nn.Linear(50, 30 if k else 50, bias=False) for k in range(2)))
+layers = [torch.nn.Linear(50, width, bias=False) for width in (50, 30)]
+accelerator, model = Accelerator(), torch.nn.Sequential(*layers)
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
 for step in range(48):
     loss = model(torch.randn(8, 50)).square().mean()
