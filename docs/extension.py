@@ -8,7 +8,7 @@ from markdown.extensions import Extension
 from markdown.preprocessors import Preprocessor
 
 REPOSITORY = "https://github.com/farflung/farflung/blob/main/"
-_OUTSIDE = re.compile(r"(?<=\]\()(?:\.\./)+(?=(?:src|tests|benchmarks|examples)/)")
+_OUTSIDE = re.compile(r"(?<=\]\()(?:\.\./)+(?=(?:src|tests|benchmarks|examples)[/)])")
 _FENCE = re.compile(r"^(\s*```\w+) (.+)$")
 
 
@@ -29,5 +29,5 @@ def _fence(match: re.Match[str]) -> str:
 class GitHubPages(Extension):
     """Before fences are found (25 in Python-Markdown and its extensions)."""
 
-    def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802  Python-Markdown's name
+    def extendMarkdown(self, md: Markdown) -> None:
         md.preprocessors.register(_AsOnGitHub(md), "as_on_github", 40)

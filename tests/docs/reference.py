@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of reference, `docs/reference`, from the doors of the package: `python -m tests.docs.reference` writes them.
+"""The pages of reference, `docs/reference`, from the package's doors: `python -m tests.docs.reference` writes them.
 
 A page names what there is; the site takes the text from the docstrings. A name that several doors hand on stands once.
 """
 
 import importlib
+from itertools import groupby
 from types import ModuleType
+from typing import Any, NamedTuple
 
 from tests.docs.test_pages import ROOT
 
@@ -13,7 +15,7 @@ FOLDER = ROOT / "docs" / "reference"
 ACCELERATE = "Names of Accelerate's, at its paths. What differs from Accelerate: [migrating](../migrating.md)."
 # A page's name, what it says first, and its doors. A door that is a room of ours has its few public names with it.
 PAGES = {
-    "farflung": ("What scripts import first. `import farflung` loads no torch; each name is loaded at its first use.", ""),
+    "farflung": ("What scripts import first. `import farflung` loads no torch: a name is loaded at its first use.", ""),
     "outer": ("The outer loop: recipes, and the parts that they are made of. It needs torch alone.", "outer"),
     "elastic": ("Replicas that come and go, in a loop of your own: [elastic](../elastic.md).", "elastic"),
     "integrations": ("Other libraries: [transformers](../transformers.md).", "integrations.transformers:OuterCallback"),
@@ -35,6 +37,7 @@ PAGES = {
     ),
     "test_utils": (ACCELERATE, "test_utils"),
 }
+TITLES = {"farflung": "farflung", "other": "Accelerate's other doors"}
 PLAIN = (bool, int, float, str, tuple, list, dict, set, frozenset, type(None))
 
 
@@ -49,39 +52,61 @@ def ours(value):
     return not isinstance(value, ModuleType) and (owner.startswith("farflung") or isinstance(value, PLAIN))
 
 
-def line(name, path, value):
-    """A row for what exists for Accelerate's names alone, and for constants: its anchor, and a sentence or its value."""
-    said = repr(value) if isinstance(value, PLAIN) else (value.__doc__ or "-").strip().partition("\n\n")[0]
-    said = " ".join(said.split()).replace("|", "\\|")
-    said = said if not isinstance(value, PLAIN) else f"`{said if len(said) < 80 else said[:76] + ' ...'}`"
-    return f'| <a id="{path}"></a>`{name}` | {said} |'
+class Entry(NamedTuple):
+    """A public name: the door that has it, its path there, and the path where the reference describes it."""
+
+    door: str
+    name: str
+    value: Any
+    page: str
+    there: str
+
+    @property
+    def own(self):
+        return f"{self.door}.{self.name}"
+
+    def row(self):
+        """A row, for a constant or what exists for Accelerate's names alone: its value, or its first sentences."""
+        said = repr(self.value) if isinstance(self.value, PLAIN) else (self.value.__doc__ or "-").partition("\n\n")[0]
+        said = " ".join(said.split()).replace("|", "\\|")
+        if isinstance(self.value, PLAIN):
+            said = f"`{said if len(said) < 80 else said[:76] + ' ...'}`"
+        return f'| <a id="{self.own}"></a>`{self.name}` | {said} |'
+
+
+def entries():
+    """The entries of each page, in order. Each value is described where it comes first."""
+    first, found = {}, {}
+    for page, (_, doors) in PAGES.items():
+        for door, _, listed in (each.partition(":") for each in doors.split(" ")):
+            path = f"farflung.{door}".rstrip(".")
+            for name in listed.split() or public(path):
+                value = getattr(importlib.import_module(path), name)
+                key = name if isinstance(value, PLAIN) else id(value)
+                there = first.setdefault(key, (page, f"{path}.{name}"))
+                found.setdefault(page, []).append(Entry(path, name, value, *there))
+    return found
 
 
 def pages():
     """The text of each page, by its file."""
-    first, where, found = {}, {}, {}
-    for page, (about, doors) in PAGES.items():
-        parts = [about]
-        for door, _, listed in (each.partition(":") for each in doors.split(" ")):
-            path = f"farflung.{door}".rstrip(".")
-            module = importlib.import_module(path)
-            whole, rows, known = [], [], []
-            for name in listed.split() or public(path):
-                value = getattr(module, name)
-                own = f"{path}.{name}"
-                there = first.setdefault(name if isinstance(value, PLAIN) else id(value), own)
-                where.setdefault(own, f"{page}.md")
-                if there != own:
-                    known.append(f"[`{name}`]({where[there]}#{there})")
-                elif isinstance(value, PLAIN) or "compat" in getattr(value, "__module__", ""):
-                    rows.append(line(name, own, value))
+    found = {}
+    for page, entered in entries().items():
+        about, doors = PAGES[page]
+        parts = [f"# {TITLES.get(page, f'farflung.{page}')}", about]
+        for door, group in groupby(entered, lambda each: each.door):
+            parts += [f"## {door}"] * (" " in doors)
+            rows, known = [], []
+            for each in group:
+                if each.there != each.own:
+                    known.append(f"[`{each.name}`]({each.page}.md#{each.there})")
+                elif isinstance(each.value, PLAIN) or "compat" in getattr(each.value, "__module__", ""):
+                    rows.append(each.row())
                 else:
-                    whole.append(f"::: {own}")
-            parts += [f"## {path}"] * (" " in doors) + whole
+                    parts.append(f"::: {each.own}")
             parts += ["\n".join(["| name | what it is |", "| --- | --- |", *rows])] * bool(rows)
             parts += ["Also here: " + ",\n".join(known) + "."] * bool(known)
-        title = "Accelerate's other doors" if page == "other" else page if page == "farflung" else f"farflung.{page}"
-        found[FOLDER / f"{page}.md"] = "\n\n".join([f"# {title}", *parts]) + "\n"
+        found[FOLDER / f"{page}.md"] = "\n\n".join(parts) + "\n"
     return found
 
 

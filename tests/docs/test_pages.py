@@ -53,7 +53,8 @@ def prose(text):
 def anchors(text):
     """The anchors of a page's headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    names = re.findall(r"""^(?:::: |\| <a id=")([\w.]+)""", text, re.MULTILINE)  # of the reference, on the site
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles} | set(names)
 
 
 @pytest.mark.parametrize("page", TEXTS)
@@ -72,6 +73,18 @@ def test_links_of_the_readme_work_where_a_package_index_shows_it():
     relative = [target for target in _LINK.findall(TEXTS["README.md"]) if not target.startswith(("https://", "#"))]
     assert relative == []
     assert f'Repository = "{REPOSITORY}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+MEASURE = r"1/\d+|\d[\d.,]*[ -]?(?:%|times|s\b|ms|[kMG]?B\b|[MG]bit)"
+
+
+@pytest.mark.parametrize("page", ["why.md", "faq.md"])
+def test_figures_are_quoted_from_the_pages_that_have_them(page):
+    """Each stands in a link to its page, word for word; those pages are compared with results."""
+    text = " ".join(TEXTS[f"docs/{page}"].split())
+    for quote, target in re.findall(r"\[([^\]]*\d[^\]]*)\]\((\w+)\.md[^)]*\)", text):
+        assert quote in " ".join(TEXTS[f"docs/{target}.md"].split()), f"{page}: {target}.md doesn't say `{quote}`"
+    assert re.findall(MEASURE, _LINK.sub("", text)) == []
 
 
 @cache
