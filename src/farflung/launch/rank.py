@@ -35,7 +35,9 @@ def run(arguments: list[str]) -> None:
     if arguments[0] == "--exec":
         os.execvp(arguments[1], arguments[1:])
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # `-u` has `print` write a line and its end apart, and ranks share a pipe
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # `-u` has `print` write a line and its end apart, and ranks share a pipe
             stream.reconfigure(line_buffering=True, write_through=False)
     outer = None
     try:
