@@ -67,7 +67,7 @@ package: $(DEV_READY)
 $(DEMO_READY): pyproject.toml constraints.txt
 	@echo "== 1/3 A virtual environment in $(VENV) (seconds)"
 	$(PYTHON) -m venv $(VENV)
-	@echo "== 2/3 torch: 200 MB for CPUs, gigabytes with CUDA (minutes, as fast as your line; README: Install)"
+	@echo "== 2/3 torch: 200 MB for CPUs, gigabytes with CUDA (minutes, as fast as your line; README: Set-up)"
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@echo "== 3/3 Farflung and matplotlib (less than a minute)"
 	$(PIP) --quiet --editable '.[plot]'

@@ -20,7 +20,7 @@ from farflung.launch.main import farflung
 from tests.python import run_python
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*(ROOT / name for name in ("README.md", "README.zh.md", "CONTRIBUTING.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 ROOMS = sorted(p.name for p in (ROOT / "src" / "farflung").iterdir() if (p / "__init__.py").exists())
 DOORS = {"utils", "commands", "test_utils"}
@@ -67,6 +67,16 @@ def test_links_lead_to_files_and_headings(page):
         file = (ROOT if own else (ROOT / page).parent) / path if path else ROOT / page
         assert file.exists(), f"{page} links to {target}, which does not exist"
         assert not anchor or anchor in anchors(file.read_text(encoding="utf-8")), f"{page}: no heading for {target}"
+
+
+@pytest.mark.parametrize("page", [page for page in TEXTS if page.endswith(".zh.md")])
+def test_a_page_in_chinese_has_the_code_headings_and_links_of_the_one_in_english(page):
+    here, there = TEXTS[page], TEXTS[page.replace(".zh", "")]
+    assert _FENCE.findall(here) == _FENCE.findall(there)
+    assert re.findall(r"^#+ ", prose(here), re.MULTILINE) == re.findall(r"^#+ ", prose(there), re.MULTILINE)
+    linked = [{link.replace(".zh", "") for link in _LINK.findall(prose(text))} for text in (here, there)]
+    assert {link for link in linked[0] ^ linked[1] if "README" not in link} == set()
+    assert sorted(re.findall(r"\d+", prose(here))) == sorted(re.findall(r"\d+", prose(there))), "other figures"
 
 
 def test_links_of_the_readme_work_where_a_package_index_shows_it():
