@@ -20,7 +20,8 @@ from farflung.launch.main import farflung
 from tests.python import run_python
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = [*(ROOT / name for name in ("README.md", "README.zh.md", "CONTRIBUTING.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+TOP = ("README.md", "README.zh.md", "CONTRIBUTING.md")
+PAGES = [*(ROOT / name for name in TOP), *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 ROOMS = sorted(p.name for p in (ROOT / "src" / "farflung").iterdir() if (p / "__init__.py").exists())
 DOORS = {"utils", "commands", "test_utils"}

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import html
 import io
+import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import sys
@@ -188,3 +191,17 @@ def test_a_terminal_names_a_replica_that_is_stopped_and_one_that_is_killed(home,
     said = pexpect.run(f"{sys.executable} -m farflung report --json", encoding="utf-8")
     assert '"lost": 1' in said
     shutil.rmtree(home / "farflung-runs")
+
+
+def test_the_recording_shows_the_run_that_was_kept_and_the_screens_that_there_are(tmp_path):
+    script = runpy.run_path(str(PAGE.parent / "images" / "watch.py"))
+    kept = json.loads(script["KEPT"].read_text(encoding="utf-8"))
+    assert {"began", "lost", "joined"} <= {event["event"] for event in kept["events"]}
+    script["draw"](tmp_path / "watch.svg")
+    said = [
+        html.unescape(re.sub(r"<style>.*?</style>|<[^>]*>|\s", "", path.read_text(encoding="utf-8"), flags=re.DOTALL))
+        for path in (tmp_path / "watch.svg", script["TARGET"])
+    ]
+    assert said[0] == said[1], "run `python docs/images/watch.py`"
+    assert script["TARGET"].read_text(encoding="utf-8").count('<g class="frame"') == len(kept["looks"])
+    assert "http" not in script["TARGET"].read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
