@@ -146,7 +146,7 @@ def test_the_command_starts_without_torch():
 
 
 def test_a_failed_training_ends_the_demo_with_its_exit_code(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "start", lambda settings, plan: 3)
+    monkeypatch.setattr(compare, "start", lambda settings, plan: 3)
     with pytest.raises(SystemExit) as ended:
         compare.run(settings_for(tmp_path / "out", data=text_in(tmp_path)))
     assert ended.value.code == 3
@@ -155,7 +155,7 @@ def test_a_failed_training_ends_the_demo_with_its_exit_code(tmp_path, monkeypatc
 
 def concluded(folder, monkeypatch, *results):
     """Run the demo, whose training brings these results."""
-    monkeypatch.setattr(command, "start", lambda launch, plan: save_results(settings, results) or 0)
+    monkeypatch.setattr(compare, "start", lambda launch, plan: save_results(settings, results) or 0)
     settings = settings_for(folder, data=text_in(folder))
     compare.run(settings)
 
