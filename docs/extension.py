@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our pages are written for GitHub: an extension of Python-Markdown that lets a site read them (`mkdocs.yml`)."""
+"""An extension of Python-Markdown, for `mkdocs.yml`: a site reads pages that are written for GitHub."""
 
 import re
 
