@@ -21,7 +21,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 from farflung.config import environ
-from farflung.process.failure import has_report, record_exit, record_failure
+from farflung.process.failure import PREEMPTED, has_note, has_report, record_exit, record_failure
 from farflung.process.run_files import EVENTS, add_line, recorded
 from farflung.process.tether import end_with_launcher
 
@@ -31,11 +31,14 @@ def run(arguments: list[str]) -> None:
 
     Where the launcher asks for an outer loop, torch's DDP is taken over before, and the loops end after the script.
     """
+    has_agent = environ.text(environ.LAUNCHER) is not None
     end_with_launcher()
     if arguments[0] == "--exec":
         os.execvp(arguments[1], arguments[1:])
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # `-u` has `print` write a line and its end apart, and ranks share a pipe
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # `-u` has `print` write a line and its end apart, and ranks share a pipe
             stream.reconfigure(line_buffering=True, write_through=False)
     outer = None
     try:
@@ -52,6 +55,8 @@ def run(arguments: list[str]) -> None:
     except SystemExit as end:
         if outer is not None:
             outer.leave(end) if end.code else outer.close()
+        if has_agent and has_note(PREEMPTED):  # the launcher knows by it; after a failure it would end the other ranks
+            sys.exit(0)
         record_exit(end.code, end.__traceback__)
         raise
     except KeyboardInterrupt:
