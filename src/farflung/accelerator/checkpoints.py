@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
@@ -17,7 +18,7 @@ from farflung.accelerator import lazy
 from farflung.accelerator.operations import extract_model_from_parallel
 from farflung.accelerator.session import Session, flushed
 from farflung.base.checks import check_callable, check_optional, check_path, check_protocol, check_type, check_word
-from farflung.base.errors import Unsupported, WrongType
+from farflung.base.errors import CheckpointError, Unsupported, WrongType
 from farflung.comm.collectives import from_first
 from farflung.comm.matching import match
 from farflung.comm.shards import model_has_dtensor
@@ -166,8 +167,16 @@ class Checkpointing:
         world = self._run.world
         leader = world.rank - world.local_rank if self.project_configuration.save_on_each_node else 0
         self._stopping = session.stopping = self._run.loop.stops = lazy.Stopping(
-            Path(folder), world, lambda: self._checkpointer, self._controller.drop, leader
+            Path(folder), world, self._save_next, self._controller.drop, leader
         )
+
+    def _save_next(self, series: Path) -> Path:
+        """Write the next of some numbered checkpoints; that an earlier one failed is only printed."""
+        try:
+            self._settle_checkpoints()
+        except CheckpointError as error:
+            print(f"farflung: an earlier checkpoint was not written: {error}", file=sys.stderr)
+        return self._checkpointer.save(None, safe=True, block=True, busy="wait", series=series)
 
     def _ignore_signals(self) -> None:
         """Leave signals to the script again."""

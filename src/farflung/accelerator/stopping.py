@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NoReturn
 
-from farflung.base.errors import CheckpointError, ConfigError
+from farflung.base.errors import ConfigError
 from farflung.checkpoint import atomic
 from farflung.checkpoint.manager import CheckpointGroup
 from farflung.comm.exchange import Exchange
@@ -20,7 +20,6 @@ from farflung.process.log import get_logger
 from farflung.process.preemption import REQUEUE, Preemption
 
 if TYPE_CHECKING:
-    from farflung.accelerator.checkpointer import Checkpointer
     from farflung.process.world import World
 
 
@@ -29,12 +28,12 @@ class Stopping:
 
     Args:
         folder: of numbered checkpoints, which all ranks must see. A collective.
-        checkpointer: returns what writes them.
+        save: writes the next one, and returns it.
         drop: ends the outer loops as they are, when their state has been saved.
         leader: the rank that makes this one's checkpoints.
 
     Attributes:
-        is_resumed: the script has loaded a checkpoint, or found that there is none.
+        is_resumed: the script has loaded a checkpoint, or has found none.
 
     Raises:
         ConfigError: nothing can be written there, or ranks don't see what others write there; or replicas come and go.
@@ -44,7 +43,7 @@ class Stopping:
         self,
         folder: Path,
         world: World,
-        checkpointer: Callable[[], Checkpointer],
+        save: Callable[[Path], Path],
         drop: Callable[[], None],
         leader: int = 0,
     ) -> None:
@@ -54,7 +53,7 @@ class Stopping:
                 "others, or the address of --meet, keep the state."
             )
         self.folder, self.is_resumed = folder.expanduser().absolute(), False
-        self._world, self._checkpointer, self._drop = world, checkpointer, drop
+        self._world, self._save, self._drop = world, save, drop
         self._has_boundaries = self._has_warned = False
         _check_folder(self.folder, world.exchange, leader)
         self.signals = Preemption(world.rank, world.size)
@@ -85,12 +84,7 @@ class Stopping:
         return bool(atomic.numbered(self.folder))
 
     def _save_and_end(self) -> NoReturn:
-        checkpointer = self._checkpointer()
-        try:
-            checkpointer.saver.settle()
-        except CheckpointError as error:
-            print(f"farflung: an earlier checkpoint was not written: {error}", file=sys.stderr)
-        saved = checkpointer.save(None, safe=True, block=True, busy="wait", series=self.folder)
+        saved = self._save(self.folder)
         if self._world.is_main:
             said = f"{self.signals.why}: saved {saved}, from which accelerator.resume() continues"
             print(f"farflung: {said} (exit code {REQUEUE})", file=sys.stderr, flush=True)

@@ -44,7 +44,7 @@ class Stops(Protocol):
         """Called where everything of a step is done and nothing of the next one; raises SystemExit to end there."""
 
     def stray_step(self) -> None:
-        """Called after a step outside of all loops over prepared loaders, of which no boundary is known."""
+        """Called after a step outside of all loops over prepared loaders, whose boundaries are not known."""
 
 
 class Trace:
