@@ -57,6 +57,7 @@ LAZY_TABLES = (
     "launch/plan.py",
     "launch/rank.py",
     "launch/replicas.py",
+    "launch/engines/submit.py",
     "demo/command.py",
     "accelerator/__init__.py",
     "accelerator/lazy.py",

@@ -14,6 +14,7 @@ from farflung.base.enums import DynamoBackend
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.config import environ
 from farflung.config.compile import TorchDynamoPlugin
+from farflung.config.engines import EngineSettings
 from farflung.config.files import write_file
 from farflung.config.grid import LayoutSettings
 from farflung.config.launch import FIELDS, LaunchSettings, field_named, rank_variables
@@ -144,8 +145,8 @@ def test_a_flag_counts_before_the_environment_and_that_before_a_file_and_that_be
 
 def test_the_list_is_the_dataclass_and_the_options_of_the_outer_loop():
     own = [attribute.name for attribute in dataclasses.fields(LaunchSettings) if attribute.name != "outer_options"]
-    layout = [attribute.name for attribute in dataclasses.fields(LayoutSettings)]
-    own = [name for name in own if name not in layout] + layout
+    last = {attribute.name for each in (LayoutSettings, EngineSettings) for attribute in dataclasses.fields(each)}
+    own.sort(key=lambda name: name in last)
     assert [entry.name for entry in FIELDS if entry.name.removeprefix("outer_") not in OPTIONS] == own
     assert [entry.name for entry in FIELDS if entry.name not in own] == [f"outer_{name}" for name in OPTIONS]
     assert LaunchSettings() == LaunchSettings.of({entry.name: entry.default for entry in FIELDS})

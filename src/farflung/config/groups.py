@@ -21,6 +21,7 @@ GROUPS: dict[str, FlagGroup] = {
         "several machines and how they find each other",
         ("num_machines", "machine_rank", "main_process_", "network_interface", "same_network", "rdzv_"),
     ),
+    "engines": FlagGroup("what starts the processes: ssh, Slurm, Ray, Kubernetes", ("engine", "hosts", "sync")),
     "script": FlagGroup(
         "what is started, and the file of settings",
         ("module", "no_python", "as_accelerate", "main_training_function", "config_file", "dry_run"),

@@ -15,6 +15,7 @@ from farflung.base.enums import DynamoBackend
 from farflung.base.errors import ConfigError
 from farflung.base.words import counted
 from farflung.config import environ
+from farflung.config.engines import EngineSettings
 from farflung.config.grid import GRID, LayoutSettings, check_layout
 from farflung.config.groups import group_of
 from farflung.config.outer import OPTIONS, Outer, OuterSettings, outer_config, renamed
@@ -49,7 +50,7 @@ def _how_many(answers: Mapping[str, Value]) -> str:
 
 
 @dataclass(frozen=True)
-class LaunchSettings(LayoutSettings):
+class LaunchSettings(LayoutSettings, EngineSettings):
     """How a script is started. An object of this class is a set of settings that can work together.
 
     Raises:
@@ -228,7 +229,7 @@ class LaunchSettings(LayoutSettings):
     json: bool = setting(
         False, "Print the launcher's own messages as one JSON object a line: started, failed, restarted, ended ..."
     )
-    config_file: str | None = setting(None, "Read the settings from this file.", in_file=False)
+    config_file: str | None = setting(None, "Read the settings from this file; none: from no file.", in_file=False)
     dry_run: bool = setting(
         False, "Start nothing; print command, ranks, environment, and where each setting comes from.", in_file=False
     )
@@ -281,6 +282,7 @@ class LaunchSettings(LayoutSettings):
             raise ConfigError("only_rank needs --rdzv_backend static: c10d numbers the machines when they meet.")
         self._check_rendezvous()
         self._check_elastic()
+        self.check_engine(join=self.join, log_dir=self.log_dir, only_rank=self.only_rank)
 
     def _check_rendezvous(self) -> None:
         for part in filter(None, self.rdzv_conf.split(",")):
@@ -364,12 +366,12 @@ class LaunchSettings(LayoutSettings):
             )
         if self.num_machines == 1:
             return
-        if not self.main_process_ip:
+        if not self.main_process_ip and self.is_local:  # engines know where they start what
             raise ConfigError(
                 f"num_machines is {self.num_machines}, but main_process_ip is not set. "
                 "Set it to the host name or IP address of machine 0 on every machine."
             )
-        if not _is_host(self.main_process_ip):
+        if self.main_process_ip and not _is_host(self.main_process_ip):
             raise ConfigError(
                 f"main_process_ip is {self.main_process_ip!r}; it must be a host name or an IP address alone, such as "
                 "node0 or 10.0.0.1. The port is main_process_port."
@@ -408,7 +410,7 @@ def _is_host(text: str) -> bool:
 
 def _listed() -> Iterator[Field]:
     hints = get_type_hints(LaunchSettings)
-    inherited = LayoutSettings.__dataclass_fields__
+    inherited = {*LayoutSettings.__dataclass_fields__, *EngineSettings.__dataclass_fields__}
     for attribute in sorted(fields(LaunchSettings), key=lambda attribute: attribute.name in inherited):
         if attribute.name == "outer_options":
             for option in OPTIONS.values():

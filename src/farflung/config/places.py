@@ -9,7 +9,7 @@ from farflung.base.errors import ConfigError
 from farflung.base.files import FORMER_NAME
 from farflung.config import environ
 
-LOCAL_FILE = Path("farflung.yaml")
+LOCAL_FILE, NO_FILE = Path("farflung.yaml"), "none"
 
 
 def own_file() -> Path:
@@ -33,7 +33,12 @@ def accelerate_files() -> tuple[Path, ...]:
 
 
 def find_file(named: str | None = None) -> Path | None:
-    """Return the file that counts: the one named, `./farflung.yaml`, the user's own, Accelerate's, or None."""
+    """Return the file that counts: the one named, `./farflung.yaml`, the user's own, Accelerate's, or None.
+
+    The name `none` stands for no file.
+    """
+    if named == NO_FILE:
+        return None
     if named is not None:
         path = Path(named).expanduser()
         if not path.is_file():

@@ -11,6 +11,7 @@ from pathlib import Path
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.base.words import counted
 from farflung.config import environ
+from farflung.config.engines import LOCAL
 from farflung.config.launch import DEFAULT_PORT, FIELDS, LaunchSettings, check_variables
 from farflung.config.places import find_file
 from farflung.config.setting import Field, Stated
@@ -117,6 +118,8 @@ def _take_place(found: dict[str, Stated]) -> list[str]:
     What a flag or a variable of ours states stays. Returns a note for the user where something was taken.
     """
     stated = {name for name in _PLACE if found[name].kind in ("flag", "environment")}
+    if found["engine"].value not in (None, LOCAL):  # which starts launchers with places of their own
+        return []
     if "num_machines" in stated and found["num_machines"].value == 1:
         return []
     notes = _take_machine(found, stated)

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seam of the engines: a job to start elsewhere, and what each engine does with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from farflung.base.errors import ConfigError, did_you_mean
+from farflung.base.files import atomic_file
+from farflung.config.engines import LOCAL
+from farflung.config.launch import LaunchSettings, flags_for
+from farflung.config.places import NO_FILE
+from farflung.observe.folder import SUBMITTED
+
+_NOT_INNER = ("engine", "hosts", "sync", "engine_options", "dry_run", "config_file", "run_dir", "quiet")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that an engine starts: how many launchers of ours, each with what command.
+
+    Args:
+        settings: as the user gave them.
+        script, arguments: what each launcher runs.
+        folder: the run's, absolute.
+        ticket: what the engine has said of it when it was submitted; empty before.
+    """
+
+    settings: LaunchSettings
+    script: str
+    arguments: tuple[str, ...]
+    folder: Path
+    ticket: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether it consists of replicas that come and go, each a small job of its own."""
+        return self.settings.elastic is not None
+
+    @property
+    def count(self) -> int:
+        """How many launchers there are at the start: replicas or, in a fixed run, machines."""
+        own = self.settings
+        return (own.replicas or own.bounds[0]) if self.is_elastic else own.num_machines
+
+    @property
+    def name(self) -> str:
+        """The name of the run's folder."""
+        return self.folder.name
+
+    @cached_property
+    def options(self) -> Mapping[str, str]:
+        """`engine_options` by key. What follows a comma without a key of its own belongs to the value before it."""
+        found: dict[str, str] = {}
+        key = ""
+        for part in filter(None, self.settings.engine_options.split(",")):
+            name, has_value, value = part.partition("=")
+            if has_value:
+                key = name.strip().replace("-", "_")
+                found[key] = value.strip()
+            elif key:
+                found[key] += f",{part.strip()}"
+            else:
+                raise ConfigError(f"engine_options begins with {part!r}; use key=value,key=value.")
+        return found
+
+    def command(self, **changes: Any) -> tuple[str, ...]:
+        """Return the words of the launcher that the engine starts, from `launch` on, with some settings changed.
+
+        It reads no file of settings, starts the processes itself, and writes into this run's folder.
+        """
+        inner = replace(self.settings, **{"engine": None, "hosts": None, "sync": False, "engine_options": ""} | changes)
+        own = ("--engine", LOCAL, "--config_file", NO_FILE, "--run_dir", str(self.folder))
+        return "launch", *own, *flags_for(inner, without=_NOT_INNER), self.script, *self.arguments
+
+    def check_options(self, known: Mapping[str, str]) -> None:
+        """Raise ConfigError for a key of `engine_options` that is not among `known`, with what each means."""
+        for key in self.options:
+            if key not in known:
+                raise ConfigError(
+                    f"engine_options has the key {key!r}, which {self.settings.engine or 'ssh'} does not know; use one "
+                    f"of {', '.join(known)}.{did_you_mean(key, known)}"
+                )
+
+    def write(self, ticket: Mapping[str, Any]) -> None:
+        """Write into the run's folder what was submitted, for later commands about it."""
+        settings = asdict(self.settings)
+        rows = {"settings": settings, "script": self.script, "arguments": self.arguments, "ticket": dict(ticket)}
+        with atomic_file(self.folder / SUBMITTED) as part:
+            part.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> Job:
+        """Return the job whose run's folder this is; raise ConfigError if it was started without an engine."""
+        try:
+            rows = json.loads((folder / SUBMITTED).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{folder} is of a run that was started on this machine alone: no engine knows it. Ctrl-C at its "
+                "launcher ends it; with --elastic, `farflung launch --join` or the same --meet adds replicas."
+            ) from None
+        settings = LaunchSettings(**rows["settings"])
+        return cls(settings, rows["script"], tuple(rows["arguments"]), folder, rows["ticket"])
+
+
+class Engine(Protocol):
+    """Starts the launchers of a job elsewhere. Every method raises EngineFailure, in a sentence, for what it can't do.
+
+    Args:
+        job: the run. ConfigError is raised for settings and options that can't work with this engine.
+    """
+
+    outlives_launch: ClassVar[bool]  # whether the job goes on when the command that follows it is interrupted
+
+    def __init__(self, job: Job) -> None: ...
+
+    def check(self) -> None:
+        """Find out, before anything is submitted, whether it can work: the engine, its extra, what it needs there."""
+
+    def described(self) -> str:
+        """Return what would be submitted, as `--dry-run` shows it."""
+
+    def submit(self) -> Mapping[str, Any]:
+        """Start the job; return what JSON can hold and the other methods need, which `job.ticket` has from then on."""
+
+    def follow(self) -> int:
+        """Show what the job prints until it has ended; return its exit code, one of `codes`."""
+
+    def scale(self, count: int) -> str:
+        """Make the job have `count` replicas; return what was done, in words."""
+
+    def cancel(self) -> str:
+        """End the job; return what was done, in words."""
+
+
+def launcher(words: Sequence[str], python: str = "python3") -> tuple[str, ...]:
+    """Return the command of a launcher of ours on a machine whose Python is `python`."""
+    return python, "-m", "farflung", *words

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seam of the engines: what a launcher that one starts is asked for, and what is kept of a submitted run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from farflung.base.errors import ConfigError
+from farflung.config.launch import LaunchSettings
+from farflung.launch import main as command
+from farflung.launch.engines.engine import Job
+
+
+def job(folder, **settings) -> Job:
+    return Job(LaunchSettings(**settings), "train.py", ("--lr", "0.1"), folder)
+
+
+def test_a_launcher_that_an_engine_starts_has_the_same_settings_and_reads_no_file(home, capsys):
+    (home / "farflung.yaml").write_text("engine: slurm\nuse_cpu: true\nhang_timeout_s: 3\n")
+    (home / "train.py").touch()
+    settings = {"engine": "ray", "num_processes": 2, "outer_recipe": "diloco", "outer_options": {"every": 8}}
+    words = job(home / "run", **settings, use_cpu=True).command()
+    with pytest.raises(SystemExit):
+        command.main([*words[: -len(("train.py", "--lr", "0.1"))], "--dry-run", "train.py", "--lr", "0.1"])
+    shown = capsys.readouterr().out
+    for line in ("engine: local", "num_processes: 2", "use_cpu: true", "outer_recipe: diloco", "outer_every: 8"):
+        assert f"  {line} " in shown
+    assert "hang_timeout_s" not in shown
+    assert "train.py --lr 0.1" in shown
+
+
+def test_options_of_an_engine_are_keys_and_values_that_may_hold_commas(tmp_path):
+    given = job(tmp_path, engine="slurm", engine_options="partition=gpu,nodelist=n[1-2],n5,time=1:00:00")
+    assert given.options == {"partition": "gpu", "nodelist": "n[1-2],n5", "time": "1:00:00"}
+    with pytest.raises(ConfigError, match=r"'partitoin', which slurm does not know.*Did you mean `partition`"):
+        job(tmp_path, engine="slurm", engine_options="partitoin=gpu").check_options({"partition": "where it waits"})
+    with pytest.raises(ConfigError, match="begins with 'gpu'"):
+        job(tmp_path, engine="slurm", engine_options="gpu").options  # noqa: B018
+
+
+def test_what_was_submitted_is_read_back_from_the_runs_folder(tmp_path):
+    given = job(tmp_path, engine="slurm", elastic="2:4", replicas=3, meet="file:///shared/run")
+    given.write({"job": 17})
+    found = Job.read(tmp_path)
+    assert (found.settings, found.arguments, found.ticket) == (given.settings, given.arguments, {"job": 17})
+    assert (found.count, found.is_elastic) == (3, True)
+
+
+@pytest.mark.parametrize("words", [["follow"], ["cancel"], ["scale", "2"]])
+def test_a_run_that_no_engine_has_is_told_from_one(words, home, capsys):
+    (home / "farflung-runs" / "mine").mkdir(parents=True)
+    (home / "farflung-runs" / "mine" / "run.json").write_text("{}")
+    with pytest.raises(SystemExit) as ended:
+        command.main([words[0], "mine", *words[1:]])
+    assert ended.value.code == 2
+    assert "no engine knows it" in capsys.readouterr().err
+
+
+def test_a_run_of_fixed_size_is_not_scaled(home, capsys):
+    (home / "run").mkdir()
+    (home / "run" / "run.json").write_text("{}")
+    job(home / "run", engine="slurm", num_machines=2).write({})
+    for count, settings, why in ((1, {}, "fixed number"), (9, {"elastic": "1:4"}, "elastic is 1:4")):
+        if settings:
+            job(home / "run", engine="slurm", **settings).write({})
+        with pytest.raises(SystemExit):
+            command.main(["scale", "run", str(count)])
+        assert why in capsys.readouterr().err
+
+
+def test_a_launcher_of_a_submitted_run_adds_to_its_folder_and_leaves_what_is_there(farflung, home):
+    (home / "train.py").write_text("print('hello')")
+    (home / "run").mkdir()
+    job(home / "run", engine="slurm").write({})
+    (home / "run" / "run.json").write_text('{"who": "submitted it"}')
+    assert farflung("launch", "--cpu", "--run-dir", "run", "train.py").returncode == 0
+    assert json.loads((home / "run" / "run.json").read_text()) == {"who": "submitted it"}
+    assert "hello" in (home / "run" / "logs" / "rank0.log").read_text()
