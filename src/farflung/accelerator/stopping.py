@@ -98,18 +98,18 @@ def _check_folder(folder: Path, exchange: Exchange, leader: int) -> None:
     group, doing = CheckpointGroup(exchange, leader, "Accelerator"), "Looking at the folder of save_on_signal"
     with ExitStack() as stack:
 
-        def write() -> str | None:
+        def write() -> str:
             if not group.leads:
-                return None
+                return ""
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                return stack.enter_context(TemporaryDirectory(dir=folder, prefix="."))
+                return Path(stack.enter_context(TemporaryDirectory(dir=folder, prefix="."))).name
             except OSError as error:
                 why = f"where nothing can be written: {error.strerror}. Name another folder."
                 raise ConfigError(f"save_on_signal is {str(folder)!r}, {why}") from None
 
         def look() -> None:
-            if not Path(written).is_dir():
+            if not (folder / written).is_dir():
                 why = f"but this rank does not see what rank {leader} writes there. Name one that all machines share."
                 raise ConfigError(f"save_on_signal is {str(folder)!r}, {why}")
 
