@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A scheduler's signal to a launcher, or to all processes of a run: it is saved, and the exit code asks for a restart."""
+"""A scheduler's signal to a launcher, or to all processes of a run: it is saved, and asks to be started again."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -132,10 +133,12 @@ def test_a_second_sigterm_ends_a_run_that_does_not_come_to_its_step_at_once(home
     launcher = launch("train.py")
     wait_for(home / "up0", home / "up1")
     launcher.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + patience(20)
-    while launcher.poll() is None and time.monotonic() < deadline:  # one within 3 s is the same request
-        time.sleep(0.5)
+    for _ in range(3):  # one within 3 s is the same request, and this machine may be slow to handle the first
+        time.sleep(4.0)
         launcher.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            launcher.wait(patience(10))
+            break
     code, _ = end(launcher, 10)
     assert code == 128 + signal.SIGTERM
     assert not list((home / "saved").iterdir())
