@@ -230,7 +230,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_workers_of_a_loader_ignore_the_signals_and_end_with_their_rank(method, home):
     (home / "train.py").write_text(WORKER)
     done = run_python("train.py", method)

@@ -3,19 +3,24 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
+from typing import Any
 
 from farflung.process.preemption import SIGNALS
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
-    """Hold signals back from processes that start meanwhile: their threads inherit that, whatever starts them."""
+def held_back(context: Any) -> Iterator[None]:
+    """Hold signals back from the processes of a `multiprocessing` context that start meanwhile, and their threads."""
+    if (context or multiprocessing).get_start_method() != "fork":
+        resource_tracker.ensure_running()  # its start, with the first process, would end what follows
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -33,10 +38,11 @@ class Shield:
     """A `worker_init_fn` of workers that `SIGNALS` don't end, unless their rank sends SIGTERM, as torch does."""
 
     init_fn: Callable[[int], None] | None
+    rank: int = field(default_factory=os.getpid)  # its process, which makes this
 
     def __call__(self, worker: int) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        threading.Thread(target=_wait, args=[os.getppid()], name="farflung shield", daemon=True).start()
+        threading.Thread(target=_wait, args=[self.rank], name="farflung shield", daemon=True).start()
         if self.init_fn is not None:
             self.init_fn(worker)
 

@@ -252,7 +252,7 @@ def opened(one: Iteration, base: DataLoader[Any], **replaced: Any) -> Iterator[A
     kept = {name: getattr(base, name) for name in replaced}
     base.__dict__.update(replaced)
     try:
-        with held_back() if shields else nullcontext():
+        with held_back(base.multiprocessing_context) if shields else nullcontext():
             return iter(base)
     finally:
         base.__dict__.update(kept)
