@@ -22,8 +22,9 @@ from types import CodeType, ModuleType
 
 from farflung.config import environ
 from farflung.process.failure import has_report, record_exit, record_failure
-from farflung.process.run_files import EVENTS, add_line, recorded
+from farflung.process.run_files import EVENTS, Metrics, add_line, recorded
 from farflung.process.tether import end_with_launcher
+from farflung.process.trainer_log import keep_trainer_logs
 
 
 def run(arguments: list[str]) -> None:
@@ -119,4 +120,6 @@ def _loaded(spec: ModuleSpec | None, name: str) -> tuple[CodeType, ModuleType]:
 
 if __name__ == "__main__":
     with recorded():
+        if (metrics := Metrics.of_run()) is not None:
+            keep_trainer_logs(metrics)
         run(sys.argv[1:])
