@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from farflung.base.errors import ConfigError
 from farflung.config.setting import setting
@@ -18,7 +17,8 @@ ENGINES = (LOCAL, "ssh", "slurm", "ray", "kubernetes")
 _HOST = re.compile(r"(?P<user>[\w.+][\w.+-]*@)?(?P<name>[\w.][\w.-]*|\[[\w:.%]+\])((:|\s+slots\s*=\s*)(?P<count>\d+))?")
 
 
-class Host(NamedTuple):
+@dataclass(frozen=True)
+class Host:
     """A machine that ssh reaches."""
 
     target: str  # as ssh is to call it: name or user@name
@@ -60,7 +60,8 @@ def hosts_of(stated: str) -> Sequence[Host]:
             raise ConfigError(f"{where}hosts names {host.name} twice. For several processes there use {host.name}:2.")
         found[host.name] = host
     if not found:
-        raise ConfigError(f"hosts is {stated!r}, which names no machine. Name some, a,b,user@c:2, one a line in a file.")
+        raise ConfigError(
+            f"hosts is {stated!r}, which names no machine. Name some: a,b,user@c:2; in a file one a line.")
     return tuple(found.values())
 
 
