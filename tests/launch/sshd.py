@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.launch.test_replicas import until
 from tests.launch.machines import ADDRESSES, NAMES, Machines, two_machines, why_impossible
+from tests.launch.test_replicas import until
 
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 

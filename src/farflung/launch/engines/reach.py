@@ -108,7 +108,7 @@ class Reach:
         """Add what a host has in the run's folder to that of this machine, if it is another; return if that worked."""
         at = shlex.quote(there)
         done = f"{at}/.copied"  # hosts may share a disk that this machine does not see
-        words = f"test ! -d {at} || test -e {at}/{SUBMITTED} || test -e {done} || {{ tar -C {at} -cf - . && : > {done}; }}"
+        words = f"test ! -d {at} || test -e {at}/{SUBMITTED} || test -e {done} || {{ tar -C {at} -c . && : > {done}; }}"
         ssh = subprocess.Popen(self.command(host, words), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
         with ssh, suppress(tarfile.ReadError), tarfile.open(fileobj=ssh.stdout, mode="r|") as packed:  # or nothing
             for one in packed:
