@@ -36,11 +36,6 @@ def run(arguments: list[str]) -> None:
     end_with_launcher()
     if arguments[0] == "--exec":
         os.execvp(arguments[1], arguments[1:])
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # `-u` has `print` write a line and its end apart, and ranks share a pipe
-            stream.reconfigure(line_buffering=True, write_through=False)
     outer = None
     try:
         if environ.text("FARFLUNG_OUTER_RECIPE"):
@@ -122,6 +117,9 @@ def _loaded(spec: ModuleSpec | None, name: str) -> tuple[CodeType, ModuleType]:
 
 
 if __name__ == "__main__":
+    for stream in (sys.stdout, sys.stderr):  # `-u` has `print` write a line and its end apart, and ranks share a pipe
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
     with recorded():
         if (metrics := Metrics.of_run()) is not None:
             keep_trainer_logs(metrics)
