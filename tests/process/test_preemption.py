@@ -100,7 +100,7 @@ def stops(size, seed, in_lockstep, signalled):
     return stopped, store, first
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 6), st.integers(0, 10**6), st.booleans(), st.data())
 def test_all_ranks_stop_at_one_boundary_whoever_was_signalled_and_however_far_apart_they_are(
     size, seed, lockstep, data
