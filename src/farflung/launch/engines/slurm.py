@@ -26,6 +26,7 @@ from farflung.base.words import counted
 from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, FAILED, EngineFailure
 from farflung.launch.engines.engine import Job, launcher
 from farflung.launch.events import say
+from farflung.launch.plan import command_line
 
 _REQUEUE = 75
 _LOOK_S, _ASK_S, _GIVE_UP_S = 0.2, 2.0, 600.0  # into output files; of the controller, which may be away for a while
@@ -113,6 +114,7 @@ class Slurm:
 
     def check(self) -> None:
         """Find out whether there are such a partition, as many nodes, and a folder that they can share."""
+        command_line(self._job.settings, self._job.script, self._job.arguments)
         if shutil.which("sbatch") is None:
             raise EngineFailure(
                 f"There is no sbatch on {socket.gethostname()}, so nothing can be submitted to Slurm from here. Use a "

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slurm, a real one of two nodes on this machine: what runs as a job, what as an array, and what is refused before."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from farflung.base.errors import ConfigError
+from farflung.config.launch import LaunchSettings
+from farflung.launch.codes import DONE, FAILED, INTERRUPTED
+from farflung.launch.engines.engine import Job
+from farflung.launch.engines.slurm import Slurm
+from farflung.testing.patience import patience
+from tests.launch.engines.slurm_cluster import slurm_cluster, why_impossible
+from tests.launch.test_run import CONNECTED, seen_by
+from tests.launch.test_two_machines import Screen
+from tests.python import run_farflung
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]
+START, EVERY = 2**20, 4
+# Each replica moves its weight by -1 in each step and the outer optimizer takes the mean, so that the weight is
+# START - position after every step of every replica, as long as no step is lost and none counts twice.
+ADDS = f"""
+import json, os, time
+from pathlib import Path
+import torch
+from farflung.elastic import launched_membership
+from farflung.outer import OuterLoop, diloco
+torch.set_num_threads(1)
+model = torch.nn.Linear(1, 1, bias=False)
+torch.nn.init.constant_(model.weight, {START})
+said = open(f"said{{os.environ['FARFLUNG_MEMBER']}}", "w", buffering=1)
+with OuterLoop(model, diloco({EVERY}, lr=1.0, momentum=0.0), membership=launched_membership()) as outer:
+    while not Path("last").exists() or outer.position < int(Path("last").read_text()):
+        time.sleep(0.02)
+        with torch.no_grad():
+            model.weight -= 1
+        outer.step()
+        row = {{"pid": os.getpid(), "task": os.environ["SLURM_ARRAY_TASK_ID"], "position": outer.position}}
+        print(json.dumps(row | {{"weight": float(model.weight), "at": time.time()}}), file=said)
+"""
+WAITS = """
+import time
+open("up", "w").close()
+time.sleep(300)
+"""
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """The slurm.conf of a cluster that serves all tests of this worker."""
+    if why := why_impossible():
+        pytest.skip(why)
+    with slurm_cluster() as conf:
+        yield conf
+
+
+@pytest.fixture
+def slurm(cluster, home, monkeypatch):
+    """An empty home from which jobs can be submitted; none of them is left behind."""
+    monkeypatch.setenv("SLURM_CONF", str(cluster))
+    monkeypatch.delenv("FARFLUNG_RUN_DIR")
+    yield home
+    asked("scancel", "--user=root")
+    until(lambda: not asked("squeue", "--noheader", "--states=RUNNING,COMPLETING"))
+
+
+def asked(*words):
+    return subprocess.run(words, capture_output=True, text=True, timeout=patience(60), check=True).stdout
+
+
+def until(condition, said=lambda: ""):
+    deadline = time.monotonic() + patience(90)
+    while not (found := condition()):
+        assert time.monotonic() < deadline, said()
+        time.sleep(0.05)
+    return found
+
+
+class Followed(Screen):
+    """A launcher that follows what it has submitted; the end of a test kills it."""
+
+    def __init__(self, *words) -> None:
+        command = [sys.executable, "-m", "farflung", *words]
+        super().__init__(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.process.kill()
+        self.join()
+        self.process.stdout.close()
+        self.process.wait()
+
+
+def launched(*flags, options="partition=cpu,time=1:00:00", script="train.py"):
+    """Submit the script, which trains on the CPU, with the run's folder `run`."""
+    return Followed(
+        *("launch", "--engine", "slurm", "--engine_options", options, "--run-dir", "run", "--cpu"), *flags, script
+    )
+
+
+def ended(run):
+    """Wait until a launcher has ended, and return its exit code and all that it has printed."""
+    run.process.wait(patience(90))
+    run.join()
+    return run.process.returncode, run.text
+
+
+def rows(home):
+    """What replicas have said of their steps, by the ids of members."""
+    found = {}
+    for file in home.glob("said*"):
+        whole = file.read_text().rpartition("\n")[0]
+        found[int(file.name[4:])] = [json.loads(line) for line in whole.splitlines()]
+    return {member: said for member, said in found.items() if said}
+
+
+def longest_stop(said, since):
+    """The longest time between two steps of a replica, in seconds, from a moment on."""
+    times = [since, *(row["at"] for row in said if row["at"] > since)]
+    return max(after - before for before, after in zip(times, times[1:], strict=False))
+
+
+def test_a_fixed_run_is_one_job_whose_launchers_find_their_places(slurm):
+    (slurm / "train.py").write_text(CONNECTED + "print('rank', os.environ['RANK'], flush=True)\n")
+    with launched("--num_machines", "2", "--num_processes", "4") as run:
+        code, said = ended(run)
+    assert code == DONE, said
+    seen = [seen_by(f"rank{rank}.json") for rank in range(4)]
+    assert [(one["size"], one["total"]) for one in seen] == [(4, 10)] * 4
+    assert [one["environ"]["SLURMD_NODENAME"] for one in seen] == ["node0", "node0", "node1", "node1"]
+    for machine in (0, 1):
+        assert f"{machine}: farflung: one of 2 tasks (SLURM_STEP_NUM_TASKS): machine_rank {machine}" in said
+        assert f"{machine}: rank {2 * machine}\n" in said
+    assert re.search(r"farflung: job \d+ is completed, exit code 0\n", said)
+    again = run_farflung("follow", "run")
+    assert "1: rank 3\n" in again.stdout
+
+
+@pytest.mark.parametrize("lines", ["import sys\nsys.exit(7)", "import time\ntime.sleep(60)"])
+def test_a_job_that_fails_or_is_cancelled_ends_with_its_code(slurm, lines):
+    (slurm / "train.py").write_text(f"open('up', 'w').close()\n{lines}")
+    with launched("--max_restarts", "0", "--num_processes", "2") as run:
+        until((slurm / "up").exists)
+        if "sleep" in lines:
+            assert re.fullmatch(r"cancelled \d+\n", run_farflung("cancel", "run").stdout)
+        code, said = ended(run)
+    assert code == (FAILED if "exit" in lines else 128 + signal.SIGTERM), said
+    assert f"is {'failed' if 'exit' in lines else 'cancelled'}" in said
+
+
+def test_ctrl_c_ends_the_following_alone(slurm):
+    (slurm / "train.py").write_text(WAITS)
+    with launched() as run:
+        until((slurm / "up").exists)
+        run.process.send_signal(signal.SIGINT)
+        code, said = ended(run)
+    assert code == INTERRUPTED
+    assert "the run goes on: `farflung follow run` shows it again, `farflung cancel run` ends it" in said
+    assert asked("squeue", "--noheader", "--states=RUNNING", "--format=%j") == "run\n"
+
+
+@pytest.mark.law("standstill")
+def test_replicas_of_an_array_are_killed_cancelled_and_added_and_the_others_lose_no_step(slurm):
+    (slurm / "train.py").write_text(ADDS)
+    with launched("--elastic", "3:4", "--replicas", "3") as run:
+        run.wait_for("training begins with 3 replicas")
+        until(lambda: len(rows(slurm)) == 3 and all(said[-1]["position"] > 20 for said in rows(slurm).values()))
+        first, second, third = sorted(rows(slurm))
+        moments = []
+
+        def after(event, *words):
+            moments.append(time.time())
+            event()
+            for line in words:
+                run.wait_for(line)
+
+        after(
+            lambda: os.kill(rows(slurm)[third][0]["pid"], signal.SIGKILL), "was killed by SIGKILL; training continues"
+        )
+        until(lambda: "joined; 3 replicas train" in run.text)
+        job = re.search(r"job (\d+)_0 is running", run.text)[1]
+        leaves = f"{job}_{rows(slurm)[second][0]['task']}"
+        after(lambda: asked("scancel", leaves), "training continues with 2 replicas")
+        scaled = run_farflung("scale", "run", "4")
+        assert scaled.stdout == "4 replicas, 2 of them submitted now\n"
+        after(lambda: None, "joined; 3 replicas train", "4 replicas train")
+        ended_at = time.time()
+        last = max(said[-1]["position"] for said in rows(slurm).values()) + 40
+        (slurm / "last.part").write_text(str(last))
+        (slurm / "last.part").rename(slurm / "last")
+        code, text = ended(run)
+    assert code == DONE, text
+    said = rows(slurm)
+    assert not [row for each in said.values() for row in each if row["weight"] != START - row["position"]]
+    assert said[first][-1]["position"] >= last
+    mine = [row for row in said[first] if row["at"] < ended_at]
+    for moment in moments:
+        assert longest_stop(mine, moment) < patience(2.0), text
+
+
+OPTIONS = (
+    "partition=cpu,account=mine,time=4:00:00,gres=gpu:8,cpus_per_task=16,nodelist=node[0-1],setup=module load cuda"
+)
+
+
+@pytest.mark.parametrize("name", ["fixed", "elastic"])
+def test_what_would_be_submitted_is_shown(home, name):
+    (home / "train.py").touch()
+    flags = ["--num_machines", "2"] if name == "fixed" else ["--elastic", "2:8", "--replicas", "4", "--outer", "diloco"]
+    command = ["--engine", "slurm", "--engine_options", f"{OPTIONS},python=python3", "--dry-run", "--run-dir", "run"]
+    shown = run_farflung("launch", *command, *flags, "train.py", "--lr", "0.1 ", cwd=home).stdout
+    shown, golden = shown.replace(str(home), "/shared/home"), Path(__file__).with_name(f"slurm_{name}.sh")
+    if "UPDATE" in os.environ:
+        golden.write_text(shown)
+    assert shown == golden.read_text()
+
+
+# Flags, the exit code, and words of the answer: the value that is wrong, and what to do.
+WRONG = [
+    ("--engine_options partition=gpu", 5, "partition is 'gpu', but this cluster has cpu, small"),
+    ("--engine_options partition=smal", 5, "Did you mean `small`"),
+    ("--num_machines 3", 5, "num_machines is 3, but partition cpu has 2 nodes"),
+    ("--num_machines 2 --engine_options partition=small", 5, "num_machines is 2, but partition small has 1 node."),
+    ("--engine_options partitoin=cpu", 2, "'partitoin', which slurm does not know"),
+    ("--engine_options cpu", 2, "begins with 'cpu'; use key=value"),
+    ("--engine_options signal=soon", 2, "signal=soon; use a whole number"),
+    ("--engine_options time=long", 5, "sbatch refused: Invalid --time specification"),
+    ("--engine_options mem=100T", 5, "sbatch refused: .*Memory specification can not be satisfied"),
+    ("--engine_options gres=gpu:8", 5, "sbatch refused: .*Invalid generic resource"),
+    ("--engine_options reservation=mine", 5, "sbatch refused: .*reservation"),
+    ("--engine_options nodelist=node7", 5, "sbatch refused: .*Invalid node name"),
+    ("--engine_options cpus_per_task=99", 5, "sbatch refused: .*CPU"),
+    ("--num_machines 2 --machine_rank 1", 2, "machine_rank is 1, but Slurm chooses the nodes. Leave it out"),
+    ("--elastic 2:4 --main_process_ip node0", 2, "main_process_ip is node0, .*--meet says where replicas meet"),
+    ("--hosts a,b", 2, "hosts is for --engine ssh, but engine is slurm"),
+    ("--run-dir none", 2, "run_dir is none"),
+    ("--run-dir 50%", 2, "50%, but Slurm reads % in names of files as a pattern"),
+]
+
+
+@pytest.mark.parametrize(("flags", "code", "words"), WRONG)
+def test_what_cannot_work_is_refused_in_few_lines_and_nothing_is_submitted(slurm, flags, code, words):
+    (slurm / "train.py").touch()
+    done = run_farflung("launch", "--engine", "slurm", "--cpu", *flags.split(), "train.py", code=code)
+    assert re.search(words, done.stderr), done.stderr
+    assert len(done.stderr.splitlines()) <= 15
+    assert "Traceback" not in done.stderr
+    assert not asked("squeue", "--noheader")
