@@ -25,6 +25,7 @@ from farflung.checkpoint import rng
 from farflung.data.batches import plain_or_none
 from farflung.data.iterable import Marked
 from farflung.data.resume.workers import RecordingCollate, WorkerHistory, WorkerPlan, Workers, can_record
+from farflung.data.shield import shielded
 from farflung.data.torch_loaders import Source
 from farflung.process.world import current_world
 
@@ -244,6 +245,8 @@ def opened(one: Iteration, base: DataLoader[Any], **replaced: Any) -> Iterator[A
     """
     if one.has_workers and not has_live_workers(base):
         replaced["generator"] = torch.Generator()
+    if base.num_workers:
+        replaced["worker_init_fn"] = shielded(replaced.get("worker_init_fn", base.worker_init_fn))
     kept = {name: getattr(base, name) for name in replaced}
     base.__dict__.update(replaced)
     try:
