@@ -10,15 +10,12 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from farflung.base.errors import ConfigError
-from farflung.config.launch import LaunchSettings
 from farflung.launch.codes import DONE, FAILED, INTERRUPTED
-from farflung.launch.engines.engine import Job
-from farflung.launch.engines.slurm import Slurm
 from farflung.testing.patience import patience
 from tests.launch.engines.slurm_cluster import slurm_cluster, why_impossible
 from tests.launch.test_run import CONNECTED, seen_by
@@ -28,9 +25,11 @@ from tests.python import run_farflung
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]
 START, EVERY = 2**20, 4
 # Each replica moves its weight by -1 in each step and the outer optimizer takes the mean, so that the weight is
-# START - position after every step of every replica, as long as no step is lost and none counts twice.
+# START - position after every step of every replica, as long as no step is lost and none counts twice. In the round with
+# which one signs out it has made fewer steps, so from then on all have the same rest, of less than a round's steps.
 ADDS = f"""
 import json, os, time
+from dataclasses import replace
 from pathlib import Path
 import torch
 from farflung.elastic import launched_membership
@@ -39,14 +38,15 @@ torch.set_num_threads(1)
 model = torch.nn.Linear(1, 1, bias=False)
 torch.nn.init.constant_(model.weight, {START})
 said = open(f"said{{os.environ['FARFLUNG_MEMBER']}}", "w", buffering=1)
-with OuterLoop(model, diloco({EVERY}, lr=1.0, momentum=0.0), membership=launched_membership()) as outer:
+recipe = replace(diloco({EVERY}, lr=1.0, momentum=0.0), same_data=True)
+with OuterLoop(model, recipe, membership=launched_membership()) as outer:
     while not Path("last").exists() or outer.position < int(Path("last").read_text()):
         time.sleep(0.02)
         with torch.no_grad():
             model.weight -= 1
         outer.step()
         row = {{"pid": os.getpid(), "task": os.environ["SLURM_ARRAY_TASK_ID"], "position": outer.position}}
-        print(json.dumps(row | {{"weight": float(model.weight), "at": time.time()}}), file=said)
+        print(json.dumps(row | {{"weight": model.weight.item(), "at": time.time()}}), file=said)
 """
 WAITS = """
 import time
@@ -129,7 +129,7 @@ def rows(home):
 def longest_stop(said, since):
     """The longest time between two steps of a replica, in seconds, from a moment on."""
     times = [since, *(row["at"] for row in said if row["at"] > since)]
-    return max(after - before for before, after in zip(times, times[1:], strict=False))
+    return max(after - before for before, after in pairwise(times))
 
 
 def test_a_fixed_run_is_one_job_whose_launchers_find_their_places(slurm):
@@ -203,9 +203,14 @@ def test_replicas_of_an_array_are_killed_cancelled_and_added_and_the_others_lose
         code, text = ended(run)
     assert code == DONE, text
     said = rows(slurm)
-    assert not [row for each in said.values() for row in each if row["weight"] != START - row["position"]]
+    rests = [(row["at"], row["weight"] - START + row["position"]) for each in said.values() for row in each]
+    assert {rest for at, rest in rests if at < moments[1]} == {0}
+    assert len({rest for at, rest in rests if at > moments[2]}) == 1
+    assert len({rest for _, rest in rests}) <= 2
+    assert all(0 <= rest < EVERY for _, rest in rests)
     assert said[first][-1]["position"] >= last
     mine = [row for row in said[first] if row["at"] < ended_at]
+    print([longest_stop(mine, moment) for moment in moments])
     for moment in moments:
         assert longest_stop(mine, moment) < patience(2.0), text
 

@@ -23,12 +23,11 @@ import click
 
 from farflung.base.errors import ConfigError, did_you_mean
 from farflung.base.words import counted
-from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, FAILED, EngineFailure
+from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, FAILED, REQUEUE, EngineFailure
 from farflung.launch.engines.engine import Job, launcher
 from farflung.launch.events import say
 from farflung.launch.plan import command_line
 
-_REQUEUE = 75
 _LOOK_S, _ASK_S, _GIVE_UP_S = 0.2, 2.0, 600.0  # into output files; of the controller, which may be away for a while
 _ANSWER_WITHIN_S = 60.0
 _OVER = (
@@ -187,7 +186,7 @@ class Slurm:
         tasks = self._tasks()
         if any(task.state == "COMPLETED" for task in tasks.values()):
             raise EngineFailure(f"{self._job.name} is done: one of its replicas has finished the work.")
-        there = sorted((name for name, task in tasks.items() if not task.is_over), key=_index)
+        there = sorted((name for name, task in tasks.items() if task.state not in (*_OVER, "COMPLETING")), key=_index)
         if count >= len(there):
             begin = int(self._ticket["next"])
             end = begin + count - len(there)
@@ -228,10 +227,12 @@ class Slurm:
             flags.append(f"--cpus-per-task={own['cpus_per_task']}")  # srun does not inherit it from sbatch
         if job.is_elastic:
             words = job.command(replicas=1, meet=job.settings.meet or f"file://{job.folder}/meet")
-            own |= {"array": f"0-{job.count - 1}", "signal": f"USR1@{options.get('signal', 90)}"}
+            own["array"] = f"0-{job.count - 1}"
         else:
             words = job.command(engine="slurm")  # which has no need of main_process_ip
             flags += ["--label"] if job.count > 1 else []
+        if job.is_elastic or job.settings.save_on_signal is not None:  # others would end at it, and early
+            own["signal"] = f"USR1@{options.get('signal', 90)}"
         port = "export MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))"  # so that jobs on one node don't take the same
         is_given = job.is_elastic or job.settings.main_process_port is not None
         before = [line for line in (options.get("setup", ""), "" if is_given else port) if line]
@@ -244,7 +245,7 @@ class Slurm:
             before="\n".join(before),
             flags=shlex.join(flags),
             command=shlex.join(launcher(words, options.get("python", sys.executable))),
-            again=_REQUEUE,
+            again=REQUEUE,
         )
 
     def _submitted(self, *flags: str) -> str:
