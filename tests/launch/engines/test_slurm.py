@@ -48,6 +48,33 @@ with OuterLoop(model, recipe, membership=launched_membership()) as outer:
         row = {{"pid": os.getpid(), "task": os.environ["SLURM_ARRAY_TASK_ID"], "position": outer.position}}
         print(json.dumps(row | {{"weight": model.weight.item(), "at": time.time()}}), file=said)
 """
+# Ends with the weights of each rank in a file, all of them to the last bit.
+RESUMES = """
+import sys, time
+from pathlib import Path
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from farflung import Accelerator
+from farflung.utils import set_seed
+set_seed(3)
+accelerator = Accelerator()
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1))
+data = TensorDataset(torch.randn(320, 8), torch.randn(320, 1))
+loader = DataLoader(data, 4, shuffle=True)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+print("resumed", accelerator.resume(), flush=True)
+for epoch in range(loader.iteration, 3):
+    for number, (x, y) in enumerate(loader):
+        accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+        if (epoch, number) == (1, 2):
+            Path("under_way").touch()
+        time.sleep(0.05)
+weights = [tensor.tolist() for tensor in accelerator.unwrap_model(model).state_dict().values()]
+Path(f"{sys.argv[1]}{accelerator.process_index}").write_text(repr(weights))
+"""
 WAITS = """
 import time
 open("up", "w").close()
@@ -103,11 +130,10 @@ class Followed(Screen):
         self.process.wait()
 
 
-def launched(*flags, options="partition=cpu,time=1:00:00", script="train.py"):
-    """Submit the script, which trains on the CPU, with the run's folder `run`."""
-    return Followed(
-        *("launch", "--engine", "slurm", "--engine_options", options, "--run-dir", "run", "--cpu"), *flags, script
-    )
+def launched(*flags, run="run", arguments=()):
+    """Submit the script, which trains on the CPU, with a folder of its own."""
+    engine = ("--engine", "slurm", "--engine_options", "partition=cpu,time=1:00:00")
+    return Followed("launch", *engine, "--run-dir", run, "--cpu", *flags, "train.py", *arguments)
 
 
 def ended(run):
@@ -171,6 +197,7 @@ def test_ctrl_c_ends_the_following_alone(slurm):
     assert asked("squeue", "--noheader", "--states=RUNNING", "--format=%j") == "run\n"
 
 
+@pytest.mark.slow
 @pytest.mark.law("standstill")
 def test_replicas_of_an_array_are_killed_cancelled_and_added_and_the_others_lose_no_step(slurm):
     (slurm / "train.py").write_text(ADDS)
@@ -213,6 +240,25 @@ def test_replicas_of_an_array_are_killed_cancelled_and_added_and_the_others_lose
     print([longest_stop(mine, moment) for moment in moments])
     for moment in moments:
         assert longest_stop(mine, moment) < patience(2.0), text
+
+
+@pytest.mark.slow
+def test_a_fixed_run_that_is_preempted_goes_back_into_the_queue_and_ends_as_one_that_is_not(slurm):
+    (slurm / "train.py").write_text(RESUMES)
+    flags = ["--num_machines", "2", "--num_processes", "4", "--outer", "diloco", "--outer-every", "5"]
+    for name in ("whole", "preempted"):
+        (slurm / "under_way").unlink(missing_ok=True)
+        with launched(*flags, "--save_on_signal", f"kept/{name}", run=name, arguments=[name]) as run:
+            if name == "preempted":
+                until((slurm / "under_way").exists)
+                asked("scancel", "--signal=USR1", re.search(r"job (\d+) is running", run.text)[1])
+            code, said = ended(run)
+        assert code == DONE, said
+        assert said.count("resumed False\n") == 4
+        assert said.count("resumed True\n") == (4 if name == "preempted" else 0)
+    assert "is pending (BeginTime)" in said
+    for rank in range(4):
+        assert (slurm / f"preempted{rank}").read_text() == (slurm / f"whole{rank}").read_text()
 
 
 OPTIONS = (
