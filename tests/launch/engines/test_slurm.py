@@ -292,7 +292,6 @@ WRONG = [
     ("--engine_options gres=gpu:8", 5, "sbatch refused: .*Invalid generic resource"),
     ("--engine_options reservation=mine", 5, "sbatch refused: .*reservation"),
     ("--engine_options nodelist=node7", 5, "sbatch refused: .*Invalid node name"),
-    ("--engine_options cpus_per_task=99", 5, "sbatch refused: .*CPU"),
     ("--num_machines 2 --machine_rank 1", 2, "machine_rank is 1, but Slurm chooses the nodes. Leave it out"),
     ("--elastic 2:4 --main_process_ip node0", 2, "main_process_ip is node0, .*--meet says where replicas meet"),
     ("--hosts a,b", 2, "hosts is for --engine ssh, but engine is slurm"),
