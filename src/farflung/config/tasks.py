@@ -79,10 +79,14 @@ def read_task() -> Task | None:
             local = _number(starter.local_size) or _stated(1)
             return _task(size, starter.rank, local, starter.one_each)
     if in_slurm_step() and (size := _several("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")):
-        nodes = _number("SLURM_STEP_NUM_NODES", "SLURM_NNODES") or _stated(size.value)
-        local = _stated(-(-size.value // max(1, nodes.value)), nodes.place)
-        return _task(size, "SLURM_PROCID", local, "srun --ntasks-per-node=1")
+        return _task(size, "SLURM_PROCID", on_each_node(size.value), "srun --ntasks-per-node=1")
     return None
+
+
+def on_each_node(size: int) -> Stated:
+    """Return how many of the `size` tasks of a step of srun run on each of its nodes."""
+    nodes = _number("SLURM_STEP_NUM_NODES", "SLURM_NNODES") or _stated(size)
+    return _stated(-(-size // max(1, nodes.value)), nodes.place)
 
 
 def read_processes() -> Stated | None:
@@ -102,8 +106,8 @@ def _task(size: Stated, rank_variable: str, local_size: Stated, one_each: str) -
     endpoint = re.fullmatch(r"\[?(.+?)\]?:(\d+)", environ.text("PET_RDZV_ENDPOINT") or "")
     if host is None and endpoint:
         host, port = (_stated(part, "PET_RDZV_ENDPOINT") for part in (endpoint[1], int(endpoint[2])))
-    host = host or _address("MASTER_ADDR") or (_first_host() if in_slurm_step() else None)
-    return Task(size, rank, local_size, one_each, host, port)
+    step_host, step_port = step_address()
+    return Task(size, rank, local_size, one_each, host or _address("MASTER_ADDR") or step_host, port or step_port)
 
 
 def _stated(value: int | str, variable: str = "") -> Stated:
@@ -126,8 +130,15 @@ def _address(variable: str) -> Stated | None:
     return _stated(host, variable) if host else None
 
 
-def _first_host() -> Stated | None:
-    """Return the first host of Slurm's list: `gpu[007-010,12]-ib,login2` begins with `gpu007-ib`."""
+def step_address() -> tuple[Stated | None, Stated | None]:
+    """Return where the tasks of a step of srun may meet: its first host, and a port that no other step takes there.
+
+    Of Slurm's list, `gpu[007-010,12]-ib,login2` begins with `gpu007-ib`.
+    """
+    if not in_slurm_step():
+        return None, None
     variable = next(filter(environ.text, ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")), "")
     first = re.match(r"(?:[^\[\],\s]|\[\d[^\[\]]*\])+(?=,|$)", environ.text(variable) or "")
-    return None if first is None else _stated(re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]), variable)
+    host = None if first is None else _stated(re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]), variable)
+    job, step = environ.integer("SLURM_JOB_ID"), environ.integer("SLURM_STEP_ID") or 0
+    return host, None if job is None else _stated(10_000 + (8 * job + step) % 20_000, "SLURM_JOB_ID")

@@ -14,7 +14,6 @@
 #SBATCH --nodelist='node[0-1]'
 unset "${!FARFLUNG_@}"
 module load cuda
-export MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
 srun --kill-on-bad-exit=0 --cpus-per-task=16 --label \
     python3 -m farflung launch --engine local --config_file none --run_dir /shared/home/run --num_machines 2 train.py --lr '0.1 '
 code=$?

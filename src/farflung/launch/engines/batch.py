@@ -43,7 +43,7 @@ _SCRIPT = Template("""\
 #SBATCH --ntasks-per-node=1
 $directives
 unset "$${!FARFLUNG_@}"
-$before
+$setup
 srun $flags \\
     $command
 code=$$?
@@ -70,11 +70,9 @@ def check_options(job: Job) -> None:
 
 def script(job: Job) -> str:
     """Return the batch script: on each node a launcher; a job that ends with REQUEUE goes back into the queue."""
-    options, before = job.options, []
+    options = job.options
     own = {key: options[key] for key in _SBATCH if key in options}
     flags = ["--kill-on-bad-exit=0"]
-    if "setup" in options:
-        before.append(options["setup"])
     if "cpus_per_task" in own:  # which srun does not take over from sbatch
         flags.append(f"--cpus-per-task={own['cpus_per_task']}")
     if job.is_elastic:
@@ -83,8 +81,6 @@ def script(job: Job) -> str:
     else:
         words = job.command(engine="slurm")  # which has no need of main_process_ip
         flags += ["--label"] if job.count > 1 else []
-        if job.settings.main_process_port is None:  # jobs that share a node take different ones
-            before.append("export MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))")
     if job.is_elastic or job.settings.save_on_signal is not None:  # it would end any other run
         own["signal"] = f"USR1@{options.get('signal', 90)}"
     return _SCRIPT.substitute(
@@ -93,7 +89,7 @@ def script(job: Job) -> str:
         output=shlex.quote(f"{job.folder}/slurm-{'%A_%a' if job.is_elastic else '%j'}.out"),
         nodes=1 if job.is_elastic else job.count,
         directives="\n".join(f"#SBATCH --{key.replace('_', '-')}={shlex.quote(own[key])}" for key in own),
-        before="\n".join(before),
+        setup=options.get("setup", ""),
         flags=shlex.join(flags),
         command=shlex.join(launcher(words, options.get("python", sys.executable))),
         again=REQUEUE,
