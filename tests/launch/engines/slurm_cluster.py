@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Slurm cluster of two nodes on this machine: munged, slurmctld and two slurmd, without systemd, cgroups or a database.
+"""A Slurm cluster of two nodes on this machine: munged, slurmctld and two slurmd; no systemd, cgroups or database.
 
-Both nodes are this host under names of their own, which their processes alone can resolve: these see another /etc/hosts.
+Both nodes are this host, under names that only their processes can resolve: these see another /etc/hosts.
 """
 
 from __future__ import annotations
@@ -53,8 +53,11 @@ KillWait=30
 FirstJobId={first}
 NodeName={nodes[0]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[0]} CPUs={cores}
 NodeName={nodes[1]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cores}
-PartitionName=cpu Nodes=ALL Default=YES MaxTime=4:00:00 State=UP
-PartitionName=small Nodes={nodes[0]} MaxTime=1:00:00 State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=cpu Nodes=ALL Default=YES PriorityTier=1 GraceTime=60 MaxTime=4:00:00 State=UP
+PartitionName=small Nodes={nodes[0]} PriorityTier=1 MaxTime=1:00:00 State=UP
+PartitionName=high Nodes=ALL PriorityTier=9 State=UP
 """
 
 

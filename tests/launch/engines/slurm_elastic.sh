@@ -20,7 +20,7 @@ srun --kill-on-bad-exit=0 --cpus-per-task=16 \
     python3 -m farflung launch --engine local --config_file none --run_dir /shared/home/run --outer diloco --elastic 2:8 --replicas 1 --meet file:///shared/home/run/meet train.py --lr '0.1 '
 code=$?
 if [ $code -eq 75 ]; then
-    scontrol requeue "$SLURM_JOB_ID"
+    scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
 fi
 exit $code
 

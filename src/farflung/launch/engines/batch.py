@@ -48,7 +48,7 @@ srun $flags \\
     $command
 code=$$?
 if [ $$code -eq $again ]; then
-    scontrol requeue "$$SLURM_JOB_ID"
+    scontrol requeue "$job"
 fi
 exit $$code
 """)
@@ -93,4 +93,5 @@ def script(job: Job) -> str:
         flags=shlex.join(flags),
         command=shlex.join(launcher(words, options.get("python", sys.executable))),
         again=REQUEUE,
+        job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.is_elastic else "$SLURM_JOB_ID",  # of one: the array's
     )
