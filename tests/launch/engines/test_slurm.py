@@ -170,13 +170,13 @@ def scaled(count, answer):
 
 def longest_stop(said, since, until):
     """The longest time between two steps of a replica, in seconds, between two moments."""
-    times = [since, *(row["at"] for row in said if since < row["at"] < until)]
-    return max(after - before for before, after in pairwise(times))
+    times = [since, *(row["at"] for row in said if row["at"] > since)]
+    return max(after - before for before, after in pairwise(times) if before < until)
 
 
 def test_a_fixed_run_is_one_job_whose_launchers_find_their_places(slurm):
     (slurm / "train.py").write_text(CONNECTED + "print('rank', os.environ['RANK'], flush=True)\n")
-    with launched("--num_machines", "2", "--num_processes", "4") as run:
+    with launched("--num_machines", "2", "--num_processes", "4", run="the run") as run:
         code, said = ended(run)
     assert code == DONE, said
     seen = [seen_by(f"rank{rank}.json") for rank in range(4)]
@@ -186,7 +186,7 @@ def test_a_fixed_run_is_one_job_whose_launchers_find_their_places(slurm):
         assert f"{machine}: farflung: one of 2 tasks (SLURM_STEP_NUM_TASKS): machine_rank {machine}" in said
         assert f"{machine}: rank {2 * machine}\n" in said
     assert re.search(r"farflung: job \d+ is completed, exit code 0\n", said)
-    again = run_farflung("follow", "run")
+    again = run_farflung("follow", "the run")
     assert "1: rank 3\n" in again.stdout
 
 
@@ -264,7 +264,6 @@ def test_replicas_of_an_array_are_killed_preempted_cancelled_added_and_ended_and
     assert len({rest for _, rest in rests}) <= 4  # three have signed out
     assert all(0 <= rest < 3 * EVERY for _, rest in rests)
     stops = [longest_stop(stays, moment, moment + 5) for moment in moments]
-    print(f"stops after each: {stops}")
     assert max(stops) < patience(2.0), (stops, text)
 
 
@@ -317,6 +316,7 @@ WRONG = [
     ("--engine_options partitoin=cpu", 2, "'partitoin', which slurm does not know"),
     ("--engine_options cpu", 2, "begins with 'cpu'; use key=value"),
     ("--engine_options signal=soon", 2, "signal=soon; use a whole number"),
+    ("--engine_options signal=60", 2, "only a run with --save_on_signal or --elastic"),
     ("--engine_options time=long", 5, "sbatch refused: Invalid --time specification"),
     ("--engine_options mem=100T", 5, "sbatch refused: .*Memory specification can not be satisfied"),
     ("--engine_options gres=gpu:8", 5, "sbatch refused: .*Invalid generic resource"),
@@ -366,6 +366,22 @@ def test_what_is_missing_here_or_not_shared_with_the_nodes_is_refused(commands):
     assert "The run's folder is /tmp/run, which" in refused
     assert "does not share with node7. Name one with --run_dir that all nodes can write to." in refused
     assert "Did you mean `train.py`" in run_farflung(*launch, "tran.py", code=2).stderr
+
+
+def submitted(home, elastic=None):
+    """Make the folder of a run that was submitted as job 12."""
+    (home / "run").mkdir()
+    (home / "run" / "run.json").write_text("{}")
+    Job(LaunchSettings(engine="slurm", elastic=elastic), "train.py", (), home / "run").write(
+        {"jobs": ["12"], "next": 1}
+    )
+
+
+def test_a_node_that_does_not_see_the_runs_folder_is_a_failure_of_the_engine(commands, home):
+    submitted(home)
+    commands("squeue", "12|FAILED|4021|JobLaunchFailure|")
+    done = run_farflung("follow", "run", code=5)
+    assert f"its node can't write into {home}/run, which all nodes must share" in done.stderr
 
 
 @pytest.mark.parametrize(("elastic", "codes", "code"), [(None, [3], 3), ("1:4", [0, 143], 0), (None, [], FAILED)])

@@ -60,12 +60,18 @@ def check_options(job: Job) -> None:
     for key in ("signal", "cpus_per_task"):
         if not job.options.get(key, "1").isdecimal():
             raise ConfigError(f"engine_options has {key}={job.options[key]}; use a whole number.")
+    if "signal" in job.options and not _heeds_signals(job):
+        raise ConfigError("engine_options has signal, at which only a run with --save_on_signal or --elastic saves.")
     for name in ("machine_rank", "main_process_ip", "main_process_port")[: 3 if job.is_elastic else 1]:
         if value := getattr(job.settings, name):
             instead = " --meet says where replicas meet." if job.is_elastic else ""
             raise ConfigError(f"{name} is {value}, but Slurm chooses the nodes. Leave it out.{instead}")
     if "%" in str(job.folder):
         raise ConfigError(f"The run's folder is {job.folder}, but Slurm reads % in names of files as a pattern.")
+
+
+def _heeds_signals(job: Job) -> bool:
+    return job.is_elastic or job.settings.save_on_signal is not None
 
 
 def script(job: Job) -> str:
@@ -81,7 +87,7 @@ def script(job: Job) -> str:
     else:
         words = job.command(engine="slurm")  # which has no need of main_process_ip
         flags += ["--label"] if job.count > 1 else []
-    if job.is_elastic or job.settings.save_on_signal is not None:  # it would end any other run
+    if _heeds_signals(job):  # it would end any other run
         own["signal"] = f"USR1@{options.get('signal', 90)}"
     return _SCRIPT.substitute(
         name=shlex.quote(job.name),

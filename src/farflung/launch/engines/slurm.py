@@ -30,14 +30,7 @@ from farflung.observe.run import Run
 _LOOK_S, _ASK_S, _ANSWER_WITHIN_S = 0.2, 2.0, 60.0  # at output files; for states
 _AWAY_S = 600.0  # for how long slurmctld may be away, such as while it is started again
 _OVER = (
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "DEADLINE",
-    "BOOT_FAIL",
+    *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL"),
     "PREEMPTED",
 )
 _NO_OUTPUT = BY_SIGNAL + 53  # what Slurm gives a job whose output file it can't open
@@ -65,7 +58,7 @@ class Slurm:
 
     def __init__(self, job: Job) -> None:
         check_options(job)
-        self._job, self._shown = job, dict[Path, int]()  # bytes of output files
+        self._job, self._jobs, self._shown = job, list[str](), dict[Path, int]()  # bytes of output files
 
     def check(self) -> None:
         """Find out whether there are such a partition, as many nodes, and a folder that they can share."""
@@ -155,18 +148,16 @@ class Slurm:
 
     def _tasks(self) -> dict[str, _Task]:
         """Return the jobs by their names, 12 or 12_3. Of one that Slurm has forgotten, launchers have told the end."""
-        jobs, found = self._ticket["jobs"], dict[str, _Task]()
-        named = ("--noheader", "--array", "--states=all", f"--jobs={','.join(jobs)}")
+        self._jobs, found = self._ticket["jobs"], dict[str, _Task]()
+        named = ("--noheader", "--array", "--states=all", f"--jobs={','.join(self._jobs)}")
         for line in _asked("squeue", *named, "--Format=JobArrayID:|,State:|,exit_code:|,Reason:|").splitlines():
             name, *row = line.split("|")[:4]
             found[name] = _Task.of(*row)
-        known = {name.partition("_")[0] for name in found}
-        if any(job not in known for job in jobs):
+        forgotten = {*self._jobs} - {name.partition("_")[0] for name in found}
+        if forgotten:
             codes = [int(one["code"]) for one in Run(self._job.folder).events if one["event"] == "ended"] or [FAILED]
             code = DONE if self._job.is_elastic and DONE in codes else codes[-1]
-            found |= {
-                job: _Task("FAILED" if code else "COMPLETED", code, "forgotten") for job in jobs if job not in known
-            }
+            found |= dict.fromkeys(forgotten, _Task("FAILED" if code else "COMPLETED", code, "forgotten"))
         return found
 
     def _say(self, name: str, task: _Task) -> None:
@@ -179,7 +170,8 @@ class Slurm:
 
     def _print(self, is_last: bool = False) -> None:
         """Print the lines that were added to output files, those of a job of an array with its number."""
-        for path in sorted(self._job.folder.glob("slurm-*.out"), key=lambda path: _numbers(path.stem)):
+        files = [file for job in self._jobs for file in self._job.folder.glob(f"slurm-{job}[._]*")]
+        for path in sorted(files, key=lambda path: _numbers(path.stem)):
             with path.open("rb") as file:
                 file.seek(self._shown.get(path, 0))
                 new = file.read()
