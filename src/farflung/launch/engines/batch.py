@@ -55,7 +55,7 @@ exit $$code
 
 
 def check_options(job: Job) -> None:
-    """Raise ConfigError for options that there are not, and for settings that say what Slurm decides."""
+    """Raise ConfigError for unknown options, and for settings that say what Slurm decides."""
     job.check_options(_SBATCH | _OURS)
     for key in ("signal", "cpus_per_task"):
         if not job.options.get(key, "1").isdecimal():
