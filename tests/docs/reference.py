@@ -38,6 +38,10 @@ PAGES = {
     "test_utils": (ACCELERATE, "test_utils"),
 }
 TITLES = {"farflung": "farflung", "other": "Accelerate's other doors"}
+VARIES = (
+    *("cache_dir", "default_config_file", "default_json_config_file", "default_yaml_config_file", "__version__"),
+    *("DEFAULT_LAUNCH_COMMAND", "device_count", "torch_device"),
+)  # whose values are others on each machine, or in each release
 PLAIN = (bool, int, float, str, tuple, list, dict, set, frozenset, type(None))
 
 
@@ -67,6 +71,8 @@ class Entry(NamedTuple):
 
     def row(self):
         """A row, for a constant or what exists for Accelerate's names alone: its value, or its first sentences."""
+        if self.name in VARIES:
+            return f'| <a id="{self.own}"></a>`{self.name}` | a {type(self.value).__name__} |'
         said = repr(self.value) if isinstance(self.value, PLAIN) else (self.value.__doc__ or "-").partition("\n\n")[0]
         said = " ".join(said.split()).replace("|", "\\|")
         if isinstance(self.value, PLAIN):

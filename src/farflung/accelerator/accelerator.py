@@ -164,7 +164,8 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
             scheduler_ticks=scheduler_ticks,
         )
         self.flag_tensor: Tensor | None = None
-        self._stop_on_signal(session, save_on_signal or environ.text("FARFLUNG_SAVE_ON_SIGNAL"))
+        folder = save_on_signal or environ.text("FARFLUNG_SAVE_ON_SIGNAL")
+        self._stop_on_signal(session, folder, self._end_unfinished)
 
     # ---- making things ready
 
@@ -437,6 +438,10 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         self._ignore_signals()
         unset_announced()
         leave_world()
+
+    def _end_unfinished(self) -> None:
+        self._controller.drop()
+        self._finish_trackers()
 
     def __repr__(self) -> str:
         world = self._run.world

@@ -159,15 +159,15 @@ class Checkpointing:
         """
         self._run.loop.boundary()
 
-    def _stop_on_signal(self, session: Session, folder: Path_ | None) -> None:
-        """Save and end this run at a signal, if `folder` says where to, and no Accelerator before this one does so."""
+    def _stop_on_signal(self, session: Session, folder: Path_ | None, end: Callable[[], None]) -> None:
+        """Save and `end` this run at a signal, if a folder is given and no Accelerator before this one does so."""
         if folder is None or session.stopping is not None:
             return
         check_path("save_on_signal", folder)
         world = self._run.world
         leader = world.rank - world.local_rank if self.project_configuration.save_on_each_node else 0
         self._stopping = session.stopping = self._run.loop.stops = lazy.Stopping(
-            Path(folder), world, self._save_next, self._controller.drop, leader
+            Path(folder), world, self._save_next, end, leader
         )
 
     def _save_next(self, series: Path) -> Path:

@@ -29,7 +29,7 @@ class Stopping:
     Args:
         folder: of numbered checkpoints, which all ranks must see. A collective.
         save: writes the next one, and returns it.
-        drop: ends the outer loops as they are, when their state has been saved.
+        end: ends what is open, when it has been saved.
         leader: the rank that makes this one's checkpoints.
 
     Attributes:
@@ -44,7 +44,7 @@ class Stopping:
         folder: Path,
         world: World,
         save: Callable[[Path], Path],
-        drop: Callable[[], None],
+        end: Callable[[], None],
         leader: int = 0,
     ) -> None:
         if world.place.member is not None:
@@ -53,7 +53,7 @@ class Stopping:
                 "others, or the address of --meet, keep the state."
             )
         self.folder, self.is_resumed = folder.expanduser().absolute(), False
-        self._world, self._save, self._drop = world, save, drop
+        self._world, self._save, self._end = world, save, end
         self._has_boundaries = self._has_warned = False
         _check_folder(self.folder, world.exchange, leader)
         self.signals = Preemption(world.rank, world.size)
@@ -88,8 +88,8 @@ class Stopping:
         if self._world.is_main:
             said = f"{self.signals.why}: saved {saved}, from which accelerator.resume() continues"
             print(f"farflung: {said} (exit code {REQUEUE})", file=sys.stderr, flush=True)
-        self._drop()
         leave_note(PREEMPTED)
+        self._end()
         raise SystemExit(REQUEUE)
 
 
@@ -98,18 +98,18 @@ def _check_folder(folder: Path, exchange: Exchange, leader: int) -> None:
     group, doing = CheckpointGroup(exchange, leader, "Accelerator"), "Looking at the folder of save_on_signal"
     with ExitStack() as stack:
 
-        def write() -> str | None:
+        def write() -> str:
             if not group.leads:
-                return None
+                return ""
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                return stack.enter_context(TemporaryDirectory(dir=folder, prefix="."))
+                return Path(stack.enter_context(TemporaryDirectory(dir=folder, prefix="."))).name
             except OSError as error:
                 why = f"where nothing can be written: {error.strerror}. Name another folder."
                 raise ConfigError(f"save_on_signal is {str(folder)!r}, {why}") from None
 
         def look() -> None:
-            if not Path(written).is_dir():
+            if not (folder / written).is_dir():
                 why = f"but this rank does not see what rank {leader} writes there. Name one that all machines share."
                 raise ConfigError(f"save_on_signal is {str(folder)!r}, {why}")
 

@@ -31,7 +31,7 @@ from farflung.config.launch import LaunchSettings
 from farflung.launch.codes import EngineFailure
 from farflung.launch.events import say
 from farflung.launch.plan import Plan, torch_is_loaded
-from farflung.launch.report import Failure, show
+from farflung.launch.report import Failure, in_order, show
 from farflung.process.failure import CHECKPOINT, PREEMPTED
 from farflung.process.preemption import SIGNALS
 
@@ -51,7 +51,7 @@ class Outcome:
     finished: tuple[int, ...] = ()  # ranks that ended well, though others failed
     notes: frozenset[str] = frozenset()  # their names, that any rank left for the launcher
     checkpoint: Path | None = None  # the newest that a run which failed has written
-    is_preempted: bool = False  # a scheduler's signal came before there was anything to save
+    is_preempted: bool = False  # saved as a scheduler asked for it, or ended by that before it could
 
 
 def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = None) -> Outcome:
@@ -71,7 +71,7 @@ def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = No
     told = {environ.SHOWS_ATTEMPTS: "true"} if is_ours else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with ExitStack() as around:
         pressed = around.enter_context(_interrupts_raise(SignalException, settings))
-        saves = settings.save_on_signal is not None and isinstance(entrypoint, str)
+        saves = settings.save_on_signal is not None and isinstance(entrypoint, str)  # not a notebook's
         passed_on = around.enter_context(_passing_on(SignalException)) if saves else []
         around.enter_context(_agent_logs(settings))
         around.enter_context(environ.patched({**plan.variables, **told, environ.LAUNCHER: str(os.getpid())}))
@@ -89,13 +89,17 @@ def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = No
             if not isinstance(entrypoint, str):  # of several functions that fail, the agent names one
                 failures += [one for one in _reported(log_dir, first) if one.rank not in error.failures]
                 return Outcome(tuple(failures), checkpoint=newest_checkpoint(log_dir))
-            ended_early = all(-one.exit_code in passed_on for one in failures)  # before they could hear signals
             for failed in failures:  # what failed programs have left behind: each has a session of its own
                 with suppress(ProcessLookupError):
                     os.killpg(failed.pid, signal.SIGKILL)
             finished = tuple(sorted({*range(first, first + num_local)} - {*error.failures}))
-            newest, ended_early = newest_checkpoint(log_dir), ended_early or PREEMPTED in _notes(log_dir)
-            return Outcome(tuple(failures), finished=finished, checkpoint=newest, is_preempted=ended_early)
+            ended_early = -in_order(failures)[0][0].exit_code in passed_on  # before it could hear signals
+            return Outcome(
+                tuple(failures),
+                finished=finished,
+                checkpoint=newest_checkpoint(log_dir),
+                is_preempted=ended_early or PREEMPTED in _notes(log_dir),
+            )
         except SignalException as error:
             first = num_local * int(meeting.conf.get("rank", 0))
             before = _reported(log_dir, first, min(pressed, default=inf))

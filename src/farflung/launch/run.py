@@ -98,7 +98,7 @@ def start(settings: LaunchSettings, plan: Plan, folder: RunFolder = NO_FOLDER, i
     outcome: Outcome = import_module("farflung.launch.agent").run_agent(plan, settings)
     for one in outcome.failures:
         folder.tell("lost", rank=one.rank, why=in_short(one), how=one.how)
-    if outcome.is_preempted or PREEMPTED in outcome.notes:
+    if outcome.is_preempted or PREEMPTED in outcome.notes:  # what followed is no failure
         return REQUEUE
     if outcome.failures:
         cause = in_order(outcome.failures)[0][0]

@@ -110,7 +110,7 @@ class LoopState:
             "joined": None,
             "loss": None,
             "stops": None,
-            "_stepped_in": None,
+            "stepped_in": None,
             "_observers": list(self._observers),
         }
         return {**self.__dict__, **left_out, "_latest": {}, "_samples": {}, "_windows": list(self._windows.values())}
@@ -128,7 +128,7 @@ class LoopState:
         self._latest: dict[int, int] = {}  # which of them was a loader's latest, by the loader's id
         self._samples: dict[int, int] = {}  # that it has handed out
         self._seen = 0  # how many there were at the last micro-batch
-        self._stepped_in: ActiveLoader | None = None  # the iteration of the steps since the last boundary
+        self.stepped_in: ActiveLoader | None = None  # the iteration of the steps since the last boundary
         self.optimizers: list[Any] = []  # each an `AcceleratedOptimizer`, in the order they were made
 
     @property
@@ -189,28 +189,30 @@ class LoopState:
     def begin(self, loader: Any) -> None:
         for observer in list(self._observers):
             observer.iteration_starts(loader)
-        if self._stepped_in is not None and self._stepped_in.loader.base_dataloader is loader.base_dataloader:
+        if self.stepped_in is not None and self.stepped_in.loader.base_dataloader is loader.base_dataloader:
             self.boundary()
 
     def step_attempted(self) -> None:
         """Called after each attempted step of an optimizer."""
         if self.stops is not None:
-            self._stepped_in = self.around(self._steps)
-            if self._stepped_in is None:
+            self.stepped_in = self.around(self._steps)
+            if self.stepped_in is None:
                 self.stops.stray_step()
 
     def asked_for_next(self, loader: ActiveLoader) -> None:
         """Called where the loop comes back for another batch. A step since the last one is over, scheduler and all.
 
-        Where ranks may have different numbers of batches, they are at one boundary only between two iterations.
+        Replicas that train apart and may have different numbers of batches are at one boundary between iterations only.
         """
-        if loader is self._stepped_in and loader.position is None:
+        if loader is not self.stepped_in:
+            return
+        if loader.position is None or not any(one.in_lockstep for one in self.optimizers):
             self.boundary()
 
     def boundary(self) -> None:
         """Pass a boundary between two steps; not among ranks that answer each other's collectives."""
         if self.stops is not None and self.joined is None:
-            self._stepped_in = None
+            self.stepped_in = None
             self.stops.boundary()
 
     def enter(self, loader: ActiveLoader, batch: Any = None) -> None:
