@@ -36,10 +36,8 @@ def run(arguments: list[str]) -> None:
     end_with_launcher()
     if arguments[0] == "--exec":
         os.execvp(arguments[1], arguments[1:])
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # `-u` has `print` write a line and its end apart, and ranks share a pipe
+    for stream in (sys.__stdout__, sys.__stderr__):  # whatever copies what is written to them
+        if isinstance(stream, io.TextIOWrapper):  # `-u` has a line and its end written apart, and ranks share a pipe
             stream.reconfigure(line_buffering=True, write_through=False)
     outer = None
     try:

@@ -309,7 +309,7 @@ def test_what_would_be_submitted_is_shown(home, name):
 
 # Flags, the exit code, and words of the answer: the value that is wrong, and what to do.
 WRONG = [
-    ("--engine_options partition=gpu", 5, "partition is 'gpu', but this cluster has cpu, small, high"),
+    ("--engine_options partition=gpu", 5, "partition is 'gpu', but this cluster has cpu, high, small"),
     ("--engine_options partition=smal", 5, "Did you mean `small`"),
     ("--num_machines 3", 5, "num_machines is 3, but partition cpu has 2 nodes"),
     ("--num_machines 2 --engine_options partition=small", 5, "num_machines is 2, but partition small has 1 node."),

@@ -74,7 +74,7 @@ class Slurm:
         known = {name.removesuffix("*"): hosts for name, hosts in partitions.items()}
         for name in self._job.options.get("partition", default.removesuffix("*")).split(","):
             if name not in known:
-                listed = f"{', '.join(known)}.{did_you_mean(name, known)}"
+                listed = f"{', '.join(sorted(known))}.{did_you_mean(name, known)}"
                 raise EngineFailure(f"partition is {name!r}, but this cluster has {listed}")
             if not self._job.is_elastic and self._job.count > len(known[name]):
                 there = counted(len(known[name]), "node")
