@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long until something happens: `--help`, `import`, and the first line of a script in two launched CPU processes.
+"""How long until something happens: `--help`, a slip in each command, `import`, and the first line of a script in two
+launched CPU processes.
 
     python benchmarks/bench_startup.py --rounds 9
 
@@ -21,6 +22,9 @@ from pathlib import Path
 
 from _measure import ratios, report
 
+from farflung.launch.codes import DONE, USAGE
+from farflung.launch.main import COMMANDS as FARFLUNG_COMMANDS
+
 SCRIPT = """
 import time
 now = time.time()
@@ -39,6 +43,10 @@ COMMANDS = {
         "torchrun": [PYTHON, "-m", "torch.distributed.run", "--help"],
         "accelerate": [PYTHON, "-m", "accelerate.commands.accelerate_cli", "--help"],
     },
+    "slip": {
+        "python -c pass": [PYTHON, "-c", "pass"],
+        **{name: [PYTHON, "-m", "farflung", name, "--not-a-flag"] for name in FARFLUNG_COMMANDS},
+    },
     "import": {
         "import torch": [PYTHON, "-c", "import torch"],
         "import farflung": [PYTHON, "-c", "import farflung"],
@@ -52,13 +60,14 @@ COMMANDS = {
         "accelerate": [PYTHON, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "first.py"],
     },
 }
-BASE = {"help": "python -c pass", "import": "import torch", "launch": "torchrun"}
+BASE = {"help": "python -c pass", "slip": "python -c pass", "import": "import torch", "launch": "torchrun"}
 
 
 def whole(command: list[str]) -> float:
-    """Seconds until the command has ended."""
+    """Seconds until the command has ended, well or with the code of a wrong use."""
     start = time.perf_counter()
-    subprocess.run(command, check=True, capture_output=True, env=ENVIRONMENT)
+    code = subprocess.run(command, capture_output=True, env=ENVIRONMENT).returncode
+    assert code in (DONE, USAGE), command
     return time.perf_counter() - start
 
 
@@ -91,7 +100,7 @@ def interleaved(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--only", choices=list(COMMANDS), help="One of the three questions.")
+    parser.add_argument("--only", choices=list(COMMANDS), help="One of the questions.")
     parser.add_argument("--write", action="store_true", help="Add the line to benchmarks/results/startup.jsonl.")
     asked = parser.parse_args()
     figures: dict[str, float] = {}

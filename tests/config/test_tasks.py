@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A launcher that srun, mpirun or a cluster starts as one of several finds its place by their variables, or stops."""
 
+import socket
+
 import pytest
 
 from farflung.base.errors import ConfigError
@@ -27,8 +29,16 @@ OPEN_MPI = {
 PMI = {"PMI_SIZE": "4", "PMI_RANK": "1", "MPI_LOCALNRANKS": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "7000"}
 PET = {"PET_NNODES": "4", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "head", "PET_MASTER_PORT": "7000"}
 ENDPOINT = {"PET_NNODES": "4", "PET_NODE_RANK": "1", "PET_RDZV_ENDPOINT": "[fe00::1]:7000"}
+SKY = {"SKYPILOT_NUM_NODES": "4", "SKYPILOT_NODE_RANK": "1"}
+SKY |= {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n10.0.0.3\n10.0.0.4"}
+DSTACK = {"DSTACK_NODES_NUM": "4", "DSTACK_NODE_RANK": "1", "DSTACK_MASTER_NODE_IP": "10.0.0.1"}
 NO_HOST = OPEN_MPI | {"MASTER_ADDR": ""}
-UNDER_SLURM = NO_HOST | SLURM | {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "0"}  # mpirun's helpers are tasks too
+# mpirun's helpers are tasks too, on all hosts but its own.
+UNDER_SLURM = NO_HOST | SLURM | {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "0"}
+UNDER_SLURM |= {"SLURM_STEP_NODELIST": "node[008-009,12]", "SLURM_JOB_NODELIST": "node[007-009,12]"}
+MPI_OF_SRUN = SLURM | {"PMI_SIZE": "4", "PMI_RANK": "1"}  # --mpi=pmi2
+LSF = {"LSB_MCPU_HOSTS": "batch 1 h1 42 h2 42 h3 42 h4 42"}
+JSRUN = LSF | NO_HOST | {"JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_LOCAL_SIZE": "1"}
 
 
 def place(**flags):
@@ -46,6 +56,11 @@ def place(**flags):
         (PMI, (4, 1, "10.0.0.1", 7000)),
         (PET, (4, 1, "head", 7000)),
         (ENDPOINT, (4, 1, "fe00::1", 7000)),
+        (SKY, (4, 1, "10.0.0.1", None)),
+        (DSTACK, (4, 1, "10.0.0.1", None)),
+        (MPI_OF_SRUN, (4, 1, "node007", None)),
+        (JSRUN, (4, 1, "h1", None)),
+        (LSF | NO_HOST, (4, 1, "batch", None)),
     ],
 )
 @pytest.mark.parametrize("in_file", ["", "num_machines: 1\nmachine_rank: 0\n", "num_machines: 8\nmachine_rank: 3\n"])
@@ -57,11 +72,15 @@ def test_the_place_among_the_tasks_counts_before_a_file(variables, expected, in_
         assert resolved.settings.num_local == 2
         (note,) = resolved.notes
         assert note.startswith("one of 4 tasks (")
-        assert f"machine_rank 1 ({next(name for name in RANKS if name in variables)})" in note
+        by = "SLURM_PROCID" if variables is MPI_OF_SRUN else next(name for name in RANKS if name in variables)
+        assert f"machine_rank 1 ({by})" in note
         assert f"main_process_ip {expected[2]} (" in note
 
 
-RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "PET_NODE_RANK")
+RANKS = (
+    *("JSM_NAMESPACE_RANK", "SKYPILOT_NODE_RANK", "DSTACK_NODE_RANK"),
+    *("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "PET_NODE_RANK"),
+)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +96,40 @@ RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "PET_NODE_RANK")
 def test_the_first_host_of_a_list_is_found(listed, first, home):
     with environ.patched(SLURM | {"SLURM_STEP_NODELIST": listed}):
         assert read_task().host.value == first
+
+
+def test_slurms_own_program_names_the_first_host_of_a_list(home, monkeypatch):
+    monkeypatch.setenv("PATH", str(home))
+    program = home / "scontrol"
+    program.write_text('#!/bin/sh\ntest "$*" = "show hostnames rack[3-4]node[1-2]" && echo "rack3node1\nrack3node2"\n')
+    program.chmod(0o755)
+    with environ.patched(SLURM | {"SLURM_STEP_NODELIST": "rack[3-4]node[1-2]"}):
+        assert read_task().host.value == "rack3node1"
+    program.write_text("#!/bin/sh\nexit 1\n")  # as without its settings
+    with environ.patched(SLURM | {"SLURM_STEP_NODELIST": "rack[3-4]node[1-2]"}):
+        assert read_task().host.value == "rack3node1"
+
+
+@pytest.mark.parametrize(("number", "task", "machine"), [("0", "1", None), ("0", "2", 0), ("1", "1", 1), ("1", "3", 1)])
+def test_a_task_of_pbsdsh_is_a_machine_and_the_batch_script_is_alone(number, task, machine, home):
+    (home / "nodes").write_text("n1\nn1\nn2\nn2\n")
+    with environ.patched({"PBS_NODEFILE": str(home / "nodes"), "PBS_NODENUM": number, "PBS_TASKNUM": task}):
+        assert place() == ((1, 0, None, None) if machine is None else (2, machine, "n1", None))
+        with environ.patched(NO_HOST):
+            assert place() == (4, 1, "n1", None)
+            (home / "nodes").unlink()
+            assert place(main_process_ip="n1") == (4, 1, "n1", None)
+
+
+def test_a_host_of_an_lsf_job_that_nothing_numbers_does_not_train_alone(home):
+    here = socket.gethostname()
+    with environ.patched({"LSB_MCPU_HOSTS": f"{here} 2 other 2"}):
+        assert place() == (1, 0, None, None)  # the batch script
+    with environ.patched({"LSB_MCPU_HOSTS": f"other 2 {here}.cluster 2"}):
+        with pytest.raises(ConfigError, match="machine 1 of the 2 of an LSF job") as raised:
+            place()
+        assert "--num_machines 2 --main_process_ip other" in str(raised.value)
+        assert place(num_machines="1") == (1, 0, None, None)
 
 
 def test_what_torchrun_would_read_counts_before_other_starters(home):
@@ -169,6 +222,10 @@ def test_one_task_is_one_machine(variables, home):
         (SLURM, {"num_machines": "2"}, ["num_machines is 2 (--num_machines)", "--machine_rank"]),
         (SLURM | {"SLURM_STEP_NUM_NODES": "2"}, {}, ["`srun --ntasks-per-node=1 farflung launch ...`", "_NUM_NODES"]),
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, {}, ["ppr:1:node", "`python train.py`"]),
+        (SLURM | {"SLURM_HET_SIZE": "2"}, {}, ["heterogeneous Slurm job (SLURM_HET_SIZE", "--machine_rank"]),
+        ({"PBS_NODENUM": "1", "PBS_NODEFILE": "/gone"}, {}, ["PBS_NODEFILE ('/gone')", "--main_process_ip"]),
+        (SKY | {"SKYPILOT_NODE_IPS": ""}, {}, ["one of 4 tasks (SKYPILOT_NUM_NODES)", "no variable tells where"]),
+        (DSTACK | {"DSTACK_NODE_RANK": "4"}, {}, ["DSTACK_NODE_RANK is '4'", "--machine_rank"]),
         (SLURM | {"SLURM_STEP_NODELIST": "node[1-"}, {}, ["no variable tells where", "--main_process_ip"]),
         (PET | {"PET_NNODES": "1:4"}, {}, ["PET_NNODES is '1:4'", "--elastic"]),
         (PET | {"PET_NODE_RANK": ""}, {}, ["PET_NODE_RANK is ''", "--machine_rank"]),

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from farflung.base.errors import ConfigError
-from farflung.demo import command
+from farflung.demo import command, compare
 from farflung.demo.report import table_of, verdicts
 from farflung.demo.settings import ALONE, DemoSettings, Point, Result, load_results, save_results
 from farflung.testing.patience import patience
@@ -80,11 +80,11 @@ def test_what_to_paste_names_the_program_that_ran(tmp_path, monkeypatch):
     program.chmod(0o755)
     monkeypatch.setattr(sys, "argv", [str(program), "demo"])
     monkeypatch.setenv("PATH", "/nowhere")
-    assert command.own_name() == [str(program)]
+    assert compare.own_name() == [str(program)]
     monkeypatch.setenv("PATH", str(program.parent))
-    assert command.own_name() == ["farflung"]
-    monkeypatch.setattr(sys, "argv", [str(Path(command.__file__)), "demo"])  # as `python -m farflung` has it
-    assert command.own_name() == [sys.executable, "-m", "farflung"]
+    assert compare.own_name() == ["farflung"]
+    monkeypatch.setattr(sys, "argv", [str(Path(compare.__file__)), "demo"])  # as `python -m farflung` has it
+    assert compare.own_name() == [sys.executable, "-m", "farflung"]
 
 
 def a_curve(way, *points, line_seconds):
@@ -140,24 +140,24 @@ def test_a_bandwidth_that_is_none_is_refused_before_anything_starts():
 
 
 def test_the_command_starts_without_torch():
-    code = "import sys, farflung.demo.command; print('torch' in sys.modules, 'matplotlib' in sys.modules)"
+    code = "import sys\nimport farflung.demo.compare\nprint('torch' in sys.modules, 'matplotlib' in sys.modules)"
     said = run_python("-c", code)
     assert said.stdout.split() == ["False", "False"]
 
 
 def test_a_failed_training_ends_the_demo_with_its_exit_code(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "start", lambda settings, plan: 3)
+    monkeypatch.setattr(compare, "start", lambda settings, plan: 3)
     with pytest.raises(SystemExit) as ended:
-        command.run(settings_for(tmp_path / "out", data=text_in(tmp_path)))
+        compare.run(settings_for(tmp_path / "out", data=text_in(tmp_path)))
     assert ended.value.code == 3
     assert json.loads((tmp_path / "out" / "settings.json").read_text())["steps"] == 12
 
 
 def concluded(folder, monkeypatch, *results):
     """Run the demo, whose training brings these results."""
-    monkeypatch.setattr(command, "start", lambda launch, plan: save_results(settings, results) or 0)
+    monkeypatch.setattr(compare, "start", lambda launch, plan: save_results(settings, results) or 0)
     settings = settings_for(folder, data=text_in(folder))
-    command.run(settings)
+    compare.run(settings)
 
 
 def test_without_matplotlib_all_but_the_picture_is_made(tmp_path, monkeypatch, capsys):
@@ -180,7 +180,7 @@ def test_the_best_model_is_named_and_called_what_it_is(tmp_path, monkeypatch, ca
 def test_an_output_that_cannot_be_written_to_is_refused(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ConfigError, match="can't be written to"):
-        command.run(settings_for(tmp_path / "file" / "out", data=text_in(tmp_path)))
+        compare.run(settings_for(tmp_path / "file" / "out", data=text_in(tmp_path)))
 
 
 def test_generating_without_a_model_says_what_to_do(tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from farflung.process.run_files import METRICS
 from farflung.testing.patience import patience
 
 PROGRAM = Path(__file__).with_name("trainers.py")
@@ -23,6 +24,7 @@ def trained(request, tmp_path_factory, warm_python):
     for name, (flags, words) in ways.items():
         folders[name] = folder = tmp_path_factory.mktemp(name)
         flags = ["--cpu", "--num_processes", str(request.param), "--num_cpu_threads_per_process", "1", *flags]
+        flags += ["--run-dir", str(folder / "run")]
         command = [warm_python, "-m", "farflung", "launch", *flags, str(PROGRAM), str(folder), *words]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     try:
@@ -34,21 +36,36 @@ def trained(request, tmp_path_factory, warm_python):
             process.kill()
     theirs, ours = (json.loads((folder / "losses.json").read_text()) for folder in folders.values())
     assert (theirs["by"], ours["by"]) == ("accelerate", "farflung")
-    return theirs["runs"], ours["runs"]
+    for found, folder in ((theirs, folders["accelerate"]), (ours, folders["farflung"])):
+        found["kept"] = [json.loads(line) for line in (folder / "run" / METRICS).read_text().splitlines()]
+    return theirs, ours
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("run", RUNS)
 def test_losses_norms_and_rates_are_those_under_accelerate(trained, run):
-    theirs, ours = trained
+    theirs, ours = (each["runs"] for each in trained)
     assert len(ours[run]["whole"]) >= 4
     assert ours[run]["whole"] == theirs[run]["whole"]
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("library", [0, 1])
+def test_the_runs_folder_has_what_a_trainer_logs_whichever_library_it_uses(trained, library):
+    found = trained[library]
+    kept = {(row["step"], row["values"]["loss"]) for row in found["kept"] if "loss" in row["values"]}
+    logged = {
+        (entry["step"], entry["loss"]) for run in found["runs"].values() for entry in run["whole"] if "loss" in entry
+    }
+    assert logged
+    assert logged <= kept
+    assert all(row["rank"] == 0 for row in found["kept"])
+
+
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("run", RUNS)
 def test_a_resumed_training_is_the_training(trained, run):
-    _, ours = trained
+    ours = trained[1]["runs"]
     whole, resumed = ours[run]["whole"], ours[run]["resumed"]
     counted = {"num_tokens"}  # trl counts from the resume on
     assert [{k: v for k, v in entry.items() if k not in counted} for entry in whole[:-1]] == [

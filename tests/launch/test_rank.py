@@ -51,7 +51,10 @@ def test_a_script_sees_what_it_would_see_without_a_launcher(words, home):
     assert (ranked.stdout, ranked.stderr, ranked.returncode) == (plain.stdout, "", 0)
 
 
-def test_a_line_of_several_words_is_one_write_so_that_ranks_share_a_pipe(home):
+@pytest.mark.parametrize("folder", ["", "run"])
+def test_a_line_of_several_words_is_one_write_so_that_ranks_share_a_pipe(folder, home, monkeypatch):
+    (home / "run").mkdir()
+    monkeypatch.setenv(environ.RUN_FOLDER, folder)
     (home / "train.py").write_text("print('step', 1)\nprint('no', end=' ')\nprint('end')\n")
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # which keeps writes apart
     with ours, its:

@@ -3,13 +3,66 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from farflung.base.errors import ConfigError
 from farflung.config.setting import setting
 
 LOCAL = "local"
 ENGINES = (LOCAL, "ssh", "slurm", "ray", "kubernetes")
+
+_HOST = re.compile(r"(?P<user>[\w.+][\w.+-]*@)?(?P<name>[\w.][\w.-]*|\[[\w:.%]+\])((:|\s+slots\s*=\s*)(?P<count>\d+))?")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine that ssh reaches."""
+
+    target: str  # as ssh is to call it: name or user@name
+    count: int | None  # processes, or replicas, on it
+
+    @property
+    def name(self) -> str:
+        """Its name without the user's."""
+        return self.target.rpartition("@")[2]
+
+
+def hosts_of(stated: str) -> Sequence[Host]:
+    """Return the machines that the setting `hosts` names, in order: one or more, each once.
+
+    It is a list, `a,b,user@c:2`, or a file with one a line, `c:2` or `c slots=2`; `#` begins a comment there.
+
+    Raises:
+        ConfigError: a name that is none, one that is there twice, a count of 0, a file that names nobody.
+    """
+    file = Path(stated)
+    is_file = file.is_file()
+    if not is_file and (file.suffix in (".txt", ".hosts") or "/" in stated):
+        raise ConfigError(f"hosts is {stated!r}, and there is no such file. Name one, or the hosts: a,b,user@c:2.")
+    lines = file.read_text(encoding="utf-8").splitlines() if is_file else stated.split(",")
+    found: dict[str, Host] = {}
+    for number, line in enumerate(lines, 1):
+        word = line.partition("#")[0].strip() if is_file else line.strip()
+        if is_file and not word:
+            continue
+        where, match = f"{file}:{number}: " if is_file else "", _HOST.fullmatch(word)
+        if match is None or match["count"] == "0":
+            raise ConfigError(
+                f"{where}hosts holds {word!r}; use a name that ssh knows, such as node1, user@10.0.0.2 or, for two "
+                "processes or replicas there, node1:2."
+            )
+        count = int(match["count"]) if match["count"] else None
+        host = Host((match["user"] or "") + match["name"].strip("[]"), count)
+        if host.name in found:
+            raise ConfigError(f"{where}hosts names {host.name} twice. For several processes there use {host.name}:2.")
+        found[host.name] = host
+    if not found:
+        raise ConfigError(
+            f"hosts is {stated!r}, which names no machine. Name some: a,b,user@c:2; in a file one a line.")
+    return tuple(found.values())
 
 
 @dataclass(frozen=True)

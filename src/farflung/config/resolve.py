@@ -118,7 +118,8 @@ def _take_place(found: dict[str, Stated]) -> list[str]:
     What a flag or a variable of ours states stays. Returns a note for the user where something was taken.
     """
     stated = {name for name in _PLACE if found[name].kind in ("flag", "environment")}
-    if found["engine"].value not in (None, LOCAL):  # which starts launchers with places of their own
+    # An engine starts launchers with places of their own.
+    if found["engine"].value not in (None, LOCAL) or found["hosts"].value:
         return []
     if "num_machines" in stated and found["num_machines"].value == 1:
         return []

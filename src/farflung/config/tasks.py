@@ -1,10 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The variables by which srun, mpirun and the like tell each of the tasks that they start which one it is."""
+"""The variables by which srun, mpirun and the like tell each of the tasks that they start which one it is.
+
+Sources: the pages of srun and of heterogeneous jobs; of Open MPI's, MPICH's and MVAPICH's mpirun; IBM's "Environment
+variables set for job execution"; for jsrun Lightning's LSFEnvironment; of Torque's and OpenPBS's pbsdsh; SkyPilot's
+"Distributed Multi-Node Jobs"; dstack's runner.
+"""
 
 from __future__ import annotations
 
 import re
+import shutil
+import socket
+import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from farflung.base.errors import ConfigError
@@ -25,6 +35,10 @@ class _Starter(NamedTuple):
 # Slurm is not among them: mpirun starts its helpers by srun there, and the tasks under those see Slurm's variables too.
 STARTERS = (
     _Starter(
+        *("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_LOCAL_SIZE", "JSM_NAMESPACE_LOCAL_RANK"),
+        "jsrun --rs_per_host 1 --tasks_per_rs 1",
+    ),
+    _Starter(
         *("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
         "mpirun --map-by ppr:1:node",
     ),
@@ -34,6 +48,12 @@ STARTERS = (
         "mpirun_rsh -ppn 1",
     ),
 )
+# Of what starts one task on each machine: how many, which one, and the address of the first, maybe before others.
+_PLATFORMS = (
+    ("SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"),
+    ("DSTACK_NODES_NUM", "DSTACK_NODE_RANK", "DSTACK_MASTER_NODE_IP"),
+)
+_SCONTROL_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -61,7 +81,8 @@ def in_slurm_step() -> bool:
 def read_task() -> Task | None:
     """Return which of several tasks this process is, or None where it is the only one.
 
-    The variables that torchrun would read (`PET_*`) come first, then Open MPI's, PMI's, MVAPICH's and Slurm's.
+    The variables that torchrun would read (`PET_*`) come first, then jsrun's, Open MPI's, PMI's, MVAPICH's, those of
+    SkyPilot and dstack, Slurm's and pbsdsh's.
 
     Raises:
         ConfigError: the variables contradict each other, or state a range of machines.
@@ -75,14 +96,50 @@ def read_task() -> Task | None:
     if size := _several("PET_NNODES"):
         return _task(size, "PET_NODE_RANK", _stated(1), "")
     for starter in STARTERS:
-        if size := _several(starter.size):
-            local = _number(starter.local_size) or _stated(1)
+        if (size := _several(starter.size)) and not (starter.size == "PMI_SIZE" and _has_step_of(size)):
+            local = _number(starter.local_size, "PMI_LOCAL_SIZE") or _stated(1)
             return _task(size, starter.rank, local, starter.one_each)
+    for num_machines, rank, hosts in _PLATFORMS:
+        if size := _several(num_machines):
+            return _task(size, rank, _stated(1), "", _first_word(hosts))
     if in_slurm_step() and (size := _several("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")):
+        if _several("SLURM_HET_SIZE"):
+            raise ConfigError(
+                f"This launcher is one of {size.value} tasks in a heterogeneous Slurm job (SLURM_HET_SIZE is set), "
+                "whose groups have numbers of their own. Give --num_machines, --machine_rank and --main_process_ip."
+            )
         nodes = _number("SLURM_STEP_NUM_NODES", "SLURM_NNODES") or _stated(size.value)
         local = _stated(-(-size.value // max(1, nodes.value)), nodes.place)
         return _task(size, "SLURM_PROCID", local, "srun --ntasks-per-node=1")
+    if task := _read_pbs_task():
+        return task
+    _refuse_blaunch()
     return None
+
+
+def _read_pbs_task() -> Task | None:
+    """Return which of the tasks of pbsdsh this is. The batch script, with numbers 0 and 1, is none."""
+    if (environ.integer("PBS_NODENUM") or 0) == 0 and (environ.integer("PBS_TASKNUM") or 0) <= 1:
+        return None
+    if not (hosts := _pbs_hosts()):
+        raise ConfigError(
+            f"This is a task of pbsdsh, but PBS_NODEFILE ({environ.text('PBS_NODEFILE')!r}) can't be read here. Give "
+            "--num_machines, --machine_rank and --main_process_ip."
+        )
+    size = _stated(len(hosts), "PBS_NODEFILE")
+    return _task(size, "PBS_NODENUM", _stated(1), "") if hosts[1:] else None
+
+
+def _refuse_blaunch() -> None:
+    """Raise ConfigError on a later host of an LSF job: blaunch tells its tasks nothing, so each would train alone."""
+    hosts = _lsf_hosts()
+    names, own = [host.partition(".")[0] for host in hosts], socket.gethostname().partition(".")[0]
+    if own in names[1:]:
+        raise ConfigError(
+            f"This is machine {names.index(own)} of the {len(hosts)} of an LSF job (LSB_MCPU_HOSTS), but blaunch gives "
+            f"launchers no number. Give each --num_machines {len(hosts)} --main_process_ip {hosts[0]} and its own "
+            "--machine_rank, or use mpirun or jsrun."
+        )
 
 
 def read_processes() -> Stated | None:
@@ -91,7 +148,9 @@ def read_processes() -> Stated | None:
     return _number("PET_NPROC_PER_NODE") if told.isdecimal() and int(told) > 0 else None  # else auto, gpu or cpu
 
 
-def _task(size: Stated, rank_variable: str, local_size: Stated, one_each: str) -> Task:
+def _task(
+    size: Stated, rank_variable: str, local_size: Stated, one_each: str, first: Stated | None = None
+) -> Task:
     rank = _number(rank_variable)
     if rank is None or not 0 <= rank.value < size.value:
         raise ConfigError(
@@ -102,7 +161,7 @@ def _task(size: Stated, rank_variable: str, local_size: Stated, one_each: str) -
     endpoint = re.fullmatch(r"\[?(.+?)\]?:(\d+)", environ.text("PET_RDZV_ENDPOINT") or "")
     if host is None and endpoint:
         host, port = (_stated(part, "PET_RDZV_ENDPOINT") for part in (endpoint[1], int(endpoint[2])))
-    host = host or _address("MASTER_ADDR") or (_first_host() if in_slurm_step() else None)
+    host = host or _address("MASTER_ADDR") or first or _first_host(size)
     return Task(size, rank, local_size, one_each, host, port)
 
 
@@ -126,8 +185,46 @@ def _address(variable: str) -> Stated | None:
     return _stated(host, variable) if host else None
 
 
-def _first_host() -> Stated | None:
-    """Return the first host of Slurm's list: `gpu[007-010,12]-ib,login2` begins with `gpu007-ib`."""
-    variable = next(filter(environ.text, ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")), "")
-    first = re.match(r"(?:[^\[\],\s]|\[\d[^\[\]]*\])+(?=,|$)", environ.text(variable) or "")
-    return None if first is None else _stated(re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]), variable)
+def _first_word(variable: str) -> Stated | None:
+    return next((_stated(word, variable) for word in (environ.text(variable) or "").split()), None)
+
+
+def _lsf_hosts() -> list[str]:
+    return (environ.text("LSB_MCPU_HOSTS") or "").split()[::2]  # each is followed by a number of slots
+
+
+def _pbs_hosts() -> list[str]:
+    """Return the hosts of a PBS job, each once; empty where their file can't be read: it may lie on the first alone."""
+    file = Path(environ.text("PBS_NODEFILE") or "/")
+    return list(dict.fromkeys(file.read_text(encoding="utf-8").split())) if file.is_file() else []
+
+
+def _has_step_of(size: Stated) -> bool:
+    """Say whether srun has started just the tasks that another variable counts, as with `--mpi=pmi2`."""
+    return in_slurm_step() and environ.integer("SLURM_STEP_NUM_TASKS") == size.value
+
+
+def _first_host(size: Stated) -> Stated | None:
+    """Return the first host that Slurm, LSF or PBS lists; under jsrun the second, as the first only starts the rest.
+
+    None: there is no list, or none that can be read. mpirun's helpers are a Slurm step without the host of rank 0.
+    """
+    names = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"]
+    names = names if _has_step_of(size) or size.place.startswith("SLURM") else names[::-1]
+    if variable := next(filter(environ.text, names), None):
+        first = _first_of(environ.text(variable) or "")
+        return _stated(first, variable) if first else None
+    if hosts := _lsf_hosts()[1 if environ.text("JSM_NAMESPACE_SIZE") else 0 :]:
+        return _stated(hosts[0], "LSB_MCPU_HOSTS")
+    return next((_stated(host, "PBS_NODEFILE") for host in _pbs_hosts()), None)
+
+
+def _first_of(nodes: str) -> str | None:
+    """Return the first host of a list of Slurm's: `gpu[007-010,12]-ib,login2` begins with `gpu007-ib`."""
+    if shutil.which("scontrol"):
+        with suppress(OSError, subprocess.SubprocessError):
+            words = ["scontrol", "show", "hostnames", nodes]
+            done = subprocess.run(words, capture_output=True, text=True, timeout=_SCONTROL_S, check=True)
+            return next(iter(done.stdout.split()), None)
+    first = re.match(r"(?:[^\[\],\s]|\[\d[^\[\]]*\])+(?=,|$)", nodes)
+    return None if first is None else re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])

@@ -65,6 +65,7 @@ class DemoSettings:
 
 SETTINGS_FILE = "settings.json"
 RESULTS_FILE = "results.json"
+DEFAULT_OUTPUT = "farflung-demo"
 MODEL_FILE = "model.safetensors"
 PICTURE_FILE = "curves.png"
 REPORT_FILE = "report.html"

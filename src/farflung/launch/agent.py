@@ -26,7 +26,7 @@ from typing import Any
 from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
-from farflung.launch.codes import EngineFailure
+from farflung.launch.codes import COULD_NOT_MEET, EngineFailure
 from farflung.launch.events import say
 from farflung.launch.plan import Plan, torch_is_loaded
 from farflung.launch.report import Failure, show
@@ -94,7 +94,7 @@ def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = No
         except (RendezvousError, DistNetworkError, DistStoreError) as error:
             said = str(error).strip().rstrip(".").splitlines()
             raise EngineFailure(
-                f"The {counted(meeting.num_machines, 'machine')} could not meet at {meeting.endpoint}: {said[0]}. "
+                f"The {counted(meeting.num_machines, 'machine')} {COULD_NOT_MEET} {meeting.endpoint}: {said[0]}. "
                 "Check that each was started, with the same main_process_ip, main_process_port and num_machines, and "
                 "that they can reach that port of machine 0."
             ) from error

@@ -20,7 +20,6 @@ from farflung.config.launch import FIELDS, LaunchSettings, field_named
 from farflung.config.places import find_file, own_file
 from farflung.config.resolve import Resolved, resolve
 from farflung.config.setting import BOTH_SPELLINGS, Field, Value
-from farflung.cost.forecast import Forecast
 from farflung.cost.units import parse_count, parse_rate, parse_seconds
 from farflung.launch.main import CommandGroup
 from farflung.launch.options import SettingsCommand, given, launch_options
@@ -130,7 +129,8 @@ def ask_outer(answers: Mapping[str, Value]) -> dict[str, Value]:
     step = _number("How long does one optimizer step take without communication, such as 500ms?", parse_seconds)
     steps = _number("How many optimizer steps does the whole run have, such as 20k?", parse_count)
     run = {"parameters": parameters // shards, "layers": _LAYERS, "step_s": step, "replicas": int(count)}
-    forecast = Forecast({**run, "bandwidth_bps": rate, "latency_s": latency}, steps, None, _UTILIZATION)
+    forecasts = import_module("farflung.cost.forecast")  # late: no wrong use of the command needs it
+    forecast = forecasts.Forecast({**run, "bandwidth_bps": rate, "latency_s": latency}, steps, None, _UTILIZATION)
     row = forecast.rows[0]
     click.echo(forecast.advice())
     if row.outer is None:

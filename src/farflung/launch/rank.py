@@ -22,8 +22,9 @@ from types import CodeType, ModuleType
 
 from farflung.config import environ
 from farflung.process.failure import has_report, record_exit, record_failure
-from farflung.process.run_files import EVENTS, add_line, recorded
+from farflung.process.run_files import EVENTS, Metrics, add_line, recorded
 from farflung.process.tether import end_with_launcher
+from farflung.process.trainer_log import keep_trainer_logs
 
 
 def run(arguments: list[str]) -> None:
@@ -34,11 +35,6 @@ def run(arguments: list[str]) -> None:
     end_with_launcher()
     if arguments[0] == "--exec":
         os.execvp(arguments[1], arguments[1:])
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # `-u` has `print` write a line and its end apart, and ranks share a pipe
-            stream.reconfigure(line_buffering=True, write_through=False)
     outer = None
     try:
         if environ.text("FARFLUNG_OUTER_RECIPE"):
@@ -118,5 +114,10 @@ def _loaded(spec: ModuleSpec | None, name: str) -> tuple[CodeType, ModuleType]:
 
 
 if __name__ == "__main__":
+    for stream in (sys.stdout, sys.stderr):  # `-u` has `print` write a line and its end apart, and ranks share a pipe
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
     with recorded():
+        if (metrics := Metrics.of_run()) is not None:
+            keep_trainer_logs(metrics)
         run(sys.argv[1:])

@@ -181,6 +181,7 @@ def _tell_differences(settings: LaunchSettings, transport: Transport, count: int
     """Print which settings of the run are not those of this launcher, which count for nothing."""
     theirs = json.loads(transport.board.get("run") or b"{}")
     mine = json.loads(_described(settings, count))
+    del mine["expected"]  # each launcher has as many replicas as it likes
     differ = {name: value for name, value in mine.items() if theirs.get(name, value) != value}
     if differ:
         said = ", ".join(f"{name} is {theirs[name]}, not {value}" for name, value in differ.items())

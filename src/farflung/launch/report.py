@@ -162,7 +162,13 @@ def show(failures: Sequence[Failure], log_dir: str | None = None, is_json: bool 
             json.dumps({"event": "failed", "time": time.time(), "message": title, **facts, "report": text}),
             file=sys.stderr,
         )
-        return cause.shell_code
+    else:
+        show_box(title, text)
+    return cause.shell_code
+
+
+def show_box(title: str, text: str) -> None:
+    """Print a report on stderr for people."""
     from rich.console import Console  # late: only a failure needs it
     from rich.panel import Panel
     from rich.text import Text
@@ -171,4 +177,3 @@ def show(failures: Sequence[Failure], log_dir: str | None = None, is_json: bool 
     if not console.is_terminal:
         console.width = max(console.width, 120)  # a log file has no narrow edge
     console.print(Panel(Text(text), title=Text(title), title_align="left", border_style="red"))
-    return cause.shell_code

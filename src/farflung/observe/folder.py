@@ -12,22 +12,25 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from farflung.base.errors import ConfigError
 from farflung.base.files import atomic_file
+from farflung.base.optional import installed_version
 from farflung.config import environ
-from farflung.config.resolve import Resolved
 from farflung.process.run_files import EVENTS, add_lines
+
+if TYPE_CHECKING:
+    from farflung.config.resolve import Resolved
 
 RUNS, LATEST, FACTS, NONE = "farflung-runs", "latest", "run.json", "none"
 SUBMITTED = "engine.json"  # what was submitted to an engine, whose launchers write into the folder of whoever did it
 _GIT_WITHIN_S = 2.0
+_SHOWN = ("farflung", "torch")
 
 
 class RunFolder:
@@ -116,16 +119,11 @@ def _facts(resolved: Resolved, script: str, arguments: Sequence[str], world: Map
         "pid": os.getpid(),
         "world": dict(world),
         "settings": {name: {"value": value, "from": origin} for name, value, origin in resolved.rows()},
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in ("farflung", "torch")},
+        "versions": {"python": platform.python_version()}
+        | {name: installed_version(name) or None for name in ("farflung", "torch")},
         "system": platform.platform(),
         "git": _commit(Path(script)),
     }
-
-
-def _version(package: str) -> str | None:
-    with suppress(PackageNotFoundError):
-        return version(package)
-    return None
 
 
 def _commit(script: Path) -> str | None:

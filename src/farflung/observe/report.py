@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib.resources import files
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from farflung.base.errors import ConfigError
 from farflung.base.files import atomic_file
 from farflung.observe.figures import Figures, ddp_bytes_per_step, figures, own_rounds, round_spans, spans, writers
 from farflung.observe.folder import named_run
+from farflung.observe.history import cell, described, rows_of
 from farflung.observe.run import Run
-from farflung.observe.watch import cell, described, rows_of
 
 _MOST_POINTS = 4000  # of a curve, in the page
 _PICTURES = ("png", "svg", "pdf")
@@ -30,6 +29,8 @@ def page(data: Sequence[Mapping[str, Any]]) -> str:
     Args:
         data: of each run what `data_of` returns.
     """
+    from importlib.resources import files  # late, as `installed_version` is
+
     here = files("farflung.observe")
     text = here.joinpath("page.html").read_text(encoding="utf-8")
     vendored = here.joinpath("vendor").joinpath("uplot")

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
-
 from farflung.base.errors import ConfigError
 from farflung.observe.folder import FACTS
 from farflung.process.run_files import EVENTS, METRICS, RANKS, ROUNDS, STEPS, name_of
@@ -217,6 +215,8 @@ class Run:
 
 
 def _status(pid: int, begun: float) -> str:
+    import psutil  # type: ignore[import-untyped]  # late, as in launch/network.py
+
     try:
         process = psutil.Process(pid)
         if process.create_time() > begun + 1:  # another one has its number

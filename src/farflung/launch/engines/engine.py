@@ -119,8 +119,11 @@ class Engine(Protocol):
 
     def __init__(self, job: Job) -> None: ...
 
-    def check(self) -> None:
-        """Find out, before anything is submitted, whether it can work: the engine, its extra, what it needs there."""
+    def check(self) -> Job | None:
+        """Find out, before anything is submitted, whether it can work: the engine, its extra, what it needs there.
+
+        Returns the job with settings that depend on what was found, such as an address; None: as it is.
+        """
 
     def described(self) -> str:
         """Return what would be submitted, as `--dry-run` shows it."""

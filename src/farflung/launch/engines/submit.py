@@ -50,7 +50,7 @@ def run_elsewhere(resolved: Resolved, script: str, arguments: Sequence[str]) -> 
     if settings.dry_run:
         click.echo(engine.described())
         return DONE
-    engine.check()
+    job = engine.check() or job
     world = {"engine": settings.engine or "ssh", ("replicas" if job.is_elastic else "machines"): job.count}
     folder = make_folder(resolved, script, arguments, world)
     if folder.path is None:
@@ -66,7 +66,7 @@ def run_elsewhere(resolved: Resolved, script: str, arguments: Sequence[str]) -> 
     job.write(ticket)
     say(settings, "submitted", f"submitted to {world['engine']}; the run's folder is {job.folder}", **ticket)
     code = _followed(_engine_of(replace(job, ticket=ticket)) if engine.outlives_launch else engine, job)
-    if code != INTERRUPTED:
+    if code != INTERRUPTED or not engine.outlives_launch:
         folder.tell("ended", code=code)
     say(settings, "ended", None, is_error=code != DONE, code=code)
     return code

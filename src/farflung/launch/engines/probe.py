@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a machine has for a run: sent to its Python as a text, and run there where nothing of ours may be installed."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def look(script: str, kind: str, connection: str = "") -> dict[str, Any]:
+    """Return what is on this machine, in the current folder.
+
+    Args:
+        script, kind: a path; the name of a `module`, whose top package counts; or of a `program`.
+        connection: sshd's variable SSH_CONNECTION, which has the address that this machine was reached at.
+    """
+    package = _package("farflung")
+    program = shutil.which(script) or "" if kind == "program" else script
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    return {
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "farflung": "missing" if package is None else f"{_version('farflung')} ({_hash(package)})",
+        "script": _hash(_package(script.split(".")[0]) if kind == "module" else Path(program)),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "GPUs": len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
+        "address": (connection.split() + [""] * 3)[2],
+        "port": port,
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
+
+
+def _package(name: str) -> Path | None:
+    found = importlib.util.find_spec(name)
+    folders = [] if found is None else list(found.submodule_search_locations or [found.origin or ""])
+    return Path(folders[0]) if folders else None
+
+
+def _hash(path: Path | None) -> str:
+    """Return some digits of a hash over a file, or over the Python files of a folder."""
+    if path is None or path == Path() or not path.exists():
+        return "missing"
+    digest = hashlib.sha256()
+    for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+if __name__ == "__main__":
+    print(json.dumps(look(sys.argv[1], sys.argv[2], sys.argv[3])))

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts a launcher of ours on each of several hosts by OpenSSH. What runs there ends with the line to it."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import socket
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import psutil  # type: ignore[import-untyped]
+
+from farflung.base.errors import ConfigError
+from farflung.base.words import plural
+from farflung.config.engines import hosts_of
+from farflung.config.launch import DEFAULT_PORT, LaunchSettings, flags_for
+from farflung.launch.codes import EngineFailure
+from farflung.launch.engines import probe
+from farflung.launch.engines.engine import Job, launcher
+from farflung.launch.engines.lines import Lines
+from farflung.launch.engines.reach import OPTIONS, Reach, differing
+from farflung.launch.events import say
+from farflung.launch.network import is_loopback
+
+
+class Ssh:
+    """Hosts that ssh reaches without a question: `--hosts a,b,user@c:2`."""
+
+    outlives_launch: ClassVar[bool] = False
+
+    def __init__(self, job: Job) -> None:
+        job.check_options(OPTIONS)
+        self._job, self._reach = job, Reach(job.options)
+        self._hosts = () if job.ticket else hosts_of(job.settings.hosts or "")
+        self._counts = [] if job.ticket else self._shared_out(job.settings)
+        self._lines: Lines | None = None
+
+    def _shared_out(self, own: LaunchSettings) -> list[int | None]:
+        """Return how many replicas or processes each host gets; None: one for each GPU."""
+        size, counts = len(self._hosts), [host.count for host in self._hosts]
+        name, total = ("replicas", own.replicas) if self._job.is_elastic else ("num_processes", own.num_processes)
+        asked = f"hosts asks for {', '.join(f'{host.name}:{host.count or 1}' for host in self._hosts)}"
+        if own.num_machines not in (1, size) or own.machine_rank:
+            words = f"num_machines is {own.num_machines} and machine_rank {own.machine_rank}"
+            raise ConfigError(f"{words}, but hosts names {size} in their order. Leave both out.")
+        if any(counts):
+            counts = [count or 1 for count in counts]
+            stated = sum(count or 0 for count in counts)
+            if total not in (None, stated):
+                raise ConfigError(f"{name} is {total}, but {asked}, which makes {stated}. Leave one of them out.")
+        elif self._job.is_elastic:
+            total = total or max(own.bounds[0], size)
+            counts = [(total + size - 1 - k) // size for k in range(size)]
+        elif total is not None:
+            if total % size:
+                raise ConfigError(f"num_processes is {total}, but hosts names {size}; use a multiple of {size}.")
+            counts = [total // size] * size
+        total, (least, most) = sum(count or 0 for count in counts), own.bounds
+        if self._job.is_elastic and not max(least, size) <= total <= most:
+            limits = f"elastic is {own.elastic}, and each host has at least one"
+            raise ConfigError(f"{total} {plural('replica')} are to start, but {limits}: {asked}.")
+        if not self._job.is_elastic and len(set(counts)) > 1:
+            raise ConfigError(
+                f"{asked}, but each machine of a fixed run has as many processes as the others. Use the same number "
+                "for all, or --elastic, where hosts may differ."
+            )
+        return counts
+
+    def check(self) -> Job:
+        """Ask each host what it has; raise EngineFailure where one can't be reached or has other versions or code."""
+        own = self._job.settings
+        kind = "module" if own.module else "program" if own.no_python else "script"
+        if own.sync:
+            self._reach.copy_to(self._hosts)
+        try:
+            answers = self._reach.ask(self._hosts, self._job.script, kind)
+        except FileNotFoundError:
+            raise EngineFailure("There is no program ssh on this machine. Install OpenSSH's client.") from None
+        by_gpus = not (own.use_cpu or self._job.is_elastic or any(self._counts))
+        differences = differing(probe.look(self._job.script, kind), answers, ("GPUs",) if by_gpus else ())
+        if differences:
+            raise EngineFailure(differences)
+        return replace(self._job, settings=self._placed(own, answers[self._hosts[0].name]))
+
+    def _placed(self, own: LaunchSettings, first: Mapping[str, Any]) -> LaunchSettings:
+        """Return the settings with the number of processes and where the others reach the first host.
+
+        Args:
+            first: that host's answer. Its address is the one by which ssh has reached it.
+        """
+        size, port = len(self._hosts), own.main_process_port or first["port"]
+        if self._job.is_elastic:
+            own = replace(own, replicas=sum(count or 0 for count in self._counts))
+        else:
+            each = self._counts[0] or (1 if own.use_cpu else len(own.gpu_list) or first["GPUs"] or 1)
+            own = replace(own, num_machines=size, num_processes=size * each)
+        if size == 1 or own.meet:
+            return own
+        address = own.main_process_ip or first["address"] or self._hosts[0].name
+        if not own.main_process_ip and (is_loopback(address) or address == "localhost"):
+            raise ConfigError(
+                f"{self._hosts[0].name} was reached at {address}, which is each host's own. Give its address on their "
+                "network as --main_process_ip, or in hosts."
+            )
+        if not self._job.is_elastic:
+            return replace(own, main_process_ip=address, main_process_port=port)
+        at = f"[{address}]" if ":" in address else address
+        return replace(own, meet=f"tcp://{at}:{port}", main_process_ip=None, main_process_port=None)
+
+    @property
+    def _folder_there(self) -> Path:
+        """The run's folder on the hosts: in the working folder there, if it is in that of this machine."""
+        own = self._job.folder
+        return Path(self._reach.folder) / own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own
+
+    def _commands(self) -> dict[str, list[str]]:
+        """Return ssh's commands by host."""
+        job, python, commands = replace(self._job, folder=self._folder_there), self._reach.python, {}
+        for k, (host, count) in enumerate(zip(self._hosts, self._counts, strict=True)):
+            place: dict[str, Any] = {"replicas": count} if job.is_elastic else {"machine_rank": k}
+            own = launcher(job.command(json=True, **place), python)
+            words = shlex.join(("exec", python, "-m", "farflung.process.tether", *own))
+            commands[host.name] = self._reach.command(host, words)
+        return commands
+
+    def described(self) -> str:
+        """Return ssh's commands; the first host's address and port are known once it was asked."""
+        guess = {"address": self._hosts[0].name, "port": DEFAULT_PORT, "GPUs": 0}
+        planned = Ssh(replace(self._job, settings=self._placed(self._job.settings, guess)))
+        lines = [f"{host}: {shlex.join(command)}" for host, command in planned._commands().items()]
+        return "\n".join(["nothing is started (--dry-run)", *lines])
+
+    def submit(self) -> Mapping[str, Any]:
+        """Start a launcher on each host."""
+        self._lines = Lines(self._job.settings, self._commands())
+        own, hosts = psutil.Process(), [host.name for host in self._hosts]
+        return {"pid": own.pid, "begun": own.create_time(), "machine": socket.gethostname(), "hosts": hosts}
+
+    def follow(self) -> int:
+        """Print what the hosts print until all have ended; then take over what they have written on disks of theirs."""
+        if self._lines is None:
+            name, by = self._job.name, self._job.ticket
+            raise EngineFailure(
+                f"{name} was started by ssh: process {by['pid']} on {by['machine']} shows what it prints, and nobody "
+                f"else gets it. `farflung watch {name}` shows where it is."
+            )
+        code = self._lines.follow()
+        for host, line in zip(self._hosts, self._lines.all, strict=True):
+            if not line.is_gone and not self._reach.collect(host, str(self._folder_there), self._job.folder):
+                words = f"what {host.name} has in {self._folder_there} could not be copied to {self._job.folder}"
+                say(self._job.settings, "note", words, is_error=True)
+        return code
+
+    def scale(self, count: int) -> str:
+        """Raise EngineFailure: replicas are added by one more launch, and end with the launcher that started them."""
+        own = self._job.settings
+        without = ("hosts", "replicas", "run_dir", "sync")
+        flags = shlex.join([*flags_for(own, without=without), self._job.script, *self._job.arguments])
+        add = f"`farflung launch --hosts HOST:n {flags}`" if own.meet else "the `--join` line that it has printed"
+        raise EngineFailure(
+            f"{self._job.name} was started by ssh on {', '.join(self._job.ticket['hosts'])}, which starts no more by "
+            f"itself. To add replicas: {add}. To end some: end that launch, by Ctrl-C or `farflung cancel`."
+        )
+
+    def cancel(self) -> str:
+        """End the launcher that holds the lines, if it runs on this machine; what is at their ends ends with it."""
+        by, name = self._job.ticket, self._job.name
+        if by["machine"] != socket.gethostname():
+            raise EngineFailure(f"{name} was started on {by['machine']}: `farflung cancel {name}` there ends it.")
+        try:
+            one = psutil.Process(by["pid"])
+            if one.create_time() != by["begun"]:
+                raise psutil.NoSuchProcess(one.pid)
+            one.send_signal(signal.SIGTERM)
+        except psutil.NoSuchProcess:
+            return f"{name} has ended before"
+        return f"{name} ends: process {one.pid} was asked to, and has the hosts end too"

@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that are started by ssh, on two machines with sshd: one log, one box, and nothing is left of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from farflung.base.errors import ConfigError
+from farflung.config import environ
+from farflung.config.engines import Host, hosts_of
+from farflung.launch import main as command
+from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, FAILED, USAGE
+from farflung.testing.patience import patience
+from tests.launch.machines import ADDRESSES
+from tests.launch.sshd import two_hosts, why_no_sshd
+from tests.launch.test_replicas import TRAINS, until, until_further
+from tests.launch.test_two_machines import Screen
+
+COUNTS = """
+import os, socket, sys, torch
+from farflung import Accelerator
+accelerator = Accelerator()
+total = int(accelerator.reduce(torch.ones(1)))
+print("rank", accelerator.process_index, "of", total, "on", socket.gethostname())
+if "fail" in sys.argv and accelerator.process_index == 1:
+    raise ValueError("a bad value")
+accelerator.wait_for_everyone()
+"""
+STAYS = COUNTS + """
+import time
+from pathlib import Path
+Path(f"up{accelerator.process_index}").touch()
+while True:
+    accelerator.reduce(torch.ones(1))
+    time.sleep(0.05)
+"""
+
+on_two_hosts = [
+    pytest.mark.slow,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(bool(why_no_sshd()), reason=why_no_sshd() or "-"),
+]
+
+
+class Lab:
+    """Two hosts, and launches on them from the first one."""
+
+    def __init__(self, machines, config, folder) -> None:
+        self.machines, self.config, self.folder = machines, config, folder
+
+    def launch(self, *words, python=sys.executable, script="train.py", options="", **variables) -> Screen:
+        given = f"config={self.config},python={python}{options}"
+        own = ["farflung", "launch", "--cpu", *words, "--engine-options", given, script]
+        variables = {"FARFLUNG_RUN_DIR": "", **variables}
+        return Screen(self.machines.start(0, [*own, str(self.folder)], self.folder, variables))
+
+    def left(self) -> list[list[str]]:
+        """The commands of a launch that still run, anywhere."""
+        running = [one.info for one in psutil.process_iter(["cmdline", "status"])]
+        commands = [one["cmdline"] or [] for one in running if one["status"] != psutil.STATUS_ZOMBIE]
+        return [words for words in commands if str(self.folder) in " ".join(words) and "sshd" not in words[0]]
+
+
+@pytest.fixture
+def lab(home, tmp_path):
+    with two_hosts(home) as (machines, config):
+        yield Lab(machines, config, home)
+
+
+@pytest.fixture
+def on_lab(lab, warm_python):
+    """A lab whose hosts have a Python with torch loaded, for tests that are not about processes."""
+    lab.warm = {"python": warm_python}
+    return lab
+
+
+def in_lab(test):
+    for mark in on_two_hosts:
+        test = mark(test)
+    return test
+
+
+@in_lab
+def test_two_hosts_are_one_world_and_one_log_of_whole_lines(on_lab, home):
+    (home / "train.py").write_text(COUNTS)
+    (home / "hosts").write_text("# two of them\nnode0:2\n\nroot@node1 slots=2  # the far one\n")
+    screen = on_lab.launch("--hosts", "hosts", **on_lab.warm)
+    text = screen.end()
+    assert screen.process.returncode == DONE, text
+    lines = [line for line in text.splitlines() if "rank" in line]
+    assert sorted(lines) == [f"[node{k // 2}] rank {k} of 4 on node{k // 2}" for k in range(4)]
+    for rank in (0, 1):
+        assert f"[node{rank}] farflung: machine {rank} of 2 waits for the others at {ADDRESSES[0]}:" in text
+    (run,) = (home / "farflung-runs").glob("*-train")
+    assert {log.name for log in (run / "logs").iterdir()} == {f"rank{rank}.log" for rank in range(4)}
+    assert not (run / ".copied").exists()  # it is one disk
+    assert json.loads((run / "run.json").read_text())["world"] == {"engine": "ssh", "machines": 2}
+
+
+@in_lab
+@pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")
+def test_a_folder_is_copied_there_and_what_the_run_has_written_comes_back(on_lab, home, tmp_path):
+    (home / "train.py").write_text(COUNTS)
+    (home / ".git").mkdir()
+    there = tmp_path / "there"
+    screen = on_lab.launch("--hosts", "node0,node1", "--sync", options=f",folder={there}", **on_lab.warm)
+    text = screen.end()
+    assert screen.process.returncode == DONE, text
+    assert (there / "train.py").exists()
+    assert not (there / ".git").exists()
+    (run,) = (home / "farflung-runs").glob("*-train")
+    assert "of 2 on node1" in (run / "logs" / "rank1.log").read_text()
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    begun = [event for event in events if event["event"] == "started"]
+    assert len(begun) == 3  # of this launcher and of one on each host, each once though they share a disk
+
+
+@in_lab
+def test_a_rank_that_fails_is_one_box_and_a_log_for_machines_has_the_host(on_lab, home):
+    (home / "train.py").write_text(COUNTS.replace('"fail" in sys.argv', "True"))
+    screen = on_lab.launch("--hosts", "node0,node1", **on_lab.warm)
+    text = screen.end()
+    assert screen.process.returncode == FAILED, text
+    assert text.count("╭─ rank 1 failed on node1 (10.77.0.2): exit code 1") == text.count("╭─") == 1
+    assert "ValueError: a bad value" in text
+    screen = on_lab.launch("--hosts", "node0,node1", "--json", **on_lab.warm)
+    lines = [line for line in screen.end().splitlines() if line.startswith("{")]
+    failed = [event for event in map(json.loads, lines) if event["event"] == "failed"]
+    assert "node1" in {event["host"] for event in failed}
+    assert json.loads(lines[-1])["code"] == FAILED
+
+
+@in_lab
+def test_a_host_that_goes_away_ends_a_fixed_run_in_one_box_that_names_it(lab, home):
+    (home / "train.py").write_text(STAYS)
+    screen = lab.launch("--hosts", "node0,node1")
+    until(lambda: (home / "up1").exists(), lambda: screen.text)
+    began = time.monotonic()
+    lab.machines.kill(1)
+    text = screen.end()
+    assert screen.process.returncode == FAILED, text
+    assert text.count("╭─ node1 is gone ") == text.count("╭─") == 1
+    assert time.monotonic() - began < patience(30)
+    until(lambda: not lab.left(), lambda: str(lab.left()))
+
+
+@in_lab
+def test_a_cut_line_costs_the_other_replicas_nothing_and_ends_those_behind_it(lab, home):
+    (home / "train.py").write_text(TRAINS.replace("if sys.argv[1:] else", "if sys.argv[2:] else"))
+    screen = lab.launch("--hosts", "node0,node1:2", "--elastic", "1:4")  # it begins with the least
+    screen.wait_for("3 replicas train")
+    lab.machines.cut()
+    screen.wait_for("is out: its machine gave no sign for")
+    screen.wait_for("training continues with 1 replica")
+    until_further(home)
+    screen.wait_for("farflung: node1 is gone: ")
+    until(lambda: sum("farflung.process.tether" in words for words in lab.left()) == 1)
+    until_further(home)
+    (home / "last").write_text("1")
+    text = screen.end()
+    assert screen.process.returncode == DONE, text
+    assert "╭─" not in text
+    assert not lab.left()
+
+
+@in_lab
+@pytest.mark.parametrize("kind", ["fixed", "elastic"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
+def test_nothing_is_left_of_a_run_whose_launcher_is_ended(kind, number, lab, home):
+    elastic = ["--elastic", "2:4"] if kind == "elastic" else []
+    (home / "train.py").write_text(TRAINS if elastic else STAYS)
+    screen = lab.launch("--hosts", "node0,node1", *elastic)
+    if elastic:
+        screen.wait_for("training begins with 2 replicas")
+    else:
+        until(lambda: (home / "up0").exists() and (home / "up1").exists(), lambda: screen.text)
+    launcher = psutil.Process(screen.process.pid)
+    launcher.send_signal(number)
+    if number == signal.SIGKILL:
+        until(lambda: not lab.left(), lambda: str(lab.left()))
+    else:
+        text = screen.end()
+        assert screen.process.returncode == BY_SIGNAL + number, text
+        assert not lab.left()
+
+
+@in_lab
+def test_a_run_is_cancelled_from_another_terminal(lab, home, capsys):
+    (home / "train.py").write_text(STAYS)
+    screen = lab.launch("--hosts", "node0,node1", "--run-dir", "run")
+    until(lambda: (home / "up1").exists(), lambda: screen.text)
+    done = Screen(lab.machines.start(0, ["farflung", "cancel", "run"], home))
+    assert "was asked to, and has the hosts end too" in done.end()
+    screen.end()
+    assert screen.process.returncode == BY_SIGNAL + signal.SIGTERM
+    assert not lab.left()
+    done = Screen(lab.machines.start(0, ["farflung", "cancel", "run"], home))
+    assert "has ended before" in done.end()
+    done = Screen(lab.machines.start(0, ["farflung", "follow", "run"], home))
+    assert "`farflung watch run`" in done.end()
+    assert done.process.returncode == ENGINE
+
+
+@in_lab
+def test_hosts_that_differ_are_one_table_before_anything_starts(lab, home):
+    (home / "train.py").write_text("open('started', 'w')\n")
+    fake = home / "fake" / "torch-1.0.dist-info"
+    fake.mkdir(parents=True)
+    (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0\n")
+    python = home / "python"
+    python.write_text(
+        f"#!/bin/sh\ntest $(hostname) = node1 && export PYTHONPATH={home}/fake\nexec {sys.executable} \"$@\"\n"
+    )
+    python.chmod(0o755)
+    screen = lab.launch("--hosts", "node0,node1", python=python)
+    text = screen.end()
+    assert screen.process.returncode == ENGINE, text
+    assert "The hosts differ in torch; nothing was started." in text
+    assert re.search(r"│ node1\s+│ 1\.0 ", text)
+    assert len(text.splitlines()) <= 15
+    there = home / "there"
+    there.mkdir()
+    (there / "train.py").write_text("other\n")
+    screen = lab.launch("--hosts", "node0,node1", options=f",folder={there}")
+    text = screen.end()
+    assert screen.process.returncode == ENGINE, text
+    assert "The hosts differ in script; nothing was started. --sync copies the folder to each host." in text
+    assert len(text.splitlines()) <= 15
+    for options, why in (
+        (f",folder={home}/gone", "/gone"),
+        (",folder=/", "there is no train.py in /; --sync copies the folder"),
+        (",ssh=-p 1", "Connection refused"),
+    ):
+        screen = lab.launch("--hosts", "node0,node1", options=options)
+        text = screen.end()
+        assert screen.process.returncode == ENGINE, text
+        assert text.startswith("EngineFailure: 2 of 2 hosts can't be used. Nothing was started.\n  node0: ")
+        assert why in text
+    screen = lab.launch("--hosts", "node0,node1", python="/usr/bin/nopython")
+    assert "nopython" in screen.end()
+    assert screen.process.returncode == ENGINE
+    assert not (home / "started").exists()
+
+
+def test_hosts_are_a_list_or_a_file(home):
+    assert hosts_of("a, me@b:2,[::1]:3") == (Host("a", None), Host("me@b", 2), Host("::1", 3))
+    (home / "hosts").write_text("# all\na\nb slots=4 # fast\n\n")
+    assert hosts_of("hosts") == (Host("a", None), Host("b", 4))
+    (home / "hosts").write_text("a\nb c\n")
+    with pytest.raises(ConfigError, match=r"^hosts:2: hosts holds 'b c'"):
+        hosts_of("hosts")
+
+
+def test_a_dry_run_shows_the_command_of_each_host(home, capsys):
+    environ.remove("FARFLUNG_RUN_DIR")
+    (home / "train.py").touch()
+    with pytest.raises(SystemExit, match="0"):
+        command.main(["launch", "--cpu", "--hosts", "a:2,me@b:2", "--dry-run", "train.py"])
+    first, second = capsys.readouterr().out.splitlines()[1:]
+    assert first.startswith("a: ssh ")
+    assert " -- me@b " in second
+    assert "--num_machines 2 --machine_rank 1 --main_process_ip a --main_process_port 29500 --num_processes 4" in second
+    with pytest.raises(SystemExit, match="0"):
+        command.main(["launch", "--cpu", "--hosts", "a,b:3", "--elastic", "2:8", "--dry-run", "train.py"])
+    first, second = capsys.readouterr().out.splitlines()[1:]
+    assert "--replicas 1 --meet tcp://a:29500" in first
+    assert "--replicas 3 --meet tcp://a:29500" in second
+
+
+SLIPS = [
+    ("--hosts a,,b", USAGE, "hosts holds ''", "a name that ssh knows"),
+    ("--hosts -oProxyCommand=x,b", USAGE, "'-oProxyCommand=x'", "a name that ssh knows"),
+    ("--hosts a:0", USAGE, "'a:0'", "node1:2"),
+    ("--hosts a:2,me@a", USAGE, "names a twice", "use a:2"),
+    ("--hosts gone.txt", USAGE, "'gone.txt'", "no such file"),
+    ("--hosts empty", USAGE, "'empty', which names no machine", "one a line"),
+    ("--hosts a:2,b:4", USAGE, "a:2, b:4", "--elastic, where hosts may differ"),
+    ("--hosts a,b --num_processes 3", USAGE, "num_processes is 3", "a multiple of 2"),
+    ("--hosts a:2,b:2 --num_processes 8", USAGE, "num_processes is 8", "Leave one of them out"),
+    ("--hosts a,b --num_machines 3 --main_process_ip a", USAGE, "num_machines is 3", "Leave both out"),
+    ("--hosts a:4,b:4 --elastic 1:4", USAGE, "8 replicas", "elastic is 1:4"),
+    ("--hosts a:1,b:1 --elastic 3:4", USAGE, "2 replicas", "elastic is 3:4"),
+    ("--hosts a,b --engine slurm", USAGE, "engine is slurm", "hosts is for --engine ssh"),
+    ("--engine ssh", USAGE, "no hosts are named", "Add --hosts a,b"),
+    ("--sync", USAGE, "none are named", "Add --hosts a,b"),
+    ("--hosts a --engine-options prt=3", USAGE, "'prt'", "python, folder, config, ssh"),
+    ("--hosts a --engine-options 22", USAGE, "'22'", "key=value"),
+    ("--hosts a,b --run-dir none", USAGE, "run_dir is none", "keeps in the run's folder"),
+    ("--hosts a,b --log_dir logs", USAGE, "engine is ssh", "log_dir is for a run on this machine"),
+    ("--hosts 127.0.0.1 --engine-options ssh=-p1", ENGINE, "127.0.0.1", "Connection refused"),
+    ("--hosts no-such-host.invalid", ENGINE, "no-such-host.invalid", "Could not resolve hostname"),
+    ("--hosts a,b --cpu --sync", ENGINE, "rsync", "This machine has none"),
+]
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="OpenSSH's client is not installed")
+@pytest.mark.parametrize(("line", "code", "wrong", "meant"), SLIPS, ids=[line for line, *_ in SLIPS])
+def test_a_slip_is_answered_with_what_was_wrong_and_what_to_do(line, code, wrong, meant, home, capsys, monkeypatch):
+    (home / "train.py").touch()
+    (home / "empty").write_text("# nobody\n")
+    environ.remove("FARFLUNG_RUN_DIR")
+    if "--sync" in line:
+        monkeypatch.setenv("PATH", str(home))
+    with pytest.raises(SystemExit) as ended:
+        command.main(["launch", *line.split(), "train.py"])
+    said = capsys.readouterr().err
+    assert ended.value.code == code, said
+    assert len(said.splitlines()) <= 15
+    assert wrong in said
+    assert meant in said
+    assert not Path("farflung-runs").exists()
+
+
+def test_a_machine_without_ssh_says_so(home, capsys, monkeypatch):
+    (home / "train.py").touch()
+    monkeypatch.setenv("PATH", str(home))
+    environ.remove("FARFLUNG_RUN_DIR")
+    with pytest.raises(SystemExit) as ended:
+        command.main(["launch", "--hosts", "a,b", "train.py"])
+    assert ended.value.code == ENGINE
+    assert "There is no program ssh on this machine." in capsys.readouterr().err
