@@ -61,7 +61,8 @@ def hosts_of(stated: str) -> Sequence[Host]:
         found[host.name] = host
     if not found:
         raise ConfigError(
-            f"hosts is {stated!r}, which names no machine. Name some: a,b,user@c:2; in a file one a line.")
+            f"hosts is {stated!r}, which names no machine. Name some: a,b,user@c:2; in a file one a line."
+        )
     return tuple(found.values())
 
 

@@ -148,9 +148,7 @@ def read_processes() -> Stated | None:
     return _number("PET_NPROC_PER_NODE") if told.isdecimal() and int(told) > 0 else None  # else auto, gpu or cpu
 
 
-def _task(
-    size: Stated, rank_variable: str, local_size: Stated, one_each: str, first: Stated | None = None
-) -> Task:
+def _task(size: Stated, rank_variable: str, local_size: Stated, one_each: str, first: Stated | None = None) -> Task:
     rank = _number(rank_variable)
     if rank is None or not 0 <= rank.value < size.value:
         raise ConfigError(

@@ -14,7 +14,7 @@ import subprocess
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -37,6 +37,12 @@ class Pod:
         self.lines: list[str] = []
         self.phase, self.code, self.troubles = "Pending", None, []
         self.process: subprocess.Popen[str] | None = None
+
+    def kill(self) -> None:
+        """Kill all processes, as if the container were killed."""
+        if self.process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
 
     def as_object(self) -> dict:
         meta = {"name": self.name, "namespace": NAMESPACE, "annotations": {INDEX: str(self.index)}}
@@ -80,6 +86,9 @@ class Cluster(kmock.KubernetesEmulator):
                 kubernetes_validate.validate(request.data, VERSION, strict=True)
             except kubernetes_validate.ValidationError as error:
                 raise kmock.KubernetesError(400, "BadRequest", error.message, {}) from None
+            key = (request.resource, NAMESPACE, request.data["metadata"]["name"])
+            if key in self.objects and not self.objects[key].deleted:
+                raise kmock.KubernetesError(409, "AlreadyExists", f'"{key[2]}" already exists', {})
             if request.params.get("dryRun") == "All":
                 return aiohttp.web.json_response(request.data)
             request.data["metadata"]["uid"] = str(uuid.uuid4())
@@ -114,7 +123,7 @@ class Cluster(kmock.KubernetesEmulator):
         words = [word.replace("/workspace", str(self.folder)).replace("$$(", "$(") for word in container["command"]]
         env = os.environ | {one["name"]: str(pod.index) for one in container.get("env", [])}
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        process = subprocess.Popen(words, cwd=self.folder, env=env, text=True, **streams)
+        process = subprocess.Popen(words, cwd=self.folder, env=env, text=True, start_new_session=True, **streams)
         pod.process, pod.phase = process, "Running"
         with process.stdout as lines:
             for line in lines:
@@ -200,10 +209,9 @@ def running(home: Path, starts: Path | None = None) -> Iterator[Cluster]:
         yield cluster
     finally:
         for pod in cluster.pods.values():
-            if pod.process is not None:
-                pod.process.kill()
-        for thread in cluster.containers:
-            thread.join()
+            pod.kill()
+        for container in cluster.containers:
+            container.join()
 
         async def end():
             await server.__aexit__(None, None, None)

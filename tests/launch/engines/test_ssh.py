@@ -35,7 +35,9 @@ if "fail" in sys.argv and accelerator.process_index == 1:
     raise ValueError("a bad value")
 accelerator.wait_for_everyone()
 """
-STAYS = COUNTS + """
+STAYS = (
+    COUNTS
+    + """
 import time
 from pathlib import Path
 Path(f"up{accelerator.process_index}").touch()
@@ -43,6 +45,7 @@ while True:
     accelerator.reduce(torch.ones(1))
     time.sleep(0.05)
 """
+)
 
 on_two_hosts = [
     pytest.mark.slow,
@@ -218,7 +221,7 @@ def test_hosts_that_differ_are_one_table_before_anything_starts(lab, home):
     (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0\n")
     python = home / "python"
     python.write_text(
-        f"#!/bin/sh\ntest $(hostname) = node1 && export PYTHONPATH={home}/fake\nexec {sys.executable} \"$@\"\n"
+        f'#!/bin/sh\ntest $(hostname) = node1 && export PYTHONPATH={home}/fake\nexec {sys.executable} "$@"\n'
     )
     python.chmod(0o755)
     screen = lab.launch("--hosts", "node0,node1", python=python)

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts a run on a Ray cluster: an actor for each machine or replica, which runs a launcher of ours under it.
+
+The script is in no loop of Ray's. What an actor runs ends with it, and all of them with the launcher that started them.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Collection, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+from farflung.base.errors import ConfigError
+from farflung.base.words import counted
+from farflung.config.launch import LaunchSettings
+from farflung.launch.codes import BY_SIGNAL, DONE, EngineFailure
+from farflung.launch.engines.engine import Job, launcher
+from farflung.launch.engines.lines import Lines, end_launcher, this_launcher
+from farflung.launch.engines.machine import Machine, RayLine, in_short
+from farflung.launch.events import say
+
+OPTIONS = {
+    "address": "the cluster, host:6379 [RAY_ADDRESS; else a new one on this machine]",
+    "cpus": "CPUs of each machine or replica [1]",
+    "gpus": "GPUs of each machine or replica [0]",
+    "folder": "the working folder on the nodes [the path of this one]",
+    "wait": "seconds to wait until enough nodes are free [300]",
+}
+_RESTARTS = 3  # of replicas that are lost with their node, as of one in its launcher
+_LOOK_S = 1.0
+
+
+class Ray:
+    """The engine of `--engine ray`. The launcher that submits a run is its driver: the run ends with it."""
+
+    outlives_launch: ClassVar[bool] = False
+
+    def __init__(self, job: Job) -> None:
+        job.check_options(OPTIONS)
+        self._job, own = job, job.settings
+        for name in ("cpus", "gpus", "wait"):
+            value = job.options.get(name, "1")
+            if not value.isdecimal() or (name == "cpus" and value == "0"):
+                raise ConfigError(f"engine_options has {name}={value}; use a whole number.")
+        if job.options.get("address", "").startswith("ray://"):
+            raise ConfigError(
+                f"address is {job.options['address']}, which is for Ray's client. Start the run on a machine that "
+                "reaches the cluster itself, with address=host:6379."
+            )
+        for name in ("main_process_ip", "machine_rank"):
+            if getattr(own, name):
+                raise ConfigError(f"{name} is {getattr(own, name)}, but Ray decides which nodes the machines are.")
+        self._machines: _Machines | None = None
+
+    @cached_property
+    def _cluster(self) -> Cluster:
+        return Cluster(self._job)
+
+    def check(self) -> None:
+        """Connect with the cluster, and see whether its nodes have what the run needs."""
+        self._cluster.check()
+
+    def described(self) -> str:
+        """Return the launchers' commands; addresses are known once there are nodes."""
+        own, lines = self._job.settings, []
+        for number in range(self._job.count):
+            place = _place(own, number, "<address of 0>", "<its free port>")
+            lines.append(f"[{number}] {' '.join(launcher(self._job.command(json=True, **place)))}")
+        asked = ", ".join(
+            f"{name}={self._job.options.get(name, '0' if name == 'gpus' else '1')}" for name in ("cpus", "gpus")
+        )
+        return "\n".join([f"nothing is started (--dry-run); an actor with {asked} for each of", *lines])
+
+    def submit(self) -> Mapping[str, Any]:
+        """Have nodes chosen, and start a launcher on each."""
+        self._machines = _Machines(self._job, self._cluster)
+        return this_launcher()
+
+    def follow(self) -> int:
+        """Print what the machines print until all have ended."""
+        if self._machines is None:
+            name, by = self._job.name, self._job.ticket
+            raise EngineFailure(
+                f"{name} was started by Ray: process {by['pid']} on {by['machine']} shows what it prints, and nobody "
+                f"else gets it. `farflung watch {name}` shows where it is."
+            )
+        try:
+            return self._machines.follow()
+        finally:
+            self._cluster.leave()
+
+    def scale(self, count: int) -> str:
+        """Leave the number where the launcher that submitted the run looks for it."""
+        self._job.write({**self._job.ticket, "replicas": count})
+        return f"{self._job.name} is to have {counted(count, 'replica')}; its launcher adds some, or has some sign out"
+
+    def cancel(self) -> str:
+        """End the launcher that submitted the run; what it has started ends with it."""
+        return end_launcher(self._job.name, self._job.ticket)
+
+
+def _place(own: LaunchSettings, number: int, host: str, port: Any) -> dict[str, Any]:
+    """Return the settings of one launcher; `host`, `port`: of the first one, which serves what the others need."""
+    if own.elastic is not None:
+        return {"replicas": 1, "meet": own.meet or f"tcp://{host}:{port}"}
+    if own.num_machines == 1:
+        return {}
+    return {"machine_rank": number, "main_process_ip": host, "main_process_port": own.main_process_port or port}
+
+
+class Cluster:
+    """A Ray cluster, as the process that is connected with it sees it."""
+
+    def __init__(self, job: Job) -> None:
+        try:
+            import ray
+            import ray.util.placement_group
+        except ImportError:
+            raise EngineFailure("The engine ray needs a package: pip install 'farflung[ray]'.") from None
+        self._ray, self._job, options = ray, job, job.options
+        self._asked = {"CPU": float(options.get("cpus", 1)), "GPU": float(options.get("gpus", 0))}
+        self._wait_s, self._folder = float(options.get("wait", 300)), options.get("folder", str(Path.cwd()))
+        self._first: tuple[str, int] = ("", 0)
+        if ray.is_initialized():
+            return
+        address = options.get("address")
+        quiet = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
+        try:
+            ray.init(address=address, include_dashboard=False, **quiet)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            where = address or "that RAY_ADDRESS names"
+            raise EngineFailure(f"The Ray cluster {where} can't be reached: {in_short(error)}") from None
+
+    def leave(self) -> None:
+        """End the connection, with all actors."""
+        self._ray.shutdown()
+
+    def check(self) -> None:
+        """Raise EngineFailure where too few nodes have what a machine needs, even if nobody else used them."""
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        fit = [node for node in nodes if all(node.get(name, 0.0) >= value for name, value in self._asked.items())]
+        least = 1 if self._job.is_elastic else self._job.count
+        if len(fit) < least:
+            has = ", ".join(f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in nodes)
+            self.leave()
+            raise EngineFailure(
+                f"{counted(least, 'node')} with {self._asked['CPU']:g} CPUs and {self._asked['GPU']:g} GPUs each are "
+                f"needed, but the cluster has {len(fit)}; its nodes have {has}. Change cpus and gpus in engine_options."
+            )
+
+    def started(self) -> list[RayLine]:
+        """Start all launchers; return the lines to them."""
+        job = self._job
+        if job.is_elastic:
+            return [self.replica(number) for number in range(job.count)]
+        group = self._ray.util.placement_group([dict(self._asked)] * job.count, strategy="STRICT_SPREAD")
+        if not group.wait(self._wait_s):
+            self.leave()
+            raise EngineFailure(
+                f"{counted(job.count, 'node')} with {self._asked} each were not free within {self._wait_s:g} s. Wait "
+                "longer, with wait=SECONDS in engine_options, or ask for fewer."
+            )
+        scheduling = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        lines = [self._line(number, scheduling(group, number)) for number in range(job.count)]
+        self._first = lines[0].where()[::2]
+        for line in lines:
+            self._begin(line)
+        return lines
+
+    def replica(self, number: int) -> RayLine:
+        """Start a replica's launcher on a node that is free, now or later; the first may serve the run's store."""
+        line = self._line(number, "SPREAD")
+        if not self._first[0] and not self._job.settings.meet:
+            self._first = self._found(line)
+        self._begin(line)
+        return line
+
+    def _found(self, line: RayLine) -> tuple[str, int]:
+        try:
+            return line.where(self._wait_s)[::2]
+        except self._ray.exceptions.GetTimeoutError:
+            self.leave()
+            raise EngineFailure(f"No node was free within {self._wait_s:g} s. Use wait=SECONDS.") from None
+
+    def draining(self) -> Collection[str]:
+        """Return the ids of nodes that are about to end. Ray has no public name for it."""
+        from ray._private.state import state
+
+        found: Collection[str] = state.get_draining_nodes()
+        return found
+
+    def _line(self, number: int, strategy: Any) -> RayLine:
+        actor = self._ray.remote(Machine).options(
+            num_cpus=self._asked["CPU"], num_gpus=self._asked["GPU"], scheduling_strategy=strategy, max_concurrency=8
+        )
+        return RayLine(self._ray, actor.remote(), number)
+
+    def _begin(self, line: RayLine) -> None:
+        words = self._job.command(json=True, **_place(self._job.settings, line.number, *self._first))
+        line.begin(words, self._folder)
+
+
+class _Machines(Lines[RayLine]):
+    """The machines of a fixed run, or the replicas of an elastic one: some are lost, drained, added or let go."""
+
+    def __init__(self, job: Job, cluster: Cluster) -> None:
+        super().__init__(job.settings, cluster.started())
+        self._job, self._cluster = job, cluster
+        self._wanted, self._next, self._look_at = len(self.all), len(self.all), 0.0
+        self._restarts = _RESTARTS if job.settings.max_restarts is None else job.settings.max_restarts
+        self._told: set[str] = set()
+
+    def _note_lost(self) -> None:
+        now = time.monotonic()
+        if now < self._look_at or self._signal:
+            return
+        self._look_at = now + _LOOK_S
+        draining = self._cluster.draining()
+        if not self._is_elastic:
+            for line in self.all:
+                if line.node in draining and line.node not in self._told:
+                    self._told.add(line.node)
+                    self._say("note", f"the node of machine {line.host} drains, and the run ends with it")
+            return
+        is_done = any(line.code == DONE for line in self.all)
+        for line in list(self.all):
+            self._note(line, is_done, draining)
+        wanted = int(Job.read(self._job.folder).ticket.get("replicas", self._wanted))
+        if wanted != self._wanted:
+            running = [line for line in self.all if line.code is None and not line.leaves]
+            for _ in range(wanted - len(running)):
+                self._start()
+            for line in running[wanted:]:
+                self._let_go(line, "the run is to have fewer replicas")
+            self._wanted = wanted
+
+    def _note(self, line: RayLine, is_done: bool, draining: Collection[str]) -> None:
+        """Let go of a replica whose node drains; start one that was lost, or has left such a node, somewhere else."""
+        if line.code is None:
+            if line.node in draining and not line.leaves:
+                self._let_go(line, "its node drains")
+                self._start()
+            elif is_done and not line.node:  # it waits for a node, and the work is done
+                self.all.remove(line)
+                line.kill()
+        elif line.leaves:
+            self.all.remove(line)
+        elif (line.is_gone or line.code > BY_SIGNAL) and not is_done and self._restarts:
+            self.all.remove(line)
+            self._restarts -= 1
+            self._say("lost", f"{line.host} is gone: {line.said}; a replica starts in its place")
+            self._start()
+
+    def _let_go(self, line: RayLine, why: str) -> None:
+        line.leaves = True
+        line.tell(signal.SIGTERM)
+        self._say("note", f"{line.host} signs out: {why}")
+
+    def _start(self) -> None:
+        self.add(self._cluster.replica(self._next))
+        self._next += 1
+
+    def _say(self, event: str, words: str) -> None:
+        say(self._settings, event, words, is_error=event == "lost")
