@@ -46,11 +46,17 @@ def why_impossible() -> str:
 
 
 class Machines:
-    """Two machines with a cable between them."""
+    """Two machines with a cable between them.
+
+    Args:
+        megabits: that it carries a second, in each direction; None: as many as it can.
+    """
 
     names = NAMES
 
-    def __init__(self) -> None:
+    def __init__(self, megabits: float | None = None) -> None:
+        self._shape = ["root", "tbf", "rate", f"{megabits}mbit", "burst", "64kb", "latency", "400ms"]
+        self._is_slow = megabits is not None
         self.spaces = [f"farflung-{os.getpid()}-{name}" for name in self.names]
         self.running: list[subprocess.Popen[str]] = []
 
@@ -104,6 +110,11 @@ class Machines:
             _ip("-n", space, "addr", "add", f"{address}/24", "dev", DEVICE)
             for device in ("lo", DEVICE):
                 _ip("-n", space, "link", "set", device, "up")
+            if self._is_slow:
+                self._slow_down(space, DEVICE)
+
+    def _slow_down(self, space: str, device: str) -> None:
+        subprocess.run(["tc", "-n", space, "qdisc", "add", "dev", device, *self._shape], check=True)
 
     def _make(self) -> None:
         for space, name in zip(self.spaces, self.names, strict=True):
@@ -124,17 +135,9 @@ class Machines:
 
 
 class Apart(Machines):
-    """Two machines without a way to each other; each has a line to a third one, which forwards nothing.
-
-    Args:
-        megabits: a second, in each direction of the two lines.
-    """
+    """Two machines without a way to each other; each has a line to a third one, which forwards nothing."""
 
     names = (*NAMES, "server")
-
-    def __init__(self, megabits: float) -> None:
-        super().__init__()
-        self._shape = ["root", "tbf", "rate", f"{megabits}mbit", "burst", "64kb", "latency", "400ms"]
 
     def set_up(self) -> None:
         self._make()
@@ -148,7 +151,7 @@ class Apart(Machines):
             for end, device, own in ((space, DEVICE, here), (server, there, address)):
                 _ip("-n", end, "addr", "add", f"{own}/24", "dev", device)
                 _ip("-n", end, "link", "set", device, "up")
-                subprocess.run(["tc", "-n", end, "qdisc", "add", "dev", device, *self._shape], check=True)
+                self._slow_down(end, device)
 
 
 @contextmanager

@@ -34,7 +34,9 @@ def two_hosts(folder: Path) -> Iterator[tuple[Machines, Path]]:
         f"Port 22\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/authorized\nPidFile none\nUsePAM no\n"
         "StrictModes no\nPermitRootLogin yes\nUseDNS no\n"
     )
-    common = f"IdentityFile {folder}/user\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\n"
+    key = (folder / "host.pub").read_text()
+    (folder / "known").write_text("".join(f"{address} {key}" for address in ADDRESSES))
+    common = f"IdentityFile {folder}/user\nUserKnownHostsFile {folder}/known\n"
     hosts = "".join(f"Host {n}\nHostName {a}\n" for n, a in zip(NAMES, ADDRESSES, strict=True))
     client = folder / "ssh_config"
     client.write_text(f"{hosts}Host *\n{common}")

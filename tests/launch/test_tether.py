@@ -113,3 +113,26 @@ def test_a_rank_whose_launcher_died_before_it_began_does_not_begin(home):
 def test_what_a_rank_starts_is_not_tied_to_it(farflung, home):
     (home / "train.py").write_text(f"import os\nassert {environ.LAUNCHER!r} not in os.environ\n")
     assert farflung("launch", "--cpu", "--num_processes", "2", "train.py").returncode == 0
+
+
+def test_what_a_closed_line_holds_ends_with_all_that_it_has_started(home):
+    (home / "train.sh").write_text("trap '' TERM\nsleep 300 & echo $! > up0; wait")
+    line = subprocess.Popen(
+        [sys.executable, "-m", "farflung.process.tether", "sh", "train.sh"],
+        stdin=subprocess.PIPE,
+        env=environ.snapshot(),
+    )
+    child = psutil.Process(int(until(lambda: (home / "up0").exists() and (home / "up0").read_text())))
+    line.stdin.close()
+    assert line.wait(patience(30)) == 128 + signal.SIGKILL  # it has asked for ten seconds
+    until(lambda: is_gone(child))
+
+
+def test_a_line_passes_signals_on_and_the_exit_code_back(home):
+    (home / "train.sh").write_text("trap 'exit 7' INT\ntouch up0\nwhile true; do sleep 0.1; done")
+    words = [sys.executable, "-m", "farflung.process.tether", "sh", "train.sh"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE) as line:
+        until(lambda: (home / "up0").exists())
+        line.stdin.write(bytes([0, signal.SIGINT]))
+        line.stdin.flush()
+        assert line.wait(patience(30)) == 7

@@ -233,22 +233,12 @@ def test_clocks_that_differ_are_something_to_do():
     assert "100 Mbit/s, round trip 20 ms" in found.text
 
 
-class Joined(Machines):
-    """Two machines whose cable carries so many megabits a second in each direction."""
-
-    def set_up(self):
-        super().set_up()
-        shape = ["root", "tbf", "rate", f"{MEGABITS}mbit", "burst", "64kb", "latency", "400ms"]
-        for space in self.spaces:
-            subprocess.run(["tc", "-n", space, "qdisc", "add", "dev", DEVICE, *shape], check=True)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(bool(why_impossible()), reason=why_impossible() or "-")
 def test_over_a_line_of_20_megabits_that_is_what_it_measures(tmp_path):
     flags = f"--num_machines 2 --main_process_ip {ADDRESSES[0]} --timeout 60 --json"
-    with two_machines(Joined()) as machines:
+    with two_machines(Machines(MEGABITS)) as machines:
         # The first to come waits, whichever it is.
         processes = [
             machines.start(

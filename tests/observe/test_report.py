@@ -19,6 +19,21 @@ from farflung.observe.run import Run
 from farflung.testing.patience import patience
 from tests.observe.made import T0, sign, write_lines, write_run
 
+TRAINS = """
+import torch
+from farflung import Accelerator
+torch.set_num_threads(1)
+layers = [torch.nn.Linear(50, width, bias=False) for width in (50, 30)]
+accelerator, model = Accelerator(), torch.nn.Sequential(*layers)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+for step in range(48):
+    loss = model(torch.randn(8, 50)).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    accelerator.log({"loss": loss.item()}, step=step)
+accelerator.end_training()
+"""
 CHROMIUM = shutil.which("chromium")
 
 
@@ -68,6 +83,26 @@ def test_a_run_of_ddp_has_sent_its_gradients_and_prices_are_applied(ddp):
     assert found.usd == pytest.approx(2 * 2.0 * 100 / 3600 + 0.8 * 0.1)
     assert "DDP would" not in str(found)
     assert str(found).endswith("USD")
+
+
+@pytest.mark.usefixtures("warm")
+def test_of_two_launched_runs_the_folders_alone_tell_what_an_outer_loop_saves(farflung, home):
+    (home / "train.py").write_text(TRAINS)
+    ways = {"ddp": [], "streaming": ["--outer", "streaming_diloco", "--outer-every", "8", "--outer-fragments", "2"]}
+    for name, flags in ways.items():
+        done = farflung("launch", "--cpu", "--num_processes", "2", "--run-dir", name, *flags, "train.py")
+        assert done.returncode == 0, done.stderr
+    ddp, streaming = (Run(home / name) for name in ways)
+    theirs, ours = figures(ddp), figures(streaming)
+    gradients = 2 * 48 * 4 * 4_000  # both ranks' in each step, in fp32
+    assert theirs.bytes_sent == theirs.bytes_ddp == ours.bytes_ddp == gradients
+    assert theirs.rounds == 0
+    assert ours.rounds >= 6
+    assert ours.bytes_sent < gradients / 20
+    assert min(len(list(run.series())) for run in (ddp, streaming)) == 48
+    said = CliRunner().invoke(report, ["ddp", "streaming", "--out", "both.html"]).output
+    assert re.search(r"^streaming: .* sent [\d.]+ kB, DDP would have sent 1.54 MB", said, re.MULTILINE), said
+    assert (home / "both.html").stat().st_size > 50_000
 
 
 def test_spans_follow_each_other_and_those_of_a_round_lie_within_it(run):

@@ -23,6 +23,7 @@ from farflung.observe.problems import problems
 from farflung.observe.run import Run
 from farflung.observe.watch import screen
 from farflung.testing.patience import patience
+from tests.launch.machines import ADDRESSES, Machines, two_machines, why_impossible
 from tests.observe.made import T0, a_round, sign, write_lines, write_run
 
 PAGE = Path(__file__).parents[2] / "docs" / "watch.md"
@@ -150,41 +151,78 @@ def farflung(*words, **more):
     return pexpect.spawn(sys.executable, ["-m", "farflung", *words], encoding="utf-8", timeout=patience(60), **more)
 
 
+def watched(width, one, fate):
+    """Watch the newest run in a terminal while a replica is stopped and killed; return what a pipe gets then.
+
+    `one` is the replica's name, and `fate` what is said of it, both as patterns.
+    """
+    watch = farflung("watch", dimensions=(40, width))
+    watch.expect(rf"{one}\S* .*training")
+    watch.expect("rounds: ")
+    watch.expect("waiting")
+    pid = next(each.row["pid"] for each in Run(named_run(None)).ranks if re.fullmatch(one, each.name))
+    os.kill(pid, signal.SIGSTOP)
+    stopped = time.monotonic()
+    watch.expect(rf"{one}\s+on\s+\S+\s+{fate}", timeout=patience(5))
+    assert time.monotonic() - stopped < patience(5)
+    os.kill(pid, signal.SIGCONT)
+    os.kill(pid, signal.SIGKILL)
+    watch.expect(rf"{one}\s+was\s+killed\s+by\s+SIGKILL")
+    watch.send("p")
+    watch.send("q")
+    watch.expect(pexpect.EOF)
+    assert watch.wait() == 0
+    piped = pexpect.run(f"{sys.executable} -m farflung watch --once", encoding="utf-8")
+    return re.sub(r"\s+", " ", piped)
+
+
+@pytest.fixture
+def at_home(home, monkeypatch, request):
+    """Run things in a folder of their own, which has the script, in a terminal of some width."""
+    (home / "train.py").write_text(TRAINS)
+    monkeypatch.delenv("FARFLUNG_RUN_DIR")
+    monkeypatch.setenv("TERM", "xterm")
+    return home
+
+
 @pytest.mark.ranks
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("width", [80, 120])
-def test_a_terminal_names_a_replica_that_is_stopped_and_one_that_is_killed(home, monkeypatch, width):
-    (home / "train.py").write_text(TRAINS)
-    monkeypatch.delenv("FARFLUNG_RUN_DIR")
+def test_a_terminal_names_a_replica_that_is_stopped_and_one_that_is_killed(at_home, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
-    monkeypatch.setenv("TERM", "xterm")
     launcher = farflung("launch", "--cpu", "--elastic", "1:2", "--replicas", "2", "--grace_s", "30", "train.py")
     try:
         launcher.expect("training begins|2 replicas train")
-        watched = farflung("watch", dimensions=(40, width))
-        watched.expect(r"replica 1\S* .*training")
-        watched.expect("rounds: ")
-        pid = next(one.row["pid"] for one in Run(named_run(None)).ranks if one.name == "replica 1")
-        os.kill(pid, signal.SIGSTOP)
-        stopped = time.monotonic()
-        watched.expect(r"replica 1 on \S+ is stopped", timeout=patience(5))
-        assert time.monotonic() - stopped < patience(5)
-        os.kill(pid, signal.SIGCONT)
-        os.kill(pid, signal.SIGKILL)
-        watched.expect("replica 1 was killed by SIGKILL")
-        watched.send("p")
-        watched.send("q")
-        watched.expect(pexpect.EOF)
-        assert watched.wait() == 0
-        piped = pexpect.run(f"{sys.executable} -m farflung watch --once", encoding="utf-8")
-        assert "was killed by SIGKILL" in re.sub(r"\s+", " ", piped)
+        assert "replica 1 was killed by SIGKILL" in watched(width, "replica 1", "is stopped")
     finally:
         launcher.sendintr()
         launcher.expect(pexpect.EOF)
         launcher.close(force=True)
         for one in psutil.process_iter(["cmdline"]):  # replicas of a launcher that was too slow to end them
-            if "train.py" in (one.info["cmdline"] or []) and one.cwd() == str(home):
+            if "train.py" in (one.info["cmdline"] or []) and one.cwd() == str(at_home):
                 one.kill()
     said = pexpect.run(f"{sys.executable} -m farflung report --json", encoding="utf-8")
     assert '"lost": 1' in said
-    shutil.rmtree(home / "farflung-runs")
+    shutil.rmtree(at_home / "farflung-runs")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.skipif(bool(why_impossible()), reason=why_impossible() or "-")
+def test_two_machines_on_a_slow_line_are_watched_from_a_third_one(at_home, monkeypatch, warm):
+    """They share a file system, and write into one folder."""
+    monkeypatch.setenv("COLUMNS", "100")
+    runs = at_home / "farflung-runs" / "shared"
+    elastic = ["--elastic", "1:2", "--replicas", "1", "--grace_s", "30"]
+    line = ["farflung", "launch", "--cpu", *elastic, "--run-dir", str(runs)]
+    with two_machines(Machines(megabits=20)) as machines:
+        where = ["--meet", f"tcp://{ADDRESSES[0]}:29511", "train.py"]
+        machines.start(0, [*line, *where], at_home)
+        deadline = time.monotonic() + patience(60)
+        while not list(runs.glob("ranks/*")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        machines.start(1, [*line, *where], at_home)
+        piped = watched(100, r"replica \d of node1\S*", r"has\s+given\s+no\s+sign")
+        assert "was killed by SIGKILL" in piped
+    said = pexpect.run(f"{sys.executable} -m farflung report shared --json", encoding="utf-8")
+    assert '"lost": 1' in said

@@ -17,7 +17,7 @@ _MODULE = "transformers.trainer"
 
 
 def keep_trainer_logs(metrics: Metrics) -> None:
-    """Have `Trainer.log` of the main process add to `metrics` from now on, as soon as transformers' Trainer is there."""
+    """Have `Trainer.log` of the main process add to `metrics` from now on, once transformers' Trainer is loaded."""
     act = functools.partial(_watch, metrics)
     if _MODULE in sys.modules:
         act(sys.modules[_MODULE])

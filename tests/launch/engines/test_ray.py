@@ -186,7 +186,10 @@ def test_an_interrupt_and_a_cancel_end_what_runs_on_the_nodes(home, cluster, sta
     (home / "train.py").write_text("import os, time\nprint('up', os.getpid(), flush=True)\ntime.sleep(600)\n")
     cluster.more(), cluster.more()
     monkeypatch.chdir(home)
-    for ends, expected in ((lambda it: it.process.send_signal(signal.SIGINT), 130), (lambda _: run("cancel", "run"), 143)):
+    for ends, expected in (
+        (lambda it: it.process.send_signal(signal.SIGINT), 130),
+        (lambda _: run("cancel", "run"), 143),
+    ):
         launched = started("--num_machines", "2", "--num_processes", "2", "train.py")
         for number in range(2):
             launched.until(rf"\[{number}@\S+\] up \d+", 120)

@@ -157,6 +157,19 @@ def test_a_host_that_goes_away_ends_a_fixed_run_in_one_box_that_names_it(lab, ho
 
 
 @in_lab
+def test_a_cut_line_ends_a_fixed_run_on_both_sides(lab, home):
+    (home / "train.py").write_text(STAYS)
+    screen = lab.launch("--hosts", "node0,node1")
+    until(lambda: (home / "up1").exists(), lambda: screen.text)
+    lab.machines.cut()
+    text = screen.end()
+    assert screen.process.returncode == FAILED, text
+    assert text.count("╭─ node1 is gone ") == text.count("╭─") == 1
+    assert "The line to it has ended: Timeout, server 10.77.0.2 not responding." in text
+    until(lambda: not lab.left(), lambda: str(lab.left()))
+
+
+@in_lab
 def test_a_cut_line_costs_the_other_replicas_nothing_and_ends_those_behind_it(lab, home):
     (home / "train.py").write_text(TRAINS.replace("if sys.argv[1:] else", "if sys.argv[2:] else"))
     screen = lab.launch("--hosts", "node0,node1:2", "--elastic", "1:4")  # it begins with the least
@@ -165,7 +178,7 @@ def test_a_cut_line_costs_the_other_replicas_nothing_and_ends_those_behind_it(la
     screen.wait_for("is out: its machine gave no sign for")
     screen.wait_for("training continues with 1 replica")
     until_further(home)
-    screen.wait_for("farflung: node1 is gone: ")
+    screen.wait_for("farflung: node1 is gone: Timeout, server 10.77.0.2 not responding.; the others continue")
     until(lambda: sum("farflung.process.tether" in words for words in lab.left()) == 1)
     until_further(home)
     (home / "last").write_text("1")

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import inf
+from textwrap import shorten
 from typing import Any, Generic, TextIO, TypeVar
 
 import psutil  # type: ignore[import-untyped]
@@ -29,7 +30,7 @@ from farflung.process.tether import SIGN_S
 
 GONE = 255  # exit code of ssh where the line or the machine behind it fails
 _LOOK_S = 0.05
-_OTHERS_END_WITHIN_S = 20.0  # once a host of a fixed run has failed
+_OTHERS_END_WITHIN_S, _WITHOUT_GONE_S = 20.0, 5.0  # once a host of a fixed run has failed, or is gone
 _END_WITHIN_S, _KILLED_WITHIN_S = 35.0, 5.0  # ranks have half a minute to end
 _HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -38,7 +39,7 @@ class Line:
     """The connection to a host, or to whatever runs a launcher under `process/tether.py` elsewhere."""
 
     def __init__(self, host: str) -> None:
-        self.host, self.said = host, ""  # last on stderr, by ssh or a rank
+        self.host, self.said = host, "no reason was given"  # last on stderr, by ssh or a rank
         self.failures: list[dict[str, Any]] = []  # as the launcher has reported them
         self.is_told = False  # the user, that it is gone
         self.readers: list[threading.Thread] = []
@@ -72,6 +73,7 @@ class SshLine(Line):
 
     def __init__(self, host: str, command: Sequence[str]) -> None:
         super().__init__(host)
+        self.said = "ssh gave no reason"
         pipe = subprocess.PIPE  # a session of its own: Ctrl-C leaves the line open, for what is printed at the end
         self._ssh = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
 
@@ -120,15 +122,16 @@ class Lines(Generic[L]):
         """Print what comes until all have ended; return the run's exit code."""
         sign_at = 0.0
         with self._signals():
-            while any(line.code is None for line in self.all):
+            while self._goes_on():
                 now = time.monotonic()
                 if now >= sign_at:
                     sign_at = now + SIGN_S
                     for line in self.all:
                         line.tell()
                 self._note_lost()
-                if self._end_at == inf and not self._is_elastic and any(line.code for line in self.all):
-                    self._end_at = now + _OTHERS_END_WITHIN_S
+                if not self._is_elastic and not self._num_asked and any(line.code for line in self.all):
+                    is_gone = any(line.is_gone for line in self.all)
+                    self._end_at = min(self._end_at, now + (_WITHOUT_GONE_S if is_gone else _OTHERS_END_WITHIN_S))
                 if now >= self._end_at:
                     self._end(signal.SIGTERM)
                 time.sleep(_LOOK_S)
@@ -137,11 +140,14 @@ class Lines(Generic[L]):
             self._note_lost()
         return self._verdict()
 
+    def _goes_on(self) -> bool:
+        return any(line.code is None for line in self.all)
+
     def _note_lost(self) -> None:
         for line in self.all:
             if self._is_elastic and line.is_gone and not line.is_told and not self._signal:
                 line.is_told = True
-                words = f"{line.host} is gone: {line.said}; the others go on"
+                words = f"{line.host} is gone: {line.said}; the others continue"
                 say(self._settings, "lost", words, is_error=True, host=line.host)
 
     def _end(self, number: int) -> None:
@@ -181,13 +187,13 @@ class Lines(Generic[L]):
         gone = next((line for line in self.all if line.is_gone), None)
         if gone is not None:
             title, code = f"{gone.host} is gone", FAILED
-            text = f"The line to it has ended: {gone.said or 'ssh gave no reason'}\nWhat runs there ends by itself."
+            text = f"The line to it has ended: {gone.said}\nWhat runs there ends by itself."
         elif failures:
             first, line = failures.pop(0)
             title, text, code = first["message"], first["report"], line.code or FAILED
         else:
             return next(filter(None, codes), DONE)
-        others = [f"{one['message']}: {str(one['error']).splitlines()[0][:150]}" for one, _ in failures]
+        others = [f"{one['message']}: {shorten(str(one['error']), 150, placeholder=' ...')}" for one, _ in failures]
         text = "\n".join([text, *(["", "then:", *others[:3]] if others else [])])
         if not self._settings.json:
             show_box(title, text)

@@ -213,6 +213,17 @@ class _Machines(Lines[RayLine]):
         self._restarts = _RESTARTS if job.settings.max_restarts is None else job.settings.max_restarts
         self._told: set[str] = set()
 
+    @property
+    def _is_done(self) -> bool:
+        return any(line.code == DONE for line in self.all)
+
+    def _is_lost(self, line: RayLine) -> bool:
+        return bool(self._restarts) and (line.is_gone or (line.code or 0) > BY_SIGNAL)
+
+    def _goes_on(self) -> bool:
+        changes = any(line.leaves or (self._is_lost(line) and not self._is_done) for line in self.all)
+        return super()._goes_on() or (self._is_elastic and changes and not self._signal)
+
     def _note_lost(self) -> None:
         now = time.monotonic()
         if now < self._look_at or self._signal:
@@ -225,7 +236,7 @@ class _Machines(Lines[RayLine]):
                     self._told.add(line.node)
                     self._say("note", f"the node of machine {line.host} drains, and the run ends with it")
             return
-        is_done = any(line.code == DONE for line in self.all)
+        is_done = self._is_done
         for line in list(self.all):
             self._note(line, is_done, draining)
         wanted = int(Job.read(self._job.folder).ticket.get("replicas", self._wanted))
@@ -248,7 +259,7 @@ class _Machines(Lines[RayLine]):
                 line.kill()
         elif line.leaves:
             self.all.remove(line)
-        elif (line.is_gone or line.code > BY_SIGNAL) and not is_done and self._restarts:
+        elif self._is_lost(line) and not is_done:
             self.all.remove(line)
             self._restarts -= 1
             self._say("lost", f"{line.host} is gone: {line.said}; a replica starts in its place")
