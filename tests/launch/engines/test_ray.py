@@ -147,7 +147,6 @@ def test_replicas_of_lost_and_draining_nodes_start_elsewhere_and_the_others_trai
     cluster.more()
     drain(cluster, one)
     launched.until(r"\d@\S+ signs out: its node drains")
-    launched.until(r"is out: it has left|is out: .*(left|signed out|SIGTERM)|2 replicas train[\s\S]*2 replicas train")
     launched.until(r"\[2@.*was let in; 2 replicas train")
     # A node that is gone, with the replica there.
     cluster.more()
@@ -156,14 +155,14 @@ def test_replicas_of_lost_and_draining_nodes_start_elsewhere_and_the_others_trai
     launched.until(r"\[3@.*was let in; 2 replicas train")
     # More replicas, and fewer.
     cluster.more()
-    os.chdir(home)
     assert run("scale", "run", "3") == 0
     launched.until(r"\[4@.*was let in; 3 replicas train")
     assert run("scale", "run", "2") == 0
-    launched.until(r"\[4@|4@\S+ signs out: the run is to have fewer replicas")
+    launched.until(r"4@\S+ signs out: the run is to have fewer replicas")
     (home / "last").touch()
     assert launched.code() == 0, launched.text
-    assert launched.text.count("trained") >= 2
+    assert launched.text.count("trained") == 2
+    print(launched.text)
 
 
 @pytest.mark.slow
@@ -182,10 +181,9 @@ def test_a_fixed_run_has_a_node_for_each_machine_and_a_failure_is_one_box(home, 
 
 
 @pytest.mark.slow
-def test_an_interrupt_and_a_cancel_end_what_runs_on_the_nodes(home, cluster, started, monkeypatch):
+def test_an_interrupt_and_a_cancel_end_what_runs_on_the_nodes(home, cluster, started):
     (home / "train.py").write_text("import os, time\nprint('up', os.getpid(), flush=True)\ntime.sleep(600)\n")
     cluster.more(), cluster.more()
-    monkeypatch.chdir(home)
     for ends, expected in (
         (lambda it: it.process.send_signal(signal.SIGINT), 130),
         (lambda _: run("cancel", "run"), 143),
@@ -231,9 +229,10 @@ def test_a_wrong_use_is_answered_in_words_before_anything_connects(flags, code, 
 def test_a_missing_package_is_named_and_a_dry_run_needs_none(home, monkeypatch, capsys):
     (home / "train.py").touch()
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert run("launch", "--engine", "ray", "--num_machines", "2", "train.py") == 5
+    words = ["launch", "--engine", "ray", "--run-dir", "run", "--num_machines", "2"]
+    assert run(*words, "train.py") == 5
     assert "pip install 'farflung[ray]'" in capsys.readouterr().err
-    assert run("launch", "--engine", "ray", "--num_machines", "2", "--dry-run", "train.py") == 0
+    assert run(*words, "--dry-run", "train.py") == 0
     shown = capsys.readouterr().out
     assert re.search(r"\[1\] .*--machine_rank 1 .*train.py", shown)
 

@@ -108,7 +108,9 @@ class RayLine(Line):
         return found
 
     def tell(self, number: int = 0) -> None:
-        if number:
+        if number and not self.node:  # it waits for one
+            self.kill()
+        elif number:
             self._actor.tell.remote(number)
 
     def kill(self) -> None:

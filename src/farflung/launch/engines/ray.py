@@ -23,7 +23,7 @@ from farflung.launch.engines.machine import Machine, RayLine, in_short
 from farflung.launch.events import say
 
 OPTIONS = {
-    "address": "the cluster, host:6379 [RAY_ADDRESS; else a new one on this machine]",
+    "address": "the cluster, host:6379 [RAY_ADDRESS, or this machine's; else a new one]",
     "cpus": "CPUs of each machine or replica [1]",
     "gpus": "GPUs of each machine or replica [0]",
     "folder": "the working folder on the nodes [the path of this one]",
