@@ -246,7 +246,7 @@ def test_a_cluster_that_is_away_or_too_small_is_told_before_anything_starts(home
     assert "2 nodes with 1 CPUs and 4 GPUs each are needed, but the cluster has 0" in launched.text
     launched = started("--engine-options", "address=127.0.0.1:1", "train.py")
     assert launched.code(120) == 5
-    assert "The Ray cluster 127.0.0.1:1 can't be reached" in launched.text
+    assert "Ray's cluster at 127.0.0.1:1 can't be reached: " in launched.text
 
 
 def test_every_option_is_in_the_page():

@@ -10,16 +10,16 @@ import signal
 import time
 from collections.abc import Collection, Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar
 
 from farflung.base.errors import ConfigError
 from farflung.base.words import counted
-from farflung.config.launch import LaunchSettings
+from farflung.config import environ
+from farflung.config.launch import DEFAULT_PORT
 from farflung.launch.codes import BY_SIGNAL, DONE, EngineFailure
 from farflung.launch.engines.engine import Job, launcher
 from farflung.launch.engines.lines import Lines, end_launcher, this_launcher
-from farflung.launch.engines.machine import Machine, RayLine, in_short
+from farflung.launch.engines.nodes import Cluster, RayLine, place_of
 from farflung.launch.events import say
 
 OPTIONS = {
@@ -45,10 +45,11 @@ class Ray:
             value = job.options.get(name, "1")
             if not value.isdecimal() or (name == "cpus" and value == "0"):
                 raise ConfigError(f"engine_options has {name}={value}; use a whole number.")
-        if job.options.get("address", "").startswith("ray://"):
+        address = job.options.get("address") or environ.text("RAY_ADDRESS") or ""
+        if address.startswith("ray://"):
             raise ConfigError(
-                f"address is {job.options['address']}, which is for Ray's client. Start the run on a machine that "
-                "reaches the cluster itself, with address=host:6379."
+                f"address is {address}, which is for Ray's client. Start the run on a machine that reaches the cluster "
+                "itself, with address=host:6379."
             )
         for name in ("main_process_ip", "machine_rank"):
             if getattr(own, name):
@@ -67,12 +68,11 @@ class Ray:
         """Return the launchers' commands; addresses are known once there are nodes."""
         own, lines = self._job.settings, []
         for number in range(self._job.count):
-            place = _place(own, number, "<address of 0>", "<its free port>")
+            place = place_of(own, number, "node-of-0", own.main_process_port or DEFAULT_PORT)
             lines.append(f"[{number}] {' '.join(launcher(self._job.command(json=True, **place)))}")
-        asked = ", ".join(
-            f"{name}={self._job.options.get(name, '0' if name == 'gpus' else '1')}" for name in ("cpus", "gpus")
-        )
-        return "\n".join([f"nothing is started (--dry-run); an actor with {asked} for each of", *lines])
+        options = {"cpus": "1", "gpus": "0", **self._job.options}
+        asked = f"an actor with cpus={options['cpus']} and gpus={options['gpus']}"
+        return "\n".join([f"nothing is started (--dry-run); {asked} would run each of", *lines])
 
     def submit(self) -> Mapping[str, Any]:
         """Have nodes chosen, and start a launcher on each."""
@@ -100,107 +100,6 @@ class Ray:
     def cancel(self) -> str:
         """End the launcher that submitted the run; what it has started ends with it."""
         return end_launcher(self._job.name, self._job.ticket)
-
-
-def _place(own: LaunchSettings, number: int, host: str, port: Any) -> dict[str, Any]:
-    """Return the settings of one launcher; `host`, `port`: of the first one, which serves what the others need."""
-    if own.elastic is not None:
-        return {"replicas": 1, "meet": own.meet or f"tcp://{host}:{port}"}
-    if own.num_machines == 1:
-        return {}
-    return {"machine_rank": number, "main_process_ip": host, "main_process_port": own.main_process_port or port}
-
-
-class Cluster:
-    """A Ray cluster, as the process that is connected with it sees it."""
-
-    def __init__(self, job: Job) -> None:
-        try:
-            import ray
-            import ray.util.placement_group
-        except ImportError:
-            raise EngineFailure("The engine ray needs a package: pip install 'farflung[ray]'.") from None
-        self._ray, self._job, options = ray, job, job.options
-        self._asked = {"CPU": float(options.get("cpus", 1)), "GPU": float(options.get("gpus", 0))}
-        self._wait_s, self._folder = float(options.get("wait", 300)), options.get("folder", str(Path.cwd()))
-        self._first: tuple[str, int] = ("", 0)
-        if ray.is_initialized():
-            return
-        address = options.get("address")
-        quiet = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
-        try:
-            ray.init(address=address, include_dashboard=False, **quiet)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            where = address or "that RAY_ADDRESS names"
-            raise EngineFailure(f"The Ray cluster {where} can't be reached: {in_short(error)}") from None
-
-    def leave(self) -> None:
-        """End the connection, with all actors."""
-        self._ray.shutdown()
-
-    def check(self) -> None:
-        """Raise EngineFailure where too few nodes have what a machine needs, even if nobody else used them."""
-        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
-        fit = [node for node in nodes if all(node.get(name, 0.0) >= value for name, value in self._asked.items())]
-        least = 1 if self._job.is_elastic else self._job.count
-        if len(fit) < least:
-            has = ", ".join(f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in nodes)
-            self.leave()
-            raise EngineFailure(
-                f"{counted(least, 'node')} with {self._asked['CPU']:g} CPUs and {self._asked['GPU']:g} GPUs each are "
-                f"needed, but the cluster has {len(fit)}; its nodes have {has}. Change cpus and gpus in engine_options."
-            )
-
-    def started(self) -> list[RayLine]:
-        """Start all launchers; return the lines to them."""
-        job = self._job
-        if job.is_elastic:
-            return [self.replica(number) for number in range(job.count)]
-        group = self._ray.util.placement_group([dict(self._asked)] * job.count, strategy="STRICT_SPREAD")
-        if not group.wait(self._wait_s):
-            self.leave()
-            raise EngineFailure(
-                f"{counted(job.count, 'node')} with {self._asked} each were not free within {self._wait_s:g} s. Wait "
-                "longer, with wait=SECONDS in engine_options, or ask for fewer."
-            )
-        scheduling = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        lines = [self._line(number, scheduling(group, number)) for number in range(job.count)]
-        self._first = lines[0].where()[::2]
-        for line in lines:
-            self._begin(line)
-        return lines
-
-    def replica(self, number: int) -> RayLine:
-        """Start a replica's launcher on a node that is free, now or later; the first may serve the run's store."""
-        line = self._line(number, "SPREAD")
-        if not self._first[0] and not self._job.settings.meet:
-            self._first = self._found(line)
-        self._begin(line)
-        return line
-
-    def _found(self, line: RayLine) -> tuple[str, int]:
-        try:
-            return line.where(self._wait_s)[::2]
-        except self._ray.exceptions.GetTimeoutError:
-            self.leave()
-            raise EngineFailure(f"No node was free within {self._wait_s:g} s. Use wait=SECONDS.") from None
-
-    def draining(self) -> Collection[str]:
-        """Return the ids of nodes that are about to end. Ray has no public name for it."""
-        from ray._private.state import state
-
-        found: Collection[str] = state.get_draining_nodes()
-        return found
-
-    def _line(self, number: int, strategy: Any) -> RayLine:
-        actor = self._ray.remote(Machine).options(
-            num_cpus=self._asked["CPU"], num_gpus=self._asked["GPU"], scheduling_strategy=strategy, max_concurrency=8
-        )
-        return RayLine(self._ray, actor.remote(), number)
-
-    def _begin(self, line: RayLine) -> None:
-        words = self._job.command(json=True, **_place(self._job.settings, line.number, *self._first))
-        line.begin(words, self._folder)
 
 
 class _Machines(Lines[RayLine]):
