@@ -74,6 +74,8 @@ class Cluster(kmock.KubernetesEmulator):
         return next(obj.raw for (kind, _, _), obj in self.objects.items() if kind == JOBS)
 
     async def _handle(self, request):
+        if request.headers.get("Authorization") != "Bearer a-token":
+            raise kmock.KubernetesError(401, "Unauthorized", "Unauthorized", {})
         if request.namespace != NAMESPACE:
             words = f'namespaces "{request.namespace}" not found'
             raise kmock.KubernetesError(404, "NotFound", words, {})

@@ -151,7 +151,7 @@ def test_replicas_of_lost_and_draining_nodes_start_elsewhere_and_the_others_trai
     # A node that is gone, with the replica there.
     cluster.more()
     cluster.remove_node(two, allow_graceful=False)
-    launched.until(r"is gone: .*; a replica starts in its place")
+    launched.until(r"is gone: .*died because its node has died.*; a replica starts in its place")
     launched.until(r"\[3@.*was let in; 2 replicas train")
     # More replicas, and fewer.
     cluster.more()
@@ -162,7 +162,6 @@ def test_replicas_of_lost_and_draining_nodes_start_elsewhere_and_the_others_trai
     (home / "last").touch()
     assert launched.code() == 0, launched.text
     assert launched.text.count("trained") == 2
-    print(launched.text)
 
 
 @pytest.mark.slow
@@ -247,6 +246,23 @@ def test_a_cluster_that_is_away_or_too_small_is_told_before_anything_starts(home
     launched = started("--engine-options", "address=127.0.0.1:1", "train.py")
     assert launched.code(120) == 5
     assert "Ray's cluster at 127.0.0.1:1 can't be reached: " in launched.text
+
+
+@pytest.mark.slow
+def test_a_folder_that_a_node_does_not_have_ends_the_run_with_its_name(home, cluster, started):
+    (home / "train.py").touch()
+    cluster.more()
+    launched = started("--engine-options", "folder=/nowhere", "train.py")
+    assert launched.code(120) == 3
+    assert "nothing could be started in /nowhere: No such file or directory" in launched.text
+
+
+@pytest.mark.slow
+def test_a_cluster_of_this_machine_is_started_for_a_run_that_asks_for_one(home, started):
+    (home / "train.py").write_text("print('hello')\n")
+    launched = started("--engine-options", "address=local", "train.py")
+    assert launched.code(120) == 0, launched.text
+    assert re.search(r"^\[0@\S+\] hello$", launched.text, re.MULTILINE), launched.text
 
 
 def test_every_option_is_in_the_page():

@@ -57,7 +57,7 @@ class Cluster:
         words = self._client.param_serialize(
             *(method, f"{root}/namespaces/{self._namespace}/{path}"),
             query_params=[(name, str(value)) for name, value in query.items()],
-            header_params={"Content-Type": kind, "Accept": "application/json"},
+            header_params={"Content-Type": kind, "Accept": "application/json, */*"},
             body=body,
             auth_settings=["BearerToken"],
         )

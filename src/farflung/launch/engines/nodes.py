@@ -124,15 +124,18 @@ class RayLine(Line):
         self._ray.kill(self._actor)
 
     def _read(self, name: str) -> Iterator[bytes]:
-        code = None
-        try:
-            self.where()
-            self._ray.get(self._begun)
-            while code is None:
+        code, has_begun = None, False
+        while code is None:
+            try:
+                if not has_begun:
+                    self.where()
+                    has_begun = self._ray.get(self._begun) is None
                 lines, code = self._ray.get(self._actor.read.remote(name))
                 yield from lines
-        except self._ray.exceptions.RayError as error:
-            self.said, code = in_short(error), GONE
+            except self._ray.exceptions.ActorUnavailableError:  # and it may come back
+                time.sleep(_ANSWER_WITHIN_S)
+            except self._ray.exceptions.RayError as error:
+                self.said, code = in_short(error), GONE
         self._code = code
 
 

@@ -23,7 +23,7 @@ from farflung.launch.engines.nodes import Cluster, RayLine, place_of
 from farflung.launch.events import say
 
 OPTIONS = {
-    "address": "the cluster, host:6379 [RAY_ADDRESS, or this machine's; else a new one]",
+    "address": "the cluster, host:6379, or local, a new one here [RAY_ADDRESS, or this machine's; else a new one]",
     "cpus": "CPUs of each machine or replica [1]",
     "gpus": "GPUs of each machine or replica [0]",
     "folder": "the working folder on the nodes [the path of this one]",
