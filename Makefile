@@ -17,10 +17,11 @@ TORCH_TESTS := tests/base tests/comm tests/process tests/strategy/test_fsdp.py \
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 DEMO_READY := $(VENV)/.ready-demo
 DEV_READY := $(VENV)/.ready-dev
+DOCS_READY := $(VENV)/.ready-docs
 # Tests start Python a thousand times: without its bytecode each start would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-elastic test test-fast test-torch check format package clean
+.PHONY: demo demo-elastic test test-fast test-torch check docs format package clean
 demo: $(DEMO_READY)
 	$(BIN)/farflung demo
 
@@ -50,6 +51,10 @@ check: $(DEV_READY)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_house.py
 
+# The site, in site/: open site/index.html. docs/extension.py reads pages as GitHub does.
+docs: $(DOCS_READY)
+	PYTHONPATH=docs $(BIN)/python -m zensical build --clean --strict
+
 format: $(DEV_READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -62,7 +67,7 @@ package: $(DEV_READY)
 $(DEMO_READY): pyproject.toml constraints.txt
 	@echo "== 1/3 A virtual environment in $(VENV) (seconds)"
 	$(PYTHON) -m venv $(VENV)
-	@echo "== 2/3 torch: 200 MB for CPUs, gigabytes with CUDA (minutes, as fast as your line; README: Install)"
+	@echo "== 2/3 torch: 200 MB for CPUs, gigabytes with CUDA (minutes, as fast as your line; README: Set-up)"
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@echo "== 3/3 Farflung and matplotlib (less than a minute)"
 	$(PIP) --quiet --editable '.[plot]'
@@ -73,5 +78,10 @@ $(DEV_READY): $(DEMO_READY)
 	$(PIP) --quiet --editable '.[dev]'
 	@touch $(DEV_READY)
 
+$(DOCS_READY): $(DEMO_READY)
+	@echo "== Tools for the site: zensical, mkdocstrings (seconds)"
+	$(PIP) --quiet --editable '.[docs]'
+	@touch $(DOCS_READY)
+
 clean:
-	rm -rf $(VENV) $(VENV)-*
+	rm -rf $(VENV) $(VENV)-* site .cache

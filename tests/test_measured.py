@@ -167,13 +167,15 @@ def test_each_figure_of_the_readme_has_its_line(monkeypatch):
     results = [Result(**{**one, "curve": [Point(**point) for point in one["curve"]]}) for one in figures]
     assert [result.way for result in results] == list(WAYS)
     rate = in_rate(line["bandwidth_bps"])
-    said = [" ".join(one.split()) for one in verdicts(results, rate)]
+    assert "\n".join(verdicts(results, rate)) in DEMO_PAGE
     shares = {result.way: gain_kept(result, results) for result in results}
-    said.append(
-        f"DiLoCo keeps {shares['DiLoCo']} of DDP's gain over it, streaming DiLoCo {shares['Streaming DiLoCo']} "
-        f"and Local SGD {shares['Local SGD']}"
-    )
-    said += [f"line of {rate}", "385k parameters trained from scratch", "models of up to 14M parameters"]
+    said = [
+        f"DiLoCo keeps {shares['DiLoCo']} of DDP's gain over a replica alone, streaming DiLoCo "
+        f"{shares['Streaming DiLoCo']} and Local SGD {shares['Local SGD']}",
+        f"line of {rate}",
+        "385k parameters trained from scratch",
+        "models of up to 14M parameters",
+    ]
     large = sum(parameter.numel() for parameter in GPT(SIZES["large"]).parameters())
     assert over_a_line(100, "large")
     assert round(large / 1e6) == 14
@@ -188,6 +190,7 @@ def test_each_figure_of_the_readme_has_its_line(monkeypatch):
 def test_the_picture_of_the_readme_comes_on_its_first_screen():
     above = README[: README.index("![")].splitlines()
     assert len(above) <= 40
+    assert README.count("\n") <= 90
     assert all(word in "\n".join(above) for word in ("PyTorch", "DiLoCo", "alpha", "pip install", "--outer diloco"))
     titles = re.findall(r"^## (.+)$", README, flags=re.MULTILINE)
     assert titles.index("Replicas come and go") < titles.index("Scripts written for Accelerate")

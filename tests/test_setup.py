@@ -35,6 +35,13 @@ def test_tools_for_developers_come_on_top(target, tmp_path):
     assert said.index("'.[plot]'") < said.index("'.[dev]'")
 
 
+def test_the_site_needs_tools_of_its_own_and_none_for_developers(tmp_path):
+    said = steps("docs", tmp_path / "venv")
+    assert "'.[docs]'" in said
+    assert "dev]" not in said
+    assert said.splitlines()[-1].endswith("zensical build --clean --strict")
+
+
 def test_nothing_is_installed_twice(tmp_path):
     for stamp in (".ready-demo", ".ready-dev"):
         (tmp_path / stamp).touch()

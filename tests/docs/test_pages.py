@@ -20,7 +20,8 @@ from farflung.launch.main import farflung
 from tests.python import run_python
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TOP = ("README.md", "README.zh.md", "CONTRIBUTING.md")
+PAGES = [*(ROOT / name for name in TOP), *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 ROOMS = sorted(p.name for p in (ROOT / "src" / "farflung").iterdir() if (p / "__init__.py").exists())
 DOORS = {"utils", "commands", "test_utils"}
@@ -53,7 +54,8 @@ def prose(text):
 def anchors(text):
     """The anchors of a page's headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    names = re.findall(r"""^(?:::: |\| <a id=")([\w.]+)""", text, re.MULTILINE)  # of the reference, on the site
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles} | set(names)
 
 
 @pytest.mark.parametrize("page", TEXTS)
@@ -68,10 +70,32 @@ def test_links_lead_to_files_and_headings(page):
         assert not anchor or anchor in anchors(file.read_text(encoding="utf-8")), f"{page}: no heading for {target}"
 
 
+@pytest.mark.parametrize("page", [page for page in TEXTS if page.endswith(".zh.md")])
+def test_a_page_in_chinese_has_the_code_headings_and_links_of_the_one_in_english(page):
+    here, there = TEXTS[page], TEXTS[page.replace(".zh", "")]
+    assert _FENCE.findall(here) == _FENCE.findall(there)
+    assert re.findall(r"^#+ ", prose(here), re.MULTILINE) == re.findall(r"^#+ ", prose(there), re.MULTILINE)
+    linked = [{link.replace(".zh", "") for link in _LINK.findall(prose(text))} for text in (here, there)]
+    assert {link for link in linked[0] ^ linked[1] if "README" not in link} == set()
+    assert sorted(re.findall(r"\d+", prose(here))) == sorted(re.findall(r"\d+", prose(there))), "other figures"
+
+
 def test_links_of_the_readme_work_where_a_package_index_shows_it():
     relative = [target for target in _LINK.findall(TEXTS["README.md"]) if not target.startswith(("https://", "#"))]
     assert relative == []
     assert f'Repository = "{REPOSITORY}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+MEASURE = r"1/\d+|\d[\d.,]*[ -]?(?:%|times|s\b|ms|[kMG]?B\b|[MG]bit)"
+
+
+@pytest.mark.parametrize("page", ["why.md", "faq.md"])
+def test_figures_are_quoted_from_the_pages_that_have_them(page):
+    """Each stands in a link to its page, word for word; those pages are compared with results."""
+    text = " ".join(TEXTS[f"docs/{page}"].split())
+    for quote, target in re.findall(r"\[([^\]]*\d[^\]]*)\]\((\w+)\.md[^)]*\)", text):
+        assert quote in " ".join(TEXTS[f"docs/{target}.md"].split()), f"{page}: {target}.md doesn't say `{quote}`"
+    assert re.findall(MEASURE, _LINK.sub("", text)) == []
 
 
 @cache

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import html
 import io
+import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import sys
@@ -76,6 +79,20 @@ def test_the_page_shows_the_screens_that_there_are(tmp_path, width):
     text = shown(late_replica(tmp_path / "2026-09-21T14-13-20-train"), width)
     assert max(map(len, text.splitlines())) <= width
     assert f"```text\n{text}```\n" in PAGE.read_text(encoding="utf-8"), text
+
+
+def test_the_recording_shows_the_run_that_was_kept_and_the_screens_that_there_are(tmp_path):
+    script = runpy.run_path(str(PAGE.parent / "images" / "watch.py"))
+    kept = json.loads(script["KEPT"].read_text(encoding="utf-8"))
+    assert {"began", "lost", "joined"} <= {event["event"] for event in kept["events"]}
+    script["draw"](tmp_path / "watch.svg")
+    said = [
+        html.unescape(re.sub(r"<style>.*?</style>|<[^>]*>|\s", "", path.read_text(encoding="utf-8"), flags=re.DOTALL))
+        for path in (tmp_path / "watch.svg", script["TARGET"])
+    ]
+    assert said[0] == said[1], "run `python docs/images/watch.py`"
+    assert script["TARGET"].read_text(encoding="utf-8").count('<g class="frame"') == len(kept["looks"])
+    assert "http" not in script["TARGET"].read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
 
 
 def test_the_one_that_others_wait_for_is_named(tmp_path):
