@@ -17,8 +17,10 @@ import pytest
 from farflung.base.errors import ConfigError
 from farflung.config import environ
 from farflung.config.engines import Host, hosts_of
+from farflung.config.launch import LaunchSettings
 from farflung.launch import main as command
 from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, FAILED, USAGE
+from farflung.launch.engines.engine import Job
 from farflung.testing.patience import patience
 from tests.launch.machines import ADDRESSES
 from tests.launch.sshd import two_hosts, why_no_sshd
@@ -52,6 +54,16 @@ on_two_hosts = [
     pytest.mark.timeout(240),
     pytest.mark.skipif(bool(why_no_sshd()), reason=why_no_sshd() or "-"),
 ]
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "engines" / "ssh.md").read_text(encoding="utf-8")
+A_RUN, A_TABLE, A_LINE = re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def alike(text: str, folder: Path | None = None) -> list[str]:
+    """The lines of a text in order, without its numbers and the folder."""
+    text = text.replace(str(folder), "/home/me").replace("+cpu", "")
+    return sorted(re.sub(r"[━┏┳┓┡╇┩└┴┘─ ]+", " ", re.sub(r"\d+(\.\d+)*", "N", line)) for line in text.splitlines())
 
 
 class Lab:
@@ -118,6 +130,7 @@ def test_a_folder_is_copied_there_and_what_the_run_has_written_comes_back(on_lab
     screen = on_lab.launch("--hosts", "node0,node1", "--sync", options=f",folder={there}", **on_lab.warm)
     text = screen.end()
     assert screen.process.returncode == DONE, text
+    assert alike(text, home) == alike(A_RUN)
     assert (there / "train.py").exists()
     assert not (there / ".git").exists()
     (run,) = (home / "farflung-runs").glob("*-train")
@@ -210,6 +223,20 @@ def test_nothing_is_left_of_a_run_whose_launcher_is_ended(kind, number, lab, hom
 
 
 @in_lab
+def test_ctrl_c_twice_ends_ranks_that_do_not_heed_it(lab, home):
+    (home / "train.py").write_text("import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n" + STAYS)
+    screen = lab.launch("--hosts", "node0,node1")
+    until(lambda: (home / "up0").exists() and (home / "up1").exists(), lambda: screen.text)
+    launcher = psutil.Process(screen.process.pid)
+    launcher.send_signal(signal.SIGINT)
+    screen.wait_for("press Ctrl-C again to kill them now")
+    launcher.send_signal(signal.SIGINT)
+    screen.end()
+    assert screen.process.returncode == BY_SIGNAL + signal.SIGINT
+    until(lambda: not lab.left(), lambda: str(lab.left()))
+
+
+@in_lab
 def test_a_run_is_cancelled_from_another_terminal(lab, home, capsys):
     (home / "train.py").write_text(STAYS)
     screen = lab.launch("--hosts", "node0,node1", "--run-dir", "run")
@@ -240,8 +267,8 @@ def test_hosts_that_differ_are_one_table_before_anything_starts(lab, home):
     screen = lab.launch("--hosts", "node0,node1", python=python)
     text = screen.end()
     assert screen.process.returncode == ENGINE, text
-    assert "The hosts differ in torch; nothing was started." in text
     assert re.search(r"│ node1\s+│ 1\.0 ", text)
+    assert alike(text) == alike(A_TABLE)
     assert len(text.splitlines()) <= 15
     there = home / "there"
     there.mkdir()
@@ -261,6 +288,7 @@ def test_hosts_that_differ_are_one_table_before_anything_starts(lab, home):
         assert screen.process.returncode == ENGINE, text
         assert text.startswith("EngineFailure: 2 of 2 hosts can't be used. Nothing was started.\n  node0: ")
         assert why in text
+    assert alike(lab.launch("--hosts", "node0,node1,node2").end()) == alike(A_LINE)
     screen = lab.launch("--hosts", "node0,node1", python="/usr/bin/nopython")
     assert "nopython" in screen.end()
     assert screen.process.returncode == ENGINE
@@ -334,6 +362,26 @@ def test_a_slip_is_answered_with_what_was_wrong_and_what_to_do(line, code, wrong
     assert wrong in said
     assert meant in said
     assert not Path("farflung-runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["scale", "run", "3"], "`farflung launch --hosts HOST:n --cpu --elastic 1:4 --meet tcp://a:29500 train.py 1`"),
+        (["cancel", "run"], "was started on elsewhere: `farflung cancel run` there ends it"),
+        (["follow", "run"], "process 7 on elsewhere shows what it prints"),
+    ],
+)
+def test_what_only_the_launcher_itself_can_do_is_said_in_words(words, said, home, capsys):
+    (home / "run").mkdir()
+    (home / "run" / "run.json").write_text("{}")
+    settings = LaunchSettings(use_cpu=True, hosts="a,b", elastic="1:4", meet="tcp://a:29500", replicas=2)
+    by = {"pid": 7, "begun": 0.0, "machine": "elsewhere", "hosts": ["a", "b"]}
+    Job(settings, "train.py", ("1",), home / "run").write(by)
+    with pytest.raises(SystemExit) as ended:
+        command.main(words)
+    assert ended.value.code == ENGINE
+    assert said in capsys.readouterr().err
 
 
 def test_a_machine_without_ssh_says_so(home, capsys, monkeypatch):
