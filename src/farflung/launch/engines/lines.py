@@ -248,7 +248,7 @@ def end_launcher(name: str, by: Mapping[str, Any]) -> str:
         one.send_signal(signal.SIGTERM)
     except psutil.NoSuchProcess:
         return f"{name} has ended before"
-    return f"{name} ends: process {one.pid} was asked to, and has the others end too"
+    return f"{name} ends: process {one.pid} was asked to, and has the hosts end too"
 
 
 def _event(text: str) -> dict[str, Any] | None:
