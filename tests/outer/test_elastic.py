@@ -179,12 +179,13 @@ def test_without_the_store_training_goes_on_until_the_next_one_is_lost():
         assert run.codes[members[0]] == 1
 
 
-def test_one_that_is_told_to_end_takes_part_in_a_round_before_but_does_not_wait_for_it_long():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])  # the end, and Slurm's warning before it
+def test_one_that_is_told_to_end_takes_part_in_a_round_before_but_does_not_wait_for_it_long(number):
     with ElasticRun(recipe=diloco(50, lr=1.0, momentum=0.0), expected=3, grace_s=4.0) as run:
         members = [run.start(name) for name in range(3)]
         run.until(lambda: run.at(60))
         for _ in range(2):  # as a scheduler, and a launcher that the scheduler tells too
-            run.signal(members[2], signal.SIGTERM)
+            run.signal(members[2], number)
         run.until(lambda: run.has_ended(members[2]))
         run.until(lambda: any("replica 2 is out" in event for event in run.events))
         mine = [one for one in list(run.said) if one["member"] == members[2]]
@@ -192,7 +193,7 @@ def test_one_that_is_told_to_end_takes_part_in_a_round_before_but_does_not_wait_
         assert mine[-2]["position"] < 150
         assert run.codes[members[2]] == -signal.SIGTERM
         run.signal(members[1], signal.SIGSTOP)
-        run.signal(members[0], signal.SIGTERM)
+        run.signal(members[0], number)
         run.until(lambda: run.has_ended(members[0]))
         run.signal(members[1], signal.SIGCONT)
         run.until(lambda: any("training continues with 1 replica" in event for event in run.events))

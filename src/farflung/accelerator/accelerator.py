@@ -40,7 +40,7 @@ from farflung.base.words import counted
 from farflung.comm import collectives
 from farflung.comm.group import Group
 from farflung.comm.torch_group import explained
-from farflung.config import handlers
+from farflung.config import environ, handlers
 from farflung.config.compile import TorchDynamoPlugin
 from farflung.data.loader import PreparedLoader
 from farflung.data.prepare import skip_first_batches
@@ -72,6 +72,9 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
             defaults. None: as the launcher says (`--outer`).
         island_size: under an outer loop, how many neighbouring processes average their gradients in every step, as one
             replica; `host`: those of one machine. None: as the launcher says, or 1. With FSDP it is `dp_shard_size`.
+        save_on_signal: a folder for a checkpoint of this process's first Accelerator, where SIGTERM or SIGUSR1 ends the
+            run: all ranks stop after the same step, save and exit with code 75. See `resume`. None: as the launcher
+            says.
 
     Raises:
         ConfigError: settings that contradict each other or those of the process's first Accelerator.
@@ -105,6 +108,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         scheduler_ticks: Ticks = "per_process",
         outer: OuterConfig | str | None = None,
         island_size: IslandSize | None = None,
+        save_on_signal: str | os.PathLike[str] | None = None,
     ) -> None:
         settings.refuse_engines(
             deepspeed_plugin=deepspeed_plugin,
@@ -160,6 +164,8 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
             scheduler_ticks=scheduler_ticks,
         )
         self.flag_tensor: Tensor | None = None
+        folder = save_on_signal or environ.text("FARFLUNG_SAVE_ON_SIGNAL")
+        self._stop_on_signal(session, folder, self._end_unfinished)
 
     # ---- making things ready
 
@@ -429,8 +435,13 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
             self._settle_checkpoints()
         finally:
             self._finish_trackers()
+        self._ignore_signals()
         unset_announced()
         leave_world()
+
+    def _end_unfinished(self) -> None:
+        self._controller.drop()
+        self._finish_trackers()
 
     def __repr__(self) -> str:
         world = self._run.world

@@ -60,10 +60,15 @@ class Checkpointer:
 
     # ---- saving
 
-    def save(self, output_dir: Path_ | None, safe: bool, block: bool, busy: Busy) -> Path:
-        """Write a checkpoint and return its folder; see `Checkpointing.save_state`."""
-        saver, run, project, automatic = self.saver, self._run, self._project, self.automatic
-        if automatic is not None:
+    def save(self, output_dir: Path_ | None, safe: bool, block: bool, busy: Busy, series: Path | None = None) -> Path:
+        """Write a checkpoint and return its folder; see `Checkpointing.save_state`.
+
+        It becomes the next of the numbered checkpoints in `series`; None: of those of automatic naming, if it is on.
+        """
+        saver, run, project, automatic = self.saver, self._run, self._project, series or self.automatic
+        if series is not None:
+            folder = series / paths.checkpoint(1 + max(map(atomic.number_of, atomic.numbered(series)), default=-1))
+        elif automatic is not None:
             folder = automatic / paths.checkpoint(project.iteration)
         elif output_dir is not None:
             folder = Path(os.path.expanduser(output_dir))
@@ -90,8 +95,8 @@ class Checkpointer:
             project.iteration += 1
             return folder
         target = Path(os.path.abspath(folder))  # the script may change its directory meanwhile
-        naming, limit = project.automatic_checkpoint_naming, project.total_limit
-        request = SaveRequest(target, self._facts(), naming, limit, is_shown=run.world.is_main)
+        limit = project.total_limit
+        request = SaveRequest(target, self._facts(), automatic is not None, limit, is_shown=run.world.is_main)
         with saver.begin(request) as staged:
             saving = Saving(staged.folder, safe, saver.group.leads, self._writes)
             saver.write(request, staged, table.collect(run, saver.group, request.doing, saving), block)
@@ -156,8 +161,8 @@ class Checkpointer:
 
     # ---- loading
 
-    def load(self, input_dir: Path_ | None, strict: bool) -> None:
-        """Read a checkpoint and continue from it; see `Checkpointing.load_state`."""
+    def load(self, input_dir: Path_ | None, strict: bool, series: Path | None = None) -> None:
+        """Read a checkpoint and continue from it; see `Checkpointing.load_state`. `series` is that of `save`."""
         run, doing = self._run, "Loading a checkpoint"
         group, made = self._group_of("load_state", None if input_dir is None else Path(input_dir))
         self.saver.settle()
@@ -187,7 +192,8 @@ class Checkpointer:
             source = Loading(chosen, run.world.rank, run.world.size, strict, self._ranks_here)
             table.load(run, group, doing, source, verify)
         automatic, folder = self.automatic, chosen.folder
-        if automatic and folder.resolve().parent == automatic.resolve() and paths.NAMED.fullmatch(folder.name):
+        is_own = automatic is not None and folder.resolve().parent in (automatic.resolve(), series and series.resolve())
+        if automatic and is_own and paths.NAMED.fullmatch(folder.name):
             taken = map(atomic.number_of, atomic.numbered(automatic))  # also by later ones than the one that was loaded
             self._project.iteration = max([self._project.iteration, *(1 + number for number in taken)])
         self._report(source, made)

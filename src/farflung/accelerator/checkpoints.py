@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
@@ -15,9 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 from farflung.accelerator import lazy
 from farflung.accelerator.operations import extract_model_from_parallel
-from farflung.accelerator.session import flushed
+from farflung.accelerator.session import Session, flushed
 from farflung.base.checks import check_callable, check_optional, check_path, check_protocol, check_type, check_word
-from farflung.base.errors import Unsupported, WrongType
+from farflung.base.errors import CheckpointError, Unsupported, WrongType
+from farflung.comm.collectives import from_first
 from farflung.comm.matching import match
 from farflung.comm.shards import model_has_dtensor
 from farflung.comm.torch_group import TorchGroup
@@ -27,6 +29,7 @@ from farflung.resume.run import Run
 if TYPE_CHECKING:
     from farflung.accelerator.checkpointer import Checkpointer
     from farflung.accelerator.controller import OuterController
+    from farflung.accelerator.stopping import Stopping
     from farflung.checkpoint.manager import Busy
 
 Path_ = str | os.PathLike[str]
@@ -38,6 +41,7 @@ class Checkpointing:
     project_configuration: ProjectConfiguration
     _run: Run
     _controller: OuterController
+    _stopping: Stopping | None = None
 
     @cached_property
     def _checkpointer(self) -> Checkpointer:
@@ -122,6 +126,63 @@ class Checkpointing:
                 f"load_state: {odd} can't be set: checkpoints hold plain data only, and are loaded onto the CPU first."
             )
         self._checkpointer.load(input_dir, strict)
+        if self._stopping is not None:
+            self._stopping.is_resumed = True
+
+    def resume(self) -> bool:
+        """Continue from the newest complete checkpoint that a signal left, if there is one; return whether there was.
+
+        Every process calls this, after `prepare` and `register_for_checkpointing`. The folder is that of
+        `save_on_signal`; without one nothing is loaded. `loader.iteration` is the epoch to continue with.
+
+        Raises:
+            CheckpointError: checkpoints are there, and none is complete or fits; the running state is as it was.
+        """
+        stopping = self._stopping
+        if stopping is None:
+            return False
+        stopping.is_resumed = True
+        flushed(self._run.world.exchange)
+        if not from_first(self._run.world.exchange, stopping.has_checkpoints, "resume"):
+            return False
+        self._checkpointer.load(stopping.folder, True, series=stopping.folder)
+        return True
+
+    def stop_if_signalled(self) -> None:
+        """Save and end here if a signal asks for it: for loops that take their batches from no prepared loader.
+
+        Every process calls this after each step, when all is as the next step needs it. Without `save_on_signal`, and
+        as long as there is no signal, it does nothing.
+
+        Raises:
+            SystemExit: the run was saved, and is to be started again.
+        """
+        self._run.loop.boundary()
+
+    def _stop_on_signal(self, session: Session, folder: Path_ | None, end: Callable[[], None]) -> None:
+        """Save and `end` this run at a signal, if a folder is given and no Accelerator before this one does so."""
+        if folder is None or session.stopping is not None:
+            return
+        check_path("save_on_signal", folder)
+        world = self._run.world
+        leader = world.rank - world.local_rank if self.project_configuration.save_on_each_node else 0
+        self._stopping = session.stopping = self._run.loop.stops = lazy.Stopping(
+            Path(folder), world, self._save_next, end, leader
+        )
+
+    def _save_next(self, series: Path) -> Path:
+        """Write the next of some numbered checkpoints; that an earlier one failed is only printed."""
+        try:
+            self._settle_checkpoints()
+        except CheckpointError as error:
+            print(f"farflung: an earlier checkpoint was not written: {error}", file=sys.stderr)
+        return self._checkpointer.save(None, safe=True, block=True, busy="wait", series=series)
+
+    def _ignore_signals(self) -> None:
+        """Leave signals to the script again."""
+        if self._stopping is not None:
+            self._stopping.signals.release()
+            self._run.loop.stops = None
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load objects that have `state_dict` and `load_state_dict` too, in this order.

@@ -51,6 +51,8 @@ def join_uneven_inputs(
     if run.world.size == 1:
         yield
         return
+    if run.loop.stepped_in is not None:  # between two epochs, as there are no boundaries inside
+        run.loop.boundary()
     models = [run.resolve(one) for one in joinables]
     for model in models:
         name = type(model).__name__

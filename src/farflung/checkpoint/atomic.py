@@ -165,7 +165,8 @@ def number_of(checkpoint: Path) -> int:
 def aside_of(automatic: Path) -> Path:
     """Return where numbered checkpoints are written: outside of their folder, where others look for numbers alone."""
     outside = automatic.parent
-    if os.path.exists(automatic) and automatic.stat().st_dev != outside.stat().st_dev:
+    is_other_disk = os.path.exists(automatic) and automatic.stat().st_dev != outside.stat().st_dev
+    if is_other_disk or not os.access(outside, os.W_OK):
         return automatic
     return outside
 

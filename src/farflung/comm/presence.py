@@ -51,6 +51,10 @@ class PresenceStore:
         keys = {rank: self._key(*name, rank) for rank in (range(self.size) if ranks is None else ranks)}
         return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
 
+    def publish(self, name: str, text: str) -> None:
+        """Publish something of the whole run, which any rank may replace; `published` returns it."""
+        self._store.set(self._key(name), text)
+
     def next_loader(self) -> int:
         """Return a number for one more loader, the same on all ranks that have as many."""
         self._num_loaders += 1
@@ -247,7 +251,7 @@ class PresenceStore:
         self.ask()
 
     def published(self, name: str) -> str:
-        """Return the text of a `mismatch` or a `hang`; empty where none was published, or the store is gone."""
+        """Return the text of a `mismatch`, a `hang` or of `publish`; empty where there is none, or no store."""
         with suppress(dist.DistError):
             if self._store.check([self._key(name)]):
                 return str(self._store.get(self._key(name)).decode())

@@ -37,7 +37,10 @@ GROUPS: dict[str, FlagGroup] = {
         ("use_fsdp", "fsdp_", "use_parallelism_", "parallelism_", "island_size"),
     ),
     "compile": FlagGroup("torch.compile", ("dynamo_",)),
-    "failures": FlagGroup("time-outs, restarts and checks", ("hang_timeout_s", "max_restarts", "monitor_", "debug")),
+    "failures": FlagGroup(
+        "time-outs, restarts, signals and checks",
+        ("hang_timeout_s", "max_restarts", "save_on_signal", "monitor_", "debug"),
+    ),
     "logs": FlagGroup(
         "what is printed and what is kept", ("log_dir", "run_dir", "tee", "role", "quiet", "only_rank", "json")
     ),

@@ -189,6 +189,12 @@ class LaunchSettings(LayoutSettings, EngineSettings):
         None,
         "How many times all processes are restarted after a failure. [0; with --elastic 3 for each replica and hour]",
     )
+    save_on_signal: str | None = setting(
+        None,
+        "At SIGTERM or SIGUSR1, at any rank or launcher, stop all ranks after the same step and save a checkpoint in "
+        "this folder, which all machines share; exit code 75. accelerator.resume() continues. [ranks end at once]",
+        told=True,
+    )
     monitor_interval: float = setting(0.1, "Seconds between two checks of the processes.")
     rdzv_backend: str = setting(
         "static",
@@ -316,6 +322,9 @@ class LaunchSettings(LayoutSettings, EngineSettings):
         if self.only_rank is not None:
             instead = "Print on one of them: accelerator.print, or `if loop.is_first`."
             raise ConfigError(f"only_rank and {flag} are both given, but replicas have no fixed ranks. {instead}")
+        if self.save_on_signal is not None:
+            instead = "Replicas sign out on SIGTERM and SIGUSR1; the others, or the address of --meet, keep the state."
+            raise ConfigError(f"save_on_signal and {flag} are both given. {instead}")
         if self.elastic is not None and self.join is not None:
             raise ConfigError("Both --elastic and --join are given: the run that is joined has its bounds already.")
         if self.elastic is not None and not re.fullmatch(r"[1-9]\d{0,3}:[1-9]\d{0,3}", self.elastic):

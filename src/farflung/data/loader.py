@@ -110,8 +110,9 @@ class PreparedLoader(LoaderView):
         return other
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        self._state.begin(self)
         state, progress = self._state, self._progress
+        progress.settle()
+        state.begin(self)
         under_way = progress.begin(self, self._agree)
         self._show(under_way)
         state.enter(under_way)
@@ -124,6 +125,7 @@ class PreparedLoader(LoaderView):
                 if last is not self.end_of_dataloader or real != self.remainder:
                     self._show(under_way)
                 yield batch
+                state.asked_for_next(under_way)
                 if one_at_a_time and progress.newest is not under_way:
                     raise StateError(
                         "This loader was iterated again before this iteration ended. Its persistent workers can serve "

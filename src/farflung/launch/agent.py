@@ -23,16 +23,20 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
+
 from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 from farflung.launch.codes import COULD_NOT_MEET, EngineFailure
 from farflung.launch.events import say
 from farflung.launch.plan import Plan, torch_is_loaded
-from farflung.launch.report import Failure, show
-from farflung.process.failure import CHECKPOINT
+from farflung.launch.report import Failure, in_order, show
+from farflung.process.failure import CHECKPOINT, PREEMPTED
+from farflung.process.preemption import SIGNALS
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those that the agent takes over
+_SAME_S = 3.0  # between two SIGTERM that are one request: a scheduler's, and a launcher's above this one
 _PATIENCE_S = 2.0
 _SLOW = "the processes have 30 s to shut down; press Ctrl-C again to kill them now."
 _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
@@ -47,6 +51,7 @@ class Outcome:
     finished: tuple[int, ...] = ()  # ranks that ended well, though others failed
     notes: frozenset[str] = frozenset()  # their names, that any rank left for the launcher
     checkpoint: Path | None = None  # the newest that a run which failed has written
+    is_preempted: bool = False  # saved as a scheduler asked for it, or ended by that before it could
 
 
 def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = None) -> Outcome:
@@ -66,6 +71,8 @@ def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = No
     told = {environ.SHOWS_ATTEMPTS: "true"} if is_ours else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with ExitStack() as around:
         pressed = around.enter_context(_interrupts_raise(SignalException, settings))
+        saves = settings.save_on_signal is not None and isinstance(entrypoint, str)  # not a notebook's
+        passed_on = around.enter_context(_passing_on(SignalException)) if saves else []
         around.enter_context(_agent_logs(settings))
         around.enter_context(environ.patched({**plan.variables, **told, environ.LAUNCHER: str(os.getpid())}))
         log_dir = Path(settings.log_dir or around.enter_context(tempfile.TemporaryDirectory(prefix="farflung_")))
@@ -86,11 +93,18 @@ def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = No
                 with suppress(ProcessLookupError):
                     os.killpg(failed.pid, signal.SIGKILL)
             finished = tuple(sorted({*range(first, first + num_local)} - {*error.failures}))
-            return Outcome(tuple(failures), finished=finished, checkpoint=newest_checkpoint(log_dir))
+            ended_early = -in_order(failures)[0][0].exit_code in passed_on  # before it could hear signals
+            return Outcome(
+                tuple(failures),
+                finished=finished,
+                checkpoint=newest_checkpoint(log_dir),
+                is_preempted=ended_early or PREEMPTED in _notes(log_dir),
+            )
         except SignalException as error:
             first = num_local * int(meeting.conf.get("rank", 0))
             before = _reported(log_dir, first, min(pressed, default=inf))
-            return Outcome(before, signal=int(error.sigval))
+            too_early = saves and not passed_on and error.sigval in SIGNALS
+            return Outcome(before, signal=int(error.sigval), is_preempted=too_early)
         except (RendezvousError, DistNetworkError, DistStoreError) as error:
             said = str(error).strip().rstrip(".").splitlines()
             raise EngineFailure(
@@ -98,7 +112,7 @@ def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = No
                 "Check that each was started, with the same main_process_ip, main_process_port and num_machines, and "
                 "that they can reach that port of machine 0."
             ) from error
-        notes = frozenset(file.name for file in log_dir.glob("*/attempt_*/*/*"))
+        notes = _notes(log_dir)
     if len(returned) != num_local:
         raise EngineFailure(
             f"{num_local} processes were started, but only {len(returned)} of them reported that they ended."
@@ -112,7 +126,9 @@ def _agent_settings(plan: Plan, said: LaunchSettings, line_prefix: str | None, l
     from torch.distributed.launcher.api import LaunchConfig
 
     meeting = plan.meeting
-    heeded = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # not Ctrl-C, nor those that nohup, say, has had ignored
+    heeded = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}  # not Ctrl-C, nor those that nohup, say, has had ignored
+    if said.save_on_signal is not None:
+        heeded -= {*SIGNALS}
     machine = int(meeting.conf.get("rank", 0))
     backend, conf = meeting.backend, dict[str, Any](meeting.conf, rank=machine)
     if backend == "static":
@@ -164,6 +180,10 @@ def _reported(log_dir: Path, first_rank: int, before_s: float = inf) -> tuple[Fa
 
 def _last_attempt(log_dir: Path) -> Path:
     return max(log_dir.glob("*/attempt_*"), key=lambda folder: folder.stat().st_mtime, default=log_dir)
+
+
+def _notes(log_dir: Path) -> frozenset[str]:
+    return frozenset(file.name for file in log_dir.glob("*/attempt_*/*/*"))
 
 
 def newest_checkpoint(log_dir: Path) -> Path | None:
@@ -236,5 +256,36 @@ def _interrupts_raise(
         yield pressed
     finally:
         slow.cancel()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _passing_on(error: Callable[[str, signal.Signals], Exception]) -> Iterator[list[int]]:
+    """Pass a scheduler's signals on to the ranks, which save and end; yields a list that receives them.
+
+    The ranks get the time that the scheduler gives. A second SIGTERM raises the agent's `error`, as all others do, and
+    so does one that finds no ranks.
+    """
+    passed_on: list[int] = []
+    ends_at = inf
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        nonlocal ends_at
+        ranks = psutil.Process().children()
+        now = time.monotonic()
+        if not ranks or (number == signal.SIGTERM and now > ends_at):
+            raise error("ended", signal.Signals(number))
+        if number == signal.SIGTERM:
+            ends_at = min(ends_at, now + _SAME_S)
+        passed_on.append(number)
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):
+                rank.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in SIGNALS}
+    try:
+        yield passed_on
+    finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -92,7 +92,9 @@ def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str], r
     if settings.num_cpu_threads_per_process is not None:
         fit_for_cores(settings.num_cpu_threads_per_process, "num_cpu_threads_per_process", "thread")
     if settings.log_dir is not None and not settings.dry_run:
-        _make_log_dir(settings.log_dir)
+        _make_folder(settings.log_dir, "log_dir")
+    if settings.save_on_signal is not None and not settings.dry_run:
+        _make_folder(settings.save_on_signal, "save_on_signal")
     meeting = meet(settings)
     variables = rank_variables(settings)
     if on_cpu:
@@ -156,14 +158,14 @@ def _check_module(name: str) -> None:
         )
 
 
-def _make_log_dir(folder: str) -> None:
-    """Make the folder for logs, where it is not there, and refuse one in which nothing can be written."""
+def _make_folder(folder: str, name: str) -> None:
+    """Make the folder of a setting, where it is not there, and refuse one in which nothing can be written."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         TemporaryDirectory(dir=folder).cleanup()
     except OSError as error:
         raise ConfigError(
-            f"log_dir is {folder!r}, where no folder can be written: {error.strerror}. Name another one; it need not "
+            f"{name} is {folder!r}, where no folder can be written: {error.strerror}. Name another one; it need not "
             "exist yet."
         ) from None
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 from farflung.config import environ
-from farflung.process.failure import has_report, record_exit, record_failure
+from farflung.process.failure import PREEMPTED, has_note, has_report, record_exit, record_failure
 from farflung.process.run_files import EVENTS, Metrics, add_line, recorded
 from farflung.process.tether import end_with_launcher
 from farflung.process.trainer_log import keep_trainer_logs
@@ -32,6 +32,7 @@ def run(arguments: list[str]) -> None:
 
     Where the launcher asks for an outer loop, torch's DDP is taken over before, and the loops end after the script.
     """
+    has_agent = environ.text(environ.LAUNCHER) is not None
     end_with_launcher()
     if arguments[0] == "--exec":
         os.execvp(arguments[1], arguments[1:])
@@ -50,6 +51,8 @@ def run(arguments: list[str]) -> None:
     except SystemExit as end:
         if outer is not None:
             outer.leave(end) if end.code else outer.close()
+        if has_agent and has_note(PREEMPTED):  # the launcher knows by it; after a failure it would end the other ranks
+            sys.exit(0)
         record_exit(end.code, end.__traceback__)
         raise
     except KeyboardInterrupt:

@@ -34,7 +34,7 @@ from farflung.config import environ
 from farflung.config.launch import LaunchSettings, flags_for
 from farflung.config.resolve import Resolved
 from farflung.launch.agent import newest_checkpoint, read_report
-from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, FAILED, HUNG, of_message
+from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, FAILED, HUNG, REQUEUE, of_message
 from farflung.launch.events import event_of, say
 from farflung.launch.network import choose_interface, is_loopback, resolve_host
 from farflung.launch.plan import (
@@ -261,7 +261,7 @@ class _Launcher:
             self._beat()
             self._part()
         if self._asked_to_end:
-            return BY_SIGNAL + self._asked_to_end
+            return REQUEUE if self._asked_to_end == signal.SIGUSR1 else BY_SIGNAL + self._asked_to_end
         return self._code if self._code or self._has_finished or self._is_over else FAILED
 
     def _part(self) -> None:
@@ -412,13 +412,14 @@ class _Launcher:
         """Forward a request to end to all replicas, and kill those that take too long."""
 
         def pass_on(number: int, frame: FrameType | None) -> None:
-            is_first, self._asked_to_end = not self._asked_to_end, number
+            is_first, self._asked_to_end = not self._asked_to_end, self._asked_to_end or number
             for process in self._running:
                 with suppress(ProcessLookupError):
                     process.send_signal(number if is_first else signal.SIGKILL)
             signal.setitimer(signal.ITIMER_REAL, _END_WITHIN_S)
 
-        heeded = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM)
+        heeded = {number: signal.signal(number, pass_on) for number in numbers}
         try:
             yield
         finally:

@@ -17,13 +17,13 @@ from farflung.base.files import FORMER_NAME
 from farflung.config.launch import LaunchSettings
 from farflung.config.places import former_files
 from farflung.config.resolve import Resolved
-from farflung.launch.codes import BY_SIGNAL, DONE, EngineFailure, of_error, of_message
+from farflung.launch.codes import BY_SIGNAL, DONE, REQUEUE, EngineFailure, of_error, of_message
 from farflung.launch.dry_run import described
 from farflung.launch.events import say
 from farflung.launch.plan import Plan, check_recipe, lone_environment, make_plan, one_replica
 from farflung.launch.report import in_order, in_short, show
 from farflung.observe.folder import NO_FOLDER, RunFolder, make_folder
-from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND
+from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND, PREEMPTED
 
 if TYPE_CHECKING:
     from farflung.launch.agent import Outcome
@@ -98,6 +98,8 @@ def start(settings: LaunchSettings, plan: Plan, folder: RunFolder = NO_FOLDER, i
     outcome: Outcome = import_module("farflung.launch.agent").run_agent(plan, settings)
     for one in outcome.failures:
         folder.tell("lost", rank=one.rank, why=in_short(one), how=one.how)
+    if outcome.is_preempted or PREEMPTED in outcome.notes:  # what followed is no failure
+        return REQUEUE
     if outcome.failures:
         cause = in_order(outcome.failures)[0][0]
         if RUN_ENDED in (cause.message or ""):  # under a launcher of replicas, which says so itself

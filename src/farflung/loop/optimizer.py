@@ -73,6 +73,7 @@ class AcceleratedOptimizer(Optimizer):
             self.completed_steps += 1
         for step_attempted in self.attached:
             step_attempted(done)
+        self.loop_state.step_attempted()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients when the window is complete, else do nothing; None: as the optimizer does by itself."""

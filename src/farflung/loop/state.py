@@ -37,6 +37,16 @@ class Observer(Protocol):
         """Called when an iteration is over: it came to its end, or was left early."""
 
 
+class Stops(Protocol):
+    """What may end the loop between two of its steps."""
+
+    def boundary(self) -> None:
+        """Called where everything of a step is done and nothing of the next one; raises SystemExit to end there."""
+
+    def stray_step(self) -> None:
+        """Called after a step outside of all loops over prepared loaders, whose boundaries are not known."""
+
+
 class Trace:
     """Follows something that happens again and again inside a loop over a loader."""
 
@@ -89,11 +99,20 @@ class LoopState:
         self.backwards = 0  # passes; what an optimizer has not stepped on since is unfinished
         self.keeps_loss = False  # `loss` is wanted
         self.loss: tuple[Tensor, float | Tensor] | None = None  # of the latest `backward`, with its number of items
+        self.stops: Stops | None = None
+        self._steps = Trace()
         self.reset()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings, windows and optimizers of a copy, in which no loader is under way."""
-        left_out = {"loaders": [], "joined": None, "loss": None, "_observers": list(self._observers)}
+        left_out = {
+            "loaders": [],
+            "joined": None,
+            "loss": None,
+            "stops": None,
+            "stepped_in": None,
+            "_observers": list(self._observers),
+        }
         return {**self.__dict__, **left_out, "_latest": {}, "_samples": {}, "_windows": list(self._windows.values())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -109,6 +128,7 @@ class LoopState:
         self._latest: dict[int, int] = {}  # which of them was a loader's latest, by the loader's id
         self._samples: dict[int, int] = {}  # that it has handed out
         self._seen = 0  # how many there were at the last micro-batch
+        self.stepped_in: ActiveLoader | None = None  # the iteration of the steps since the last boundary
         self.optimizers: list[Any] = []  # each an `AcceleratedOptimizer`, in the order they were made
 
     @property
@@ -169,6 +189,31 @@ class LoopState:
     def begin(self, loader: Any) -> None:
         for observer in list(self._observers):
             observer.iteration_starts(loader)
+        if self.stepped_in is not None and self.stepped_in.loader.base_dataloader is loader.base_dataloader:
+            self.boundary()
+
+    def step_attempted(self) -> None:
+        """Called after each attempted step of an optimizer."""
+        if self.stops is not None:
+            self.stepped_in = self.around(self._steps)
+            if self.stepped_in is None:
+                self.stops.stray_step()
+
+    def asked_for_next(self, loader: ActiveLoader) -> None:
+        """Called where the loop comes back for another batch. A step since the last one is over, scheduler and all.
+
+        Replicas that train apart and may have different numbers of batches are at one boundary between iterations only.
+        """
+        if loader is not self.stepped_in:
+            return
+        if loader.position is None or not any(one.in_lockstep for one in self.optimizers):
+            self.boundary()
+
+    def boundary(self) -> None:
+        """Pass a boundary between two steps; not among ranks that answer each other's collectives."""
+        if self.stops is not None and self.joined is None:
+            self.stepped_in = None
+            self.stops.boundary()
 
     def enter(self, loader: ActiveLoader, batch: Any = None) -> None:
         """Take `loader` as the current one: it starts, or it hands out a batch."""

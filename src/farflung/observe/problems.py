@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from farflung.base.words import numbered
 from farflung.observe.run import Rank, Run
+from farflung.process.preemption import REQUEUE
 
 _LATE_S = 10.0  # in one call, before it is called late where nobody waits for it
 _WAITED = 0.2  # of the time
@@ -22,7 +23,11 @@ def problems(run: Run) -> list[str]:
         return [f"nobody gives a sign any more: {who} ended without a word, and so did the launcher"]
     if run.code is not None:
         failed = [event for event in run.events if event["event"] in ("lost", "failed")]
-        return [] if run.code == 0 or failed else [f"it ended with exit code {run.code}; see {run.path / 'logs'}"]
+        return (
+            []
+            if run.code in (0, REQUEUE) or failed
+            else [f"it ended with exit code {run.code}; see {run.path / 'logs'}"]
+        )
     said = [f"{one.name} on {one.row['host']} {_fate(one)}{_waits(waiting)}" for one in lost if not _left(run, one)]
     if lost:
         return said

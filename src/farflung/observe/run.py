@@ -14,11 +14,13 @@ from typing import Any
 
 from farflung.base.errors import ConfigError
 from farflung.observe.folder import FACTS
+from farflung.process.preemption import REQUEUE
 from farflung.process.run_files import EVENTS, METRICS, RANKS, ROUNDS, STEPS, name_of
 
 SILENT_S = 3.0  # without a sign, which a rank gives each second
 _STUCK_S = 5.0  # in one call
 _DEAD_S = 60.0  # without a sign of anybody
+_ENDS = {0: "finished", REQUEUE: "saved at a signal"}  # other exit codes are failures
 _RATE_S = 4.0  # over which steps a second are counted, at least
 
 Row = Mapping[str, Any]
@@ -76,7 +78,7 @@ class Rank:
     def state(self) -> str:
         """What it does, in a word or some."""
         if self.ended is not None:
-            return "finished" if self.ended == 0 else f"failed ({self.ended})"
+            return _ENDS.get(self.ended, f"failed ({self.ended})")
         if self.status == "gone":
             return "died"
         if self.status == "stopped":
@@ -169,9 +171,9 @@ class Run:
 
     @property
     def state(self) -> str:
-        """`running`, `finished`, `failed (1)`, or `dead`: nobody gives a sign any more."""
+        """`running`, `finished`, `saved at a signal`, `failed (1)`, or `dead`: nobody gives a sign any more."""
         if self.code is not None:
-            return "finished" if self.code == 0 else f"failed ({self.code})"
+            return _ENDS.get(self.code, f"failed ({self.code})")
         if self.facts["host"] == socket.gethostname():  # a launcher may wait before it starts a rank again
             has_launcher = _status(int(self.facts["pid"]), self.begun) != "gone"
         else:

@@ -65,7 +65,7 @@ def screen(run: Run, width: int = 80, back: int = 0, chosen: int | None = None) 
 def _head(run: Run) -> Text:
     facts, lasted = run.facts, (run.now if run.state == "running" else run.last) - run.begun
     said = Text(f"{facts['script']}  ", style="bold")
-    said.append(run.state, style="green" if run.state in ("running", "finished") else "bold red")
+    said.append(run.state, style="green" if run.state in ("running", "finished", "saved at a signal") else "bold red")
     begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.begun))
     said.append(f"  {in_seconds(lasted)} since {begun} on {facts['host']}", style="dim")
     return said

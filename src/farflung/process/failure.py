@@ -26,6 +26,7 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 # The note that has the path of the newest checkpoint of this run.
 CHECKPOINT = "newest_checkpoint"
+PREEMPTED = "preempted"  # the note that a rank has saved and ended, as a scheduler asked for it
 # How far a rank came with the outer loop that its launcher asks for; each is the name of a note to the launcher.
 OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND = "outer_asked", "outer_attached", "outer_round"
 
@@ -123,6 +124,12 @@ def has_report() -> bool:
 
 def _is_inner(file: str) -> bool:
     return file.startswith((_OURS, "<frozen ")) or _TORCHS in file
+
+
+def has_note(name: str) -> bool:
+    """Return whether this rank has left a note `name` for its launcher."""
+    path = environ.text(ERROR_FILE)
+    return path is not None and Path(path).with_name(name).exists()
 
 
 def leave_note(name: str, text: str = "") -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
@@ -25,6 +26,7 @@ from farflung.checkpoint import rng
 from farflung.data.batches import plain_or_none
 from farflung.data.iterable import Marked
 from farflung.data.resume.workers import RecordingCollate, WorkerHistory, WorkerPlan, Workers, can_record
+from farflung.data.shield import Shield, handles_warnings, held_back
 from farflung.data.torch_loaders import Source
 from farflung.process.world import current_world
 
@@ -244,10 +246,14 @@ def opened(one: Iteration, base: DataLoader[Any], **replaced: Any) -> Iterator[A
     """
     if one.has_workers and not has_live_workers(base):
         replaced["generator"] = torch.Generator()
+    shields = base.num_workers > 0 and handles_warnings()
+    if shields:
+        replaced["worker_init_fn"] = Shield(replaced.get("worker_init_fn", base.worker_init_fn))
     kept = {name: getattr(base, name) for name in replaced}
     base.__dict__.update(replaced)
     try:
-        return iter(base)
+        with held_back(base.multiprocessing_context) if shields else nullcontext():
+            return iter(base)
     finally:
         base.__dict__.update(kept)
 

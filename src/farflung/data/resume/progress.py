@@ -58,6 +58,11 @@ class Progress:
         self.number = number
         self.under_way = False
 
+    def settle(self) -> None:
+        """Count an iteration that was broken off as one epoch."""
+        if self.under_way and self.position is None:
+            self.choose(self.number + 1)
+
     def begin(self, loader: Any, agree: Callable[[], None] | None) -> Iteration:
         """Start an iteration, or continue the loaded one; `agree` makes ranks draw the same random order."""
         source, skip, exactly = loader.base_source, loader.skip_batches, loader.skips_exactly
@@ -73,8 +78,6 @@ class Progress:
             position.start.restore(source)
         if agree is not None:
             agree()
-        if self.under_way and position is None:
-            self.number += 1
         self.under_way = True
         source.announce(self.number)
         self._passes += 1

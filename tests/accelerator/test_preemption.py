@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that a signal stops is saved at one step of all ranks, and ends as if it had never been stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import signal
+import time
+from contextlib import nullcontext, redirect_stderr
+from itertools import islice
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from farflung import Accelerator
+from farflung.base.errors import ConfigError, RankFailure
+from farflung.checkpoint.checkpoint import Checkpoint
+from farflung.launch.codes import REQUEUE
+from farflung.outer import diloco
+from farflung.testing.patience import patience
+from farflung.testing.ranks import run_ranks
+from farflung.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
+
+EPOCHS = 3
+BATCHES = 12  # of each rank, in an epoch
+
+
+class Noted:
+    """A registered object: what the script counts itself."""
+
+    def __init__(self):
+        self.epochs_done = self.steps = 0
+
+    def state_dict(self):
+        return dict(vars(self))
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
+def train(folder, signals=None, each_batch=None, *, pace=(0.0, 0.0), workers=0, uneven=False, accumulate=1, **settings):
+    """Train to the end, or until a signal that this rank gives itself ends it.
+
+    Args:
+        signals: at which of this process's batches which rank gets which signals: `{(rank, batch): [numbers]}`.
+        each_batch: called with the accelerator, the epoch and the batch.
+        pace: how many seconds each rank takes for a batch once there was a signal, on an idle machine.
+    """
+    config = DataLoaderConfiguration(even_batches=not uneven)
+    accelerator = Accelerator(
+        cpu=True,
+        save_on_signal=folder,
+        dataloader_config=config,
+        gradient_accumulation_steps=accumulate,
+        **settings,
+    )
+    set_seed(5)
+    rank, size = accelerator.process_index, accelerator.num_processes
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.9)
+    data = torch.randn(2 * BATCHES * size + (2 if uneven else 0), 4)
+    loader = DataLoader(data, batch_size=2, shuffle=True, num_workers=workers)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    noted, number, code, has_begun, pauses = Noted(), 0, None, False, bool(signals)
+    accelerator.register_for_checkpointing(noted)
+    resumed = accelerator.resume()
+    try:
+        for epoch in range(loader.iteration, EPOCHS * (100 if signals else 1)):
+            with accelerator.join_uneven_inputs([model]) if uneven else nullcontext():
+                for batch in loader:
+                    number += 1
+                    with accelerator.accumulate(model):
+                        accelerator.backward(model(batch).pow(2).mean())
+                        optimizer.step()
+                        scheduler.step()
+                        optimizer.zero_grad()
+                    noted.steps += optimizer.window_is_complete
+                    if each_batch is not None:
+                        each_batch(accelerator, epoch, number)
+                    for one in (signals or {}).get((rank, number), ()):
+                        os.kill(os.getpid(), one)
+                    has_begun |= pauses and number >= min(at for _, at in signals)
+                    time.sleep(patience(pace[rank % 2]) if has_begun else 0.0)
+            noted.epochs_done += 1
+    except SystemExit as end:
+        code = end.code
+    weights = b"".join(value.detach().numpy().tobytes() for value in model.parameters())
+    lr = scheduler.get_last_lr()[0]
+    counts = (
+        lr,
+        noted.epochs_done,
+        None if uneven else noted.steps,
+    )  # of uneven ranks a checkpoint has the first one's
+    digest = hashlib.sha256(weights + repr(counts).encode()).hexdigest()
+    return {"code": code, "steps": noted.steps, "digest": digest, "resumed": resumed, "epoch": loader.iteration}
+
+
+def run(folder, *args, num_ranks=2, **settings):
+    return run_ranks(train_with, num_ranks, folder, *args, settings, connect=False, timeout_s=90)
+
+
+def train_with(folder, signals, each_batch, settings):
+    return train(folder, signals, each_batch, **settings)
+
+
+def check_same(folder, signals, each_batch=None, **settings):
+    """A run that is stopped and resumed ends as one without signals; return where it stopped."""
+    whole = run(folder / "whole", None, None, **settings)
+    pace = (0.06, 0.02) if "outer" in settings else (0.03, 0.03)
+    stopped = run(folder / "saved", signals, each_batch, pace=pace, **settings)
+    assert [one["code"] for one in stopped] == [REQUEUE] * len(stopped), stopped
+    assert "uneven" in settings or len({one["steps"] for one in stopped}) == 1
+    last = run(folder / "saved", None, None, **settings)
+    assert [one["code"] for one in last] == [None] * len(last)
+    assert all(one["resumed"] for one in last)
+    if stopped[0]["epoch"] < EPOCHS:  # on a slow machine the vote may have come after that
+        assert [one["digest"] for one in last] == [one["digest"] for one in whole]
+    return stopped
+
+
+USR1, TERM = signal.SIGUSR1, signal.SIGTERM
+
+
+@pytest.mark.parametrize("signals", [{(1, 5): [USR1]}, {(0, 4): [TERM], (1, 6): [USR1, TERM]}], ids=["one", "all"])
+def test_a_signal_to_one_rank_or_all_stops_all_at_one_step_and_the_run_continues_bit_by_bit(signals, tmp_path):
+    check_same(tmp_path, signals)
+
+
+def test_replicas_that_drift_apart_between_rounds_stop_at_one_step(tmp_path):
+    check_same(tmp_path, {(1, 5): [USR1]}, outer="diloco")
+
+
+def test_one_process_stops_after_the_step_in_which_it_gets_the_signal(tmp_path):
+    (stopped,) = check_same(tmp_path, {(0, 5): [USR1]}, num_ranks=1)
+    assert stopped["steps"] == 5
+
+
+def test_in_the_middle_of_an_accumulation_the_window_is_completed_first(tmp_path):
+    (stopped,) = check_same(tmp_path, {(0, 6): [USR1]}, num_ranks=1, accumulate=4)
+    assert stopped["steps"] == 2
+    check_same(tmp_path / "two", {(0, 6): [USR1]}, accumulate=4)
+
+
+def test_after_the_last_batch_of_an_epoch_what_follows_the_epoch_is_done_once(tmp_path):
+    (stopped,) = check_same(tmp_path, {(0, BATCHES): [TERM]}, num_ranks=1)
+    assert stopped["epoch"] == 0
+    assert stopped["steps"] == BATCHES
+
+
+def test_ranks_with_different_numbers_of_batches_stop_between_two_epochs(tmp_path):
+    (first, second) = check_same(tmp_path, {(1, 5): [USR1]}, uneven=True)
+    assert first["epoch"] == second["epoch"] > 0
+
+
+def save_aside(accelerator, epoch, number):
+    """Write a checkpoint in the background at the batch of the signal, which takes long."""
+    if number == 5:
+        accelerator.save_state("aside", block=False)
+
+
+def wait(accelerator, epoch, number):
+    """Let rank 1 wait for rank 0 in a barrier when the signal comes."""
+    if number == 5 and accelerator.process_index == 0:
+        time.sleep(1.0)
+    if number == 5:
+        accelerator.wait_for_everyone()
+
+
+def test_a_checkpoint_that_is_being_written_is_completed_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    check_same(tmp_path, {(0, 5): [TERM]}, save_aside)
+    Checkpoint.open(tmp_path / "aside").verify()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_while_a_rank_waits_in_a_barrier_stops_all_after_it(rank, tmp_path):
+    check_same(tmp_path, {(rank, 4): [USR1]}, wait)
+
+
+def twice(folder):
+    """Be stopped twice, with checkpoints of the script's own in between."""
+    project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=2)
+    found = []
+
+    def save(accelerator, epoch, number):
+        if number == 2:
+            accelerator.save_state()
+
+    for batch in (3, 4, 5):
+        found.append(train(folder / "saved", {(0, batch): [USR1]}, save, project_config=project))
+        Accelerator().end_training()
+    return found, sorted(path.name for path in (folder / "saved").iterdir())
+
+
+def test_each_stop_adds_a_checkpoint_and_total_limit_holds(tmp_path):
+    (found, names), (others, _) = run_ranks(twice, 1, tmp_path, connect=False) * 2
+    assert [one["steps"] for one in found] == [3, 7, 12]
+    assert names == ["checkpoint_1", "checkpoint_2"]
+
+
+def by_itself(folder):
+    accelerator = Accelerator(cpu=True, save_on_signal=folder)
+    model, optimizer = torch.nn.Linear(2, 1), None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    noted = Noted()
+    accelerator.register_for_checkpointing(noted)
+    accelerator.resume()
+    start = noted.steps
+    for step in range(start, start + 4):
+        accelerator.backward(model(torch.full((1, 2), float(step))).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        noted.steps += 1
+        if step == start + 1:
+            os.kill(os.getpid(), USR1)
+        if "calls" in str(folder):
+            accelerator.stop_if_signalled()
+    return noted.steps
+
+
+def said_by_itself(folder):
+    with redirect_stderr(io.StringIO()) as said:
+        return by_itself(folder), said.getvalue()
+
+
+def test_a_loop_over_its_own_data_stops_where_it_asks_and_is_told_if_it_never_does(tmp_path):
+    for steps in (2, 4):
+        with pytest.raises(RankFailure, match=f"SystemExit: {REQUEUE}"):
+            run_ranks(by_itself, 1, tmp_path / "calls", connect=False)
+        assert Checkpoint.open(max((tmp_path / "calls").iterdir())).manifest.optimizer_steps == [steps]
+    ((steps, said),) = run_ranks(said_by_itself, 1, tmp_path / "silent", connect=False)
+    assert steps == 4
+    assert "stop_if_signalled() at the end of each step" in said
+
+
+def outside_of_the_loop(folder):
+    accelerator = Accelerator(cpu=True, save_on_signal=folder)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader, held_out = (DataLoader(torch.randn(8, 4), batch_size=1) for _ in range(2))
+    model, optimizer, loader, held_out = accelerator.prepare(model, optimizer, loader, held_out)
+    accelerator.resume()
+    passes = []
+    try:
+        for epoch in range(loader.iteration, 3):
+            passes.append(epoch)
+            for batch in islice(loader, 3):  # a pass that is left early
+                accelerator.backward(model(batch).mean())
+                optimizer.step()
+                if not epoch and loader.end_of_dataloader is False and len(passes) == 1:
+                    os.kill(os.getpid(), USR1) if optimizer.completed_steps == 3 else None
+            for _ in held_out:  # no stop in an evaluation
+                passes.append("e")
+    except SystemExit as end:
+        return end.code, "".join(map(str, passes)), optimizer.completed_steps
+    return None, "".join(map(str, passes)), optimizer.completed_steps
+
+
+def test_after_a_pass_that_was_left_early_the_evaluation_is_done_and_the_next_epoch_comes_then(tmp_path):
+    assert run_ranks(outside_of_the_loop, 1, tmp_path, connect=False) == [(REQUEUE, "0eeeeeeee1", 3)]
+    assert run_ranks(outside_of_the_loop, 1, tmp_path, connect=False) == [(None, "1eeeeeeee2eeeeeeee", 9)]
+
+
+def in_a_block(folder, signalled):
+    accelerator = Accelerator(cpu=True, save_on_signal=folder)
+    set_seed(2)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(torch.randn(96, 4), batch_size=2))
+    accelerator.resume()
+    try:
+        with accelerator.outer(model, diloco(every=5)):
+            for _ in range(loader.iteration, 40 if signalled else 2):
+                for number, batch in enumerate(loader):
+                    accelerator.backward(model(batch).mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if signalled:
+                        time.sleep(patience(0.03))
+                        if number == 2 and accelerator.process_index == 0:
+                            os.kill(os.getpid(), USR1)
+    except SystemExit as end:
+        return end.code, loader.iteration
+    return None, [value.tolist() for value in model.parameters()]
+
+
+def test_a_block_with_an_outer_loop_is_left_and_continued(tmp_path):
+    whole = run_ranks(in_a_block, 2, tmp_path / "whole", False, connect=False)
+    stopped = run_ranks(in_a_block, 2, tmp_path / "saved", True, connect=False)
+    assert [code for code, _ in stopped] == [REQUEUE] * 2
+    if stopped[0][1] < 2:
+        assert run_ranks(in_a_block, 2, tmp_path / "saved", False, connect=False) == whole
+
+
+def forgets(folder):
+    for _ in range(2):
+        accelerator = Accelerator(cpu=True, save_on_signal=folder)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(torch.randn(8, 4)))
+        try:
+            for batch in loader:
+                accelerator.backward(model(batch).mean())
+                optimizer.step()
+                os.kill(os.getpid(), USR1)
+        except SystemExit:
+            accelerator.end_training()
+
+
+def test_a_script_that_would_begin_again_over_a_saved_run_is_refused(tmp_path):
+    with pytest.raises(RankFailure, match=r"has checkpoints of an earlier start .* Call accelerator.resume\(\) after"):
+        run_ranks(forgets, 1, tmp_path, connect=False)
+
+
+def refused(folder):
+    with pytest.raises(ConfigError) as found:
+        Accelerator(cpu=True, save_on_signal=folder)
+    return str(found.value)
+
+
+def test_a_folder_that_can_not_be_written_is_refused_on_all_ranks(tmp_path):
+    (tmp_path / "file").touch()
+    for said in run_ranks(refused, 2, tmp_path / "file", connect=False):
+        assert "where nothing can be written" in said
+        assert "Name another folder" in said
+
+
+def elsewhere(folder):
+    folder = folder / str(os.environ["RANK"])  # as on two machines that share no disk
+    return refused(folder)
+
+
+def test_a_folder_that_ranks_do_not_share_is_refused_on_all_ranks(tmp_path):
+    for said in run_ranks(elsewhere, 2, tmp_path, connect=False):
+        assert "rank 1" in said
+        assert "Name one that all machines share" in said
+
+
+def test_without_the_setting_nothing_is_loaded_and_signals_are_the_script_s(tmp_path):
+    assert run_ranks(plain, 1, connect=False) == [(False, True)]
+
+
+def plain():
+    accelerator = Accelerator(cpu=True)
+    accelerator.stop_if_signalled()
+    return accelerator.resume(), signal.getsignal(USR1) is signal.SIG_DFL

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A scheduler's signal to a launcher, or to all processes of a run: it is saved, and asks to be started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from farflung.checkpoint.checkpoint import Checkpoint
+from farflung.config.launch import LaunchSettings
+from farflung.launch.codes import REQUEUE, USAGE
+from farflung.launch.plan import make_plan
+from farflung.testing.patience import patience
+from tests.launch.test_run import wait_for
+from tests.python import run_python
+
+TRAIN = """
+import os, sys, time
+import torch
+from farflung import Accelerator
+from farflung.utils import set_seed
+epochs, pause = int(sys.argv[1]), float(sys.argv[2])
+accelerator = Accelerator(cpu=True)
+set_seed(1)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+loader = torch.utils.data.DataLoader(torch.randn(48, 4), batch_size=2, shuffle=True, num_workers=int(sys.argv[3]))
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+accelerator.resume()
+step = 0
+for epoch in range(loader.iteration, epochs):
+    for batch in loader:
+        accelerator.backward(model(batch).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        if step == 4:
+            open(f"up{accelerator.process_index}", "w").close()
+        time.sleep(pause)
+with open(f"end{accelerator.process_index}", "w") as file:
+    file.write(repr([value.tolist() for value in model.parameters()]))
+"""
+
+
+@pytest.fixture
+def train(home):
+    (home / "train.py").write_text(TRAIN)
+    return home
+
+
+def launch(*words, processes=2, saves="saved", **options):
+    flags = ["--cpu", "--num_processes", processes, *(["--save_on_signal", saves] if saves else [])]
+    command = [sys.executable, "-m", "farflung", "launch", *map(str, [*flags, *words])]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True, **options)
+
+
+def end(launcher, seconds=60):
+    """Return the exit code and what was printed."""
+    said = launcher.communicate(timeout=patience(seconds))[1]
+    return launcher.returncode, said
+
+
+def everyone(launcher):
+    """The launcher and all that it has started, workers too."""
+    process = psutil.Process(launcher.pid)
+    return [process, *process.children(recursive=True)]
+
+
+@pytest.mark.parametrize(
+    ("number", "to_all", "more"),
+    [
+        (signal.SIGUSR1, False, []),
+        (signal.SIGTERM, False, ["--max_restarts", 2]),
+        (signal.SIGTERM, True, ["--outer", "diloco", "--outer-every", 5]),
+        (signal.SIGUSR1, True, ["--rdzv_backend", "c10d"]),
+    ],
+)
+def test_a_run_that_is_signalled_is_saved_and_continues_bit_by_bit_when_it_is_started_again(
+    number, to_all, more, train
+):
+    workers = 1 if to_all else 0
+    loop = [*(more if "--outer" in more else []), "train.py", 3, 0, workers]
+    assert end(launch(*loop, saves=None))[0] == 0
+    whole = [(train / f"end{rank}").read_text() for rank in range(2)]
+    for old in train.glob("[ue][pn]*"):
+        old.unlink()
+    launcher = launch(*more, "train.py", 1000, patience(0.1), workers)
+    wait_for(train / "up0", train / "up1")
+    for process in everyone(launcher) if to_all else [launcher]:
+        process.send_signal(number)
+    code, said = end(launcher)
+    assert code == REQUEUE, said
+    assert "from which accelerator.resume() continues" in said
+    assert "Traceback" not in said
+    assert "restart" not in said
+    ((stopped,),) = [Checkpoint.open(folder).manifest.optimizer_steps for folder in (train / "saved").iterdir()]
+    assert stopped >= 4
+    assert end(launch(*more, "train.py", 3, 0, workers))[0] == 0
+    if stopped < 36:  # on a slow machine the vote may have come later
+        assert [(train / f"end{rank}").read_text() for rank in range(2)] == whole
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_one_process_has_the_same_code_with_and_without_a_launcher_above_it(alone, train):
+    launcher = launch(*([] if alone else ["--json"]), "train.py", 1000, 0.05, 0, processes=1)
+    wait_for(train / "up0")
+    launcher.send_signal(signal.SIGTERM)
+    code, said = end(launcher)
+    assert code == REQUEUE, said
+    assert Checkpoint.open(train / "saved" / "checkpoint_0").verify()
+
+
+STUCK = """
+import time
+from farflung import Accelerator
+accelerator = Accelerator(cpu=True)
+open(f"up{accelerator.process_index}", "w").close()
+while True:
+    time.sleep(0.1)
+"""
+
+
+def test_a_second_sigterm_ends_a_run_that_does_not_come_to_its_step_at_once(home):
+    (home / "train.py").write_text(STUCK)
+    launcher = launch("train.py")
+    wait_for(home / "up0", home / "up1")
+    launcher.send_signal(signal.SIGTERM)
+    for _ in range(3):  # one within 3 s is the same request, and this machine may be slow to handle the first
+        time.sleep(4.0)
+        launcher.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            launcher.wait(patience(10))
+            break
+    code, _ = end(launcher, 10)
+    assert code == 128 + signal.SIGTERM
+    assert not list((home / "saved").iterdir())
+
+
+EARLY = """
+import time
+open("early" + __import__("os").environ["RANK"], "w").close()
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_before_there_is_anything_to_save_asks_for_a_restart_too(number, home):
+    (home / "train.py").write_text(EARLY)
+    launcher = launch("train.py")
+    wait_for(home / "early0", home / "early1")
+    launcher.send_signal(number)
+    assert end(launcher) == (REQUEUE, "")
+
+
+def test_folders_that_can_not_be_written_and_replicas_that_come_and_go_are_refused(train, farflung):
+    (train / "file").touch()
+    words = ["launch", "--cpu", "--save_on_signal"]
+    done = farflung(*words, "file", "train.py")
+    assert done.returncode == USAGE
+    assert "save_on_signal is 'file', where no folder can be written" in done.stderr
+    for more in (["--elastic", "1:2", "--meet", f"file://{train}/run"], ["--join", "127.0.0.1:1"]):
+        done = farflung(*words, "saved", *more, "train.py")
+        assert done.returncode == USAGE
+        assert "Replicas sign out on SIGTERM and SIGUSR1" in done.stderr
+    assert "--save_on_signal" in farflung("launch", "--help", "failures").stdout
+
+
+ELASTIC = """
+import sys, time
+import torch
+from farflung import Accelerator
+accelerator = Accelerator(cpu=True, outer="diloco")
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+model, optimizer = accelerator.prepare(model, optimizer)
+for step in range(100_000):
+    accelerator.backward(model(torch.ones(1, 4)).mean())
+    optimizer.step()
+    if step == 100:
+        open("up" + __import__("os").environ["FARFLUNG_MEMBER"], "w").close()
+    time.sleep(0.002)
+"""
+
+
+def test_a_launcher_of_replicas_passes_a_warning_on_and_asks_to_be_started_again(home):
+    (home / "train.py").write_text(ELASTIC)
+    command = [sys.executable, "-m", "farflung", "launch", "--cpu", "--elastic", "1:2", "--replicas", "2", "train.py"]
+    launcher = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + patience(60)
+    while len(list(home.glob("up*"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    launcher.send_signal(signal.SIGUSR1)
+    code, said = end(launcher)
+    assert code == REQUEUE, said
+    assert "starts again" not in said
+
+
+WORKER = """
+import os, signal, sys, time
+import torch
+from farflung import Accelerator
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, k):
+        return torch.full((2,), float(os.getpid()))
+
+if __name__ == "__main__":
+    accelerator = Accelerator(cpu=True, save_on_signal="saved")
+    loader = torch.utils.data.DataLoader(
+        Slow(), batch_size=2, num_workers=1, persistent_workers=True, multiprocessing_context=sys.argv[1]
+    )
+    loader = accelerator.prepare(loader)
+    for number, batch in enumerate(loader):
+        for one in (signal.SIGTERM, signal.SIGUSR1) if number in (3, 6) else ():
+            os.system(f"kill -{one} {int(batch[0, 0])}")  # not from this process, as a scheduler does
+    worker = int(batch[0, 0])
+    os.kill(worker, 0)
+    print(number, worker, flush=True)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_workers_of_a_loader_ignore_the_signals_and_end_with_their_rank(method, home):
+    (home / "train.py").write_text(WORKER)
+    done = run_python("train.py", method)
+    number, worker = map(int, done.stdout.split())
+    assert number == 31
+    assert not Path(f"/proc/{worker}").exists()
+
+
+def test_the_folder_is_made_where_there_is_none(home):
+    (home / "train.py").write_text("")
+    settings = LaunchSettings(use_cpu=True, save_on_signal="new/saved")
+    assert make_plan(settings, "train.py", []).variables["FARFLUNG_SAVE_ON_SIGNAL"] == "new/saved"
+    assert os.listdir("new/saved") == []

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vote on where a run stops: one boundary for all ranks, however far apart they are, and no wait for a step."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from farflung.base.errors import ConfigError
+from farflung.process.preemption import Preemption
+from farflung.testing.patience import patience
+
+LAST = 400  # boundaries that a rank comes to at most
+
+
+class Store:
+    """What `PresenceStore` does, for ranks that are threads."""
+
+    def __init__(self, size):
+        self.size, self.said, self.posted, self.over = size, {}, {}, set()
+
+    def publish(self, name, text):
+        self.said[name] = text
+
+    def published(self, name):
+        return self.said.get(name, "")
+
+    def ended(self, ranks):
+        return [rank for rank in ranks if rank in self.over]
+
+
+class Presence:
+    def __init__(self, store, rank):
+        self.rank, self.store, self.size = rank, store, store.size
+        self.publish, self.published, self.ended = store.publish, store.published, store.ended
+
+    def post(self, text, name):
+        self.store.posted[name, self.rank] = text
+
+    def posts(self, name):
+        return {rank: self.store.posted[name, rank] for rank in range(self.size) if (name, rank) in self.store.posted}
+
+
+@contextmanager
+def voters(size):
+    made = [Preemption(rank, size) for rank in range(size)]
+    try:
+        yield made
+    finally:
+        for one in reversed(made):
+            one.release()
+
+
+def stops(size, seed, in_lockstep, signalled):
+    """Where each rank stops, None where it comes to its end, if ranks and watchdogs are delayed at random."""
+    store, stopped, over = Store(size), {}, threading.Event()
+    step = threading.Barrier(size, timeout=patience(30))
+    first, drift = (
+        random.Random(seed).randrange(20),
+        [0.0005 + random.Random(seed + 7 + r).random() * 0.002 for r in range(size)],
+    )
+
+    def train(rank, vote):
+        pace = random.Random(f"{seed} {rank}")
+        stopped[rank] = None
+        for number in range(1, LAST):
+            time.sleep(pace.random() * drift[rank])
+            if number == first and rank in signalled:
+                vote.why = f"SIGUSR1 at rank {rank}"
+            if in_lockstep:
+                step.wait()  # an all-reduce, which a rank that has stopped would not come to
+            if vote.passes():
+                stopped[rank] = number
+                return
+
+    def watch(rank, vote):
+        pace, presence = random.Random(f"{rank} {seed}"), Presence(store, rank)
+        while not over.is_set():
+            time.sleep(pace.random() * 0.03)
+            vote.look(presence)
+
+    with voters(size) as votes:
+        trainers = [threading.Thread(target=train, args=one, daemon=True) for one in enumerate(votes)]
+        watchdogs = [threading.Thread(target=watch, args=one, daemon=True) for one in enumerate(votes)]
+        for thread in trainers + watchdogs:
+            thread.start()
+        for thread in trainers:
+            thread.join(patience(30))
+            assert not thread.is_alive(), "a rank waits for ever"
+        over.set()
+        for thread in watchdogs:
+            thread.join()
+    return stopped, store, first
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 6), st.integers(0, 10**6), st.booleans(), st.data())
+def test_all_ranks_stop_at_one_boundary_whoever_was_signalled_and_however_far_apart_they_are(
+    size, seed, lockstep, data
+):
+    signalled = data.draw(st.sets(st.integers(0, size - 1), min_size=1))
+    stopped, store, first = stops(size, seed, lockstep, signalled)
+    assert len(set(stopped.values())) == 1
+    assert stopped[0] is not None
+    if size > 1:  # not earlier than any rank has said, and nobody has to go beyond the furthest
+        assert stopped[0] == max(int(text) for text in store.posted.values())
+    assert stopped[0] >= first or not lockstep
+
+
+def test_without_a_signal_no_rank_stops_or_talks():
+    stopped, store, _ = stops(3, 1, True, set())
+    assert set(stopped.values()) == {None}
+    assert not store.said
+    assert not store.posted
+
+
+def test_ranks_train_on_to_their_end_where_one_has_ended_or_the_store_is_gone():
+    store = Store(2)
+    with voters(2) as (vote, _):
+        vote.why = "SIGTERM at rank 0"
+        store.over.add(1)
+        vote.look(Presence(store, 0))
+        assert not any(vote.passes() for _ in range(5))
+    store = Store(2)
+    with voters(2) as (vote, _):
+        vote.why = "SIGTERM at rank 0"
+        vote.look(Presence(store, 0))
+        threading.Timer(0.1, vote.end).start()  # what the watchdog calls at its end
+        assert not any(vote.passes() for _ in range(5))
+
+
+def test_a_warning_never_ends_a_process_and_handlers_are_given_back():
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
+    with voters(1) as (vote,):
+        for _ in range(3):
+            assert not vote.passes()
+            assert not vote.why
+        for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):  # two at once are one
+            os.kill(os.getpid(), number)
+        assert vote.passes()
+        assert vote.why == "SIGUSR1 at rank 0"
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
+
+
+def test_only_the_main_thread_can_hear_signals():
+    found = []
+
+    def make():
+        with pytest.raises(ConfigError, match="only the main thread hears signals"):
+            Preemption(0, 1)
+        found.append(True)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert found
