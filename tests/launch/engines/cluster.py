@@ -145,8 +145,11 @@ class Cluster(kmock.KubernetesEmulator):
         if self.pods.get(pod.index) is not pod:
             return  # one that was too many
         spec = self.job["spec"]
-        _, codes = spec["podFailurePolicy"]["rules"]
-        if pod.code:
+        _, again, codes = spec["podFailurePolicy"]["rules"]
+        if pod.code in again["onExitCodes"]["values"]:
+            del self.pods[pod.index]
+            self.reconcile(spec["completions"])
+        elif pod.code:
             times = self.failed[pod.index] = self.failed.get(pod.index, 0) + 1
             is_final = pod.code in codes["onExitCodes"]["values"] or times > spec["backoffLimitPerIndex"]
             if not is_final:

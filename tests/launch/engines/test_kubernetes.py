@@ -174,6 +174,18 @@ def test_a_machine_that_fails_ends_a_fixed_run_with_its_code(exit_code, expected
     assert f"has failed: Pod {cluster.pods[1].name} failed with exit code {exit_code}" in shown.err
 
 
+def test_machines_that_have_saved_at_a_signal_start_again(cluster, launched):
+    code = launched(*FIXED_HERE)
+    until(lambda: len(cluster.pods) == 2, "two pods")
+    before = list(cluster.pods.values())
+    for pod in before:
+        cluster.ends(pod, 75)
+    until(lambda: len(cluster.pods) == 2 and not set(before) & set(cluster.pods.values()), "started again")
+    for pod in list(cluster.pods.values()):
+        cluster.ends(pod, 0)
+    assert code() == 0
+
+
 def test_an_elastic_run_is_scaled_in_one_request_and_cancelled(cluster, launched, capsys):
     code = launched(*ELASTIC_HERE)
     until(lambda: len(cluster.pods) == 4, "four pods")

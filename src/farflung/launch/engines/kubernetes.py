@@ -16,7 +16,7 @@ import yaml
 
 from farflung.base.errors import ConfigError
 from farflung.config.launch import DEFAULT_PORT
-from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, USAGE, EngineFailure
+from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, REQUEUE, USAGE, EngineFailure
 from farflung.launch.engines.cluster import Cluster, PodLog, called, first_code, troubles
 from farflung.launch.engines.engine import Job, launcher
 from farflung.observe.folder import NONE, RUNS
@@ -178,10 +178,9 @@ class Kubernetes:
         codes = {"containerName": _CONTAINER, "operator": "In", "values": [USAGE, ENGINE]}
         rules = [
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-            {
-                "action": "FailIndex" if is_elastic else "FailJob",
-                "onExitCodes": codes,
-            },  # again, they would end so again
+            {"action": "Ignore", "onExitCodes": {**codes, "values": [REQUEUE]}},  # saved, and to be started again
+            # Started again, it would end so again.
+            {"action": "FailIndex" if is_elastic else "FailJob", "onExitCodes": codes},
         ]
         spec: dict[str, Any] = {
             "completionMode": "Indexed",
