@@ -5,14 +5,17 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Where torch comes from, such as https://download.pytorch.org/whl/cpu on Linux; empty: where all else comes from.
 TORCH_INDEX ?=
+FROM_INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 # The torch of `make test-torch`: `torch` is the newest, which on Linux is a CUDA build; torch==2.11 is the oldest.
 TORCH ?= torch
 TORCH_PYTHON := $(VENV)-$(TORCH)/bin/python
-# What depends most on torch's release and build: names inside it, gloo, its store and agent, sharding, compiling.
+# What depends most on torch's release and build: names inside it, gloo, its store and agent, sharding, compiling; and
+# what nobody may miss on any of them: the laws, an everyday loop, a round of each recipe, checkpoints, the launcher.
 TORCH_TESTS := tests/base tests/comm tests/process tests/strategy/test_fsdp.py \
 	tests/accelerator/test_checkpoint_words.py tests/accelerator/test_sharded_checkpoints.py \
-	tests/outer/test_compile.py tests/outer/test_elastic.py tests/outer/test_on_ranks.py \
-	tests/launch/test_checkpoint.py tests/launch/test_run.py
+	tests/accelerator/test_equals_one_process.py tests/accelerator/test_outer_recipes.py \
+	tests/outer/test_absent_gpu.py tests/outer/test_compile.py tests/outer/test_elastic.py tests/outer/test_laws.py \
+	tests/outer/test_on_ranks.py tests/launch/test_checkpoint.py tests/launch/test_run.py
 # Quiet: of what is there already, pip would print a line each. torch shows its progress, as it may be gigabytes.
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 DEMO_READY := $(VENV)/.ready-demo
@@ -21,7 +24,7 @@ DOCS_READY := $(VENV)/.ready-docs
 # Tests start Python a thousand times: without its bytecode each start would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-elastic test test-fast test-torch check docs format package clean
+.PHONY: demo demo-elastic test test-fast test-torch check docs format release clean
 demo: $(DEMO_READY)
 	$(BIN)/farflung demo
 
@@ -41,7 +44,7 @@ test-fast: $(DEV_READY)
 test-torch:
 	@echo "== A virtual environment with $(TORCH) (minutes: gigabytes, unless it is there already)"
 	$(PYTHON) -m venv $(VENV)-$(TORCH)
-	$(TORCH_PYTHON) -m pip install --disable-pip-version-check --quiet --no-compile '$(TORCH)'
+	$(TORCH_PYTHON) -m pip install --disable-pip-version-check --quiet --no-compile $(FROM_INDEX) '$(TORCH)'
 	$(TORCH_PYTHON) -m pip install --disable-pip-version-check --quiet --editable '.[test]'
 	$(TORCH_PYTHON) -m pytest -n 2 --dist worksteal $(TORCH_TESTS)
 
@@ -59,16 +62,16 @@ format: $(DEV_READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Builds the wheel, and installs, runs and uninstalls it far from the checkout.
-package: $(DEV_READY)
-	.ci/package $(BIN)/python
+# Builds the last commit's sdist and wheel twice, compares them, and installs, runs and uninstalls the wheel elsewhere.
+release: $(DEV_READY)
+	TORCH_INDEX='$(TORCH_INDEX)' .ci/release $(BIN)/python
 
 # torch comes first and alone, so that the pinned build is there before anything asks for a range.
 $(DEMO_READY): pyproject.toml constraints.txt
 	@echo "== 1/3 A virtual environment in $(VENV) (seconds)"
 	$(PYTHON) -m venv $(VENV)
 	@echo "== 2/3 torch: 200 MB for CPUs, gigabytes with CUDA (minutes, as fast as your line; README: Set-up)"
-	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(PIP) $(FROM_INDEX) torch
 	@echo "== 3/3 Farflung and matplotlib (less than a minute)"
 	$(PIP) --quiet --editable '.[plot]'
 	@touch $(DEMO_READY)

@@ -10,6 +10,7 @@ from types import FunctionType, ModuleType
 
 import pytest
 import torch
+from hypothesis import settings
 
 import farflung.state
 from farflung.config import environ
@@ -37,6 +38,8 @@ LAUNCHER_WORDS = (
     "PARALLELISM_",
     "OMP_NUM_THREADS",
 )
+settings.register_profile("any machine", deadline=None)  # the time limit of a test grows with how busy it is
+settings.load_profile("any machine")
 torch.set_num_threads(1)  # models are tiny, and threads of several pytest workers would wait for each other's cores
 STARTERS = (subprocess, multiprocessing, subprocess.run, subprocess.Popen, run_ranks)
 

@@ -29,7 +29,7 @@ def test_the_demo_installs_what_it_needs_and_no_tools_for_developers(tmp_path):
     assert said.splitlines()[-1] == f"{tmp_path}/venv/bin/farflung demo"
 
 
-@pytest.mark.parametrize("target", ["test", "test-fast", "check", "format", "package"])
+@pytest.mark.parametrize("target", ["test", "test-fast", "check", "format", "release"])
 def test_tools_for_developers_come_on_top(target, tmp_path):
     said = steps(target, tmp_path / "venv")
     assert said.index("'.[plot]'") < said.index("'.[dev]'")

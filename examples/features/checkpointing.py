@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: a run that is stopped, in the middle of an epoch too, continues as if it had not been.
+"""Checkpoints: a run that is stopped or killed, in the middle of an epoch too, continues as if it had not been.
 
-Run it with `python checkpointing.py --folder run --stop_after 20`, and again without `--stop_after`.
+Run it with `python checkpointing.py --folder run --stop_after 20`, and again without `--stop_after`. With
+`--kill_after 20` it is killed at once, and repeats the steps since the last checkpoint.
 """
 
+import os
+import signal
 from pathlib import Path
 
 import torch
@@ -29,7 +32,9 @@ class Progress:
 
 
 def main(given=None):
-    flags = read_flags(__doc__, given, folder="run", epochs=4, batch_size=32, save_every=7, stop_after=0, lr=0.01)
+    flags = read_flags(
+        __doc__, given, folder="run", epochs=4, batch_size=32, save_every=7, stop_after=0, kill_after=0, lr=0.01
+    )
     set_seed(0)
     project = ProjectConfiguration(project_dir=flags.folder, automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(cpu=flags.cpu, project_config=project)
@@ -51,6 +56,8 @@ def main(given=None):
             progress.updates += 1
             if progress.updates % flags.save_every == 0:
                 accelerator.save_state()  # run/checkpoints/checkpoint_N; the two newest are kept
+            if progress.updates == flags.kill_after:
+                os.kill(os.getpid(), signal.SIGKILL)
             if progress.updates == flags.stop_after:
                 accelerator.print(f"stopped after {progress.updates} updates")
                 accelerator.end_training()

@@ -90,7 +90,7 @@ def test_the_gradient_is_that_of_the_whole_batch(ranks):
             assert collectives == (ranks > 1)  # one scalar a window, whatever the number of its micro-batches
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any))
 def test_any_cut_of_one_process_gives_the_same_gradient(sizes):
     ours, _ = gradients([tuple(sizes)], "no", None)

@@ -98,7 +98,7 @@ def test_each_option_is_a_launch_setting_and_the_other_way_round():
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(said=configs())
 def test_what_can_be_said_makes_a_recipe_with_and_without_an_anchor(said):
     config = OuterConfig(**said)
@@ -110,7 +110,7 @@ def test_what_can_be_said_makes_a_recipe_with_and_without_an_anchor(said):
     assert recipe.same_data is bool(said.get("same_data"))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(said=configs())
 def test_script_file_variables_and_flags_mean_the_same(said, tmp_path_factory):
     config = OuterConfig(**said)

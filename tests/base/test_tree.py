@@ -80,7 +80,7 @@ def same(a: Any, b: Any) -> bool:
     return a == b
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(trees)
 def test_unflatten_undoes_flatten(data):
     flat, spec = tree.flatten(data)
@@ -89,7 +89,7 @@ def test_unflatten_undoes_flatten(data):
     assert getattr(rebuilt, "default_factory", None) == getattr(data, "default_factory", None)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(trees)
 def test_a_spec_is_hashable_and_says_nothing_of_the_leaves(data):
     flat, spec = tree.flatten(data)
@@ -98,7 +98,7 @@ def test_a_spec_is_hashable_and_says_nothing_of_the_leaves(data):
     assert hash(again) == hash(spec)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(trees)
 def test_recursively_apply_keeps_the_structure_and_visits_each_leaf_once(data):
     seen = []

@@ -28,7 +28,7 @@ from farflung.compat.free_functions import clean_state_dict_for_safetensors
 KINDS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     shapes=st.lists(st.tuples(st.sampled_from(KINDS), st.lists(st.integers(0, 4), max_size=3)), max_size=6),
     transposed=st.booleans(),
@@ -132,7 +132,7 @@ class Keeper(Trap):
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_a_damaged_file_of_any_kind_is_an_error_of_ours(data, tmp_path_factory):
     """Without any manifest: what the readers of torch and safetensors raise is told apart from nothing else."""
@@ -180,7 +180,7 @@ def test_a_manifest_comes_back_and_says_that_all_is_there(tmp_path):
     assert Manifest.read(tmp_path / "deep") is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_flipped_bit_and_any_missing_byte_is_noticed(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bits")

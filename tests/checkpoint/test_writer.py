@@ -65,7 +65,7 @@ def write_blocks(file, count, error=None):
 def test_a_file_holds_what_was_written_and_its_sums_are_those_of_the_disk(tmp_path, monkeypatch, way, threaded):
     ways(monkeypatch, way)
 
-    @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(st.lists(st.integers(0, 3 * _BLOCK), max_size=8), st.integers(0, 2**32))
     def check(sizes, seed):
         source = random.Random(seed)

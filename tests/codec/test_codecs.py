@@ -31,7 +31,7 @@ LEVELS = {
 LEAST = 2.0**-100
 # One and three times powers of two, of both signs: next to 1 they lie between two levels of each float codec.
 HALVES = torch.cat([sign * factor * 2.0 ** torch.arange(0, -12, -1) for sign in (1, -1) for factor in (1, 0.75)])
-laws = settings(max_examples=30, deadline=None)
+laws = settings(max_examples=30)
 
 
 @st.composite

@@ -32,7 +32,7 @@ many = st.lists(tensors(), max_size=8)
 caps = st.integers(1, 200)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(many, caps, st.integers(1, 3))
 @torch.no_grad()
 def test_what_is_packed_comes_back(ts, cap, num_buffers):
@@ -48,7 +48,7 @@ def test_what_is_packed_comes_back(ts, cap, num_buffers):
     assert addresses(ts) == where
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(many, caps)
 def test_buckets_hold_each_value_once_and_keep_to_their_size(ts, cap):
     buckets = Buckets(ts, cap_bytes=cap)
@@ -61,7 +61,7 @@ def test_buckets_hold_each_value_once_and_keep_to_their_size(ts, cap):
     assert torch.equal(torch.cat([torch.empty(0), *flat]), torch.cat([torch.empty(0), *expected]))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(many, caps, st.sampled_from([2, 3, 4]))
 @torch.no_grad()
 def test_dividing_on_the_way_back_is_dividing(ts, cap, divisor):
@@ -85,7 +85,7 @@ def test_large_tensors_are_divided_piece_by_piece_with_the_same_bits():
     assert torch.equal(t, expected)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(tensors(dtypes=(torch.int64, torch.int32, torch.uint8, torch.bool)), max_size=6), caps)
 @torch.no_grad()
 def test_integers_are_exact(ts, cap):

@@ -47,7 +47,7 @@ def same_bytes(a, b):
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(kinds)
 def test_views_hold_every_leaf_at_once(leaves):
     tensors = [noise(shape, dtype) for shape, dtype in leaves]
@@ -59,7 +59,7 @@ def test_views_hold_every_leaf_at_once(leaves):
     assert all(map(same_bytes, views, tensors))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(kinds)
 def test_leaves_are_aligned_disjoint_and_close_together(leaves):
     layout = PayloadLayout([shape for shape, _ in leaves], [dtype for _, dtype in leaves])
@@ -73,7 +73,7 @@ def test_leaves_are_aligned_disjoint_and_close_together(leaves):
     assert layout.nbytes <= sum(end - start + ALIGN - 1 for start, end in spans)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(kinds)
 def test_a_header_tells_its_tree(leaves):
     tensors, spec = flatten({"some": [torch.empty(shape, dtype=dtype) for shape, dtype in leaves]})

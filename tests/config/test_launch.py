@@ -89,7 +89,7 @@ def launch_settings(draw):
     }
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(said=launch_settings())
 def test_what_is_said_in_the_environment_is_what_counts(said):
     variables = {f.variable: f.text(said[f.name]) for f in FIELDS if said.get(f.name) is not None}
@@ -97,7 +97,7 @@ def test_what_is_said_in_the_environment_is_what_counts(said):
         assert resolve({}).settings == LaunchSettings(**said)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(said=launch_settings())
 def test_what_is_written_to_a_file_is_what_is_read(said, tmp_path_factory):
     path = write_file(tmp_path_factory.mktemp("files") / "farflung.yaml", said)
@@ -105,7 +105,7 @@ def test_what_is_written_to_a_file_is_what_is_read(said, tmp_path_factory):
         assert resolve({"config_file": str(path)}).settings == LaunchSettings(**said, config_file=str(path))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(said=st.fixed_dictionaries(COMPILING))
 def test_what_is_said_of_compiling_reaches_the_script(said):
     told = rank_variables(LaunchSettings(**said))

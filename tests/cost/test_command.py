@@ -114,7 +114,7 @@ def test_what_is_no_number_with_its_unit_is_refused_by_name(parse, texts):
             parse(text, "--flag")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.floats(1e-3, 1e15))
 def test_what_is_written_is_read_as_the_same_to_three_digits(amount):
     assert parse_rate(in_rate(amount).replace(",", ""), "x") == pytest.approx(amount, rel=6e-3)
@@ -238,7 +238,7 @@ def measured(run, name, every):
     return method_of(made, run.parameters, name=name)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.builds(
         Run,

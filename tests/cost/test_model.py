@@ -116,7 +116,7 @@ RUNS = st.builds(
     latency_s=st.floats(0, 0.3),
 )
 anything = given(RUNS, METHODS)
-often = settings(max_examples=60, deadline=None)
+often = settings(max_examples=60)
 
 
 def seconds(run, method):

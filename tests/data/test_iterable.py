@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from accelerate.data_loader import IterableDatasetShard as PeerShard
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from farflung.base.errors import ConfigError
@@ -29,19 +29,16 @@ def shards_of(case, shard=IterableDatasetShard, **settings):
 
 
 @given(cases())
-@settings(deadline=None)
 def test_shares_are_those_of_accelerate(case):
     assert [list(shard) for shard in shards_of(case)] == [list(shard) for shard in shards_of(case, PeerShard)]
 
 
 @given(cases(), st.booleans())
-@settings(deadline=None)
 def test_the_length_is_the_number_of_samples(case, even):
     assert all(len(shard) == len(list(shard)) for shard in shards_of(case, even_batches=even))
 
 
 @given(cases(), st.booleans())
-@settings(deadline=None)
 def test_metrics_see_each_sample_exactly_once(case, even):
     length, batch_size, size, split, drop_last = case
     loader = DataLoader(Stream(length), batch_size=batch_size, drop_last=drop_last)
@@ -74,7 +71,6 @@ def test_workers_have_padded_rounds_of_their_own_and_metrics_still_see_each_samp
 
 
 @given(cases(), st.integers(2, 4), st.booleans())
-@settings(deadline=None)
 def test_the_length_counts_the_last_batch_of_each_worker(case, workers, even):
     length, batch_size, size, split, drop_last = case
     for rank in range(size):

@@ -42,7 +42,7 @@ def cases(draw):
 
 
 @given(cases(), st.booleans())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_metrics_see_each_sample_exactly_once(case, shuffle):
     length, batch_size, size, split, even, drop_last = case
     walks = []
@@ -61,7 +61,7 @@ def test_metrics_see_each_sample_exactly_once(case, shuffle):
 
 
 @given(cases())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_lengths_are_numbers_of_batches(case):
     length, batch_size, size, split, even, drop_last = case
     for dataset in (range(length), SizedStream(length)):

@@ -99,7 +99,7 @@ def walks_of(group, case):
     return [walk(whole), walk(whole)], [walk(skip_first_batches(again, case.skip)), walk(again)], lengths
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(case=cases())
 def test_shares_partition_the_data_in_a_known_order_and_training_goes_on_where_it_was_left(case):
     ranks = run_replicas(walks_of, case.size, case)

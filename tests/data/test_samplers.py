@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard as PeerShard, SeedableRandomSampler as PeerSampler
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from farflung.base.errors import ConfigError
@@ -46,13 +46,11 @@ def in_rounds(shares):
 
 
 @given(cases())
-@settings(deadline=None)
 def test_shares_are_those_of_accelerate(case):
     assert [list(shard) for shard in shards_of(case)] == [list(shard) for shard in shards_of(case, PeerShard)]
 
 
 @given(cases())
-@settings(deadline=None)
 def test_shares_partition_the_data_and_only_padding_repeats(case):
     order, batch_size, size, split, even, drop_last = case
     shards = shards_of(case)
@@ -70,7 +68,6 @@ def test_shares_partition_the_data_and_only_padding_repeats(case):
 
 
 @given(cases())
-@settings(deadline=None)
 def test_the_remainder_counts_what_is_no_padding_in_the_last_round(case):
     order, batch_size, size, split, even, drop_last = case
     for shard in shards_of(case):
@@ -80,13 +77,11 @@ def test_the_remainder_counts_what_is_no_padding_in_the_last_round(case):
 
 
 @given(cases())
-@settings(deadline=None)
 def test_the_length_is_the_number_of_batches(case):
     assert all(len(shard) == len(list(shard)) for shard in shards_of(case))
 
 
 @given(cases(), st.integers(0, 12))
-@settings(deadline=None)
 def test_skipping_leaves_out_the_first_batches_and_changes_nothing_else(case, skip):
     for shard in shards_of(case):
         skipping = SkipBatchSampler(shard, skip)
@@ -97,7 +92,6 @@ def test_skipping_leaves_out_the_first_batches_and_changes_nothing_else(case, sk
 
 
 @given(st.lists(st.lists(st.integers(), min_size=1, max_size=4), max_size=9), sizes, st.integers(0, 5))
-@settings(deadline=None)
 def test_batches_of_unknown_size_are_dealt_whole_and_as_many_to_each(batches, size, skip):
     shards = [BatchSamplerShard(batches, size, rank) for rank in range(size)]
     shares = [list(shard) for shard in shards]
@@ -203,7 +197,7 @@ def test_padding_starts_over_when_the_first_round_is_short():
 
 
 @given(st.integers(1, 20), st.integers(0, 2**64 - 1), st.integers(0, 5))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_a_seedable_order_depends_on_seed_and_epoch_alone(length, seed, epoch):
     sampler = SeedableRandomSampler(range(length), data_seed=seed)
     sampler.set_epoch(epoch)

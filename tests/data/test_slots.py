@@ -200,7 +200,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(events=EVENTS, draw=st.randoms(use_true_random=False))
 def test_each_batch_counts_once_whatever_happens(events, draw):
     """2 -> 1 -> 3 and all else. What is left of an epoch goes into the next one; the last one has nobody lost."""

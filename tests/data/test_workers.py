@@ -58,7 +58,7 @@ def arriving(crew, first):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(
     number=st.integers(1, 4),
     skip=st.integers(0, 3),

@@ -31,6 +31,9 @@ FOREIGN = {
     "rounds.jsonl",  # files of a run's folder
     "events.jsonl",
     "report.html",
+    "CHANGELOG.md",
+    "PersistentKeepalive",  # WireGuard's
+    "private.key",
 }
 
 

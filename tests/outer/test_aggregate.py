@@ -50,7 +50,7 @@ def aggregated(group, aggregator, codec, n, factors):
 
 
 @pytest.mark.law("lossless-is-plain")
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 70), st.sampled_from([(1.0, 1.0), (1.0, 1.0, 0.0, 2.0), (4.0, 0.0, 2.0, 2.0), (0.0, 1.0)]))
 def test_every_way_to_the_mean_gives_the_same_bits_of_exact_data(n, factors):
     size = len(factors)
@@ -66,7 +66,7 @@ def test_every_way_to_the_mean_gives_the_same_bits_of_exact_data(n, factors):
 
 
 @pytest.mark.law("same-bits")
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 300), st.integers(2, 5), st.sampled_from([Int8(16), Int4(8), TopK(3, 16)]))
 def test_replicas_get_the_same_bits_whatever_the_codec_rounds(n, size, codec):
     factors = tuple(float(rank + 1) for rank in range(size))

@@ -40,7 +40,7 @@ CUTS = [strided, blocks, by_bytes, apart(strided), apart(by_bytes)]
 
 
 @pytest.mark.law("each-tensor-once")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(CUTS), st.integers(1, 7), st.integers(2, 4), st.booleans(), st.integers(0, 2))
 def test_every_cut_holds_each_tensor_once(cut, layers, count, tied, frozen):
     model = Tower(layers, 4, tied, frozen)
@@ -84,7 +84,7 @@ def test_a_sequential_model_is_its_own_list_of_blocks():
     ]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(1, 400), min_size=3, max_size=12), st.integers(1, 3))
 def test_by_bytes_is_as_even_as_whole_tensors_allow(sizes, count):
     model = nn.ParameterList([nn.Parameter(torch.zeros(n)) for n in sizes])

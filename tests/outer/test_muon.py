@@ -144,7 +144,7 @@ def test_the_matrices_of_the_blocks_are_for_muon():
     assert names(small_gpt()) == [f"blocks.{block}.{name}.weight" for block in range(2) for name in matrices]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     widths=st.lists(st.integers(1, 4), min_size=4, max_size=6),
     frozen=st.sets(st.integers(0, 9)),

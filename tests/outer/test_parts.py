@@ -18,7 +18,7 @@ from farflung.outer.schedule import Apply, Clock, Launch
 from farflung.outer.weighting import ByWork, Decision
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 50), st.integers(1, 500))
 def test_every_is_due_at_each_multiple_and_launches_before_it_applies(every, steps):
     schedule = Every(every)
@@ -35,7 +35,7 @@ def test_a_number_of_steps_that_cannot_be_is_refused(every):
             make(every)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 300), st.sampled_from([Identity(), Cast("bf16"), Cast("fp16")]))
 def test_codecs_keep_their_bound_and_weigh_what_they_say(n, codec):
     x = torch.randn(n) * 100
@@ -148,7 +148,7 @@ def test_numbers_out_of_range_are_refused(wrong):
         diloco(8, **wrong)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.integers(1, 70), st.integers(0, 3), st.sampled_from([torch.float32, torch.bfloat16, torch.float64]), st.data()
 )

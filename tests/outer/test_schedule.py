@@ -25,7 +25,7 @@ def words(schedule, steps):
 
 
 @pytest.mark.law("once-in-every-steps")
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(streams())
 def test_a_fragment_is_sent_once_in_every_steps_and_lands_delay_steps_later(schedule):
     launched, applied = defaultdict(list), defaultdict(list)
@@ -42,7 +42,7 @@ def test_a_fragment_is_sent_once_in_every_steps_and_lands_delay_steps_later(sche
 
 
 @pytest.mark.law("once-in-every-steps")
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(streams())
 def test_no_fragment_is_sent_while_it_flies_and_none_lands_that_does_not(schedule):
     flying, flown = set(), set()
@@ -56,7 +56,7 @@ def test_no_fragment_is_sent_while_it_flies_and_none_lands_that_does_not(schedul
         flown.add(word.fragment)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(streams())
 def test_launches_are_spread_evenly(schedule):
     sent = [step for step, word in words(schedule, 3 * schedule.every) if isinstance(word, Launch)]
@@ -66,13 +66,13 @@ def test_launches_are_spread_evenly(schedule):
 
 
 @pytest.mark.law("streaming-is-every")
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 30))
 def test_one_fragment_without_delay_is_every(every):
     assert words(Streaming(every, 1), 100) == words(Every(every), 100)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 20), streams())
 def test_after_a_warm_up_the_other_schedule_begins_at_its_beginning(warmup, schedule):
     assert words(Warmup(warmup, schedule), warmup + 50) == [(step + warmup, w) for step, w in words(schedule, 50)]
@@ -82,7 +82,7 @@ def test_after_a_warm_up_the_other_schedule_begins_at_its_beginning(warmup, sche
     )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 20), st.floats(1e-3, 1.0), st.floats(1e-4, 1.0))
 def test_a_quadratic_round_has_the_steps_that_its_rate_asks_for(every, alpha, lr):
     rule = Quadratic(every, alpha)

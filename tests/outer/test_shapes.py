@@ -123,7 +123,7 @@ def expected(name, befores, parts):
     return (sum(value.double() for value in values) / len(values)).to(values[0].dtype)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(models(), st.sampled_from(MEANS), st.sampled_from([2, 4]), st.integers(4, 200))
 def test_all_that_is_trained_becomes_its_mean_and_counters_their_maximum(parts, recipe, size, bucket_bytes):
     outcomes = run_replicas(rounds, size, recipe, parts, 1, bucket_bytes)
@@ -134,7 +134,7 @@ def test_all_that_is_trained_becomes_its_mean_and_counters_their_maximum(parts, 
             assert torch.equal(value, before[name] if target is None else target), name
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(models(), st.sampled_from(OTHERS), st.integers(2, 3), st.integers(4, 200))
 def test_in_the_end_all_have_the_same_also_of_frozen_weights_that_were_moved(parts, recipe, size, bucket_bytes):
     outcomes = run_replicas(rounds, size, recipe, parts, 3, bucket_bytes)

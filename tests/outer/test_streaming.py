@@ -57,7 +57,7 @@ def logged(group, recipe, steps):
 
 
 @pytest.mark.law("once-in-every-steps")
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(1, 6).flatmap(lambda h: st.tuples(st.just(h), st.integers(1, h), st.integers(0, h))))
 def test_the_engine_syncs_each_fragment_once_in_every_steps(shape):
     every, fragments, delay = shape

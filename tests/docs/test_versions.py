@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/versions.md has what the matrix of versions found; the workflows and scripts of CI fit the project."""
+
+import json
+import re
+import runpy
+import stat
+
+import pytest
+import yaml
+
+from farflung.base.oldest_torch import OLDEST_TORCH
+from tests.docs.test_pages import ROOT, TEXTS
+
+RESULTS = ROOT / "benchmarks" / "results" / "versions.jsonl"
+ROWS = runpy.run_path(str(ROOT / ".ci" / "matrix"))["ROWS"]
+PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+WORKFLOWS = {file.name: file.read_text() for file in (ROOT / ".github" / "workflows").glob("*.yml")}
+
+
+def newest():
+    """The last result of each row, in the order of the matrix."""
+    found = {}
+    for line in RESULTS.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        found[".".join(row["python"].split(".")[:2]), row["asked"]] = row
+    return [found[row] for row in ROWS if row in found]
+
+
+def line_of(row):
+    """A row of the page's table."""
+    counts = f"{row['passed']} passed, {row.get('skipped', 0)} skipped" if "passed" in row else ""
+    if "failures" in row:
+        counts += f"; {len(row['failures'])} failed, and {row['again']} when run again alone"
+    return (
+        f"| {row['python']} | `{row['asked']}` | {row.get('torch', '')} | {row['date']} | {counts or row['result']} |"
+    )
+
+
+def test_the_page_has_a_row_for_each_of_the_matrix():
+    assert len(newest()) == len(ROWS)
+    for row in newest():
+        assert line_of(row) in TEXTS["docs/versions.md"], line_of(row)
+
+
+def test_the_matrix_has_the_ends_of_what_is_declared():
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    assert f'"torch>={oldest}"' in PROJECT
+    assert {torch for _, torch in ROWS} >= {f"torch=={oldest}", "torch"}
+    assert min((int(python.split(".")[1]) for python, _ in ROWS)) == int(
+        re.search(r'requires-python = ">=3\.(\d+)"', PROJECT)[1]
+    )
+
+
+def test_workflows_run_what_exists_on_the_rows_of_the_matrix():
+    for name, text in WORKFLOWS.items():
+        jobs = yaml.safe_load(text)["jobs"]
+        commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+        scripts = re.findall(r"\.ci/\w+", " ".join(commands))
+        assert scripts, name
+        for script in scripts:
+            assert (ROOT / script).stat().st_mode & stat.S_IXUSR, script
+    chosen = yaml.safe_load(WORKFLOWS["matrix.yml"])["jobs"]["torch"]["strategy"]["matrix"]
+    rows = {(python, torch) for python in chosen["python"] for torch in chosen["torch"]}
+    assert rows | {(row["python"], row["torch"]) for row in chosen["include"]} == set(ROWS)
+
+
+@pytest.mark.parametrize("name", ["ci/run", "ci/matrix", "ci/release", "ci/accelerate", "github/workflows/ci.yml"])
+def test_no_script_names_an_index_of_packages(name):
+    assert "://" not in (ROOT / f".{name}").read_text(encoding="utf-8")
+
+
+def test_the_version_stands_in_one_place_and_a_citation_says_whose_it_is():
+    assert 'dynamic = ["version"]' in PROJECT
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert {"cff-version", "message", "title", "authors", "license"} <= set(cited)
+    assert cited["authors"] == [{"name": re.search(r'authors = \[\{ name = "(.+?)" \}\]', PROJECT)[1]}]
+    assert f'license = "{cited["license"]}"' in PROJECT
+    assert f'description = "{cited["abstract"]}"' in PROJECT
+    assert "version" not in cited
