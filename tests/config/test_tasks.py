@@ -51,6 +51,7 @@ def place(**flags):
     [
         (SLURM, (4, 1, "node007", None)),
         (SLURM | {"MASTER_ADDR": "head", "MASTER_PORT": "7000"}, (4, 1, "head", 7000)),
+        (SLURM | {"SLURM_JOB_ID": "2501", "SLURM_STEP_ID": "3"}, (4, 1, "node007", 10_011)),
         (OPEN_MPI, (4, 1, "10.0.0.1", None)),
         (UNDER_SLURM, (4, 1, "node007", None)),
         (PMI, (4, 1, "10.0.0.1", 7000)),

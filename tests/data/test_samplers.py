@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard as PeerShard, SeedableRandomSampler as PeerSampler
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from farflung.base.errors import ConfigError

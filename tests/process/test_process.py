@@ -35,7 +35,7 @@ LAUNCHERS = {
         "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     },
     "PMI": {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
-    "srun": {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "LOCAL_WORLD_SIZE": "2"},
+    "srun": {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"},
 }
 
 

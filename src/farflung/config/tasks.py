@@ -108,9 +108,7 @@ def read_task() -> Task | None:
                 f"This launcher is one of {size.value} tasks in a heterogeneous Slurm job (SLURM_HET_SIZE is set), "
                 "whose groups have numbers of their own. Give --num_machines, --machine_rank and --main_process_ip."
             )
-        nodes = _number("SLURM_STEP_NUM_NODES", "SLURM_NNODES") or _stated(size.value)
-        local = _stated(-(-size.value // max(1, nodes.value)), nodes.place)
-        return _task(size, "SLURM_PROCID", local, "srun --ntasks-per-node=1")
+        return _task(size, "SLURM_PROCID", on_each_node(size.value), "srun --ntasks-per-node=1")
     if task := _read_pbs_task():
         return task
     _refuse_blaunch()
@@ -142,6 +140,12 @@ def _refuse_blaunch() -> None:
         )
 
 
+def on_each_node(size: int) -> Stated:
+    """Return how many of the `size` tasks of a step of srun run on each of its nodes."""
+    nodes = _number("SLURM_STEP_NUM_NODES", "SLURM_NNODES") or _stated(size)
+    return _stated(-(-size // max(1, nodes.value)), nodes.place)
+
+
 def read_processes() -> Stated | None:
     """Return how many processes torchrun would start on each machine, None where no variable states a number."""
     told = environ.text("PET_NPROC_PER_NODE") or ""
@@ -160,7 +164,7 @@ def _task(size: Stated, rank_variable: str, local_size: Stated, one_each: str, f
     if host is None and endpoint:
         host, port = (_stated(part, "PET_RDZV_ENDPOINT") for part in (endpoint[1], int(endpoint[2])))
     host = host or _address("MASTER_ADDR") or first or _first_host(size)
-    return Task(size, rank, local_size, one_each, host, port)
+    return Task(size, rank, local_size, one_each, host, port or (step_address()[1] if _is_step(size) else None))
 
 
 def _stated(value: int | str, variable: str = "") -> Stated:
@@ -202,13 +206,18 @@ def _has_step_of(size: Stated) -> bool:
     return in_slurm_step() and environ.integer("SLURM_STEP_NUM_TASKS") == size.value
 
 
+def _is_step(size: Stated) -> bool:
+    """Say whether the tasks are those of a step of srun, and not of an mpirun that starts its helpers by one."""
+    return _has_step_of(size) or size.place.startswith("SLURM")
+
+
 def _first_host(size: Stated) -> Stated | None:
     """Return the first host that Slurm, LSF or PBS lists; under jsrun the second, as the first only starts the rest.
 
     None: there is no list, or none that can be read. mpirun's helpers are a Slurm step without the host of rank 0.
     """
     names = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"]
-    names = names if _has_step_of(size) or size.place.startswith("SLURM") else names[::-1]
+    names = names if _is_step(size) else names[::-1]
     if variable := next(filter(environ.text, names), None):
         first = _first_of(environ.text(variable) or "")
         return _stated(first, variable) if first else None
@@ -226,3 +235,14 @@ def _first_of(nodes: str) -> str | None:
             return next(iter(done.stdout.split()), None)
     first = re.match(r"(?:[^\[\],\s]|\[\d[^\[\]]*\])+(?=,|$)", nodes)
     return None if first is None else re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
+
+
+def step_address() -> tuple[Stated | None, Stated | None]:
+    """Return where the tasks of a step of srun may meet: its first host, and a port that no other step takes there."""
+    if not in_slurm_step():
+        return None, None
+    variable = next(filter(environ.text, ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")), "")
+    first = _first_of(environ.text(variable) or "")
+    job, step = environ.integer("SLURM_JOB_ID"), environ.integer("SLURM_STEP_ID") or 0
+    port = None if job is None else _stated(10_000 + (8 * job + step) % 20_000, "SLURM_JOB_ID")
+    return _stated(first, variable) if first else None, port

@@ -28,7 +28,7 @@ from farflung.comm.group import Group, SoloGroup
 from farflung.comm.torch_group import TorchGroup, explained
 from farflung.config import environ
 from farflung.config.handlers import InitProcessGroupKwargs, WatchdogKwargs
-from farflung.config.tasks import STARTERS, in_slurm_step
+from farflung.config.tasks import STARTERS, in_slurm_step, on_each_node, step_address
 from farflung.process.failure import install_failure_report
 from farflung.process.place import Place
 from farflung.process.sockets import serve_store
@@ -65,7 +65,7 @@ def read_rank_info() -> RankInfo:
             "Start it with `farflung launch` or `torchrun`, which set both."
         )
     local_rank = environ.integer(*_LOCAL_RANK, *(["SLURM_LOCALID"] if in_step else []))
-    local_size = environ.integer(*_LOCAL_SIZE)
+    local_size = environ.integer(*_LOCAL_SIZE) or (int(on_each_node(size).value) if in_step else None)
     if local_rank is None:
         raise ConfigError(
             f"WORLD_SIZE is {size} but LOCAL_RANK is not set, so this process can't tell which device of its machine "
@@ -206,13 +206,16 @@ def _initialize(info: RankInfo, device: torch.device, init: InitProcessGroupKwar
     # torch's env:// reads torchrun's names, so the other launchers' numbers are put under those.
     environ.export({"RANK": str(info.rank), "WORLD_SIZE": str(info.size), "LOCAL_RANK": str(info.local_rank)})
     if init.init_method is None and not (environ.text("MASTER_ADDR") and environ.text("MASTER_PORT")):
-        if info.local_size != info.size or environ.text("MASTER_ADDR"):
+        host, port = step_address() if info.local_size != info.size else (None, None)
+        if host is None and (info.local_size != info.size or environ.text("MASTER_ADDR")):
             raise ConfigError(
                 f"WORLD_SIZE is {info.size}, but MASTER_ADDR is {environ.text('MASTER_ADDR')!r} and MASTER_PORT "
                 f"{environ.text('MASTER_PORT')!r}, so the processes can't find each other. Set both, or start with "
                 "`farflung launch` or `torchrun`."
             )
-        environ.export({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": environ.text("MASTER_PORT") or "29500"})
+        met = environ.text("MASTER_ADDR") or (str(host.value) if host else "127.0.0.1")
+        at = environ.text("MASTER_PORT") or (str(port.value) if port else "29500")
+        environ.export({"MASTER_ADDR": met, "MASTER_PORT": at})
     arguments: dict[str, Any] = {"backend": _backend(device, init.backend), "rank": info.rank, "world_size": info.size}
     if init.timeout is not None:
         arguments["timeout"] = init.timeout

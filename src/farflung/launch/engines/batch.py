@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The batch script of a run on Slurm, and the options that it is made from."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from string import Template
+
+from farflung.base.errors import ConfigError
+from farflung.launch.codes import REQUEUE
+from farflung.launch.engines.engine import Job, launcher
+
+# The keys of `engine_options`: those of sbatch, by its names, and ours.
+_SBATCH = {
+    "partition": "where it waits",
+    "account": "who pays",
+    "qos": "quality of service",
+    "time": "limit of each job: 4:00:00",
+    "gres": "what each node must have: gpu:8",
+    "mem": "memory on each node: 64G",
+    "cpus_per_task": "cores on each node",
+    "constraint": "features of the nodes",
+    "nodelist": "these nodes",
+    "exclude": "not these nodes",
+    "reservation": "nodes that are reserved",
+}
+_OURS = {
+    "python": "the nodes' Python, else the one that submits",
+    "setup": "a line of shell before the launcher: module load cuda",
+    "signal": "seconds before the limit at which the run saves or signs out, else 90",
+}
+
+_SCRIPT = Template("""\
+#!/bin/bash
+#SBATCH --job-name=$name
+#SBATCH --chdir=$here
+#SBATCH --output=$output
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --nodes=$nodes
+#SBATCH --ntasks-per-node=1
+$directives
+unset "$${!FARFLUNG_@}"
+$setup
+srun $flags \\
+    $command
+code=$$?
+if [ $$code -eq $again ]; then
+    scontrol requeue "$job"
+fi
+exit $$code
+""")
+
+
+def check_options(job: Job) -> None:
+    """Raise ConfigError for unknown options, and for settings that say what Slurm decides."""
+    job.check_options(_SBATCH | _OURS)
+    for key in ("signal", "cpus_per_task"):
+        if not job.options.get(key, "1").isdecimal():
+            raise ConfigError(f"engine_options has {key}={job.options[key]}; use a whole number.")
+    if "signal" in job.options and not _heeds_signals(job):
+        raise ConfigError("engine_options has signal, at which only a run with --save_on_signal or --elastic saves.")
+    for name in ("machine_rank", "main_process_ip", "main_process_port")[: 3 if job.is_elastic else 1]:
+        if value := getattr(job.settings, name):
+            instead = " --meet says where replicas meet." if job.is_elastic else ""
+            raise ConfigError(f"{name} is {value}, but Slurm chooses the nodes. Leave it out.{instead}")
+    if "%" in str(job.folder):
+        raise ConfigError(f"The run's folder is {job.folder}, but Slurm reads % in names of files as a pattern.")
+
+
+def _heeds_signals(job: Job) -> bool:
+    return job.is_elastic or job.settings.save_on_signal is not None
+
+
+def script(job: Job) -> str:
+    """Return the batch script: on each node a launcher; a job that ends with REQUEUE goes back into the queue."""
+    options = job.options
+    own = {key: options[key] for key in _SBATCH if key in options}
+    flags = ["--kill-on-bad-exit=0"]
+    if "cpus_per_task" in own:  # which srun does not take over from sbatch
+        flags.append(f"--cpus-per-task={own['cpus_per_task']}")
+    if job.is_elastic:
+        own["array"] = f"0-{job.count - 1}"
+        words = job.command(replicas=1, meet=job.settings.meet or f"file://{job.folder}/meet")
+    else:
+        words = job.command(engine="slurm")  # which has no need of main_process_ip
+        flags += ["--label"] if job.count > 1 else []
+    if _heeds_signals(job):  # it would end any other run
+        own["signal"] = f"USR1@{options.get('signal', 90)}"
+    return _SCRIPT.substitute(
+        name=shlex.quote(job.name),
+        here=shlex.quote(os.getcwd()),
+        output=shlex.quote(f"{job.folder}/slurm-{'%A_%a' if job.is_elastic else '%j'}.out"),
+        nodes=1 if job.is_elastic else job.count,
+        directives="\n".join(f"#SBATCH --{key.replace('_', '-')}={shlex.quote(own[key])}" for key in own),
+        setup=options.get("setup", ""),
+        flags=shlex.join(flags),
+        command=shlex.join(launcher(words, options.get("python", sys.executable))),
+        again=REQUEUE,
+        job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.is_elastic else "$SLURM_JOB_ID",  # of one: the array's
+    )

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slurm: a fixed run is one job with a launcher on each node, an elastic one an array of jobs, each a replica.
+
+The run's folder has what was submitted, `slurm.sh`, and what the jobs print, `slurm-<job>.out`. So all nodes must share
+it, and replicas meet in a folder under it, unless `meet` names another place.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import click
+
+from farflung.base.errors import did_you_mean
+from farflung.base.words import counted
+from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, FAILED, EngineFailure
+from farflung.launch.engines.batch import check_options, script
+from farflung.launch.engines.engine import Job
+from farflung.launch.events import say
+from farflung.launch.plan import command_line
+from farflung.observe.run import Run
+
+_LOOK_S, _ASK_S, _ANSWER_WITHIN_S = 0.2, 2.0, 60.0  # at output files; for states
+_AWAY_S = 600.0  # for how long slurmctld may be away, such as while it is started again
+_OVER = (
+    *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL"),
+    "PREEMPTED",
+)
+_NO_OUTPUT = BY_SIGNAL + 53  # what Slurm gives a job whose output file it can't open
+_OF_ONE_MACHINE = ("/tmp/", "/var/tmp/", "/dev/shm/", "/run/")
+
+
+class _Task(NamedTuple):
+    """A job, or one of an array."""
+
+    state: str
+    code: int = 0
+    why: str = ""  # it waits or has ended, in a word of Slurm's
+
+    @classmethod
+    def of(cls, state: str, status: str, why: str) -> _Task:
+        """Read what squeue prints; `status` is one of `wait`."""
+        code = os.waitstatus_to_exitcode(int(status))
+        return cls(state, BY_SIGNAL - code if code < 0 else code or (state != "COMPLETED") * FAILED, why)
+
+
+class Slurm:
+    """Submits batch scripts by sbatch, and follows their jobs by squeue and by what they print."""
+
+    outlives_launch: ClassVar[bool] = True
+
+    def __init__(self, job: Job) -> None:
+        check_options(job)
+        self._job, self._jobs, self._shown = job, list[str](), dict[Path, int]()  # bytes of output files
+
+    def check(self) -> None:
+        """Find out whether there are such a partition, as many nodes, and a folder that they can share."""
+        command_line(self._job.settings, self._job.script, self._job.arguments)
+        here, folder = socket.gethostname(), str(self._job.folder.resolve())
+        if shutil.which("sbatch") is None:
+            raise EngineFailure(f"There is no sbatch on {here}. Submit from a login node of the cluster.")
+        partitions: dict[str, list[str]] = {}  # the host of each node
+        for line in _asked("sinfo", "--Node", "--noheader", "--format=%P|%n").splitlines():
+            name, _, host = line.partition("|")
+            partitions.setdefault(name, []).append(host)
+        default = ",".join(name for name in partitions if name.endswith("*"))
+        known = {name.removesuffix("*"): hosts for name, hosts in partitions.items()}
+        for name in self._job.options.get("partition", default.removesuffix("*")).split(","):
+            if name not in known:
+                listed = f"{', '.join(sorted(known))}.{did_you_mean(name, known)}"
+                raise EngineFailure(f"partition is {name!r}, but this cluster has {listed}")
+            if not self._job.is_elastic and self._job.count > len(known[name]):
+                there = counted(len(known[name]), "node")
+                raise EngineFailure(f"num_machines is {self._job.count}, but partition {name} has {there}.")
+        other = next((one for hosts in known.values() for one in hosts if one != here), None)
+        if other and folder.startswith(_OF_ONE_MACHINE):
+            raise EngineFailure(
+                f"The run's folder is {folder}, which {here} does not share with {other}. Name one with --run_dir that "
+                "all nodes can write to."
+            )
+
+    def described(self) -> str:
+        """Return the batch script."""
+        return script(self._job)
+
+    def submit(self) -> Mapping[str, Any]:
+        """Submit a job or, of replicas, an array."""
+        (self._job.folder / "slurm.sh").write_text(script(self._job), encoding="utf-8")
+        return {"jobs": [self._submitted()], "next": self._job.count}
+
+    def follow(self) -> int:
+        """Print what the jobs print, and their states whenever these change."""
+        seen, answered_at = dict[str, _Task](), time.monotonic()
+        while True:
+            try:
+                tasks, answered_at = self._tasks(), time.monotonic()
+            except EngineFailure:
+                if time.monotonic() > answered_at + _AWAY_S:
+                    raise
+                tasks = seen
+            for name, task in tasks.items():
+                if name not in seen or (task.state, task.why) != (seen[name].state, seen[name].why):
+                    self._say(name, task)
+            is_over = bool(tasks) and all(task.state in _OVER for task in tasks.values())
+            seen, until = tasks, time.monotonic() + _ASK_S
+            while time.monotonic() < until:
+                self._print()
+                time.sleep(_LOOK_S)
+            if is_over:
+                self._print(is_last=True)
+                codes = [ENGINE if task.code == _NO_OUTPUT else task.code for task in tasks.values()]
+                return DONE if self._job.is_elastic and DONE in codes else max(codes)
+
+    def scale(self, count: int) -> str:
+        """Submit more replicas, or end the newest ones, which sign out if they run."""
+        tasks, ticket = self._tasks(), self._ticket
+        if any(task.state == "COMPLETED" for task in tasks.values()):
+            raise EngineFailure(f"The work of {self._job.name} is done: a replica of it has finished.")
+        there = sorted((name for name, task in tasks.items() if task.state not in (*_OVER, "COMPLETING")), key=_numbers)
+        begin, more = ticket["next"], count - len(there)
+        if more > 0:
+            jobs = [*ticket["jobs"], self._submitted(f"--array={begin}-{begin + more - 1}")]
+            self._job.write({"jobs": jobs, "next": begin + more})
+        for name in there[count:]:
+            _asked("scancel", *([] if tasks[name].state == "PENDING" else ["--signal=TERM"]), name)
+        done = f"{more} submitted" if more > 0 else f"{', '.join(there[count:]) or 'none'} ended"
+        return f"{counted(count, 'replica')}: {done}"
+
+    def cancel(self) -> str:
+        """End all jobs: SIGTERM, and SIGKILL after the cluster's KillWait."""
+        _asked("scancel", *self._ticket["jobs"])
+        return f"cancelled {', '.join(self._ticket['jobs'])}"
+
+    @property
+    def _ticket(self) -> Mapping[str, Any]:
+        """What was submitted so far: another command may have scaled the run meanwhile."""
+        return Job.read(self._job.folder).ticket or self._job.ticket
+
+    def _submitted(self, *flags: str) -> str:
+        return _asked("sbatch", "--parsable", *flags, f"{self._job.folder}/slurm.sh").strip().partition(";")[0]
+
+    def _tasks(self) -> dict[str, _Task]:
+        """Return the jobs by their names, 12 or 12_3. Of one that Slurm has forgotten, launchers have told the end."""
+        self._jobs, found = self._ticket["jobs"], dict[str, _Task]()
+        named = ("--noheader", "--array", "--states=all", f"--jobs={','.join(self._jobs)}")
+        for line in _asked("squeue", *named, "--Format=JobArrayID:|,State:|,exit_code:|,Reason:|").splitlines():
+            name, *row = line.split("|")[:4]
+            found[name] = _Task.of(*row)
+        forgotten = {*self._jobs} - {name.partition("_")[0] for name in found}
+        if forgotten:
+            codes = [int(one["code"]) for one in Run(self._job.folder).events if one["event"] == "ended"] or [FAILED]
+            code = DONE if self._job.is_elastic and DONE in codes else codes[-1]
+            found |= dict.fromkeys(forgotten, _Task("FAILED" if code else "COMPLETED", code, "forgotten"))
+        return found
+
+    def _say(self, name: str, task: _Task) -> None:
+        words = f"job {name} is {task.state.lower().replace('_', ' ')}"
+        words += f", exit code {task.code}" if task.state in _OVER else ""
+        words += f" ({task.why})" if task.why not in ("", "None") else ""
+        if task.code == _NO_OUTPUT:
+            words += f": its node can't write into {self._job.folder}, which all nodes must share"
+        say(self._job.settings, "state", words, job=name, state=task.state)
+
+    def _print(self, is_last: bool = False) -> None:
+        """Print the lines that were added to output files, those of a job of an array with its number."""
+        files = [file for job in self._jobs for file in self._job.folder.glob(f"slurm-{job}[._]*")]
+        for path in sorted(files, key=lambda path: _numbers(path.stem)):
+            with path.open("rb") as file:
+                file.seek(self._shown.get(path, 0))
+                new = file.read()
+            whole = new if is_last else new[: new.rfind(b"\n") + 1]
+            self._shown[path] = self._shown.get(path, 0) + len(whole)
+            number = f"{path.stem.rpartition('_')[2]}: " if "_" in path.stem else ""
+            for line in whole.decode(errors="replace").splitlines():
+                click.echo(number + line)
+
+
+def _numbers(name: str) -> tuple[int, ...]:
+    """Return the numbers in a name, by which `12_10` comes after `12_9`."""
+    return tuple(int(part) for part in name.replace("-", "_").split("_") if part.isdecimal())
+
+
+def _asked(*words: str) -> str:
+    """Return what a command of Slurm's prints, or raise EngineFailure with what it says."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_ANSWER_WITHIN_S, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
+        raise EngineFailure(f"{words[0]}, a command of Slurm's, gave no answer: {error}.") from None
+    said = " ".join(line.removeprefix(f"{words[0]}: error: ") for line in done.stderr.strip().splitlines())
+    if done.returncode and "Invalid job id" not in said:
+        raise EngineFailure(f"{words[0]} refused: {said or f'exit code {done.returncode}'}")
+    return done.stdout

@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slurm, a real one of two nodes on this machine: what runs as a job, what as an array, and what is refused before."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from farflung.config.launch import LaunchSettings
+from farflung.launch.codes import DONE, FAILED, INTERRUPTED
+from farflung.launch.engines.engine import Job
+from farflung.testing.patience import patience
+from tests.launch.engines.slurm_cluster import slurm_cluster, why_impossible
+from tests.launch.test_run import CONNECTED, seen_by
+from tests.launch.test_two_machines import Screen
+from tests.python import run_farflung
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]
+START, EVERY = 2**20, 4
+# Each replica moves its weight by -1 in each step and the outer optimizer takes the mean, so that the weight is
+# START - position after every step of every replica, as long as no step is lost and none counts twice. One that signs
+# out has made fewer steps in its last round, so from then on all have the same rest, of less than a round's steps.
+ADDS = f"""
+import json, os, time
+from dataclasses import replace
+from pathlib import Path
+import torch
+from farflung.elastic import launched_membership
+from farflung.outer import OuterLoop, diloco
+torch.set_num_threads(1)
+model = torch.nn.Linear(1, 1, bias=False)
+torch.nn.init.constant_(model.weight, {START})
+said = open(f"said{{os.environ['FARFLUNG_MEMBER']}}", "w", buffering=1)
+recipe = replace(diloco({EVERY}, lr=1.0, momentum=0.0), same_data=True)
+with OuterLoop(model, recipe, membership=launched_membership()) as outer:
+    while not Path("last").exists() or outer.position < int(Path("last").read_text()):
+        time.sleep(0.02)
+        with torch.no_grad():
+            model.weight -= 1
+        outer.step()
+        row = {{"pid": os.getpid(), "task": os.environ["SLURM_ARRAY_TASK_ID"], "position": outer.position}}
+        print(json.dumps(row | {{"weight": model.weight.item(), "at": time.time()}}), file=said)
+"""
+# Ends with the weights of each rank in a file, all of them to the last bit.
+RESUMES = """
+import sys, time
+from pathlib import Path
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from farflung import Accelerator
+from farflung.utils import set_seed
+set_seed(3)
+accelerator = Accelerator()
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1))
+data = TensorDataset(torch.randn(320, 8), torch.randn(320, 1))
+loader = DataLoader(data, 4, shuffle=True)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+print("resumed", accelerator.resume(), flush=True)
+for epoch in range(loader.iteration, 3):
+    for number, (x, y) in enumerate(loader):
+        accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 2:
+            Path(f"epoch{epoch}").touch()
+        time.sleep(0.05)
+weights = [tensor.tolist() for tensor in accelerator.unwrap_model(model).state_dict().values()]
+Path(f"{sys.argv[1]}{accelerator.process_index}").write_text(repr(weights))
+"""
+PLACED = """
+import os, torch
+from farflung import Accelerator
+from farflung.process.world import current_world
+accelerator = Accelerator(cpu=True)
+rank, total = accelerator.process_index, accelerator.reduce(torch.tensor(accelerator.process_index + 1.0))
+local = f"{accelerator.local_process_index} of {current_world().local_size}"
+print(f"{rank} of {accelerator.num_processes}, {local} on its machine, {int(total)} at {os.environ['MASTER_ADDR']}")
+"""
+WAITS = """
+import time
+open("up", "w").close()
+time.sleep(300)
+"""
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """The slurm.conf of a cluster that serves all tests of this worker."""
+    if why := why_impossible():
+        pytest.skip(why)
+    with slurm_cluster() as conf:
+        yield conf
+
+
+@pytest.fixture
+def slurm(cluster, home, monkeypatch):
+    """An empty home from which jobs can be submitted; none of them is left behind."""
+    monkeypatch.setenv("SLURM_CONF", str(cluster))
+    monkeypatch.delenv("FARFLUNG_RUN_DIR")
+    yield home
+    asked("scancel", "--user=root")
+    until(lambda: not asked("squeue", "--noheader", "--states=RUNNING,COMPLETING"))
+
+
+def asked(*words):
+    return subprocess.run(words, capture_output=True, text=True, timeout=patience(60), check=True).stdout
+
+
+def until(condition, said=lambda: ""):
+    deadline = time.monotonic() + patience(90)
+    while not (found := condition()):
+        assert time.monotonic() < deadline, said()
+        time.sleep(0.05)
+    return found
+
+
+class Followed(Screen):
+    """A launcher that follows what it has submitted; the end of a test kills it."""
+
+    def __init__(self, *words) -> None:
+        command = [sys.executable, "-m", "farflung", *words]
+        super().__init__(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.process.kill()
+        self.join()
+        self.process.stdout.close()
+        self.process.wait()
+
+
+def launched(*flags, run="run", arguments=()):
+    """Submit the script, which trains on the CPU, with a folder of its own."""
+    engine = ("--engine", "slurm", "--engine_options", "partition=cpu,time=1:00:00")
+    return Followed("launch", *engine, "--run-dir", run, "--cpu", *flags, "train.py", *arguments)
+
+
+def ended(run):
+    """Wait until a launcher has ended, and return its exit code and all that it has printed."""
+    run.process.wait(patience(90))
+    run.join()
+    return run.process.returncode, run.text
+
+
+def rows(home):
+    """What replicas have said of their steps, by the ids of members."""
+    found = {}
+    for file in home.glob("said*"):
+        whole = file.read_text().rpartition("\n")[0]
+        found[int(file.name[4:])] = [json.loads(line) for line in whole.splitlines()]
+    return {member: said for member, said in found.items() if said}
+
+
+def scaled(count, answer):
+    said = run_farflung("scale", "run", count).stdout
+    assert re.fullmatch(f"{answer}\n", said), said
+
+
+def longest_stop(said, since, until):
+    """The longest time between two steps of a replica, in seconds, between two moments."""
+    times = [since, *(row["at"] for row in said if row["at"] > since)]
+    return max(after - before for before, after in pairwise(times) if before < until)
+
+
+def test_a_fixed_run_is_one_job_whose_launchers_find_their_places(slurm):
+    (slurm / "train.py").write_text(CONNECTED + "print('rank', os.environ['RANK'], flush=True)\n")
+    with launched("--num_machines", "2", "--num_processes", "4", run="the run") as run:
+        code, said = ended(run)
+    assert code == DONE, said
+    seen = [seen_by(f"rank{rank}.json") for rank in range(4)]
+    assert [(one["size"], one["total"]) for one in seen] == [(4, 10)] * 4
+    assert [one["environ"]["SLURMD_NODENAME"] for one in seen] == ["node0", "node0", "node1", "node1"]
+    for machine in (0, 1):
+        assert f"{machine}: farflung: one of 2 tasks (SLURM_STEP_NUM_TASKS): machine_rank {machine}" in said
+        assert f"{machine}: rank {2 * machine}\n" in said
+    assert re.search(r"farflung: job \d+ is completed, exit code 0\n", said)
+    again = run_farflung("follow", "the run")
+    assert "1: rank 3\n" in again.stdout
+
+
+def test_srun_starts_launchers_or_ranks_that_find_their_places_by_themselves(slurm):
+    program = [sys.executable, "-m", "farflung", "launch", "--cpu", "--num_processes", "4", "train.py"]
+    (slurm / "train.py").write_text(CONNECTED)
+    asked("srun", "--nodes=2", "--ntasks-per-node=1", *program)
+    seen = [seen_by(f"rank{rank}.json") for rank in range(4)]
+    assert [(one["total"], one["environ"]["SLURMD_NODENAME"][-1]) for one in seen] == [(10, k) for k in "0011"]
+    (slurm / "train.py").write_text(PLACED)
+    said = asked("srun", "--nodes=2", "--ntasks-per-node=2", sys.executable, "train.py")
+    assert sorted(said.splitlines()) == [
+        f"{rank} of 4, {rank % 2} of 2 on its machine, 10 at node0" for rank in range(4)
+    ]
+
+
+@pytest.mark.parametrize("lines", ["import sys\nsys.exit(7)", "import time\ntime.sleep(60)"])
+def test_a_job_that_fails_or_is_cancelled_ends_with_its_code(slurm, lines):
+    (slurm / "train.py").write_text(f"open('up', 'w').close()\n{lines}")
+    with launched("--max_restarts", "0", "--num_processes", "2") as run:
+        until((slurm / "up").exists)
+        if "sleep" in lines:
+            assert re.fullmatch(r"cancelled \d+\n", run_farflung("cancel", "run").stdout)
+        code, said = ended(run)
+    assert code == (FAILED if "exit" in lines else 128 + signal.SIGTERM), said
+    assert f"is {'failed' if 'exit' in lines else 'cancelled'}" in said
+
+
+def test_ctrl_c_ends_the_following_alone(slurm):
+    (slurm / "train.py").write_text(WAITS)
+    with launched() as run:
+        until((slurm / "up").exists)
+        run.process.send_signal(signal.SIGINT)
+        code, said = ended(run)
+    assert code == INTERRUPTED
+    assert "the run goes on: `farflung follow run` shows it again, `farflung cancel run` ends it" in said
+    assert asked("squeue", "--noheader", "--states=RUNNING", "--format=%j") == "run\n"
+
+
+@pytest.mark.slow
+@pytest.mark.law("standstill")
+def test_replicas_of_an_array_are_killed_preempted_cancelled_added_and_ended_and_the_others_lose_no_step(slurm):
+    (slurm / "train.py").write_text(ADDS)
+    moments = []
+
+    def after(event, words, count=1):
+        moments.append(time.time())
+        event()
+        until(lambda: run.text.count(words) >= count, lambda: run.text)
+
+    with launched("--elastic", "3:4", "--replicas", "3") as run:
+        run.wait_for("training begins with 3 replicas")
+        until(lambda: len(rows(slurm)) == 3 and all(said[-1]["position"] > 20 for said in rows(slurm).values()))
+        members = {said[0]["task"]: member for member, said in rows(slurm).items()}
+        job, killed = re.search(r"job (\d+)_0 is running", run.text)[1], rows(slurm)[members["1"]][0]["pid"]
+        after(lambda: os.kill(killed, signal.SIGKILL), "was killed by SIGKILL; training continues with 2 replicas")
+        run.wait_for("joined; 3 replicas train")
+        after(lambda: asked("scancel", "--signal=USR1", f"{job}_2"), "joined; 3 replicas train", 2)  # it is requeued
+        assert f"job {job}_2 is pending (BeginTime)" in run.text
+        after(lambda: asked("scancel", f"{job}_1"), "training continues with 2 replicas", 3)
+        after(lambda: scaled(4, "4 replicas: 2 submitted"), "4 replicas train")
+        after(lambda: scaled(3, r"3 replicas: \d+_4 ended"), "training continues with 3 replicas")
+        last = max(said[-1]["position"] for said in rows(slurm).values()) + 40
+        (slurm / "last.part").write_text(str(last))
+        (slurm / "last.part").rename(slurm / "last")
+        code, text = ended(run)
+    assert code == DONE, text
+    assert f"job {job}_0 is pending (BeginTime)" not in text
+    said = rows(slurm)
+    stays = said[members["0"]]
+    assert [row["position"] for row in stays] == [*range(1, stays[-1]["position"] + 1)]
+    assert stays[-1]["position"] >= last
+    rests = [(row["at"], row["weight"] - START + row["position"]) for each in said.values() for row in each]
+    assert {rest for at, rest in rests if at < moments[1]} == {0}
+    assert len({rest for _, rest in rests}) <= 4  # three have signed out
+    assert all(0 <= rest < 3 * EVERY for _, rest in rests)
+    stops = [longest_stop(stays, moment, moment + 5) for moment in moments]
+    assert max(stops) < patience(2.0), (stops, text)
+
+
+@pytest.mark.slow
+def test_a_fixed_run_that_is_preempted_goes_back_into_the_queue_and_ends_as_one_that_is_not(slurm):
+    (slurm / "train.py").write_text(RESUMES)
+    flags = ["--num_machines", "2", "--num_processes", "4", "--outer", "diloco", "--outer-every", "5"]
+    for name in ("whole", "preempted"):
+        with launched(*flags, "--save_on_signal", f"kept/{name}", run=name, arguments=[name]) as run:
+            if name == "preempted":
+                until((slurm / "epoch1").exists)
+                asked("scancel", "--signal=USR1", re.search(r"job (\d+) is running", run.text)[1])
+                until((slurm / "epoch2").exists)
+                asked("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+            code, said = ended(run)
+        assert code == DONE, said
+        assert said.count("resumed False\n") == 4
+        assert said.count("resumed True\n") == (8 if name == "preempted" else 0)
+        for file in slurm.glob("epoch*"):
+            file.unlink()
+    assert "SIGUSR1 at rank" in said
+    assert "SIGTERM at rank" in said
+    for rank in range(4):
+        assert (slurm / f"preempted{rank}").read_text() == (slurm / f"whole{rank}").read_text()
+
+
+OPTIONS = (
+    "partition=cpu,account=mine,time=4:00:00,gres=gpu:8,cpus_per_task=16,nodelist=node[0-1],setup=module load cuda"
+)
+
+
+@pytest.mark.parametrize("name", ["fixed", "elastic"])
+def test_what_would_be_submitted_is_shown(home, name):
+    (home / "train.py").touch()
+    flags = ["--num_machines", "2"] if name == "fixed" else ["--elastic", "2:8", "--replicas", "4", "--outer", "diloco"]
+    command = ["--engine", "slurm", "--engine_options", f"{OPTIONS},python=python3", "--dry-run", "--run-dir", "run"]
+    shown = run_farflung("launch", *command, *flags, "train.py", "--lr", "0.1 ", cwd=home).stdout
+    shown, golden = shown.replace(str(home), "/shared/home"), Path(__file__).with_name(f"slurm_{name}.sh")
+    if "UPDATE" in os.environ:
+        golden.write_text(shown)
+    assert shown == golden.read_text()
+
+
+# Flags, the exit code, and words of the answer: the value that is wrong, and what to do.
+WRONG = [
+    ("--engine_options partition=gpu", 5, "partition is 'gpu', but this cluster has cpu, high, small"),
+    ("--engine_options partition=smal", 5, "Did you mean `small`"),
+    ("--num_machines 3", 5, "num_machines is 3, but partition cpu has 2 nodes"),
+    ("--num_machines 2 --engine_options partition=small", 5, "num_machines is 2, but partition small has 1 node."),
+    ("--engine_options partitoin=cpu", 2, "'partitoin', which slurm does not know"),
+    ("--engine_options cpu", 2, "begins with 'cpu'; use key=value"),
+    ("--engine_options signal=soon", 2, "signal=soon; use a whole number"),
+    ("--engine_options signal=60", 2, "only a run with --save_on_signal or --elastic"),
+    ("--engine_options time=long", 5, "sbatch refused: Invalid --time specification"),
+    ("--engine_options mem=100T", 5, "sbatch refused: .*Memory specification can not be satisfied"),
+    ("--engine_options gres=gpu:8", 5, "sbatch refused: .*Invalid generic resource"),
+    ("--engine_options reservation=mine", 5, "sbatch refused: .*reservation"),
+    ("--engine_options nodelist=node7", 5, "sbatch refused: .*Invalid node name"),
+    ("--num_machines 2 --machine_rank 1", 2, "machine_rank is 1, but Slurm chooses the nodes. Leave it out"),
+    ("--elastic 2:4 --main_process_ip node0", 2, "main_process_ip is node0, .*--meet says where replicas meet"),
+    ("--hosts a,b", 2, "hosts is for --engine ssh, but engine is slurm"),
+    ("--run-dir none", 2, "run_dir is none"),
+    ("--run-dir 50%", 2, "50%, but Slurm reads % in names of files as a pattern"),
+]
+
+
+@pytest.mark.parametrize(("flags", "code", "words"), WRONG)
+def test_what_cannot_work_is_refused_in_few_lines_and_nothing_is_submitted(slurm, flags, code, words):
+    (slurm / "train.py").touch()
+    done = run_farflung("launch", "--engine", "slurm", "--cpu", *flags.split(), "train.py", code=code)
+    assert re.search(words, done.stderr), done.stderr
+    assert len(done.stderr.splitlines()) <= 15
+    assert "Traceback" not in done.stderr
+    assert not asked("squeue", "--noheader")
+
+
+@pytest.fixture
+def commands(home, monkeypatch):
+    """Make commands of Slurm's that answer what a test says, instead of Slurm; other commands are not found."""
+    (home / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(home / "bin"))
+    (home / "train.py").touch()
+
+    def make(name, answer, code=0, stream=1):
+        (home / "bin" / name).write_text(f"#!/bin/sh\necho '{answer}' >&{stream}\nexit {code}\n")
+        (home / "bin" / name).chmod(0o755)
+
+    return make
+
+
+def test_what_is_missing_here_or_not_shared_with_the_nodes_is_refused(commands):
+    launch = ("launch", "--engine", "slurm", "--cpu", "--run-dir", "run")
+    assert "There is no sbatch on" in run_farflung(*launch, "train.py", code=5).stderr
+    commands("sbatch", "12")
+    assert "sinfo, a command of Slurm's, gave no answer" in run_farflung(*launch, "train.py", code=5).stderr
+    commands("sinfo", "Unable to contact slurm controller", 1, 2)
+    assert "sinfo refused: Unable to contact slurm controller" in run_farflung(*launch, "train.py", code=5).stderr
+    commands("sinfo", "cpu*|node7")
+    refused = run_farflung(*launch[:-1], "/tmp/run", "train.py", code=5).stderr
+    assert "The run's folder is /tmp/run, which" in refused
+    assert "does not share with node7. Name one with --run_dir that all nodes can write to." in refused
+    assert "Did you mean `train.py`" in run_farflung(*launch, "tran.py", code=2).stderr
+
+
+def submitted(home, elastic=None):
+    """Make the folder of a run that was submitted as job 12."""
+    (home / "run").mkdir()
+    (home / "run" / "run.json").write_text("{}")
+    Job(LaunchSettings(engine="slurm", elastic=elastic), "train.py", (), home / "run").write(
+        {"jobs": ["12"], "next": 1}
+    )
+
+
+def test_a_node_that_does_not_see_the_runs_folder_is_a_failure_of_the_engine(commands, home):
+    submitted(home)
+    commands("squeue", "12|FAILED|4021|JobLaunchFailure|")
+    done = run_farflung("follow", "run", code=5)
+    assert f"its node can't write into {home}/run, which all nodes must share" in done.stderr
+
+
+@pytest.mark.parametrize(("elastic", "codes", "code"), [(None, [3], 3), ("1:4", [0, 143], 0), (None, [], FAILED)])
+def test_of_a_job_that_slurm_has_forgotten_the_folder_tells_how_it_ended(commands, home, elastic, codes, code):
+    commands("squeue", "slurm_load_jobs error: Invalid job id specified", 1, 2)
+    (home / "run").mkdir()
+    (home / "run" / "run.json").write_text("{}")
+    Job(LaunchSettings(engine="slurm", elastic=elastic), "train.py", (), home / "run").write(
+        {"jobs": ["12"], "next": 1}
+    )
+    (home / "run" / "slurm-12.out").write_text("the last line")
+    rows = "".join(json.dumps({"event": "ended", "code": one}) + "\n" for one in codes)
+    (home / "run" / "events.jsonl").write_text(rows)
+    done = run_farflung("follow", "run", code=code)
+    assert done.stdout == "the last line\n"
+    assert f"job 12 is {'failed' if code else 'completed'}, exit code {code} (forgotten)" in done.stderr
