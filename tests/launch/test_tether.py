@@ -117,8 +117,11 @@ def test_what_a_rank_starts_is_not_tied_to_it(farflung, home):
 
 def test_what_a_closed_line_holds_ends_with_all_that_it_has_started(home):
     (home / "train.sh").write_text("trap '' TERM\nsleep 300 & echo $! > up0; wait")
-    words = [sys.executable, "-m", "farflung.process.tether", "sh", "train.sh"]
-    line = subprocess.Popen(words, stdin=subprocess.PIPE)
+    line = subprocess.Popen(
+        [sys.executable, "-m", "farflung.process.tether", "sh", "train.sh"],
+        stdin=subprocess.PIPE,
+        env=environ.snapshot(),
+    )
     child = psutil.Process(int(until(lambda: (home / "up0").exists() and (home / "up0").read_text())))
     line.stdin.close()
     assert line.wait(patience(30)) == 128 + signal.SIGKILL  # it has asked for ten seconds

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import inf
 from textwrap import shorten
-from typing import IO, Any, TextIO
+from typing import Any, Generic, TextIO, TypeVar
+
+import psutil  # type: ignore[import-untyped]
 
 from farflung.base.errors import PEER_LOST
 from farflung.config.launch import LaunchSettings
-from farflung.launch.codes import BY_SIGNAL, DONE, FAILED
+from farflung.launch.codes import BY_SIGNAL, DONE, FAILED, EngineFailure
 from farflung.launch.events import say
 from farflung.launch.report import show_box
 from farflung.process.tether import SIGN_S
@@ -33,57 +36,93 @@ _HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Line:
-    """The connection to a host, on which a launcher runs under `process/tether.py`."""
+    """The connection to a host, or to whatever runs a launcher under `process/tether.py` elsewhere."""
 
-    def __init__(self, host: str, command: Sequence[str]) -> None:
-        self.host, self.said = host, "ssh gave no reason"  # last on stderr, by ssh or a rank
+    def __init__(self, host: str) -> None:
+        self.host, self.said = host, "no reason was given"  # last on stderr, by ssh or a rank
         self.failures: list[dict[str, Any]] = []  # as the launcher has reported them
         self.is_told = False  # the user, that it is gone
-        pipe = subprocess.PIPE  # a session of its own: Ctrl-C leaves the line open, for what is printed at the end
-        self.ssh = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
         self.readers: list[threading.Thread] = []
 
     @property
     def code(self) -> int | None:
         """How its launcher has ended; None: it runs."""
-        return self.ssh.poll()
+        raise NotImplementedError
 
     @property
     def is_gone(self) -> bool:
         """Whether the connection has failed, and not what ran at its end."""
         return self.code is not None and (self.code < 0 or self.code == GONE)
 
+    @property
+    def sources(self) -> tuple[Iterable[bytes], Iterable[bytes]]:
+        """The lines of stdout and of stderr, as they come."""
+        raise NotImplementedError
+
     def tell(self, number: int = 0) -> None:
         """Send a signal to the launcher; 0: only that somebody is here."""
-        assert self.ssh.stdin is not None
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """End the connection."""
+        raise NotImplementedError
+
+
+class SshLine(Line):
+    """The connection that a program makes, ssh."""
+
+    def __init__(self, host: str, command: Sequence[str]) -> None:
+        super().__init__(host)
+        self.said = "ssh gave no reason"
+        pipe = subprocess.PIPE  # a session of its own: Ctrl-C leaves the line open, for what is printed at the end
+        self._ssh = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+
+    @property
+    def code(self) -> int | None:
+        return self._ssh.poll()
+
+    @property
+    def sources(self) -> tuple[Iterable[bytes], Iterable[bytes]]:
+        assert self._ssh.stdout is not None
+        assert self._ssh.stderr is not None
+        return self._ssh.stdout, self._ssh.stderr
+
+    def tell(self, number: int = 0) -> None:
+        assert self._ssh.stdin is not None
         with suppress(OSError):
-            self.ssh.stdin.write(bytes([number]))
-            self.ssh.stdin.flush()
+            self._ssh.stdin.write(bytes([number]))
+            self._ssh.stdin.flush()
+
+    def kill(self) -> None:
+        self._ssh.kill()
 
 
-class Lines:
-    """All lines of a run.
+L = TypeVar("L", bound=Line)
 
-    Args:
-        commands: ssh's, by host.
-    """
 
-    def __init__(self, settings: LaunchSettings, commands: Mapping[str, Sequence[str]]) -> None:
+class Lines(Generic[L]):
+    """All lines of a run."""
+
+    def __init__(self, settings: LaunchSettings, lines: Iterable[L]) -> None:
         self._settings, self._is_elastic = settings, settings.elastic is not None
         self._lock = threading.Lock()  # around what is printed
         self._signal, self._num_asked, self._end_at = 0, 0, inf
-        self.all = [Line(host, command) for host, command in commands.items()]
-        for line in self.all:
-            for source, out in ((line.ssh.stdout, sys.stdout), (line.ssh.stderr, sys.stderr)):
-                assert source is not None
-                line.readers.append(threading.Thread(target=self._copy, args=(line, source, out), daemon=True))
-                line.readers[-1].start()
+        self.all: list[L] = []
+        for line in lines:
+            self.add(line)
+
+    def add(self, line: L) -> None:
+        """Print what comes over one more line."""
+        self.all.append(line)
+        for source, out in zip(line.sources, (sys.stdout, sys.stderr), strict=True):
+            line.readers.append(threading.Thread(target=self._copy, args=(line, source, out), daemon=True))
+            line.readers[-1].start()
 
     def follow(self) -> int:
         """Print what comes until all have ended; return the run's exit code."""
         sign_at = 0.0
         with self._signals():
-            while any(line.code is None for line in self.all):
+            while self._goes_on():
                 now = time.monotonic()
                 if now >= sign_at:
                     sign_at = now + SIGN_S
@@ -101,6 +140,9 @@ class Lines:
             self._note_lost()
         return self._verdict()
 
+    def _goes_on(self) -> bool:
+        return any(line.code is None for line in self.all)
+
     def _note_lost(self) -> None:
         for line in self.all:
             if self._is_elastic and line.is_gone and not line.is_told and not self._signal:
@@ -113,7 +155,7 @@ class Lines:
         self._num_asked += 1
         for line in self.all:
             if line.code is None and self._num_asked > 2:
-                line.ssh.kill()
+                line.kill()
             elif line.code is None:
                 line.tell(number if self._num_asked == 1 else signal.SIGKILL)
         self._end_at = time.monotonic() + (_END_WITHIN_S if self._num_asked == 1 else _KILLED_WITHIN_S)
@@ -159,7 +201,7 @@ class Lines:
             say(self._settings, "failed", title, is_error=True, host=gone.host, report=text)
         return code
 
-    def _copy(self, line: Line, source: IO[bytes], out: TextIO) -> None:
+    def _copy(self, line: Line, source: Iterable[bytes], out: TextIO) -> None:
         """Print what a host prints, a whole line at a time with its name before it."""
         own = self._settings
         for raw in source:
@@ -183,6 +225,30 @@ class Lines:
         with self._lock, suppress(OSError):  # a terminal that was closed
             out.write(f"{text}\n")
             out.flush()
+
+
+def this_launcher() -> dict[str, Any]:
+    """Return what `end_launcher` needs to know of this process."""
+    own = psutil.Process()
+    return {"pid": own.pid, "begun": own.create_time(), "machine": socket.gethostname()}
+
+
+def end_launcher(name: str, by: Mapping[str, Any]) -> str:
+    """End the launcher that holds a run's lines; what is at their ends ends with it. Return what was done, in words.
+
+    Raises:
+        EngineFailure: it runs on another machine.
+    """
+    if by["machine"] != socket.gethostname():
+        raise EngineFailure(f"{name} was started on {by['machine']}: `farflung cancel {name}` there ends it.")
+    try:
+        one = psutil.Process(by["pid"])
+        if one.create_time() != by["begun"]:
+            raise psutil.NoSuchProcess(one.pid)
+        one.send_signal(signal.SIGTERM)
+    except psutil.NoSuchProcess:
+        return f"{name} has ended before"
+    return f"{name} ends: process {one.pid} was asked to, and has the hosts end too"
 
 
 def _event(text: str) -> dict[str, Any] | None:

@@ -4,14 +4,10 @@
 from __future__ import annotations
 
 import shlex
-import signal
-import socket
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
-
-import psutil  # type: ignore[import-untyped]
 
 from farflung.base.errors import ConfigError
 from farflung.base.words import plural
@@ -20,7 +16,7 @@ from farflung.config.launch import DEFAULT_PORT, LaunchSettings, flags_for
 from farflung.launch.codes import EngineFailure
 from farflung.launch.engines import probe
 from farflung.launch.engines.engine import Job, launcher
-from farflung.launch.engines.lines import Lines
+from farflung.launch.engines.lines import Lines, SshLine, end_launcher, this_launcher
 from farflung.launch.engines.reach import OPTIONS, Reach, differing
 from farflung.launch.events import say
 from farflung.launch.network import is_loopback
@@ -36,7 +32,7 @@ class Ssh:
         self._job, self._reach = job, Reach(job.options)
         self._hosts = () if job.ticket else hosts_of(job.settings.hosts or "")
         self._counts = [] if job.ticket else self._shared_out(job.settings)
-        self._lines: Lines | None = None
+        self._lines: Lines[SshLine] | None = None
 
     def _shared_out(self, own: LaunchSettings) -> list[int | None]:
         """Return how many replicas or processes each host gets; None: one for each GPU."""
@@ -135,9 +131,8 @@ class Ssh:
 
     def submit(self) -> Mapping[str, Any]:
         """Start a launcher on each host."""
-        self._lines = Lines(self._job.settings, self._commands())
-        own, hosts = psutil.Process(), [host.name for host in self._hosts]
-        return {"pid": own.pid, "begun": own.create_time(), "machine": socket.gethostname(), "hosts": hosts}
+        self._lines = Lines(self._job.settings, [SshLine(*one) for one in self._commands().items()])
+        return {**this_launcher(), "hosts": [host.name for host in self._hosts]}
 
     def follow(self) -> int:
         """Print what the hosts print until all have ended; then take over what they have written on disks of theirs."""
@@ -167,14 +162,4 @@ class Ssh:
 
     def cancel(self) -> str:
         """End the launcher that holds the lines, if it runs on this machine; what is at their ends ends with it."""
-        by, name = self._job.ticket, self._job.name
-        if by["machine"] != socket.gethostname():
-            raise EngineFailure(f"{name} was started on {by['machine']}: `farflung cancel {name}` there ends it.")
-        try:
-            one = psutil.Process(by["pid"])
-            if one.create_time() != by["begun"]:
-                raise psutil.NoSuchProcess(one.pid)
-            one.send_signal(signal.SIGTERM)
-        except psutil.NoSuchProcess:
-            return f"{name} has ended before"
-        return f"{name} ends: process {one.pid} was asked to, and has the hosts end too"
+        return end_launcher(self._job.name, self._job.ticket)

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts a run on Kubernetes: an Indexed Job whose pods are the replicas or, in a fixed run, the machines."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from farflung.base.errors import ConfigError
+from farflung.config.launch import DEFAULT_PORT
+from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, REQUEUE, USAGE, EngineFailure
+from farflung.launch.engines.cluster import Cluster, PodLog, called, first_code, troubles
+from farflung.launch.engines.engine import Job, launcher
+from farflung.observe.folder import NONE, RUNS
+
+OPTIONS = {
+    "image": "the container image, with Python, farflung and the script in it; required",
+    "namespace": "where the job is made [default]",
+    "context": "the cluster, as kubeconfig calls it [its current one]",
+    "claim": "a persistent volume claim that all pods may write to; it is mounted at /workspace",
+    "folder": "the working folder in the container, where the script is [/workspace]",
+    "python": "the Python of the image [python3]",
+    "gpus": "nvidia.com/gpu of each pod",
+    "cpu": "cores that each pod asks for",
+    "memory": "memory that each pod asks for and may use, such as 16Gi",
+    "node_selector": "labels that a node must have: key=value;key=value",
+    "service_account": "the pods' service account",
+    "secret": "a secret whose keys become variables, such as a bucket's credentials",
+    "end_within": "seconds that a pod has to save and end after SIGTERM [120]",
+}
+_MOUNT = "/workspace"
+_CONTAINER, _JOB, _INDEX = "farflung", "batch.kubernetes.io/job-name", "batch.kubernetes.io/job-completion-index"
+_LONGEST_NAME = 50  # of 63, as pods add their index and a word
+_RESTARTS = 3  # of a pod, as of a replica in its launcher
+_LOOK_S = 1.0
+# DNS has no name of pod 0 before pod 0 has an address.
+_WAIT_FOR_NAME = """\
+import socket, sys, time
+for _ in range(300):
+    try:
+        sys.exit(0 if socket.getaddrinfo(sys.argv[1], None) else 1)
+    except OSError:
+        time.sleep(2)
+sys.exit(sys.argv[1] + " has had no address for ten minutes")
+"""
+
+
+class _Yaml(yaml.SafeDumper):
+    """Writes texts of several lines as such."""
+
+    def represent_str(self, text: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Yaml.add_representer(str, _Yaml.represent_str)
+
+
+class Kubernetes:
+    """The engine of `--engine kubernetes`, over the API of the cluster and the client that Kubernetes publishes."""
+
+    outlives_launch = True
+
+    def __init__(self, job: Job) -> None:
+        job.check_options(OPTIONS)
+        self._job, self._options = job, job.options
+        self._check_settings()
+        word = re.sub(r"[^a-z0-9]+", "-", job.name.lower())
+        self._name = str(job.ticket.get("job") or f"farflung-{word}"[:_LONGEST_NAME].strip("-"))
+        self._namespace = self._options.get("namespace", "default")
+
+    def _check_settings(self) -> None:
+        own, options = self._job.settings, self._options
+        if not options.get("image"):
+            raise ConfigError(
+                "engine is kubernetes, but no image is named. Add --engine_options image=registry/name:tag, one with "
+                "Python, farflung and the script."
+            )
+        for name in ("gpus", "end_within"):
+            if not options.get(name, "1").isdecimal():
+                raise ConfigError(f"engine_options has {name}={options[name]}; use a whole number.")
+        for pair in filter(None, options.get("node_selector", "").split(";")):
+            if not re.fullmatch(r"[^=]+=[^=]*", pair):
+                raise ConfigError(f"engine_options has node_selector={pair}; use key=value;key=value.")
+        for name in ("main_process_ip", "machine_rank"):
+            if getattr(own, name):
+                raise ConfigError(f"{name} is {getattr(own, name)}, but Kubernetes names and numbers the pods itself.")
+        if self._job.is_elastic and (own.meet is None or own.meet.startswith("tcp://")):
+            raise ConfigError(
+                f"meet is {own.meet}, but pods come and go, the first one too. Have replicas meet in a bucket, --meet "
+                f"s3://bucket/run7, or on a claim: --meet file://{_MOUNT}/run7 --engine_options claim=NAME."
+            )
+        is_mounted = (own.meet or "").startswith(f"file://{_MOUNT}/") and "claim" in options
+        if (own.meet or "").startswith("file://") and not is_mounted:
+            raise ConfigError(
+                f"meet is {own.meet}, a folder that pods don't share. Mount a claim at {_MOUNT} and meet there: --meet "
+                f"file://{_MOUNT}/run7 --engine_options claim=NAME."
+            )
+
+    @cached_property
+    def _cluster(self) -> Cluster:
+        return Cluster(self._options.get("context"), self._namespace)
+
+    def check(self) -> None:
+        if claim := self._options.get("claim"):
+            self._cluster.ask("GET", f"persistentvolumeclaims/{claim}")
+        for body in self._manifests():
+            self._cluster.ask("POST", f"{body['kind'].lower()}s", body, dryRun="All", fieldValidation="Strict")
+
+    def described(self) -> str:
+        return str(yaml.dump_all(self._manifests(), Dumper=_Yaml, sort_keys=False, width=120)).rstrip()
+
+    def submit(self) -> Mapping[str, Any]:
+        job, *services = self._manifests()
+        made = self._cluster.ask("POST", "jobs", job)
+        owner = {"apiVersion": job["apiVersion"], "kind": "Job", "name": self._name, "uid": made["metadata"]["uid"]}
+        try:
+            for service in services:
+                service["metadata"]["ownerReferences"] = [owner]  # so that it ends with the job
+                self._cluster.ask("POST", "services", service)
+        except EngineFailure:
+            self.cancel()
+            raise
+        return {"job": self._name, "namespace": self._namespace}
+
+    def follow(self) -> int:
+        logs: dict[str, PodLog] = {}
+        told: set[str] = set()
+        while True:
+            job = self._cluster.find(f"jobs/{self._name}")
+            pods = self._cluster.ask("GET", "pods", labelSelector=f"{_JOB}={self._name}")["items"]
+            for pod in pods:
+                for line in set(troubles(pod)) - told:
+                    told.add(line)
+                    click.echo(f"farflung: {called(pod)} {line}", err=True)
+                if pod["status"].get("phase", "Pending") != "Pending":
+                    logs.setdefault(pod["metadata"]["name"], PodLog(self._cluster, pod)).keep(pod)
+            states = {} if job is None else {one["type"]: one for one in job.get("status", {}).get("conditions", [])}
+            ended = [states[name] for name in ("Complete", "Failed") if states.get(name, {}).get("status") == "True"]
+            if job is None or ended:
+                for log in logs.values():
+                    log.finish()
+                break
+            time.sleep(_LOOK_S)
+        if job is None:
+            click.echo(f"farflung: the job {self._name} was deleted", err=True)
+            return BY_SIGNAL + 15
+        if ended[0]["type"] == "Complete":
+            return DONE
+        click.echo(f"farflung: the job {self._name} has failed: {ended[0].get('message', '')}", err=True)
+        return first_code(pods)
+
+    def scale(self, count: int) -> str:
+        before = self._cluster.ask("GET", f"jobs/{self._name}")["spec"]["completions"]
+        self._cluster.ask("PATCH", f"jobs/{self._name}", {"spec": {"completions": count, "parallelism": count}})
+        return f"the job {self._name} had {before} replicas and is to have {count}"
+
+    def cancel(self) -> str:
+        self._cluster.ask("DELETE", f"jobs/{self._name}", propagationPolicy="Background")
+        return f"the job {self._name} is deleted; its pods have {self._end_within_s} s to end"
+
+    @property
+    def _end_within_s(self) -> int:
+        return int(self._options.get("end_within", 120))
+
+    def _manifests(self) -> list[dict[str, Any]]:
+        """Return what is submitted, the Job first; with several machines, the Service that gives pods names too."""
+        labels = {"app.kubernetes.io/managed-by": "farflung"}
+        count, is_elastic = self._job.count, self._job.is_elastic
+        restarts = _RESTARTS if self._job.settings.max_restarts is None else self._job.settings.max_restarts
+        codes = {"containerName": _CONTAINER, "operator": "In", "values": [USAGE, ENGINE]}
+        rules = [
+            {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            {"action": "Ignore", "onExitCodes": {**codes, "values": [REQUEUE]}},  # saved, and to be started again
+            # Started again, it would end so again.
+            {"action": "FailIndex" if is_elastic else "FailJob", "onExitCodes": codes},
+        ]
+        spec: dict[str, Any] = {
+            "completionMode": "Indexed",
+            "completions": count,
+            "parallelism": count,
+            "backoffLimitPerIndex": restarts if is_elastic else 0,
+            **({} if is_elastic else {"maxFailedIndexes": 0}),
+            "podFailurePolicy": {"rules": rules},
+            "template": {"metadata": {"labels": dict(labels)}, "spec": self._pod()},
+        }
+        job = {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {"name": self._name, "labels": labels},
+            "spec": spec,
+        }
+        if self._job.settings.num_machines == 1:
+            return [job]
+        spec["template"]["spec"]["subdomain"] = self._name
+        # Pods meet before they are ready.
+        port = {"name": "rendezvous", "port": self._job.settings.main_process_port or DEFAULT_PORT}
+        names = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {_JOB: self._name}}
+        meta = {"name": self._name, "labels": dict(labels)}
+        return [job, {"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": {**names, "ports": [port]}}]
+
+    def _pod(self) -> dict[str, Any]:
+        options, own = self._options, self._job.settings
+        asked = {name: options[name] for name in ("cpu", "memory") if name in options}
+        most = {"memory": options["memory"]} if "memory" in options else {}
+        most |= {"nvidia.com/gpu": options["gpus"]} if "gpus" in options else {}
+        volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]  # 64 MB otherwise
+        mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
+        if claim := options.get("claim"):
+            volumes.append({"name": "workspace", "persistentVolumeClaim": {"claimName": claim}})
+            mounts.append({"name": "workspace", "mountPath": _MOUNT})
+        main = f"{self._name}-0.{self._name}"
+        python = options.get("python", "python3")
+        place = {"fieldRef": {"fieldPath": f"metadata.annotations['{_INDEX}']"}}
+        several = own.num_machines > 1
+        folder = Path(_MOUNT, RUNS, self._job.name) if claim else Path(NONE)
+        changes = {"replicas": 1} if self._job.is_elastic else {"main_process_ip": main} if several else {}
+        words = launcher(replace(self._job, folder=folder).command(**changes), python)
+        container = {
+            "name": _CONTAINER,
+            "image": options["image"],
+            "command": [word.replace("$(", "$$(") for word in words],  # which would be a variable of the container
+            "workingDir": options.get("folder", _MOUNT),
+            "env": [{"name": "FARFLUNG_MACHINE_RANK", "valueFrom": place}] if several else [],
+            "envFrom": [{"secretRef": {"name": options["secret"]}}] if "secret" in options else [],
+            "resources": {key: value for key, value in (("requests", asked), ("limits", most)) if value},
+            "volumeMounts": mounts,
+        }
+        waits = {"name": "wait-for-pod-0", "image": options["image"], "command": [python, "-c", _WAIT_FOR_NAME, main]}
+        pairs = [pair.split("=") for pair in filter(None, options.get("node_selector", "").split(";"))]
+        return {
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": self._end_within_s,
+            **({"nodeSelector": dict(pairs)} if pairs else {}),
+            **({"serviceAccountName": options["service_account"]} if "service_account" in options else {}),
+            **({"initContainers": [waits]} if several else {}),
+            "containers": [{key: value for key, value in container.items() if value not in ([], {})}],
+            "volumes": volumes,
+        }

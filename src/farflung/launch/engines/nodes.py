@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Ray cluster as its engine sees it: nodes, the actors that run launchers of ours there, and the lines to them."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from farflung.base.words import counted
+from farflung.config import environ
+from farflung.config.launch import LaunchSettings
+from farflung.launch.codes import EngineFailure
+from farflung.launch.engines.engine import Job, launcher
+from farflung.launch.engines.lines import GONE, Line
+from farflung.launch.network import get_free_port
+from farflung.process.tether import SIGN_S
+
+_ANSWER_WITHIN_S, _CONNECT_WITHIN_S = 1.0, 10.0
+# Ray kills the processes that a worker has started when that ends, but not theirs: they are to end by themselves.
+_APART = ("/bin/sh", "-c", 'exec 3<&0; "$@" <&3 3<&- & wait $!', "sh")
+
+
+class Machine:
+    """What runs on a node, as an actor of several threads: a launcher, and the lines that it prints."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lines: dict[str, list[bytes]] = {"stdout": [], "stderr": []}
+        self._open = len(self._lines)
+        self._news = threading.Condition()
+
+    def where(self) -> tuple[str, str, int]:
+        """Return the node's address, its id, and a port that is free there."""
+        import ray
+
+        return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id(), get_free_port()
+
+    def begin(self, words: Sequence[str], folder: str) -> None:
+        """Start a launcher: `words` follow `python -m farflung`."""
+        command = [*_APART, *(sys.executable, "-m", "farflung.process.tether"), *launcher(words, sys.executable)]
+        pipe = subprocess.PIPE
+        try:
+            self._process = subprocess.Popen(command, cwd=folder, stdin=pipe, stdout=pipe, stderr=pipe)
+        except OSError as error:
+            raise RuntimeError(f"nothing could be started in {folder}: {error.strerror}") from None
+        for name in self._lines:
+            threading.Thread(target=self._keep, args=(name,), daemon=True).start()
+        threading.Thread(target=self._give_signs, daemon=True).start()
+
+    def read(self, name: str) -> tuple[list[bytes], int | None]:
+        """Return the lines of a stream that nobody has read, and the exit code once there are no more."""
+        with self._news:
+            self._news.wait_for(lambda: self._lines[name] or not self._open, _ANSWER_WITHIN_S)
+            lines, self._lines[name] = self._lines[name], []
+            is_all = not self._open
+        return lines, self._process.wait() if is_all and self._process else None
+
+    def tell(self, number: int) -> None:
+        """Send the launcher a signal; 0: only that somebody is here."""
+        if self._process and self._process.stdin:
+            with suppress(OSError):
+                self._process.stdin.write(bytes([number]))
+                self._process.stdin.flush()
+
+    def _keep(self, name: str) -> None:
+        assert self._process is not None
+        for line in getattr(self._process, name):
+            with self._news:
+                self._lines[name].append(line)
+                self._news.notify_all()
+        with self._news:
+            self._open -= 1
+            self._news.notify_all()
+
+    def _give_signs(self) -> None:
+        while self._process and self._process.poll() is None:
+            self.tell(0)
+            time.sleep(SIGN_S)
+
+
+class RayLine(Line):
+    """The connection to an actor."""
+
+    def __init__(self, ray: Any, actor: Any, number: int) -> None:
+        super().__init__(str(number))
+        self._ray, self._actor, self.number = ray, actor, number
+        self.node, self.leaves = "", False  # the node's id, once it has one; whether it was asked to leave
+        self._code: int | None = None
+        self._begun: Any = None
+
+    @property
+    def code(self) -> int | None:
+        return self._code
+
+    @property
+    def sources(self) -> tuple[Iterable[bytes], Iterable[bytes]]:
+        return self._read("stdout"), self._read("stderr")
+
+    def begin(self, words: Sequence[str], folder: str) -> None:
+        """Have the actor start a launcher, once it has a node."""
+        self._begun = self._actor.begin.remote(list(words), folder)
+
+    def where(self, *wait_s: float) -> tuple[str, str, int]:
+        """Wait until the actor has a node, and return what it says of it."""
+        found: tuple[str, str, int] = self._ray.get(self._actor.where.remote(), timeout=wait_s[0] if wait_s else None)
+        self.host, self.node = f"{self.number}@{found[0]}", found[1]
+        return found
+
+    def tell(self, number: int = 0) -> None:
+        if number and not self.node:  # it waits for one
+            self.kill()
+        elif number:
+            self._actor.tell.remote(number)
+
+    def kill(self) -> None:
+        self._ray.kill(self._actor)
+
+    def _read(self, name: str) -> Iterator[bytes]:
+        code, has_begun = None, False
+        while code is None:
+            try:
+                if not has_begun:
+                    self.where()
+                    has_begun = self._ray.get(self._begun) is None
+                lines, code = self._ray.get(self._actor.read.remote(name))
+                yield from lines
+            except self._ray.exceptions.ActorUnavailableError:  # and it may come back
+                time.sleep(_ANSWER_WITHIN_S)
+            except self._ray.exceptions.RayError as error:
+                self.said, code = in_short(error), GONE
+        self._code = code
+
+
+def in_short(error: Exception) -> str:
+    """Return the last sentence of Ray's error, which is the reason."""
+    lines = [line.strip() for line in str(getattr(error, "cause", None) or error).splitlines() if line.strip()]
+    return next((line for line in lines if "because" in line), lines[-1] if lines else type(error).__name__)
+
+
+def place_of(own: LaunchSettings, number: int, host: str, port: Any) -> dict[str, Any]:
+    """Return the settings of one launcher; `host`, `port`: of the first one, which serves what the others need."""
+    if own.elastic is not None:
+        return {"replicas": 1, "meet": own.meet or f"tcp://{host}:{port}"}
+    if own.num_machines == 1:
+        return {}
+    return {"machine_rank": number, "main_process_ip": host, "main_process_port": own.main_process_port or port}
+
+
+class Cluster:
+    """A Ray cluster, as the process that is connected with it sees it."""
+
+    def __init__(self, job: Job) -> None:
+        try:
+            import ray
+            import ray.util.placement_group
+        except ImportError:
+            raise EngineFailure("The engine ray needs a package: pip install 'farflung[ray]'.") from None
+        self._ray, self._job, options = ray, job, job.options
+        self._asked = {"CPU": float(options.get("cpus", 1)), "GPU": float(options.get("gpus", 0))}
+        self._wait_s, self._folder = float(options.get("wait", 300)), options.get("folder", str(Path.cwd()))
+        self._first: tuple[str, int] = ("", 0)
+        if ray.is_initialized():
+            return
+        address = options.get("address") or environ.text("RAY_ADDRESS") or None
+        try:
+            if address and (where := re.fullmatch(r"(.+):(\d+)", address)):  # Ray itself would try for minutes
+                socket.create_connection((where[1].strip("[]"), int(where[2])), _CONNECT_WITHIN_S).close()
+            ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        except Exception as error:  # Ray raises all sorts, and this very one where a node does not start in 30 s
+            raise EngineFailure(f"Ray's cluster at {address} can't be reached: {in_short(error)}.") from None
+
+    def leave(self) -> None:
+        """End the connection, with all actors."""
+        self._ray.shutdown()
+
+    def check(self) -> None:
+        """Raise EngineFailure where too few nodes have what a machine needs, even if nobody else used them."""
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        fit = [node for node in nodes if all(node.get(name, 0.0) >= value for name, value in self._asked.items())]
+        least = 1 if self._job.is_elastic else self._job.count
+        if len(fit) < least:
+            has = ", ".join(f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in nodes)
+            self.leave()
+            raise EngineFailure(
+                f"{counted(least, 'node')} with {self._asked['CPU']:g} CPUs and {self._asked['GPU']:g} GPUs each are "
+                f"needed, but the cluster has {len(fit)}; its nodes have {has}. Change cpus and gpus in engine_options."
+            )
+
+    def started(self) -> list[RayLine]:
+        """Start all launchers; return the lines to them."""
+        job = self._job
+        if job.is_elastic:
+            return [self.replica(number) for number in range(job.count)]
+        group = self._ray.util.placement_group([dict(self._asked)] * job.count, strategy="STRICT_SPREAD")
+        if not group.wait(self._wait_s):
+            self.leave()
+            raise EngineFailure(
+                f"{counted(job.count, 'node')} with {self._asked} each were not free within {self._wait_s:g} s. Wait "
+                "longer, with wait=SECONDS in engine_options, or ask for fewer."
+            )
+        scheduling = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        lines = [self._line(number, scheduling(group, number)) for number in range(job.count)]
+        self._first = lines[0].where()[::2]
+        for line in lines:
+            self._begin(line)
+        return lines
+
+    def replica(self, number: int) -> RayLine:
+        """Start a replica's launcher on a node that is free, now or later; the first may serve the run's store."""
+        line = self._line(number, "SPREAD")
+        if not self._first[0] and not self._job.settings.meet:
+            self._first = self._found(line)
+        self._begin(line)
+        return line
+
+    def _found(self, line: RayLine) -> tuple[str, int]:
+        try:
+            return line.where(self._wait_s)[::2]
+        except self._ray.exceptions.GetTimeoutError:
+            self.leave()
+            raise EngineFailure(f"No node was free within {self._wait_s:g} s. Use wait=SECONDS.") from None
+
+    def draining(self) -> Collection[str]:
+        """Return the ids of nodes that are about to end. Ray has no public name for it."""
+        from ray._private.state import state
+
+        found: Collection[str] = state.get_draining_nodes()
+        return found
+
+    def _line(self, number: int, strategy: Any) -> RayLine:
+        actor = self._ray.remote(Machine).options(
+            num_cpus=self._asked["CPU"], num_gpus=self._asked["GPU"], scheduling_strategy=strategy, max_concurrency=8
+        )
+        return RayLine(self._ray, actor.remote(), number)
+
+    def _begin(self, line: RayLine) -> None:
+        words = self._job.command(json=True, **place_of(self._job.settings, line.number, *self._first))
+        line.begin(words, self._folder)

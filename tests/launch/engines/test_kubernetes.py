@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs on Kubernetes: the manifests, and what is asked of the API, spoken over HTTP with a server of this machine."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from farflung.launch import main as command
+from farflung.launch.engines.kubernetes import OPTIONS
+from farflung.testing.patience import patience
+
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
+pytest.importorskip("kubernetes")
+if sys.version_info < (3, 11):
+    pytest.skip("kmock needs Python 3.11", allow_module_level=True)
+from tests.launch.engines import cluster as fake  # noqa: E402
+
+TRAINS = """
+import time, torch
+from farflung import Accelerator
+torch.set_num_threads(1)
+accelerator, model = Accelerator(), torch.nn.Linear(4, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+loop = accelerator.outer_loops[0]
+while loop.position < 4000 and not (loop.position > 40 and open("last").read()):
+    accelerator.backward(model(torch.randn(8, 4)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.01)
+print("trained", loop.position > 40, loop.stats().replicas_joined)
+accelerator.end_training()
+"""
+GOLDEN = Path(__file__).parent / "golden"
+FIXED = "--num_machines 2 --num_processes 4 --engine-options image=example.org/train:1,gpus=2,memory=32Gi,cpu=8"
+ELASTIC = (
+    "--elastic 2:8 --replicas 4 --meet s3://bucket/run7 --outer diloco --outer-every 64 --engine-options "
+    "image=example.org/train:1,gpus=1,claim=work,secret=bucket,service_account=trainer,end_within=300,folder=/app,"
+    "python=python3.12,namespace=training,context=here,node_selector=gpu=a100;zone=eu-1"
+)
+HERE = ["--engine-options", f"image=example.org/train:1,namespace={fake.NAMESPACE},claim={fake.CLAIM}"]
+FIXED_HERE = ["--engine", "kubernetes", "--cpu", "--num_machines", "2", "--run-dir", "run", *HERE, "train.py"]
+ELASTIC_HERE = ["--engine", "kubernetes", "--cpu", "--elastic", "1:6", "--replicas", "4", "--run-dir", "run"]
+ELASTIC_HERE += ["--meet", "file:///workspace/run7", *HERE, "train.py"]
+
+
+def run(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        command.main(words)
+    return ended.value.code or 0
+
+
+@pytest.fixture
+def kubeconfig(home, monkeypatch):
+    """Let the client read the kubeconfig of the empty home; it asks the environment when it is loaded."""
+    monkeypatch.setenv("KUBECONFIG", str(home / "kubeconfig"))
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(home / "kubeconfig"))
+
+
+@pytest.fixture
+def cluster(home, kubeconfig):
+    """A cluster that kubeconfig describes, and a script in the empty home."""
+    (home / "train.py").touch()
+    with fake.running(home) as made:
+        yield made
+
+
+@pytest.fixture
+def launched(cluster):
+    """Return what submits and follows a run in a thread, and then a call that waits for its exit code."""
+    threads = []
+
+    def start(*words: str):
+        codes: list[int] = []
+        thread = threading.Thread(target=lambda: codes.append(run("launch", *words)), daemon=True)
+        thread.start()
+        threads.append(thread)
+
+        def code() -> int:
+            thread.join(patience(30))
+            return codes[0]
+
+        return code
+
+    return start
+
+
+def until(holds, what: str, seconds: float = 20) -> None:
+    deadline = time.monotonic() + patience(seconds)
+    while not holds():
+        assert time.monotonic() < deadline, f"not {what} in time"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("name", "flags"), [("fixed", FIXED), ("elastic", ELASTIC)])
+def test_manifests_are_those_that_are_kept_and_a_server_takes_them(name, flags, home, capsys):
+    (home / "train.py").touch()
+    words = ["launch", "--engine", "kubernetes", "--run-dir", "/runs/Run_7", *flags.split(), "--dry-run"]
+    assert run(*words, "train.py", "--name", "$(HOME)") == 0
+    text = capsys.readouterr().out
+    assert text == (GOLDEN / f"{name}.yaml").read_text()
+    for version in ("1.31", kubernetes_validate.latest_version()):
+        for manifest in yaml.safe_load_all(text):
+            kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_a_misspelt_field_is_caught_by_the_same_check():
+    [job, _] = yaml.safe_load_all((GOLDEN / "fixed.yaml").read_text())
+    job["spec"]["backoffLimitPerIndx"] = 0
+    with pytest.raises(kubernetes_validate.ValidationError, match="backoffLimitPerIndx"):
+        kubernetes_validate.validate(job, "1.33", strict=True)
+
+
+def test_pods_of_a_fixed_run_have_a_number_and_find_pod_0_by_name():
+    job, service = yaml.safe_load_all((GOLDEN / "fixed.yaml").read_text())
+    name, pod = job["metadata"]["name"], job["spec"]["template"]["spec"]
+    main = f"{name}-0.{service['metadata']['name']}"  # an Indexed Job's pods have the host names <job>-<index>
+    words = pod["containers"][0]["command"]
+    assert words[words.index("--main_process_ip") + 1] == main == pod["initContainers"][0]["command"][-1]
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
+    assert service["spec"]["publishNotReadyAddresses"] is True
+
+
+def test_a_run_is_submitted_followed_and_ends_with_the_job(cluster, launched, capsys):
+    code = launched(*FIXED_HERE)
+    until(lambda: len(cluster.pods) == 2, "two pods")
+    one, two = cluster.pods.values()
+    two.troubles = [{"type": "PodScheduled", "status": "False", "message": "0/3 nodes are available"}]
+    cluster.says(one, "step 1")
+    cluster.says(two, "step 1 as well")
+    cluster.ends(one, 0)
+    cluster.says(two, "step 2")
+    cluster.ends(two, 0)
+    assert code() == 0
+    shown = capsys.readouterr()
+    assert sorted(shown.out.splitlines()) == ["[pod 0] step 1", "[pod 1] step 1 as well", "[pod 1] step 2"]
+    assert "pod 1 waits for a node: 0/3 nodes are available" in shown.err
+    [(_, job), (_, service)] = cluster.asked
+    assert (job["kind"], service["kind"]) == ("Job", "Service")
+    assert service["metadata"]["ownerReferences"][0]["uid"] == cluster.job["metadata"]["uid"]
+
+
+def test_a_log_whose_stream_ends_early_is_read_on_and_no_line_is_shown_twice(cluster, launched, capsys):
+    cluster.cut_after = 2
+    code = launched(*FIXED_HERE)
+    until(lambda: len(cluster.pods) == 2, "two pods")
+    one, two = cluster.pods.values()
+    for number in range(5):
+        cluster.says(one, f"step {number}")
+    until(lambda: cluster.cut_after is None, "cut")
+    cluster.says(one, "step 5")
+    for pod in (one, two):
+        cluster.ends(pod, 0)
+    assert code() == 0
+    assert capsys.readouterr().out.splitlines() == [f"[pod 0] step {number}" for number in range(6)]
+
+
+@pytest.mark.parametrize(("exit_code", "expected"), [(2, 2), (4, 4), (137, 3)])
+def test_a_machine_that_fails_ends_a_fixed_run_with_its_code(exit_code, expected, cluster, launched, capsys):
+    code = launched(*FIXED_HERE)
+    until(lambda: len(cluster.pods) == 2, "two pods")
+    cluster.says(cluster.pods[1], "out of luck")
+    cluster.ends(cluster.pods[1], exit_code)
+    assert code() == expected
+    shown = capsys.readouterr()
+    assert "[pod 1] out of luck" in shown.out
+    assert f"has failed: Pod {cluster.pods[1].name} failed with exit code {exit_code}" in shown.err
+
+
+def test_machines_that_have_saved_at_a_signal_start_again(cluster, launched):
+    code = launched(*FIXED_HERE)
+    until(lambda: len(cluster.pods) == 2, "two pods")
+    before = list(cluster.pods.values())
+    for pod in before:
+        cluster.ends(pod, 75)
+    until(lambda: len(cluster.pods) == 2 and not set(before) & set(cluster.pods.values()), "started again")
+    for pod in list(cluster.pods.values()):
+        cluster.ends(pod, 0)
+    assert code() == 0
+
+
+def test_an_elastic_run_is_scaled_in_one_request_and_cancelled(cluster, launched, capsys):
+    code = launched(*ELASTIC_HERE)
+    until(lambda: len(cluster.pods) == 4, "four pods")
+    for count in (6, 2):
+        assert run("scale", "run", str(count)) == 0
+        assert set(cluster.pods) == set(range(count))
+        assert cluster.asked[-1][1] == {"spec": {"completions": count, "parallelism": count}}
+    assert run("scale", "run", "7") == 2
+    assert run("cancel", "run") == 0
+    assert not cluster.pods
+    assert code() == 143
+    shown = capsys.readouterr()
+    assert "had 4 replicas and is to have 6" in shown.out
+    assert "had 6 replicas and is to have 2" in shown.out
+    assert "elastic is 1:6" in shown.err
+    assert "was deleted" in shown.err
+
+
+def test_a_replica_that_is_lost_starts_again_and_one_that_is_used_wrongly_does_not(cluster, launched, capsys):
+    code = launched(*ELASTIC_HERE)
+    until(lambda: len(cluster.pods) == 4, "four pods")
+    lost = cluster.pods[0]
+    cluster.ends(lost, 137)
+    until(lambda: cluster.pods[0] is not lost, "replaced")
+    cluster.ends(cluster.pods[1], 2)
+    for index in (0, 2, 3):
+        cluster.ends(cluster.pods[index], 0)
+    assert code() == 2
+    assert "Failed indexes: 1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_pods_of_an_elastic_run_meet_on_the_claim_and_one_that_is_lost_comes_back(home, kubeconfig, capsys):
+    """The containers' commands are run here, so the launchers and replicas are real; only the cluster is not."""
+    (home / "claim").mkdir()
+    (home / "claim" / "train.py").write_text(TRAINS)
+    (home / "claim" / "last").touch()
+    options = f"{HERE[1]},python={sys.executable},folder={home / 'claim'}"
+    words = [*ELASTIC_HERE[:6], "2", *ELASTIC_HERE[7:-3], "--outer", "diloco", "--outer-every", "4"]
+    with fake.running(home, starts=home / "claim") as cluster:
+        codes: list[int] = []
+        launch = ["launch", *words, "--engine-options", options, "train.py"]
+        thread = threading.Thread(target=lambda: codes.append(run(*launch)), daemon=True)
+        thread.start()
+        until(lambda: _says(cluster, "training begins with"), "begun", 90)
+        assert run("scale", "run", "3") == 0
+        until(lambda: _says(cluster, "3 replicas train"), "joined", 60)
+        lost = cluster.pods[0]
+        lost.kill()
+        until(lambda: cluster.pods[0] is not lost, "replaced")
+        until(lambda: _says(cluster, "is out:"), "seen", 60)
+        until(lambda: any("was let in; 3" in line for line in cluster.pods[0].lines), "back", 60)
+        (home / "claim" / "last").write_text("now")
+        thread.join(patience(60))
+    assert codes == [0], capsys.readouterr()
+    shown = capsys.readouterr().out
+    assert all(f"[pod {index}] trained True" in shown for index in range(3)), shown
+
+
+def _says(cluster, words: str) -> bool:
+    return any(words in line for pod in list(cluster.pods.values()) for line in pod.lines)
+
+
+WRONG = [
+    ("", 2, "no image is named. Add --engine_options image="),
+    ("--engine-options image=a,imge=b", 2, "'imge', which kubernetes does not know"),
+    ("--engine-options image=a,gpus=two", 2, "gpus=two; use a whole number"),
+    ("--engine-options image=a,end_within=5m", 2, "end_within=5m; use a whole number"),
+    ("--engine-options image=a,node_selector=a100", 2, "node_selector=a100; use key=value"),
+    ("--engine-options image=a --hosts a,b", 2, "hosts is for --engine ssh"),
+    ("--engine-options image=a --num_machines 2 --machine_rank 1", 2, "machine_rank is 1, but Kubernetes"),
+    ("--engine-options image=a --num_machines 2 --main_process_ip 10.0.0.1", 2, "main_process_ip is 10.0.0.1"),
+    ("--engine-options image=a --elastic 1:2", 2, "meet is None, but pods come and go"),
+    ("--engine-options image=a --elastic 1:2 --meet tcp://a:1", 2, "meet is tcp://a:1, but pods come and go"),
+    ("--engine-options image=a --elastic 1:2 --meet file:///workspace/r", 2, "Mount a claim at /workspace"),
+    ("--engine-options image=a,claim=b --elastic 1:2 --meet file:///tmp/r", 2, "file:///tmp/r, a folder that pods"),
+    ("--engine-options image=a,context=there", 5, "context is 'there', which kubeconfig does not describe"),
+    ("--engine-options image=a,namespace=nowhere", 5, 'namespaces "nowhere" not found'),
+    ("--engine-options image=a,namespace=training,claim=none", 5, "persistentvolumeclaims/none"),
+]
+
+
+@pytest.mark.parametrize(("flags", "code", "words"), WRONG)
+def test_a_wrong_use_is_answered_in_words_and_nothing_is_submitted(flags, code, words, cluster, capsys):
+    assert run("launch", "--engine", "kubernetes", "--run-dir", "run", *flags.split(), "train.py") == code
+    error = capsys.readouterr().err
+    assert words in error
+    assert len(error.splitlines()) <= 15
+    assert not cluster.asked
+    assert not Path("run").exists()
+
+
+def test_a_cluster_that_is_away_and_one_that_is_not_described_are_told_apart(cluster, home, capsys):
+    text = (home / "kubeconfig").read_text()
+    (home / "kubeconfig").write_text(re.sub(r"127.0.0.1:\d+", "127.0.0.1:1", text))
+    assert run("launch", *FIXED_HERE) == 5
+    assert "The cluster at http://127.0.0.1:1 can't be reached" in capsys.readouterr().err
+    (home / "kubeconfig").unlink()
+    assert run("launch", *FIXED_HERE) == 5
+    assert "No cluster is configured" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_named_and_a_dry_run_needs_none(cluster, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    assert run("launch", *FIXED_HERE) == 5
+    assert "pip install 'farflung[k8s]'" in capsys.readouterr().err
+    assert run("launch", "--dry-run", *FIXED_HERE) == 0
+    assert "kind: Job" in capsys.readouterr().out
+
+
+def test_a_second_run_of_one_name_is_refused_and_the_first_one_stays(cluster, launched, capsys):
+    code = launched(*FIXED_HERE)
+    until(lambda: len(cluster.pods) == 2, "two pods")
+    assert run("launch", *FIXED_HERE) == 5
+    assert "(409)" in capsys.readouterr().err
+    for pod in list(cluster.pods.values()):
+        cluster.ends(pod, 0)
+    assert code() == 0
+
+
+def test_every_option_is_in_the_page():
+    page = (Path(__file__).parents[3] / "docs" / "engines" / "kubernetes.md").read_text()
+    for name in OPTIONS:
+        assert f"| `{name}` |" in page

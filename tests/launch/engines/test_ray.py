@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs on a Ray cluster of two and three nodes, all of them on this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from farflung.launch import main as command
+from farflung.launch.engines.ray import OPTIONS
+from farflung.testing.patience import patience
+
+ray = pytest.importorskip("ray")
+
+TRAINS = """
+import time, torch
+from pathlib import Path
+from farflung import Accelerator
+torch.set_num_threads(1)
+accelerator, model = Accelerator(), torch.nn.Linear(4, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+loop = accelerator.outer_loops[0]
+while not (Path("last").exists() and loop.position > 40):
+    accelerator.backward(model(torch.randn(8, 4)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.02)
+print("trained")
+accelerator.end_training()
+"""
+FIXED = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print("rank", dist.get_rank(), "of", int(total), "is on a node of its own")
+if sys.argv[1:] == [str(dist.get_rank())]:
+    raise ValueError("a bad value")
+dist.barrier()
+"""
+GAVE_UP = "timed out during startup"  # in Ray's words
+DILOCO = ["--outer", "diloco", "--outer-every", "4"]
+
+
+class Run:
+    """A `farflung launch --engine ray` of its own, and what it has printed."""
+
+    def __init__(self, home: Path, address: str, *words: str) -> None:
+        line = [sys.executable, "-m", "farflung", "launch", "--engine", "ray", "--cpu", "--run-dir", "run", *words]
+        env = os.environ | {"RAY_ADDRESS": address}
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        self.process = subprocess.Popen(line, cwd=home, env=env, text=True, **streams)
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
+            for line in lines:
+                self.lines.append(line)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.lines)
+
+    def until(self, words: str, seconds: float = 60) -> str:
+        """Wait for a line that matches; return the match."""
+        deadline = time.monotonic() + patience(seconds)
+        while not (found := re.search(words, self.text)):
+            assert time.monotonic() < deadline, f"no {words!r} in\n{self.text}"
+            assert self._reader.is_alive() or re.search(words, self.text), f"ended without {words!r}:\n{self.text}"
+            time.sleep(0.05)
+        return found[0]
+
+    def code(self, seconds: float = 60) -> int:
+        code = self.process.wait(patience(seconds))
+        self._reader.join()
+        return code
+
+
+def tried(start):
+    """Start nodes, again where Ray gives up: it gives them 30 s, however busy the machine is."""
+    before = set(psutil.Process().children(recursive=True))
+    for _ in range(3):
+        try:
+            return start()
+        except Exception as error:
+            if GAVE_UP not in str(error):
+                raise
+            for one in set(psutil.Process().children(recursive=True)) - before:
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
+    pytest.skip("Ray's nodes did not start within its 30 s, three times")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A cluster whose head has no room for machines; tests add nodes. No process of it is left."""
+    from ray.cluster_utils import Cluster
+
+    few = {"object_store_memory": 80 * 1024 * 1024}
+    head = {"num_cpus": 0, "include_dashboard": False, **few}
+    made = tried(lambda: Cluster(initialize_head=True, head_node_args=head))
+    made.more = lambda: tried(lambda: made.add_node(num_cpus=1, **few))
+    before = set(psutil.Process().children(recursive=True))
+    yield made
+    made.shutdown()
+    psutil.wait_procs(before, timeout=patience(30))
+    left = [one for one in before if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    assert not left
+
+
+@pytest.fixture
+def started(home, cluster):
+    """Return what starts a run on the cluster; what is left of runs and nodes is ended."""
+    runs: list[Run] = []
+
+    def start(*words: str) -> Run:
+        runs.append(Run(home, cluster.address, *words))
+        return runs[-1]
+
+    yield start
+    for one in runs:
+        if one.process.poll() is None:
+            one.process.kill()
+        one.code()
+    for node in list(cluster.worker_nodes):
+        cluster.remove_node(node)
+
+
+def drain(cluster, node) -> None:
+    from ray.core.generated import autoscaler_pb2
+
+    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    client = ray._raylet.GcsClient(address=cluster.address)
+    assert client.drain_node(node.node_id, reason, "soon", int(time.time() * 1000) + 600_000)[0]
+
+
+def run(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        command.main(words)
+    return ended.value.code or 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_replicas_of_lost_and_draining_nodes_start_elsewhere_and_the_others_train_on(home, cluster, started):
+    (home / "train.py").write_text(TRAINS)
+    one, two = cluster.more(), cluster.more()
+    meet = f"file://{home}/meet"
+    launched = started("--elastic", "1:3", "--replicas", "2", "--meet", meet, *DILOCO, "train.py")
+    launched.until(r"2 replicas train|begins with 2 replicas", 120)
+    # A node that drains: its replica signs out, and another one starts on the node that is new.
+    cluster.more()
+    drain(cluster, one)
+    launched.until(r"\d@\S+ signs out: its node drains")
+    launched.until(r"\[2@.*was let in; 2 replicas train")
+    # A node that is gone, with the replica there.
+    cluster.more()
+    cluster.remove_node(two, allow_graceful=False)
+    launched.until(r"is gone: .*died because its node has died.*; a replica starts in its place")
+    launched.until(r"\[3@.*was let in; 2 replicas train")
+    # More replicas, and fewer.
+    cluster.more()
+    assert run("scale", "run", "3") == 0
+    launched.until(r"\[4@.*was let in; 3 replicas train")
+    assert run("scale", "run", "2") == 0
+    launched.until(r"4@\S+ signs out: the run is to have fewer replicas")
+    (home / "last").touch()
+    assert launched.code() == 0, launched.text
+    assert launched.text.count("trained") == 2
+
+
+@pytest.mark.slow
+def test_a_fixed_run_has_a_node_for_each_machine_and_a_failure_is_one_box(home, cluster, started):
+    (home / "train.py").write_text(FIXED)
+    cluster.more(), cluster.more()
+    words = ["--num_machines", "2", "--num_processes", "2", "train.py"]
+    launched = started(*words)
+    assert launched.code(120) == 0, launched.text
+    for rank in range(2):
+        assert re.search(rf"^\[{rank}@.*\] rank {rank} of 2 is on a node", launched.text, re.MULTILINE), launched.text
+    launched = started(*words, "1")
+    assert launched.code(120) == 3, launched.text
+    assert launched.text.count("ValueError: a bad value") >= 1
+    assert launched.text.count("rank 1 failed") == 1, launched.text
+
+
+@pytest.mark.slow
+def test_an_interrupt_and_a_cancel_end_what_runs_on_the_nodes(home, cluster, started):
+    (home / "train.py").write_text("import os, time\nprint('up', os.getpid(), flush=True)\ntime.sleep(600)\n")
+    cluster.more(), cluster.more()
+    for ends, expected in (
+        (lambda it: it.process.send_signal(signal.SIGINT), 130),
+        (lambda _: run("cancel", "run"), 143),
+    ):
+        launched = started("--num_machines", "2", "--num_processes", "2", "train.py")
+        for number in range(2):
+            launched.until(rf"\[{number}@\S+\] up \d+", 120)
+        pids = [int(pid) for pid in re.findall(r"up (\d+)", launched.text)]
+        ends(launched)
+        assert launched.code() == expected, launched.text
+        deadline = time.monotonic() + patience(30)
+        while any(map(psutil.pid_exists, pids)):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
+WRONG = [
+    ("--engine-options cpu=2", 2, "'cpu', which ray does not know"),
+    ("--engine-options cpus=two", 2, "cpus=two; use a whole number"),
+    ("--engine-options cpus=0", 2, "cpus=0; use a whole number"),
+    ("--engine-options gpus=-1", 2, "gpus=-1; use a whole number"),
+    ("--engine-options wait=5m", 2, "wait=5m; use a whole number"),
+    ("--engine-options address=ray://head:10001", 2, "address is ray://head:10001, which is for Ray's client"),
+    ("--hosts a,b", 2, "hosts is for --engine ssh, but engine is ray"),
+    ("--sync", 2, "sync is for --engine ssh, but engine is ray"),
+    ("--num_machines 2 --machine_rank 1", 2, "machine_rank is 1, but Ray decides"),
+    ("--num_machines 2 --main_process_ip 10.0.0.1", 2, "main_process_ip is 10.0.0.1, but Ray decides"),
+    ("--run-dir none", 2, "run_dir is none, but an engine keeps"),
+    ("--log_dir logs", 2, "log_dir is for a run on this machine"),
+]
+
+
+@pytest.mark.parametrize(("flags", "code", "words"), WRONG)
+def test_a_wrong_use_is_answered_in_words_before_anything_connects(flags, code, words, home, capsys):
+    (home / "train.py").touch()
+    assert run("launch", "--engine", "ray", "--run-dir", "run", *flags.split(), "train.py") == code
+    error = capsys.readouterr().err
+    assert words in error
+    assert len(error.splitlines()) <= 15
+    assert not Path("run").exists()
+
+
+def test_a_missing_package_is_named_and_a_dry_run_needs_none(home, monkeypatch, capsys):
+    (home / "train.py").touch()
+    monkeypatch.setitem(sys.modules, "ray", None)
+    words = ["launch", "--engine", "ray", "--run-dir", "run", "--num_machines", "2"]
+    assert run(*words, "train.py") == 5
+    assert "pip install 'farflung[ray]'" in capsys.readouterr().err
+    assert run(*words, "--dry-run", "train.py") == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"\[1\] .*--machine_rank 1 .*train.py", shown)
+
+
+@pytest.mark.slow
+def test_a_cluster_that_is_away_or_too_small_is_told_before_anything_starts(home, cluster, started):
+    (home / "train.py").touch()
+    cluster.more()
+    launched = started("--num_machines", "2", "--engine-options", "cpus=1,gpus=4", "train.py")
+    assert launched.code(120) == 5
+    assert "2 nodes with 1 CPUs and 4 GPUs each are needed, but the cluster has 0" in launched.text
+    launched = started("--engine-options", "address=127.0.0.1:1", "train.py")
+    assert launched.code(120) == 5
+    assert "Ray's cluster at 127.0.0.1:1 can't be reached: " in launched.text
+
+
+@pytest.mark.slow
+def test_a_folder_that_a_node_does_not_have_ends_the_run_with_its_name(home, cluster, started):
+    (home / "train.py").touch()
+    cluster.more()
+    launched = started("--engine-options", "folder=/nowhere", "train.py")
+    assert launched.code(120) == 3
+    assert "nothing could be started in /nowhere: No such file or directory" in launched.text
+
+
+@pytest.mark.slow
+def test_a_cluster_of_this_machine_is_started_for_a_run_that_asks_for_one(home, started):
+    (home / "train.py").write_text("print('hello')\n")
+    launched = started("--engine-options", "address=local", "train.py")
+    code = launched.code(120)
+    if GAVE_UP in launched.text:
+        pytest.skip("Ray's node did not start within its 30 s")
+    assert code == 0, launched.text
+    assert re.search(r"^\[0@\S+\] hello$", launched.text, re.MULTILINE), launched.text
+
+
+def test_every_option_is_in_the_page():
+    page = (Path(__file__).parents[3] / "docs" / "engines" / "ray.md").read_text()
+    for name in OPTIONS:
+        assert f"| `{name}` |" in page
