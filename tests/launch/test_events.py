@@ -66,8 +66,14 @@ def test_quiet_leaves_errors_alone_also_in_json(capsys):
     [
         (ConfigError("num_processes is 0"), USAGE),
         (RankFailure("rank 1: ValueError"), FAILED),
-        (EngineFailure("The 2 machines could not meet: The client socket has timed out after 5000ms"), HUNG),
-        (EngineFailure("The 2 machines could not meet: machine 0 can't listen at 10.0.0.1: denied"), ENGINE),
+        (
+            EngineFailure("The 2 machines could not meet at node0:29500: The client socket has timed out after 5000ms"),
+            HUNG,
+        ),
+        (
+            EngineFailure("The 2 machines could not meet at node0:29500: machine 0 can't listen at 10.0.0.1: denied"),
+            ENGINE,
+        ),
         (Unreachable("nobody listens"), ENGINE),
     ],
 )

@@ -9,7 +9,7 @@ import shlex
 import pytest
 
 from farflung.config import environ
-from farflung.demo import command as demo
+from farflung.demo import compare as demo
 from farflung.launch import main as command, plan, run
 
 FILES = {

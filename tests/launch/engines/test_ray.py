@@ -111,13 +111,14 @@ def cluster():
 
     few = {"object_store_memory": 80 * 1024 * 1024}
     head = {"num_cpus": 0, "include_dashboard": False, **few}
+    others = set(psutil.Process().children(recursive=True))  # of other tests
     made = tried(lambda: Cluster(initialize_head=True, head_node_args=head))
     made.more = lambda: tried(lambda: made.add_node(num_cpus=1, **few))
-    before = set(psutil.Process().children(recursive=True))
+    own = set(psutil.Process().children(recursive=True)) - others
     yield made
     made.shutdown()
-    psutil.wait_procs(before, timeout=patience(30))
-    left = [one for one in before if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    psutil.wait_procs(own, timeout=patience(30))
+    left = [one for one in own if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
     assert not left
 
 
@@ -179,7 +180,7 @@ def test_replicas_of_lost_and_draining_nodes_start_elsewhere_and_the_others_trai
     launched.until(r"4@\S+ signs out: the run is to have fewer replicas")
     (home / "last").touch()
     assert launched.code() == 0, launched.text
-    assert launched.text.count("trained") == 2
+    assert launched.text.count("trained") in (2, 3)  # one that is to leave may have finished before it does
 
 
 @pytest.mark.slow

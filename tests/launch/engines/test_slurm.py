@@ -50,30 +50,33 @@ with OuterLoop(model, recipe, membership=launched_membership()) as outer:
         row = {{"pid": os.getpid(), "task": os.environ["SLURM_ARRAY_TASK_ID"], "position": outer.position}}
         print(json.dumps(row | {{"weight": model.weight.item(), "at": time.time()}}), file=said)
 """
-# Ends with the weights of each rank in a file, all of them to the last bit.
+# The demo's model on real text. It ends with the weights of each rank in a file, all of them to the last bit.
 RESUMES = """
-import sys, time
+import argparse, sys, time
 from pathlib import Path
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from farflung import Accelerator
+from farflung.demo.gpt import GPT, loss_per_sequence
+from farflung.demo.settings import SIZES
 from farflung.utils import set_seed
+torch.set_num_threads(1)
 set_seed(3)
-accelerator = Accelerator()
-model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1))
-data = TensorDataset(torch.randn(320, 8), torch.randn(320, 1))
-loader = DataLoader(data, 4, shuffle=True)
+accelerator, model = Accelerator(), GPT(SIZES["tiny"])
+text = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8)
+loader = DataLoader(text[: 320 * 65].view(320, 65), 4, shuffle=True)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 print("resumed", accelerator.resume(), flush=True)
 for epoch in range(loader.iteration, 3):
-    for number, (x, y) in enumerate(loader):
-        accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+    for number, tokens in enumerate(loader):
+        logits = torch.nn.functional.dropout(model(tokens[:, :-1]), 0.1)
+        accelerator.backward(loss_per_sequence(logits, tokens[:, 1:].long()).mean())
         optimizer.step()
         optimizer.zero_grad()
         if number == 2:
             Path(f"epoch{epoch}").touch()
-        time.sleep(0.05)
+        time.sleep(1.0 if Path("slow").exists() else 0.05)
 weights = [tensor.tolist() for tensor in accelerator.unwrap_model(model).state_dict().values()]
 Path(f"{sys.argv[1]}{accelerator.process_index}").write_text(repr(weights))
 """
@@ -277,7 +280,10 @@ def test_a_fixed_run_that_is_preempted_goes_back_into_the_queue_and_ends_as_one_
                 until((slurm / "epoch1").exists)
                 asked("scancel", "--signal=USR1", re.search(r"job (\d+) is running", run.text)[1])
                 until((slurm / "epoch2").exists)
+                (slurm / "slow").touch()  # so that it trains when Slurm gets to it
                 asked("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+                until(lambda: "SIGTERM at rank" in run.text, lambda: run.text)
+                (slurm / "slow").unlink()
             code, said = ended(run)
         assert code == DONE, said
         assert said.count("resumed False\n") == 4
