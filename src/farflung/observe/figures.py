@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run has cost: its time, span by span, and the bytes that it sent, compared with those of DDP."""
+"""What a run has cost: how its time was spent, and the bytes that it sent, compared with those of DDP."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where all ranks of a run stop when its scheduler is about to end it: a vote over the store that costs no collective.
 
-A signal reaches ranks at different steps, or only one of them. Each rank counts the boundaries between its steps. The
-watchdog of a rank that hears of the signal publishes n, the number of the next boundary that its rank comes to; only
-there the rank waits until all have published, and all stop at the largest n. No rank can have passed that one: it waits
-at its own n, which is not larger. No wait can last: it is for watchdogs alone, whatever their ranks are busy with.
+A signal reaches ranks at different steps, or only one of them. Each rank counts the boundaries between its steps. When
+a rank's watchdog hears of the signal, it publishes n, the number of the rank's next boundary. At that boundary the rank
+waits until all have published, and all stop at the largest n. No rank can have passed it, as each waits at its own n,
+which is not larger. The wait is short: watchdogs publish whatever their ranks are busy with.
 """
 
 from __future__ import annotations

@@ -233,6 +233,14 @@ def this_launcher() -> dict[str, Any]:
     return {"pid": own.pid, "begun": own.create_time(), "machine": socket.gethostname()}
 
 
+def shown_elsewhere(engine: str, name: str, by: Mapping[str, Any]) -> EngineFailure:
+    """Return the error that a second follower gets: another launcher holds the run's lines."""
+    return EngineFailure(
+        f"{name} was started by {engine}: process {by['pid']} on {by['machine']} shows what it prints, and nobody else "
+        f"gets it. `farflung watch {name}` shows where it is."
+    )
+
+
 def end_launcher(name: str, by: Mapping[str, Any]) -> str:
     """End the launcher that holds a run's lines; what is at their ends ends with it. Return what was done, in words.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a machine has for a run: sent to its Python as a text, and run there where nothing of ours may be installed."""
+"""Asks a host what it has for a run. Its Python gets this file as a text, as Farflung may not be installed there."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ from farflung.base.errors import ConfigError
 from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.launch import DEFAULT_PORT
-from farflung.launch.codes import BY_SIGNAL, DONE, EngineFailure
+from farflung.launch.codes import BY_SIGNAL, DONE
 from farflung.launch.engines.engine import Job, launcher
-from farflung.launch.engines.lines import Lines, end_launcher, this_launcher
+from farflung.launch.engines.lines import Lines, end_launcher, shown_elsewhere, this_launcher
 from farflung.launch.engines.nodes import Cluster, RayLine, place_of
 from farflung.launch.events import say
 
@@ -82,11 +82,7 @@ class Ray:
     def follow(self) -> int:
         """Print what the machines print until all have ended."""
         if self._machines is None:
-            name, by = self._job.name, self._job.ticket
-            raise EngineFailure(
-                f"{name} was started by Ray: process {by['pid']} on {by['machine']} shows what it prints, and nobody "
-                f"else gets it. `farflung watch {name}` shows where it is."
-            )
+            raise shown_elsewhere("Ray", self._job.name, self._job.ticket)
         try:
             return self._machines.follow()
         finally:

@@ -16,7 +16,7 @@ from farflung.config.launch import DEFAULT_PORT, LaunchSettings, flags_for
 from farflung.launch.codes import EngineFailure
 from farflung.launch.engines import probe
 from farflung.launch.engines.engine import Job, launcher
-from farflung.launch.engines.lines import Lines, SshLine, end_launcher, this_launcher
+from farflung.launch.engines.lines import Lines, SshLine, end_launcher, shown_elsewhere, this_launcher
 from farflung.launch.engines.reach import OPTIONS, Reach, differing
 from farflung.launch.events import say
 from farflung.launch.network import is_loopback
@@ -137,11 +137,7 @@ class Ssh:
     def follow(self) -> int:
         """Print what the hosts print until all have ended; then take over what they have written on disks of theirs."""
         if self._lines is None:
-            name, by = self._job.name, self._job.ticket
-            raise EngineFailure(
-                f"{name} was started by ssh: process {by['pid']} on {by['machine']} shows what it prints, and nobody "
-                f"else gets it. `farflung watch {name}` shows where it is."
-            )
+            raise shown_elsewhere("ssh", self._job.name, self._job.ticket)
         code = self._lines.follow()
         for host, line in zip(self._hosts, self._lines.all, strict=True):
             if not line.is_gone and not self._reach.collect(host, str(self._folder_there), self._job.folder):
