@@ -35,6 +35,7 @@ _STEPS_S = 5.0  # between two lines about how many steps were made
 _STUCK_S = 3.0  # how long a rank is in one call before its stack is written too
 _RECORD_BYTES, _MOST_WORDS = 4096, 400  # and characters of an error in it, each at most six bytes
 _MAX_FRAMES = 12
+_STRICT = json.JSONEncoder(allow_nan=False)  # made once: json.dumps would make one for each line
 _OURS, _TORCH, _STDLIB = str(Path(__file__).parents[1]), f"{os.sep}torch{os.sep}", str(Path(threading.__file__).parent)
 
 
@@ -67,20 +68,20 @@ def add_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def plain(value: Any) -> Any:
     """Return what JSON has a word for, or Python's `json`, for NaN and infinities."""
+    if value is None or isinstance(value, (int, float, str)):
+        return value
     if hasattr(value, "tolist"):  # a tensor, or an array or a number of NumPy's
         value = value.tolist()
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    if value is None or isinstance(value, int):
-        return value
     return float(value) if isinstance(value, Real) else str(value)
 
 
 def _line(row: Any) -> str:
     try:
-        return json.dumps(row, allow_nan=False) + "\n"
+        return _STRICT.encode(row) + "\n"
     except ValueError:  # JSON has no word for them
         return json.dumps(json.loads(json.dumps(row), parse_constant=lambda _: None)) + "\n"
 
@@ -89,7 +90,7 @@ def _kept(value: Any) -> Any:
     """Return a value that stays: of a tensor a copy, unless that is as quick to read, so that nobody waits for it."""
     if not hasattr(value, "detach"):
         return value
-    return value.tolist() if value.device.type == "cpu" and value.numel() == 1 else value.detach().clone()
+    return value.tolist() if value.is_cpu and value.numel() == 1 else value.detach().clone()
 
 
 class Metrics:
