@@ -13,6 +13,7 @@ from farflung.comm.member_store import LauncherNotes
 from farflung.comm.state_transfer import StateReceiver, StateSender, TransferWatch
 from farflung.process.sockets import serve_store
 from farflung.testing.patience import patience
+from tests.waits import until
 
 LARGE = 3_000_000
 
@@ -45,13 +46,6 @@ def pair(monkeypatch):
     made.sender.join(20)
     made.receiver.stop(20)
     made.transport.close()
-
-
-def until(condition):
-    deadline = time.monotonic() + patience(60)
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_what_the_receiver_has_from_elsewhere_is_not_sent_again(monkeypatch):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.launch.machines import ADDRESSES, NAMES, Machines, two_machines, why_impossible
-from tests.launch.test_replicas import until
+from tests.waits import until
 
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 

@@ -21,6 +21,7 @@ from farflung.launch.plan import make_plan
 from farflung.testing.patience import patience
 from tests.launch.test_run import wait_for
 from tests.python import run_python
+from tests.waits import until
 
 TRAIN = """
 import os, sys, time
@@ -194,10 +195,7 @@ def test_a_launcher_of_replicas_passes_a_warning_on_and_asks_to_be_started_again
     (home / "train.py").write_text(ELASTIC)
     command = [sys.executable, "-m", "farflung", "launch", "--cpu", "--elastic", "1:2", "--replicas", "2", "train.py"]
     launcher = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    deadline = time.monotonic() + patience(60)
-    while len(list(home.glob("up*"))) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: len(list(home.glob("up*"))) == 2)
     launcher.send_signal(signal.SIGUSR1)
     code, said = end(launcher)
     assert code == REQUEUE, said

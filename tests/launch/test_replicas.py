@@ -27,6 +27,7 @@ from farflung.launch.network import get_free_port
 from farflung.testing.patience import patience
 from tests.launch.machines import ADDRESSES, two_machines, why_impossible
 from tests.launch.test_two_machines import Screen
+from tests.waits import until
 
 TRAINS = """
 import os, sys, time
@@ -189,14 +190,6 @@ def far(home, warm):
         screens.append(Screen(machines.start(1, ["farflung", "launch", "--cpu", *join], home)))
         screens[0].wait_for("joined; 4 replicas train")
         yield machines, *screens
-
-
-def until(condition, said=lambda: ""):
-    deadline = time.monotonic() + patience(60)
-    while not (found := condition()):
-        assert time.monotonic() < deadline, said()
-        time.sleep(0.02)
-    return found
 
 
 def until_further(home):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -15,6 +14,7 @@ import pytest
 from farflung.config import environ
 from farflung.testing.patience import patience
 from tests.python import run_python
+from tests.waits import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 
@@ -37,15 +37,6 @@ def train():
     exec(open("train.py").read(), {})
 debug_launcher(train)
 """
-
-
-def until(found):
-    """Return what `found` gives, once that is true."""
-    deadline = time.monotonic() + patience(60)
-    while not (value := found()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return value
 
 
 def processes(home: Path, count: int) -> list[psutil.Process]:

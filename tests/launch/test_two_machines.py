@@ -15,6 +15,7 @@ import pytest
 from farflung.launch.codes import FAILED, HUNG, USAGE
 from farflung.testing.patience import patience
 from tests.launch.machines import ADDRESSES, LISTENING, NAMES, Machines, two_machines, why_impossible
+from tests.waits import until
 
 PAGE = (Path(__file__).parents[2] / "docs" / "two-machines.md").read_text(encoding="utf-8")
 SECTIONS = {part.partition("\n")[0]: part for part in PAGE.split("\n## ")[1:]}
@@ -45,14 +46,11 @@ class Screen(Thread):
             self.text += line
 
     def wait_for(self, words: str) -> None:
-        deadline = time.monotonic() + patience(_PATIENCE_S)
-        while words not in self.text:
-            assert time.monotonic() < deadline, self.text
-            time.sleep(0.05)
+        until(lambda: words in self.text, lambda: self.text, _PATIENCE_S)
 
     def end(self) -> str:
         try:
-            self.process.wait(_PATIENCE_S)
+            self.process.wait(patience(_PATIENCE_S))
         except subprocess.TimeoutExpired:
             pytest.fail(f"{self.process.args} did not end; it said:\n{self.text}")
         self.join()

@@ -62,10 +62,8 @@ def stops(size, seed, in_lockstep, signalled):
     """Where each rank stops, None where it comes to its end, if ranks and watchdogs are delayed at random."""
     store, stopped, over = Store(size), {}, threading.Event()
     step = threading.Barrier(size, timeout=patience(30))
-    first, drift = (
-        random.Random(seed).randrange(1, 20),
-        [0.0005 + random.Random(seed + 7 + r).random() * 0.002 for r in range(size)],
-    )
+    first = random.Random(seed).randrange(1, 20)
+    drift = [0.0005 + random.Random(seed + 7 + rank).random() * 0.002 for rank in range(size)]
 
     def train(rank, vote):
         pace = random.Random(f"{seed} {rank}")

@@ -12,7 +12,6 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from farflung.config import environ
 from farflung.launch.network import get_free_port
 from farflung.process.sockets import address_on_route_to
 from farflung.testing.patience import patience
+from tests.waits import until
 
 NODES, CORES = ("node0", "node1"), 8
 _NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo", "unshare")
@@ -84,11 +84,7 @@ def _path() -> str:
 
 @contextmanager
 def slurm_cluster() -> Iterator[Path]:
-    """Start the daemons in a folder of their own, and yield the path of their slurm.conf; stop them afterwards.
-
-    Raises:
-        RuntimeError: they did not come up; it holds what they logged.
-    """
+    """Start the daemons in a folder of their own, and yield the path of their slurm.conf; stop them afterwards."""
     with tempfile.TemporaryDirectory(prefix="slurm") as named, ExitStack() as daemons:
         folder, conf = Path(named), Path(named) / "slurm.conf"
         for name in ("state", *(f"spool-{node}" for node in NODES)):
@@ -109,7 +105,7 @@ def slurm_cluster() -> Iterator[Path]:
 
         files = {"key-file": "munge.key", "socket": "munge.sock", "pid-file": "munged.pid", "seed-file": "munge.seed"}
         start("munged", "--foreground", "--force", *(f"--{flag}={folder / name}" for flag, name in files.items()))
-        _until((folder / "munge.sock").exists, folder)
+        until((folder / "munge.sock").exists, lambda: _logs(folder))
         start("slurmctld", "-D", "-f", str(conf))
         for node in NODES:
             start(
@@ -121,7 +117,7 @@ def slurm_cluster() -> Iterator[Path]:
                 *(node, "slurmd", "-D", "-N", node, "-f", str(conf)),
             )
         asked = ("sinfo", "--noheader", "--partition=cpu", "--states=idle", "--format=%D")
-        _until(lambda: _answer(*asked, env=variables) == str(len(NODES)), folder)
+        until(lambda: _answer(*asked, env=variables) == str(len(NODES)), lambda: _logs(folder))
         yield conf
 
 
@@ -129,13 +125,8 @@ def _answer(*words: str, env: dict[str, str]) -> str:
     return subprocess.run(words, env=env, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def _until(is_up, folder: Path) -> None:  # type: ignore[no-untyped-def]
-    deadline = time.monotonic() + patience(30)
-    while not is_up():
-        if time.monotonic() > deadline:
-            logs = "\n".join(file.read_text()[-1000:] for file in sorted(folder.glob("*.log")))
-            raise RuntimeError(f"no Slurm cluster came up:\n{logs}")
-        time.sleep(0.1)
+def _logs(folder: Path) -> str:
+    return "\n".join(file.read_text()[-1000:] for file in sorted(folder.glob("*.log")))
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from farflung.base.errors import ConfigError
 from farflung.config.launch import LaunchSettings
-from farflung.launch import main as command
 from farflung.launch.engines.engine import Job
+from tests.python import call_farflung
 
 
 def job(folder, **settings) -> Job:
@@ -22,8 +22,9 @@ def test_a_launcher_that_an_engine_starts_has_the_same_settings_and_reads_no_fil
     (home / "train.py").touch()
     settings = {"engine": "ray", "num_processes": 2, "outer_recipe": "diloco", "outer_options": {"every": 8}}
     words = job(home / "run", **settings, use_cpu=True).command()
-    with pytest.raises(SystemExit):
-        command.main([*words[: -len(("train.py", "--lr", "0.1"))], "--dry-run", "train.py", "--lr", "0.1"])
+    script = ("train.py", "--lr", "0.1")
+    assert words[-len(script) :] == script
+    assert call_farflung(*words[: -len(script)], "--dry-run", *script) == 0
     shown = capsys.readouterr().out
     for line in ("engine: local", "num_processes: 2", "use_cpu: true", "outer_recipe: diloco", "outer_every: 8"):
         assert f"  {line} " in shown
@@ -52,9 +53,7 @@ def test_what_was_submitted_is_read_back_from_the_runs_folder(tmp_path):
 def test_a_run_that_no_engine_has_is_told_from_one(words, home, capsys):
     (home / "farflung-runs" / "mine").mkdir(parents=True)
     (home / "farflung-runs" / "mine" / "run.json").write_text("{}")
-    with pytest.raises(SystemExit) as ended:
-        command.main([words[0], "mine", *words[1:]])
-    assert ended.value.code == 2
+    assert call_farflung(words[0], "mine", *words[1:]) == 2
     assert "no engine knows it" in capsys.readouterr().err
 
 
@@ -65,8 +64,7 @@ def test_a_run_of_fixed_size_is_not_scaled(home, capsys):
     for count, settings, why in ((1, {}, "fixed number"), (9, {"elastic": "1:4"}, "elastic is 1:4")):
         if settings:
             job(home / "run", engine="slurm", **settings).write({})
-        with pytest.raises(SystemExit):
-            command.main(["scale", "run", str(count)])
+        assert call_farflung("scale", "run", count) == 2
         assert why in capsys.readouterr().err
 
 

@@ -6,15 +6,15 @@ from __future__ import annotations
 import re
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 
-from farflung.launch import main as command
 from farflung.launch.engines.kubernetes import OPTIONS
 from farflung.testing.patience import patience
+from tests.python import call_farflung
+from tests.waits import until
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 pytest.importorskip("kubernetes")
@@ -50,12 +50,6 @@ ELASTIC_HERE = ["--engine", "kubernetes", "--cpu", "--elastic", "1:6", "--replic
 ELASTIC_HERE += ["--meet", "file:///workspace/run7", *HERE, "train.py"]
 
 
-def run(*words: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        command.main(words)
-    return ended.value.code or 0
-
-
 @pytest.fixture
 def kubeconfig(home, monkeypatch):
     """Let the client read the kubeconfig of the empty home; it asks the environment when it is loaded."""
@@ -78,7 +72,7 @@ def launched(cluster):
 
     def start(*words: str):
         codes: list[int] = []
-        thread = threading.Thread(target=lambda: codes.append(run("launch", *words)), daemon=True)
+        thread = threading.Thread(target=lambda: codes.append(call_farflung("launch", *words)), daemon=True)
         thread.start()
         threads.append(thread)
 
@@ -91,18 +85,11 @@ def launched(cluster):
     return start
 
 
-def until(holds, what: str, seconds: float = 20) -> None:
-    deadline = time.monotonic() + patience(seconds)
-    while not holds():
-        assert time.monotonic() < deadline, f"not {what} in time"
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize(("name", "flags"), [("fixed", FIXED), ("elastic", ELASTIC)])
 def test_manifests_are_those_that_are_kept_and_a_server_takes_them(name, flags, home, capsys):
     (home / "train.py").touch()
     words = ["launch", "--engine", "kubernetes", "--run-dir", "/runs/Run_7", *flags.split(), "--dry-run"]
-    assert run(*words, "train.py", "--name", "$(HOME)") == 0
+    assert call_farflung(*words, "train.py", "--name", "$(HOME)") == 0
     text = capsys.readouterr().out
     assert text == (GOLDEN / f"{name}.yaml").read_text()
     for version in ("1.31", kubernetes_validate.latest_version()):
@@ -130,7 +117,7 @@ def test_pods_of_a_fixed_run_have_a_number_and_find_pod_0_by_name():
 
 def test_a_run_is_submitted_followed_and_ends_with_the_job(cluster, launched, capsys):
     code = launched(*FIXED_HERE)
-    until(lambda: len(cluster.pods) == 2, "two pods")
+    until(lambda: len(cluster.pods) == 2)
     one, two = cluster.pods.values()
     two.troubles = [{"type": "PodScheduled", "status": "False", "message": "0/3 nodes are available"}]
     cluster.says(one, "step 1")
@@ -150,11 +137,11 @@ def test_a_run_is_submitted_followed_and_ends_with_the_job(cluster, launched, ca
 def test_a_log_whose_stream_ends_early_is_read_on_and_no_line_is_shown_twice(cluster, launched, capsys):
     cluster.cut_after = 2
     code = launched(*FIXED_HERE)
-    until(lambda: len(cluster.pods) == 2, "two pods")
+    until(lambda: len(cluster.pods) == 2)
     one, two = cluster.pods.values()
     for number in range(5):
         cluster.says(one, f"step {number}")
-    until(lambda: cluster.cut_after is None, "cut")
+    until(lambda: cluster.cut_after is None)
     cluster.says(one, "step 5")
     for pod in (one, two):
         cluster.ends(pod, 0)
@@ -165,7 +152,7 @@ def test_a_log_whose_stream_ends_early_is_read_on_and_no_line_is_shown_twice(clu
 @pytest.mark.parametrize(("exit_code", "expected"), [(2, 2), (4, 4), (137, 3)])
 def test_a_machine_that_fails_ends_a_fixed_run_with_its_code(exit_code, expected, cluster, launched, capsys):
     code = launched(*FIXED_HERE)
-    until(lambda: len(cluster.pods) == 2, "two pods")
+    until(lambda: len(cluster.pods) == 2)
     cluster.says(cluster.pods[1], "out of luck")
     cluster.ends(cluster.pods[1], exit_code)
     assert code() == expected
@@ -176,11 +163,11 @@ def test_a_machine_that_fails_ends_a_fixed_run_with_its_code(exit_code, expected
 
 def test_machines_that_have_saved_at_a_signal_start_again(cluster, launched):
     code = launched(*FIXED_HERE)
-    until(lambda: len(cluster.pods) == 2, "two pods")
+    until(lambda: len(cluster.pods) == 2)
     before = list(cluster.pods.values())
     for pod in before:
         cluster.ends(pod, 75)
-    until(lambda: len(cluster.pods) == 2 and not set(before) & set(cluster.pods.values()), "started again")
+    until(lambda: len(cluster.pods) == 2 and not set(before) & set(cluster.pods.values()))
     for pod in list(cluster.pods.values()):
         cluster.ends(pod, 0)
     assert code() == 0
@@ -188,13 +175,13 @@ def test_machines_that_have_saved_at_a_signal_start_again(cluster, launched):
 
 def test_an_elastic_run_is_scaled_in_one_request_and_cancelled(cluster, launched, capsys):
     code = launched(*ELASTIC_HERE)
-    until(lambda: len(cluster.pods) == 4, "four pods")
+    until(lambda: len(cluster.pods) == 4)
     for count in (6, 2):
-        assert run("scale", "run", str(count)) == 0
+        assert call_farflung("scale", "run", str(count)) == 0
         assert set(cluster.pods) == set(range(count))
         assert cluster.asked[-1][1] == {"spec": {"completions": count, "parallelism": count}}
-    assert run("scale", "run", "7") == 2
-    assert run("cancel", "run") == 0
+    assert call_farflung("scale", "run", "7") == 2
+    assert call_farflung("cancel", "run") == 0
     assert not cluster.pods
     assert code() == 143
     shown = capsys.readouterr()
@@ -206,10 +193,10 @@ def test_an_elastic_run_is_scaled_in_one_request_and_cancelled(cluster, launched
 
 def test_a_replica_that_is_lost_starts_again_and_one_that_is_used_wrongly_does_not(cluster, launched, capsys):
     code = launched(*ELASTIC_HERE)
-    until(lambda: len(cluster.pods) == 4, "four pods")
+    until(lambda: len(cluster.pods) == 4)
     lost = cluster.pods[0]
     cluster.ends(lost, 137)
-    until(lambda: cluster.pods[0] is not lost, "replaced")
+    until(lambda: cluster.pods[0] is not lost)
     cluster.ends(cluster.pods[1], 2)
     for index in (0, 2, 3):
         cluster.ends(cluster.pods[index], 0)
@@ -228,16 +215,16 @@ def test_pods_of_an_elastic_run_meet_on_the_claim_and_one_that_is_lost_comes_bac
     with fake.running(home, starts=home / "claim") as cluster:
         codes: list[int] = []
         launch = ["launch", *words, "--engine-options", options, "train.py"]
-        thread = threading.Thread(target=lambda: codes.append(run(*launch)), daemon=True)
+        thread = threading.Thread(target=lambda: codes.append(call_farflung(*launch)), daemon=True)
         thread.start()
-        until(lambda: _says(cluster, "training begins with"), "begun", 90)
-        assert run("scale", "run", "3") == 0
-        until(lambda: _says(cluster, "3 replicas train"), "joined", 60)
+        wait_for(cluster, "training begins with")
+        assert call_farflung("scale", "run", "3") == 0
+        wait_for(cluster, "3 replicas train")
         lost = cluster.pods[0]
         lost.kill()
-        until(lambda: cluster.pods[0] is not lost, "replaced")
-        until(lambda: _says(cluster, "is out:"), "seen", 60)
-        until(lambda: any("was let in; 3" in line for line in cluster.pods[0].lines), "back", 60)
+        until(lambda: cluster.pods[0] is not lost)
+        wait_for(cluster, "is out:")
+        until(lambda: any("was let in; 3" in line for line in cluster.pods[0].lines))
         (home / "claim" / "last").write_text("now")
         thread.join(patience(60))
     assert codes == [0], capsys.readouterr()
@@ -245,8 +232,13 @@ def test_pods_of_an_elastic_run_meet_on_the_claim_and_one_that_is_lost_comes_bac
     assert all(f"[pod {index}] trained True" in shown for index in range(3)), shown
 
 
-def _says(cluster, words: str) -> bool:
-    return any(words in line for pod in list(cluster.pods.values()) for line in pod.lines)
+def wait_for(cluster, words: str) -> None:
+    """Wait until a pod prints `words`."""
+
+    def said() -> str:
+        return "".join(line for pod in list(cluster.pods.values()) for line in pod.lines)
+
+    until(lambda: words in said(), said)
 
 
 WRONG = [
@@ -270,7 +262,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("flags", "code", "words"), WRONG)
 def test_a_wrong_use_is_answered_in_words_and_nothing_is_submitted(flags, code, words, cluster, capsys):
-    assert run("launch", "--engine", "kubernetes", "--run-dir", "run", *flags.split(), "train.py") == code
+    assert call_farflung("launch", "--engine", "kubernetes", "--run-dir", "run", *flags.split(), "train.py") == code
     error = capsys.readouterr().err
     assert words in error
     assert len(error.splitlines()) <= 15
@@ -281,25 +273,25 @@ def test_a_wrong_use_is_answered_in_words_and_nothing_is_submitted(flags, code, 
 def test_a_cluster_that_is_away_and_one_that_is_not_described_are_told_apart(cluster, home, capsys):
     text = (home / "kubeconfig").read_text()
     (home / "kubeconfig").write_text(re.sub(r"127.0.0.1:\d+", "127.0.0.1:1", text))
-    assert run("launch", *FIXED_HERE) == 5
+    assert call_farflung("launch", *FIXED_HERE) == 5
     assert "The cluster at http://127.0.0.1:1 can't be reached" in capsys.readouterr().err
     (home / "kubeconfig").unlink()
-    assert run("launch", *FIXED_HERE) == 5
+    assert call_farflung("launch", *FIXED_HERE) == 5
     assert "No cluster is configured" in capsys.readouterr().err
 
 
 def test_a_missing_package_is_named_and_a_dry_run_needs_none(cluster, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "kubernetes", None)
-    assert run("launch", *FIXED_HERE) == 5
+    assert call_farflung("launch", *FIXED_HERE) == 5
     assert "pip install 'farflung[k8s]'" in capsys.readouterr().err
-    assert run("launch", "--dry-run", *FIXED_HERE) == 0
+    assert call_farflung("launch", "--dry-run", *FIXED_HERE) == 0
     assert "kind: Job" in capsys.readouterr().out
 
 
 def test_a_second_run_of_one_name_is_refused_and_the_first_one_stays(cluster, launched, capsys):
     code = launched(*FIXED_HERE)
-    until(lambda: len(cluster.pods) == 2, "two pods")
-    assert run("launch", *FIXED_HERE) == 5
+    until(lambda: len(cluster.pods) == 2)
+    assert call_farflung("launch", *FIXED_HERE) == 5
     assert "(409)" in capsys.readouterr().err
     for pod in list(cluster.pods.values()):
         cluster.ends(pod, 0)

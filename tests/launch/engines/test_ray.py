@@ -16,9 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from farflung.launch import main as command
 from farflung.launch.engines.ray import OPTIONS
 from farflung.testing.patience import patience
+from tests.python import call_farflung
+from tests.waits import until
 
 ray = pytest.importorskip("ray")
 
@@ -148,12 +149,6 @@ def drain(cluster, node) -> None:
     assert client.drain_node(node.node_id, reason, "soon", int(time.time() * 1000) + 600_000)[0]
 
 
-def run(*words: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        command.main(words)
-    return ended.value.code or 0
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_replicas_of_lost_and_draining_nodes_start_elsewhere_and_the_others_train_on(home, cluster, started):
@@ -174,9 +169,9 @@ def test_replicas_of_lost_and_draining_nodes_start_elsewhere_and_the_others_trai
     launched.until(r"\[3@.*was let in; 2 replicas train")
     # More replicas, and fewer.
     cluster.more()
-    assert run("scale", "run", "3") == 0
+    assert call_farflung("scale", "run", "3") == 0
     launched.until(r"\[4@.*was let in; 3 replicas train")
-    assert run("scale", "run", "2") == 0
+    assert call_farflung("scale", "run", "2") == 0
     launched.until(r"4@\S+ signs out: the run is to have fewer replicas")
     (home / "last").touch()
     assert launched.code() == 0, launched.text
@@ -204,7 +199,7 @@ def test_an_interrupt_and_a_cancel_end_what_runs_on_the_nodes(home, cluster, sta
     cluster.more(), cluster.more()
     for ends, expected in (
         (lambda it: it.process.send_signal(signal.SIGINT), 130),
-        (lambda _: run("cancel", "run"), 143),
+        (lambda _: call_farflung("cancel", "run"), 143),
     ):
         launched = started("--num_machines", "2", "--num_processes", "2", "train.py")
         for number in range(2):
@@ -212,10 +207,7 @@ def test_an_interrupt_and_a_cancel_end_what_runs_on_the_nodes(home, cluster, sta
         pids = [int(pid) for pid in re.findall(r"up (\d+)", launched.text)]
         ends(launched)
         assert launched.code() == expected, launched.text
-        deadline = time.monotonic() + patience(30)
-        while any(map(psutil.pid_exists, pids)):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        until(lambda pids=pids: not any(map(psutil.pid_exists, pids)))
 
 
 WRONG = [
@@ -237,7 +229,7 @@ WRONG = [
 @pytest.mark.parametrize(("flags", "code", "words"), WRONG)
 def test_a_wrong_use_is_answered_in_words_before_anything_connects(flags, code, words, home, capsys):
     (home / "train.py").touch()
-    assert run("launch", "--engine", "ray", "--run-dir", "run", *flags.split(), "train.py") == code
+    assert call_farflung("launch", "--engine", "ray", "--run-dir", "run", *flags.split(), "train.py") == code
     error = capsys.readouterr().err
     assert words in error
     assert len(error.splitlines()) <= 15
@@ -248,9 +240,9 @@ def test_a_missing_package_is_named_and_a_dry_run_needs_none(home, monkeypatch, 
     (home / "train.py").touch()
     monkeypatch.setitem(sys.modules, "ray", None)
     words = ["launch", "--engine", "ray", "--run-dir", "run", "--num_machines", "2"]
-    assert run(*words, "train.py") == 5
+    assert call_farflung(*words, "train.py") == 5
     assert "pip install 'farflung[ray]'" in capsys.readouterr().err
-    assert run(*words, "--dry-run", "train.py") == 0
+    assert call_farflung(*words, "--dry-run", "train.py") == 0
     shown = capsys.readouterr().out
     assert re.search(r"\[1\] .*--machine_rank 1 .*train.py", shown)
 

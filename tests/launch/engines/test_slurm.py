@@ -16,13 +16,14 @@ from pathlib import Path
 import pytest
 
 from farflung.config.launch import LaunchSettings
-from farflung.launch.codes import DONE, FAILED, INTERRUPTED
+from farflung.launch.codes import DONE, ENGINE, FAILED, INTERRUPTED, USAGE
 from farflung.launch.engines.engine import Job
 from farflung.testing.patience import patience
 from tests.launch.engines.slurm_cluster import slurm_cluster, why_impossible
 from tests.launch.test_run import CONNECTED, seen_by
 from tests.launch.test_two_machines import Screen
-from tests.python import run_farflung
+from tests.python import call_farflung, run_farflung
+from tests.waits import until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]
 START, EVERY = 2**20, 4
@@ -119,14 +120,6 @@ def asked(*words):
     return subprocess.run(words, capture_output=True, text=True, timeout=patience(60), check=True).stdout
 
 
-def until(condition, said=lambda: ""):
-    deadline = time.monotonic() + patience(90)
-    while not (found := condition()):
-        assert time.monotonic() < deadline, said()
-        time.sleep(0.05)
-    return found
-
-
 class Followed(Screen):
     """A launcher that follows what it has submitted; the end of a test kills it."""
 
@@ -177,6 +170,7 @@ def longest_stop(said, since, until):
     return max(after - before for before, after in pairwise(times) if before < until)
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_fixed_run_is_one_job_whose_launchers_find_their_places(slurm):
     (slurm / "train.py").write_text(CONNECTED + "print('rank', os.environ['RANK'], flush=True)\n")
     with launched("--num_machines", "2", "--num_processes", "4", run="the run") as run:
@@ -193,6 +187,7 @@ def test_a_fixed_run_is_one_job_whose_launchers_find_their_places(slurm):
     assert "1: rank 3\n" in again.stdout
 
 
+@pytest.mark.usefixtures("warm")
 def test_srun_starts_launchers_or_ranks_that_find_their_places_by_themselves(slurm):
     program = [sys.executable, "-m", "farflung", "launch", "--cpu", "--num_processes", "4", "train.py"]
     (slurm / "train.py").write_text(CONNECTED)
@@ -302,12 +297,13 @@ OPTIONS = (
 
 
 @pytest.mark.parametrize("name", ["fixed", "elastic"])
-def test_what_would_be_submitted_is_shown(home, name):
+def test_what_would_be_submitted_is_shown(home, name, capsys):
     (home / "train.py").touch()
     flags = ["--num_machines", "2"] if name == "fixed" else ["--elastic", "2:8", "--replicas", "4", "--outer", "diloco"]
     command = ["--engine", "slurm", "--engine_options", f"{OPTIONS},python=python3", "--dry-run", "--run-dir", "run"]
-    shown = run_farflung("launch", *command, *flags, "train.py", "--lr", "0.1 ", cwd=home).stdout
-    shown, golden = shown.replace(str(home), "/shared/home"), Path(__file__).with_name(f"slurm_{name}.sh")
+    assert call_farflung("launch", *command, *flags, "train.py", "--lr", "0.1 ") == DONE
+    shown = capsys.readouterr().out.replace(str(home), "/shared/home")
+    golden = Path(__file__).with_name(f"slurm_{name}.sh")
     if "UPDATE" in os.environ:
         golden.write_text(shown)
     assert shown == golden.read_text()
@@ -337,18 +333,19 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("flags", "code", "words"), WRONG)
-def test_what_cannot_work_is_refused_in_few_lines_and_nothing_is_submitted(slurm, flags, code, words):
+def test_what_cannot_work_is_refused_in_few_lines_and_nothing_is_submitted(slurm, flags, code, words, capsys):
     (slurm / "train.py").touch()
-    done = run_farflung("launch", "--engine", "slurm", "--cpu", *flags.split(), "train.py", code=code)
-    assert re.search(words, done.stderr), done.stderr
-    assert len(done.stderr.splitlines()) <= 15
-    assert "Traceback" not in done.stderr
+    ended = call_farflung("launch", "--engine", "slurm", "--cpu", *flags.split(), "train.py")
+    said = capsys.readouterr().err
+    assert ended == code, said
+    assert re.search(words, said), said
+    assert len(said.splitlines()) <= 15
     assert not asked("squeue", "--noheader")
 
 
 @pytest.fixture
 def commands(home, monkeypatch):
-    """Make commands of Slurm's that answer what a test says, instead of Slurm; other commands are not found."""
+    """Commands that stand in for Slurm's and answer as a test says; others are not found."""
     (home / "bin").mkdir()
     monkeypatch.setenv("PATH", str(home / "bin"))
     (home / "train.py").touch()
@@ -360,18 +357,21 @@ def commands(home, monkeypatch):
     return make
 
 
-def test_what_is_missing_here_or_not_shared_with_the_nodes_is_refused(commands):
-    launch = ("launch", "--engine", "slurm", "--cpu", "--run-dir", "run")
-    assert "There is no sbatch on" in run_farflung(*launch, "train.py", code=5).stderr
+def test_what_is_missing_here_or_not_shared_with_the_nodes_is_refused(commands, capsys):
+    def refused(folder="run", script="train.py", code=ENGINE):
+        assert call_farflung("launch", "--engine", "slurm", "--cpu", "--run-dir", folder, script) == code
+        return capsys.readouterr().err
+
+    assert "There is no sbatch on" in refused()
     commands("sbatch", "12")
-    assert "sinfo, a command of Slurm's, gave no answer" in run_farflung(*launch, "train.py", code=5).stderr
+    assert "sinfo, a command of Slurm's, gave no answer" in refused()
     commands("sinfo", "Unable to contact slurm controller", 1, 2)
-    assert "sinfo refused: Unable to contact slurm controller" in run_farflung(*launch, "train.py", code=5).stderr
+    assert "sinfo refused: Unable to contact slurm controller" in refused()
     commands("sinfo", "cpu*|node7")
-    refused = run_farflung(*launch[:-1], "/tmp/run", "train.py", code=5).stderr
-    assert "The run's folder is /tmp/run, which" in refused
-    assert "does not share with node7. Name one with --run_dir that all nodes can write to." in refused
-    assert "Did you mean `train.py`" in run_farflung(*launch, "tran.py", code=2).stderr
+    said = refused("/tmp/run")
+    assert "The run's folder is /tmp/run, which" in said
+    assert "does not share with node7. Name one with --run_dir that all nodes can write to." in said
+    assert "Did you mean `train.py`" in refused(script="tran.py", code=USAGE)
 
 
 def submitted(home, elastic=None):
@@ -383,24 +383,21 @@ def submitted(home, elastic=None):
     )
 
 
-def test_a_node_that_does_not_see_the_runs_folder_is_a_failure_of_the_engine(commands, home):
+def test_a_node_that_does_not_see_the_runs_folder_is_a_failure_of_the_engine(commands, home, capsys):
     submitted(home)
     commands("squeue", "12|FAILED|4021|JobLaunchFailure|")
-    done = run_farflung("follow", "run", code=5)
-    assert f"its node can't write into {home}/run, which all nodes must share" in done.stderr
+    assert call_farflung("follow", "run") == ENGINE
+    assert f"its node can't write into {home}/run, which all nodes must share" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("elastic", "codes", "code"), [(None, [3], 3), ("1:4", [0, 143], 0), (None, [], FAILED)])
-def test_of_a_job_that_slurm_has_forgotten_the_folder_tells_how_it_ended(commands, home, elastic, codes, code):
+def test_of_a_job_that_slurm_has_forgotten_the_folder_tells_how_it_ended(commands, home, elastic, codes, code, capsys):
     commands("squeue", "slurm_load_jobs error: Invalid job id specified", 1, 2)
-    (home / "run").mkdir()
-    (home / "run" / "run.json").write_text("{}")
-    Job(LaunchSettings(engine="slurm", elastic=elastic), "train.py", (), home / "run").write(
-        {"jobs": ["12"], "next": 1}
-    )
+    submitted(home, elastic)
     (home / "run" / "slurm-12.out").write_text("the last line")
     rows = "".join(json.dumps({"event": "ended", "code": one}) + "\n" for one in codes)
     (home / "run" / "events.jsonl").write_text(rows)
-    done = run_farflung("follow", "run", code=code)
-    assert done.stdout == "the last line\n"
-    assert f"job 12 is {'failed' if code else 'completed'}, exit code {code} (forgotten)" in done.stderr
+    assert call_farflung("follow", "run") == code
+    said = capsys.readouterr()
+    assert said.out == "the last line\n"
+    assert f"job 12 is {'failed' if code else 'completed'}, exit code {code} (forgotten)" in said.err

@@ -18,14 +18,15 @@ from farflung.base.errors import ConfigError
 from farflung.config import environ
 from farflung.config.engines import Host, hosts_of
 from farflung.config.launch import LaunchSettings
-from farflung.launch import main as command
 from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, FAILED, USAGE
 from farflung.launch.engines.engine import Job
 from farflung.testing.patience import patience
 from tests.launch.machines import ADDRESSES
 from tests.launch.sshd import two_hosts, why_no_sshd
-from tests.launch.test_replicas import TRAINS, until, until_further
+from tests.launch.test_replicas import TRAINS, until_further
 from tests.launch.test_two_machines import Screen
+from tests.python import call_farflung
+from tests.waits import until
 
 COUNTS = """
 import os, socket, sys, torch
@@ -307,14 +308,12 @@ def test_hosts_are_a_list_or_a_file(home):
 def test_a_dry_run_shows_the_command_of_each_host(home, capsys):
     environ.remove("FARFLUNG_RUN_DIR")
     (home / "train.py").touch()
-    with pytest.raises(SystemExit, match="0"):
-        command.main(["launch", "--cpu", "--hosts", "a:2,me@b:2", "--dry-run", "train.py"])
+    assert call_farflung("launch", "--cpu", "--hosts", "a:2,me@b:2", "--dry-run", "train.py") == DONE
     first, second = capsys.readouterr().out.splitlines()[1:]
     assert first.startswith("a: ssh ")
     assert " -- me@b " in second
     assert "--num_machines 2 --machine_rank 1 --main_process_ip a --main_process_port 29500 --num_processes 4" in second
-    with pytest.raises(SystemExit, match="0"):
-        command.main(["launch", "--cpu", "--hosts", "a,b:3", "--elastic", "2:8", "--dry-run", "train.py"])
+    assert call_farflung("launch", "--cpu", "--hosts", "a,b:3", "--elastic", "2:8", "--dry-run", "train.py") == DONE
     first, second = capsys.readouterr().out.splitlines()[1:]
     assert "--replicas 1 --meet tcp://a:29500" in first
     assert "--replicas 3 --meet tcp://a:29500" in second
@@ -354,10 +353,9 @@ def test_a_slip_is_answered_with_what_was_wrong_and_what_to_do(line, code, wrong
     environ.remove("FARFLUNG_RUN_DIR")
     if "--sync" in line:
         monkeypatch.setenv("PATH", str(home))
-    with pytest.raises(SystemExit) as ended:
-        command.main(["launch", *line.split(), "train.py"])
+    ended = call_farflung("launch", *line.split(), "train.py")
     said = capsys.readouterr().err
-    assert ended.value.code == code, said
+    assert ended == code, said
     assert len(said.splitlines()) <= 15
     assert wrong in said
     assert meant in said
@@ -378,9 +376,7 @@ def test_what_only_the_launcher_itself_can_do_is_said_in_words(words, said, home
     settings = LaunchSettings(use_cpu=True, hosts="a,b", elastic="1:4", meet="tcp://a:29500", replicas=2)
     by = {"pid": 7, "begun": 0.0, "machine": "elsewhere", "hosts": ["a", "b"]}
     Job(settings, "train.py", ("1",), home / "run").write(by)
-    with pytest.raises(SystemExit) as ended:
-        command.main(words)
-    assert ended.value.code == ENGINE
+    assert call_farflung(*words) == ENGINE
     assert said in capsys.readouterr().err
 
 
@@ -388,7 +384,5 @@ def test_a_machine_without_ssh_says_so(home, capsys, monkeypatch):
     (home / "train.py").touch()
     monkeypatch.setenv("PATH", str(home))
     environ.remove("FARFLUNG_RUN_DIR")
-    with pytest.raises(SystemExit) as ended:
-        command.main(["launch", "--hosts", "a,b", "train.py"])
-    assert ended.value.code == ENGINE
+    assert call_farflung("launch", "--hosts", "a,b", "train.py") == ENGINE
     assert "There is no program ssh on this machine." in capsys.readouterr().err
