@@ -4,6 +4,7 @@
 import gc
 import inspect
 import multiprocessing
+import signal
 import subprocess
 import sys
 from types import FunctionType, ModuleType
@@ -41,6 +42,8 @@ LAUNCHER_WORDS = (
 settings.register_profile("any machine", deadline=None)  # the time limit of a test grows with how busy it is
 settings.load_profile("any machine")
 torch.set_num_threads(1)  # models are tiny, and threads of several pytest workers would wait for each other's cores
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # which a shell passes on to what it runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 STARTERS = (subprocess, multiprocessing, subprocess.run, subprocess.Popen, run_ranks)
 
 
