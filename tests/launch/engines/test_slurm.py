@@ -107,8 +107,8 @@ def cluster():
 
 
 @pytest.fixture
-def slurm(cluster, home, monkeypatch):
-    """An empty home from which jobs can be submitted; none of them is left behind."""
+def slurm(cluster, home, warm, monkeypatch):
+    """An empty home from which jobs can be submitted, whose Python has torch loaded; none of them is left behind."""
     monkeypatch.setenv("SLURM_CONF", str(cluster))
     monkeypatch.delenv("FARFLUNG_RUN_DIR")
     yield home
@@ -170,7 +170,6 @@ def longest_stop(said, since, until):
     return max(after - before for before, after in pairwise(times) if before < until)
 
 
-@pytest.mark.usefixtures("warm")
 def test_a_fixed_run_is_one_job_whose_launchers_find_their_places(slurm):
     (slurm / "train.py").write_text(CONNECTED + "print('rank', os.environ['RANK'], flush=True)\n")
     with launched("--num_machines", "2", "--num_processes", "4", run="the run") as run:
@@ -187,7 +186,6 @@ def test_a_fixed_run_is_one_job_whose_launchers_find_their_places(slurm):
     assert "1: rank 3\n" in again.stdout
 
 
-@pytest.mark.usefixtures("warm")
 def test_srun_starts_launchers_or_ranks_that_find_their_places_by_themselves(slurm):
     program = [sys.executable, "-m", "farflung", "launch", "--cpu", "--num_processes", "4", "train.py"]
     (slurm / "train.py").write_text(CONNECTED)
@@ -239,7 +237,8 @@ def test_replicas_of_an_array_are_killed_preempted_cancelled_added_and_ended_and
         run.wait_for("training begins with 3 replicas")
         until(lambda: len(rows(slurm)) == 3 and all(said[-1]["position"] > 20 for said in rows(slurm).values()))
         members = {said[0]["task"]: member for member, said in rows(slurm).items()}
-        job, killed = re.search(r"job (\d+)_0 is running", run.text)[1], rows(slurm)[members["1"]][0]["pid"]
+        job = until(lambda: re.search(r"job (\d+)_0 is running", run.text), lambda: run.text)[1]
+        killed = rows(slurm)[members["1"]][0]["pid"]
         after(lambda: os.kill(killed, signal.SIGKILL), "was killed by SIGKILL; training continues with 2 replicas")
         run.wait_for("joined; 3 replicas train")
         after(lambda: asked("scancel", "--signal=USR1", f"{job}_2"), "joined; 3 replicas train", 2)  # it is requeued
@@ -273,7 +272,8 @@ def test_a_fixed_run_that_is_preempted_goes_back_into_the_queue_and_ends_as_one_
         with launched(*flags, "--save_on_signal", f"kept/{name}", run=name, arguments=[name]) as run:
             if name == "preempted":
                 until((slurm / "epoch1").exists)
-                asked("scancel", "--signal=USR1", re.search(r"job (\d+) is running", run.text)[1])
+                job = until(lambda: re.search(r"job (\d+) is running", run.text), lambda: run.text)[1]
+                asked("scancel", "--signal=USR1", job)
                 until((slurm / "epoch2").exists)
                 (slurm / "slow").touch()  # so that it trains when Slurm gets to it
                 asked("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
