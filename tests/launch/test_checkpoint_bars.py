@@ -5,6 +5,7 @@ import io
 import re
 import sys
 
+import pytest
 import torch
 from torch import nn
 
@@ -50,6 +51,7 @@ def parts_of(said):
     return dict(zip(pieces[1::2], pieces[2::2], strict=True))
 
 
+@pytest.mark.usefixtures("warm")
 def test_saving_loading_and_merging_show_what_is_written_and_read(tmp_path):
     program = f"{AT_ONCE}\n{SCRIPT.format(str(tmp_path))}"
     said = parts_of(in_terminal(program))
@@ -61,6 +63,7 @@ def test_saving_loading_and_merging_show_what_is_written_and_read(tmp_path):
     assert " MB" not in run_python("-c", program).stderr, "nothing in a pipe"
 
 
+@pytest.mark.usefixtures("warm")
 def test_commands_show_what_is_written_and_read(tmp_path):
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(1000, 1000))

@@ -105,6 +105,7 @@ if os.environ["RANK"] in sys.argv[1:]:
 """
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("ranks", ["0", "0,2", "1"])
 def test_only_the_ranks_that_are_asked_for_are_shown_and_failures_of_all(ranks, farflung, home):
     (home / "train.py").write_text(PRINTS)
@@ -118,6 +119,7 @@ def test_only_the_ranks_that_are_asked_for_are_shown_and_failures_of_all(ranks, 
     assert "ValueError: bad value" in failed.stderr
 
 
+@pytest.mark.usefixtures("warm")
 def test_events_of_a_run_are_one_json_object_a_line(farflung, home):
     (home / "farflung.yaml").write_text("use_cpu: true\n")
     (home / "train.py").write_text("import sys; sys.exit(7 if '-f' in sys.argv else 0)")
@@ -134,6 +136,7 @@ def test_events_of_a_run_are_one_json_object_a_line(farflung, home):
     assert all(isinstance(one["time"], float) for one in said)
 
 
+@pytest.mark.usefixtures("warm")
 def test_events_of_replicas_are_json_too(farflung, home):
     (home / "train.py").write_text("raise SystemExit(7)")
     done = farflung("launch", "--cpu", "--elastic", "1:2", "--json", "train.py")

@@ -57,9 +57,9 @@ def train(home):
     return home
 
 
-def launch(*words, processes=2, saves="saved", **options):
+def launch(*words, processes=2, saves="saved", python=sys.executable, **options):
     flags = ["--cpu", "--num_processes", processes, *(["--save_on_signal", saves] if saves else [])]
-    command = [sys.executable, "-m", "farflung", "launch", *map(str, [*flags, *words])]
+    command = [python, "-m", "farflung", "launch", *map(str, [*flags, *words])]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True, **options)
 
 
@@ -85,15 +85,17 @@ def everyone(launcher):
     ],
 )
 def test_a_run_that_is_signalled_is_saved_and_continues_bit_by_bit_when_it_is_started_again(
-    number, to_all, more, train
+    number, to_all, more, train, warm_python
 ):
     workers = 1 if to_all else 0
     loop = [*(more if "--outer" in more else []), "train.py", 3, 0, workers]
-    assert end(launch(*loop, saves=None))[0] == 0
+    assert end(launch(*loop, saves=None, python=warm_python))[0] == 0
     whole = [(train / f"end{rank}").read_text() for rank in range(2)]
     for old in train.glob("[ue][pn]*"):
         old.unlink()
-    launcher = launch(*more, "train.py", 1000, patience(0.1), workers)
+    # A Python that is warm has no children of its own here.
+    python = sys.executable if to_all else warm_python
+    launcher = launch(*more, "train.py", 1000, patience(0.1), workers, python=python)
     wait_for(train / "up0", train / "up1")
     for process in everyone(launcher) if to_all else [launcher]:
         process.send_signal(number)
@@ -104,14 +106,15 @@ def test_a_run_that_is_signalled_is_saved_and_continues_bit_by_bit_when_it_is_st
     assert "restart" not in said
     ((stopped,),) = [Checkpoint.open(folder).manifest.optimizer_steps for folder in (train / "saved").iterdir()]
     assert stopped >= 4
-    assert end(launch(*more, "train.py", 3, 0, workers))[0] == 0
+    assert end(launch(*more, "train.py", 3, 0, workers, python=warm_python))[0] == 0
     if stopped < 36:  # on a slow machine the vote may have come later
         assert [(train / f"end{rank}").read_text() for rank in range(2)] == whole
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_one_process_has_the_same_code_with_and_without_a_launcher_above_it(alone, train):
-    launcher = launch(*([] if alone else ["--json"]), "train.py", 1000, 0.05, 0, processes=1)
+def test_one_process_has_the_same_code_with_and_without_a_launcher_above_it(alone, train, warm_python):
+    words = ["train.py", 1000, 0.05, 0]
+    launcher = launch(*([] if alone else ["--json"]), *words, processes=1, python=warm_python)
     wait_for(train / "up0")
     launcher.send_signal(signal.SIGTERM)
     code, said = end(launcher)
@@ -191,6 +194,7 @@ for step in range(100_000):
 """
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_launcher_of_replicas_passes_a_warning_on_and_asks_to_be_started_again(home):
     (home / "train.py").write_text(ELASTIC)
     command = [sys.executable, "-m", "farflung", "launch", "--cpu", "--elastic", "1:2", "--replicas", "2", "train.py"]

@@ -390,6 +390,7 @@ def test_a_replica_of_several_ranks_is_started_again_if_one_of_them_dies(home):
         assert run.ended() == 0
 
 
+@pytest.mark.usefixtures("warm")
 def test_replicas_of_several_ranks_are_started_from_a_file(farflung, home):
     line = "'{RANK} of {WORLD_SIZE}\\n'.format(**os.environ)"  # in one piece, as the ranks share a pipe
     (home / "train.py").write_text(f"import os\nprint({line}, end='', flush=True)")

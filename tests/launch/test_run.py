@@ -156,6 +156,7 @@ def test_two_machines_meet(home):
     assert [seen_by(f"rank{rank}.json")["total"] for rank in (0, 1)] == [3, 3]
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("is_launched", [True, False])
 def test_on_one_machine_everything_listens_on_loopback_alone(is_launched, farflung, home):
     (home / "train.py").write_text(LISTENING)
