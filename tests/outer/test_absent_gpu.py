@@ -11,7 +11,7 @@ from farflung.testing.sim import run_replicas
 from tests.outer.absent_gpu import CUDA, absent_gpu
 from tests.outer.replicas import RATE, RECIPES, net, train
 
-STEPS = 24
+STEPS = 16
 A_ROUND_WAITS = 6  # at most: for norms, ballots, bytes; in the first rounds also for each parameter, to find twins
 
 

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.ranks
     ("phase", "address"),
     [
         *((one, "store") for one in PHASES if one != "admission"),
-        *((one, place) for place in ("folder", "bucket") for one in ("local step", "vote", "arrival", "landing")),
+        *((one, "folder") for one in ("local step", "arrival")),
+        *((one, "bucket") for one in ("vote", "landing")),
     ],
     indirect=["address"],
 )
@@ -56,9 +57,8 @@ def test_one_that_dies_while_it_joins_or_lets_others_in_is_left_out(address):
 
 
 def test_a_newcomer_to_a_large_model_gets_its_state_while_rounds_change_it(address):
-    with ElasticRun(
-        address=address, expected=2, grace_s=20.0, numel=3_000_000
-    ) as run:  # more than what is sent at once
+    options = {"expected": 2, "grace_s": 20.0, "numel": 1_500_000}  # more than what is sent at once
+    with ElasticRun(address=address, **options) as run:
         there = [run.start(name) for name in range(2)]
         run.until(lambda: run.joined(*there))
         late = run.start(2)
@@ -104,9 +104,8 @@ def test_one_that_is_stopped_is_left_out_after_the_grace_and_comes_back_as_a_new
         said = run.finish()
         mine = [one for one in said if one["member"] == members[2] and "position" in one]
         assert not wrong([one for one in said if one["member"] != members[2]])
-        assert not wrong(
-            [one for one in mine if one["generation"] == mine[-1]["generation"]]
-        )  # until then it had stood still
+        # Until then it had stood still.
+        assert not wrong([one for one in mine if one["generation"] == mine[-1]["generation"]])
         stats = {one["member"]: one["stats"] for one in said if "end" in one}
         assert stats.keys() == set(members)
         assert all(stats[one]["replicas_lost"] >= 1 for one in members[:2])
