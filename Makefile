@@ -6,12 +6,13 @@ BIN := $(VENV)/bin
 # Where torch comes from, such as https://download.pytorch.org/whl/cpu on Linux; empty: where all else comes from.
 TORCH_INDEX ?=
 FROM_INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-# The torch of `make test-torch`: `torch` is the newest, which on Linux is a CUDA build; torch==2.11 is the oldest.
+# The torch of `make torch` and `make test-torch`: `torch` is the newest, which on Linux is a CUDA build; torch==2.11 is the oldest.
 TORCH ?= torch
 TORCH_PYTHON := $(VENV)-$(TORCH)/bin/python
 # What depends most on torch's release and build: names inside it, gloo, its store and agent, sharding, compiling; and
 # what nobody may miss on any of them: the laws, an everyday loop, a round of each recipe, checkpoints, the launcher.
-TORCH_TESTS := tests/base tests/comm tests/process tests/strategy/test_fsdp.py \
+# Folders and buckets are left out: what goes through them is bytes, which torch has no part in.
+TORCH_TESTS := -k "not folder and not bucket" --ignore-glob "*/test_object*" tests/base tests/comm tests/process tests/strategy/test_fsdp.py \
 	tests/accelerator/test_checkpoint_words.py tests/accelerator/test_sharded_checkpoints.py \
 	tests/accelerator/test_equals_one_process.py tests/accelerator/test_outer_recipes.py \
 	tests/outer/test_absent_gpu.py tests/outer/test_compile.py tests/outer/test_elastic.py tests/outer/test_laws.py \
@@ -24,7 +25,7 @@ DOCS_READY := $(VENV)/.ready-docs
 # Tests start Python a thousand times: without its bytecode each start would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-elastic test test-fast test-torch check docs format release clean
+.PHONY: demo demo-elastic test test-fast torch test-torch check docs format release clean
 demo: $(DEMO_READY)
 	$(BIN)/farflung demo
 
@@ -34,18 +35,20 @@ demo-elastic: $(DEMO_READY)
 
 # More workers than there may be cores: tests wait for processes, peers, time limits and sleeps.
 test: $(DEV_READY)
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 test-fast: $(DEV_READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not ranks and not slow"
 
-# In an environment of its own, with what these tests need and no more. What is installed already stays. Not compiled:
-# most of torch is never imported.
-test-torch:
+# An environment with a torch and what its tests need, no more. What is installed already stays. Not compiled: most of
+# torch is never imported.
+torch:
 	@echo "== A virtual environment with $(TORCH) (minutes: gigabytes, unless it is there already)"
 	$(PYTHON) -m venv $(VENV)-$(TORCH)
 	$(TORCH_PYTHON) -m pip install --disable-pip-version-check --quiet --no-compile $(FROM_INDEX) '$(TORCH)'
 	$(TORCH_PYTHON) -m pip install --disable-pip-version-check --quiet --editable '.[test]'
+
+test-torch: torch
 	$(TORCH_PYTHON) -m pytest -n 2 --dist worksteal $(TORCH_TESTS)
 
 check: $(DEV_READY)
