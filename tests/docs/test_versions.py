@@ -47,9 +47,8 @@ def test_the_matrix_has_the_ends_of_what_is_declared():
     oldest = ".".join(map(str, OLDEST_TORCH))
     assert f'"torch>={oldest}"' in PROJECT
     assert {torch for _, torch in ROWS} >= {f"torch=={oldest}", "torch"}
-    assert min((int(python.split(".")[1]) for python, _ in ROWS)) == int(
-        re.search(r'requires-python = ">=3\.(\d+)"', PROJECT)[1]
-    )
+    least = re.search(r'requires-python = ">=3\.(\d+)"', PROJECT)[1]
+    assert min(int(python.split(".")[1]) for python, _ in ROWS) == int(least)
 
 
 def test_workflows_run_what_exists_on_the_rows_of_the_matrix():

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,8 @@ from farflung.base.errors import ConfigError
 from farflung.config.launch import LaunchSettings
 from farflung.launch.engines.engine import Job
 from tests.python import call_farflung
+
+PAGES = Path(__file__).parents[3] / "docs" / "engines"
 
 
 def job(folder, **settings) -> Job:
@@ -47,6 +51,18 @@ def test_what_was_submitted_is_read_back_from_the_runs_folder(tmp_path):
     found = Job.read(tmp_path)
     assert (found.settings, found.arguments, found.ticket) == (given.settings, given.arguments, {"job": 17})
     assert (found.count, found.is_elastic) == (3, True)
+
+
+@pytest.mark.parametrize("engine", ["kubernetes", "ray", "slurm", "ssh"])
+def test_every_option_of_an_engine_has_a_row_in_its_page(engine, home, capsys):
+    (home / "train.py").touch()
+    hosts = ["--hosts", "a,b"] if engine == "ssh" else []
+    words = ["--engine", engine, *hosts, "--engine-options", "nothing=1", "--run-dir", "run", "train.py"]
+    assert call_farflung("launch", *words) == 2
+    known = re.search(r"use one of ([\w, ]+)\.", capsys.readouterr().err)[1].split(", ")
+    page = (PAGES / f"{engine}.md").read_text(encoding="utf-8")
+    rows = " ".join(re.findall(r"^\| (`[^|]+)", page, re.MULTILINE))
+    assert set(known) - set(re.findall(r"`(\w+)[`=]", rows)) == set()
 
 
 @pytest.mark.parametrize("words", [["follow"], ["cancel"], ["scale", "2"]])

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from farflung.launch.engines.kubernetes import OPTIONS
 from farflung.testing.patience import patience
 from tests.python import call_farflung
 from tests.waits import until
@@ -296,9 +295,3 @@ def test_a_second_run_of_one_name_is_refused_and_the_first_one_stays(cluster, la
     for pod in list(cluster.pods.values()):
         cluster.ends(pod, 0)
     assert code() == 0
-
-
-def test_every_option_is_in_the_page():
-    page = (Path(__file__).parents[3] / "docs" / "engines" / "kubernetes.md").read_text()
-    for name in OPTIONS:
-        assert f"| `{name}` |" in page

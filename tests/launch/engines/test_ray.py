@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from farflung.launch.engines.ray import OPTIONS
 from farflung.testing.patience import patience
+from tests.launch.test_two_machines import Screen
 from tests.python import call_farflung
 from tests.waits import until
 
@@ -53,41 +52,30 @@ GAVE_UP = "timed out during startup"  # in Ray's words
 DILOCO = ["--outer", "diloco", "--outer-every", "4"]
 
 
-class Run:
+class Run(Screen):
     """A `farflung launch --engine ray` of its own, and what it has printed."""
 
     def __init__(self, home: Path, address: str, *words: str) -> None:
         line = [sys.executable, "-m", "farflung", "launch", "--engine", "ray", "--cpu", "--run-dir", "run", *words]
         env = os.environ | {"RAY_ADDRESS": address}
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        self.process = subprocess.Popen(line, cwd=home, env=env, text=True, **streams)
-        self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
+        super().__init__(subprocess.Popen(line, cwd=home, env=env, text=True, **streams))
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as lines:
-            for line in lines:
-                self.lines.append(line)
-
-    @property
-    def text(self) -> str:
-        return "".join(self.lines)
-
-    def until(self, words: str, seconds: float = 60) -> str:
+    def until(self, words: str) -> str:
         """Wait for a line that matches; return the match."""
-        deadline = time.monotonic() + patience(seconds)
-        while not (found := re.search(words, self.text)):
-            assert time.monotonic() < deadline, f"no {words!r} in\n{self.text}"
-            assert self._reader.is_alive() or re.search(words, self.text), f"ended without {words!r}:\n{self.text}"
-            time.sleep(0.05)
-        return found[0]
 
-    def code(self, seconds: float = 60) -> int:
-        code = self.process.wait(patience(seconds))
-        self._reader.join()
-        return code
+        def found():
+            has_ended = not self.is_alive()  # asked first: it may print the last lines meanwhile
+            match = re.search(words, self.text)
+            assert match or not has_ended, f"ended without {words!r}:\n{self.text}"
+            return match
+
+        return until(found, lambda: f"no {words!r} in\n{self.text}", 120)[0]
+
+    def code(self) -> int:
+        self.end()
+        self.process.stdout.close()
+        return self.process.returncode
 
 
 def tried(start):
@@ -114,7 +102,7 @@ def cluster():
     head = {"num_cpus": 0, "include_dashboard": False, **few}
     others = set(psutil.Process().children(recursive=True))  # of other tests
     made = tried(lambda: Cluster(initialize_head=True, head_node_args=head))
-    made.more = lambda: tried(lambda: made.add_node(num_cpus=1, **few))
+    made.more = lambda count=1: [tried(lambda: made.add_node(num_cpus=1, **few)) for _ in range(count)]
     own = set(psutil.Process().children(recursive=True)) - others
     yield made
     made.shutdown()
@@ -153,10 +141,10 @@ def drain(cluster, node) -> None:
 @pytest.mark.timeout(400)
 def test_replicas_of_lost_and_draining_nodes_start_elsewhere_and_the_others_train_on(home, cluster, started):
     (home / "train.py").write_text(TRAINS)
-    one, two = cluster.more(), cluster.more()
+    one, two = cluster.more(2)
     meet = f"file://{home}/meet"
     launched = started("--elastic", "1:3", "--replicas", "2", "--meet", meet, *DILOCO, "train.py")
-    launched.until(r"2 replicas train|begins with 2 replicas", 120)
+    launched.until(r"2 replicas train|begins with 2 replicas")
     # A node that drains: its replica signs out, and another one starts on the node that is new.
     cluster.more()
     drain(cluster, one)
@@ -181,14 +169,14 @@ def test_replicas_of_lost_and_draining_nodes_start_elsewhere_and_the_others_trai
 @pytest.mark.slow
 def test_a_fixed_run_has_a_node_for_each_machine_and_a_failure_is_one_box(home, cluster, started):
     (home / "train.py").write_text(FIXED)
-    cluster.more(), cluster.more()
+    cluster.more(2)
     words = ["--num_machines", "2", "--num_processes", "2", "train.py"]
     launched = started(*words)
-    assert launched.code(120) == 0, launched.text
+    assert launched.code() == 0, launched.text
     for rank in range(2):
         assert re.search(rf"^\[{rank}@.*\] rank {rank} of 2 is on a node", launched.text, re.MULTILINE), launched.text
     launched = started(*words, "1")
-    assert launched.code(120) == 3, launched.text
+    assert launched.code() == 3, launched.text
     assert launched.text.count("ValueError: a bad value") >= 1
     assert launched.text.count("rank 1 failed") == 1, launched.text
 
@@ -196,14 +184,14 @@ def test_a_fixed_run_has_a_node_for_each_machine_and_a_failure_is_one_box(home, 
 @pytest.mark.slow
 def test_an_interrupt_and_a_cancel_end_what_runs_on_the_nodes(home, cluster, started):
     (home / "train.py").write_text("import os, time\nprint('up', os.getpid(), flush=True)\ntime.sleep(600)\n")
-    cluster.more(), cluster.more()
+    cluster.more(2)
     for ends, expected in (
         (lambda it: it.process.send_signal(signal.SIGINT), 130),
         (lambda _: call_farflung("cancel", "run"), 143),
     ):
         launched = started("--num_machines", "2", "--num_processes", "2", "train.py")
         for number in range(2):
-            launched.until(rf"\[{number}@\S+\] up \d+", 120)
+            launched.until(rf"\[{number}@\S+\] up \d+")
         pids = [int(pid) for pid in re.findall(r"up (\d+)", launched.text)]
         ends(launched)
         assert launched.code() == expected, launched.text
@@ -252,10 +240,10 @@ def test_a_cluster_that_is_away_or_too_small_is_told_before_anything_starts(home
     (home / "train.py").touch()
     cluster.more()
     launched = started("--num_machines", "2", "--engine-options", "cpus=1,gpus=4", "train.py")
-    assert launched.code(120) == 5
+    assert launched.code() == 5
     assert "2 nodes with 1 CPUs and 4 GPUs each are needed, but the cluster has 0" in launched.text
     launched = started("--engine-options", "address=127.0.0.1:1", "train.py")
-    assert launched.code(120) == 5
+    assert launched.code() == 5
     assert "Ray's cluster at 127.0.0.1:1 can't be reached: " in launched.text
 
 
@@ -264,7 +252,7 @@ def test_a_folder_that_a_node_does_not_have_ends_the_run_with_its_name(home, clu
     (home / "train.py").touch()
     cluster.more()
     launched = started("--engine-options", "folder=/nowhere", "train.py")
-    assert launched.code(120) == 3
+    assert launched.code() == 3
     assert "nothing could be started in /nowhere: No such file or directory" in launched.text
 
 
@@ -272,14 +260,8 @@ def test_a_folder_that_a_node_does_not_have_ends_the_run_with_its_name(home, clu
 def test_a_cluster_of_this_machine_is_started_for_a_run_that_asks_for_one(home, started):
     (home / "train.py").write_text("print('hello')\n")
     launched = started("--engine-options", "address=local", "train.py")
-    code = launched.code(120)
+    code = launched.code()
     if GAVE_UP in launched.text:
         pytest.skip("Ray's node did not start within its 30 s")
     assert code == 0, launched.text
     assert re.search(r"^\[0@\S+\] hello$", launched.text, re.MULTILINE), launched.text
-
-
-def test_every_option_is_in_the_page():
-    page = (Path(__file__).parents[3] / "docs" / "engines" / "ray.md").read_text()
-    for name in OPTIONS:
-        assert f"| `{name}` |" in page

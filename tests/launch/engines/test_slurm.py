@@ -145,9 +145,8 @@ def launched(*flags, run="run", arguments=()):
 
 def ended(run):
     """Wait until a launcher has ended, and return its exit code and all that it has printed."""
-    run.process.wait(patience(90))
-    run.join()
-    return run.process.returncode, run.text
+    text = run.end()
+    return run.process.returncode, text
 
 
 def rows(home):
