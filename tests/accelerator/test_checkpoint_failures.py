@@ -2,7 +2,6 @@
 """Kills, full disks, folders that can't be written: the last checkpoint stays, and training can continue."""
 
 import importlib.util
-import multiprocessing as mp
 import os
 import random
 import re
@@ -22,7 +21,7 @@ from farflung import Accelerator
 from farflung.base.errors import CheckpointError, StateError
 from farflung.checkpoint import atomic
 from farflung.resume import models
-from farflung.testing.ranks import run_ranks
+from farflung.testing.ranks import fork_context, run_ranks
 from farflung.utils import FullyShardedDataParallelPlugin, ProjectConfiguration
 from tests.accelerator.test_checkpoints import Training
 from tests.faults import disk_is_full, writing
@@ -46,8 +45,7 @@ def train(way, folder, words):
 @pytest.mark.parametrize("way", ["new", "numbers", "same", "limit", "background"])
 def test_a_killed_run_goes_on_from_its_last_checkpoint(way, tmp_path):
     """A few kills; each start must find the last checkpoint that was said to be written, or a later one."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "farflung.testing.preload"])
+    context = fork_context()
     chance = random.Random(way)
 
     def runs(name, num_steps=None):
@@ -302,7 +300,7 @@ def ends_at_once(folder):
 
 
 def test_the_end_of_the_program_waits_for_a_save_in_the_background(tmp_path):
-    run = mp.get_context("forkserver").Process(target=ends_at_once, args=(tmp_path,))
+    run = fork_context().Process(target=ends_at_once, args=(tmp_path,))
     run.start()
     run.join(60)
     assert run.exitcode == 0

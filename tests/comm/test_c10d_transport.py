@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A board's requests end: with an answer, over another connection, or with an error that says what is gone."""
 
-import multiprocessing as mp
 import os
 import signal
 import threading
@@ -17,6 +16,7 @@ from farflung.base.errors import RankFailure, Unreachable
 from farflung.comm import c10d_transport as module
 from farflung.comm.c10d_transport import C10dTransport
 from farflung.process.sockets import serve_store
+from farflung.testing.ranks import fork_context
 
 
 def serve(pipe, port):
@@ -28,8 +28,7 @@ def serve(pipe, port):
 @pytest.fixture
 def served():
     """Starts processes that serve a store each, at a port; returns the process and the port."""
-    context, started = mp.get_context("forkserver"), []
-    context.set_forkserver_preload(["farflung.testing.preload"])
+    context, started = fork_context(), []
 
     def start(port=0):
         here, there = context.Pipe(duplex=False)

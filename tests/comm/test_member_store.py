@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What launchers say of their replicas."""
 
-import multiprocessing as mp
 import time
 
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from farflung.comm.c10d_transport import C10dTransport
 from farflung.comm.member_store import LauncherNotes
 from farflung.process.sockets import serve_store
+from farflung.testing.ranks import fork_context
 
 
 @pytest.fixture
@@ -38,8 +38,7 @@ def tell(port, teller):
 
 
 def test_no_line_is_lost_while_several_members_tell_and_one_takes(notes, transport):
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["farflung.testing.preload"])
+    context = fork_context()
     tellers = [
         context.Process(target=tell, args=(int(transport.address.rpartition(":")[2]), teller)) for teller in range(3)
     ]

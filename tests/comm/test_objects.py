@@ -2,7 +2,6 @@
 """Objects as records and as a way to meet: who creates one first, what ends a wait, and that nothing grows."""
 
 import json
-import multiprocessing as mp
 import os
 import threading
 import time
@@ -15,7 +14,7 @@ from farflung.base.errors import RankFailure
 from farflung.comm.address import transport_at
 from farflung.outer import GatherMean, Int4, TopK
 from farflung.testing.patience import patience
-from farflung.testing.ranks import run_ranks
+from farflung.testing.ranks import fork_context, run_ranks
 from tests.outer.test_aggregate import aggregated
 from tests.s3_server import given_variables
 
@@ -75,8 +74,7 @@ def race(address, variables, barrier, pipe):
 
 
 def test_of_processes_that_create_a_record_at_once_one_does(place):
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["farflung.testing.preload"])
+    context = fork_context()
     barrier, pipes, processes = context.Barrier(4), [], []
     for _ in range(4):
         here, there = context.Pipe(duplex=False)

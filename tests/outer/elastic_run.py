@@ -7,7 +7,6 @@ Each replica moves its weights by -1 in each step, and the outer optimizer takes
 
 import faulthandler
 import json
-import multiprocessing as mp
 import os
 import signal
 import threading
@@ -29,6 +28,7 @@ from farflung.outer import OuterLoop, diloco
 from farflung.outer.elastic import Elastic
 from farflung.process.sockets import serve_store
 from farflung.testing.patience import patience
+from farflung.testing.ranks import fork_context
 from tests.faults import fail_at
 from tests.s3_server import given_variables
 
@@ -129,8 +129,7 @@ class ElasticRun:
     def __init__(self, step_s=0.005, numel=64, recipe=None, address=None, **options):
         self._row = (step_s, numel)
         self._recipe, self._options = recipe, options
-        self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(["farflung.testing.preload", "farflung.outer.elastic"])
+        self._context = fork_context()
         self._place, self._server = address, None
         if address is None:
             here, there = self._context.Pipe(duplex=False)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank is killed in each phase of a round; the others get one clear error, agree, and have lost no step."""
 
-import multiprocessing as mp
 import signal
 import sys
 import time
@@ -18,6 +17,7 @@ from farflung.config import environ
 from farflung.outer import Identity, OuterLoop, diloco, edit, streaming_diloco
 from farflung.outer.membership import FixedMembership
 from farflung.testing.patience import patience
+from farflung.testing.ranks import fork_context
 from tests.faults import fail_at
 from tests.outer.replicas import same, values
 
@@ -97,8 +97,7 @@ def go_deaf(group):
 @pytest.mark.law("survivors-agree")
 @pytest.mark.parametrize("name", RECIPES)
 def test_survivors_are_told_agree_and_keep_their_steps(name, tmp_path):
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "farflung.testing.preload"])
+    context = fork_context()
     stores, crews = [], {}
     for case in CASES[name]:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -27,6 +28,7 @@ from farflung.testing.patience import patience
 _PRELOADED = ["torch", "torch.distributed", "farflung.testing.preload"]
 _PRELOADED += [f"farflung.{name}" for name in ("accelerator.accelerator", "accelerator.checkpointer", "outer")]
 _PRELOADED += [f"farflung.{name}" for name in ("checkpoint.sharded", "outer.merge_states", "strategy.sharded", "utils")]
+_PRELOADED += [f"farflung.{name}" for name in ("comm.c10d_transport", "outer.elastic")]
 _OF_TESTS = ["pytest", "hypothesis"]  # test files import them, and each rank imports the file of its function
 
 
@@ -55,8 +57,7 @@ def run_ranks(
     Raises:
         RankFailure: a rank raised (the message holds its traceback), died, or was not done in time.
     """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload([*_PRELOADED, *(name for name in _OF_TESTS if name in sys.modules)])
+    context = fork_context()
     store = serve_store("127.0.0.1", 0, wait_for_workers=False)
     workers: list[BaseProcess] = []
     pipes: list[Connection] = []
@@ -75,6 +76,16 @@ def run_ranks(
         for worker in workers:
             worker.kill()
             worker.join()
+
+
+def fork_context() -> ForkServerContext:
+    """Return the context whose processes fork from a server with torch and Farflung loaded.
+
+    A process has one server, and the first that forks from it settles what it loads: so all use this context.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([*_PRELOADED, *(name for name in _OF_TESTS if name in sys.modules)])
+    return context
 
 
 def _variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
