@@ -17,6 +17,7 @@ from farflung.outer.membership import Needs
 from farflung.outer.peers import Peers
 from farflung.outer.settlement import late_again, settle
 from farflung.process.sockets import serve_store
+from farflung.testing.patience import patience
 from tests.faults import stop
 from tests.outer.elastic_run import EVERY, ElasticRun, wrong
 
@@ -245,7 +246,7 @@ def test_a_newcomer_waits_for_a_stopped_member_that_alone_has_what_was_trained()
     indirect=["address"],
 )
 def test_of_two_replicas_one_that_stops_in_a_round_has_closed_no_other_one_than_its_peer(phase, address):
-    with ElasticRun(address=address, expected=2, grace_s=0.5) as run:
+    with ElasticRun(address=address, expected=2, grace_s=patience(0.5)) as run:
         first, second = run.start(0), run.start(1, dies=(phase, 5, stop))
         run.until(lambda: any("replica 1 is out" in event for event in run.events))
         run.signal(second, signal.SIGCONT)

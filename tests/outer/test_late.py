@@ -96,7 +96,9 @@ def test_steps_that_others_may_have_applied_are_not_sent_again(phase, address):
 
 @pytest.mark.ranks
 def test_late_replicas_agree_with_the_others_where_rounds_overlap_with_training():
-    with ElasticRun(recipe=streaming_diloco(8, 2, delay=2, lr=1.0, momentum=0.0), expected=2, grace_s=0.5) as run:
+    with ElasticRun(
+        recipe=streaming_diloco(8, 2, delay=2, lr=1.0, momentum=0.0), expected=2, grace_s=patience(0.5)
+    ) as run:
         first, late = run.start(0), run.start(1, dies=("local step", 20, stop), moves=3)
         run.until(lambda: any("replica 1 is out" in event for event in run.events))
         run.signal(late, signal.SIGCONT)
