@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray cluster as its engine sees it: nodes, the actors that run launchers of ours there, and the lines to them."""
+"""A Ray cluster as its engine sees it: nodes, the actors that run launchers there, and the connections to them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 from farflung.launch.codes import EngineFailure
-from farflung.launch.engines.engine import Job, launcher
-from farflung.launch.engines.lines import GONE, Line
+from farflung.launch.engines.connections import GONE, Connection
+from farflung.launch.engines.engine import Job, launcher_command
 from farflung.launch.network import get_free_port
 from farflung.process.tether import SIGN_S
 
@@ -28,7 +28,7 @@ _ANSWER_WITHIN_S, _CONNECT_WITHIN_S = 1.0, 10.0
 _APART = ("/bin/sh", "-c", 'exec 3<&0; "$@" <&3 3<&- & wait $!', "sh")
 
 
-class Machine:
+class LauncherActor:
     """What runs on a node, as an actor of several threads: a launcher, and the lines that it prints."""
 
     def __init__(self) -> None:
@@ -45,7 +45,11 @@ class Machine:
 
     def begin(self, words: Sequence[str], folder: str) -> None:
         """Start a launcher: `words` follow `python -m farflung`."""
-        command = [*_APART, *(sys.executable, "-m", "farflung.process.tether"), *launcher(words, sys.executable)]
+        command = [
+            *_APART,
+            *(sys.executable, "-m", "farflung.process.tether"),
+            *launcher_command(words, sys.executable),
+        ]
         pipe = subprocess.PIPE
         try:
             self._process = subprocess.Popen(command, cwd=folder, stdin=pipe, stdout=pipe, stderr=pipe)
@@ -63,8 +67,8 @@ class Machine:
             is_all = not self._open
         return lines, self._process.wait() if is_all and self._process else None
 
-    def tell(self, number: int) -> None:
-        """Send the launcher a signal; 0: only that somebody is here."""
+    def send_signal(self, number: int) -> None:
+        """Send the launcher a signal; 0 is a sign of life alone."""
         if self._process and self._process.stdin:
             with suppress(OSError):
                 self._process.stdin.write(bytes([number]))
@@ -82,17 +86,17 @@ class Machine:
 
     def _give_signs(self) -> None:
         while self._process and self._process.poll() is None:
-            self.tell(0)
+            self.send_signal(0)
             time.sleep(SIGN_S)
 
 
-class RayLine(Line):
+class RayConnection(Connection):
     """The connection to an actor."""
 
     def __init__(self, ray: Any, actor: Any, number: int) -> None:
         super().__init__(str(number))
         self._ray, self._actor, self.number = ray, actor, number
-        self.node, self.leaves = "", False  # the node's id, once it has one; whether it was asked to leave
+        self.node, self.is_leaving = "", False  # the node's id, once it has one; whether it was asked to leave
         self._code: int | None = None
         self._begun: Any = None
 
@@ -101,7 +105,7 @@ class RayLine(Line):
         return self._code
 
     @property
-    def sources(self) -> tuple[Iterable[bytes], Iterable[bytes]]:
+    def streams(self) -> tuple[Iterable[bytes], Iterable[bytes]]:
         return self._read("stdout"), self._read("stderr")
 
     def begin(self, words: Sequence[str], folder: str) -> None:
@@ -114,11 +118,11 @@ class RayLine(Line):
         self.host, self.node = f"{self.number}@{found[0]}", found[1]
         return found
 
-    def tell(self, number: int = 0) -> None:
+    def send_signal(self, number: int = 0) -> None:
         if number and not self.node:  # it waits for one
             self.kill()
         elif number:
-            self._actor.tell.remote(number)
+            self._actor.send_signal.remote(number)
 
     def kill(self) -> None:
         self._ray.kill(self._actor)
@@ -145,7 +149,7 @@ def in_short(error: Exception) -> str:
     return next((line for line in lines if "because" in line), lines[-1] if lines else type(error).__name__)
 
 
-def place_of(own: LaunchSettings, number: int, host: str, port: Any) -> dict[str, Any]:
+def launcher_settings(own: LaunchSettings, number: int, host: str, port: Any) -> dict[str, Any]:
     """Return the settings of one launcher; `host`, `port`: of the first one, which serves what the others need."""
     if own.elastic is not None:
         return {"replicas": 1, "meet": own.meet or f"tcp://{host}:{port}"}
@@ -154,7 +158,7 @@ def place_of(own: LaunchSettings, number: int, host: str, port: Any) -> dict[str
     return {"machine_rank": number, "main_process_ip": host, "main_process_port": own.main_process_port or port}
 
 
-class Cluster:
+class RayCluster:
     """A Ray cluster, as the process that is connected with it sees it."""
 
     def __init__(self, job: Job) -> None:
@@ -194,8 +198,8 @@ class Cluster:
                 f"needed, but the cluster has {len(fit)}; its nodes have {has}. Change cpus and gpus in engine_options."
             )
 
-    def started(self) -> list[RayLine]:
-        """Start all launchers; return the lines to them."""
+    def started(self) -> list[RayConnection]:
+        """Start all launchers; return the connections to them."""
         job = self._job
         if job.is_elastic:
             return [self.replica(number) for number in range(job.count)]
@@ -207,23 +211,23 @@ class Cluster:
                 "longer, with wait=SECONDS in engine_options, or ask for fewer."
             )
         scheduling = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        lines = [self._line(number, scheduling(group, number)) for number in range(job.count)]
-        self._first = lines[0].where()[::2]
-        for line in lines:
-            self._begin(line)
-        return lines
+        connections = [self._actor(number, scheduling(group, number)) for number in range(job.count)]
+        self._first = connections[0].where()[::2]
+        for connection in connections:
+            self._begin(connection)
+        return connections
 
-    def replica(self, number: int) -> RayLine:
+    def replica(self, number: int) -> RayConnection:
         """Start a replica's launcher on a node that is free, now or later; the first may serve the run's store."""
-        line = self._line(number, "SPREAD")
+        connection = self._actor(number, "SPREAD")
         if not self._first[0] and not self._job.settings.meet:
-            self._first = self._found(line)
-        self._begin(line)
-        return line
+            self._first = self._found(connection)
+        self._begin(connection)
+        return connection
 
-    def _found(self, line: RayLine) -> tuple[str, int]:
+    def _found(self, connection: RayConnection) -> tuple[str, int]:
         try:
-            return line.where(self._wait_s)[::2]
+            return connection.where(self._wait_s)[::2]
         except self._ray.exceptions.GetTimeoutError:
             self.leave()
             raise EngineFailure(f"No node was free within {self._wait_s:g} s. Use wait=SECONDS.") from None
@@ -235,12 +239,12 @@ class Cluster:
         found: Collection[str] = state.get_draining_nodes()
         return found
 
-    def _line(self, number: int, strategy: Any) -> RayLine:
-        actor = self._ray.remote(Machine).options(
+    def _actor(self, number: int, strategy: Any) -> RayConnection:
+        actor = self._ray.remote(LauncherActor).options(
             num_cpus=self._asked["CPU"], num_gpus=self._asked["GPU"], scheduling_strategy=strategy, max_concurrency=8
         )
-        return RayLine(self._ray, actor.remote(), number)
+        return RayConnection(self._ray, actor.remote(), number)
 
-    def _begin(self, line: RayLine) -> None:
-        words = self._job.command(json=True, **place_of(self._job.settings, line.number, *self._first))
-        line.begin(words, self._folder)
+    def _begin(self, connection: RayConnection) -> None:
+        words = self._job.command(json=True, **launcher_settings(self._job.settings, connection.number, *self._first))
+        connection.begin(words, self._folder)

@@ -10,7 +10,7 @@ from string import Template
 
 from farflung.base.errors import ConfigError
 from farflung.launch.codes import REQUEUE
-from farflung.launch.engines.engine import Job, launcher
+from farflung.launch.engines.engine import Job, launcher_command
 
 # The keys of `engine_options`: those of sbatch, by its names, and ours.
 _SBATCH = {
@@ -74,7 +74,7 @@ def _heeds_signals(job: Job) -> bool:
     return job.is_elastic or job.settings.save_on_signal is not None
 
 
-def script(job: Job) -> str:
+def batch_script(job: Job) -> str:
     """Return the batch script: on each node a launcher; a job that ends with REQUEUE goes back into the queue."""
     options = job.options
     own = {key: options[key] for key in _SBATCH if key in options}
@@ -97,7 +97,7 @@ def script(job: Job) -> str:
         directives="\n".join(f"#SBATCH --{key.replace('_', '-')}={shlex.quote(own[key])}" for key in own),
         setup=options.get("setup", ""),
         flags=shlex.join(flags),
-        command=shlex.join(launcher(words, options.get("python", sys.executable))),
+        command=shlex.join(launcher_command(words, options.get("python", sys.executable))),
         again=REQUEUE,
         job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.is_elastic else "$SLURM_JOB_ID",  # of one: the array's
     )
