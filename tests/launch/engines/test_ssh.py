@@ -73,7 +73,7 @@ class Lab:
         self.machines, self.config, self.folder = machines, config, folder
 
     def launch(self, *words, python=sys.executable, script="train.py", options="", **variables) -> Screen:
-        given = f"config={self.config},python={python}{options}"
+        given = f"python={python},ssh=-F {self.config}{options}"
         own = ["farflung", "launch", "--cpu", *words, "--engine-options", given, script]
         variables = {"FARFLUNG_RUN_DIR": "", **variables}
         return Screen(self.machines.start(0, [*own, str(self.folder)], self.folder, variables))
@@ -281,7 +281,7 @@ def test_hosts_that_differ_are_one_table_before_anything_starts(lab, home):
     for options, why in (
         (f",folder={home}/gone", "/gone"),
         (",folder=/", "there is no train.py in /; --sync copies the folder"),
-        (",ssh=-p 1", "Connection refused"),
+        (" -p 1", "Connection refused"),
     ):
         screen = lab.launch("--hosts", "node0,node1", options=options)
         text = screen.end()

@@ -78,14 +78,21 @@ class Job:
         own = ("--engine", LOCAL, "--config_file", NO_FILE, "--run_dir", str(self.folder))
         return "launch", *own, *flags_for(inner, without=_NOT_INNER), self.script, *self.arguments
 
-    def check_options(self, known: Mapping[str, str]) -> None:
-        """Raise ConfigError for a key of `engine_options` that is not among `known`, with what each means."""
-        for key in self.options:
+    def check_options(self, known: Mapping[str, str], numbers: Sequence[str] = ()) -> None:
+        """Raise ConfigError for what `engine_options` can't hold.
+
+        Args:
+            known: the keys, with what each means.
+            numbers: those of whole numbers.
+        """
+        for key, value in self.options.items():
             if key not in known:
                 raise ConfigError(
                     f"engine_options has the key {key!r}, which {self.settings.engine or 'ssh'} does not know; use one "
                     f"of {', '.join(known)}.{did_you_mean(key, known)}"
                 )
+            if key in numbers and not value.isdecimal():
+                raise ConfigError(f"engine_options has {key}={value}; use a whole number.")
 
     def write(self, handle: Mapping[str, Any]) -> None:
         """Write into the run's folder what was submitted, for later commands about it."""

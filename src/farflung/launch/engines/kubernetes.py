@@ -69,7 +69,7 @@ class Kubernetes:
     outlives_launch = True
 
     def __init__(self, job: Job) -> None:
-        job.check_options(OPTIONS)
+        job.check_options(OPTIONS, numbers=("gpus", "end_within"))
         self._job, self._options = job, job.options
         self._check_settings()
         word = re.sub(r"[^a-z0-9]+", "-", job.name.lower())
@@ -83,9 +83,6 @@ class Kubernetes:
                 "engine is kubernetes, but no image is named. Add --engine_options image=registry/name:tag, one with "
                 "Python, farflung and the script."
             )
-        for name in ("gpus", "end_within"):
-            if not options.get(name, "1").isdecimal():
-                raise ConfigError(f"engine_options has {name}={options[name]}; use a whole number.")
         for pair in filter(None, options.get("node_selector", "").split(";")):
             if not re.fullmatch(r"[^=]+=[^=]*", pair):
                 raise ConfigError(f"engine_options has node_selector={pair}; use key=value;key=value.")

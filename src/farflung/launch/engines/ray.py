@@ -39,12 +39,10 @@ class Ray:
     outlives_launch: ClassVar[bool] = False
 
     def __init__(self, job: Job) -> None:
-        job.check_options(OPTIONS)
+        job.check_options(OPTIONS, numbers=("cpus", "gpus", "wait"))
         self._job, own = job, job.settings
-        for name in ("cpus", "gpus", "wait"):
-            value = job.options.get(name, "1")
-            if not value.isdecimal() or (name == "cpus" and value == "0"):
-                raise ConfigError(f"engine_options has {name}={value}; use a whole number.")
+        if job.options.get("cpus") == "0":
+            raise ConfigError("engine_options has cpus=0; a launcher needs at least one.")
         address = job.options.get("address") or environ.text("RAY_ADDRESS") or ""
         if address.startswith("ray://"):
             raise ConfigError(
@@ -102,7 +100,7 @@ class _RayConnections(Connections[RayConnection]):
     """The machines of a fixed run, or the replicas of an elastic one: some are lost, drained, added or ended."""
 
     def __init__(self, job: Job, cluster: RayCluster) -> None:
-        super().__init__(job.settings, cluster.started())
+        super().__init__(job.settings, cluster.start())
         self._job, self._cluster = job, cluster
         self._wanted, self._next, self._look_at = len(self.all), len(self.all), 0.0
         self._restarts = _RESTARTS if job.settings.max_restarts is None else job.settings.max_restarts
@@ -168,7 +166,7 @@ class _RayConnections(Connections[RayConnection]):
         self._say("note", f"{connection.host} signs out: {why}")
 
     def _start(self) -> None:
-        self.add(self._cluster.replica(self._next))
+        self.add(self._cluster.start_replica(self._next))
         self._next += 1
 
     def _say(self, event: str, words: str) -> None:

@@ -37,13 +37,13 @@ class LauncherActor:
         self._open = len(self._lines)
         self._news = threading.Condition()
 
-    def where(self) -> tuple[str, str, int]:
+    def locate(self) -> tuple[str, str, int]:
         """Return the node's address, its id, and a port that is free there."""
         import ray
 
         return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id(), get_free_port()
 
-    def begin(self, words: Sequence[str], folder: str) -> None:
+    def start(self, words: Sequence[str], folder: str) -> None:
         """Start a launcher: `words` follow `python -m farflung`."""
         command = [
             *_APART,
@@ -56,8 +56,8 @@ class LauncherActor:
         except OSError as error:
             raise RuntimeError(f"nothing could be started in {folder}: {error.strerror}") from None
         for name in self._lines:
-            threading.Thread(target=self._keep, args=(name,), daemon=True).start()
-        threading.Thread(target=self._give_signs, daemon=True).start()
+            threading.Thread(target=self._collect, args=(name,), daemon=True).start()
+        threading.Thread(target=self._keep_alive, daemon=True).start()
 
     def read(self, name: str) -> tuple[list[bytes], int | None]:
         """Return the lines of a stream that nobody has read, and the exit code once there are no more."""
@@ -74,7 +74,7 @@ class LauncherActor:
                 self._process.stdin.write(bytes([number]))
                 self._process.stdin.flush()
 
-    def _keep(self, name: str) -> None:
+    def _collect(self, name: str) -> None:
         assert self._process is not None
         for line in getattr(self._process, name):
             with self._news:
@@ -84,7 +84,7 @@ class LauncherActor:
             self._open -= 1
             self._news.notify_all()
 
-    def _give_signs(self) -> None:
+    def _keep_alive(self) -> None:
         while self._process and self._process.poll() is None:
             self.send_signal(0)
             time.sleep(SIGN_S)
@@ -98,7 +98,7 @@ class RayConnection(Connection):
         self._ray, self._actor, self.number = ray, actor, number
         self.node, self.is_leaving = "", False  # the node's id, once it has one; whether it was asked to leave
         self._code: int | None = None
-        self._begun: Any = None
+        self._start: Any = None
 
     @property
     def code(self) -> int | None:
@@ -108,15 +108,15 @@ class RayConnection(Connection):
     def streams(self) -> tuple[Iterable[bytes], Iterable[bytes]]:
         return self._read("stdout"), self._read("stderr")
 
-    def begin(self, words: Sequence[str], folder: str) -> None:
+    def start(self, words: Sequence[str], folder: str) -> None:
         """Have the actor start a launcher, once it has a node."""
-        self._begun = self._actor.begin.remote(list(words), folder)
+        self._start = self._actor.start.remote(list(words), folder)
 
-    def where(self, *wait_s: float) -> tuple[str, str, int]:
-        """Wait until the actor has a node, and return what it says of it."""
-        found: tuple[str, str, int] = self._ray.get(self._actor.where.remote(), timeout=wait_s[0] if wait_s else None)
-        self.host, self.node = f"{self.number}@{found[0]}", found[1]
-        return found
+    def locate(self, wait_s: float | None = None) -> tuple[str, int]:
+        """Wait until the actor has a node; return that node's address and a port that is free there."""
+        address, self.node, port = self._ray.get(self._actor.locate.remote(), timeout=wait_s)
+        self.host = f"{self.number}@{address}"
+        return address, port
 
     def send_signal(self, number: int = 0) -> None:
         if number and not self.node:  # it waits for one
@@ -128,12 +128,12 @@ class RayConnection(Connection):
         self._ray.kill(self._actor)
 
     def _read(self, name: str) -> Iterator[bytes]:
-        code, has_begun = None, False
+        code, has_started = None, False
         while code is None:
             try:
-                if not has_begun:
-                    self.where()
-                    has_begun = self._ray.get(self._begun) is None
+                if not has_started:
+                    self.locate()
+                    has_started = self._ray.get(self._start) is None
                 lines, code = self._ray.get(self._actor.read.remote(name))
                 yield from lines
             except self._ray.exceptions.ActorUnavailableError:  # and it may come back
@@ -198,11 +198,11 @@ class RayCluster:
                 f"needed, but the cluster has {len(fit)}; its nodes have {has}. Change cpus and gpus in engine_options."
             )
 
-    def started(self) -> list[RayConnection]:
+    def start(self) -> list[RayConnection]:
         """Start all launchers; return the connections to them."""
         job = self._job
         if job.is_elastic:
-            return [self.replica(number) for number in range(job.count)]
+            return [self.start_replica(number) for number in range(job.count)]
         group = self._ray.util.placement_group([dict(self._asked)] * job.count, strategy="STRICT_SPREAD")
         if not group.wait(self._wait_s):
             self.leave()
@@ -212,25 +212,22 @@ class RayCluster:
             )
         scheduling = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         connections = [self._actor(number, scheduling(group, number)) for number in range(job.count)]
-        self._first = connections[0].where()[::2]
+        self._first = connections[0].locate()
         for connection in connections:
-            self._begin(connection)
+            self._start_launcher(connection)
         return connections
 
-    def replica(self, number: int) -> RayConnection:
+    def start_replica(self, number: int) -> RayConnection:
         """Start a replica's launcher on a node that is free, now or later; the first may serve the run's store."""
         connection = self._actor(number, "SPREAD")
         if not self._first[0] and not self._job.settings.meet:
-            self._first = self._found(connection)
-        self._begin(connection)
+            try:
+                self._first = connection.locate(self._wait_s)
+            except self._ray.exceptions.GetTimeoutError:
+                self.leave()
+                raise EngineFailure(f"No node was free within {self._wait_s:g} s. Use wait=SECONDS.") from None
+        self._start_launcher(connection)
         return connection
-
-    def _found(self, connection: RayConnection) -> tuple[str, int]:
-        try:
-            return connection.where(self._wait_s)[::2]
-        except self._ray.exceptions.GetTimeoutError:
-            self.leave()
-            raise EngineFailure(f"No node was free within {self._wait_s:g} s. Use wait=SECONDS.") from None
 
     def draining(self) -> Collection[str]:
         """Return the ids of nodes that are about to end. Ray has no public name for it."""
@@ -245,6 +242,6 @@ class RayCluster:
         )
         return RayConnection(self._ray, actor.remote(), number)
 
-    def _begin(self, connection: RayConnection) -> None:
+    def _start_launcher(self, connection: RayConnection) -> None:
         words = self._job.command(json=True, **launcher_settings(self._job.settings, connection.number, *self._first))
-        connection.begin(words, self._folder)
+        connection.start(words, self._folder)

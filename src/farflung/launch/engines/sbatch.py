@@ -56,10 +56,7 @@ exit $$code
 
 def check_options(job: Job) -> None:
     """Raise ConfigError for unknown options, and for settings that say what Slurm decides."""
-    job.check_options(_SBATCH | _OURS)
-    for key in ("signal", "cpus_per_task"):
-        if not job.options.get(key, "1").isdecimal():
-            raise ConfigError(f"engine_options has {key}={job.options[key]}; use a whole number.")
+    job.check_options(_SBATCH | _OURS, numbers=("signal", "cpus_per_task"))
     if "signal" in job.options and not _heeds_signals(job):
         raise ConfigError("engine_options has signal, at which only a run with --save_on_signal or --elastic saves.")
     for name in ("machine_rank", "main_process_ip", "main_process_port")[: 3 if job.is_elastic else 1]:

@@ -30,8 +30,7 @@ from farflung.process.tether import SIGN_S
 OPTIONS = {
     "python": "the Python there",
     "folder": "the working folder there",
-    "config": "a file for ssh -F",
-    "ssh": "more arguments of ssh",
+    "ssh": "more arguments of ssh: -F lab.conf",
 }
 # Of an option that ssh hears twice the first value counts. A dead connection ends after 15 s.
 _SSH = ("BatchMode=yes", "ConnectTimeout=10", f"ServerAliveInterval={SIGN_S:g}", "ServerAliveCountMax=3")
@@ -50,9 +49,8 @@ class SshClient:
     def __init__(self, options: Mapping[str, str]) -> None:
         self.python = options.get("python", sys.executable)
         self.folder = options.get("folder", os.getcwd())
-        config = ("-F", options["config"]) if "config" in options else ()
         own = (word for option in _SSH for word in ("-o", option))
-        self._words = ("ssh", "-T", *config, *shlex.split(options.get("ssh", "")), *own)
+        self._words = ("ssh", "-T", *shlex.split(options.get("ssh", "")), *own)
 
     def command(self, host: Host, words: str) -> list[str]:
         """Return ssh's command that has a shell on `host` run `words` in the working folder."""
