@@ -336,7 +336,7 @@ SLIPS = [
     ("--hosts a,b --engine slurm", USAGE, "engine is slurm", "hosts is for --engine ssh"),
     ("--engine ssh", USAGE, "no hosts are named", "Add --hosts a,b"),
     ("--sync", USAGE, "none are named", "Add --hosts a,b"),
-    ("--hosts a --engine-options prt=3", USAGE, "'prt'", "python, folder, config, ssh"),
+    ("--hosts a --engine-options prt=3", USAGE, "'prt'", "python, folder, ssh"),
     ("--hosts a --engine-options 22", USAGE, "'22'", "key=value"),
     ("--hosts a,b --run-dir none", USAGE, "run_dir is none", "keeps in the run's folder"),
     ("--hosts a,b --log_dir logs", USAGE, "engine is ssh", "log_dir is for a run on this machine"),
