@@ -17,13 +17,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import inf
 from textwrap import shorten
-from typing import Any, Generic, TextIO, TypeVar
+from typing import Any, ClassVar, Generic, TextIO, TypeVar
 
 import psutil  # type: ignore[import-untyped]
 
 from farflung.base.errors import PEER_LOST
 from farflung.config.launch import LaunchSettings
 from farflung.launch.codes import BY_SIGNAL, DONE, FAILED, EngineFailure
+from farflung.launch.engines.engine import Job
 from farflung.launch.events import say
 from farflung.launch.report import show_box
 from farflung.process.tether import SIGN_S
@@ -227,36 +228,42 @@ class Connections(Generic[L]):
             out.flush()
 
 
+class EndsWithLauncher(Generic[L]):
+    """What engines have in common whose runs end with the launcher that starts them, as it holds the connections."""
+
+    outlives_launch: ClassVar[bool] = False
+    _job: Job
+    _connections: Connections[L]  # once it is submitted
+
+    def follow(self) -> int:
+        """Print what comes over the connections until all have ended."""
+        if by := self._job.handle:
+            raise EngineFailure(
+                f"{self._job.name} was started by {self._job.settings.engine or 'ssh'}: process {by['pid']} on "
+                f"{by['machine']} shows what it prints, and nobody else gets it. `farflung watch {self._job.name}` "
+                "shows where it is."
+            )
+        return self._connections.follow()
+
+    def cancel(self) -> str:
+        """End the launcher that holds the connections, if it runs on this machine, and so what it has started."""
+        name, by = self._job.name, self._job.handle
+        if by["machine"] != socket.gethostname():
+            raise EngineFailure(f"{name} was started on {by['machine']}: `farflung cancel {name}` there ends it.")
+        try:
+            one = psutil.Process(by["pid"])
+            if one.create_time() != by["begun"]:
+                raise psutil.NoSuchProcess(one.pid)
+            one.send_signal(signal.SIGTERM)
+        except psutil.NoSuchProcess:
+            return f"{name} has ended before"
+        return f"{name} ends: process {one.pid} was asked to, and has the hosts end too"
+
+
 def this_launcher() -> dict[str, Any]:
-    """Return what `end_launcher` needs to know of this process."""
+    """Return the handle by which `cancel` finds this process."""
     own = psutil.Process()
     return {"pid": own.pid, "begun": own.create_time(), "machine": socket.gethostname()}
-
-
-def followed_elsewhere(engine: str, name: str, by: Mapping[str, Any]) -> EngineFailure:
-    """Return the error that a second follower gets: another launcher holds the run's connections."""
-    return EngineFailure(
-        f"{name} was started by {engine}: process {by['pid']} on {by['machine']} shows what it prints, and nobody else "
-        f"gets it. `farflung watch {name}` shows where it is."
-    )
-
-
-def end_launcher(name: str, by: Mapping[str, Any]) -> str:
-    """End the launcher that holds a run's connections, and so what it has started. Return what was done, in words.
-
-    Raises:
-        EngineFailure: it runs on another machine.
-    """
-    if by["machine"] != socket.gethostname():
-        raise EngineFailure(f"{name} was started on {by['machine']}: `farflung cancel {name}` there ends it.")
-    try:
-        one = psutil.Process(by["pid"])
-        if one.create_time() != by["begun"]:
-            raise psutil.NoSuchProcess(one.pid)
-        one.send_signal(signal.SIGTERM)
-    except psutil.NoSuchProcess:
-        return f"{name} has ended before"
-    return f"{name} ends: process {one.pid} was asked to, and has the hosts end too"
 
 
 def _event(text: str) -> dict[str, Any] | None:

@@ -10,14 +10,14 @@ import signal
 import time
 from collections.abc import Collection, Mapping
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 from farflung.base.errors import ConfigError
 from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.launch import DEFAULT_PORT
 from farflung.launch.codes import BY_SIGNAL, DONE
-from farflung.launch.engines.connections import Connections, end_launcher, followed_elsewhere, this_launcher
+from farflung.launch.engines.connections import Connections, EndsWithLauncher, this_launcher
 from farflung.launch.engines.engine import Job, launcher_command
 from farflung.launch.engines.ray_cluster import RayCluster, RayConnection, launcher_settings
 from farflung.launch.events import say
@@ -33,10 +33,8 @@ _RESTARTS = 3  # of replicas that are lost with their node, as of one in its lau
 _LOOK_S = 1.0
 
 
-class Ray:
+class Ray(EndsWithLauncher[RayConnection]):
     """The engine of `--engine ray`. The launcher that submits a run is its driver: the run ends with it."""
-
-    outlives_launch: ClassVar[bool] = False
 
     def __init__(self, job: Job) -> None:
         job.check_options(OPTIONS, numbers=("cpus", "gpus", "wait"))
@@ -52,7 +50,6 @@ class Ray:
         for name in ("main_process_ip", "machine_rank"):
             if getattr(own, name):
                 raise ConfigError(f"{name} is {getattr(own, name)}, but Ray decides which nodes the machines are.")
-        self._connections: _RayConnections | None = None
 
     @cached_property
     def _cluster(self) -> RayCluster:
@@ -77,23 +74,10 @@ class Ray:
         self._connections = _RayConnections(self._job, self._cluster)
         return this_launcher()
 
-    def follow(self) -> int:
-        """Print what the machines print until all have ended."""
-        if self._connections is None:
-            raise followed_elsewhere("Ray", self._job.name, self._job.handle)
-        try:
-            return self._connections.follow()
-        finally:
-            self._cluster.leave()
-
     def scale(self, count: int) -> str:
         """Leave the number where the launcher that submitted the run looks for it."""
         self._job.write({**self._job.handle, "replicas": count})
         return f"{self._job.name} is to have {counted(count, 'replica')}; its launcher adds some, or has some sign out"
-
-    def cancel(self) -> str:
-        """End the launcher that submitted the run; what it has started ends with it."""
-        return end_launcher(self._job.name, self._job.handle)
 
 
 class _RayConnections(Connections[RayConnection]):
@@ -105,6 +89,12 @@ class _RayConnections(Connections[RayConnection]):
         self._wanted, self._next, self._look_at = len(self.all), len(self.all), 0.0
         self._restarts = _RESTARTS if job.settings.max_restarts is None else job.settings.max_restarts
         self._told: set[str] = set()
+
+    def follow(self) -> int:
+        try:
+            return super().follow()
+        finally:
+            self._cluster.leave()
 
     @property
     def _is_done(self) -> bool:

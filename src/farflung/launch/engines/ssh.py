@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from farflung.base.errors import ConfigError
 from farflung.base.words import plural
@@ -15,30 +15,21 @@ from farflung.config.engines import parse_hosts
 from farflung.config.launch import DEFAULT_PORT, LaunchSettings, flags_for
 from farflung.launch.codes import EngineFailure
 from farflung.launch.engines import probe
-from farflung.launch.engines.connections import (
-    Connections,
-    SshConnection,
-    end_launcher,
-    followed_elsewhere,
-    this_launcher,
-)
+from farflung.launch.engines.connections import Connections, EndsWithLauncher, SshConnection, this_launcher
 from farflung.launch.engines.engine import Job, launcher_command
 from farflung.launch.engines.ssh_client import OPTIONS, SshClient, table_of_differences
 from farflung.launch.events import say
 from farflung.launch.network import is_loopback
 
 
-class Ssh:
+class Ssh(EndsWithLauncher[SshConnection]):
     """Hosts that ssh reaches without a question: `--hosts a,b,user@c:2`."""
-
-    outlives_launch: ClassVar[bool] = False
 
     def __init__(self, job: Job) -> None:
         job.check_options(OPTIONS)
         self._job, self._ssh = job, SshClient(job.options)
         self._hosts = () if job.handle else parse_hosts(job.settings.hosts or "")
         self._counts = [] if job.handle else self._shared_out(job.settings)
-        self._connections: Connections[SshConnection] | None = None
 
     def _shared_out(self, own: LaunchSettings) -> list[int | None]:
         """Return how many replicas or processes each host gets; None: one for each GPU."""
@@ -142,9 +133,7 @@ class Ssh:
 
     def follow(self) -> int:
         """Print what the hosts print until all have ended; then take over what they have written on disks of theirs."""
-        if self._connections is None:
-            raise followed_elsewhere("ssh", self._job.name, self._job.handle)
-        code = self._connections.follow()
+        code = super().follow()
         for host, connection in zip(self._hosts, self._connections.all, strict=True):
             if not connection.is_gone and not self._ssh.collect(host, str(self._folder_there), self._job.folder):
                 words = f"what {host.name} has in {self._folder_there} could not be copied to {self._job.folder}"
@@ -161,7 +150,3 @@ class Ssh:
             f"{self._job.name} was started by ssh on {', '.join(self._job.handle['hosts'])}, which starts no more by "
             f"itself. To add replicas: {add}. To end some: end that launch, by Ctrl-C or `farflung cancel`."
         )
-
-    def cancel(self) -> str:
-        """End the launcher that holds the connections, if it runs on this machine, and so what it has started."""
-        return end_launcher(self._job.name, self._job.handle)
