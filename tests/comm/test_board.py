@@ -30,8 +30,11 @@ def test_keys_of_a_part_are_its_own(board):
         ["key"],
         [],
     )
-    part.delete("key")
-    assert (part.get("key"), list(part.list("k"))) == (None, [])
+    part.delete("nothing", "key")
+    assert (part.get("key"), list(part.list(""))) == (None, ["other"])
+    part.delete()
+    part.delete("key", "other")
+    assert list(part.list("")) == []
 
 
 def test_of_several_who_decide_one_does_and_all_know_it(board):

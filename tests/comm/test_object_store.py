@@ -31,6 +31,16 @@ def test_no_key_is_taken_for_another_one(board, key):
     assert board.list("") == ["a/b"]
 
 
+def test_many_objects_are_deleted_by_one_request(board, s3):
+    for number in range(5):
+        board.put(f"{number}", b"1")
+    before = s3.counts()
+    board.delete("0", "nothing", "1", "2", "3")
+    after = s3.counts()
+    assert sum(after.values()) - sum(before.values()) == 1
+    assert board.list("") == ["4"]
+
+
 def test_a_bucket_that_overwrites_what_was_to_be_created_is_refused(bucket, s3):
     s3.set(ignores=True)
     with pytest.raises(ConfigError, match=f"can't meet at {bucket}. It overwrites objects"):

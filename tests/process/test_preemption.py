@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from farflung.base.errors import ConfigError
-from farflung.process.preemption import Preemption
+from farflung.process.preemption import PreemptionVote
 from farflung.testing.patience import patience
 
 LAST = 2000  # boundaries that a rank comes to at most
@@ -50,7 +50,7 @@ class Presence:
 
 @contextmanager
 def voters(size):
-    made = [Preemption(rank, size) for rank in range(size)]
+    made = [PreemptionVote(rank, size) for rank in range(size)]
     try:
         yield made
     finally:
@@ -152,7 +152,7 @@ def test_only_the_main_thread_can_hear_signals():
 
     def make():
         with pytest.raises(ConfigError, match="only the main thread hears signals"):
-            Preemption(0, 1)
+            PreemptionVote(0, 1)
         found.append(True)
 
     thread = threading.Thread(target=make)

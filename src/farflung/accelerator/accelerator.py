@@ -164,8 +164,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
             scheduler_ticks=scheduler_ticks,
         )
         self.flag_tensor: Tensor | None = None
-        folder = save_on_signal or environ.text("FARFLUNG_SAVE_ON_SIGNAL")
-        self._stop_on_signal(session, folder, self._end_unfinished)
+        self._save_on_signal(session, save_on_signal or environ.text("FARFLUNG_SAVE_ON_SIGNAL"))
 
     # ---- making things ready
 
@@ -435,13 +434,11 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
             self._settle_checkpoints()
         finally:
             self._finish_trackers()
-        self._ignore_signals()
+        if self._vote is not None:
+            self._vote.release()
+            self._loop.at_boundary = None
         unset_announced()
         leave_world()
-
-    def _end_unfinished(self) -> None:
-        self._controller.drop()
-        self._finish_trackers()
 
     def __repr__(self) -> str:
         world = self._run.world

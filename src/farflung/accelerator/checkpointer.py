@@ -10,9 +10,11 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from farflung.accelerator.session import flushed
@@ -158,6 +160,36 @@ class Checkpointer:
         helpers = 1 if run.replicas_differ or run.custom or group.exchange.size == 1 else run.world.local_size
         big = {paths.optimizer(k): (1 + k) % helpers for k in range(len(run.optimizers))}
         return leader + big.get(name, 0) == run.world.rank
+
+    def open_series(self, folder: Path) -> bool:
+        """Make the folder of numbered checkpoints that a signal saves to; return whether it has some. A collective.
+
+        Raises:
+            ConfigError: nothing can be written there, or a rank does not see what its leader writes there.
+        """
+        group, doing = replace(self._everyone, call="Accelerator"), "Looking at the folder of save_on_signal"
+        with ExitStack() as stack:
+
+            def write() -> tuple[str, bool]:
+                if not group.leads:
+                    return "", False
+                try:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    made = stack.enter_context(TemporaryDirectory(dir=folder, prefix="."))
+                except OSError as error:
+                    why = f"where nothing can be written: {error.strerror}. Name another folder."
+                    raise ConfigError(f"save_on_signal is {str(folder)!r}, {why}") from None
+                return Path(made).name, bool(atomic.numbered(folder))
+
+            def look() -> None:
+                if not (folder / written[group.leader][0]).is_dir():
+                    why = f"but this rank does not see what rank {group.leader} writes there"
+                    raise ConfigError(f"save_on_signal is {str(folder)!r}, {why}. Name one that all machines share.")
+
+            written = group.agree(doing, write)
+            group.agree(doing, look)
+        has_checkpoints: bool = written[0][1]
+        return has_checkpoints
 
     # ---- loading
 

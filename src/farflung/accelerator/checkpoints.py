@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,18 +19,18 @@ from farflung.accelerator import lazy
 from farflung.accelerator.operations import extract_model_from_parallel
 from farflung.accelerator.session import Session, flushed
 from farflung.base.checks import check_callable, check_optional, check_path, check_protocol, check_type, check_word
-from farflung.base.errors import CheckpointError, Unsupported, WrongType
-from farflung.comm.collectives import from_first
+from farflung.base.errors import CheckpointError, ConfigError, Unsupported, WrongType
 from farflung.comm.matching import match
 from farflung.comm.shards import model_has_dtensor
 from farflung.comm.torch_group import TorchGroup
 from farflung.config.handlers import ProjectConfiguration
+from farflung.process.failure import PREEMPTED, leave_note
+from farflung.process.preemption import REQUEUE, PreemptionVote
 from farflung.resume.run import Run
 
 if TYPE_CHECKING:
     from farflung.accelerator.checkpointer import Checkpointer
     from farflung.accelerator.controller import OuterController
-    from farflung.accelerator.stopping import Stopping
     from farflung.checkpoint.manager import Busy
 
 Path_ = str | os.PathLike[str]
@@ -41,7 +42,11 @@ class Checkpointing:
     project_configuration: ProjectConfiguration
     _run: Run
     _controller: OuterController
-    _stopping: Stopping | None = None
+    _finish_trackers: Callable[[], None]
+    _vote: PreemptionVote | None = None
+    _series: Path | None = None  # of numbered checkpoints, where a signal saves
+    _has_earlier = False  # it had some when this Accelerator was made
+    _is_resumed = False  # the script has loaded a checkpoint, or has asked for the newest
 
     @cached_property
     def _checkpointer(self) -> Checkpointer:
@@ -126,8 +131,7 @@ class Checkpointing:
                 f"load_state: {odd} can't be set: checkpoints hold plain data only, and are loaded onto the CPU first."
             )
         self._checkpointer.load(input_dir, strict)
-        if self._stopping is not None:
-            self._stopping.is_resumed = True
+        self._is_resumed = True
 
     def resume(self) -> bool:
         """Continue from the newest complete checkpoint that a signal left, if there is one; return whether there was.
@@ -138,14 +142,10 @@ class Checkpointing:
         Raises:
             CheckpointError: checkpoints are there, and none is complete or fits; the running state is as it was.
         """
-        stopping = self._stopping
-        if stopping is None:
+        self._is_resumed = True
+        if self._series is None or not self._has_earlier:
             return False
-        stopping.is_resumed = True
-        flushed(self._run.world.exchange)
-        if not from_first(self._run.world.exchange, stopping.has_checkpoints, "resume"):
-            return False
-        self._checkpointer.load(stopping.folder, True, series=stopping.folder)
+        self._checkpointer.load(self._series, True, series=self._series)
         return True
 
     def stop_if_signalled(self) -> None:
@@ -159,30 +159,47 @@ class Checkpointing:
         """
         self._run.loop.boundary()
 
-    def _stop_on_signal(self, session: Session, folder: Path_ | None, end: Callable[[], None]) -> None:
-        """Save and `end` this run at a signal, if a folder is given and no Accelerator before this one does so."""
-        if folder is None or session.stopping is not None:
+    def _save_on_signal(self, session: Session, folder: Path_ | None) -> None:
+        """Save this run in a folder and end it at a signal, unless an Accelerator before this one does so."""
+        if folder is None or session.vote is not None:
             return
         check_path("save_on_signal", folder)
-        world = self._run.world
-        leader = world.rank - world.local_rank if self.project_configuration.save_on_each_node else 0
-        self._stopping = session.stopping = self._run.loop.stops = lazy.Stopping(
-            Path(folder), world, self._save_next, end, leader
-        )
+        world, self._series = self._run.world, Path(folder).expanduser().absolute()
+        if world.place.member is not None:
+            raise ConfigError(
+                "save_on_signal is for fixed ranks. Replicas that come and go sign out on SIGTERM and SIGUSR1; the "
+                "others, or the address of --meet, keep the state."
+            )
+        self._has_earlier = self._checkpointer.open_series(self._series)
+        self._vote = session.vote = PreemptionVote(world.rank, world.size)
+        if world.watchdog is not None:
+            world.watchdog.vote = self._vote
+        self._run.loop.at_boundary = partial(self._boundary, self._vote, self._series)
 
-    def _save_next(self, series: Path) -> Path:
-        """Write the next of some numbered checkpoints; that an earlier one failed is only printed."""
+    def _boundary(self, vote: PreemptionVote, series: Path) -> None:
+        """Save the next of some numbered checkpoints and end this rank, if all ranks stop here."""
+        is_main = self._run.world.is_main
+        if threading.current_thread() is not threading.main_thread():  # which reads ahead of the training
+            return
+        if self._has_earlier and not self._is_resumed and not vote.passed and is_main:
+            raise ConfigError(
+                f"{series} has checkpoints of an earlier start of this run, but the script trains from the "
+                "beginning. Call accelerator.resume() after prepare, or name another folder for save_on_signal."
+            )
+        if not vote.passes():
+            return
         try:
             self._settle_checkpoints()
         except CheckpointError as error:
             print(f"farflung: an earlier checkpoint was not written: {error}", file=sys.stderr)
-        return self._checkpointer.save(None, safe=True, block=True, busy="wait", series=series)
-
-    def _ignore_signals(self) -> None:
-        """Leave signals to the script again."""
-        if self._stopping is not None:
-            self._stopping.signals.release()
-            self._run.loop.stops = None
+        saved = self._checkpointer.save(None, safe=True, block=True, busy="wait", series=series)
+        if is_main:
+            said = f"{vote.why}: saved {saved}, from which accelerator.resume() continues (exit code {REQUEUE})"
+            print(f"farflung: {said}", file=sys.stderr, flush=True)
+        leave_note(PREEMPTED)
+        self._controller.drop()
+        self._finish_trackers()
+        raise SystemExit(REQUEUE)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load objects that have `state_dict` and `load_state_dict` too, in this order.

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from farflung.accelerator.join import join_uneven_inputs as join_uneven_inputs
-    from farflung.accelerator.stopping import Stopping as Stopping
     from farflung.big_model.load import get_state_dict_offloaded_model as get_state_dict_offloaded_model
     from farflung.checkpoint.export import save_sharded as save_sharded
     from farflung.checkpoint.manager import CheckpointGroup as CheckpointGroup
@@ -48,7 +47,6 @@ _WHERE = {
     for module, names in {
         "accelerator.checkpointer": "Checkpointer",  # not among the types above: it uses the session, which uses this
         "accelerator.join": "join_uneven_inputs",
-        "accelerator.stopping": "Stopping",
         "big_model.load": "get_state_dict_offloaded_model",
         "checkpoint.export": "save_sharded",
         "checkpoint.manager": "CheckpointGroup",

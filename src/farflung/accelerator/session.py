@@ -21,11 +21,11 @@ from farflung.config.handlers import GradientAccumulationPlugin
 from farflung.loop.state import LoopState
 from farflung.loop.uneven import UnevenDataCheck
 from farflung.process.mesh import IslandSize, Mesh, make_mesh, require_replicas, stated_island_size
+from farflung.process.preemption import PreemptionVote
 from farflung.process.world import World
 
 if TYPE_CHECKING:
     from farflung.accelerator.controller import OuterController
-    from farflung.accelerator.stopping import Stopping
     from farflung.config.parallelism import ParallelismConfig
     from farflung.config.sharding import FullyShardedDataParallelPlugin
 
@@ -56,7 +56,7 @@ class Session:
         layout: how ranks share models; None: no Accelerator has settled that.
         named_kind: the value that a script has set `state.distributed_type` to. How ranks train stays the same.
         announced: environment variables that tell transformers of it, to be unset with the session.
-        stopping: of the first Accelerator: what saves and ends the run at a scheduler's signal; None: nothing does.
+        vote: where the first Accelerator saves and ends the run at a scheduler's signal; None: nowhere.
         controllers: of the Accelerators, as long as they exist; `flushed` flushes their outer loops.
     """
 
@@ -68,7 +68,7 @@ class Session:
     layout: Layout | None = None
     named_kind: DistributedType | None = None
     announced: tuple[str, ...] = ()
-    stopping: Stopping | None = None
+    vote: PreemptionVote | None = None
     controllers: WeakKeyDictionary[OuterController, None] = field(default_factory=WeakKeyDictionary)
 
 

@@ -43,8 +43,8 @@ class Board(Protocol):
     def has(self, keys: Iterable[str]) -> bool:
         """Return whether all of these keys exist, in one request: members that wait for each other poll it."""
 
-    def delete(self, key: str) -> None:
-        """Delete a record, if it exists."""
+    def delete(self, *keys: str) -> None:
+        """Delete those of these records that exist, in any order and in one request where that can be."""
 
     def part(self, name: str) -> Board:
         """Return the keys that begin with this name and a slash, as a board of their own."""
@@ -58,8 +58,7 @@ class Board(Protocol):
 
 def forget(board: Board, prefix: str) -> None:
     """Delete all keys that begin with a prefix."""
-    for key in board.list(prefix):
-        board.delete(key)
+    board.delete(*board.list(prefix))
 
 
 class Log:

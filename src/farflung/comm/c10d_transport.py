@@ -189,8 +189,9 @@ class StoreBoard(Board):
         asked = [self.prefix + key for key in keys]
         return bool(self._ask(lambda store: store.check(asked)))
 
-    def delete(self, key: str) -> None:
-        self._ask(lambda store: store.delete_key(self.prefix + key))
+    def delete(self, *keys: str) -> None:
+        if keys:
+            self._ask(lambda store: [store.delete_key(self.prefix + key) for key in keys])
 
     def list(self, prefix: str) -> Sequence[str]:
         found = self._ask(lambda store: store.list_keys())

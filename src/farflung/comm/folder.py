@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from io import BufferedReader
 from itertools import accumulate
 from pathlib import Path
@@ -84,17 +85,16 @@ class FolderBoard(ObjectBoard):
     pause_s: ClassVar[float] = 0.02
     heartbeat_s: ClassVar[float] = 1.0
 
-    def delete(self, key: str) -> None:
-        path = self._path(key)
-
-        def delete() -> None:
+    def delete(self, *keys: str) -> None:
+        def delete(path: str) -> None:
             with suppress(FileNotFoundError):
                 os.unlink(path)
             with suppress(OSError):  # the first one that is not empty
                 for folder in self._folders(path)[:0:-1]:
                     os.rmdir(folder)
 
-        self.ask(delete)
+        for key in keys:
+            self.ask(partial(delete, self._path(key)))
 
     def write(self, key: str, parts: Sequence[bytes | memoryview], is_new: bool = False) -> None:
         """Write a file of these parts aside, and then give it its name."""

@@ -129,8 +129,7 @@ class LauncherNotes:
         return self.read(f"{what}/{member}")
 
     def forget(self, member: int, *what: Note) -> None:
-        for key in what or [*get_args(Note), "lates"]:
-            self.board.delete(f"{key}/{member}")
+        self.board.delete(*(f"{key}/{member}" for key in what or [*get_args(Note), "lates"]))
         if not what:
             forget(self.board, f"loops/{member}/")
 
@@ -192,8 +191,7 @@ class LauncherNotes:
         """Return the lines since the last call that the first launcher, or that of a machine, is to print."""
         keys = sorted(self.board.list(f"events/{machine}/"))
         lines = [self.read(key) for key in keys]
-        for key in keys:
-            self.board.delete(key)
+        self.board.delete(*keys)
         return lines
 
 
@@ -291,9 +289,7 @@ class MemberStore:
 
     def close(self, name: str) -> None:
         """Delete a question that is answered, or that no replica waits with any more."""
-        self.board.delete(f"ask/{name}")
-        self.board.delete(f"tensors/{name}")
-        self.board.delete(f"ready/{name}")
+        self.board.delete(*(f"{what}/{name}" for what in ("ask", "tensors", "ready")))
 
     def mark_ready(self, name: str) -> None:
         """Record that a replica that asks may be admitted."""
@@ -347,7 +343,5 @@ class MemberStore:
 
     def forget_before(self, generation: int) -> None:
         """Delete the entries of earlier generations."""
-        for key in self.board.list("g"):
-            found = _OF_GENERATION.match(key)
-            if found and int(found[1]) < generation:
-                self.board.delete(key)
+        found = {key: _OF_GENERATION.match(key) for key in self.board.list("g")}
+        self.board.delete(*(key for key, one in found.items() if one and int(one[1]) < generation))

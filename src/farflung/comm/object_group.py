@@ -25,6 +25,7 @@ _LOOK_PAUSES = 10  # of the board, between two questions of a wait to its watch
 _LOOK_SHARE = 5  # a question that takes long comes after five times as long at the earliest
 _LEAST_PAUSES, _MOST_PAUSES = 0.05, 2.5  # of the board, between two looks for a share
 _HEADER_BYTES = 2048  # of a share, at most
+_KEPT = 6  # shares that all have read, until they are deleted by one request: those of two rounds, as a rule
 _MOST_UNREAD = 16  # collectives by which others may lag behind a rank that broadcasts
 
 
@@ -204,10 +205,10 @@ class ObjectGroup(Group):
             self._read_by[rank] = max(self._read_by[rank], num_read)
             least = min(self._read_by.values())
             over = [number for number in self._shares if number <= least]
+            over = over if len(over) >= _KEPT else []
             self._shares = self._shares[len(over) :]
-        for number in over:
-            with suppress(Unreachable):
-                self._at_once.delete(f"{number}.{self.rank}")
+        with suppress(Unreachable):
+            self._at_once.delete(*(f"{number}.{self.rank}" for number in over))
 
     def _have_read(self, number: int) -> bool:
         """Return whether all others have read so many collectives."""

@@ -105,12 +105,15 @@ class BucketBoard(ObjectBoard):
     grace_s: ClassVar[float] = 60.0
     num_at_once: ClassVar[int] = 8
 
-    def delete(self, key: str) -> None:
+    def delete(self, *keys: str) -> None:
         def delete() -> None:
-            with suppress(FileNotFoundError):
-                obstore.delete(self.quick, self.name(key))
+            with suppress(FileNotFoundError):  # only of one, or from stores that take one at a time
+                return obstore.delete(self.quick, [self.name(key) for key in keys])
+            for key in keys if len(keys) > 1 else ():
+                self.delete(key)
 
-        self.ask(delete)
+        if keys:
+            self.ask(delete)
 
     def write(self, key: str, parts: Sequence[bytes | memoryview], is_new: bool = False) -> None:
         is_small = sum(map(len, parts)) <= _SMALL

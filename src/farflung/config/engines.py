@@ -30,7 +30,7 @@ class Host:
         return self.target.rpartition("@")[2]
 
 
-def hosts_of(stated: str) -> Sequence[Host]:
+def parse_hosts(stated: str) -> Sequence[Host]:
     """Return the machines that the setting `hosts` names, in order: one or more, each once.
 
     It is a list, `a,b,user@c:2`, or a file with one a line, `c:2` or `c slots=2`; `#` begins a comment there.

@@ -32,11 +32,10 @@ from farflung.launch.codes import COULD_NOT_MEET, EngineFailure
 from farflung.launch.events import say
 from farflung.launch.plan import Plan, torch_is_loaded
 from farflung.launch.report import Failure, in_order, show
-from farflung.process.failure import CHECKPOINT, PREEMPTED
-from farflung.process.preemption import SIGNALS
+from farflung.process.failure import CHECKPOINT
+from farflung.process.preemption import SIGNALS, handling
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those that the agent takes over
-_SAME_S = 3.0  # between two SIGTERM that are one request: a scheduler's, and a launcher's above this one
 _PATIENCE_S = 2.0
 _SLOW = "the processes have 30 s to shut down; press Ctrl-C again to kill them now."
 _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
@@ -51,7 +50,7 @@ class Outcome:
     finished: tuple[int, ...] = ()  # ranks that ended well, though others failed
     notes: frozenset[str] = frozenset()  # their names, that any rank left for the launcher
     checkpoint: Path | None = None  # the newest that a run which failed has written
-    is_preempted: bool = False  # saved as a scheduler asked for it, or ended by that before it could
+    is_preempted: bool = False  # ended by a scheduler's signal before it could save
 
 
 def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = None) -> Outcome:
@@ -97,8 +96,9 @@ def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = No
             return Outcome(
                 tuple(failures),
                 finished=finished,
+                notes=_notes(log_dir),
                 checkpoint=newest_checkpoint(log_dir),
-                is_preempted=ended_early or PREEMPTED in _notes(log_dir),
+                is_preempted=ended_early,
             )
         except SignalException as error:
             first = num_local * int(meeting.conf.get("rank", 0))
@@ -268,24 +268,18 @@ def _passing_on(error: Callable[[str, signal.Signals], Exception]) -> Iterator[l
     so does one that finds no ranks.
     """
     passed_on: list[int] = []
-    ends_at = inf
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        nonlocal ends_at
+    def end(number: int) -> None:
+        raise error("ended", signal.Signals(number))
+
+    def pass_on(number: int) -> None:
         ranks = psutil.Process().children()
-        now = time.monotonic()
-        if not ranks or (number == signal.SIGTERM and now > ends_at):
-            raise error("ended", signal.Signals(number))
-        if number == signal.SIGTERM:
-            ends_at = min(ends_at, now + _SAME_S)
+        if not ranks:
+            end(number)
         passed_on.append(number)
         for rank in ranks:
             with suppress(psutil.NoSuchProcess):
                 rank.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in SIGNALS}
-    try:
+    with handling(pass_on, end):
         yield passed_on
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

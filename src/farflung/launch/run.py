@@ -44,8 +44,8 @@ def launch_script(
     for note in resolved.notes:
         say(settings, "note", note, is_error=True)
     if not settings.is_local:
-        run_elsewhere = import_module("farflung.launch.engines.submit").run_elsewhere
-        return int(run_elsewhere(resolved, script, script_args))
+        submit_run = import_module("farflung.launch.engines.submit").submit_run
+        return int(submit_run(resolved, script, script_args))
     is_elastic = settings.elastic is not None or settings.join is not None
     if is_elastic and not settings.dry_run:
         code: int = import_module("farflung.launch.replicas").run_replicas(resolved, script, script_args)

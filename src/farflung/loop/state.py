@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -35,16 +35,6 @@ class Observer(Protocol):
 
     def iteration_ended(self, iteration: ActiveLoader, at_end: bool) -> None:
         """Called when an iteration is over: it came to its end, or was left early."""
-
-
-class Stops(Protocol):
-    """What may end the loop between two of its steps."""
-
-    def boundary(self) -> None:
-        """Called where everything of a step is done and nothing of the next one; raises SystemExit to end there."""
-
-    def stray_step(self) -> None:
-        """Called after a step outside of all loops over prepared loaders, whose boundaries are not known."""
 
 
 class Trace:
@@ -99,7 +89,7 @@ class LoopState:
         self.backwards = 0  # passes; what an optimizer has not stepped on since is unfinished
         self.keeps_loss = False  # `loss` is wanted
         self.loss: tuple[Tensor, float | Tensor] | None = None  # of the latest `backward`, with its number of items
-        self.stops: Stops | None = None
+        self.at_boundary: Callable[[], None] | None = None  # may raise SystemExit to end the loop there
         self._steps = Trace()
         self.reset()
 
@@ -109,7 +99,7 @@ class LoopState:
             "loaders": [],
             "joined": None,
             "loss": None,
-            "stops": None,
+            "at_boundary": None,
             "stepped_in": None,
             "_observers": list(self._observers),
         }
@@ -194,10 +184,8 @@ class LoopState:
 
     def step_attempted(self) -> None:
         """Called after each attempted step of an optimizer."""
-        if self.stops is not None:
+        if self.at_boundary is not None:
             self.stepped_in = self.around(self._steps)
-            if self.stepped_in is None:
-                self.stops.stray_step()
 
     def asked_for_next(self, loader: ActiveLoader) -> None:
         """Called where the loop comes back for another batch. A step since the last one is over, scheduler and all.
@@ -210,10 +198,13 @@ class LoopState:
             self.boundary()
 
     def boundary(self) -> None:
-        """Pass a boundary between two steps; not among ranks that answer each other's collectives."""
-        if self.stops is not None and self.joined is None:
+        """Pass a boundary between two steps: all of one is done, and nothing of the next.
+
+        Ranks that answer each other's collectives pass none.
+        """
+        if self.at_boundary is not None and self.joined is None:
             self.stepped_in = None
-            self.stops.boundary()
+            self.at_boundary()
 
     def enter(self, loader: ActiveLoader, batch: Any = None) -> None:
         """Take `loader` as the current one: it starts, or it hands out a batch."""

@@ -2,17 +2,21 @@
 """Where all ranks of a run stop when its scheduler is about to end it: a vote over the store that costs no collective.
 
 A signal reaches ranks at different steps, or only one of them. Each rank counts the boundaries between its steps. When
-a rank's watchdog hears of the signal, it publishes n, the number of the rank's next boundary. At that boundary the rank
-waits until all have published, and all stop at the largest n. No rank can have passed it, as each waits at its own n,
-which is not larger. The wait is short: watchdogs publish whatever their ranks are busy with.
+a rank's watchdog hears of the signal, it publishes n, the number of the rank's next boundary. From then on the rank
+waits at boundaries until all have published, and all stop at the largest n. No rank can have passed it, as each waits
+at its own n, which is not larger. The wait is short: watchdogs publish whatever their ranks are busy with.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from math import inf
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -24,10 +28,32 @@ if TYPE_CHECKING:
 REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: start the same command again
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # the end, and the warning that Slurm, say, gives before it
 _SAME_S = 3.0  # a scheduler signals launcher and ranks, and the launcher passes it on: that is one request
-_LOOK_S = 0.5
 
 
-class Preemption:
+@contextmanager
+def handling(handle: Callable[[int], None], end: Callable[[int], None]) -> Iterator[None]:
+    """Call `handle` at each of `SIGNALS`, but `end` at a second SIGTERM, and at any that a forked process gets."""
+    process, ends_at = os.getpid(), inf
+
+    def called(number: int, frame: FrameType | None) -> None:
+        nonlocal ends_at
+        now, is_forked = time.monotonic(), os.getpid() != process
+        if number == signal.SIGTERM and (is_forked or now > ends_at):
+            end(number)
+        elif not is_forked:
+            ends_at = min(ends_at, now + _SAME_S) if number == signal.SIGTERM else ends_at
+            handle(number)
+
+    before = {number: signal.signal(number, called) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is called:
+                signal.signal(number, handler)
+
+
+class PreemptionVote:
     """Hears this rank's signals, in place of the script's own handlers, and votes on where the run stops.
 
     A second SIGTERM ends the process at once; SIGUSR1 is a warning, however often it comes.
@@ -37,31 +63,27 @@ class Preemption:
 
     Attributes:
         why: which rank got which signal; empty as long as none is known to have got one.
+        passed: how many boundaries this rank has passed.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError("save_on_signal: only the main thread hears signals. Make the Accelerator there.")
-        self.why = ""
-        self._rank, self._process, self._ends_at = rank, os.getpid(), float("inf")
-        self._is_alone, self._is_over = size == 1, False
-        self._lock = threading.Lock()
-        self._passed = 0  # boundaries
-        self._next: int | None = None  # the boundary that was published
-        self._stop: int | None = None  # where all stop
+        self.why, self.passed = "", 0
+        self._rank, self._is_alone = rank, size == 1
+        self._has_published = False
+        self._stop: int | None = None  # the boundary where all stop
         self._decided = threading.Event()
-        self._before = {number: signal.signal(number, self._hear) for number in SIGNALS}
+        self._handlers = ExitStack()
+        self._handlers.enter_context(handling(self._hear, _end))
 
     def passes(self) -> bool:
         """Pass a boundary between two steps; return whether the run stops at this one."""
-        with self._lock:
-            self._passed += 1
-            has_published = self._next is not None
-        if self._is_alone:
+        self.passed += 1  # before it looks at `why`, as the watchdog sets that before it looks here
+        if not self.why or self._is_alone:
             return bool(self.why)
-        while has_published and not self._decided.wait(_LOOK_S) and not self._is_over:
-            pass
-        return self._stop == self._passed
+        self._decided.wait()
+        return self._stop == self.passed
 
     def look(self, presence: PresenceStore) -> None:
         """Take part in the vote: the watchdog calls this now and then."""
@@ -71,35 +93,35 @@ class Preemption:
         self.why = said or self.why
         if not self.why or self._decided.is_set():
             return
-        if self._next is None:
-            with self._lock:
-                self._next = self._passed + 1
-            presence.post(str(self._next), "stop")
+        if not self._has_published:
+            presence.post(str(self.passed + 1), "stop")
+            self._has_published = True
         stops = presence.posts("stop")
         silent = [rank for rank in range(presence.size) if rank not in stops]
         if not silent:
             self._stop = max(map(int, stops.values()))
         if not silent or presence.ended(silent):  # ranks that have ended were at the end of the work
-            self._decided.set()
+            self.end()
 
     def end(self) -> None:
-        """Vote no more, as the store is gone or the work is done."""
-        self._is_over = True
+        """Vote no more: it is decided, or the store is gone, or the work is done."""
+        self._decided.set()
 
     def release(self) -> None:
         """Restore the handlers that were there before."""
         self.end()
-        for number, before in self._before.items():
-            if signal.getsignal(number) == self._hear:
-                signal.signal(number, before)
+        self._handlers.close()
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        is_ours = os.getpid() == self._process  # and not a process that was forked from it
-        if number == signal.SIGTERM and (not is_ours or now > self._ends_at):
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        elif is_ours:
-            self.why = self.why or f"{signal.Signals(number).name} at rank {self._rank}"
-            if number == signal.SIGTERM:
-                self._ends_at = min(self._ends_at, now + _SAME_S)
+    def _hear(self, number: int) -> None:
+        if not self.why and not self.passed:
+            print(
+                f"farflung: {signal.Signals(number).name} came before the end of any step, where the run is saved. A "
+                "loop without a prepared loader must call accelerator.stop_if_signalled() at the end of each step.",
+                file=sys.stderr,
+            )
+        self.why = self.why or f"{signal.Signals(number).name} at rank {self._rank}"
+
+
+def _end(number: int) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)

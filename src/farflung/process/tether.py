@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ties a rank to the launcher that started it, so that none outlives a launcher that is killed; and a launcher that was
-started by ssh to the other end of that line: `python -m farflung.process.tether COMMAND`.
+started by ssh to the other end of that connection: `python -m farflung.process.tether COMMAND`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from farflung.config import environ
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>; it also holds for a program that takes this process's place
 
 SIGN_S = 5.0  # between two signs of life of the other end
-_SILENCE_S = 30.0  # after which the line is dead
+_SILENCE_S = 30.0  # after which the connection is dead
 _END_WITHIN_S = 10.0
 _LOOK_S = 0.1
 
@@ -55,7 +55,7 @@ def run_tethered(command: Sequence[str]) -> int:
     """Run a command until it ends, and end it and what it has started when stdin closes or falls silent.
 
     Each byte on stdin is the number of a signal for it, SIGKILL for its whole group; or 0, a sign of life that is to
-    come every `SIGN_S`. A closed line is a request to end, by SIGTERM and 10 s later by SIGKILL.
+    come every `SIGN_S`. A closed connection is a request to end, by SIGTERM and 10 s later by SIGKILL.
 
     Returns:
         its exit code; 128 + the number of the signal that ended it.

@@ -39,7 +39,7 @@ from farflung.comm.torch_group import TORCHS, TorchGroup
 from farflung.comm.waits import TORCH, Wait, describe_call
 from farflung.config import environ
 from farflung.process.failure import has_report, record_failure
-from farflung.process.preemption import Preemption
+from farflung.process.preemption import PreemptionVote
 from farflung.process.sockets import address_on_route_to
 
 _TICK_S = 0.5  # how often a watchdog looks
@@ -70,7 +70,7 @@ class Watchdog:
         self._is_default = False
         self._thread: threading.Thread | None = None
         self._halt = threading.Event()
-        self.preemption: Preemption | None = None  # whose votes it casts
+        self.vote: PreemptionVote | None = None  # that it takes part in for this rank
 
     def start(self, timeout_s: float, is_default: bool = False) -> None:
         """Watch over the thread that calls this; where it is watched already, do nothing.
@@ -127,14 +127,14 @@ class Watchdog:
             if self._is_over or self._group.is_destroyed:
                 self._presence.mark_ended()
         self._waits.is_watched = False
-        if self.preemption is not None:
-            self.preemption.end()
+        if self.vote is not None:
+            self.vote.end()
 
     def _watch(self) -> None:
         while not self._halt.wait(_TICK_S):
             self._answer()
-            if self.preemption is not None:
-                self.preemption.look(self._presence)
+            if self.vote is not None:
+                self.vote.look(self._presence)
             self._presence.read_hosts()
             self._beat = now = time.monotonic()
             wait, is_my_turn = self._current_wait(), now - self._heard_at > _TURN_S

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam of the engines: what a launcher that one starts is asked for, and what is kept of a submitted run."""
+"""The interface of the engines: what a launcher that one starts is asked for, and what is kept of a submitted run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_what_was_submitted_is_read_back_from_the_runs_folder(tmp_path):
     given = job(tmp_path, engine="slurm", elastic="2:4", replicas=3, meet="file:///shared/run")
     given.write({"job": 17})
     found = Job.read(tmp_path)
-    assert (found.settings, found.arguments, found.ticket) == (given.settings, given.arguments, {"job": 17})
+    assert (found.settings, found.arguments, found.handle) == (given.settings, given.arguments, {"job": 17})
     assert (found.count, found.is_elastic) == (3, True)
 
 

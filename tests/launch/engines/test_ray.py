@@ -201,7 +201,7 @@ def test_an_interrupt_and_a_cancel_end_what_runs_on_the_nodes(home, cluster, sta
 WRONG = [
     ("--engine-options cpu=2", 2, "'cpu', which ray does not know"),
     ("--engine-options cpus=two", 2, "cpus=two; use a whole number"),
-    ("--engine-options cpus=0", 2, "cpus=0; use a whole number"),
+    ("--engine-options cpus=0", 2, "cpus=0; a launcher needs at least one"),
     ("--engine-options gpus=-1", 2, "gpus=-1; use a whole number"),
     ("--engine-options wait=5m", 2, "wait=5m; use a whole number"),
     ("--engine-options address=ray://head:10001", 2, "address is ray://head:10001, which is for Ray's client"),

@@ -16,7 +16,7 @@ import pytest
 
 from farflung.base.errors import ConfigError
 from farflung.config import environ
-from farflung.config.engines import Host, hosts_of
+from farflung.config.engines import Host, parse_hosts
 from farflung.config.launch import LaunchSettings
 from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, FAILED, USAGE
 from farflung.launch.engines.engine import Job
@@ -81,7 +81,7 @@ class Lab:
         self.machines, self.config, self.folder = machines, config, folder
 
     def launch(self, *words, python=sys.executable, script="train.py", options="", **variables) -> Screen:
-        given = f"config={self.config},python={python}{options}"
+        given = f"python={python},ssh=-F {self.config}{options}"
         own = ["farflung", "launch", "--cpu", *words, "--engine-options", given, script]
         variables = {"FARFLUNG_RUN_DIR": "", **variables}
         return Screen(self.machines.start(0, [*own, str(self.folder)], self.folder, variables))
@@ -186,7 +186,7 @@ def test_a_cut_line_ends_a_fixed_run_on_both_sides(lab, home):
     text = screen.end()
     assert screen.process.returncode == FAILED, text
     assert text.count("╭─ node1 is gone ") == text.count("╭─") == 1
-    assert "The line to it has ended: Timeout, server 10.77.0.2 not responding." in text
+    assert "The connection to it has ended: Timeout, server 10.77.0.2 not responding." in text
     until(lambda: not lab.left(), lambda: str(lab.left()))
 
 
@@ -294,7 +294,7 @@ def test_hosts_that_differ_are_one_table_before_anything_starts(lab, home):
     for options, why in (
         (f",folder={home}/gone", "/gone"),
         (",folder=/", "there is no train.py in /; --sync copies the folder"),
-        (",ssh=-p 1", "Connection refused"),
+        (" -p 1", "Connection refused"),
     ):
         screen = lab.launch("--hosts", "node0,node1", options=options)
         text = screen.end()
@@ -309,12 +309,12 @@ def test_hosts_that_differ_are_one_table_before_anything_starts(lab, home):
 
 
 def test_hosts_are_a_list_or_a_file(home):
-    assert hosts_of("a, me@b:2,[::1]:3") == (Host("a", None), Host("me@b", 2), Host("::1", 3))
+    assert parse_hosts("a, me@b:2,[::1]:3") == (Host("a", None), Host("me@b", 2), Host("::1", 3))
     (home / "hosts").write_text("# all\na\nb slots=4 # fast\n\n")
-    assert hosts_of("hosts") == (Host("a", None), Host("b", 4))
+    assert parse_hosts("hosts") == (Host("a", None), Host("b", 4))
     (home / "hosts").write_text("a\nb c\n")
     with pytest.raises(ConfigError, match=r"^hosts:2: hosts holds 'b c'"):
-        hosts_of("hosts")
+        parse_hosts("hosts")
 
 
 def test_a_dry_run_shows_the_command_of_each_host(home, capsys):
@@ -347,7 +347,7 @@ SLIPS = [
     ("--hosts a,b --engine slurm", USAGE, "engine is slurm", "hosts is for --engine ssh"),
     ("--engine ssh", USAGE, "no hosts are named", "Add --hosts a,b"),
     ("--sync", USAGE, "none are named", "Add --hosts a,b"),
-    ("--hosts a --engine-options prt=3", USAGE, "'prt'", "python, folder, config, ssh"),
+    ("--hosts a --engine-options prt=3", USAGE, "'prt'", "python, folder, ssh"),
     ("--hosts a --engine-options 22", USAGE, "'22'", "key=value"),
     ("--hosts a,b --run-dir none", USAGE, "run_dir is none", "keeps in the run's folder"),
     ("--hosts a,b --log_dir logs", USAGE, "engine is ssh", "log_dir is for a run on this machine"),

@@ -23,10 +23,10 @@ from farflung.base.errors import ConfigError
 from farflung.base.torch_internals import forget_workers, has_live_workers
 from farflung.base.words import counted
 from farflung.checkpoint import rng
+from farflung.data import worker_signals
 from farflung.data.batches import plain_or_none
 from farflung.data.iterable import Marked
 from farflung.data.resume.workers import RecordingCollate, WorkerHistory, WorkerPlan, Workers, can_record
-from farflung.data.shield import Shield, handles_warnings, held_back
 from farflung.data.torch_loaders import Source
 from farflung.process.world import current_world
 
@@ -246,13 +246,14 @@ def opened(one: Iteration, base: DataLoader[Any], **replaced: Any) -> Iterator[A
     """
     if one.has_workers and not has_live_workers(base):
         replaced["generator"] = torch.Generator()
-    shields = base.num_workers > 0 and handles_warnings()
-    if shields:
-        replaced["worker_init_fn"] = Shield(replaced.get("worker_init_fn", base.worker_init_fn))
+    is_signalled = base.num_workers > 0 and worker_signals.is_needed()
+    if is_signalled:
+        init_fn = replaced.get("worker_init_fn", base.worker_init_fn)
+        replaced["worker_init_fn"] = worker_signals.ignoring(init_fn)
     kept = {name: getattr(base, name) for name in replaced}
     base.__dict__.update(replaced)
     try:
-        with held_back(base.multiprocessing_context) if shields else nullcontext():
+        with worker_signals.blocked(base.multiprocessing_context) if is_signalled else nullcontext():
             return iter(base)
     finally:
         base.__dict__.update(kept)

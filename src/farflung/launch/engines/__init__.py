@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What starts a run elsewhere: ssh, Slurm, Ray, Kubernetes. One file each, behind the seam of `engine.py`."""
+"""What starts a run elsewhere: ssh, Slurm, Ray, Kubernetes. Each has the interface of `engine.py`."""

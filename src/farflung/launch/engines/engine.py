@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam of the engines: a job to start elsewhere, and what each engine does with it."""
+"""The interface of the engines: a job to start elsewhere, and what each engine does with it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Job:
         settings: as the user gave them.
         script, arguments: what each launcher runs.
         folder: the run's, absolute.
-        ticket: what the engine has said of it when it was submitted; empty before.
+        handle: by what the engine knows it, once it is submitted; empty before.
     """
 
     settings: LaunchSettings
     script: str
     arguments: tuple[str, ...]
     folder: Path
-    ticket: Mapping[str, Any] = field(default_factory=dict)
+    handle: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_elastic(self) -> bool:
@@ -78,19 +78,26 @@ class Job:
         own = ("--engine", LOCAL, "--config_file", NO_FILE, "--run_dir", str(self.folder))
         return "launch", *own, *flags_for(inner, without=_NOT_INNER), self.script, *self.arguments
 
-    def check_options(self, known: Mapping[str, str]) -> None:
-        """Raise ConfigError for a key of `engine_options` that is not among `known`, with what each means."""
-        for key in self.options:
+    def check_options(self, known: Mapping[str, str], numbers: Sequence[str] = ()) -> None:
+        """Raise ConfigError for what `engine_options` can't hold.
+
+        Args:
+            known: the keys, with what each means.
+            numbers: those of whole numbers.
+        """
+        for key, value in self.options.items():
             if key not in known:
                 raise ConfigError(
                     f"engine_options has the key {key!r}, which {self.settings.engine or 'ssh'} does not know; use one "
                     f"of {', '.join(known)}.{did_you_mean(key, known)}"
                 )
+            if key in numbers and not value.isdecimal():
+                raise ConfigError(f"engine_options has {key}={value}; use a whole number.")
 
-    def write(self, ticket: Mapping[str, Any]) -> None:
+    def write(self, handle: Mapping[str, Any]) -> None:
         """Write into the run's folder what was submitted, for later commands about it."""
         settings = asdict(self.settings)
-        rows = {"settings": settings, "script": self.script, "arguments": self.arguments, "ticket": dict(ticket)}
+        rows = {"settings": settings, "script": self.script, "arguments": self.arguments, "handle": dict(handle)}
         with atomic_file(self.folder / SUBMITTED) as part:
             part.write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
@@ -105,7 +112,7 @@ class Job:
                 "launcher ends it; with --elastic, `farflung launch --join` or the same --meet adds replicas."
             ) from None
         settings = LaunchSettings(**rows["settings"])
-        return cls(settings, rows["script"], tuple(rows["arguments"]), folder, rows["ticket"])
+        return cls(settings, rows["script"], tuple(rows["arguments"]), folder, rows["handle"])
 
 
 class Engine(Protocol):
@@ -129,7 +136,7 @@ class Engine(Protocol):
         """Return what would be submitted, as `--dry-run` shows it."""
 
     def submit(self) -> Mapping[str, Any]:
-        """Start the job; return what JSON can hold and the other methods need, which `job.ticket` has from then on."""
+        """Start the job; return what JSON can hold and the other methods need, which `job.handle` has from then on."""
 
     def follow(self) -> int:
         """Show what the job prints until it has ended; return its exit code, one of `codes`."""
@@ -141,6 +148,6 @@ class Engine(Protocol):
         """End the job; return what was done, in words."""
 
 
-def launcher(words: Sequence[str], python: str = "python3") -> tuple[str, ...]:
+def launcher_command(words: Sequence[str], python: str = "python3") -> tuple[str, ...]:
     """Return the command of a launcher of ours on a machine whose Python is `python`."""
     return python, "-m", "farflung", *words

@@ -17,8 +17,8 @@ import yaml
 from farflung.base.errors import ConfigError
 from farflung.config.launch import DEFAULT_PORT
 from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, REQUEUE, USAGE, EngineFailure
-from farflung.launch.engines.cluster import Cluster, PodLog, called, first_code, troubles
-from farflung.launch.engines.engine import Job, launcher
+from farflung.launch.engines.engine import Job, launcher_command
+from farflung.launch.engines.kubernetes_api import KubernetesApi, PodLog, first_exit_code, name_of, problems
 from farflung.observe.folder import NONE, RUNS
 
 OPTIONS = {
@@ -69,11 +69,11 @@ class Kubernetes:
     outlives_launch = True
 
     def __init__(self, job: Job) -> None:
-        job.check_options(OPTIONS)
+        job.check_options(OPTIONS, numbers=("gpus", "end_within"))
         self._job, self._options = job, job.options
         self._check_settings()
         word = re.sub(r"[^a-z0-9]+", "-", job.name.lower())
-        self._name = str(job.ticket.get("job") or f"farflung-{word}"[:_LONGEST_NAME].strip("-"))
+        self._name = str(job.handle.get("job") or f"farflung-{word}"[:_LONGEST_NAME].strip("-"))
         self._namespace = self._options.get("namespace", "default")
 
     def _check_settings(self) -> None:
@@ -83,9 +83,6 @@ class Kubernetes:
                 "engine is kubernetes, but no image is named. Add --engine_options image=registry/name:tag, one with "
                 "Python, farflung and the script."
             )
-        for name in ("gpus", "end_within"):
-            if not options.get(name, "1").isdecimal():
-                raise ConfigError(f"engine_options has {name}={options[name]}; use a whole number.")
         for pair in filter(None, options.get("node_selector", "").split(";")):
             if not re.fullmatch(r"[^=]+=[^=]*", pair):
                 raise ConfigError(f"engine_options has node_selector={pair}; use key=value;key=value.")
@@ -105,26 +102,26 @@ class Kubernetes:
             )
 
     @cached_property
-    def _cluster(self) -> Cluster:
-        return Cluster(self._options.get("context"), self._namespace)
+    def _api(self) -> KubernetesApi:
+        return KubernetesApi(self._options.get("context"), self._namespace)
 
     def check(self) -> None:
         if claim := self._options.get("claim"):
-            self._cluster.ask("GET", f"persistentvolumeclaims/{claim}")
+            self._api.request("GET", f"persistentvolumeclaims/{claim}")
         for body in self._manifests():
-            self._cluster.ask("POST", f"{body['kind'].lower()}s", body, dryRun="All", fieldValidation="Strict")
+            self._api.request("POST", f"{body['kind'].lower()}s", body, dryRun="All", fieldValidation="Strict")
 
     def described(self) -> str:
         return str(yaml.dump_all(self._manifests(), Dumper=_Yaml, sort_keys=False, width=120)).rstrip()
 
     def submit(self) -> Mapping[str, Any]:
         job, *services = self._manifests()
-        made = self._cluster.ask("POST", "jobs", job)
+        made = self._api.request("POST", "jobs", job)
         owner = {"apiVersion": job["apiVersion"], "kind": "Job", "name": self._name, "uid": made["metadata"]["uid"]}
         try:
             for service in services:
                 service["metadata"]["ownerReferences"] = [owner]  # so that it ends with the job
-                self._cluster.ask("POST", "services", service)
+                self._api.request("POST", "services", service)
         except EngineFailure:
             self.cancel()
             raise
@@ -134,19 +131,19 @@ class Kubernetes:
         logs: dict[str, PodLog] = {}
         told: set[str] = set()
         while True:
-            job = self._cluster.find(f"jobs/{self._name}")
-            pods = self._cluster.ask("GET", "pods", labelSelector=f"{_JOB}={self._name}")["items"]
+            job = self._api.find(f"jobs/{self._name}")
+            pods = self._api.request("GET", "pods", labelSelector=f"{_JOB}={self._name}")["items"]
             for pod in pods:
-                for line in set(troubles(pod)) - told:
+                for line in set(problems(pod)) - told:
                     told.add(line)
-                    click.echo(f"farflung: {called(pod)} {line}", err=True)
+                    click.echo(f"farflung: {name_of(pod)} {line}", err=True)
                 if pod["status"].get("phase", "Pending") != "Pending":
-                    logs.setdefault(pod["metadata"]["name"], PodLog(self._cluster, pod)).keep(pod)
+                    logs.setdefault(pod["metadata"]["name"], PodLog(self._api, pod)).follow(pod)
             states = {} if job is None else {one["type"]: one for one in job.get("status", {}).get("conditions", [])}
             ended = [states[name] for name in ("Complete", "Failed") if states.get(name, {}).get("status") == "True"]
             if job is None or ended:
                 for log in logs.values():
-                    log.finish()
+                    log.join()
                 break
             time.sleep(_LOOK_S)
         if job is None:
@@ -155,15 +152,15 @@ class Kubernetes:
         if ended[0]["type"] == "Complete":
             return DONE
         click.echo(f"farflung: the job {self._name} has failed: {ended[0].get('message', '')}", err=True)
-        return first_code(pods)
+        return first_exit_code(pods)
 
     def scale(self, count: int) -> str:
-        before = self._cluster.ask("GET", f"jobs/{self._name}")["spec"]["completions"]
-        self._cluster.ask("PATCH", f"jobs/{self._name}", {"spec": {"completions": count, "parallelism": count}})
+        before = self._api.request("GET", f"jobs/{self._name}")["spec"]["completions"]
+        self._api.request("PATCH", f"jobs/{self._name}", {"spec": {"completions": count, "parallelism": count}})
         return f"the job {self._name} had {before} replicas and is to have {count}"
 
     def cancel(self) -> str:
-        self._cluster.ask("DELETE", f"jobs/{self._name}", propagationPolicy="Background")
+        self._api.request("DELETE", f"jobs/{self._name}", propagationPolicy="Background")
         return f"the job {self._name} is deleted; its pods have {self._end_within_s} s to end"
 
     @property
@@ -222,7 +219,7 @@ class Kubernetes:
         several = own.num_machines > 1
         folder = Path(_MOUNT, RUNS, self._job.name) if claim else Path(NONE)
         changes = {"replicas": 1} if self._job.is_elastic else {"main_process_ip": main} if several else {}
-        words = launcher(replace(self._job, folder=folder).command(**changes), python)
+        words = launcher_command(replace(self._job, folder=folder).command(**changes), python)
         container = {
             "name": _CONTAINER,
             "image": options["image"],

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 
-def look(script: str, kind: str, connection: str = "") -> dict[str, Any]:
+def probe(script: str, kind: str, connection: str = "") -> dict[str, Any]:
     """Return what is on this machine, in the current folder.
 
     Args:
@@ -25,9 +25,9 @@ def look(script: str, kind: str, connection: str = "") -> dict[str, Any]:
     """
     package = _package("farflung")
     program = shutil.which(script) or "" if kind == "program" else script
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        port = listener.getsockname()[1]
     return {
         "python": platform.python_version(),
         "torch": _version("torch"),
@@ -64,4 +64,4 @@ def _hash(path: Path | None) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps(look(sys.argv[1], sys.argv[2], sys.argv[3])))
+    print(json.dumps(probe(sys.argv[1], sys.argv[2], sys.argv[3])))

@@ -21,8 +21,8 @@ import click
 from farflung.base.errors import did_you_mean
 from farflung.base.words import counted
 from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, FAILED, EngineFailure
-from farflung.launch.engines.batch import check_options, script
 from farflung.launch.engines.engine import Job
+from farflung.launch.engines.sbatch import batch_script, check_options
 from farflung.launch.events import say
 from farflung.launch.plan import command_line
 from farflung.observe.run import Run
@@ -37,15 +37,15 @@ _NO_OUTPUT = BY_SIGNAL + 53  # what Slurm gives a job whose output file it can't
 _OF_ONE_MACHINE = ("/tmp/", "/var/tmp/", "/dev/shm/", "/run/")
 
 
-class _Task(NamedTuple):
-    """A job, or one of an array."""
+class _JobState(NamedTuple):
+    """The state of a job, or of one of an array."""
 
     state: str
     code: int = 0
     why: str = ""  # it waits or has ended, in a word of Slurm's
 
     @classmethod
-    def of(cls, state: str, status: str, why: str) -> _Task:
+    def of(cls, state: str, status: str, why: str) -> _JobState:
         """Read what squeue prints; `status` is one of `wait`."""
         code = os.waitstatus_to_exitcode(int(status))
         return cls(state, BY_SIGNAL - code if code < 0 else code or (state != "COMPLETED") * FAILED, why)
@@ -67,7 +67,7 @@ class Slurm:
         if shutil.which("sbatch") is None:
             raise EngineFailure(f"There is no sbatch on {here}. Submit from a login node of the cluster.")
         partitions: dict[str, list[str]] = {}  # the host of each node
-        for line in _asked("sinfo", "--Node", "--noheader", "--format=%P|%n").splitlines():
+        for line in _run("sinfo", "--Node", "--noheader", "--format=%P|%n").splitlines():
             name, _, host = line.partition("|")
             partitions.setdefault(name, []).append(host)
         default = ",".join(name for name in partitions if name.endswith("*"))
@@ -88,87 +88,87 @@ class Slurm:
 
     def described(self) -> str:
         """Return the batch script."""
-        return script(self._job)
+        return batch_script(self._job)
 
     def submit(self) -> Mapping[str, Any]:
         """Submit a job or, of replicas, an array."""
-        (self._job.folder / "slurm.sh").write_text(script(self._job), encoding="utf-8")
+        (self._job.folder / "slurm.sh").write_text(batch_script(self._job), encoding="utf-8")
         return {"jobs": [self._submitted()], "next": self._job.count}
 
     def follow(self) -> int:
         """Print what the jobs print, and their states whenever these change."""
-        seen, answered_at = dict[str, _Task](), time.monotonic()
+        seen, answered_at = dict[str, _JobState](), time.monotonic()
         while True:
             try:
-                tasks, answered_at = self._tasks(), time.monotonic()
+                states, answered_at = self._states(), time.monotonic()
             except EngineFailure:
                 if time.monotonic() > answered_at + _AWAY_S:
                     raise
-                tasks = seen
-            for name, task in tasks.items():
-                if name not in seen or (task.state, task.why) != (seen[name].state, seen[name].why):
-                    self._say(name, task)
-            is_over = bool(tasks) and all(task.state in _OVER for task in tasks.values())
-            seen, until = tasks, time.monotonic() + _ASK_S
+                states = seen
+            for name, job in states.items():
+                if name not in seen or (job.state, job.why) != (seen[name].state, seen[name].why):
+                    self._report(name, job)
+            is_over = bool(states) and all(job.state in _OVER for job in states.values())
+            seen, until = states, time.monotonic() + _ASK_S
             while time.monotonic() < until:
-                self._print()
+                self._print_output()
                 time.sleep(_LOOK_S)
             if is_over:
-                self._print(is_last=True)
-                codes = [ENGINE if task.code == _NO_OUTPUT else task.code for task in tasks.values()]
+                self._print_output(is_last=True)
+                codes = [ENGINE if job.code == _NO_OUTPUT else job.code for job in states.values()]
                 return DONE if self._job.is_elastic and DONE in codes else max(codes)
 
     def scale(self, count: int) -> str:
         """Submit more replicas, or end the newest ones, which sign out if they run."""
-        tasks, ticket = self._tasks(), self._ticket
-        if any(task.state == "COMPLETED" for task in tasks.values()):
+        states, handle = self._states(), self._handle
+        if any(job.state == "COMPLETED" for job in states.values()):
             raise EngineFailure(f"The work of {self._job.name} is done: a replica of it has finished.")
-        there = sorted((name for name, task in tasks.items() if task.state not in (*_OVER, "COMPLETING")), key=_numbers)
-        begin, more = ticket["next"], count - len(there)
+        there = sorted((name for name, job in states.items() if job.state not in (*_OVER, "COMPLETING")), key=_numbers)
+        begin, more = handle["next"], count - len(there)
         if more > 0:
-            jobs = [*ticket["jobs"], self._submitted(f"--array={begin}-{begin + more - 1}")]
+            jobs = [*handle["jobs"], self._submitted(f"--array={begin}-{begin + more - 1}")]
             self._job.write({"jobs": jobs, "next": begin + more})
         for name in there[count:]:
-            _asked("scancel", *([] if tasks[name].state == "PENDING" else ["--signal=TERM"]), name)
+            _run("scancel", *([] if states[name].state == "PENDING" else ["--signal=TERM"]), name)
         done = f"{more} submitted" if more > 0 else f"{', '.join(there[count:]) or 'none'} ended"
         return f"{counted(count, 'replica')}: {done}"
 
     def cancel(self) -> str:
         """End all jobs: SIGTERM, and SIGKILL after the cluster's KillWait."""
-        _asked("scancel", *self._ticket["jobs"])
-        return f"cancelled {', '.join(self._ticket['jobs'])}"
+        _run("scancel", *self._handle["jobs"])
+        return f"cancelled {', '.join(self._handle['jobs'])}"
 
     @property
-    def _ticket(self) -> Mapping[str, Any]:
+    def _handle(self) -> Mapping[str, Any]:
         """What was submitted so far: another command may have scaled the run meanwhile."""
-        return Job.read(self._job.folder).ticket or self._job.ticket
+        return Job.read(self._job.folder).handle or self._job.handle
 
     def _submitted(self, *flags: str) -> str:
-        return _asked("sbatch", "--parsable", *flags, f"{self._job.folder}/slurm.sh").strip().partition(";")[0]
+        return _run("sbatch", "--parsable", *flags, f"{self._job.folder}/slurm.sh").strip().partition(";")[0]
 
-    def _tasks(self) -> dict[str, _Task]:
+    def _states(self) -> dict[str, _JobState]:
         """Return the jobs by their names, 12 or 12_3. Of one that Slurm has forgotten, launchers have told the end."""
-        self._jobs, found = self._ticket["jobs"], dict[str, _Task]()
+        self._jobs, found = self._handle["jobs"], dict[str, _JobState]()
         named = ("--noheader", "--array", "--states=all", f"--jobs={','.join(self._jobs)}")
-        for line in _asked("squeue", *named, "--Format=JobArrayID:|,State:|,exit_code:|,Reason:|").splitlines():
+        for line in _run("squeue", *named, "--Format=JobArrayID:|,State:|,exit_code:|,Reason:|").splitlines():
             name, *row = line.split("|")[:4]
-            found[name] = _Task.of(*row)
+            found[name] = _JobState.of(*row)
         forgotten = {*self._jobs} - {name.partition("_")[0] for name in found}
         if forgotten:
             codes = [int(one["code"]) for one in Run(self._job.folder).events if one["event"] == "ended"] or [FAILED]
             code = DONE if self._job.is_elastic and DONE in codes else codes[-1]
-            found |= dict.fromkeys(forgotten, _Task("FAILED" if code else "COMPLETED", code, "forgotten"))
+            found |= dict.fromkeys(forgotten, _JobState("FAILED" if code else "COMPLETED", code, "forgotten"))
         return found
 
-    def _say(self, name: str, task: _Task) -> None:
-        words = f"job {name} is {task.state.lower().replace('_', ' ')}"
-        words += f", exit code {task.code}" if task.state in _OVER else ""
-        words += f" ({task.why})" if task.why not in ("", "None") else ""
-        if task.code == _NO_OUTPUT:
+    def _report(self, name: str, job: _JobState) -> None:
+        words = f"job {name} is {job.state.lower().replace('_', ' ')}"
+        words += f", exit code {job.code}" if job.state in _OVER else ""
+        words += f" ({job.why})" if job.why not in ("", "None") else ""
+        if job.code == _NO_OUTPUT:
             words += f": its node can't write into {self._job.folder}, which all nodes must share"
-        say(self._job.settings, "state", words, job=name, state=task.state)
+        say(self._job.settings, "state", words, job=name, state=job.state)
 
-    def _print(self, is_last: bool = False) -> None:
+    def _print_output(self, is_last: bool = False) -> None:
         """Print the lines that were added to output files, those of a job of an array with its number."""
         files = [file for job in self._jobs for file in self._job.folder.glob(f"slurm-{job}[._]*")]
         for path in sorted(files, key=lambda path: _numbers(path.stem)):
@@ -187,7 +187,7 @@ def _numbers(name: str) -> tuple[int, ...]:
     return tuple(int(part) for part in name.replace("-", "_").split("_") if part.isdecimal())
 
 
-def _asked(*words: str) -> str:
+def _run(*words: str) -> str:
     """Return what a command of Slurm's prints, or raise EngineFailure with what it says."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=_ANSWER_WITHIN_S, check=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts a launcher of ours on each of several hosts by OpenSSH. What runs there ends with the line to it."""
+"""Starts a launcher of ours on each of several hosts by OpenSSH. What runs there ends with that connection."""
 
 from __future__ import annotations
 
@@ -7,32 +7,29 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from farflung.base.errors import ConfigError
 from farflung.base.words import plural
-from farflung.config.engines import hosts_of
+from farflung.config.engines import parse_hosts
 from farflung.config.launch import DEFAULT_PORT, LaunchSettings, flags_for
 from farflung.launch.codes import EngineFailure
 from farflung.launch.engines import probe
-from farflung.launch.engines.engine import Job, launcher
-from farflung.launch.engines.lines import Lines, SshLine, end_launcher, shown_elsewhere, this_launcher
-from farflung.launch.engines.reach import OPTIONS, Reach, differing
+from farflung.launch.engines.connections import Connections, EndsWithLauncher, SshConnection, this_launcher
+from farflung.launch.engines.engine import Job, launcher_command
+from farflung.launch.engines.ssh_client import OPTIONS, SshClient, table_of_differences
 from farflung.launch.events import say
 from farflung.launch.network import is_loopback
 
 
-class Ssh:
+class Ssh(EndsWithLauncher[SshConnection]):
     """Hosts that ssh reaches without a question: `--hosts a,b,user@c:2`."""
-
-    outlives_launch: ClassVar[bool] = False
 
     def __init__(self, job: Job) -> None:
         job.check_options(OPTIONS)
-        self._job, self._reach = job, Reach(job.options)
-        self._hosts = () if job.ticket else hosts_of(job.settings.hosts or "")
-        self._counts = [] if job.ticket else self._shared_out(job.settings)
-        self._lines: Lines[SshLine] | None = None
+        self._job, self._ssh = job, SshClient(job.options)
+        self._hosts = () if job.handle else parse_hosts(job.settings.hosts or "")
+        self._counts = [] if job.handle else self._shared_out(job.settings)
 
     def _shared_out(self, own: LaunchSettings) -> list[int | None]:
         """Return how many replicas or processes each host gets; None: one for each GPU."""
@@ -70,13 +67,13 @@ class Ssh:
         own = self._job.settings
         kind = "module" if own.module else "program" if own.no_python else "script"
         if own.sync:
-            self._reach.copy_to(self._hosts)
+            self._ssh.rsync(self._hosts)
         try:
-            answers = self._reach.ask(self._hosts, self._job.script, kind)
+            answers = self._ssh.probe(self._hosts, self._job.script, kind)
         except FileNotFoundError:
             raise EngineFailure("There is no program ssh on this machine. Install OpenSSH's client.") from None
         by_gpus = not (own.use_cpu or self._job.is_elastic or any(self._counts))
-        differences = differing(probe.look(self._job.script, kind), answers, ("GPUs",) if by_gpus else ())
+        differences = table_of_differences(probe.probe(self._job.script, kind), answers, ("GPUs",) if by_gpus else ())
         if differences:
             raise EngineFailure(differences)
         return replace(self._job, settings=self._placed(own, answers[self._hosts[0].name]))
@@ -110,16 +107,16 @@ class Ssh:
     def _folder_there(self) -> Path:
         """The run's folder on the hosts: in the working folder there, if it is in that of this machine."""
         own = self._job.folder
-        return Path(self._reach.folder) / own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own
+        return Path(self._ssh.folder) / own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own
 
     def _commands(self) -> dict[str, list[str]]:
         """Return ssh's commands by host."""
-        job, python, commands = replace(self._job, folder=self._folder_there), self._reach.python, {}
+        job, python, commands = replace(self._job, folder=self._folder_there), self._ssh.python, {}
         for k, (host, count) in enumerate(zip(self._hosts, self._counts, strict=True)):
             place: dict[str, Any] = {"replicas": count} if job.is_elastic else {"machine_rank": k}
-            own = launcher(job.command(json=True, **place), python)
+            own = launcher_command(job.command(json=True, **place), python)
             words = shlex.join(("exec", python, "-m", "farflung.process.tether", *own))
-            commands[host.name] = self._reach.command(host, words)
+            commands[host.name] = self._ssh.command(host, words)
         return commands
 
     def described(self) -> str:
@@ -131,16 +128,14 @@ class Ssh:
 
     def submit(self) -> Mapping[str, Any]:
         """Start a launcher on each host."""
-        self._lines = Lines(self._job.settings, [SshLine(*one) for one in self._commands().items()])
+        self._connections = Connections(self._job.settings, [SshConnection(*one) for one in self._commands().items()])
         return {**this_launcher(), "hosts": [host.name for host in self._hosts]}
 
     def follow(self) -> int:
         """Print what the hosts print until all have ended; then take over what they have written on disks of theirs."""
-        if self._lines is None:
-            raise shown_elsewhere("ssh", self._job.name, self._job.ticket)
-        code = self._lines.follow()
-        for host, line in zip(self._hosts, self._lines.all, strict=True):
-            if not line.is_gone and not self._reach.collect(host, str(self._folder_there), self._job.folder):
+        code = super().follow()
+        for host, connection in zip(self._hosts, self._connections.all, strict=True):
+            if not connection.is_gone and not self._ssh.collect(host, str(self._folder_there), self._job.folder):
                 words = f"what {host.name} has in {self._folder_there} could not be copied to {self._job.folder}"
                 say(self._job.settings, "note", words, is_error=True)
         return code
@@ -152,10 +147,6 @@ class Ssh:
         flags = shlex.join([*flags_for(own, without=without), self._job.script, *self._job.arguments])
         add = f"`farflung launch --hosts HOST:n {flags}`" if own.meet else "the `--join` line that it has printed"
         raise EngineFailure(
-            f"{self._job.name} was started by ssh on {', '.join(self._job.ticket['hosts'])}, which starts no more by "
+            f"{self._job.name} was started by ssh on {', '.join(self._job.handle['hosts'])}, which starts no more by "
             f"itself. To add replicas: {add}. To end some: end that launch, by Ctrl-C or `farflung cancel`."
         )
-
-    def cancel(self) -> str:
-        """End the launcher that holds the lines, if it runs on this machine; what is at their ends ends with it."""
-        return end_launcher(self._job.name, self._job.ticket)

@@ -34,7 +34,7 @@ def _engine_of(job: Job) -> Engine:
     return made
 
 
-def run_elsewhere(resolved: Resolved, script: str, arguments: Sequence[str]) -> int:
+def submit_run(resolved: Resolved, script: str, arguments: Sequence[str]) -> int:
     """Submit a run to its engine, follow it to its end, and return the exit code.
 
     Raises:
@@ -59,13 +59,13 @@ def run_elsewhere(resolved: Resolved, script: str, arguments: Sequence[str]) -> 
     job.write({})  # before anything of it can start
     engine = _engine_of(job)
     try:
-        ticket = engine.submit()
+        handle = engine.submit()
     except BaseException:
         folder.tell("ended", code=ENGINE)
         raise
-    job.write(ticket)
-    say(settings, "submitted", f"submitted to {world['engine']}; the run's folder is {job.folder}", **ticket)
-    code = _followed(_engine_of(replace(job, ticket=ticket)) if engine.outlives_launch else engine, job)
+    job.write(handle)
+    say(settings, "submitted", f"submitted to {world['engine']}; the run's folder is {job.folder}", **handle)
+    code = _followed(_engine_of(replace(job, handle=handle)) if engine.outlives_launch else engine, job)
     if code != INTERRUPTED or not engine.outlives_launch:
         folder.tell("ended", code=code)
     say(settings, "ended", None, is_error=code != DONE, code=code)

@@ -18,7 +18,7 @@ _LAST_WORDS_S = 10.0
 _NORMAL = ("ContainerCreating", "PodInitializing")  # of what a container waits for
 
 
-class Cluster:
+class KubernetesApi:
     """The objects of one namespace, as JSON.
 
     Args:
@@ -44,7 +44,7 @@ class Cluster:
                 ) from None
         self._client, self._namespace = client.ApiClient(settings), namespace
 
-    def ask(self, method: str, path: str, body: Any = None, *, times_s: Any = _TIMES_S, **query: Any) -> Any:
+    def request(self, method: str, path: str, body: Any = None, *, times_s: Any = _TIMES_S, **query: Any) -> Any:
         """Send a request about `path`, such as `jobs/run7`, and return the answer: JSON, or a stream of `.../log`.
 
         Raises:
@@ -75,19 +75,19 @@ class Cluster:
         with suppress(ValueError):
             text = json.loads(text)["message"]
         what = f"{method} {path} in the namespace {self._namespace}"
-        raise Refused(f"The cluster refuses {what} ({answer.status}): {text}", answer.status)
+        raise ApiError(f"The cluster refuses {what} ({answer.status}): {text}", answer.status)
 
     def find(self, path: str) -> Any:
         """Return the object at `path`, None where there is none."""
         try:
-            return self.ask("GET", path)
-        except Refused as error:
+            return self.request("GET", path)
+        except ApiError as error:
             if error.status == 404:
                 return None
             raise
 
 
-class Refused(EngineFailure):
+class ApiError(EngineFailure):
     """The cluster has answered, with an error."""
 
     def __init__(self, message: str, status: int) -> None:
@@ -98,13 +98,13 @@ class Refused(EngineFailure):
 class PodLog:
     """Prints what a pod does, each line once and behind its name, in a thread of its own."""
 
-    def __init__(self, cluster: Cluster, pod: Mapping[str, Any]) -> None:
-        self._cluster, self._name, self._called = cluster, pod["metadata"]["name"], called(pod)
+    def __init__(self, api: KubernetesApi, pod: Mapping[str, Any]) -> None:
+        self._api, self._name, self._label = api, pod["metadata"]["name"], name_of(pod)
         self._last = ""  # the time of the last line
         self._is_whole = False
         self._thread: threading.Thread | None = None
 
-    def keep(self, pod: Mapping[str, Any]) -> None:
+    def follow(self, pod: Mapping[str, Any]) -> None:
         """Read on where nobody does: the API ends streams of running pods too."""
         if self._is_whole or (self._thread and self._thread.is_alive()):
             return
@@ -112,7 +112,7 @@ class PodLog:
         self._thread = threading.Thread(target=self._show, daemon=True)
         self._thread.start()
 
-    def finish(self) -> None:
+    def join(self) -> None:
         """Wait until the last lines are there."""
         if self._thread is not None:
             self._thread.join(_LAST_WORDS_S)
@@ -123,20 +123,20 @@ class PodLog:
 
         with suppress(EngineFailure, HTTPError):  # tried again, as long as there is a pod
             path = f"pods/{self._name}/log"
-            for row in iter_resp_lines(self._cluster.ask("GET", path, times_s=None, follow="true", timestamps="true")):
+            for row in iter_resp_lines(self._api.request("GET", path, times_s=None, follow="true", timestamps="true")):
                 stamp, _, line = row.partition(" ")
                 if (moment := stamp.rstrip("Z")) > self._last:
                     self._last = moment
-                    click.echo(f"[{self._called}] {line}")
+                    click.echo(f"[{self._label}] {line}")
 
 
-def called(pod: Mapping[str, Any]) -> str:
+def name_of(pod: Mapping[str, Any]) -> str:
     """Return a pod's short name, `pod 3`: that of its index, whatever pods there were before it."""
     notes = {**pod["metadata"].get("labels", {}), **pod["metadata"].get("annotations", {})}
     return f"pod {notes.get('batch.kubernetes.io/job-completion-index', pod['metadata']['name'])}"
 
 
-def troubles(pod: Mapping[str, Any]) -> Sequence[str]:
+def problems(pod: Mapping[str, Any]) -> Sequence[str]:
     """Return why a pod does not run, in sentences without their subject; nothing where all is well."""
     status = pod["status"]
     found = [
@@ -154,7 +154,7 @@ def troubles(pod: Mapping[str, Any]) -> Sequence[str]:
     return found
 
 
-def first_code(pods: Sequence[Mapping[str, Any]]) -> int:
+def first_exit_code(pods: Sequence[Mapping[str, Any]]) -> int:
     """Return the exit code of a run that failed: that of the container that failed first, if it is one of ours."""
     ends = [
         one.get("state", {}).get("terminated", {}) for p in pods for one in p["status"].get("containerStatuses", [])

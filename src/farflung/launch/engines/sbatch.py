@@ -10,7 +10,7 @@ from string import Template
 
 from farflung.base.errors import ConfigError
 from farflung.launch.codes import REQUEUE
-from farflung.launch.engines.engine import Job, launcher
+from farflung.launch.engines.engine import Job, launcher_command
 
 # The keys of `engine_options`: those of sbatch, by its names, and ours.
 _SBATCH = {
@@ -56,10 +56,7 @@ exit $$code
 
 def check_options(job: Job) -> None:
     """Raise ConfigError for unknown options, and for settings that say what Slurm decides."""
-    job.check_options(_SBATCH | _OURS)
-    for key in ("signal", "cpus_per_task"):
-        if not job.options.get(key, "1").isdecimal():
-            raise ConfigError(f"engine_options has {key}={job.options[key]}; use a whole number.")
+    job.check_options(_SBATCH | _OURS, numbers=("signal", "cpus_per_task"))
     if "signal" in job.options and not _heeds_signals(job):
         raise ConfigError("engine_options has signal, at which only a run with --save_on_signal or --elastic saves.")
     for name in ("machine_rank", "main_process_ip", "main_process_port")[: 3 if job.is_elastic else 1]:
@@ -74,7 +71,7 @@ def _heeds_signals(job: Job) -> bool:
     return job.is_elastic or job.settings.save_on_signal is not None
 
 
-def script(job: Job) -> str:
+def batch_script(job: Job) -> str:
     """Return the batch script: on each node a launcher; a job that ends with REQUEUE goes back into the queue."""
     options = job.options
     own = {key: options[key] for key in _SBATCH if key in options}
@@ -97,7 +94,7 @@ def script(job: Job) -> str:
         directives="\n".join(f"#SBATCH --{key.replace('_', '-')}={shlex.quote(own[key])}" for key in own),
         setup=options.get("setup", ""),
         flags=shlex.join(flags),
-        command=shlex.join(launcher(words, options.get("python", sys.executable))),
+        command=shlex.join(launcher_command(words, options.get("python", sys.executable))),
         again=REQUEUE,
         job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.is_elastic else "$SLURM_JOB_ID",  # of one: the array's
     )

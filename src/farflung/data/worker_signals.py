@@ -9,16 +9,23 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any
 
 from farflung.process.preemption import SIGNALS
 
+InitFn = Callable[[int], None]
+
+
+def is_needed() -> bool:
+    """Return whether this process handles a scheduler's warning, which would end its workers."""
+    return callable(signal.getsignal(signal.SIGUSR1)) and hasattr(signal, "sigwaitinfo")  # not on macOS
+
 
 @contextmanager
-def held_back(context: Any) -> Iterator[None]:
-    """Hold signals back from the processes of a `multiprocessing` context that start meanwhile, and their threads."""
+def blocked(context: Any) -> Iterator[None]:
+    """Block `SIGNALS` in the processes of a `multiprocessing` context that start meanwhile, and in their threads."""
     if (context or multiprocessing).get_start_method() != "fork":
         resource_tracker.ensure_running()  # its start, with the first process, would end what follows
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -28,23 +35,16 @@ def held_back(context: Any) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def handles_warnings() -> bool:
-    """Return whether this process handles a scheduler's warning, and its workers need a shield."""
-    return callable(signal.getsignal(signal.SIGUSR1)) and hasattr(signal, "sigwaitinfo")  # not on macOS
+def ignoring(init_fn: InitFn | None) -> InitFn:
+    """Return a `worker_init_fn` of workers that `SIGNALS` don't end, but SIGTERM of this process, which torch sends."""
+    return partial(_ignore, init_fn, os.getpid())
 
 
-@dataclass(frozen=True)
-class Shield:
-    """A `worker_init_fn` of workers that `SIGNALS` don't end, unless their rank sends SIGTERM, as torch does."""
-
-    init_fn: Callable[[int], None] | None
-    rank: int = field(default_factory=os.getpid)  # its process, which makes this
-
-    def __call__(self, worker: int) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        threading.Thread(target=_wait, args=[self.rank], name="farflung shield", daemon=True).start()
-        if self.init_fn is not None:
-            self.init_fn(worker)
+def _ignore(init_fn: InitFn | None, rank: int, worker: int) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    threading.Thread(target=_wait, args=[rank], name="farflung worker signals", daemon=True).start()
+    if init_fn is not None:
+        init_fn(worker)
 
 
 def _wait(rank: int) -> None:

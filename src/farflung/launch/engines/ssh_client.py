@@ -22,7 +22,7 @@ from farflung.base.words import counted
 from farflung.config.engines import Host
 from farflung.launch.codes import EngineFailure
 from farflung.launch.engines import probe
-from farflung.launch.engines.lines import GONE
+from farflung.launch.engines.connections import GONE
 from farflung.observe.folder import RUNS, SUBMITTED
 from farflung.process.run_files import LOGS, RANKS
 from farflung.process.tether import SIGN_S
@@ -30,18 +30,17 @@ from farflung.process.tether import SIGN_S
 OPTIONS = {
     "python": "the Python there",
     "folder": "the working folder there",
-    "config": "a file for ssh -F",
-    "ssh": "more arguments of ssh",
+    "ssh": "more arguments of ssh: -F lab.conf",
 }
-# Of an option that ssh hears twice the first value counts. A dead line ends after 15 s.
+# Of an option that ssh hears twice the first value counts. A dead connection ends after 15 s.
 _SSH = ("BatchMode=yes", "ConnectTimeout=10", f"ServerAliveInterval={SIGN_S:g}", "ServerAliveCountMax=3")
 _NOT_COPIED = (".git", RUNS, ".venv", "__pycache__")
 _ANSWER_S = 30.0
 _MOST_LINES = 8
 
 
-class Reach:
-    """How ssh reaches hosts.
+class SshClient:
+    """Runs commands of OpenSSH's client.
 
     Args:
         options: by the keys of `OPTIONS`.
@@ -50,15 +49,14 @@ class Reach:
     def __init__(self, options: Mapping[str, str]) -> None:
         self.python = options.get("python", sys.executable)
         self.folder = options.get("folder", os.getcwd())
-        config = ("-F", options["config"]) if "config" in options else ()
         own = (word for option in _SSH for word in ("-o", option))
-        self._ssh = ("ssh", "-T", *config, *shlex.split(options.get("ssh", "")), *own)
+        self._words = ("ssh", "-T", *shlex.split(options.get("ssh", "")), *own)
 
     def command(self, host: Host, words: str) -> list[str]:
         """Return ssh's command that has a shell on `host` run `words` in the working folder."""
-        return [*self._ssh, "--", host.target, f"cd {shlex.quote(self.folder)} && {words}"]
+        return [*self._words, "--", host.target, f"cd {shlex.quote(self.folder)} && {words}"]
 
-    def ask(self, hosts: Sequence[Host], script: str, kind: str) -> dict[str, dict[str, Any]]:
+    def probe(self, hosts: Sequence[Host], script: str, kind: str) -> dict[str, dict[str, Any]]:
         """Return what each host answers to the probe, by name; raise EngineFailure if one can't be used."""
 
         def asked(host: Host) -> str:
@@ -87,12 +85,12 @@ class Reach:
         _all_of(hosts, asked, "can't be used", 32)
         return {host.name: answers[host.name] for host in hosts}
 
-    def copy_to(self, hosts: Sequence[Host]) -> None:
+    def rsync(self, hosts: Sequence[Host]) -> None:
         """Copy this machine's working folder to that of each host; raise EngineFailure if rsync can't."""
         if shutil.which("rsync") is None:
             raise EngineFailure("--sync needs the program rsync, here and on each host. This machine has none.")
         there = shlex.quote(self.folder)
-        words = ["rsync", "-az", "-e", shlex.join(self._ssh), "--rsync-path", f"mkdir -p {there} && rsync"]
+        words = ["rsync", "-az", "-e", shlex.join(self._words), "--rsync-path", f"mkdir -p {there} && rsync"]
         words += [f"--exclude={name}" for name in _NOT_COPIED]
 
         def copied(host: Host) -> str:
@@ -132,7 +130,9 @@ def _all_of(hosts: Sequence[Host], attempt: Callable[[Host], str], what: str, at
         raise EngineFailure("\n".join([head, *failed[:_MOST_LINES], *more]))
 
 
-def differing(here: Mapping[str, Any], answers: Mapping[str, Mapping[str, Any]], more: Collection[str]) -> str:
+def table_of_differences(
+    here: Mapping[str, Any], answers: Mapping[str, Mapping[str, Any]], more: Collection[str]
+) -> str:
     """Return a table of what differs between hosts, or between them and this machine; empty if nothing does.
 
     Args:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray cluster as its engine sees it: nodes, the actors that run launchers of ours there, and the lines to them."""
+"""A Ray cluster as its engine sees it: nodes, the actors that run launchers there, and the connections to them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 from farflung.launch.codes import EngineFailure
-from farflung.launch.engines.engine import Job, launcher
-from farflung.launch.engines.lines import GONE, Line
+from farflung.launch.engines.connections import GONE, Connection
+from farflung.launch.engines.engine import Job, launcher_command
 from farflung.launch.network import get_free_port
 from farflung.process.tether import SIGN_S
 
@@ -28,7 +28,7 @@ _ANSWER_WITHIN_S, _CONNECT_WITHIN_S = 1.0, 10.0
 _APART = ("/bin/sh", "-c", 'exec 3<&0; "$@" <&3 3<&- & wait $!', "sh")
 
 
-class Machine:
+class LauncherActor:
     """What runs on a node, as an actor of several threads: a launcher, and the lines that it prints."""
 
     def __init__(self) -> None:
@@ -37,23 +37,27 @@ class Machine:
         self._open = len(self._lines)
         self._news = threading.Condition()
 
-    def where(self) -> tuple[str, str, int]:
+    def locate(self) -> tuple[str, str, int]:
         """Return the node's address, its id, and a port that is free there."""
         import ray
 
         return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id(), get_free_port()
 
-    def begin(self, words: Sequence[str], folder: str) -> None:
+    def start(self, words: Sequence[str], folder: str) -> None:
         """Start a launcher: `words` follow `python -m farflung`."""
-        command = [*_APART, *(sys.executable, "-m", "farflung.process.tether"), *launcher(words, sys.executable)]
+        command = [
+            *_APART,
+            *(sys.executable, "-m", "farflung.process.tether"),
+            *launcher_command(words, sys.executable),
+        ]
         pipe = subprocess.PIPE
         try:
             self._process = subprocess.Popen(command, cwd=folder, stdin=pipe, stdout=pipe, stderr=pipe)
         except OSError as error:
             raise RuntimeError(f"nothing could be started in {folder}: {error.strerror}") from None
         for name in self._lines:
-            threading.Thread(target=self._keep, args=(name,), daemon=True).start()
-        threading.Thread(target=self._give_signs, daemon=True).start()
+            threading.Thread(target=self._collect, args=(name,), daemon=True).start()
+        threading.Thread(target=self._keep_alive, daemon=True).start()
 
     def read(self, name: str) -> tuple[list[bytes], int | None]:
         """Return the lines of a stream that nobody has read, and the exit code once there are no more."""
@@ -63,14 +67,14 @@ class Machine:
             is_all = not self._open
         return lines, self._process.wait() if is_all and self._process else None
 
-    def tell(self, number: int) -> None:
-        """Send the launcher a signal; 0: only that somebody is here."""
+    def send_signal(self, number: int) -> None:
+        """Send the launcher a signal; 0 is a sign of life alone."""
         if self._process and self._process.stdin:
             with suppress(OSError):
                 self._process.stdin.write(bytes([number]))
                 self._process.stdin.flush()
 
-    def _keep(self, name: str) -> None:
+    def _collect(self, name: str) -> None:
         assert self._process is not None
         for line in getattr(self._process, name):
             with self._news:
@@ -80,56 +84,56 @@ class Machine:
             self._open -= 1
             self._news.notify_all()
 
-    def _give_signs(self) -> None:
+    def _keep_alive(self) -> None:
         while self._process and self._process.poll() is None:
-            self.tell(0)
+            self.send_signal(0)
             time.sleep(SIGN_S)
 
 
-class RayLine(Line):
+class RayConnection(Connection):
     """The connection to an actor."""
 
     def __init__(self, ray: Any, actor: Any, number: int) -> None:
         super().__init__(str(number))
         self._ray, self._actor, self.number = ray, actor, number
-        self.node, self.leaves = "", False  # the node's id, once it has one; whether it was asked to leave
+        self.node, self.is_leaving = "", False  # the node's id, once it has one; whether it was asked to leave
         self._code: int | None = None
-        self._begun: Any = None
+        self._start: Any = None
 
     @property
     def code(self) -> int | None:
         return self._code
 
     @property
-    def sources(self) -> tuple[Iterable[bytes], Iterable[bytes]]:
+    def streams(self) -> tuple[Iterable[bytes], Iterable[bytes]]:
         return self._read("stdout"), self._read("stderr")
 
-    def begin(self, words: Sequence[str], folder: str) -> None:
+    def start(self, words: Sequence[str], folder: str) -> None:
         """Have the actor start a launcher, once it has a node."""
-        self._begun = self._actor.begin.remote(list(words), folder)
+        self._start = self._actor.start.remote(list(words), folder)
 
-    def where(self, *wait_s: float) -> tuple[str, str, int]:
-        """Wait until the actor has a node, and return what it says of it."""
-        found: tuple[str, str, int] = self._ray.get(self._actor.where.remote(), timeout=wait_s[0] if wait_s else None)
-        self.host, self.node = f"{self.number}@{found[0]}", found[1]
-        return found
+    def locate(self, wait_s: float | None = None) -> tuple[str, int]:
+        """Wait until the actor has a node; return that node's address and a port that is free there."""
+        address, self.node, port = self._ray.get(self._actor.locate.remote(), timeout=wait_s)
+        self.host = f"{self.number}@{address}"
+        return address, port
 
-    def tell(self, number: int = 0) -> None:
+    def send_signal(self, number: int = 0) -> None:
         if number and not self.node:  # it waits for one
             self.kill()
         elif number:
-            self._actor.tell.remote(number)
+            self._actor.send_signal.remote(number)
 
     def kill(self) -> None:
         self._ray.kill(self._actor)
 
     def _read(self, name: str) -> Iterator[bytes]:
-        code, has_begun = None, False
+        code, has_started = None, False
         while code is None:
             try:
-                if not has_begun:
-                    self.where()
-                    has_begun = self._ray.get(self._begun) is None
+                if not has_started:
+                    self.locate()
+                    has_started = self._ray.get(self._start) is None
                 lines, code = self._ray.get(self._actor.read.remote(name))
                 yield from lines
             except self._ray.exceptions.ActorUnavailableError:  # and it may come back
@@ -145,7 +149,7 @@ def in_short(error: Exception) -> str:
     return next((line for line in lines if "because" in line), lines[-1] if lines else type(error).__name__)
 
 
-def place_of(own: LaunchSettings, number: int, host: str, port: Any) -> dict[str, Any]:
+def launcher_settings(own: LaunchSettings, number: int, host: str, port: Any) -> dict[str, Any]:
     """Return the settings of one launcher; `host`, `port`: of the first one, which serves what the others need."""
     if own.elastic is not None:
         return {"replicas": 1, "meet": own.meet or f"tcp://{host}:{port}"}
@@ -154,7 +158,7 @@ def place_of(own: LaunchSettings, number: int, host: str, port: Any) -> dict[str
     return {"machine_rank": number, "main_process_ip": host, "main_process_port": own.main_process_port or port}
 
 
-class Cluster:
+class RayCluster:
     """A Ray cluster, as the process that is connected with it sees it."""
 
     def __init__(self, job: Job) -> None:
@@ -194,11 +198,11 @@ class Cluster:
                 f"needed, but the cluster has {len(fit)}; its nodes have {has}. Change cpus and gpus in engine_options."
             )
 
-    def started(self) -> list[RayLine]:
-        """Start all launchers; return the lines to them."""
+    def start(self) -> list[RayConnection]:
+        """Start all launchers; return the connections to them."""
         job = self._job
         if job.is_elastic:
-            return [self.replica(number) for number in range(job.count)]
+            return [self.start_replica(number) for number in range(job.count)]
         group = self._ray.util.placement_group([dict(self._asked)] * job.count, strategy="STRICT_SPREAD")
         if not group.wait(self._wait_s):
             self.leave()
@@ -207,26 +211,23 @@ class Cluster:
                 "longer, with wait=SECONDS in engine_options, or ask for fewer."
             )
         scheduling = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        lines = [self._line(number, scheduling(group, number)) for number in range(job.count)]
-        self._first = lines[0].where()[::2]
-        for line in lines:
-            self._begin(line)
-        return lines
+        connections = [self._actor(number, scheduling(group, number)) for number in range(job.count)]
+        self._first = connections[0].locate()
+        for connection in connections:
+            self._start_launcher(connection)
+        return connections
 
-    def replica(self, number: int) -> RayLine:
+    def start_replica(self, number: int) -> RayConnection:
         """Start a replica's launcher on a node that is free, now or later; the first may serve the run's store."""
-        line = self._line(number, "SPREAD")
+        connection = self._actor(number, "SPREAD")
         if not self._first[0] and not self._job.settings.meet:
-            self._first = self._found(line)
-        self._begin(line)
-        return line
-
-    def _found(self, line: RayLine) -> tuple[str, int]:
-        try:
-            return line.where(self._wait_s)[::2]
-        except self._ray.exceptions.GetTimeoutError:
-            self.leave()
-            raise EngineFailure(f"No node was free within {self._wait_s:g} s. Use wait=SECONDS.") from None
+            try:
+                self._first = connection.locate(self._wait_s)
+            except self._ray.exceptions.GetTimeoutError:
+                self.leave()
+                raise EngineFailure(f"No node was free within {self._wait_s:g} s. Use wait=SECONDS.") from None
+        self._start_launcher(connection)
+        return connection
 
     def draining(self) -> Collection[str]:
         """Return the ids of nodes that are about to end. Ray has no public name for it."""
@@ -235,12 +236,12 @@ class Cluster:
         found: Collection[str] = state.get_draining_nodes()
         return found
 
-    def _line(self, number: int, strategy: Any) -> RayLine:
-        actor = self._ray.remote(Machine).options(
+    def _actor(self, number: int, strategy: Any) -> RayConnection:
+        actor = self._ray.remote(LauncherActor).options(
             num_cpus=self._asked["CPU"], num_gpus=self._asked["GPU"], scheduling_strategy=strategy, max_concurrency=8
         )
-        return RayLine(self._ray, actor.remote(), number)
+        return RayConnection(self._ray, actor.remote(), number)
 
-    def _begin(self, line: RayLine) -> None:
-        words = self._job.command(json=True, **place_of(self._job.settings, line.number, *self._first))
-        line.begin(words, self._folder)
+    def _start_launcher(self, connection: RayConnection) -> None:
+        words = self._job.command(json=True, **launcher_settings(self._job.settings, connection.number, *self._first))
+        connection.start(words, self._folder)
