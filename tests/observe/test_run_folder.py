@@ -41,6 +41,23 @@ if sys.argv[2:]:
 """
 
 
+BARE = """
+import torch
+from torch.distributed import destroy_process_group, init_process_group
+from farflung.outer import OuterLoop, diloco, local_sgd
+init_process_group("gloo")
+for recipe in (diloco(4), local_sgd(3)):
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with OuterLoop(model, recipe) as outer:
+        outer.attach(optimizer)
+        for step in range(8):
+            model(torch.randn(2, 4)).square().mean().backward()
+            optimizer.step()
+destroy_process_group()
+"""
+
+
 @pytest.fixture
 def launched(farflung, home, monkeypatch):
     """Run the script with a folder; return what the launcher said, and the run."""
@@ -78,6 +95,17 @@ def test_two_ranks_leave_settings_logs_rounds_metrics_and_events(launched):
     assert (run.events[1]["parameters"], run.events[1]["strategy"]) == (5, "MULTI_CPU")
     assert [(one.name, one.step, one.ended) for one in run.ranks] == [("rank 0", 12, 0), ("rank 1", 12, 0)]
     assert run.state == "finished"
+
+
+@pytest.mark.usefixtures("warm")
+def test_rounds_of_bare_loops_between_fixed_ranks_are_there_once_and_shown(farflung, home, monkeypatch):
+    (home / "train.py").write_text(BARE)
+    monkeypatch.delenv("FARFLUNG_RUN_DIR")
+    done = farflung("launch", "--cpu", "--num_processes", "2", "train.py")
+    assert done.returncode == 0, done.stderr
+    rounds = [(row["model"], row["number"], row["step"], row["members"]) for row in Run(named_run(None)).rounds]
+    assert rounds == [(0, 1, 4, [0, 1]), (0, 2, 8, [0, 1]), *((1, k, s, [0, 1]) for k, s in ((1, 3), (2, 6), (3, 8)))]
+    assert "5 rounds" in farflung("watch", "--once").stdout
 
 
 @pytest.mark.usefixtures("warm")
