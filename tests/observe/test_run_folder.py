@@ -108,6 +108,32 @@ def test_rounds_of_bare_loops_between_fixed_ranks_are_there_once_and_shown(farfl
     assert "5 rounds" in farflung("watch", "--once").stdout
 
 
+LOW = """
+import os, subprocess, sys
+print("by Python")
+sys.stdout.flush()
+os.write(1, f"by a library of rank {os.environ['RANK']}\\n".encode())
+subprocess.run([sys.executable, "-c", "import os; os.write(2, b'by a child\\\\n')"])
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.usefixtures("warm")
+def test_with_tee_the_folder_has_what_is_not_printed_by_python_too(farflung, home, monkeypatch):
+    (home / "train.py").write_text(LOW)
+    monkeypatch.delenv("FARFLUNG_RUN_DIR")
+    done = farflung("launch", "--cpu", "--num_processes", "2", "--tee", "3", "train.py")
+    assert done.returncode == 3
+    logs = named_run(None) / "logs"
+    for rank in (0, 1):
+        assert (logs / f"rank{rank}.log").read_text().splitlines()[0][9:] == "by Python"
+        (out,) = logs.glob(f"*/attempt_0/{rank}/stdout.log")
+        assert out.read_text() == f"by Python\nby a library of rank {rank}\n"
+        assert out.with_name("stderr.log").read_text() == "by a child\n"
+        assert f"[default{rank}]:by a library of rank {rank}" in done.stdout
+
+
 @pytest.mark.usefixtures("warm")
 def test_a_rank_alone_says_itself_how_it_ends(launched):
     done, run = launched("5", "a bad value")
