@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What do steps, rounds, codecs, anchors in the host's memory and saves in the background cost on one GPU?
 
-python benchmarks/bench_gpu.py step|codecs|rounds|anchors|saves [--values N] [--rounds N] [--write]
+python benchmarks/bench_gpu.py step|codecs|rounds|anchors|saves [--values N] [--rounds N] [--compiled] [--write]
 
 Each question prints a line of its own. Contestants take turns; figures are medians. `rounds` has two processes share
 the GPU and exchange over gloo, through the host's memory; it says nothing about links between GPUs.
@@ -64,8 +64,10 @@ def loss_of(model: Any, tokens: Tensor) -> Tensor:
 
 
 # ---- steps
-def raw_loop(tokens: Tensor) -> Iterator[None]:
+def raw_loop(tokens: Tensor, compiled: bool) -> Iterator[None]:
     model, optimizer = trained()
+    if compiled:
+        model.compile()
     while True:
         with torch.autocast(DEVICE, torch.bfloat16):
             loss = loss_of(model, tokens)
@@ -76,8 +78,9 @@ def raw_loop(tokens: Tensor) -> Iterator[None]:
         yield
 
 
-def prepared_loop(library: str, tokens: Tensor, outer: bool = False) -> Iterator[None]:
-    accelerator = importlib.import_module(library).Accelerator(mixed_precision="bf16")
+def prepared_loop(library: str, tokens: Tensor, compiled: bool, outer: bool = False) -> Iterator[None]:
+    backend = "inductor" if compiled else "no"
+    accelerator = importlib.import_module(library).Accelerator(mixed_precision="bf16", dynamo_backend=backend)
     model, optimizer = accelerator.prepare(*trained())
     with accelerator.outer(model, diloco(10**6)) if outer else nullcontext():
         while True:
@@ -93,15 +96,19 @@ def step(given: argparse.Namespace) -> None:
     for batch, length in ((4, 1024), (1, 128)):
         tokens = torch.randint(256, (batch, length + 1), device=DEVICE)
         loops = {
-            "raw": raw_loop(tokens),
-            "accelerate": prepared_loop("accelerate", tokens),
-            "farflung": prepared_loop("farflung", tokens),
-            "farflung_outer": prepared_loop("farflung", tokens, outer=True),
+            "raw": raw_loop(tokens, given.compiled),
+            "accelerate": prepared_loop("accelerate", tokens, given.compiled),
+            "farflung": prepared_loop("farflung", tokens, given.compiled),
+            "farflung_outer": prepared_loop("farflung", tokens, given.compiled, outer=True),
         }
         blocks = {name: synchronized(partial(repeated, loop, 4)) for name, loop in loops.items()}
         seconds = interleave(blocks, rounds=given.rounds, warmup=2, before=torch.cuda.synchronize)
         ms = {name: round(250 * statistics.median(values), 3) for name, values in seconds.items()}
-        facts = {"batch": [batch, length], "parameters": sum(one.numel() for one in trained()[0].parameters())}
+        facts = {
+            "batch": [batch, length],
+            "compiled": given.compiled,
+            "parameters": sum(one.numel() for one in trained()[0].parameters()),
+        }
         spread = {
             name: [round(250 * x, 2) for x in statistics.quantiles(values, n=4)] for name, values in seconds.items()
         }
@@ -290,6 +297,7 @@ def main() -> None:
     parser.add_argument("question", choices=questions)
     parser.add_argument("--values", type=int, default=124_000_000)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--compiled", action="store_true", help="steps of compiled models")
     parser.add_argument("--write", action="store_true", help="append to benchmarks/results/gpu.jsonl")
     given = parser.parse_args()
     seeded(SEED)

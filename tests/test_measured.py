@@ -175,6 +175,7 @@ def test_each_figure_of_the_readme_has_its_line(monkeypatch):
         f"line of {rate}",
         "385k parameters trained from scratch",
         "models of up to 14M parameters",
+        f"also with {runs_on_a_gpu()['DDP']['parameters'] / 1e6:.0f}M on one NVIDIA H100",
     ]
     large = sum(parameter.numel() for parameter in GPT(SIZES["large"]).parameters())
     assert over_a_line(100, "large")
@@ -223,6 +224,24 @@ def test_the_page_of_costs_has_the_rows_of_the_plan_that_were_run():
             assert f"DDP at {ddp['final_loss']}" in page
             assert f"That of DDP was {ddp['of_throughput_alone']}" in page
     assert set(latest) == {120, 300}
+
+
+def runs_on_a_gpu():
+    lines = map(json.loads, (ROOT / "benchmarks" / "results" / "gpu.jsonl").read_text("utf-8").splitlines())
+    return {line["method"]: line for line in lines if "method" in line}
+
+
+def test_the_page_of_evidence_has_the_figures_of_a_larger_model_on_a_gpu():
+    runs = runs_on_a_gpu()
+    losses = {name: run["figures"]["held_out_loss"] for name, run in runs.items()}
+    common = runs["alone"]["figures"]["bytes_sent"]  # one that is alone sends nothing after the common start
+    sent = {name: run["figures"]["bytes_sent"] - common for name, run in runs.items()}
+    for name, loss in losses.items():
+        kept = (losses["alone"] - loss) / (losses["alone"] - losses["DDP"])
+        fewer = f"{sent['DDP'] / sent[name]:.3g}" if sent[name] else "sends nothing"
+        assert f"| `{name}` | {loss:.4f} | {100 * kept:.0f} % | {fewer} |" in EVIDENCE
+    assert len({(run["steps"], run["parameters"], run["gpu"], run["lr"]) for run in runs.values()}) == 1
+    assert f"{runs['DDP']['steps']} steps on an {runs['DDP']['gpu'].removesuffix(' HBM3')}" in EVIDENCE
 
 
 def test_a_run_that_has_its_line_is_done_again_by_its_number(monkeypatch):
