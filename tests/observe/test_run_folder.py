@@ -114,8 +114,6 @@ print("by Python")
 sys.stdout.flush()
 os.write(1, f"by a library of rank {os.environ['RANK']}\\n".encode())
 subprocess.run([sys.executable, "-c", "import os; os.write(2, b'by a child\\\\n')"])
-if os.environ["RANK"] == "1":
-    os.kill(os.getpid(), 9)
 """
 
 
@@ -124,7 +122,7 @@ def test_with_tee_the_folder_has_what_is_not_printed_by_python_too(farflung, hom
     (home / "train.py").write_text(LOW)
     monkeypatch.delenv("FARFLUNG_RUN_DIR")
     done = farflung("launch", "--cpu", "--num_processes", "2", "--tee", "3", "train.py")
-    assert done.returncode == 3
+    assert done.returncode == 0, done.stderr
     logs = named_run(None) / "logs"
     for rank in (0, 1):
         assert (logs / f"rank{rank}.log").read_text().splitlines()[0][9:] == "by Python"
