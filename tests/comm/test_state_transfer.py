@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A state goes from one rank to another while it changes; what has the same bits goes once."""
 
+import io
+import re
+import sys
 import threading
 import time
 
 import pytest
 import torch
 
+from farflung.base import bars
 from farflung.base.errors import RankFailure
 from farflung.comm.c10d_transport import C10dTransport
 from farflung.comm.member_store import LauncherNotes
@@ -21,13 +25,13 @@ LARGE = 3_000_000
 class Pair:
     """A sender and a receiver, members 1 and 2 of a run."""
 
-    def __init__(self, have=dict):
+    def __init__(self, have=dict, **how):
         self.transport = C10dTransport(serve_store("127.0.0.1", 0, wait_for_workers=False))
         self.notes = LauncherNotes(self.transport.board)
         self.found, self.num_received = ("g1/t2.1", 1), []
         self.sender = self.sends("g1/t2.1")
         self.receiver = StateReceiver(
-            lambda: self.found, lambda name, giver, over: self.group(name, 1, over), 0.01, have
+            lambda: self.found, lambda name, giver, over: self.group(name, 1, over), 0.01, have, **how
         )
 
     def sends(self, name):
@@ -35,6 +39,11 @@ class Pair:
 
     def group(self, name, rank, is_over):
         return self.transport.connect(name, rank, 2, TransferWatch(self.notes, 2 - rank, is_over))
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
 
 @pytest.fixture
@@ -110,6 +119,26 @@ def test_a_sender_that_pauses_leaves_the_line_alone_until_the_next_offer(pair):
     pair.sender.finish({})
     until(lambda: pair.receiver.wait(0.1))
     assert pair.receiver.num_bytes == 40 + 80 * LARGE
+
+
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_a_terminal_shows_how_much_has_come_of_all_that_is_left(is_shown, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(bars, "_PATIENCE_S", 0)
+    monkeypatch.setattr(bars, "_REDRAW_S", 0)
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    pair = Pair(is_shown=is_shown)
+    pair.sender.offer({"a": torch.zeros(LARGE), "b": torch.zeros(LARGE)})
+    until(lambda: pair.receiver.num_bytes == 8 * LARGE)
+    pair.sender.finish({"a": torch.ones(LARGE)})  # comes again
+    until(lambda: pair.receiver.wait(0.1))
+    pair.sender.join(20)
+    pair.receiver.stop(20)
+    pair.transport.close()
+    said = re.findall(r"Receiving the trained state.*?([\d.]+)/([\d.]+) MB", terminal.getvalue())
+    assert {("24.0", "24.0"), ("36.0", "36.0")} <= {*said} if is_shown else terminal.getvalue() == ""
 
 
 @pytest.mark.law("every-wait-has-an-end-and-a-line")

@@ -41,6 +41,23 @@ if sys.argv[2:]:
 """
 
 
+BARE = """
+import torch
+from torch.distributed import destroy_process_group, init_process_group
+from farflung.outer import OuterLoop, diloco, local_sgd
+init_process_group("gloo")
+for recipe in (diloco(4), local_sgd(3)):
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with OuterLoop(model, recipe) as outer:
+        outer.attach(optimizer)
+        for step in range(8):
+            model(torch.randn(2, 4)).square().mean().backward()
+            optimizer.step()
+destroy_process_group()
+"""
+
+
 @pytest.fixture
 def launched(farflung, home, monkeypatch):
     """Run the script with a folder; return what the launcher said, and the run."""
@@ -78,6 +95,41 @@ def test_two_ranks_leave_settings_logs_rounds_metrics_and_events(launched):
     assert (run.events[1]["parameters"], run.events[1]["strategy"]) == (5, "MULTI_CPU")
     assert [(one.name, one.step, one.ended) for one in run.ranks] == [("rank 0", 12, 0), ("rank 1", 12, 0)]
     assert run.state == "finished"
+
+
+@pytest.mark.usefixtures("warm")
+def test_rounds_of_bare_loops_between_fixed_ranks_are_there_once_and_shown(farflung, home, monkeypatch):
+    (home / "train.py").write_text(BARE)
+    monkeypatch.delenv("FARFLUNG_RUN_DIR")
+    done = farflung("launch", "--cpu", "--num_processes", "2", "train.py")
+    assert done.returncode == 0, done.stderr
+    rounds = [(row["model"], row["number"], row["step"], row["members"]) for row in Run(named_run(None)).rounds]
+    assert rounds == [(0, 1, 4, [0, 1]), (0, 2, 8, [0, 1]), *((1, k, s, [0, 1]) for k, s in ((1, 3), (2, 6), (3, 8)))]
+    assert "5 rounds" in farflung("watch", "--once").stdout
+
+
+LOW = """
+import os, subprocess, sys
+print("by Python")
+sys.stdout.flush()
+os.write(1, f"by a library of rank {os.environ['RANK']}\\n".encode())
+subprocess.run([sys.executable, "-c", "import os; os.write(2, b'by a child\\\\n')"])
+"""
+
+
+@pytest.mark.usefixtures("warm")
+def test_with_tee_the_folder_has_what_is_not_printed_by_python_too(farflung, home, monkeypatch):
+    (home / "train.py").write_text(LOW)
+    monkeypatch.delenv("FARFLUNG_RUN_DIR")
+    done = farflung("launch", "--cpu", "--num_processes", "2", "--tee", "3", "train.py")
+    assert done.returncode == 0, done.stderr
+    logs = named_run(None) / "logs"
+    for rank in (0, 1):
+        assert (logs / f"rank{rank}.log").read_text().splitlines()[0][9:] == "by Python"
+        (out,) = logs.glob(f"*/attempt_0/{rank}/stdout.log")
+        assert out.read_text() == f"by Python\nby a library of rank {rank}\n"
+        assert out.with_name("stderr.log").read_text() == "by a child\n"
+        assert f"[default{rank}]:by a library of rank {rank}" in done.stdout
 
 
 @pytest.mark.usefixtures("warm")

@@ -21,7 +21,7 @@ from farflung.accelerator.outer import AttachedLoop, EpochTracker, driver
 from farflung.base.errors import ConfigError
 from farflung.base.forward import Forward
 from farflung.config import environ
-from farflung.integrations.rounds import RoundFigures, RoundOutputs, folder_listeners
+from farflung.integrations.rounds import RoundFigures, RoundOutputs
 from farflung.loop.state import ActiveLoader
 from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, leave_note
 from farflung.process.log import get_logger
@@ -107,8 +107,6 @@ class OuterController:
     def _open(self, model: nn.Module, recipe: Recipe, each_step: bool) -> AttachedLoop:
         """Open a loop; it continues from a loaded state, if one is waiting for it."""
         attached = AttachedLoop(model, recipe, self._run, each_step)
-        if self._run.world.place.member is None:  # else its membership listens
-            attached.loop.listeners += folder_listeners(len(self.attached))
         if self.waiting:
             attached.load_state_dict(self.waiting.pop(0))
         if each_step:  # Accelerate's LocalSGD tells trackers nothing

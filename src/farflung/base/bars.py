@@ -20,11 +20,12 @@ class Bar:
 
     Attributes:
         num_bytes: done so far.
+        total_bytes: to be done in all; it may change.
     """
 
     def __init__(self, what: str, total_bytes: int, is_shown: bool) -> None:
         self.num_bytes = 0
-        self._what, self._total_bytes = what, total_bytes
+        self._what, self.total_bytes = what, total_bytes
         self._due_at = time.monotonic() + _PATIENCE_S if is_shown else math.inf  # when it is drawn next
         self._drawn: Any = None
         self._lock = Lock()
@@ -37,8 +38,9 @@ class Bar:
                 return
             self._due_at = now + _REDRAW_S
             try:
-                self._drawn = self._drawn or _drawn(self._what, self._total_bytes)
-                self._drawn.update(self._drawn.task_ids[0], completed=self.num_bytes, refresh=True)
+                self._drawn = self._drawn or _drawn(self._what)
+                done = {"completed": self.num_bytes, "total": self.total_bytes}
+                self._drawn.update(self._drawn.task_ids[0], **done, refresh=True)
             except (OSError, ValueError):  # the terminal is gone, or closed; the work is not
                 self._due_at = math.inf
 
@@ -65,7 +67,7 @@ def bar(what: str, total_bytes: int, is_shown: bool = True) -> Iterator[Bar]:
         made.close()
 
 
-def _drawn(what: str, total_bytes: int) -> Any:
+def _drawn(what: str) -> Any:
     from rich import progress  # late: most work is over before a bar is due
     from rich.console import Console
     from rich.control import Control
@@ -85,6 +87,6 @@ def _drawn(what: str, total_bytes: int) -> Any:
     shown = progress.Progress(
         *columns, console=console, transient=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
     )
-    shown.add_task(what, total=total_bytes)
+    shown.add_task(what)
     shown.start()
     return shown

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farflung.base.bars import Bar, bar
 from farflung.base.errors import RankFailure, Unreachable
 from farflung.comm.fingerprint import bytes_of, fingerprint
 from farflung.comm.group import Group
@@ -125,7 +126,9 @@ class StateSender:
 
     def _send(self, group: Group, name: str, tensor: Tensor) -> None:
         kind = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-        _send_json(group, {"name": name, **kind})
+        with self._changed:
+            left = sum(one.nbytes for one in (tensor, *self._left.values()))
+        _send_json(group, {"name": name, "left": left, **kind})
         for piece in _pieces(tensor.contiguous(), group):
             with self._changed:
                 self._changed.wait_for(lambda: self.is_over or self._is_final or not self._is_paused)
@@ -143,6 +146,7 @@ class StateReceiver:
         connect: returns the group of such a transfer, in which this rank is 1; otherwise as for `StateSender`.
         pause_s: between two looks for a transfer.
         have: returns tensors of such a state, by name, that this rank has from elsewhere.
+        is_shown: whether a bar shows how much has come.
 
     Attributes:
         state: the parts that were offered, once all have come.
@@ -155,8 +159,9 @@ class StateReceiver:
         connect: Callable[[str, int, Callable[[], bool]], Group],
         pause_s: float,
         have: Callable[[], Mapping[str, Tensor]] = dict,
+        is_shown: bool = True,
     ) -> None:
-        self._have = have
+        self._have, self._is_shown = have, is_shown
         self._find, self._connect, self._pause_s = find, connect, pause_s
         self.state: dict[str, Any] = {}
         self.num_bytes = 0
@@ -183,9 +188,10 @@ class StateReceiver:
             tried = found
             with suppress(RankFailure, Unreachable):
                 tensors = dict(self._have())
-                self._receive(self._connect(*found, self._over.is_set), tensors)
+                with bar("Receiving the trained state", 0, self._is_shown) as shown:
+                    self._receive(self._connect(*found, self._over.is_set), tensors, shown)
 
-    def _receive(self, group: Group, tensors: dict[str, Tensor]) -> None:
+    def _receive(self, group: Group, tensors: dict[str, Tensor], shown: Bar) -> None:
         try:
             _send_json(group, {name: fingerprint(tensor) for name, tensor in tensors.items()}, 1)
             while not self._over.is_set():
@@ -195,9 +201,11 @@ class StateReceiver:
                     self._over.set()
                     return
                 tensor = torch.empty(said["shape"], dtype=getattr(torch, said["dtype"]))
+                shown.total_bytes = shown.num_bytes + said["left"]
                 for piece in _pieces(tensor, group):
                     group.broadcast(piece, 0).wait()
                     self.num_bytes += piece.nbytes
+                    shown.advance(piece.nbytes)
                 tensors[said["name"]] = tensor
         finally:
             group.free(reusable=bool(self.state))

@@ -212,7 +212,7 @@ class LaunchSettings(LayoutSettings, EngineSettings):
         "Folder for this run's settings, logs, rounds, metrics and events, which `farflung watch` and `report` show; "
         "none: make none. [farflung-runs/<time>-<script>]",
     )
-    log_dir: str | None = setting(None, "Keep logs and error files in this folder.")
+    log_dir: str | None = setting(None, "Keep logs and error files in this folder. [with --tee the run's: logs/]")
     tee: str = setting(
         "0",
         "Also copy streams to files in log_dir: 1 stdout, 2 stderr, 3 both; `0:3,1:2` sets it per local rank.",

@@ -48,7 +48,7 @@ from farflung.config import environ
 from farflung.config.launch import launched_outer
 from farflung.integrations.elastic import membership_of, slots_of
 from farflung.integrations.patching import around
-from farflung.integrations.rounds import RoundFigures, RoundOutputs, folder_listeners
+from farflung.integrations.rounds import RoundFigures, RoundOutputs
 from farflung.integrations.spawned import follow_processes
 from farflung.integrations.training_data import TrainingData
 from farflung.loop.optimizer import parameters_of
@@ -271,8 +271,6 @@ class DDPTakeover:
         if membership is not None and self._data.slots is not None:
             one.followed = self._data.slots.follow(membership, self._recipe.schedule.fragments)
             one.loop.listeners.append(one.followed.round_ended)
-        if membership is None:  # else it listens itself
-            one.loop.listeners += folder_listeners(self._followed.index(one))
         self._outputs.listen(one.loop, self._followed.index(one))
         self._show_trainer(RoundFigures(one.loop, self._followed.index(one)))
         for whole in filter(None, (module, compiled_from(module))):

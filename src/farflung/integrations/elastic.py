@@ -15,8 +15,9 @@ from farflung.comm.group import Group
 from farflung.comm.member_store import LauncherNotes
 from farflung.comm.transport import Transport
 from farflung.config import environ
-from farflung.integrations.rounds import folder_listeners
+from farflung.integrations.rounds import record_rounds
 from farflung.outer.elastic import Elastic
+from farflung.outer.engine import OuterLoop
 from farflung.process.place import Place
 
 
@@ -39,11 +40,12 @@ def launched_membership(island: Group | None = None) -> Elastic | None:
 
 
 def membership_of(here: Place, island: Group | None) -> Elastic | None:
-    """Return the membership of the replica `here`, as `launched_membership` does."""
+    """Return the membership of the replica `here`, as `launched_membership` does; have the rounds of loops recorded."""
+    record_rounds(OuterLoop)
     if here.member is None:
         return None
     transport, settings = _run_of(here)
-    return Elastic(transport, here.member, island=island, listeners=folder_listeners(0), **settings)
+    return Elastic(transport, here.member, island=island, **settings)
 
 
 def slots_of(here: Place, make: Callable[..., Any], exchange: Exchange, is_training: Callable[[], bool]) -> Any:

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,10 +86,23 @@ class RoundLog:
             add_lines(self._path, [{**self._who, "time": time.time(), **asdict(this)}])
 
 
-def folder_listeners(number: int) -> list[RoundLog]:
-    """Return what writes the rounds of the `number`-th loop to the run's folder: of rank 0 of a replica, if any."""
-    folder, here = run_folder(), who()
-    return [] if folder is None or here["rank"] else [RoundLog(folder / ROUNDS, number, here.get("member"))]
+def record_rounds(loops: type[OuterLoop]) -> None:
+    """Have rank 0 of each replica write the rounds of all loops that it makes to the run's folder, where there is one.
+
+    Args:
+        loops: the class `OuterLoop`, which a script may not have loaded yet.
+    """
+    if loops.listeners_of_run is not tuple:  # it does so already
+        return
+    numbers = count()
+
+    def listeners() -> list[RoundLog]:
+        folder, here = run_folder(), who()
+        if folder is None or here["rank"]:
+            return []
+        return [RoundLog(folder / ROUNDS, next(numbers), here.get("member"))]
+
+    loops.listeners_of_run = listeners
 
 
 class RoundFigures:

@@ -21,6 +21,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 from farflung.config import environ
+from farflung.integrations.rounds import record_rounds
+from farflung.process.after_import import after_import
 from farflung.process.failure import PREEMPTED, has_note, has_report, record_exit, record_failure
 from farflung.process.run_files import EVENTS, Metrics, add_line, recorded
 from farflung.process.tether import end_with_launcher
@@ -123,4 +125,5 @@ if __name__ == "__main__":
     with recorded():
         if (metrics := Metrics.of_run()) is not None:
             keep_trainer_logs(metrics)
+            after_import("farflung.outer.engine", lambda module: record_rounds(module.OuterLoop))
         run(sys.argv[1:])

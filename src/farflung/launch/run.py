@@ -24,6 +24,7 @@ from farflung.launch.plan import Plan, check_recipe, lone_environment, make_plan
 from farflung.launch.report import in_order, in_short, show
 from farflung.observe.folder import NO_FOLDER, RunFolder, make_folder
 from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND, PREEMPTED
+from farflung.process.run_files import LOGS
 
 if TYPE_CHECKING:
     from farflung.launch.agent import Outcome
@@ -66,6 +67,8 @@ def launch_script(
     world = {"processes": plan.num_local, "machines": settings.num_machines, "machine_rank": settings.machine_rank}
     folder = make_folder(resolved, script, script_args, world)
     plan = dataclasses.replace(plan, variables={**plan.variables, **folder.variables})
+    if settings.tee != "0" and settings.log_dir is None and folder.path is not None:
+        settings = dataclasses.replace(settings, log_dir=str(folder.path / LOGS))
     if plan.alone and exec_alone:
         become(plan)
     size, ranks = plan.num_local * plan.meeting.num_machines, list(plan.ranks)

@@ -126,7 +126,7 @@ def round_spans(row: Row) -> list[Span]:
     landed, which are one wait."""
     end, vote, encode = row["time"], row["seconds_voting"], row["seconds_encoding"]
     whole = max(row["seconds_exposed"] + row["seconds_hidden"], vote + encode + row["seconds_landing"])
-    edges = [end - whole, end - whole + vote, end - whole + vote + encode, end]
+    edges = [min(edge, end) for edge in (end - whole, end - whole + vote, end - whole + vote + encode, end)]
     return [Span("round", end - whole, end), *map(Span, ("vote", "encode", "exchange"), edges, edges[1:])]
 
 

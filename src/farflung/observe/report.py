@@ -14,13 +14,23 @@ import click
 
 from farflung.base.errors import ConfigError
 from farflung.base.files import atomic_file
-from farflung.observe.figures import Figures, ddp_bytes_per_step, figures, own_rounds, round_spans, spans, writers
+from farflung.observe.figures import (
+    Figures,
+    Span,
+    ddp_bytes_per_step,
+    figures,
+    own_rounds,
+    round_spans,
+    spans,
+    writers,
+)
 from farflung.observe.folder import named_run
 from farflung.observe.history import cell, described, rows_of
-from farflung.observe.run import Run
+from farflung.observe.run import Rank, Run
 
 _MOST_POINTS = 4000  # of a curve, in the page
 _PICTURES = ("png", "svg", "pdf")
+_TRACKS = 1000  # most replicas of a trace whose tracks have different numbers
 
 
 def page(data: Sequence[Mapping[str, Any]]) -> str:
@@ -105,22 +115,40 @@ def _curve(run: Run, name: str, own: Sequence[Any], sent: Sequence[int], each: f
 
 
 def trace(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the runs in Chrome's trace format, which Perfetto opens: a process for each replica, times in us."""
+    """Return the runs in Chrome's trace format, which Perfetto opens: a process for each replica, times in us.
+
+    Perfetto drops a span that begins in another one of its track and ends after it, be it by a nanosecond, and what
+    begins before 0. So times are whole numbers, and rounds that are under way at the same time have a track each.
+    """
     events: list[dict[str, Any]] = []
     number = 0
     for run in runs:
+        zero = min([run.begun, *(one.row["begun"] for one in writers(run))])  # clocks of machines differ
         for one in writers(run):
             number += 1
             name = one.name if len(runs) == 1 else f"{run.path.name}: {one.name}"
-            events.append({"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": name}})
-            rows = [(1, "training", spans(run, one))]
-            rows += [(2, "rounds", [span for row in own_rounds(run, one) for span in round_spans(row)])]
-            for tid, what, found in rows:
-                events.append({"ph": "M", "name": "thread_name", "pid": number, "tid": tid, "args": {"name": what}})
+            events.append({"ph": "M", "name": "process_name", "pid": number, "tid": number, "args": {"name": name}})
+            rows = [("training", spans(run, one)), *(("rounds", track) for track in _round_tracks(run, one))]
+            for place, (what, found) in enumerate(rows):
+                track = {"pid": number, "tid": number + _TRACKS * place}  # the first one is the main thread's
+                events.append({"ph": "M", "name": "thread_name", **track, "args": {"name": what}})
                 for span in found:
-                    times = {"ts": (span.begin - run.begun) * 1e6, "dur": (span.end - span.begin) * 1e6}
-                    events.append({"ph": "X", "name": span.name, "cat": what, "pid": number, "tid": tid, **times})
+                    begin, end = (round((when - zero) * 1e6) for when in (span.begin, span.end))
+                    if end > begin:
+                        row = {"ph": "X", "name": span.name, "cat": what, **track, "ts": begin, "dur": end - begin}
+                        events.append(row)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _round_tracks(run: Run, one: Rank) -> list[list[Span]]:
+    """Return the spans of a rank's rounds: each round is in the first row in which all before it have ended."""
+    tracks: list[list[Span]] = [[]]
+    for whole, *parts in sorted(map(round_spans, own_rounds(run, one)), key=lambda found: found[0].begin):
+        ends = (track for track in tracks if not track or track[-1].end <= whole.begin)
+        if (free := next(ends, None)) is None:
+            tracks.append(free := [])
+        free += [whole, *parts]
+    return tracks
 
 
 def draw(runs: Sequence[Run], costs: Sequence[Figures], target: Path) -> None:

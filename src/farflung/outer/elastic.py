@@ -28,7 +28,6 @@ from farflung.outer.membership import ALL, Generation, Needs, open_generation
 from farflung.outer.peers import Peers
 from farflung.outer.saver import Saver
 from farflung.outer.settlement import await_ready, settle
-from farflung.outer.stats import Round
 from farflung.outer.transfers import Transfers
 
 _ASK_S = 0.5  # how often a member looks who asks to be admitted, at most
@@ -48,7 +47,6 @@ class Elastic:
             or twice the time between the latest two rounds if that is longer.
         state_every: so many rounds are lost at most if all replicas die, where records outlive them.
         island: the ranks that train this replica.
-        listeners: functions that are called with each `Round` when it ends.
 
     Attributes:
         data: a description of the data, set before the first generation, which must be the same on all replicas.
@@ -69,9 +67,7 @@ class Elastic:
         grace_s: float | None = None,
         state_every: int = 10,
         island: Group | None = None,
-        listeners: Sequence[Callable[[Round], None]] = (),
     ) -> None:
-        self.listeners = listeners
         self.island, self.member, self.most = island or SoloGroup(), member, most
         self.data, self.joined, self.has_kept = "", 0, False
         self._transport = transport

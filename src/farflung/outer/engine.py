@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -90,6 +90,9 @@ class OuterLoop(Facts):
         RankFailure: a rank left or died.
     """
 
+    # Returns those listeners that whoever started this process wants each of its loops to have.
+    listeners_of_run: ClassVar[Callable[[], Iterable[Callable[[Round], None]]]] = tuple
+
     def __init__(
         self,
         model: nn.Module,
@@ -105,7 +108,7 @@ class OuterLoop(Facts):
         recipe, cap_bytes = checked(model, recipe, group, inner, island, membership, bucket_bytes, clock)
         membership = membership or fixed_membership(group, island, all(one.is_cpu for one in model.parameters()))
         island = membership.island
-        self.listeners: list[Callable[[Round], None]] = list(membership.listeners)
+        self.listeners: list[Callable[[Round], None]] = [*OuterLoop.listeners_of_run()]
         self._recipe = recipe
         self._meter = Meter()
         self._hooks: list[RemovableHandle] = []

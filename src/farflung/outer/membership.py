@@ -14,7 +14,6 @@ from farflung.base.errors import ConfigError, RankFailure
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.torch_group import TorchGroup
 from farflung.outer.ballot import Ballot, Island, Voters
-from farflung.outer.stats import Round
 
 
 class OddMembers(RankFailure):
@@ -130,10 +129,8 @@ class Membership(Protocol):
         most: how many there will be at most.
         island: the ranks that train this replica.
         last_round_s: how many seconds a replica that gets SIGTERM has for one more round; 0: it ends at once.
-        listeners: functions that are called with each `Round` when it ends.
     """
 
-    listeners: Sequence[Callable[[Round], None]] = ()
     is_fixed: bool
     most: int
     island: Group

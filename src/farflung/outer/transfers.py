@@ -121,6 +121,7 @@ class Transfers:
             lambda name, giver, is_over: self._connected(name, 1, giver, is_over),
             4 * peers.pause_s,
             dict if self._saver is None else self._saver.tensors,
+            is_shown=self._island.rank == 0,
         )
         try:
             yield receiver

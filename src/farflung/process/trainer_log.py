@@ -4,25 +4,16 @@
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+from farflung.process.after_import import after_import
 from farflung.process.run_files import Metrics
-
-_MODULE = "transformers.trainer"
 
 
 def keep_trainer_logs(metrics: Metrics) -> None:
     """Have `Trainer.log` of the main process add to `metrics` from now on, once transformers' Trainer is loaded."""
-    act = functools.partial(_watch, metrics)
-    if _MODULE in sys.modules:
-        act(sys.modules[_MODULE])
-    else:
-        sys.meta_path.insert(0, _AfterImport(act))
+    after_import("transformers.trainer", functools.partial(_watch, metrics))
 
 
 def _watch(metrics: Metrics, module: ModuleType) -> None:
@@ -37,27 +28,3 @@ def _watch(metrics: Metrics, module: ModuleType) -> None:
         return log(self, logs, *args, **more)
 
     trainer.log = functools.update_wrapper(kept, log)
-
-
-class _AfterImport(MetaPathFinder):
-    """Finds the module as Python does, and calls `act` with it when it has been loaded."""
-
-    def __init__(self, act: Callable[[ModuleType], None]) -> None:
-        self._act = act
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != _MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def loaded(module: ModuleType) -> None:
-                load(module)
-                self._act(module)
-
-            spec.loader.exec_module = loaded  # type: ignore[method-assign]
-        return spec

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Acts on a module once a script has loaded it, and doesn't load it before."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+
+
+def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
+    """Call `act` with the module `name` as soon as it is loaded: now, if it is."""
+    if name in sys.modules:
+        act(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _AfterImport(name, act))
+
+
+class _AfterImport(MetaPathFinder):
+    """Finds a module as Python does, and calls `act` with it when it has been loaded."""
+
+    def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
+        self._name, self._act = name, act
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def loaded(module: ModuleType) -> None:
+                load(module)
+                self._act(module)
+
+            spec.loader.exec_module = loaded  # type: ignore[method-assign]
+        return spec
