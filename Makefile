@@ -35,7 +35,7 @@ demo-elastic: $(DEMO_READY)
 
 # More workers than there may be cores: tests wait for processes, peers, time limits and sleeps.
 test: $(DEV_READY)
-	$(BIN)/python -m pytest -n 4 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 test-fast: $(DEV_READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not ranks and not slow"

@@ -30,7 +30,7 @@ def test_no_replica_is_lost_while_the_server_fails(bucket, s3, faults):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["folder", "bucket"])
-def test_nothing_grows_in_a_hundred_and_fifty_rounds(kind, tmp_path, request):
+def test_nothing_grows_in_three_hundred_rounds(kind, tmp_path, request):
     address = tmp_path.as_uri() if kind == "folder" else request.getfixturevalue("bucket")
     objects = transport_at(address).board
     counts, figures = [], []
@@ -43,7 +43,7 @@ def test_nothing_grows_in_a_hundred_and_fifty_rounds(kind, tmp_path, request):
     with ElasticRun(address=address, expected=2, grace_s=30.0, step_s=0.0) as run:
         members = [run.start(name) for name in range(2)]
         process = psutil.Process(run.processes[members[0]].pid)
-        for rounds in range(25, 151, 25):
+        for rounds in range(50, 301, 50):
             run.until(lambda rounds=rounds: run.at(rounds * EVERY), 120.0)
             for _ in range(5):
                 look(process)

@@ -229,7 +229,7 @@ class Connections(Generic[L]):
 
 
 class EndsWithLauncher(Generic[L]):
-    """What engines have in common whose runs end with the launcher that starts them, as it holds the connections."""
+    """What engines share whose runs end with the launcher that starts them, as it holds the connections."""
 
     outlives_launch: ClassVar[bool] = False
     _job: Job
