@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -45,7 +45,9 @@ class Faulty:
         time.sleep(self.faults.get("late_s", 0))
         if self.faults.get("ignores"):
             environ.pop("HTTP_IF_NONE_MATCH", None)
-        answer = list(self._inner(environ, start_response))
+        # moto looks whether an object exists, and then writes it: two requests at once would both create it.
+        with self._lock if "HTTP_IF_NONE_MATCH" in environ else nullcontext():
+            answer = list(self._inner(environ, start_response))
         if self.faults.get("loses") and number % self.faults["loses"] == 0:
             environ["werkzeug.socket"].shutdown(2)
         return answer

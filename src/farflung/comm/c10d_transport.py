@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, TimeoutError as NoAnswer  # up to Python 3.10 not the built-in one
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -254,7 +254,7 @@ class _Line:
                     found = act(store)
                     self._unanswered, self._num_written, self._lost_at = [], 0, None
                     return found
-                except (dist.DistError, OSError) as error:
+                except (dist.DistError, OSError, NoAnswer) as error:
                     self._drop()
                     self._lost_at = self._lost_at or began
                     silent_s = time.monotonic() - self._lost_at
@@ -268,7 +268,7 @@ class _Line:
         """Return a store over a connection of its own."""
         try:
             return self._dial().result(ANSWER_S)[0] if self._given is None or self._at else self._given
-        except (dist.DistError, OSError) as error:
+        except (dist.DistError, OSError, NoAnswer) as error:
             raise Unreachable(self._why(error, ANSWER_S)) from None
 
     def _connected(self) -> Store:
