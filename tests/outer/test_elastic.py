@@ -15,15 +15,7 @@ from tests.outer.elastic_run import EVERY, ElasticRun, wrong
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize(
-    ("phase", "address"),
-    [
-        *((one, "store") for one in PHASES if one != "admission"),
-        *((one, "folder") for one in ("local step", "arrival")),
-        *((one, "bucket") for one in ("vote", "landing")),
-    ],
-    indirect=["address"],
-)
+@pytest.mark.parametrize("phase", [one for one in PHASES if one != "admission"])
 def test_a_replica_may_die_at_any_time_and_come_back(phase, address):
     with ElasticRun(address=address, expected=3, grace_s=20.0) as run:
         first, second = run.start(0), run.start(1)

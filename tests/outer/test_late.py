@@ -47,11 +47,7 @@ def check_each_round(said, moves):
 
 @pytest.mark.ranks
 @pytest.mark.law("late-is-not-lost")
-@pytest.mark.parametrize(
-    ("phase", "address"),
-    [*((one, "store") for one in ("local step", "vote", "landing")), ("vote", "folder"), ("landing", "bucket")],
-    indirect=["address"],
-)
+@pytest.mark.parametrize("phase", ["local step", "vote", "landing"])
 def test_the_steps_of_a_stopped_replica_count_in_the_next_round(phase, address):
     """It is stopped before the others have got any of its values, or once all know that they have all of them."""
     at = 4 * EVERY + 2 if phase == "local step" else 5
@@ -74,11 +70,7 @@ def test_the_steps_of_a_stopped_replica_count_in_the_next_round(phase, address):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("phase", "address"),
-    [("arrival", "store"), ("confirmation", "store"), ("confirmation", "folder"), ("arrival", "bucket")],
-    indirect=["address"],
-)
+@pytest.mark.parametrize("phase", ["arrival", "confirmation"])
 def test_steps_that_others_may_have_applied_are_not_sent_again(phase, address):
     with ElasticRun(address=address, expected=2, grace_s=patience(2.0)) as run:
         first = run.start(0)
