@@ -3,9 +3,11 @@
 
 Two machines made of namespaces, each with a line of 20 Mbit/s to a third one that serves S3 (moto) and forwards
 nothing. The same steps are timed in turns: by replicas that send nothing, and by two that train together. Needs root.
+With `--cores 0.8` each of the two has so much of a core in both turns (cgroups, version 1), and the server, which would
+be elsewhere, what they leave.
 
 python benchmarks/bench_meet.py [--megabits 20] [--size small] [--steps 400] [--runs 3] [--codec int4]
-    [--recipe streaming_diloco] [--every 32] [--write]
+    [--recipe streaming_diloco] [--every 32] [--cores 0.8] [--write]
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.launch.machines import SERVER, Apart, two_machines
 from tests.s3_server import BUCKET, s3_server, variables_for
 
+PERIOD_US = 10_000  # in which a machine has its share of a core
 TRAINS = """
 import hashlib, json, sys, time
 import torch
@@ -79,6 +82,12 @@ def run(machines: Apart, folder: Path, port: str, address: str, chosen: argparse
         line = ["farflung", "launch", "--cpu", "--elastic", "2:2", "--replicas", "1", "--meet", address]
         command = [*line, *script] if address else ["python", *script]
         screens.append(machines.start(machine, command, folder, variables))
+        if chosen.cores:
+            group = Path(f"/sys/fs/cgroup/cpu/farflung-machine{machine}")
+            group.mkdir(exist_ok=True)
+            (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+            (group / "cpu.cfs_quota_us").write_text(str(round(chosen.cores * PERIOD_US)))
+            (group / "cgroup.procs").write_text(str(screens[-1].pid))
     texts = [screen.communicate()[0] for screen in screens]
     said = [line for text in texts for line in text.splitlines() if line.startswith("RESULT")]
     assert len(said) == 2, texts
@@ -94,6 +103,7 @@ def main() -> None:
     parser.add_argument("--recipe", default="streaming_diloco")
     parser.add_argument("--codec", default=None)
     parser.add_argument("--every", type=int, default=32)
+    parser.add_argument("--cores", type=float, help="of each machine [as many as there are]")
     parser.add_argument("--write", action="store_true")
     chosen = parser.parse_args()
     shares, rows = [], []
