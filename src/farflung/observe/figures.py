@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run has cost: how its time was spent, and the bytes that it sent, compared with those of DDP."""
+"""What a run has cost: how it spent its time, and how many bytes it sent next to what DDP would have sent."""
 
 from __future__ import annotations
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from farflung.base.sizes import num_buffers_among
 from farflung.comm.group import Group
 from farflung.comm.shards import reshard
 from farflung.comm.torch_group import explained
+from farflung.outer import stats
 from farflung.outer.arguments import OuterConfig, check_attached, check_state, checked, checked_items
 from farflung.outer.facts import Facts
 from farflung.outer.gradients import GradientWarmup, kept_local
@@ -90,9 +91,6 @@ class OuterLoop(Facts):
         RankFailure: a rank left or died.
     """
 
-    # Returns those listeners that whoever started this process wants each of its loops to have.
-    listeners_of_run: ClassVar[Callable[[], Iterable[Callable[[Round], None]]]] = tuple
-
     def __init__(
         self,
         model: nn.Module,
@@ -108,7 +106,7 @@ class OuterLoop(Facts):
         recipe, cap_bytes = checked(model, recipe, group, inner, island, membership, bucket_bytes, clock)
         membership = membership or fixed_membership(group, island, all(one.is_cpu for one in model.parameters()))
         island = membership.island
-        self.listeners: list[Callable[[Round], None]] = [*OuterLoop.listeners_of_run()]
+        self.listeners: list[Callable[[Round], None]] = [*stats.listeners_of_run()]
         self._recipe = recipe
         self._meter = Meter()
         self._hooks: list[RemovableHandle] = []

@@ -2,9 +2,9 @@
 """Where all ranks of a run stop when its scheduler is about to end it: a vote over the store that costs no collective.
 
 A signal reaches ranks at different steps, or only one of them. Each rank counts the boundaries between its steps. When
-a rank's watchdog hears of the signal, it publishes n, the number of the rank's next boundary. From then on the rank
-waits at boundaries until all have published, and all stop at the largest n. No rank can have passed it, as each waits
-at its own n, which is not larger. The wait is short: watchdogs publish whatever their ranks are busy with.
+the signal is known, each rank's watchdog publishes the number of its rank's next boundary, and the rank waits at
+boundaries until all numbers are there. Then all ranks stop at the largest one. No rank can be past it, as each waits
+no later than at its own. The wait is short: watchdogs publish even while their ranks compute.
 """
 
 from __future__ import annotations

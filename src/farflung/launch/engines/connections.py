@@ -228,8 +228,8 @@ class Connections(Generic[L]):
             out.flush()
 
 
-class EndsWithLauncher(Generic[L]):
-    """What engines share whose runs end with the launcher that starts them, as it holds the connections."""
+class ForegroundEngine(Generic[L]):
+    """What engines share whose launcher stays in the foreground: it holds the connections, and the run ends with it."""
 
     outlives_launch: ClassVar[bool] = False
     _job: Job

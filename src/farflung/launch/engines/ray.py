@@ -17,7 +17,7 @@ from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.launch import DEFAULT_PORT
 from farflung.launch.codes import BY_SIGNAL, DONE
-from farflung.launch.engines.connections import Connections, EndsWithLauncher, this_launcher
+from farflung.launch.engines.connections import Connections, ForegroundEngine, this_launcher
 from farflung.launch.engines.engine import Job, launcher_command
 from farflung.launch.engines.ray_cluster import RayCluster, RayConnection, launcher_settings
 from farflung.launch.events import say
@@ -33,7 +33,7 @@ _RESTARTS = 3  # of replicas that are lost with their node, as of one in its lau
 _LOOK_S = 1.0
 
 
-class Ray(EndsWithLauncher[RayConnection]):
+class Ray(ForegroundEngine[RayConnection]):
     """The engine of `--engine ray`. The launcher that submits a run is its driver: the run ends with it."""
 
     def __init__(self, job: Job) -> None:

@@ -15,14 +15,14 @@ from farflung.config.engines import parse_hosts
 from farflung.config.launch import DEFAULT_PORT, LaunchSettings, flags_for
 from farflung.launch.codes import EngineFailure
 from farflung.launch.engines import probe
-from farflung.launch.engines.connections import Connections, EndsWithLauncher, SshConnection, this_launcher
+from farflung.launch.engines.connections import Connections, ForegroundEngine, SshConnection, this_launcher
 from farflung.launch.engines.engine import Job, launcher_command
 from farflung.launch.engines.ssh_client import OPTIONS, SshClient, table_of_differences
 from farflung.launch.events import say
 from farflung.launch.network import is_loopback
 
 
-class Ssh(EndsWithLauncher[SshConnection]):
+class Ssh(ForegroundEngine[SshConnection]):
     """Hosts that ssh reaches without a question: `--hosts a,b,user@c:2`."""
 
     def __init__(self, job: Job) -> None:
