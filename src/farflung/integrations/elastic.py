@@ -16,8 +16,8 @@ from farflung.comm.member_store import LauncherNotes
 from farflung.comm.transport import Transport
 from farflung.config import environ
 from farflung.integrations.rounds import record_rounds
-from farflung.outer import stats
 from farflung.outer.elastic import Elastic
+from farflung.outer.engine import OuterLoop
 from farflung.process.place import Place
 
 
@@ -41,7 +41,7 @@ def launched_membership(island: Group | None = None) -> Elastic | None:
 
 def membership_of(here: Place, island: Group | None) -> Elastic | None:
     """Return the membership of the replica `here`, as `launched_membership` does; have the rounds of loops recorded."""
-    record_rounds(stats)
+    record_rounds(OuterLoop)
     if here.member is None:
         return None
     transport, settings = _run_of(here)

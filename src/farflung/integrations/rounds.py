@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from farflung.base.errors import ConfigError
 from farflung.base.files import open_lines
@@ -86,13 +86,13 @@ class RoundLog:
             add_lines(self._path, [{**self._who, "time": time.time(), **asdict(this)}])
 
 
-def record_rounds(stats: Any) -> None:
+def record_rounds(loops: type[OuterLoop]) -> None:
     """Have rank 0 of each replica write the rounds of all loops that it makes to the run's folder, where there is one.
 
     Args:
-        stats: the module `outer.stats`, which a script may not have loaded yet.
+        loops: the class `OuterLoop`, which a script may not have loaded yet.
     """
-    if stats.listeners_of_run is not tuple:  # it does so already
+    if loops.listeners_of_run is not tuple:  # it does so already
         return
     numbers = count()
 
@@ -102,7 +102,7 @@ def record_rounds(stats: Any) -> None:
             return []
         return [RoundLog(folder / ROUNDS, next(numbers), here.get("member"))]
 
-    stats.listeners_of_run = listeners
+    loops.listeners_of_run = listeners
 
 
 class RoundFigures:

@@ -125,5 +125,5 @@ if __name__ == "__main__":
     with recorded():
         if (metrics := Metrics.of_run()) is not None:
             keep_trainer_logs(metrics)
-            after_import("farflung.outer.stats", record_rounds)
+            after_import("farflung.outer.engine", lambda module: record_rounds(module.OuterLoop))
         run(sys.argv[1:])

@@ -24,7 +24,6 @@ from farflung.base.sizes import num_buffers_among
 from farflung.comm.group import Group
 from farflung.comm.shards import reshard
 from farflung.comm.torch_group import explained
-from farflung.outer import stats
 from farflung.outer.arguments import OuterConfig, check_attached, check_state, checked, checked_items
 from farflung.outer.facts import Facts
 from farflung.outer.gradients import GradientWarmup, kept_local
@@ -106,7 +105,7 @@ class OuterLoop(Facts):
         recipe, cap_bytes = checked(model, recipe, group, inner, island, membership, bucket_bytes, clock)
         membership = membership or fixed_membership(group, island, all(one.is_cpu for one in model.parameters()))
         island = membership.island
-        self.listeners: list[Callable[[Round], None]] = [*stats.listeners_of_run()]
+        self.listeners: list[Callable[[Round], None]] = [*OuterLoop.listeners_of_run()]
         self._recipe = recipe
         self._meter = Meter()
         self._hooks: list[RemovableHandle] = []

@@ -3,15 +3,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import ClassVar
+
 from farflung.outer.quorum import Quorum
 from farflung.outer.recipe import Recipe
-from farflung.outer.stats import Meter, Stats
+from farflung.outer.stats import Meter, Round, Stats
 from farflung.outer.timetable import Timetable
 
 
 class Facts:
-    """The part of `OuterLoop` that only reads."""
+    """The part of `OuterLoop` that only reads.
 
+    Attributes:
+        listeners_of_run: returns those listeners that whoever started this process wants each of its loops to have.
+    """
+
+    listeners_of_run: ClassVar[Callable[[], Iterable[Callable[[Round], None]]]] = tuple
     _recipe: Recipe
     _timetable: Timetable
     _quorum: Quorum

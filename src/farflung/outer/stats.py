@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -95,10 +95,6 @@ class Round:
     seconds_encoding: float = 0.0
     seconds_landing: float = 0.0
     seconds_recovering: float = 0.0  # from losses, since the round before
-
-
-# Returns the listeners that each loop of this process has from the start: whoever started the process may set it.
-listeners_of_run: Callable[[], Iterable[Callable[[Round], None]]] = tuple
 
 
 @dataclass(eq=False)
