@@ -28,6 +28,7 @@ from farflung.observe.watch import screen
 from farflung.testing.patience import patience
 from tests.launch.machines import ADDRESSES, Machines, two_machines, why_impossible
 from tests.observe.made import T0, a_round, sign, write_lines, write_run
+from tests.waits import until
 
 PAGE = Path(__file__).parents[2] / "docs" / "watch.md"
 TRAINS = """
@@ -177,7 +178,8 @@ def watched(width, one, fate):
     watch.expect(rf"{one}\S* .*training")
     watch.expect("rounds: ")
     watch.expect("waiting")
-    pid = next(each.row["pid"] for each in Run(named_run(None)).ranks if re.fullmatch(one, each.name))
+    # A record that is being written is found the next time.
+    pid = until(lambda: [each.row["pid"] for each in Run(named_run(None)).ranks if re.fullmatch(one, each.name)])[0]
     os.kill(pid, signal.SIGSTOP)
     stopped = time.monotonic()
     watch.expect(rf"{one}\s+on\s+\S+\s+{fate}", timeout=patience(5))
