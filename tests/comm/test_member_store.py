@@ -22,19 +22,19 @@ def notes(transport):
 
 
 def test_what_was_taken_back_is_gone_and_what_nobody_said_is_empty(notes):
-    notes.note("name", 1, "replica 0")
-    notes.note("stopped", 1)
-    assert notes.noted("stopped", 1)
+    notes.put("name", 1, "replica 0")
+    notes.put("stopped", 1)
+    assert notes.get("stopped", 1)
     notes.forget(1, "stopped")
-    assert not notes.noted("stopped", 1)
-    assert (notes.noted("machine", 1), notes.noted("gone", 1)) == ("", "")
+    assert not notes.get("stopped", 1)
+    assert (notes.get("machine", 1), notes.get("gone", 1)) == ("", "")
     assert (notes.name_of(1), notes.name_of(2)) == ("replica 0", "member 2")
 
 
 def tell(port, teller):
     notes = LauncherNotes(C10dTransport(("127.0.0.1", port)).board)
     for number in range(100):
-        notes.tell(f"{teller}: {number}")
+        notes.send(f"{teller}: {number}")
 
 
 def test_no_line_is_lost_while_several_members_tell_and_one_takes(notes, transport):
@@ -46,20 +46,20 @@ def test_no_line_is_lost_while_several_members_tell_and_one_takes(notes, transpo
         one.start()
     taken = []
     while any(one.is_alive() for one in tellers):
-        taken += notes.take_told()
-    taken += notes.take_told()
+        taken += notes.receive()
+    taken += notes.receive()
     assert sorted(taken) == sorted(f"{teller}: {number}" for teller in range(3) for number in range(100))
-    assert notes.take_told() == []
+    assert notes.receive() == []
 
 
 def test_no_question_takes_the_time_that_the_store_needs_for_empty_values(notes):
-    notes.note("name", 1, "replica 0")
-    notes.note("stopped", 1)
+    notes.put("name", 1, "replica 0")
+    notes.put("stopped", 1)
     notes.forget(1, "stopped")
 
     def ask():
         began = time.perf_counter()
-        notes.noted("machine", 1), notes.noted("stopped", 1)
+        notes.get("machine", 1), notes.get("stopped", 1)
         return time.perf_counter() - began
 
     assert min(ask() for _ in range(5)) < 0.2

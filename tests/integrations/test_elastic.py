@@ -51,7 +51,7 @@ def test_replicas_beyond_those_the_run_began_with_share_places(monkeypatch):
 def test_the_place_of_a_replica_that_is_no_more_is_free_again(monkeypatch, end):
     run = Launched(monkeypatch, expected=3)
     assert [run.place(member) for member in range(3)] == [(0, 3), (1, 3), (2, 3)]
-    run.notes.note(end, 1)
+    run.notes.put(end, 1)
     assert run.place(3) == (1, 3)
     assert run.place(2) == (2, 3)
 

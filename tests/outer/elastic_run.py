@@ -181,7 +181,7 @@ class ElasticRun:
         """Send a signal to a replica, and tell the others what a launcher would."""
         os.kill(self.processes[member].pid, number)
         if number == signal.SIGSTOP:
-            self.notes.note("stopped", member)
+            self.notes.put("stopped", member)
         elif number == signal.SIGCONT:
             self.notes.forget(member, "stopped")
 
@@ -203,7 +203,7 @@ class ElasticRun:
                     self._note_end(alive[ready])
             try:
                 if self._has_store:
-                    self.events += self.notes.take_told()
+                    self.events += self.notes.receive()
             except Unreachable:
                 if self._has_store:  # or else it was killed meanwhile
                     raise

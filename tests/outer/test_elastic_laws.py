@@ -41,7 +41,7 @@ class Members:
             self.board.board.put("generation/0", b"forgotten")  # as were those before it
             self.board.board.put(f"generation/{record.number}", encode(record))
             for one in ready:
-                self.board.say(record.number, "ready", one)
+                self.board.put(record.number, "ready", one)
 
     def member(self, number, **options):
         made = Elastic(self.transport, number, grace_s=GRACE_S, **options)
@@ -76,7 +76,7 @@ class Members:
         deadline, lines = time.monotonic() + 60, []
         while not any(words in line for line in lines):
             assert time.monotonic() < deadline, lines
-            lines += self.notes.take_told()
+            lines += self.notes.receive()
             time.sleep(0.01)
 
 
@@ -121,7 +121,7 @@ def test_members_of_a_first_generation_that_never_came_are_not_waited_for():
 def test_who_asks_while_another_one_begins_waits_for_it_if_its_launcher_looks_after_it(launcher):
     members = Members(Record(1, 1, (1,), is_fresh=True))
     if launcher == "alive":
-        members.notes.note("machine", 1, "node1:7")
+        members.notes.put("machine", 1, "node1:7")
         members.notes.beat("node1:7", 600.0)
     result = members.runs(lambda: asked(Elastic(members.transport, 2, grace_s=600.0)))
     while launcher == "alive" and not members.board.asks():
@@ -137,7 +137,7 @@ def test_who_asks_members_of_whom_nothing_is_heard_ends_with_a_sentence(launcher
     members = Members(Record(1, 1, (1,)))
     why = "no launcher looks after it, so it is unknown whether it is alive"
     if launcher == "dead":
-        members.notes.note("machine", 1, "node1:7")
+        members.notes.put("machine", 1, "node1:7")
         why = "its machine gave no sign for"
     result = members.runs(lambda: asked(members.member(2)))
     members.told(f"member 2 waits: no other replica has the trained state (member 1: {why}")

@@ -129,13 +129,13 @@ def test_replicas_that_begin_when_all_have_died_go_on_from_the_newest_state_that
     if damage:
         key = f"loop1/state/{next(states.newest()).name}/0/0"
         notes.board.put(key, notes.board.get(key)[:-1] + b"?")
-    notes.take_told()
+    notes.receive()
     again, _ = trained(address, diloco(4, lr=1.0, momentum=0.5), 0, nn.Linear(3, 2), ["data/0/epochs"])
     assert (again.position, again.is_newcomer) == ((8 if damage else 12), True)
     found = again._rounds.replica.fragments[0].weights.rows()["anchor"]
     assert not damage or all(map(torch.equal, found, anchor))
     assert slots.last()[1] == b"before"
-    told = notes.take_told()
+    told = notes.receive()
     assert any(
         re.search(rf"training continues with 1 replica from the state at step {again.position}, ", one) for one in told
     )

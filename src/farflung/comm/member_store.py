@@ -18,7 +18,7 @@ from farflung.base.words import in_seconds
 from farflung.comm.board import Board, Log, forget
 
 DONE = "done"  # why a member has left whose work is done
-_HEARTBEATS_LOST, _LEAST_LOST_S = 2.5, 2.5  # intervals without a sign from a launcher, and at least so many seconds
+_HEARTBEATS_LOST, _LEAST_LOST_S = 2.5, 2.5  # intervals without a heartbeat of a launcher, and at least so many seconds
 _OF_GENERATION = re.compile(r"g(\d+)/")
 _FIRST = "first"  # the launcher that prints all events
 
@@ -96,7 +96,7 @@ class LauncherNotes:
         loops              its outer loops, which are numbered as other members number theirs
         ids, ends          logs in which each member gets its id, and each end of a process a number
         launchers          those that are at work
-        beat               the latest sign of the launcher of a machine
+        beat               the latest heartbeat of the launcher of a machine
         events             lines that the first launcher has yet to print, or that of a machine
         first              the machine of the first launcher, or of its successor
 
@@ -117,15 +117,15 @@ class LauncherNotes:
     def enroll(self, name: str, machine: str = "") -> int:
         """Give a process that is about to start an id that no other has had."""
         member = self._ids.count()
-        self.note("name", member, name)
+        self.put("name", member, name)
         if machine:
-            self.note("machine", member, machine)
+            self.put("machine", member, machine)
         return member
 
-    def note(self, what: Note, member: int, text: str = "1") -> None:
+    def put(self, what: Note, member: int, text: str = "1") -> None:
         self.board.put(f"{what}/{member}", text.encode())
 
-    def noted(self, what: Note, member: int) -> str:
+    def get(self, what: Note, member: int) -> str:
         return self.read(f"{what}/{member}")
 
     def forget(self, member: int, *what: Note) -> None:
@@ -138,7 +138,7 @@ class LauncherNotes:
         return Log(self.board, f"loops/{member}").count()
 
     def note_end(self, member: int, how: str) -> None:
-        self.note("gone", member, how)
+        self.put("gone", member, how)
         self._ends.count()
 
     def num_ends(self) -> int:
@@ -155,7 +155,7 @@ class LauncherNotes:
         return num_lates
 
     def name_of(self, member: int) -> str:
-        return self.noted("name", member) or f"member {member}"
+        return self.get("name", member) or f"member {member}"
 
     # ---- of launchers
 
@@ -169,7 +169,7 @@ class LauncherNotes:
         return len(self.board.list("launchers/"))
 
     def beat(self, machine: str, every_s: float) -> None:
-        """Give a sign of a launcher, which gives one every `every_s` seconds."""
+        """Write a heartbeat of a launcher, which writes one every `every_s` seconds."""
         self.board.put(f"beat/{machine}", f"{every_s:g} {secrets.token_hex(4)}".encode())
 
     def latest_beat(self, machine: str) -> str:
@@ -177,26 +177,26 @@ class LauncherNotes:
 
     # ---- what they print
 
-    def tell(self, event: str, machine: str = _FIRST) -> None:
-        """Have the first launcher, or that of a machine, print a line."""
+    def send(self, event: str, machine: str = _FIRST) -> None:
+        """Send a line to the first launcher, or to that of a machine, which prints it."""
         self.board.put(f"events/{machine}/{time.time_ns():020}.{secrets.token_hex(4)}", event.encode())
 
-    def tell_launcher(self, member: int, event: str) -> None:
-        """Have the launcher of a member print a line, unless it is the first one, which prints all events."""
-        machine = self.noted("machine", member)
+    def send_to_launcher(self, member: int, event: str) -> None:
+        """Send a line to the launcher of a member, unless it is the first one, which prints all events."""
+        machine = self.get("machine", member)
         if machine and machine != self.read("first"):
-            self.tell(event, machine)
+            self.send(event, machine)
 
-    def take_told(self, machine: str = _FIRST) -> list[str]:
-        """Return the lines since the last call that the first launcher, or that of a machine, is to print."""
+    def receive(self, machine: str = _FIRST) -> list[str]:
+        """Return the lines sent to the first launcher, or to that of a machine, since the last call."""
         keys = sorted(self.board.list(f"events/{machine}/"))
         lines = [self.read(key) for key in keys]
         self.board.delete(*keys)
         return lines
 
 
-class Signs:
-    """Tells from the signs of launchers whether their members are alive; nothing else does."""
+class Heartbeats:
+    """Decides from the heartbeats of launchers whether their members are alive; nothing else does."""
 
     def __init__(self, notes: LauncherNotes) -> None:
         self._notes = notes
@@ -204,16 +204,16 @@ class Signs:
 
     def ended(self, member: int) -> str:
         """Return how a member has ended or left; empty while no record says that it has."""
-        left = self._notes.noted("left", member)
-        return self._notes.noted("gone", member) or ("its work is done" if left == DONE else left)
+        left = self._notes.get("left", member)
+        return self._notes.get("gone", member) or ("its work is done" if left == DONE else left)
 
     def silent_s(self, member: int) -> float:
-        """Return how many seconds the launcher of a member has given no sign, if those are too many; else 0."""
-        machine = self._notes.noted("machine", member)
+        """Return how many seconds the launcher of a member has been silent, if those are too many; else 0."""
+        machine = self._notes.get("machine", member)
         return self.silent_machine_s(machine) if machine else 0.0
 
     def silent_machine_s(self, machine: str) -> float:
-        """Return how many seconds a launcher has given no sign, if those are too many; else 0."""
+        """Return how many seconds a launcher has been silent, if those are too many; else 0."""
         beat, now = self._notes.latest_beat(machine), time.monotonic()
         before, since = self._beats.get(machine, ("", now))
         self._beats[machine] = (beat, since if beat == before else now)
@@ -225,11 +225,11 @@ class Signs:
         """Return why a member that may be alive can do nothing now; empty if no reason is known."""
         if silent_s := self.silent_s(member):
             return f"its machine gave no sign for {in_seconds(silent_s)}"
-        return "its process is stopped" if self._notes.noted("stopped", member) else ""
+        return "its process is stopped" if self._notes.get("stopped", member) else ""
 
     def missing(self, member: int) -> str:
         """Return why a member that has not ended may never come; empty if its launcher says that it runs."""
-        if not self._notes.noted("machine", member):
+        if not self._notes.get("machine", member):
             return "no launcher looks after it, so it is unknown whether it is alive"
         return self.unheard(member)
 
@@ -325,13 +325,13 @@ class MemberStore:
 
     # ---- in a generation
 
-    def say(self, generation: int, what: str, member: int, text: str = "1") -> None:
+    def put(self, generation: int, what: str, member: int, text: str = "1") -> None:
         self.board.put(f"g{generation}/{what}/{member}", text.encode())
 
-    def have_said(self, generation: int, what: str, members: Iterable[int]) -> bool:
+    def all_put(self, generation: int, what: str, members: Iterable[int]) -> bool:
         return self.board.has(f"g{generation}/{what}/{member}" for member in members)
 
-    def said(self, generation: int, what: str, members: Iterable[int]) -> dict[int, str]:
+    def get(self, generation: int, what: str, members: Iterable[int]) -> dict[int, str]:
         found = {member: self.board.get(f"g{generation}/{what}/{member}") for member in members}
         return {member: content.decode() for member, content in found.items() if content is not None}
 

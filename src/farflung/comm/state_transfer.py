@@ -20,7 +20,7 @@ from farflung.base.bars import Bar, bar
 from farflung.base.errors import RankFailure, Unreachable
 from farflung.comm.fingerprint import bytes_of, fingerprint
 from farflung.comm.group import Group
-from farflung.comm.member_store import LauncherNotes, Signs
+from farflung.comm.member_store import Heartbeats, LauncherNotes
 from farflung.comm.threads import start_until_exit
 from farflung.comm.transport import Entered
 
@@ -222,12 +222,12 @@ class TransferWatch:
     connect_s = _CONNECT_S
 
     def __init__(self, notes: LauncherNotes, other: int, is_over: Callable[[], bool]) -> None:
-        self._signs, self._other, self._is_over = Signs(notes), other, is_over
+        self._heartbeats, self._other, self._is_over = Heartbeats(notes), other, is_over
 
     def look(self, entered: Entered, waited_s: float) -> None:
         with suppress(Unreachable):
             why = "it was stopped" if self._is_over() else ""
-            if why := why or self._signs.ended(self._other) or self._signs.unheard(self._other):
+            if why := why or self._heartbeats.ended(self._other) or self._heartbeats.unheard(self._other):
                 raise RankFailure(why)
 
     def note_end(self, entered: Entered, waited_s: float) -> None:

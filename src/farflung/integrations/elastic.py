@@ -83,7 +83,7 @@ def place() -> tuple[int, int]:
     for number in count():
         holders = Log(transport.board, f"place/{number}")
         after, holder = holders.last()
-        is_free = holder is None or bool(notes.noted("gone", int(holder)) or notes.noted("left", int(holder)))
+        is_free = holder is None or bool(notes.get("gone", int(holder)) or notes.get("left", int(holder)))
         if holder == mine or (is_free and holders.append(after, mine)):
             break
     parts = settings["expected"]

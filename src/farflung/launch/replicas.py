@@ -346,11 +346,11 @@ class _Launcher:
         """Record the ends of members' processes that are not in the store yet; return what `_note_end` does, by id."""
         told = {}
         for member, (code, how) in list(self._untold.items()):
-            told[member] = bool(notes.noted("in", member)), notes.noted("left", member) == "too late"
+            told[member] = bool(notes.get("in", member)), notes.get("left", member) == "too late"
             if code:
                 notes.note_end(member, how)
             else:
-                notes.note("left", member, "done")
+                notes.put("left", member, "done")
             del self._untold[member]
         return told
 
@@ -380,10 +380,10 @@ class _Launcher:
         return process, report
 
     def _beat(self) -> None:
-        for line in self._store.ask(self._signs, []):
+        for line in self._store.ask(self._heartbeats, []):
             self._say(line)
 
-    def _signs(self, notes: LauncherNotes) -> list[str]:
+    def _heartbeats(self, notes: LauncherNotes) -> list[str]:
         """Record that this launcher is alive, and the states of its replicas; return the lines that it is to print."""
         notes.beat(self._machine, self._heartbeat_s)
         self._tell_ends(notes)
@@ -392,15 +392,15 @@ class _Launcher:
             if is_stopped != (member in self._stopped):
                 self._stopped ^= {member}
                 if is_stopped:
-                    notes.note("stopped", member)
+                    notes.put("stopped", member)
                 else:
                     notes.forget(member, "stopped")
         if not self._is_served:  # where another launcher may take the place of the first one
             first = notes.read("first")
             self._tells = first == self._machine
-            if not self._tells and self._store.signs.silent_machine_s(first):
+            if not self._tells and self._store.heartbeats.silent_machine_s(first):
                 notes.board.put("first", self._machine.encode())
-        return notes.take_told() if self._tells else notes.take_told(self._machine)
+        return notes.receive() if self._tells else notes.receive(self._machine)
 
     def _say(self, line: str) -> None:
         facts = event_of(line)

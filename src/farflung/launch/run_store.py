@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from farflung.base.errors import Unreachable
 from farflung.base.words import in_seconds
-from farflung.comm.member_store import LauncherNotes, Signs
+from farflung.comm.member_store import Heartbeats, LauncherNotes
 from farflung.comm.transport import Transport
 
 _Answer = TypeVar("_Answer")
@@ -26,14 +26,14 @@ class RunStore:
         say: prints a line.
 
     Attributes:
-        signs: of the run's launchers.
+        heartbeats: of the run's launchers.
         is_gone: it will not come back, or has been away for too long.
     """
 
     def __init__(self, transport: Transport, say: Callable[[str], None]) -> None:
         self.is_gone = False
         self._notes = LauncherNotes(transport.board.patient(0))
-        self.signs = Signs(self._notes)
+        self.heartbeats = Heartbeats(self._notes)
         self._where, self._say = transport.address, say
         self._cut_at = self._ask_at = 0.0  # since when it can't be reached, in seconds since 1970; 0: it can
         self._say_at = 0.0

@@ -88,29 +88,29 @@ class Admission:
 
         Where launchers start at the same moment, one replica begins and is not ready yet when others ask.
         """
-        signs = self._peers.signs
+        heartbeats = self._peers.heartbeats
         came_back = {one.member for one in asks if one.last >= record.number} | {self._member}
-        if any(self._notes.noted("left", one) == DONE for one in record.ids):
+        if any(self._notes.get("left", one) == DONE for one in record.ids):
             self.is_over = True
-            self._notes.note("left", self._member, "too late")
+            self._notes.put("left", self._member, "too late")
             raise RankFailure(RUN_ENDED)
         begins = record.is_fresh and waited_s < self._peers.grace_s
         there = [
             one
             for one in record.ids
-            if one not in came_back and (self._peers.may_hold(record, one) or (begins and not signs.missing(one)))
+            if one not in came_back and (self._peers.may_hold(record, one) or (begins and not heartbeats.missing(one)))
         ]
-        holders = {one: signs.missing(one) for one in there if not signs.ended(one)}
+        holders = {one: heartbeats.missing(one) for one in there if not heartbeats.ended(one)}
         for one in asks:  # it has state, and can't begin with us
-            if one.has_state and not signs.ended(one.member) and (why := signs.unheard(one.member)):
+            if one.has_state and not heartbeats.ended(one.member) and (why := heartbeats.unheard(one.member)):
                 holders[one.member] = why
         return holders
 
     def _begin(self, record: Record | None, asks: Mapping[str, Ask], waited_s: float) -> None:
         """Make a generation of those that ask, as soon as there are enough: no other replica holds a trained state."""
-        signs = self._peers.signs
-        there = [(name, one) for name, one in asks.items() if not signs.ended(one.member)]
-        there = [(name, one) for name, one in there if not signs.unheard(one.member)]
+        heartbeats = self._peers.heartbeats
+        there = [(name, one) for name, one in asks.items() if not heartbeats.ended(one.member)]
+        there = [(name, one) for name, one in there if not heartbeats.unheard(one.member)]
         there.sort(key=lambda row: (not row[1].has_state, -row[1].last, row[1].member))
         fit = {one.member: name for name, one in there if self._fits(name, one, there[0][1].description)}
         if len(fit) < self._least or (len(fit) < self._expected and waited_s <= self._peers.grace_s):
@@ -128,7 +128,7 @@ class Admission:
         if self._members.append(new):
             for name in fit.values():
                 self._members.close(name)
-            self._notes.tell(f"generation {number}: training {what} with {counted(len(ids), 'replica')}{how}")
+            self._notes.send(f"generation {number}: training {what} with {counted(len(ids), 'replica')}{how}")
 
     def _found(self) -> Saved | None:
         """Return the newest state at the run's address, if one lies there."""
@@ -149,19 +149,19 @@ class Admission:
         if what != told:
             why = f"the others let it in with one of their next rounds, unless there are {self._most} already"
             why = self._peers.describe_missing(holders) if what == "lost" else why
-            self._notes.tell(f"{self._notes.name_of(self._member)} waits: {why}")
+            self._notes.send(f"{self._notes.name_of(self._member)} waits: {why}")
         return what
 
     # ---- of members
 
     def waiting(self, record: Record | None, description: str, tensors: Sequence[str]) -> dict[str, Ask]:
         """Return the replicas that ask and may be admitted to a generation, by the name of their question."""
-        found, signs = {}, self._peers.signs
+        found, heartbeats = {}, self._peers.heartbeats
         for name, one in self._members.asks().items():
             is_in = record is not None and one.member in record.ids
-            if signs.ended(one.member) or (is_in and record is not None and one.last < record.number):
+            if heartbeats.ended(one.member) or (is_in and record is not None and one.last < record.number):
                 self._members.close(name)
-            elif not is_in and self._fits(name, one, description, tensors) and not signs.unheard(one.member):
+            elif not is_in and self._fits(name, one, description, tensors) and not heartbeats.unheard(one.member):
                 found[name] = one
         return found
 
@@ -187,12 +187,12 @@ class Admission:
             self._members.close(name)
         name_of, left = self._notes.name_of, len(new.ids)
         for name, why in differs.items():
-            self._notes.tell(f"{name_of(names[name].member)} differs from the others: {why}")
+            self._notes.send(f"{name_of(names[name].member)} differs from the others: {why}")
         if newcomers:
             joined = ", ".join(map(name_of, newcomers))
-            self._notes.tell(f"generation {new.number}: {joined} joined; {counted(left, 'replica')} train")
+            self._notes.send(f"generation {new.number}: {joined} joined; {counted(left, 'replica')} train")
         for one in newcomers:
-            self._notes.tell_launcher(one, f"{name_of(one)} was let in; {left} replicas train")
+            self._notes.send_to_launcher(one, f"{name_of(one)} was let in; {left} replicas train")
         return new
 
     def _fits(self, question: str, one: Ask, mine: str, tensors: Sequence[str] = ()) -> bool:
@@ -202,7 +202,7 @@ class Admission:
         odd = unlike_tensors(self._members.tensors(question), tensors) if tensors else ""
         why = f"{why}; {odd}" if odd else why
         if self._members.answer("refused", question, why):
-            self._notes.tell(f"{self._notes.name_of(one.member)} is not let in: {why}")
+            self._notes.send(f"{self._notes.name_of(one.member)} is not let in: {why}")
         self._members.close(question)
         return False
 

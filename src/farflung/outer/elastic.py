@@ -134,7 +134,7 @@ class Elastic:
         self._generation = replace(generation, lost=record.lost, may_lose=True, given=given, keeps=keeps)
         self._num_failed = 0
         if self.island.rank == 0:
-            peers.notes.note("in", self.member)
+            peers.notes.put("in", self.member)
             if rank == 0:
                 peers.members.forget_before(record.number)
         return self._generation
@@ -208,7 +208,7 @@ class Elastic:
         self._transport.close()
         if self.island.rank == 0 and not self._admission.is_over:
             with suppress(Unreachable):
-                self.peers.notes.note("left", self.member, reason or DONE)
+                self.peers.notes.put("left", self.member, reason or DONE)
 
     def _next(self, needs: Needs) -> Record:
         """Return the current generation, as one rank of each replica finds or decides it."""

@@ -47,25 +47,25 @@ class GenerationWatch:
         if why := peers.at_once.broken(number):
             return why
         if entered.place:
-            peers.members.say(number, self._what, self._member, entered.place)  # before others ask who is late
+            peers.members.put(number, self._what, self._member, entered.place)  # before others ask who is late
         if waited_s < _LOOK_S:
             return ""
         now = peers.members.record()
         if now is not None and now.number > number:
             return "the others have entered a later generation"
-        places = peers.members.said(number, self._what, self._record.ids)
+        places = peers.members.get(number, self._what, self._record.ids)
         late = [one for one in self._record.ids if places.get(one) != entered.place]
         num_ends, before = peers.notes.num_ends(), self._num_ends
         self._num_ends = num_ends
         for one in self._record.ids if num_ends != before else ():
-            if ended := peers.notes.noted("gone", one):
+            if ended := peers.notes.get("gone", one):
                 return f"{peers.notes.name_of(one)}: {ended}"
         for one in self._record.ids:
-            if silent_s := peers.signs.silent_s(one):
+            if silent_s := peers.heartbeats.silent_s(one):
                 return f"{peers.notes.name_of(one)}: its machine gave no sign for {in_seconds(silent_s)}"
         if late and waited_s > (limit_s := max(map(peers.limit_s, late))):
             for one in late:
-                peers.members.say(number, "late", one)
+                peers.members.put(number, "late", one)
             return f"{', '.join(map(peers.notes.name_of, late))}: late by more than {in_seconds(limit_s)}"
         if not late and waited_s > self._longest_s(entered):
             return f"no values came for {in_seconds(waited_s)}, though all wait for them"

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from farflung.base.errors import RankFailure
 from farflung.base.words import in_seconds
 from farflung.comm.board import Board
-from farflung.comm.member_store import LauncherNotes, MemberStore, Record, Signs
+from farflung.comm.member_store import Heartbeats, LauncherNotes, MemberStore, Record
 
 _GAPS = 2  # times between two rounds, for which a late one is awaited by default: a machine 3 times slower is kept
 _READY_S = 5.0  # a newcomer that is admitted looks for it many times a second
@@ -36,7 +36,7 @@ class Peers:
         own = board.part(loop)
         self.loop = loop
         self.notes = LauncherNotes(board)
-        self.signs = Signs(self.notes)
+        self.heartbeats = Heartbeats(self.notes)
         self.members, self.at_once = MemberStore(own), MemberStore(own.patient(0))
         self.pause_s = board.pause_s
         self.record: Record | None = None
@@ -61,13 +61,13 @@ class Peers:
 
     def cause(self, member: int, waited_s: float) -> str:
         """Return why the others stop waiting for a member that has not come; empty while they wait."""
-        if ended := self.signs.ended(member):
+        if ended := self.heartbeats.ended(member):
             return ended
-        if silent_s := self.signs.silent_s(member):
+        if silent_s := self.heartbeats.silent_s(member):
             return f"its machine gave no sign for {in_seconds(silent_s)}"
-        if self.record is not None and self.members.said(self.record.number, "late", [member]):
+        if self.record is not None and self.members.get(self.record.number, "late", [member]):
             return f"it was late by more than {in_seconds(self.limit_s(member))}"
-        if waited_s > self.grace_s and self.notes.noted("stopped", member):
+        if waited_s > self.grace_s and self.notes.get("stopped", member):
             return f"its process is stopped, and {in_seconds(self.grace_s)} are over"
         if waited_s > self.limit_s(member) + (0 if self._is_on_its_way(member) else self._gap_s):
             return f"it did not come within {in_seconds(waited_s)}"
@@ -82,7 +82,7 @@ class Peers:
     def may_hold(self, record: Record, member: int) -> bool:
         """Return whether a member may hold the trained state: one that had none gets it only once all are ready."""
         had_nothing = member in (record.ids if record.is_fresh else record.newcomers)
-        return not had_nothing or bool(self.members.said(record.number, "ready", [member]))
+        return not had_nothing or bool(self.members.get(record.number, "ready", [member]))
 
     def describe_missing(self, holders: Mapping[int, str]) -> str:
         """Return a text that names the only replicas that hold the trained state, and why they are silent."""

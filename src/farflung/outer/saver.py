@@ -143,7 +143,7 @@ class Saver:
                 self._read = saved.name, found
                 return saved
             except Damaged as error:
-                LauncherNotes(self._run).tell(f"the state at step {saved.position} is damaged ({error})")
+                LauncherNotes(self._run).send(f"the state at step {saved.position} is damaged ({error})")
         return None
 
     def tensors(self) -> dict[str, Tensor]:

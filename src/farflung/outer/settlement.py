@@ -27,16 +27,16 @@ def settle(peers: Peers, member: int, post: Post, keep: Callable[[], str]) -> Re
     began, asked, was_told = time.monotonic(), 0.0, False
     try:
         members.mark_broken(record.number, "members were lost")
-        members.say(record.number, "post", member, encode(post).decode())
+        members.put(record.number, "post", member, encode(post).decode())
         while True:
             now = members.record()
             assert now is not None
             if now.number > record.number:
                 return now
-            is_complete = members.have_said(record.number, "post", record.ids)
+            is_complete = members.all_put(record.number, "post", record.ids)
             if is_complete or time.monotonic() > asked + _CAUSES * peers.pause_s:
                 asked = time.monotonic()
-                said = members.said(record.number, "post", record.ids)
+                said = members.get(record.number, "post", record.ids)
                 posts = {one: decode(Post, text.encode()) for one, text in said.items()}
                 absent = {one: peers.cause(one, asked - began) for one in record.ids if one not in posts}
                 holders = _absent_holders(peers, record, posts, absent)
@@ -47,7 +47,7 @@ def settle(peers: Peers, member: int, post: Post, keep: Callable[[], str]) -> Re
                     continue
                 if holders and not was_told and min(posts) == member:
                     who = ", ".join(map(peers.notes.name_of, posts))
-                    peers.notes.tell(f"{who} can't begin: {peers.describe_missing(holders)}")
+                    peers.notes.send(f"{who} can't begin: {peers.describe_missing(holders)}")
                 was_told |= bool(holders)
                 peers.await_holders(holders, asked - began if holders else 0.0)
             time.sleep(peers.pause_s)
@@ -66,13 +66,13 @@ def await_ready(peers: Peers, member: int, record: Record) -> None:
     members = peers.members
     began = asked = time.monotonic()
     progress: dict[int, tuple[str, float]] = {}  # of newcomers, and since when
-    members.say(record.number, "ready", member)
-    while not members.have_said(record.number, "ready", record.ids):
+    members.put(record.number, "ready", member)
+    while not members.all_put(record.number, "ready", record.ids):
         time.sleep(peers.pause_s)
         if time.monotonic() < asked + _CAUSES * peers.pause_s:
             continue
-        asked, come = time.monotonic(), members.said(record.number, "ready", record.ids)
-        for one, text in members.said(record.number, "progress", record.newcomers).items():
+        asked, come = time.monotonic(), members.get(record.number, "ready", record.ids)
+        for one, text in members.get(record.number, "progress", record.newcomers).items():
             if progress.get(one, ("", 0.0))[0] != text:
                 progress[one] = text, asked
         absent = [one for one in record.ids if one not in come]
@@ -116,7 +116,7 @@ def _absent_holders(
     """Return the only members that hold the trained state, and are not known to have ended."""
     if not all(absent.values()) or any(post.has_state for post in posts.values()):
         return {}
-    return {one: why for one, why in absent.items() if not peers.signs.ended(one) and peers.may_hold(record, one)}
+    return {one: why for one, why in absent.items() if not peers.heartbeats.ended(one) and peers.may_hold(record, one)}
 
 
 def _tell(peers: Peers, new: Record, have: bool) -> None:
@@ -125,17 +125,17 @@ def _tell(peers: Peers, new: Record, have: bool) -> None:
     goes_on = f"training continues with {left}" if have else f"training begins again with {left}"
     for one, why in new.lost.items():
         name = notes.name_of(one)
-        notes.tell(f"generation {new.number}: {name} is out: {why}; {goes_on}{late_again(peers, one)}")
-        if not notes.noted("gone", one):  # else its launcher knows better
-            notes.tell_launcher(one, f"{name} was left out: {why}; it asks to be let in again")
+        notes.send(f"generation {new.number}: {name} is out: {why}; {goes_on}{late_again(peers, one)}")
+        if not notes.get("gone", one):  # else its launcher knows better
+            notes.send_to_launcher(one, f"{name} was left out: {why}; it asks to be let in again")
     if not new.lost:
         why = peers.members.broken(new.number - 1)
-        notes.tell(f"generation {new.number}: {left} connected again ({why})")
+        notes.send(f"generation {new.number}: {left} connected again ({why})")
 
 
 def late_again(peers: Peers, member: int) -> str:
     """Count that a replica was late; from the second time on, return advice."""
-    if peers.signs.ended(member) or peers.signs.unheard(member):
+    if peers.heartbeats.ended(member) or peers.heartbeats.unheard(member):
         return ""
     num_lates = peers.notes.count_late(member)
     if num_lates == 1:

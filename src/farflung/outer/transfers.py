@@ -146,7 +146,7 @@ class Transfers:
                 num_bytes, changed_at = receiver.num_bytes, now
                 if self._island.rank == 0 and now > reported_at + _REPORT_S:
                     reported_at = now
-                    peers.members.say(record.number, "progress", self._member, str(num_bytes))
+                    peers.members.put(record.number, "progress", self._member, str(num_bytes))
             if why := peers.cause(record.giver, now - changed_at):
                 return f"{peers.notes.name_of(record.giver)}, which was to give the trained state: {why}"
             latest = peers.members.record()
