@@ -38,6 +38,7 @@ def test_torch_reads_what_a_rank_left(tmp_path):
     assert failure.message["message"] == "ValueError: bad value"
     assert failure.message["extraInfo"]["py_callstack"].startswith("Traceback (most recent call last)")
     assert abs(failure.timestamp - time.time()) < 60
+    assert failure.message["extraInfo"]["cause"] == "own"
     assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
 
 

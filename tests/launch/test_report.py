@@ -9,13 +9,16 @@ import socket
 
 import pytest
 
+from farflung.base.causes import Cause
 from farflung.launch.report import Failure, explain, in_order, show
 
 LOST = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:1"
 
 
 def failed(rank: int, message: str | None = None, code: int = 1, time_s: float = 100.0) -> Failure:
-    return Failure(rank, code, message=message, traceback=message and f"Traceback\n{message}", time_s=time_s)
+    cause = Cause.PEER if message == LOST else Cause.OWN
+    trace = message and f"Traceback\n{message}"
+    return Failure(rank, code, message=message, traceback=trace, time_s=time_s, reported_cause=cause)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +34,6 @@ def failed(rank: int, message: str | None = None, code: int = 1, time_s: float =
         ([failed(0, code=-signal.SIGKILL, time_s=131), failed(1, "ValueError: x", time_s=100.2)], 1, 1),
         # Somebody ended rank 2 by hand: the agent lists it first.
         ([failed(2, code=-signal.SIGTERM), failed(0, code=-signal.SIGTERM)], 2, 143),
-        ([failed(0, "farflung.base.errors.RankFailure: rank 1 left", time_s=100.1), failed(1, "OSError: z")], 1, 1),
     ],
 )
 def test_the_cause_comes_first(failures, cause, code, capsys):
@@ -84,8 +86,10 @@ def test_a_rank_without_a_traceback_is_explained_by_its_end():
 def test_what_torch_wrote_and_what_we_wrote_is_read():
     said = {"message": "ValueError: x", "extraInfo": {"py_callstack": "Traceback", "timestamp": "100"}}
     assert Failure.of(1, 1, {"message": said}) == Failure(1, 1, 0, "ValueError: x", "Traceback", 100.0)
-    said["extraInfo"]["precise_timestamp"] = 100.25
+    assert Failure.of(1, 1, {"message": said | {"message": LOST}}).cause is Cause.PEER  # torch records no cause
+    said["extraInfo"] |= {"precise_timestamp": 100.25, "cause": "late"}
     assert Failure.of(1, 1, {"message": said}).time_s == 100.25
+    assert Failure.of(1, 1, {"message": said}).cause is Cause.LATE
     assert Failure.of(1, -9, {"message": "<NONE>"}, pid=5, seen_s=7) == Failure(1, -9, 5, time_s=7)
 
 
@@ -93,6 +97,8 @@ def test_a_machine_where_nothing_but_the_connection_failed_points_to_the_others(
     assert "The cause is on another machine" in explain([failed(0, LOST), failed(1, LOST)], others_at="10.0.0.2")[1]
     assert "the report there" not in explain([failed(0, LOST), failed(1, "ValueError: x")], others_at="10.0.0.2")[1]
     assert "another machine" not in explain([failed(0, LOST), failed(1, LOST)])[1]
+    late = Failure(0, 1, message="RankFailure: rank 2 did not come", traceback="T", reported_cause=Cause.LATE)
+    assert "the report there" not in explain([late], others_at="10.0.0.2")[1]  # a rank that hangs leaves none
 
 
 def test_a_rank_that_ended_well_too_early_is_named():

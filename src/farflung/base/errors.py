@@ -21,24 +21,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+from farflung.base.causes import Cause
 from farflung.base.words import shortened
-
-GLOO_TIMED_OUT = "Timed out waiting"
-RUN_ENDED = "The run has ended: the others have done their work. Nothing is left to join."  # no failure of the run
-# How a rank fails because another one is gone: gloo's words, NCCL's, ours.
-PEER_LOST = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Connection timed out",
-    GLOO_TIMED_OUT,
-    "Broken pipe",
-    "remote process exited",
-    "RankFailure:",
-)
 
 
 class FarflungError(Exception):
     """The root: catch it to catch everything that Farflung raises on purpose."""
+
+    cause = Cause.OWN
 
     def __str__(self) -> str:
         return shortened(super().__str__())
@@ -78,6 +68,10 @@ DistributedOperationException = CollectiveMismatch
 class RankFailure(FarflungError, RuntimeError):
     """Another rank failed or left; the message names it."""
 
+    def __init__(self, message: str, cause: Cause = Cause.PEER) -> None:
+        super().__init__(message)
+        self.cause = cause
+
 
 class Unreachable(FarflungError, RuntimeError):
     """The store that the replicas of a run share gives no answer.
@@ -85,6 +79,8 @@ class Unreachable(FarflungError, RuntimeError):
     Attributes:
         is_gone: it will give none: nobody listens at its address, or another run is served there.
     """
+
+    cause = Cause.ENGINE
 
     def __init__(self, message: str, is_gone: bool = False) -> None:
         super().__init__(message)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import pickle
-import re
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait as wait_for
@@ -16,7 +15,8 @@ from itertools import count
 import torch
 import torch.distributed as dist
 
-from farflung.base.errors import GLOO_TIMED_OUT, PEER_LOST, CollectiveMismatch, FarflungError, RankFailure, StateError
+from farflung.base.causes import Cause, cause_of, gloo_limit_s
+from farflung.base.errors import CollectiveMismatch, FarflungError, RankFailure, StateError
 from farflung.base.torch_internals import group_serial, num_collectives, raise_group_serial
 from farflung.comm.c10d_group import WATCH_S, C10dGroup, transport_said
 from farflung.comm.group import Group
@@ -24,7 +24,6 @@ from farflung.comm.presence import PresenceStore
 from farflung.comm.waits import Wait, Waits, handed_over
 
 TORCHS = "torch's own"  # the collectives that did not go through a group of ours
-_TIMED_OUT = re.compile(rf"{GLOO_TIMED_OUT} (\d+)ms")
 
 
 @dataclass(frozen=True)
@@ -222,9 +221,8 @@ class TorchGroup(C10dGroup):
 
     def failure(self, error: RuntimeError) -> RankFailure | CollectiveMismatch:
         said = f" The transport said: {transport_said(error)}."
-        if time_out := _TIMED_OUT.search(str(error)):
-            wait = Wait(self._name, self.waits.entered[self._name], "")
-            self.waits.await_report(wait, int(time_out[1]) / 1000)
+        if (limit_s := gloo_limit_s(error)) is not None:
+            self.waits.await_report(Wait(self._name, self.waits.entered[self._name], ""), limit_s)
         return self._broken(f"A collective of rank {self.presence.rank} failed", said)
 
     def _broken(self, what: str, said: str = "") -> RankFailure | CollectiveMismatch:
@@ -232,8 +230,9 @@ class TorchGroup(C10dGroup):
         mismatch = self.presence.published("mismatch")
         known = mismatch or self.presence.published("hang") or self.presence.describe_left()
         known = known or self.presence.check_alive(self._closed)
+        cause = Cause.LATE if known == self.presence.published("hang") else Cause.PEER
         self.abort()
-        return CollectiveMismatch(mismatch) if mismatch else RankFailure(f"{what}: {known}.{said}")
+        return CollectiveMismatch(mismatch) if mismatch else RankFailure(f"{what}: {known}.{said}", cause)
 
     def _closed(self) -> set[int]:
         """Return the ranks, in the numbers of `presence`, that have closed their connection with this one."""
@@ -254,6 +253,6 @@ def explained(error: BaseException, group: Group) -> BaseException:
     """
     if isinstance(error, FarflungError) or not isinstance(error, RuntimeError):
         return error
-    if not isinstance(group, TorchGroup) or not any(words in str(error) for words in PEER_LOST):
+    if not isinstance(group, TorchGroup) or cause_of(error) is Cause.OWN:
         return error
     return group.failure(error).with_traceback(error.__traceback__)

@@ -25,10 +25,11 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
+from farflung.base.causes import cause_of_meeting
 from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
-from farflung.launch.codes import COULD_NOT_MEET, EngineFailure
+from farflung.launch.codes import EngineFailure
 from farflung.launch.events import say
 from farflung.launch.plan import Plan, torch_is_loaded
 from farflung.launch.report import Failure, in_order, show
@@ -103,14 +104,14 @@ def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = No
         except SignalException as error:
             first = num_local * int(meeting.conf.get("rank", 0))
             before = _reported(log_dir, first, min(pressed, default=inf))
-            too_early = saves and not passed_on and error.sigval in SIGNALS
-            return Outcome(before, signal=int(error.sigval), is_preempted=too_early)
+            return Outcome(before, int(error.sigval), is_preempted=saves and not passed_on and error.sigval in SIGNALS)
         except (RendezvousError, DistNetworkError, DistStoreError) as error:
-            said = str(error).strip().rstrip(".").splitlines()
+            why = str(error).strip().rstrip(".").partition("\n")[0]
             raise EngineFailure(
-                f"The {counted(meeting.num_machines, 'machine')} {COULD_NOT_MEET} {meeting.endpoint}: {said[0]}. "
+                f"The {counted(meeting.num_machines, 'machine')} could not meet at {meeting.endpoint}: {why}. "
                 "Check that each was started, with the same main_process_ip, main_process_port and num_machines, and "
-                "that they can reach that port of machine 0."
+                "that they can reach that port of machine 0.",
+                cause_of_meeting(error),
             ) from error
         notes = _notes(log_dir)
     if len(returned) != num_local:

@@ -28,13 +28,14 @@ from urllib.parse import unquote
 
 import psutil  # type: ignore[import-untyped]
 
+from farflung.base.causes import Cause
 from farflung.base.errors import ConfigError, Unreachable
 from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings, flags_for
 from farflung.config.resolve import Resolved
 from farflung.launch.agent import newest_checkpoint, read_report
-from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, FAILED, HUNG, REQUEUE, of_message
+from farflung.launch.codes import BY_SIGNAL, CODES, DONE, ENGINE, FAILED, HUNG, REQUEUE
 from farflung.launch.events import event_of, say
 from farflung.launch.network import choose_interface, is_loopback, resolve_host
 from farflung.launch.plan import (
@@ -307,7 +308,8 @@ class _Launcher:
                 self._say(f"{name} was not let in: the others have finished the work")
             if code == 0 or is_late or self._asked_to_end:
                 return
-            how += self._said(name, report, code)
+            text, cause = self._said(name, report, code)
+            how += text
             if self._has_finished:  # so the work is done
                 self._say(f"{name} {how}")
                 return
@@ -316,7 +318,7 @@ class _Launcher:
             was_killed = code < 0 or code > 128  # a launcher under this one reports a signal by such a code
             if not (was_in or was_killed) or len(restarts) >= self._max_restarts or self._store.is_gone:
                 is_hung = self._has_own_launchers and code == HUNG
-                self._give_up(f"{name} {how}; it is not started again", HUNG if is_hung else of_message(how))
+                self._give_up(f"{name} {how}; it is not started again", HUNG if is_hung else CODES[cause])
                 return
             wait_s = min(_FIRST_WAIT_S * 2 ** len(restarts), _LONGEST_WAIT_S)
             restarts.append(now)
@@ -354,16 +356,16 @@ class _Launcher:
             del self._untold[member]
         return told
 
-    def _said(self, name: str, report: Path | None, code: int) -> str:
-        """Return the error of a replica in brackets; show all of it, once if several replicas report the same."""
+    def _said(self, name: str, report: Path | None, code: int) -> tuple[str, Cause]:
+        """Return the error of a replica in brackets, and its cause; show all of it, once if several report the same."""
         if report is None or not report.exists():
-            return ""
+            return "", Cause.OWN
         failure = Failure.of(0, code, read_report(report))
         line = in_short(failure)
         if not self._has_finished and line not in self._shown:
             self._shown.add(line)
             show([failure], is_json=self._settings.json, checkpoint=newest_checkpoint(self._reports), name=name)
-        return f" ({line})" if failure.traceback else ""
+        return f" ({line})" if failure.traceback else "", failure.cause
 
     def _start(self, member: int, name: str) -> tuple[subprocess.Popen[bytes], Path | None]:
         """Start a process; return it, and the file for its error, or None if its own launcher shows that."""

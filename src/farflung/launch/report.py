@@ -14,7 +14,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from farflung.base.errors import PEER_LOST
+from farflung.base.causes import Cause, cause_in
 from farflung.base.words import numbered
 
 # The end of a process that was not its own doing, so no other rank's failure caused it.
@@ -33,6 +33,7 @@ class Failure:
     traceback: str | None = None  # the whole of it
     time_s: float = 0.0  # when, in seconds since the epoch; of whole seconds where the process left no report
     reported_code: int | None = None  # the exit code that the process was about to end with when it left its report
+    reported_cause: Cause = Cause.OWN
 
     @classmethod
     def of(cls, rank: int, exit_code: int, left: Mapping[str, Any], *, pid: int = 0, seen_s: float = 0.0) -> Failure:
@@ -43,7 +44,14 @@ class Failure:
         details = said.get("extraInfo", {})
         time_s = float(details.get("precise_timestamp") or details.get("timestamp") or seen_s)
         trace, code = details.get("py_callstack"), details.get("exit_code")
-        return cls(rank, exit_code, pid, said.get("message"), trace, time_s, code)
+        message = said.get("message")
+        cause = Cause(details["cause"]) if "cause" in details else cause_in(message or "")  # torch's reports have none
+        return cls(rank, exit_code, pid, message, trace, time_s, code, cause)
+
+    @property
+    def cause(self) -> Cause:
+        """Why it ended: by its report, or by the signal that ended it."""
+        return Cause.FAULT if self.traceback is None and -self.exit_code in _FAULTS else self.reported_cause
 
     @property
     def shell_code(self) -> int:
@@ -88,9 +96,7 @@ def in_order(failures: Sequence[Failure]) -> tuple[list[Failure], list[Failure]]
 
 def _distance(failure: Failure) -> int:
     """How far from the cause of everything: 0 a fault, 1 an error of its own, 2 the loss of another rank."""
-    if failure.traceback is None and -failure.exit_code in _FAULTS:
-        return 0
-    return 2 if any(words in (failure.message or "") for words in PEER_LOST) else 1
+    return {Cause.FAULT: 0, Cause.PEER: 2, Cause.LATE: 2}.get(failure.cause, 1)
 
 
 def explain(
@@ -118,7 +124,7 @@ def explain(
             f"{numbered('rank', finished)} ended with exit code 0"
             + (" while others still needed it, which is the cause." if _distance(cause) == 2 else ".")
         )
-    elif _distance(cause) == 2 and others_at is not None and "stopped waiting" not in (cause.message or ""):
+    elif cause.cause is Cause.PEER and others_at is not None:
         others.append("The cause is on another machine; see the report there.")
     if others:
         parts.append("\n".join(others))
@@ -158,6 +164,7 @@ def show(failures: Sequence[Failure], log_dir: str | None = None, is_json: bool 
         text += f"\n\nlogs: {log_dir}"
     if is_json:
         facts = {"rank": cause.rank, "how": cause.how, "error": cause.message, "failed_at": cause.time_s}
+        facts["cause"] = cause.cause.value
         print(
             json.dumps({"event": "failed", "time": time.time(), "message": title, **facts, "report": text}),
             file=sys.stderr,

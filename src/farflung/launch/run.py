@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from farflung.base.errors import RUN_ENDED
+from farflung.base.causes import Cause
 from farflung.base.files import FORMER_NAME
 from farflung.config.launch import LaunchSettings
 from farflung.config.places import former_files
 from farflung.config.resolve import Resolved
-from farflung.launch.codes import BY_SIGNAL, DONE, REQUEUE, EngineFailure, of_error, of_message
+from farflung.launch.codes import BY_SIGNAL, CODES, DONE, REQUEUE, EngineFailure, of_error
 from farflung.launch.dry_run import described
 from farflung.launch.events import say
 from farflung.launch.plan import Plan, check_recipe, lone_environment, make_plan, one_replica
@@ -105,14 +105,14 @@ def start(settings: LaunchSettings, plan: Plan, folder: RunFolder = NO_FOLDER, i
         return REQUEUE
     if outcome.failures:
         cause = in_order(outcome.failures)[0][0]
-        if RUN_ENDED in (cause.message or ""):  # under a launcher of replicas, which says so itself
+        if cause.cause is Cause.RUN_ENDED:  # under a launcher of replicas, which says so itself
             return cause.shell_code
         interface = plan.meeting.interface
         others_at = None if settings.num_machines == 1 else interface.address if interface else ""
         said = {"finished": outcome.finished, "others_at": others_at, "checkpoint": outcome.checkpoint}
         code = show(outcome.failures, settings.log_dir, settings.json, **said)
         if outcome.signal is None:
-            return code if is_inner and code > BY_SIGNAL else of_message(cause.message)
+            return code if is_inner and code > BY_SIGNAL else CODES[cause.cause]
     if outcome.signal is not None:
         return BY_SIGNAL + outcome.signal
     if settings.outer_recipe is not None:

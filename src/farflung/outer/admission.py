@@ -8,7 +8,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from farflung.base.errors import RUN_ENDED, ConfigError, RankFailure
+from farflung.base.causes import Cause
+from farflung.base.errors import ConfigError, RankFailure
 from farflung.base.words import counted
 from farflung.comm.member_store import DONE, Ask, Record
 from farflung.comm.saved_state import Saved
@@ -21,6 +22,7 @@ _logger = logging.getLogger(__name__)
 
 _PAUSES = 4  # of the board, between two looks whether this replica is admitted
 _ASK_S = 0.5  # how often one that asks looks who could admit it
+_RUN_ENDED = "The run has ended: the others have done their work. Nothing is left to join."
 _LONGEST_PAUSE_S = 60.0  # before one that was late several times asks again
 
 
@@ -93,7 +95,7 @@ class Admission:
         if any(self._notes.get("left", one) == DONE for one in record.ids):
             self.is_over = True
             self._notes.put("left", self._member, "too late")
-            raise RankFailure(RUN_ENDED)
+            raise RankFailure(_RUN_ENDED, Cause.RUN_ENDED)
         begins = record.is_fresh and waited_s < self._peers.grace_s
         there = [
             one

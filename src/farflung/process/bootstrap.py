@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
+from farflung.base.causes import Cause
 from farflung.base.errors import ConfigError, RankFailure, Unsupported
 from farflung.base.torch_internals import current_accelerator
 from farflung.base.words import counted, numbered
@@ -270,7 +271,8 @@ def _await_all(store: Store, rank: int, size: int, allowed_s: float) -> None:
         raise RankFailure(
             f"{numbered('rank', missing).capitalize()} did not reach `Accelerator()` within {allowed_s:g} s: the "
             "process has ended, hangs before it, or can't be reached. If it may take so long, allow more with "
-            "--hang_timeout_s or InitProcessGroupKwargs(timeout=)."
+            "--hang_timeout_s or InitProcessGroupKwargs(timeout=).",
+            Cause.LATE,
         ) from error
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from farflung.base.causes import cause_of
 from farflung.base.errors import FarflungError
 from farflung.base.files import atomic_file
 from farflung.config import environ
@@ -90,7 +91,10 @@ def record_failure(error: BaseException) -> None:
         lines += traceback.format_exception_only(type(error), error)
     else:
         lines = traceback.format_exception(type(error), error, error.__traceback__)
-    _write_report(f"{type(error).__name__}: {error}", {"py_callstack": "".join(lines), "exit_code": 1})
+    _write_report(
+        f"{type(error).__name__}: {error}",
+        {"py_callstack": "".join(lines), "exit_code": 1, "cause": cause_of(error).value},
+    )
 
 
 def record_exit(code: object, trace: TracebackType | None) -> None:

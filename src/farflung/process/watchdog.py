@@ -32,6 +32,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from farflung.base.causes import Cause
 from farflung.base.errors import ConfigError, RankFailure, StateError
 from farflung.comm.mismatch import waits_differ
 from farflung.comm.presence import PresenceStore
@@ -323,7 +324,7 @@ def _behind(needs: dict[str, int], answers: dict[int, Any]) -> set[int]:
 def _publish(text: str) -> None:
     """Report a failure to the launcher, or print it where there is none."""
     if has_report():
-        record_failure(RankFailure(text))
+        record_failure(RankFailure(text, Cause.LATE))
     else:
         print(text, file=sys.stderr, flush=True)
 

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Generic, TextIO, TypeVar
 
 import psutil  # type: ignore[import-untyped]
 
-from farflung.base.errors import PEER_LOST
+from farflung.base.causes import Cause
 from farflung.config.launch import LaunchSettings
 from farflung.launch.codes import BY_SIGNAL, DONE, FAILED, EngineFailure
 from farflung.launch.engines.engine import Job
@@ -277,4 +277,4 @@ def _event(text: str) -> dict[str, Any] | None:
 
 
 def _has_lost_a_peer(failure: Mapping[str, Any]) -> bool:
-    return any(words in (failure["error"] or "") for words in PEER_LOST)
+    return failure.get("cause") in (Cause.PEER.value, Cause.LATE.value)
