@@ -17,15 +17,19 @@ TORCH_TESTS := -k "not (test_elastic and (folder or bucket))" --ignore-glob "*/t
 	tests/accelerator/test_equals_one_process.py tests/accelerator/test_outer_recipes.py \
 	tests/outer/test_absent_gpu.py tests/outer/test_compile.py tests/outer/test_elastic.py tests/outer/test_laws.py \
 	tests/outer/test_on_ranks.py tests/launch/test_checkpoint.py tests/launch/test_run.py
-# Quiet: of what is there already, pip would print a line each. torch shows its progress, as it may be gigabytes.
+# constraints.txt has an exact version for each package, so that pip decides nothing. Large ones show their progress.
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+# Marks of what `make test` leaves out; pyproject.toml has them.
+REST := server or namespace or package or long
+TORCH_READY := $(VENV)/.ready-torch
 DEMO_READY := $(VENV)/.ready-demo
+TEST_READY := $(VENV)/.ready-test
 DEV_READY := $(VENV)/.ready-dev
 DOCS_READY := $(VENV)/.ready-docs
 # Tests start Python a thousand times: without its bytecode each start would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-elastic test test-fast torch test-torch check docs format release clean
+.PHONY: demo demo-elastic test test-all torch test-torch check docs format release clean
 demo: $(DEMO_READY)
 	$(BIN)/farflung demo
 
@@ -33,12 +37,13 @@ demo-elastic: $(DEMO_READY)
 	folder=$$(mktemp -d) && $(BIN)/farflung launch --cpu --elastic 1:3 --replicas 3 --meet file://$$folder/run \
 		examples/elastic.py --dies_at 400
 
-# More workers than there may be cores: tests wait for processes, peers, time limits and sleeps.
-test: $(DEV_READY)
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+# What to run before each commit. More workers than there may be cores: tests wait for processes, peers and time limits.
+test: $(TEST_READY)
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not ($(REST))"
 
-test-fast: $(DEV_READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not ranks and not slow"
+# That, and what takes longer, starts real servers or needs network namespaces; laws with more examples.
+test-all: test $(DEV_READY)
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "$(REST) or hypothesis" --hypothesis-profile=large
 
 # An environment with a torch and what its tests need, no more. What is installed already stays. Not compiled: most of
 # torch is never imported.
@@ -70,24 +75,32 @@ release: $(DEV_READY)
 	TORCH_INDEX='$(TORCH_INDEX)' .ci/release $(BIN)/python
 
 # torch comes first and alone, so that the pinned build is there before anything asks for a range.
-$(DEMO_READY): pyproject.toml constraints.txt
-	@echo "== 1/3 A virtual environment in $(VENV) (seconds)"
+$(TORCH_READY): constraints.txt
+	@echo "== A virtual environment in $(VENV) (seconds)"
 	$(PYTHON) -m venv $(VENV)
-	@echo "== 2/3 torch: 200 MB for CPUs, gigabytes with CUDA (minutes, as fast as your line; README: Set-up)"
+	@echo "== torch: 200 MB for CPUs, gigabytes with CUDA (minutes, as fast as your line; README: Set-up)"
 	$(PIP) $(FROM_INDEX) torch
-	@echo "== 3/3 Farflung and matplotlib (less than a minute)"
+	@touch $@
+
+$(DEMO_READY): $(TORCH_READY) pyproject.toml
+	@echo "== Farflung and matplotlib: 40 MB (less than a minute)"
 	$(PIP) --quiet --editable '.[plot]'
-	@touch $(DEMO_READY)
+	@touch $@
 
-$(DEV_READY): $(DEMO_READY)
-	@echo "== Tools for developers: pytest, ruff, mypy, Accelerate, transformers (a minute or two)"
-	$(PIP) --quiet --editable '.[dev]'
-	@touch $(DEV_READY)
+$(TEST_READY): $(TORCH_READY) pyproject.toml
+	@echo "== What the tests of 'make test' need: pytest, Accelerate, a server of buckets: 80 MB (less than a minute)"
+	$(PIP) --editable '.[test]'
+	@touch $@
 
-$(DOCS_READY): $(DEMO_READY)
+$(DEV_READY): $(TEST_READY)
+	@echo "== What all tests and checks need: ruff, mypy, transformers, Ray, trackers, Kubernetes: 700 MB (two or three minutes)"
+	$(PIP) --editable '.[dev]'
+	@touch $@
+
+$(DOCS_READY): $(TORCH_READY) pyproject.toml
 	@echo "== Tools for the site: zensical, mkdocstrings (seconds)"
 	$(PIP) --quiet --editable '.[docs]'
-	@touch $(DOCS_READY)
+	@touch $@
 
 clean:
 	rm -rf $(VENV) $(VENV)-* site .cache

@@ -2,12 +2,8 @@
 """What all tests share: marks, time limits, and an environment without the variables of a launcher outside."""
 
 import gc
-import inspect
-import multiprocessing
 import signal
-import subprocess
 import sys
-from types import FunctionType, ModuleType
 
 import pytest
 import torch
@@ -17,7 +13,7 @@ import farflung.state
 from farflung.config import environ
 from farflung.config.launch import FIELDS
 from farflung.testing.patience import patience
-from farflung.testing.ranks import run_ranks
+from tests.launch.machines import why_impossible
 from tests.s3_server import s3_server
 from tests.warm import serving
 
@@ -39,12 +35,13 @@ LAUNCHER_WORDS = (
     "PARALLELISM_",
     "OMP_NUM_THREADS",
 )
-settings.register_profile("any machine", deadline=None)  # the time limit of a test grows with how busy it is
-settings.load_profile("any machine")
+# No deadlines: the time limit of a test grows with how busy the machine is.
+settings.register_profile("small", deadline=None, max_examples=25)
+settings.register_profile("large", deadline=None, max_examples=300)
+settings.load_profile("small")
 torch.set_num_threads(1)  # models are tiny, and threads of several pytest workers would wait for each other's cores
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # which a shell passes on to what it runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
-STARTERS = (subprocess, multiprocessing, subprocess.run, subprocess.Popen, run_ranks)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -58,48 +55,14 @@ def pytest_collection():
 
 
 def pytest_collection_modifyitems(items):
-    """Mark what starts processes as `ranks`, and skip GPU tests without a GPU."""
-    known = {}
+    """Skip GPU tests without a GPU, and tests between namespaces where there can be none."""
+    why_not = {"gpu": None if torch.cuda.is_available() else "no CUDA device"}
+    if any(item.get_closest_marker("namespace") for item in items):
+        why_not["namespace"] = why_impossible()
     for item in items:
-        fixtures = [definitions[-1].func for definitions in item._fixtureinfo.name2fixturedefs.values()]
-        if any(starts_processes(function, known) for function in (item.function, *fixtures)):
-            item.add_marker("ranks")
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-
-
-def starts_processes(function, known):
-    """Say whether a function of the tests uses one of `STARTERS`, itself or through others of the tests.
-
-    Args:
-        known: the answers so far, by code.
-    """
-    function = inspect.unwrap(getattr(getattr(function, "hypothesis", None), "inner_test", function))
-    code = getattr(function, "__code__", None)
-    if code is None or not function.__module__.startswith("tests"):
-        return False
-    if code not in known:
-        known[code] = False  # while it is being found out: functions may call each other
-        used = [inspect.unwrap(function.__globals__.get(name)) for name in names_in(code)]
-        known[code] = any(
-            value in STARTERS
-            if isinstance(value, ModuleType)
-            else value in STARTERS or any(starts_processes(each, known) for each in functions_of(value))
-            for value in used
-            if isinstance(value, (ModuleType, FunctionType, type))
-        )
-    return known[code]
-
-
-def names_in(code):
-    """The names that a piece of code and the functions inside it look up."""
-    inner = [each for each in code.co_consts if hasattr(each, "co_names")]
-    return {*code.co_names, *(name for each in inner for name in names_in(each))}
-
-
-def functions_of(value):
-    """A function itself, or the methods of a class."""
-    return [value] if isinstance(value, FunctionType) else [each for each in vars(value).values() if callable(each)]
+        for mark, reason in why_not.items():
+            if reason and item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

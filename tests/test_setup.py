@@ -2,6 +2,7 @@
 """What `make` installs, and in which order, as it says itself without doing it."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -29,10 +30,16 @@ def test_the_demo_installs_what_it_needs_and_no_tools_for_developers(tmp_path):
     assert said.splitlines()[-1] == f"{tmp_path}/venv/bin/farflung demo"
 
 
-@pytest.mark.parametrize("target", ["test", "test-fast", "check", "format", "release"])
+@pytest.mark.parametrize("target", ["test-all", "check", "format", "release"])
 def test_tools_for_developers_come_on_top(target, tmp_path):
     said = steps(target, tmp_path / "venv")
-    assert said.index("'.[plot]'") < said.index("'.[dev]'")
+    assert said.index("'.[test]'") < said.index("'.[dev]'")
+
+
+def test_tests_before_each_commit_need_no_tools_for_developers(tmp_path):
+    said = steps("test", tmp_path / "venv")
+    assert "'.[test]'" in said
+    assert "dev]" not in said
 
 
 def test_the_site_needs_tools_of_its_own_and_none_for_developers(tmp_path):
@@ -43,9 +50,9 @@ def test_the_site_needs_tools_of_its_own_and_none_for_developers(tmp_path):
 
 
 def test_nothing_is_installed_twice(tmp_path):
-    for stamp in (".ready-demo", ".ready-dev"):
+    for stamp in (".ready-torch", ".ready-demo", ".ready-test", ".ready-dev"):
         (tmp_path / stamp).touch()
-    assert "pip install" not in steps("demo", tmp_path) + steps("test", tmp_path)
+    assert "pip install" not in steps("demo", tmp_path) + steps("test-all", tmp_path)
 
 
 def test_torch_comes_from_the_index_that_is_asked_for(tmp_path):
@@ -55,11 +62,27 @@ def test_torch_comes_from_the_index_that_is_asked_for(tmp_path):
 
 
 def test_each_step_says_what_it_does_and_how_long_it_takes(tmp_path):
-    said = [line for line in steps("test", tmp_path / "v").splitlines() if line.startswith('echo "==')]
+    said = [line for line in steps("test-all", tmp_path / "v").splitlines() if line.startswith('echo "==')]
     assert len(said) == 4
     assert all("minute" in line or "second" in line for line in said)
-    installs = [line for line in steps("test", tmp_path / "v").splitlines() if "pip install" in line]
-    assert ["--quiet" in line for line in installs] == [False, True, True], "torch, of gigabytes, shows its progress"
+
+
+def test_each_package_has_its_exact_version():
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    names = [line.partition("==")[0] for line in pins if not line.startswith("#")]
+    assert all("==" in line for line in pins if not line.startswith("#"))
+    assert len(set(names)) == len(names)
+    project = (ROOT / "pyproject.toml").read_text()
+    declared = re.findall(r'^ *(?:\w+ = \[)?"([\w-]+)(?:\[\w+\])?[>=]=', project, re.MULTILINE)
+        r'^ *(?:\w+ = \[)?"([\w-]+)(?:\[\w+\])?[>=]=', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    )
+    assert len(declared) > 30
+    assert {name.lower() for name in declared} <= set(names)
+
+
+def test_what_takes_minutes_shows_its_progress(tmp_path):
+    installs = [line for line in steps("test-all", tmp_path / "v").splitlines() if "pip install" in line]
+    assert not any("--quiet" in line for line in installs)
 
 
 def test_another_torch_has_an_environment_of_its_own_and_tests_that_exist(tmp_path):

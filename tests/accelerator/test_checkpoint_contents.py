@@ -343,6 +343,7 @@ def test_extra_state_that_is_no_tensor_needs_a_file_of_torch(tmp_path):
         save(tmp_path / "it", safe_serialization=False)
 
 
+@pytest.mark.package
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("kind", ["prompt", "lora", "p-tuning"])
 def test_the_adapter_alone_is_loaded(tmp_path, kind):

@@ -65,7 +65,6 @@ def four_ranks():
     return dist.get_rank(), found, refused
 
 
-@pytest.mark.ranks
 def test_each_rank_knows_its_row_and_column_and_what_shards_models():
     for rank, found, refused in run_ranks(four_ranks, 4):
         none = ("data_parallel_rank",)

@@ -133,7 +133,6 @@ def windows(folder):
     return found, notes.getvalue()
 
 
-@pytest.mark.ranks
 def test_a_window_that_was_not_complete_is_completed(tmp_path):
     (*states, reduced, again), notes = run_ranks(windows, 4, tmp_path)[0]
     for state in states[1:]:
@@ -172,7 +171,6 @@ def islands(folder):
     return whole == resumed
 
 
-@pytest.mark.ranks
 def test_islands_go_on_in_mid_round_and_refuse_other_shards(tmp_path):
     assert run_ranks(islands, 4, tmp_path) == [True] * 4
 
@@ -281,7 +279,6 @@ def whole_run(folder):
     )
 
 
-@pytest.mark.ranks
 def test_a_run_on_2x2_goes_on_in_any_other_layout(tmp_path):
     ranks = run_ranks(all_layouts, 4, tmp_path, timeout_s=120)
     before, after, state, found, theirs = ranks[0]

@@ -97,6 +97,7 @@ def test_logging_before_the_run_has_begun_is_said_once():
     accelerator.log({"loss": 0.5})
 
 
+@pytest.mark.package
 def test_what_a_tracker_does_not_record_is_said_once_at_the_line_that_logs_it(tmp_path):
     pytest.importorskip("tensorboard")
     accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=str(tmp_path))

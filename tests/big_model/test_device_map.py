@@ -50,7 +50,7 @@ def test_models_are_measured_as_accelerate_does():
         assert ours.find_tied_parameters(model) == theirs.find_tied_parameters(model)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_maps_and_balanced_limits_are_those_of_accelerate():
     same = 0
     for seed in range(300):

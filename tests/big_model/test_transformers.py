@@ -5,12 +5,14 @@ from importlib import import_module
 
 import pytest
 import torch
-import transformers  # what it has is loaded when it is used: two seconds for all who collect these tests
 
 import farflung
 from farflung.hooks import AlignDevicesHook
 from farflung.utils.modeling import clean_device_map, get_max_layer_size, get_max_memory
 
+# What it has is loaded when it is used: two seconds for all who collect these tests.
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.package
 IDS = torch.tensor([[1, 2, 3, 4]])
 SIZES = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}

@@ -53,7 +53,7 @@ def test_what_dcp_writes_is_read_whole(torchs):
     assert_same(ShardReader(torchs).read_whole(), STATE)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_dcp_reads_what_is_written_and_every_byte_of_it_is_in_the_records(tmp_path):
     planner = ShardPlanner("folder", STATE, leads=True)
     (entry,) = Staging().copied([planner.entry([planner.plan], 0)])

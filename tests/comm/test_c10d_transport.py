@@ -42,7 +42,6 @@ def served():
         one.join()
 
 
-@pytest.mark.ranks
 @pytest.mark.law("every-wait-has-an-end-and-a-line")
 def test_a_store_that_is_stopped_killed_or_of_another_run_ends_no_request_late_or_wrongly(served, monkeypatch):
     monkeypatch.setattr(module, "ANSWER_S", 0.5)

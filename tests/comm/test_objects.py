@@ -146,7 +146,6 @@ def means(group):
     return [aggregated(group, GatherMean(), codec, 300, (1.0, 2.0, 0.5)[: group.size]) for codec in CODECS]
 
 
-@pytest.mark.ranks
 @pytest.mark.law("same-bits")
 def test_a_mean_over_objects_has_the_bits_of_one_over_gloo(place):
     over_gloo = run_ranks(of_world, 3)

@@ -68,6 +68,7 @@ def test_what_can_not_be_converted_is_said(home):
             to_fsdp2.convert_config_to_fsdp2({"fsdp_config": {"fsdp_sharding_strategy": word}})
 
 
+@pytest.mark.package
 def test_the_memory_of_a_model_follows_from_its_configuration(home, capsys):
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)

@@ -124,7 +124,6 @@ sys.exit(int(sys.argv[2]))
 """
 
 
-@pytest.mark.ranks
 @pytest.mark.usefixtures("warm")
 def test_a_script_is_run_and_its_end_waited_for(tmp_path):
     script = tmp_path / "train.py"

@@ -260,7 +260,7 @@ def test_the_degree_of_tensor_parallelism_is_read_as_there(attributes):
     assert ours.get_model_tp_size(model) == theirs.get_model_tp_size(model)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_is_released():
     for module in (our_memory, their_memory):
         assert module.release_memory([1], "x") == [None, None]
@@ -309,7 +309,7 @@ def test_batch_sizes_are_tried_in_the_same_order(fits, own, monkeypatch):
     assert tried(ours) == tried(theirs)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_wrong_calls_of_a_function_that_looks_for_its_batch_size():
     for module in (ours, theirs):
 

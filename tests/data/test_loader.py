@@ -333,7 +333,7 @@ def test_a_sampler_that_is_set_inside_a_batch_sampler_decides_the_next_pass():
     assert (numbers(one), numbers(two)) == ([[0, 1], [2, 3]], [[0], [2]])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_persistent_workers_live_through_epochs():
     loader = prepared(DataLoader(range(4), 1, num_workers=1, persistent_workers=True), Seat(0, 2))
     assert numbers(loader) == numbers(loader) == [[0], [2]]

@@ -8,8 +8,6 @@ import pytest
 
 from tests.python import run_farflung
 
-pytestmark = pytest.mark.ranks
-
 # Each process writes what it has trained on when a round has ended, which is when it is in the weights of all.
 SCRIPT = """
 import os, signal

@@ -57,7 +57,7 @@ def arriving(crew, first):
         batch += 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=20)
 @given(
     number=st.integers(1, 4),

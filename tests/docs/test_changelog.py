@@ -23,6 +23,7 @@ def test_each_fragment_is_one_sentence_or_two_of_a_known_kind():
         assert re.fullmatch(r"\S.*\.\n", text), f"{file.name}: one line that ends with a full stop"
 
 
+@pytest.mark.package
 def test_the_tool_gathers_all_of_them(tmp_path):
     pytest.importorskip("towncrier")
     for name in ("pyproject.toml", "CHANGELOG.md", "changelog.d"):

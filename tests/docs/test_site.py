@@ -16,6 +16,7 @@ from tests.docs import reference
 from tests.docs.test_pages import REPOSITORY, ROOT, TEXTS
 from tests.python import run_python
 
+pytestmark = pytest.mark.package
 CHROMIUM = shutil.which("chromium")
 NAV = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2].partition("\ntheme:\n")[0]
 PAGES = re.findall(r": ([\w./-]+\.md)$", NAV, re.MULTILINE)
@@ -125,6 +126,7 @@ addEventListener("load", () => {
 </script></html>"""
 
 
+@pytest.mark.server
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 @pytest.mark.parametrize("size", ["1280,900", "390,844"])
 def test_a_browser_finds_words_and_copies_code_without_a_complaint(site, size, tmp_path):

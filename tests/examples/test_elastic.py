@@ -26,7 +26,7 @@ def test_every_replica_learns_and_notes_its_rounds(launch, replicas, tmp_path):
     assert all(len(one["members"]) == replicas and one["member"] in one["members"] for one in rounds)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("warm")
 def test_one_that_dies_is_let_in_again_while_the_others_go_on():
     flags = ["--steps", "1000", "--dies_at", "200"]

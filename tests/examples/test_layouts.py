@@ -17,8 +17,6 @@ from farflung.launch.options import given
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
 
-pytestmark = pytest.mark.ranks
-
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "features"
 START = "farflung launch --cpu --num_processes 4 "

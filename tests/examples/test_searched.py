@@ -98,7 +98,7 @@ def test_a_killed_run_continues_as_if_it_had_not_been_killed(tmp_path):
     assert again == whole
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_notebook_runs():
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     source = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")

@@ -8,7 +8,8 @@ import pytest
 import farflung
 from farflung.testing.ranks import run_ranks
 
-pytestmark = pytest.mark.ranks
+pytest.importorskip("peft")
+pytestmark = pytest.mark.package
 
 
 def program(folder):

@@ -12,6 +12,8 @@ import pytest
 from farflung.process.run_files import METRICS
 from farflung.testing.patience import patience
 
+pytest.importorskip("trl")
+pytestmark = pytest.mark.package
 PROGRAM = Path(__file__).with_name("trainers.py")
 RUNS = ("trainer", "bf16", "sft", "lora")
 

@@ -12,11 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from farflung.integrations.transformers import OuterCallback
 from farflung.outer import OuterLoop
 from farflung.testing.patience import patience
 from farflung.testing.sim import run_replicas
 
+OuterCallback = pytest.importorskip("farflung.integrations.transformers", exc_type=ModuleNotFoundError).OuterCallback
+pytestmark = pytest.mark.package
 PROGRAM = Path(__file__).with_name("outer_training.py")
 ROUNDS = [3, 6, 7, 9, 12, 14]  # each third step, and the last one of each epoch of seven
 

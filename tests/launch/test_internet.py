@@ -70,7 +70,7 @@ def why_no_tunnel() -> str:
 
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.server,
     pytest.mark.timeout(240),
     pytest.mark.skipif(bool(why_no_tunnel()), reason=why_no_tunnel() or "-"),
 ]

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.launch.machines import ADDRESSES, SERVER, Apart, two_machines, why_impossible
+from tests.launch.machines import ADDRESSES, SERVER, Apart, two_machines
 from tests.s3_server import BUCKET, s3_server, variables_for
 
 TRAINS = """
@@ -27,9 +27,8 @@ print("RESULT", json.dumps([total, stats.rounds, stats.replicas_lost]))
 REACHES = "import socket; socket.create_connection((%r, 22), 2)"
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.namespace,
     pytest.mark.timeout(240),
-    pytest.mark.skipif(bool(why_impossible()), reason=why_impossible() or "-"),
 ]
 
 

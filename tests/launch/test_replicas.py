@@ -25,7 +25,7 @@ from farflung.launch import replicas
 from farflung.launch.codes import FAILED
 from farflung.launch.network import get_free_port
 from farflung.testing.patience import patience
-from tests.launch.machines import ADDRESSES, two_machines, why_impossible
+from tests.launch.machines import ADDRESSES, two_machines
 from tests.launch.test_two_machines import Screen
 from tests.waits import until
 
@@ -464,12 +464,8 @@ def test_a_run_that_nobody_serves_is_not_joined(monkeypatch):
         replicas.run_replicas(Resolved(settings, {}, None), __file__, [])
 
 
-on_two_machines = pytest.mark.skipif(bool(why_impossible()), reason=why_impossible() or "-")
-
-
-@pytest.mark.slow
+@pytest.mark.namespace
 @pytest.mark.timeout(240)
-@on_two_machines
 def test_a_machine_that_is_cut_off_comes_back_with_the_line_and_one_that_is_gone_is_out(far):
     machines, first, second = far
     machines.cut()
@@ -484,9 +480,8 @@ def test_a_machine_that_is_cut_off_comes_back_with_the_line_and_one_that_is_gone
     assert "generation" not in second.end()
 
 
-@pytest.mark.slow
+@pytest.mark.namespace
 @pytest.mark.timeout(240)
-@on_two_machines
 def test_without_the_first_launcher_training_goes_on_until_the_next_loss_ends_it(far, home):
     machines, first, second = far
     until_further(home)  # the last one that joined needed the store

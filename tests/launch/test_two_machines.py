@@ -14,7 +14,7 @@ import pytest
 
 from farflung.launch.codes import FAILED, HUNG, USAGE
 from farflung.testing.patience import patience
-from tests.launch.machines import ADDRESSES, LISTENING, NAMES, Machines, two_machines, why_impossible
+from tests.launch.machines import ADDRESSES, LISTENING, NAMES, Machines, two_machines
 from tests.waits import until
 
 PAGE = (Path(__file__).parents[2] / "docs" / "two-machines.md").read_text(encoding="utf-8")
@@ -26,9 +26,8 @@ _FENCE = re.compile(r"^```(\w+) ([^\n]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PATIENCE_S = 90
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.namespace,
     pytest.mark.timeout(240),
-    pytest.mark.skipif(bool(why_impossible()), reason=why_impossible() or "-"),
 ]
 
 

@@ -23,7 +23,7 @@ from farflung.observe import line, machine
 from farflung.observe.doctor import Asked, Report, _plan_for_a_line
 from farflung.observe.probe import Found, within
 from farflung.testing.patience import patience
-from tests.launch.machines import ADDRESSES, DEVICE, Machines, two_machines, why_impossible
+from tests.launch.machines import ADDRESSES, DEVICE, Machines, two_machines
 from tests.python import run_farflung
 
 PAGE = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
@@ -233,9 +233,8 @@ def test_clocks_that_differ_are_something_to_do():
     assert "100 Mbit/s, round trip 20 ms" in found.text
 
 
-@pytest.mark.slow
+@pytest.mark.namespace
 @pytest.mark.timeout(240)
-@pytest.mark.skipif(bool(why_impossible()), reason=why_impossible() or "-")
 def test_over_a_line_of_20_megabits_that_is_what_it_measures(tmp_path):
     flags = f"--num_machines 2 --main_process_ip {ADDRESSES[0]} --timeout 60 --json"
     with two_machines(Machines(MEGABITS)) as machines:

@@ -193,6 +193,7 @@ def test_what_a_run_says_of_itself_can_not_end_the_pages_script(run):
     )
 
 
+@pytest.mark.server
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 def test_a_browser_draws_the_curves_with_one_cursor_and_has_nothing_to_complain_of(run, ddp, tmp_path):
     probe = """

@@ -26,7 +26,7 @@ from farflung.observe.problems import problems
 from farflung.observe.run import Run
 from farflung.observe.watch import screen
 from farflung.testing.patience import patience
-from tests.launch.machines import ADDRESSES, Machines, two_machines, why_impossible
+from tests.launch.machines import ADDRESSES, Machines, two_machines
 from tests.observe.made import T0, a_round, sign, write_lines, write_run
 from tests.waits import until
 
@@ -204,7 +204,6 @@ def at_home(home, monkeypatch, request):
     return home
 
 
-@pytest.mark.ranks
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_terminal_names_a_replica_that_is_stopped_and_one_that_is_killed(at_home, monkeypatch, width):
@@ -225,9 +224,8 @@ def test_a_terminal_names_a_replica_that_is_stopped_and_one_that_is_killed(at_ho
     shutil.rmtree(at_home / "farflung-runs")
 
 
-@pytest.mark.slow
+@pytest.mark.namespace
 @pytest.mark.timeout(240)
-@pytest.mark.skipif(bool(why_impossible()), reason=why_impossible() or "-")
 def test_two_machines_on_a_slow_line_are_watched_from_a_third_one(at_home, monkeypatch, warm):
     """They share a file system, and write into one folder."""
     monkeypatch.setenv("COLUMNS", "100")

@@ -195,7 +195,7 @@ def _known(optimizer):
     return {parameter for group in optimizer.param_groups for parameter in group["params"]}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("change", [replaced, appended, thawed, doubled, without_bias])
 @pytest.mark.parametrize("name", RECIPES)
 def test_replicas_end_alike_under_every_recipe(name, change):

@@ -12,8 +12,6 @@ from farflung.testing.patience import patience
 from tests.faults import PHASES
 from tests.outer.elastic_run import EVERY, ElasticRun, wrong
 
-pytestmark = pytest.mark.ranks
-
 
 @pytest.mark.parametrize("phase", [one for one in PHASES if one != "admission"])
 def test_a_replica_may_die_at_any_time_and_come_back(phase, address):

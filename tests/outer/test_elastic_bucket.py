@@ -9,8 +9,6 @@ import pytest
 from farflung.comm.address import transport_at
 from tests.outer.elastic_run import EVERY, ElasticRun, wrong
 
-pytestmark = pytest.mark.ranks
-
 
 @pytest.mark.parametrize("faults", [{"error_s": 6.0}, {"loses": 10}, {"late_s": 0.3}], ids=["503", "loses", "late"])
 def test_no_replica_is_lost_while_the_server_fails(bucket, s3, faults):
@@ -28,7 +26,7 @@ def test_no_replica_is_lost_while_the_server_fails(bucket, s3, faults):
     assert {one["member"] for one in said if "end" in one} == set(members)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["folder", "bucket"])
 def test_nothing_grows_in_three_hundred_rounds(kind, tmp_path, request):
     address = tmp_path.as_uri() if kind == "folder" else request.getfixturevalue("bucket")

@@ -201,7 +201,6 @@ def test_the_odd_one_is_the_one_that_differs_from_most_and_of_two_the_later():
 # ---- on real ranks
 
 
-@pytest.mark.ranks
 @pytest.mark.law("a-newcomer-stops-nobody")
 @pytest.mark.law("nothing-given-outlives-the-next-round")
 def test_a_wrong_newcomer_a_damaged_one_and_one_that_hangs_cost_the_others_no_step(address):
@@ -224,7 +223,6 @@ def test_a_wrong_newcomer_a_damaged_one_and_one_that_hangs_cost_the_others_no_st
         assert len(set(ends.values())) == 1
 
 
-@pytest.mark.ranks
 @pytest.mark.law("no-member-without-state-gives-state")
 def test_a_newcomer_waits_for_a_stopped_member_that_alone_has_what_was_trained():
     with ElasticRun(expected=1, grace_s=1.0) as run:
@@ -238,7 +236,6 @@ def test_a_newcomer_waits_for_a_stopped_member_that_alone_has_what_was_trained()
         assert not wrong(run.finish())
 
 
-@pytest.mark.ranks
 @pytest.mark.law("no-two-different-rounds-of-a-number")
 @pytest.mark.parametrize(
     ("phase", "address"),

@@ -76,7 +76,7 @@ def the_same_in_threads(group, name, kind, shards):
     return replica(group.across(shards), name, kind, island=group.split(shards))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.* a round was dropped")
 @pytest.mark.law("islands-are-replicas")
 @pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, size, kind in CASES if size == 2])

@@ -45,7 +45,6 @@ def check_each_round(said, moves):
         assert weights[one["step"]] == anchor, one
 
 
-@pytest.mark.ranks
 @pytest.mark.law("late-is-not-lost")
 @pytest.mark.parametrize("phase", ["local step", "vote", "landing"])
 def test_the_steps_of_a_stopped_replica_count_in_the_next_round(phase, address):
@@ -69,7 +68,6 @@ def test_the_steps_of_a_stopped_replica_count_in_the_next_round(phase, address):
         assert counted(said, first, late) == stats[late]["steps"] < counted(said, first, first)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("phase", ["arrival", "confirmation"])
 def test_steps_that_others_may_have_applied_are_not_sent_again(phase, address):
     with ElasticRun(address=address, expected=2, grace_s=patience(2.0)) as run:
@@ -86,7 +84,6 @@ def test_steps_that_others_may_have_applied_are_not_sent_again(phase, address):
         assert known - stats[late]["steps"] in (0, stats[late]["steps_lost"])  # lost as far as it knows
 
 
-@pytest.mark.ranks
 def test_late_replicas_agree_with_the_others_where_rounds_overlap_with_training():
     with ElasticRun(
         recipe=streaming_diloco(8, 2, delay=2, lr=1.0, momentum=0.0), expected=2, grace_s=patience(0.5)
@@ -100,7 +97,6 @@ def test_late_replicas_agree_with_the_others_where_rounds_overlap_with_training(
         assert len(set(ends.values())) == 1
 
 
-@pytest.mark.ranks
 def test_with_rounds_by_time_a_replica_three_times_slower_is_never_late(tmp_path):
     options = {"expected": 2, "grace_s": patience(4.0)}
     with ElasticRun(address=tmp_path.as_uri(), recipe=edit(seconds=0.3), step_s=0.01, **options) as run:

@@ -218,7 +218,6 @@ def trained_in_shards(address):
     return {name: x.full_tensor() for name, x in model.state_dict().items()}
 
 
-@pytest.mark.ranks
 def test_the_weights_of_shards_are_pulled_as_whole_tensors(tmp_path):
     (tmp_path / "run").mkdir()
     address = (tmp_path / "run").as_uri()
@@ -230,7 +229,6 @@ def test_the_weights_of_shards_are_pulled_as_whole_tensors(tmp_path):
     assert all(torch.equal(found[name], x) for name, x in weights.items())
 
 
-@pytest.mark.ranks
 @pytest.mark.law("a-run-outlives-its-members")
 @pytest.mark.parametrize(
     ("recipe", "address"),

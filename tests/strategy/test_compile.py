@@ -202,7 +202,7 @@ def test_what_is_compiled_already_is_left_as_it_is():
     assert list(accelerator.get_state_dict(wrapped)) == ["layer.weight", "layer.bias"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_is_the_same_and_nothing_is_compiled_twice():
     def trained(accelerator):
         torch.manual_seed(0)
@@ -416,7 +416,7 @@ def test_on_ranks_the_same_is_trained_and_no_switch_or_round_compiles_again():
             assert all(torch.equal(plain[name], compiled[name]) for name in plain)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="torch's inductor writes vector code all the same"

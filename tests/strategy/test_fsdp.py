@@ -17,8 +17,6 @@ from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
 from farflung.utils import DistributedType, TorchDynamoPlugin
 
-pytestmark = pytest.mark.ranks
-
 STEPS, WINDOW, BATCH = 20, 2, 4
 
 

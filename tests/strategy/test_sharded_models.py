@@ -21,8 +21,6 @@ from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
 from farflung.utils import GradientAccumulationPlugin
 
-pytestmark = pytest.mark.ranks
-
 
 def fresh(**settings):
     AcceleratorState._reset_state()

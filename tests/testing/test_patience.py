@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time limits grow with the load of the machine, and which tests start processes is found out."""
-
-import subprocess
+"""Time limits grow with the load of the machine."""
 
 import pytest
 
 from farflung.testing import patience
-from farflung.testing.ranks import run_ranks
-from tests.conftest import starts_processes
 
 
 @pytest.mark.parametrize(
@@ -29,34 +25,3 @@ def test_a_limit_grows_by_the_larger_of_slowness_and_load(work_s, load, factor, 
 def test_this_test_may_take_what_its_own_limit_and_the_machine_allow(request):
     limit_s = request.node.get_closest_marker("timeout").args[0]
     assert limit_s >= float(request.config.getini("timeout"))
-
-
-def in_ranks():
-    return run_ranks(print, 2)
-
-
-class Starter:
-    def start(self):
-        return subprocess.run(["true"])
-
-
-def through_a_class():
-    Starter().start()
-
-
-def through_a_nested_function():
-    return [in_ranks() for _ in range(2)]
-
-
-def starts_nothing():
-    return patience.slowness()
-
-
-@pytest.mark.parametrize("function", [in_ranks, through_a_class, through_a_nested_function])
-def test_what_starts_processes_is_known(function):
-    assert starts_processes(function, {})
-
-
-def test_what_starts_none_is_known(request):
-    assert not starts_processes(starts_nothing, {})
-    assert request.node.get_closest_marker("ranks") is None

@@ -65,7 +65,7 @@ def weights(simulation):
     return torch.cat([p.detach().flatten() for p in simulation.model.parameters()])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sixty_four_replicas_learn_together():
     found = run(diloco(4, lr=0.7, momentum=0.5), replicas=64, steps=24, evaluate_every=12)
     assert len(found.losses) == 64
@@ -161,7 +161,7 @@ class Wide(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "recipe",
     [

@@ -95,7 +95,8 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path):
     assert yaml.safe_load(hparams.read_text()) == {**CONFIG, "betas": "[0.9, 0.95]", "none": "None"}
 
 
-@pytest.mark.slow
+@pytest.mark.package
+@pytest.mark.long
 def test_wandb_writes_an_offline_run(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
@@ -113,7 +114,8 @@ def test_wandb_writes_an_offline_run(tmp_path, monkeypatch):
     assert written.stat().st_size > 0
 
 
-@pytest.mark.slow
+@pytest.mark.package
+@pytest.mark.long
 def test_mlflow_writes_to_a_local_store(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # the skinny package has no other local store

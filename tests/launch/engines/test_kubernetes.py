@@ -21,6 +21,7 @@ if sys.version_info < (3, 11):
     pytest.skip("kmock needs Python 3.11", allow_module_level=True)
 from tests.launch.engines import cluster as fake  # noqa: E402
 
+pytestmark = pytest.mark.package
 TRAINS = """
 import time, torch
 from farflung import Accelerator
@@ -203,7 +204,7 @@ def test_a_replica_that_is_lost_starts_again_and_one_that_is_used_wrongly_does_n
     assert "Failed indexes: 1" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_pods_of_an_elastic_run_meet_on_the_claim_and_one_that_is_lost_comes_back(home, kubeconfig, capsys):
     """The containers' commands are run here, so the launchers and replicas are real; only the cluster is not."""
     (home / "claim").mkdir()

@@ -22,6 +22,7 @@ from tests.waits import until
 
 ray = pytest.importorskip("ray")
 
+pytestmark = pytest.mark.package
 TRAINS = """
 import time, torch
 from pathlib import Path
@@ -137,7 +138,7 @@ def drain(cluster, node) -> None:
     assert client.drain_node(node.node_id, reason, "soon", int(time.time() * 1000) + 600_000)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.server
 @pytest.mark.timeout(400)
 def test_replicas_of_lost_and_draining_nodes_start_elsewhere_and_the_others_train_on(home, cluster, started):
     (home / "train.py").write_text(TRAINS)
@@ -166,7 +167,7 @@ def test_replicas_of_lost_and_draining_nodes_start_elsewhere_and_the_others_trai
     assert launched.text.count("trained") in (2, 3)  # one that is to leave may have finished before it does
 
 
-@pytest.mark.slow
+@pytest.mark.server
 def test_a_fixed_run_has_a_node_for_each_machine_and_a_failure_is_one_box(home, cluster, started):
     (home / "train.py").write_text(FIXED)
     cluster.more(2)
@@ -181,7 +182,7 @@ def test_a_fixed_run_has_a_node_for_each_machine_and_a_failure_is_one_box(home, 
     assert launched.text.count("rank 1 failed") == 1, launched.text
 
 
-@pytest.mark.slow
+@pytest.mark.server
 def test_an_interrupt_and_a_cancel_end_what_runs_on_the_nodes(home, cluster, started):
     (home / "train.py").write_text("import os, time\nprint('up', os.getpid(), flush=True)\ntime.sleep(600)\n")
     cluster.more(2)
@@ -235,7 +236,7 @@ def test_a_missing_package_is_named_and_a_dry_run_needs_none(home, monkeypatch, 
     assert re.search(r"\[1\] .*--machine_rank 1 .*train.py", shown)
 
 
-@pytest.mark.slow
+@pytest.mark.server
 def test_a_cluster_that_is_away_or_too_small_is_told_before_anything_starts(home, cluster, started):
     (home / "train.py").touch()
     cluster.more()
@@ -247,7 +248,7 @@ def test_a_cluster_that_is_away_or_too_small_is_told_before_anything_starts(home
     assert "Ray's cluster at 127.0.0.1:1 can't be reached: " in launched.text
 
 
-@pytest.mark.slow
+@pytest.mark.server
 def test_a_folder_that_a_node_does_not_have_ends_the_run_with_its_name(home, cluster, started):
     (home / "train.py").touch()
     cluster.more()
@@ -256,7 +257,7 @@ def test_a_folder_that_a_node_does_not_have_ends_the_run_with_its_name(home, clu
     assert "nothing could be started in /nowhere: No such file or directory" in launched.text
 
 
-@pytest.mark.slow
+@pytest.mark.server
 def test_a_cluster_of_this_machine_is_started_for_a_run_that_asks_for_one(home, started):
     (home / "train.py").write_text("print('hello')\n")
     launched = started("--engine-options", "address=local", "train.py")

@@ -25,7 +25,7 @@ from tests.launch.test_two_machines import Screen
 from tests.python import call_farflung, run_farflung
 from tests.waits import until
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 START, EVERY = 2**20, 4
 # Each replica moves its weight by -1 in each step and the outer optimizer takes the mean, so that the weight is
 # START - position after every step of every replica, as long as no step is lost and none counts twice. One that signs
@@ -169,6 +169,7 @@ def longest_stop(said, since, until):
     return max(after - before for before, after in pairwise(times) if before < until)
 
 
+@pytest.mark.server
 def test_a_fixed_run_is_one_job_whose_launchers_find_their_places(slurm):
     (slurm / "train.py").write_text(CONNECTED + "print('rank', os.environ['RANK'], flush=True)\n")
     with launched("--num_machines", "2", "--num_processes", "4", run="the run") as run:
@@ -185,6 +186,7 @@ def test_a_fixed_run_is_one_job_whose_launchers_find_their_places(slurm):
     assert "1: rank 3\n" in again.stdout
 
 
+@pytest.mark.server
 def test_srun_starts_launchers_or_ranks_that_find_their_places_by_themselves(slurm):
     program = [sys.executable, "-m", "farflung", "launch", "--cpu", "--num_processes", "4", "train.py"]
     (slurm / "train.py").write_text(CONNECTED)
@@ -198,6 +200,7 @@ def test_srun_starts_launchers_or_ranks_that_find_their_places_by_themselves(slu
     ]
 
 
+@pytest.mark.server
 @pytest.mark.parametrize("lines", ["import sys\nsys.exit(7)", "import time\ntime.sleep(60)"])
 def test_a_job_that_fails_or_is_cancelled_ends_with_its_code(slurm, lines):
     (slurm / "train.py").write_text(f"open('up', 'w').close()\n{lines}")
@@ -210,6 +213,7 @@ def test_a_job_that_fails_or_is_cancelled_ends_with_its_code(slurm, lines):
     assert f"is {'failed' if 'exit' in lines else 'cancelled'}" in said
 
 
+@pytest.mark.server
 def test_ctrl_c_ends_the_following_alone(slurm):
     (slurm / "train.py").write_text(WAITS)
     with launched() as run:
@@ -221,7 +225,7 @@ def test_ctrl_c_ends_the_following_alone(slurm):
     assert asked("squeue", "--noheader", "--states=RUNNING", "--format=%j") == "run\n"
 
 
-@pytest.mark.slow
+@pytest.mark.server
 @pytest.mark.law("standstill")
 def test_replicas_of_an_array_are_killed_preempted_cancelled_added_and_ended_and_the_others_lose_no_step(slurm):
     (slurm / "train.py").write_text(ADDS)
@@ -263,7 +267,7 @@ def test_replicas_of_an_array_are_killed_preempted_cancelled_added_and_ended_and
     assert max(stops) < patience(2.0), (stops, text)
 
 
-@pytest.mark.slow
+@pytest.mark.server
 def test_a_fixed_run_that_is_preempted_goes_back_into_the_queue_and_ends_as_one_that_is_not(slurm):
     (slurm / "train.py").write_text(RESUMES)
     flags = ["--num_machines", "2", "--num_processes", "4", "--outer", "diloco", "--outer-every", "5"]
@@ -331,6 +335,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.server
 @pytest.mark.parametrize(("flags", "code", "words"), WRONG)
 def test_what_cannot_work_is_refused_in_few_lines_and_nothing_is_submitted(slurm, flags, code, words, capsys):
     (slurm / "train.py").touch()

@@ -58,7 +58,7 @@ time.sleep(600)
 """
 
 on_two_hosts = [
-    pytest.mark.slow,
+    pytest.mark.server,
     pytest.mark.timeout(240),
     pytest.mark.skipif(bool(why_no_sshd()), reason=why_no_sshd() or "-"),
 ]
