@@ -74,8 +74,6 @@ def test_each_package_has_its_exact_version():
     assert len(set(names)) == len(names)
     project = (ROOT / "pyproject.toml").read_text()
     declared = re.findall(r'^ *(?:\w+ = \[)?"([\w-]+)(?:\[\w+\])?[>=]=', project, re.MULTILINE)
-        r'^ *(?:\w+ = \[)?"([\w-]+)(?:\[\w+\])?[>=]=', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
-    )
     assert len(declared) > 30
     assert {name.lower() for name in declared} <= set(names)
 
