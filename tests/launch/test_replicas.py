@@ -445,7 +445,7 @@ def test_a_run_that_ends_well_ends_well_for_replicas_too_that_wait_to_be_let_in(
             until(lambda: store.check(["loop1/ask/2.0"]))
             (home / "last").write_text("1")
             assert (first.ended(), second.ended()) == (0, 0)
-    assert re.search(r"replica 0 of \S+ was not let in: the others have finished the work", "".join(second.lines))
+    assert re.search(r"replica 0 of \S+ is not let in: the others have finished the work", "".join(second.lines))
     assert len(second.lines) == 2, second.lines
 
 

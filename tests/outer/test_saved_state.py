@@ -135,7 +135,7 @@ def test_replicas_that_begin_when_all_have_died_go_on_from_the_newest_state_that
     found = again._rounds.replica.fragments[0].weights.rows()["anchor"]
     assert not damage or all(map(torch.equal, found, anchor))
     assert slots.last()[1] == b"before"
-    told = notes.receive()
+    told = [*map(str, notes.receive())]
     assert any(
         re.search(rf"training continues with 1 replica from the state at step {again.position}, ", one) for one in told
     )

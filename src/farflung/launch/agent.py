@@ -26,11 +26,11 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 from farflung.base.causes import cause_of_meeting
+from farflung.base.events import Kind, record
 from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 from farflung.launch.codes import EngineFailure
-from farflung.launch.events import say
 from farflung.launch.plan import Plan, torch_is_loaded
 from farflung.launch.report import Failure, in_order, show
 from farflung.process.failure import CHECKPOINT
@@ -165,10 +165,8 @@ def _shown(settings: LaunchSettings, first_rank: int) -> set[int] | None:
 def _show_attempt(log_dir: Path, first_rank: int, settings: LaunchSettings, attempt: int) -> None:
     """Show why the attempt before this one failed."""
     if attempt > 1 and (failures := _reported(log_dir, first_rank)):
-        show(failures, is_json=settings.json, checkpoint=newest_checkpoint(log_dir))
-        which = f"restart {attempt - 1} of {settings.max_restarts}"
-        words = f"the processes start again ({which})"
-        say(settings, "restarted", words, is_error=True, attempt=attempt, max_restarts=settings.max_restarts)
+        show(failures, checkpoint=newest_checkpoint(log_dir))
+        record(Kind.RESTARTED, level=logging.ERROR, attempt=attempt, max_restarts=settings.max_restarts)
 
 
 def _reported(log_dir: Path, first_rank: int, before_s: float = inf) -> tuple[Failure, ...]:
@@ -243,7 +241,7 @@ def _interrupts_raise(
         yield pressed
         return
     before = {number: signal.getsignal(number) for number in _SIGNALS}
-    slow = threading.Timer(_PATIENCE_S, say, [settings, "ending", _SLOW], {"is_error": True})
+    slow = threading.Timer(_PATIENCE_S, record, [Kind.ENDING], {"level": logging.ERROR, "message": _SLOW})
     slow.daemon = True
 
     def interrupt(number: int, frame: FrameType | None) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from farflung.base.errors import ConfigError
+from farflung.base.events import tell
 
 if TYPE_CHECKING:
     from farflung.comm.presence import PresenceStore
@@ -114,10 +114,9 @@ class PreemptionVote:
 
     def _hear(self, number: int) -> None:
         if not self.why and not self.passed:
-            print(
+            tell(
                 f"farflung: {signal.Signals(number).name} came before the end of any step, where the run is saved. A "
                 "loop without a prepared loader must call accelerator.stop_if_signalled() at the end of each step.",
-                file=sys.stderr,
             )
         self.why = self.why or f"{signal.Signals(number).name} at rank {self._rank}"
 
