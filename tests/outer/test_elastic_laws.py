@@ -203,6 +203,7 @@ def test_the_odd_one_is_the_one_that_differs_from_most_and_of_two_the_later():
 # ---- on real ranks
 
 
+@pytest.mark.long
 @pytest.mark.law("a-newcomer-stops-nobody")
 @pytest.mark.law("nothing-given-outlives-the-next-round")
 def test_a_wrong_newcomer_a_damaged_one_and_one_that_hangs_cost_the_others_no_step(address):

@@ -29,7 +29,7 @@ TREE = {
 }
 
 
-@pytest.fixture(params=["folder", "bucket"])
+@pytest.fixture(params=["folder", pytest.param("bucket", marks=pytest.mark.long)])
 def board(request, tmp_path):
     address = tmp_path.as_uri() if request.param == "folder" else request.getfixturevalue("bucket")
     return transport_at(address).board.part("loop1")
