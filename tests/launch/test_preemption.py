@@ -122,6 +122,59 @@ def test_one_process_has_the_same_code_with_and_without_a_launcher_above_it(alon
     assert Checkpoint.open(train / "saved" / "checkpoint_0").verify()
 
 
+# Saves for a second when it is warned, and ends well; without torch.
+OWN = """
+import os, signal, sys, time
+name = os.environ.get("FARFLUNG_MEMBER") or os.environ["RANK"]
+def warned(number, frame):
+    with open(f"heard{name}", "a") as file:
+        print(number, file=file, flush=True)
+    time.sleep(1.0)
+    open(f"saved{name}", "w").close()
+    sys.exit(0)
+for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGRTMIN + 3):
+    signal.signal(number, warned)
+open(f"up{name}", "w").close()
+while True:
+    time.sleep(0.1)
+"""
+NOTEBOOK = """
+from farflung import debug_launcher
+def train():
+    exec(open("train.py").read(), {})
+debug_launcher(train)
+"""
+FIXED = ["launch", "--cpu", "--num_processes", "2", "train.py"]
+REPLICAS = ["launch", "--cpu", "--elastic", "1:2", "--replicas", "2", "train.py"]
+
+
+@pytest.mark.parametrize(
+    ("words", "number", "to_all", "code"),
+    [
+        (FIXED, signal.SIGUSR1, True, 0),
+        (FIXED, signal.SIGUSR2, False, 0),
+        (FIXED, signal.SIGXCPU, True, 0),
+        (FIXED, signal.SIGRTMIN + 3, False, 0),
+        (REPLICAS, signal.SIGUSR2, True, 0),
+        (REPLICAS, signal.SIGUSR1, False, REQUEUE),
+        (["notebook.py"], signal.SIGUSR2, False, 0),
+    ],
+)
+def test_a_handler_of_the_script_hears_a_warning_once_and_the_launcher_waits_for_it(words, number, to_all, code, home):
+    (home / "train.py").write_text(OWN)
+    (home / "notebook.py").write_text(NOTEBOOK)
+    start = [] if words == ["notebook.py"] else ["-m", "farflung"]
+    command = [sys.executable, *start, *words]
+    launcher = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    until(lambda: len(list(home.glob("up*"))) == 2)
+    for process in everyone(launcher) if to_all else [launcher]:
+        process.send_signal(number)
+    ended, printed = end(launcher)
+    assert ended == code, printed
+    assert len(list(home.glob("saved*"))) == 2
+    assert [file.read_text() for file in home.glob("heard*")] == [f"{int(number)}\n"] * 2
+
+
 STUCK = """
 import time
 from farflung import Accelerator
@@ -132,7 +185,6 @@ while True:
 """
 
 
-@pytest.mark.long
 def test_a_second_sigterm_ends_a_run_that_does_not_come_to_its_step_at_once(home):
     (home / "train.py").write_text(STUCK)
     launcher = launch("train.py")

@@ -13,7 +13,7 @@ from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any
 
-from farflung.process.preemption import SIGNALS
+from farflung.base.signals import PREEMPTION
 
 InitFn = Callable[[int], None]
 
@@ -25,10 +25,10 @@ def is_needed() -> bool:
 
 @contextmanager
 def blocked(context: Any) -> Iterator[None]:
-    """Block `SIGNALS` in the processes of a `multiprocessing` context that start meanwhile, and in their threads."""
+    """Block `PREEMPTION` in processes of a `multiprocessing` context that start meanwhile, and in their threads."""
     if (context or multiprocessing).get_start_method() != "fork":
         resource_tracker.ensure_running()  # its start, with the first process, would end what follows
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION)
     try:
         yield
     finally:
@@ -36,12 +36,12 @@ def blocked(context: Any) -> Iterator[None]:
 
 
 def ignoring(init_fn: InitFn | None) -> InitFn:
-    """Return a `worker_init_fn` of workers that `SIGNALS` don't end, but SIGTERM of this process, which torch sends."""
+    """Return a `worker_init_fn` of workers that ignore `PREEMPTION`, but end at SIGTERM of this process, torch's."""
     return partial(_ignore, init_fn, os.getpid())
 
 
 def _ignore(init_fn: InitFn | None, rank: int, worker: int) -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION)
     threading.Thread(target=_wait, args=[rank], name="farflung worker signals", daemon=True).start()
     if init_fn is not None:
         init_fn(worker)
@@ -49,6 +49,6 @@ def _ignore(init_fn: InitFn | None, rank: int, worker: int) -> None:
 
 def _wait(rank: int) -> None:
     while True:
-        got = signal.sigwaitinfo(SIGNALS)
+        got = signal.sigwaitinfo(PREEMPTION)
         if got.si_signo == signal.SIGTERM and got.si_pid == rank:
             os._exit(0)  # as torch's own handler does

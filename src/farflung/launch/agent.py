@@ -12,31 +12,29 @@ import os
 import signal
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from math import inf
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
 from farflung.base.causes import cause_of_meeting
-from farflung.base.events import Kind, record
+from farflung.base.signals import END, PREEMPTION, WARNINGS, Request, handled
 from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 from farflung.launch.codes import EngineFailure
+from farflung.launch.events import say
 from farflung.launch.plan import Plan, torch_is_loaded
 from farflung.launch.report import Failure, in_order, show
 from farflung.process.failure import CHECKPOINT
-from farflung.process.preemption import SIGNALS, handling
+from farflung.process.heard import Courier
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those that the agent takes over
 _PATIENCE_S = 2.0
 _SLOW = "the processes have 30 s to shut down; press Ctrl-C again to kill them now."
 _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
@@ -70,12 +68,11 @@ def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = No
     is_ours = meeting.backend == "static"  # torch's `c10d` has one store for all attempts too, unless it is told not to
     told = {environ.SHOWS_ATTEMPTS: "true"} if is_ours else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with ExitStack() as around:
-        pressed = around.enter_context(_interrupts_raise(SignalException, settings))
         saves = settings.save_on_signal is not None and isinstance(entrypoint, str)  # not a notebook's
-        passed_on = around.enter_context(_passing_on(SignalException)) if saves else []
         around.enter_context(_agent_logs(settings))
         around.enter_context(environ.patched({**plan.variables, **told, environ.LAUNCHER: str(os.getpid())}))
         log_dir = Path(settings.log_dir or around.enter_context(tempfile.TemporaryDirectory(prefix="farflung_")))
+        heard = around.enter_context(_signals(SignalException, settings, saves, log_dir))
         try:
             agent = elastic_launch(_agent_settings(plan, settings, line_prefix, log_dir), entrypoint)
             # The agent puts the rank in for `${local_rank}` in texts; a doubled `$` is how it spells one.
@@ -93,18 +90,15 @@ def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = No
                 with suppress(ProcessLookupError):
                     os.killpg(failed.pid, signal.SIGKILL)
             finished = tuple(sorted({*range(first, first + num_local)} - {*error.failures}))
-            ended_early = -in_order(failures)[0][0].exit_code in passed_on  # before it could hear signals
-            return Outcome(
-                tuple(failures),
-                finished=finished,
-                notes=_notes(log_dir),
-                checkpoint=newest_checkpoint(log_dir),
-                is_preempted=ended_early,
-            )
-        except SignalException as error:
+            by = -in_order(failures)[0][0].exit_code
+            ended_early = saves and by in PREEMPTION and by in heard.passed_on  # before it could hear signals
+            checkpoint = newest_checkpoint(log_dir)
+            return Outcome(tuple(failures), None, finished, _notes(log_dir), checkpoint, is_preempted=ended_early)
+        except SignalException:
             first = num_local * int(meeting.conf.get("rank", 0))
-            before = _reported(log_dir, first, min(pressed, default=inf))
-            return Outcome(before, int(error.sigval), is_preempted=saves and not passed_on and error.sigval in SIGNALS)
+            before = _reported(log_dir, first, heard.end_at)
+            too_early = saves and not heard.passed_on and heard.ended_by in PREEMPTION
+            return Outcome(before, heard.ended_by, is_preempted=too_early)
         except (RendezvousError, DistNetworkError, DistStoreError) as error:
             why = str(error).strip().rstrip(".").partition("\n")[0]
             raise EngineFailure(
@@ -127,9 +121,6 @@ def _agent_settings(plan: Plan, said: LaunchSettings, line_prefix: str | None, l
     from torch.distributed.launcher.api import LaunchConfig
 
     meeting = plan.meeting
-    heeded = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}  # not Ctrl-C, nor those that nohup, say, has had ignored
-    if said.save_on_signal is not None:
-        heeded -= {*SIGNALS}
     machine = int(meeting.conf.get("rank", 0))
     backend, conf = meeting.backend, dict[str, Any](meeting.conf, rank=machine)
     if backend == "static":
@@ -153,7 +144,7 @@ def _agent_settings(plan: Plan, said: LaunchSettings, line_prefix: str | None, l
         logs_specs=DefaultLogsSpecs(
             log_dir=str(log_dir), tee=Std.from_str(said.tee), local_ranks_filter=_shown(said, machine * plan.num_local)
         ),
-        signals_to_handle=",".join(s.name for s in heeded if signal.getsignal(s) != signal.SIG_IGN),
+        signals_to_handle="SIGRTMAX",  # one that nobody sends: `_signals` hears the others, and none would be an error
     )
 
 
@@ -165,8 +156,10 @@ def _shown(settings: LaunchSettings, first_rank: int) -> set[int] | None:
 def _show_attempt(log_dir: Path, first_rank: int, settings: LaunchSettings, attempt: int) -> None:
     """Show why the attempt before this one failed."""
     if attempt > 1 and (failures := _reported(log_dir, first_rank)):
-        show(failures, checkpoint=newest_checkpoint(log_dir))
-        record(Kind.RESTARTED, level=logging.ERROR, attempt=attempt, max_restarts=settings.max_restarts)
+        show(failures, is_json=settings.json, checkpoint=newest_checkpoint(log_dir))
+        which = f"restart {attempt - 1} of {settings.max_restarts}"
+        words = f"the processes start again ({which})"
+        say(settings, "restarted", words, is_error=True, attempt=attempt, max_restarts=settings.max_restarts)
 
 
 def _reported(log_dir: Path, first_rank: int, before_s: float = inf) -> tuple[Failure, ...]:
@@ -226,59 +219,44 @@ def _agent_logs(settings: LaunchSettings) -> Iterator[None]:
             logger.setLevel(level)
 
 
-@contextmanager
-def _interrupts_raise(
-    error: Callable[[str, signal.Signals], Exception], settings: LaunchSettings
-) -> Iterator[list[float]]:
-    """Make Ctrl-C raise the agent's `error`, which passes it on to the ranks, and say so when they are slow to end.
+@dataclass
+class _Heard:
+    """The signals that this launcher got."""
 
-    A rank may be writing a checkpoint, or be stuck in a collective: who pressed the keys knows which. Yields a list
-    that receives the times, in seconds since the epoch, at which the keys were pressed. The signals that the agent
-    takes over are given back afterwards.
+    passed_on: set[int] = field(default_factory=set)  # to the ranks
+    ended_by: int = 0
+    end_at: float = inf  # when it was first asked to end, in seconds since 1970
+
+
+@contextmanager
+def _signals(
+    error: Callable[[str, signal.Signals], Exception], settings: LaunchSettings, saves: bool, log_dir: Path
+) -> Iterator[_Heard]:
+    """Pass warnings on to the ranks, and end these at other signals by the agent's `error`; yields which came.
+
+    A rank may be writing a checkpoint, or be stuck in a collective: the user who presses Ctrl-C knows which, so a line
+    says if ranks are slow to end. Ranks that save (`saves`) get the first SIGTERM as a warning too, and the time that
+    the scheduler gives. A signal that finds no ranks ends the launcher.
     """
-    pressed: list[float] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield pressed
-        return
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    slow = threading.Timer(_PATIENCE_S, record, [Kind.ENDING], {"level": logging.ERROR, "message": _SLOW})
+    heard, courier = _Heard(), Courier(log_dir)
+    others = {child.pid for child in psutil.Process().children()}  # a notebook's, which are no ranks
+    slow = threading.Timer(_PATIENCE_S, say, [settings, "ending", _SLOW], {"is_error": True})
     slow.daemon = True
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        pressed.append(time.time())
-        if not slow.ident:
+    def act(request: Request) -> None:
+        number = request.number
+        ranks = {child.pid for child in psutil.Process().children()} - others
+        if ranks and (number in WARNINGS or (saves and number == signal.SIGTERM and request.count == 1)):
+            heard.passed_on.add(number)
+            courier.pass_on(number, ranks)
+            return
+        heard.ended_by, heard.end_at = number, min(heard.end_at, request.at)
+        if number == signal.SIGINT and not slow.ident:
             slow.start()
-        raise error("interrupted", signal.Signals(number))
+        raise error("ended", signal.Signals(number) if number in END else signal.SIGTERM)
 
-    signal.signal(signal.SIGINT, interrupt)
     try:
-        yield pressed
+        with handled(act, (*END, *WARNINGS)):
+            yield heard
     finally:
         slow.cancel()
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _passing_on(error: Callable[[str, signal.Signals], Exception]) -> Iterator[list[int]]:
-    """Pass a scheduler's signals on to the ranks, which save and end; yields a list that receives them.
-
-    The ranks get the time that the scheduler gives. A second SIGTERM raises the agent's `error`, as all others do, and
-    so does one that finds no ranks.
-    """
-    passed_on: list[int] = []
-
-    def end(number: int) -> None:
-        raise error("ended", signal.Signals(number))
-
-    def pass_on(number: int) -> None:
-        ranks = psutil.Process().children()
-        if not ranks:
-            end(number)
-        passed_on.append(number)
-        for rank in ranks:
-            with suppress(psutil.NoSuchProcess):
-                rank.send_signal(number)
-
-    with handling(pass_on, end):
-        yield passed_on

@@ -14,15 +14,16 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from farflung.base.checks import check_callable, check_number, check_whole, wrong_type
 from farflung.base.errors import ConfigError, RankFailure, StateError
+from farflung.base.signals import END, WARNINGS, restore_defaults
 from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.launch import DEFAULT_PORT, LaunchSettings, check_variables, field_named, rank_variables
 from farflung.config.outer import renamed
 from farflung.launch.agent import run_agent
-from farflung.launch.events import Screen, showing
 from farflung.launch.network import choose_interface
 from farflung.launch.plan import Meeting, Plan, fit_for_cores, meet, network_variables, one_machine, usable_cores
 from farflung.launch.report import explain
+from farflung.process.heard import record_signals
 from farflung.process.tether import end_with_launcher
 from farflung.process.world import current_world
 
@@ -156,8 +157,7 @@ def _fork(
     if environ.text("OMP_NUM_THREADS") is None:
         variables["OMP_NUM_THREADS"] = str(max(1, usable_cores() // num_local))
     plan = Plan((_as_rank(function), *args), num_local, variables, meeting, alone=False)
-    with showing(Screen(settings)):
-        outcome = run_agent(plan, settings, line_prefix)
+    outcome = run_agent(plan, settings, line_prefix)
     if outcome.signal is not None:
         raise KeyboardInterrupt if outcome.signal == signal.SIGINT else SystemExit(128 + outcome.signal)
     if outcome.failures:
@@ -179,9 +179,8 @@ def _as_rank(function: Callable[..., Any]) -> Callable[..., None]:
     @wraps(function)
     def run(*args: Any) -> None:
         end_with_launcher()
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        restore_defaults((*END, *WARNINGS))
+        record_signals()
         threads = environ.integer("OMP_NUM_THREADS")
         if threads:
             torch.set_num_threads(threads)  # the variable is read when a process starts, and this one was forked

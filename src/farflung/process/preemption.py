@@ -9,48 +9,18 @@ no later than at its own. The wait is short: watchdogs publish even while their 
 
 from __future__ import annotations
 
-import os
-import signal
+import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from math import inf
-from types import FrameType
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from farflung.base.errors import ConfigError
-from farflung.base.events import tell
+from farflung.base.signals import Request, preemption
 
 if TYPE_CHECKING:
     from farflung.comm.presence import PresenceStore
 
 REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: start the same command again
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # the end, and the warning that Slurm, say, gives before it
-_SAME_S = 3.0  # a scheduler signals launcher and ranks, and the launcher passes it on: that is one request
-
-
-@contextmanager
-def handling(handle: Callable[[int], None], end: Callable[[int], None]) -> Iterator[None]:
-    """Call `handle` at each of `SIGNALS`, but `end` at a second SIGTERM, and at any that a forked process gets."""
-    process, ends_at = os.getpid(), inf
-
-    def called(number: int, frame: FrameType | None) -> None:
-        nonlocal ends_at
-        now, is_forked = time.monotonic(), os.getpid() != process
-        if number == signal.SIGTERM and (is_forked or now > ends_at):
-            end(number)
-        elif not is_forked:
-            ends_at = min(ends_at, now + _SAME_S) if number == signal.SIGTERM else ends_at
-            handle(number)
-
-    before = {number: signal.signal(number, called) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if signal.getsignal(number) is called:
-                signal.signal(number, handler)
 
 
 class PreemptionVote:
@@ -75,7 +45,7 @@ class PreemptionVote:
         self._stop: int | None = None  # the boundary where all stop
         self._decided = threading.Event()
         self._handlers = ExitStack()
-        self._handlers.enter_context(handling(self._hear, _end))
+        self._handlers.enter_context(preemption(self._hear, replaces=True))
 
     def passes(self) -> bool:
         """Pass a boundary between two steps; return whether the run stops at this one."""
@@ -112,15 +82,11 @@ class PreemptionVote:
         self.end()
         self._handlers.close()
 
-    def _hear(self, number: int) -> None:
+    def _hear(self, request: Request) -> None:
         if not self.why and not self.passed:
-            tell(
-                f"farflung: {signal.Signals(number).name} came before the end of any step, where the run is saved. A "
-                "loop without a prepared loader must call accelerator.stop_if_signalled() at the end of each step.",
+            print(
+                f"farflung: {request.name} came before the end of any step, where the run is saved. A loop without a "
+                "prepared loader must call accelerator.stop_if_signalled() at the end of each step.",
+                file=sys.stderr,
             )
-        self.why = self.why or f"{signal.Signals(number).name} at rank {self._rank}"
-
-
-def _end(number: int) -> None:
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
+        self.why = self.why or f"{request.name} at rank {self._rank}"

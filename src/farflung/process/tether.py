@@ -17,6 +17,7 @@ from contextlib import suppress
 from math import inf
 from pathlib import Path
 
+from farflung.base.signals import handled
 from farflung.config import environ
 
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>; it also holds for a program that takes this process's place
@@ -60,8 +61,11 @@ def run_tethered(command: Sequence[str]) -> int:
     Returns:
         its exit code; 128 + the number of the signal that ended it.
     """
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, lambda number, frame: sys.exit(128 + number))
+    with handled(lambda request: sys.exit(128 + request.number), (signal.SIGTERM, signal.SIGHUP)):
+        return _run(command)
+
+
+def _run(command: Sequence[str]) -> int:
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     heard, end_at = time.monotonic(), inf
     try:

@@ -13,8 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from math import inf
 from textwrap import shorten
 from typing import Any, ClassVar, Generic, TextIO, TypeVar
@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Generic, TextIO, TypeVar
 import psutil  # type: ignore[import-untyped]
 
 from farflung.base.causes import Cause
+from farflung.base.signals import WARNINGS, Request, handled
 from farflung.config.launch import LaunchSettings
 from farflung.launch.codes import BY_SIGNAL, DONE, FAILED, EngineFailure
 from farflung.launch.engines.engine import Job
@@ -33,7 +34,6 @@ GONE = 255  # exit code of ssh where the connection or the machine behind it fai
 _LOOK_S = 0.05
 _OTHERS_END_WITHIN_S, _WITHOUT_GONE_S = 20.0, 5.0  # once a host of a fixed run has failed, or is gone
 _END_WITHIN_S, _KILLED_WITHIN_S = 35.0, 5.0  # ranks have half a minute to end
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Connection:
@@ -122,7 +122,7 @@ class Connections(Generic[L]):
     def follow(self) -> int:
         """Print what comes until all have ended; return the run's exit code."""
         sign_at = 0.0
-        with self._signals():
+        with handled(self._hear, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *WARNINGS)):
             while self._is_running():
                 now = time.monotonic()
                 if now >= sign_at:
@@ -161,20 +161,14 @@ class Connections(Generic[L]):
                 connection.send_signal(number if self._num_asked == 1 else signal.SIGKILL)
         self._end_at = time.monotonic() + (_END_WITHIN_S if self._num_asked == 1 else _KILLED_WITHIN_S)
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Pass a request to end on to all hosts."""
-
-        def pass_on(number: int, frame: Any) -> None:
-            self._signal = number
-            self._end(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-
-        before = {number: signal.signal(number, pass_on) for number in _SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _hear(self, request: Request) -> None:
+        """Pass a warning on to all hosts, and a request to end."""
+        if request.number in WARNINGS:
+            for connection in self.all:
+                connection.send_signal(request.number)
+        else:
+            self._signal = request.number
+            self._end(signal.SIGINT if request.number == signal.SIGINT else signal.SIGTERM)
 
     def _exit_code(self) -> int:
         """Show in one box why a fixed run has failed, and return the exit code."""
