@@ -75,6 +75,7 @@ def children_running(marker):
     return found
 
 
+@pytest.mark.long
 def test_a_script_of_two_processes_ends_each_time(tmp_path):
     script = tmp_path / "trains_and_ends.py"
     script.write_text(SCRIPT)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import sys
 
+import pytest
+
 from farflung.accelerator import lazy
 from tests.python import run_python
 
@@ -28,6 +30,7 @@ with accelerator.outer(model, "diloco"):
 """
 
 
+@pytest.mark.long
 def test_an_accelerator_loads_neither_the_outer_loop_nor_heavy_parts_of_torch():
     done = run_python("-c", SCRIPT)
     loaded, collector, without_loop, with_loop = map(json.loads, done.stdout.splitlines())

@@ -279,6 +279,7 @@ def whole_run(folder):
     )
 
 
+@pytest.mark.long
 def test_a_run_on_2x2_goes_on_in_any_other_layout(tmp_path):
     ranks = run_ranks(all_layouts, 4, tmp_path, timeout_s=120)
     before, after, state, found, theirs = ranks[0]

@@ -142,6 +142,7 @@ accelerator.save_state(sys.argv[1], block=False)
 """
 
 
+@pytest.mark.long
 def test_a_save_in_the_background_of_many_blocks_is_complete_when_the_script_ends_at_once(tmp_path):
     run_python("-c", _LEAVES_EARLY, tmp_path / "last", timeout_s=120)
     run_farflung("checkpoint", "verify", tmp_path / "last")

@@ -70,6 +70,7 @@ def check_nan(codec, kernels):
     assert (~out.isfinite()).view(3, -1).tolist() == [[block == 1] * codec.block for block in range(3)], codec
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not is_available("triton"), reason="triton is not installed")
 def test_the_kernels_write_the_bits_of_the_torch_version():
     done = run_python("-m", __name__, cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"})

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from farflung.base.events import Event, Kind
 from farflung.comm.c10d_transport import C10dTransport
 from farflung.comm.member_store import LauncherNotes
 from farflung.process.sockets import serve_store
@@ -34,7 +35,7 @@ def test_what_was_taken_back_is_gone_and_what_nobody_said_is_empty(notes):
 def tell(port, teller):
     notes = LauncherNotes(C10dTransport(("127.0.0.1", port)).board)
     for number in range(100):
-        notes.send(f"{teller}: {number}")
+        notes.send(Event.now(Kind.NOTE, message=f"{teller}: {number}"))
 
 
 def test_no_line_is_lost_while_several_members_tell_and_one_takes(notes, transport):
@@ -48,7 +49,7 @@ def test_no_line_is_lost_while_several_members_tell_and_one_takes(notes, transpo
     while any(one.is_alive() for one in tellers):
         taken += notes.receive()
     taken += notes.receive()
-    assert sorted(taken) == sorted(f"{teller}: {number}" for teller in range(3) for number in range(100))
+    assert sorted(map(str, taken)) == sorted(f"{teller}: {number}" for teller in range(3) for number in range(100))
     assert notes.receive() == []
 
 

@@ -41,7 +41,7 @@ class Watch:
         return RankFailure(reason)
 
 
-@pytest.fixture(params=["folder", "bucket"])
+@pytest.fixture(params=["folder", pytest.param("bucket", marks=pytest.mark.long)])
 def place(request, tmp_path):
     """A transport over objects, and functions that return groups and the keys of all objects."""
     address = tmp_path.as_uri() if request.param == "folder" else request.getfixturevalue("bucket")
@@ -173,6 +173,7 @@ def test_a_rank_may_be_many_collectives_ahead_of_one_that_reads_and_none_loses_a
     assert place.keys() == []
 
 
+@pytest.mark.long
 def test_objects_are_few_after_many_collectives_and_none_once_all_are_done(place):
     counts = []
 

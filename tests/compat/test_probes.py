@@ -65,6 +65,7 @@ def test_a_library_counts_when_a_package_has_it(monkeypatch, tmp_path):
     assert probes.is_installed("yaml", "PyYAML")
 
 
+@pytest.mark.long
 def test_no_probe_imports_what_it_asks_for():
     script = (
         "import sys, farflung.utils as u\n"

@@ -42,6 +42,7 @@ def test_the_program_passes(program, tmp_path):
     run(program, tmp_path)
 
 
+@pytest.mark.long
 def test_the_program_that_saves_and_resumes_passes(tmp_path):
     run_ranks(make_model, 1, tmp_path / "model")
     model = ("--model_name_or_path", str(tmp_path / "model"), "--output_dir", str(tmp_path))

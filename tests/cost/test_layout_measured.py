@@ -21,6 +21,8 @@ from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
 from tests.cost.meter import Meter
 
+pytestmark = pytest.mark.long
+
 RANKS, EVERY = 4, 2
 SHAPE = Shape(width=128, depth=4, heads=4, context=8)  # with one sequence of 8 bytes there are hardly any activations
 SHARDED = RankLayout(1, 4, sharded=True, gloo=True)

@@ -9,6 +9,8 @@ import pytest
 
 from tests.python import run_python
 
+pytestmark = pytest.mark.long
+
 FILE = Path(__file__).parents[2] / "examples" / "elastic.py"
 LAUNCH = ["-m", "farflung", "launch", "--cpu", "--elastic", "1:4", "--replicas", "2"]
 

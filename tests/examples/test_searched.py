@@ -15,6 +15,8 @@ from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
 from tests.python import run_farflung, run_python
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples"
 NOTEBOOK = FOLDER / "three_examples.ipynb"

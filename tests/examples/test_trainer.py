@@ -56,6 +56,7 @@ def test_the_learning_rate_ends_at_zero(size, split_batches):
             assert last == pytest.approx(0, abs=1e-12)
 
 
+@pytest.mark.long
 def test_the_log_tells_norms_and_the_same_loss_on_each_rank():
     plans = [{"epochs": 2, "gradient_accumulation_steps": 2, "max_norm": 0.5}]
     first, second = (found[0][0] for found in run_ranks(train_all, 2, plans, False, connect=False))
@@ -79,6 +80,7 @@ def parameters_after_each(ways):
     return found
 
 
+@pytest.mark.long
 def test_windows_by_hand_equal_larger_batches():
     # 500 samples: 5 windows of 2 batches of 50, or 5 batches of 100.
     small, large = run_ranks(parameters_after_each, 1, [(2, 50), (1, 100)], connect=False)[0]

@@ -63,6 +63,7 @@ def test_imports_and_the_version_are_answered_here_and_in_children(tmp_path, mon
     assert "farflung" in seen["file"]
 
 
+@pytest.mark.long
 def test_without_the_flag_nothing_is_touched(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "look.py").write_text(f"import farflung, farflung.utils\n{LOOK}")

@@ -51,6 +51,7 @@ def parts_of(said):
     return dict(zip(pieces[1::2], pieces[2::2], strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("warm")
 def test_saving_loading_and_merging_show_what_is_written_and_read(tmp_path):
     program = f"{AT_ONCE}\n{SCRIPT.format(str(tmp_path))}"

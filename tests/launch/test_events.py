@@ -9,10 +9,11 @@ import pytest
 
 from farflung.base.causes import Cause
 from farflung.base.errors import ConfigError, RankFailure, Unreachable
+from farflung.base.events import Kind, record
 from farflung.config.launch import LaunchSettings
 from farflung.launch import main as command
 from farflung.launch.codes import CODES, DONE, ENGINE, FAILED, HUNG, USAGE, EngineFailure, of_error
-from farflung.launch.events import event_of, say
+from farflung.launch.events import Screen, showing
 from farflung.launch.network import get_free_port
 
 
@@ -21,44 +22,16 @@ def events(text: str) -> list[dict]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        (
-            "generation 2: replica 1 is out: was killed by SIGKILL; training continues with 1 replica",
-            ("lost", 2, "replica 1"),
-        ),
-        ("generation 3: replica 0 of node1:88 joined; 2 replicas train", ("joined", 3, "replica 0 of node1:88")),
-        ("generation 1: training begins with 2 replicas", ("began", 1, None)),
-        (
-            "replica 0 was killed by SIGKILL; it starts again in 1 s (restart 1 of 3 within an hour)",
-            ("restarted", None, "replica 0"),
-        ),
-        ("replica 0 ended with exit code 3; it is not started again", ("failed", None, "replica 0")),
-        ("replica 4 is not let in: its outer loop differs", ("refused", None, "replica 4")),
-        ("replica 0 was left out: it is late; it asks to be let in again", ("lost", None, "replica 0")),
-        ("cut off from the run's store at 10.0.0.1:2 since 01:44:32; replicas train on", ("cut_off", None, None)),
-        ("reaches the run's store at 10.0.0.1:2 again, after 3 s", ("reached", None, None)),
-        ("warning: replica 0 has finished, but none", ("warning", None, "replica 0")),
-        ("something else", ("note", None, None)),
-    ],
-)
-def test_a_line_about_replicas_is_an_event_with_its_replica_and_generation(line, expected, capsys):
-    say(LaunchSettings(json=True), words=line, **event_of(line))
-    (said,) = events(capsys.readouterr().err)
-    assert (said["event"], said.get("generation"), said.get("replica")) == expected
-    assert said["message"] == line
-    say(LaunchSettings(), words=line, **event_of(line))
-    assert capsys.readouterr().err == f"farflung: {line}\n"
-
-
 def test_quiet_leaves_errors_alone_also_in_json(capsys):
     for settings in (LaunchSettings(quiet=True), LaunchSettings(quiet=True, json=True)):
-        say(settings, "note", "words")
-        assert capsys.readouterr().err == ""
-        say(settings, "failed", "words", is_error=True)
-        assert "words" in capsys.readouterr().err
-    say(LaunchSettings(), "started", None)
+        with showing(Screen(settings)):
+            record(Kind.NOTE, message="words")
+            assert capsys.readouterr().err == ""
+            record(Kind.FAILED, message="words")
+            assert "words" in capsys.readouterr().err
+    with showing(Screen(LaunchSettings())):
+        record(Kind.STARTED, processes=1)
+        record(Kind.ENDED, code=3)
     assert capsys.readouterr().err == ""
 
 

@@ -47,6 +47,7 @@ def seen(way: str, size: int, *words: str) -> tuple[list, str]:
     return [json.loads(Path(f"seen{rank}.json").read_text()) for rank in range(size)], said
 
 
+@pytest.mark.long
 @BOTH_WAYS
 @pytest.mark.parametrize("size", [1, 2])
 def test_habits_that_work(way, size, home):

@@ -13,6 +13,8 @@ import pytest
 
 from farflung.testing.patience import patience
 
+pytestmark = pytest.mark.long
+
 SOURCE = Path(__file__).parents[2] / "src" / "farflung"
 
 TOY = '''

@@ -284,6 +284,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("warm")
 def test_processes_that_a_script_starts_by_itself_are_followed(farflung, home):
     (home / "train.py").write_text(SPAWNS)
@@ -297,6 +298,7 @@ def test_processes_that_a_script_starts_by_itself_are_followed(farflung, home):
     assert [len(one["weights"]) for one in rounds] == [2] * 6
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("warm")
 def test_a_script_that_starts_its_processes_is_launched_once(farflung, home):
     (home / "train.py").write_text(SPAWNS)

@@ -185,6 +185,7 @@ while True:
 """
 
 
+@pytest.mark.long
 def test_a_second_sigterm_ends_a_run_that_does_not_come_to_its_step_at_once(home):
     (home / "train.py").write_text(STUCK)
     launcher = launch("train.py")

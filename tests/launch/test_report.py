@@ -10,7 +10,16 @@ import socket
 import pytest
 
 from farflung.base.causes import Cause
+from farflung.config.launch import LaunchSettings
+from farflung.launch.events import Screen, showing
 from farflung.launch.report import Failure, explain, in_order, show
+
+
+@pytest.fixture(autouse=True)
+def _on_the_screen():
+    with showing(Screen(LaunchSettings())):
+        yield
+
 
 LOST = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:1"
 

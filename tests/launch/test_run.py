@@ -271,6 +271,7 @@ def test_a_signal_to_the_launcher_ends_all_quietly(number, code, home, mark):
     assert none_left(mark), left_behind(mark)
 
 
+@pytest.mark.long
 def test_a_run_under_nohup_outlives_its_terminal(home):
     (home / "train.py").write_text(
         "import os, time\n"
@@ -286,6 +287,7 @@ def test_a_run_under_nohup_outlives_its_terminal(home):
         assert launcher.wait(timeout=patience(30)) == 0
 
 
+@pytest.mark.long
 def test_what_failed_before_an_interrupt_is_still_said(home, mark):
     script = (
         "import os, signal, time\n"
@@ -309,6 +311,7 @@ def test_what_failed_before_an_interrupt_is_still_said(home, mark):
     assert none_left(mark), left_behind(mark)
 
 
+@pytest.mark.long
 def test_a_second_interrupt_ends_ranks_that_do_not_heed_the_first(home, mark):
     deaf = (
         "import os, signal, time\n"

@@ -8,8 +8,10 @@ import re
 import pytest
 
 from farflung.base.errors import Unreachable
+from farflung.base.events import Sink
 from farflung.comm.c10d_transport import C10dTransport
 from farflung.launch import run_store
+from farflung.launch.events import showing
 from farflung.launch.run_store import RunStore
 from farflung.process.sockets import serve_store
 
@@ -23,12 +25,25 @@ def is_reached(notes):
 
 
 @pytest.fixture
-def cut(monkeypatch):
+def said():
+    """The words of the events that are recorded."""
+    sentences = []
+
+    class Kept(Sink):
+        def show(self, event):
+            sentences.append(str(event))
+
+    with showing(Kept()):
+        yield sentences
+
+
+@pytest.fixture
+def cut(monkeypatch, said):
     """A store that a launcher is cut off from, and what the launcher said."""
     monkeypatch.setattr(run_store, "_ASK_AGAIN_S", 0.0)
-    server, said = serve_store("127.0.0.1", 0, wait_for_workers=False), []
+    server = serve_store("127.0.0.1", 0, wait_for_workers=False)
     where = f"127.0.0.1:{server.port}"
-    store = RunStore(C10dTransport(("127.0.0.1", server.port)), said.append)
+    store = RunStore(C10dTransport(("127.0.0.1", server.port)))
     assert store.ask(is_reached, False)
     for _ in range(2):
         assert store.ask(fails, "nothing") == "nothing"
@@ -53,13 +68,13 @@ def test_it_is_not_looked_for_without_end(cut, monkeypatch):
     assert len(said) == 2
 
 
-def test_where_nobody_listens_any_more_it_is_gone_and_nothing_else_is_printed(capfd):
-    server, said = serve_store("127.0.0.1", 0, wait_for_workers=False), []
-    store = RunStore(C10dTransport(("127.0.0.1", server.port)), said.append)
+def test_where_nobody_listens_any_more_it_is_gone_and_nothing_else_is_printed(capfd, said):
+    server = serve_store("127.0.0.1", 0, wait_for_workers=False)
+    store = RunStore(C10dTransport(("127.0.0.1", server.port)))
     assert store.ask(is_reached, False)
     del server
     for _ in range(3):
         assert not store.ask(is_reached, False)
-    where = store._where
+    where = store._address
     assert said == [f"the run's store at {where} is gone; replicas train on, but none is started again"]
     assert "Exception raised from" not in capfd.readouterr().err

@@ -106,6 +106,7 @@ def test_what_a_rank_starts_is_not_tied_to_it(farflung, home):
     assert farflung("launch", "--cpu", "--num_processes", "2", "train.py").returncode == 0
 
 
+@pytest.mark.long
 def test_what_a_closed_line_holds_ends_with_all_that_it_has_started(home):
     (home / "train.sh").write_text("trap '' TERM\nsleep 300 & echo $! > up0; wait")
     line = subprocess.Popen(

@@ -197,6 +197,7 @@ def test_two_machines_find_each_other_and_measure_their_line(warm):
     runs(first["plan"])
 
 
+@pytest.mark.long
 def test_versions_that_differ_are_named_with_their_machines(warm):
     port = get_free_port()
     first, second = (ended(one) for one in [start(0, port), start(1, port, fault=OLDER)])
@@ -206,6 +207,7 @@ def test_versions_that_differ_are_named_with_their_machines(warm):
         assert f"python is {here} on machine 0, 3.9.0 on machine 1" in advice(found, "versions")[0]
 
 
+@pytest.mark.long
 def test_a_machine_that_can_not_be_reached_is_named_with_its_address(warm):
     port = get_free_port()
     first, second = (ended(one) for one in [start(0, port), start(1, port, fault=BEHIND_A_FIREWALL)])

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from farflung.base.events import Kind
 from farflung.observe.folder import named_run
 from farflung.observe.run import Run
 from farflung.process import run_files
@@ -90,9 +91,9 @@ def test_two_ranks_leave_settings_logs_rounds_metrics_and_events(launched):
     assert [row["step"] for row in run.metrics] == list(range(12))
     assert all(row["values"].keys() == {"loss", "lr", "note"} for row in run.metrics)
     assert all(isinstance(row["values"]["loss"], float) for row in run.metrics)
-    kinds = [event["event"] for event in run.events]
+    kinds = [event.kind for event in run.events]
     assert kinds == ["started", "model", "checkpoint", "saving", "ended"]
-    assert (run.events[1]["parameters"], run.events[1]["strategy"]) == (5, "MULTI_CPU")
+    assert (run.events[1].facts["parameters"], run.events[1].facts["strategy"]) == (5, "MULTI_CPU")
     assert [(one.name, one.step, one.ended) for one in run.ranks] == [("rank 0", 12, 0), ("rank 1", 12, 0)]
     assert run.state == "finished"
 
@@ -138,7 +139,7 @@ def test_a_rank_alone_says_itself_how_it_ends(launched):
     assert done.returncode == 1
     assert "ValueError: a bad value" in done.stderr
     assert "farflung/launch" not in done.stderr
-    assert [event["why"] for event in run.events if event["event"] == "failed"] == ["ValueError: a bad value"]
+    assert [event.facts["why"] for event in run.events if event.kind == "failed"] == ["ValueError: a bad value"]
     assert (run.state, run.ranks[0].step) == ("failed (1)", 5)
     assert "ValueError: a bad value" in (run.path / "logs" / "rank0.log").read_text()
 
@@ -184,7 +185,7 @@ def test_where_no_folder_can_be_none_is_made_and_a_line_says_so(farflung, home, 
 
 def test_numbers_that_json_has_no_word_for_and_bars_do_not_spoil_lines(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FARFLUNG_RUN_FOLDER", str(tmp_path))
-    run_files.add_line("events.jsonl", event="x", value=float("nan"), values=[float("inf"), 1])
+    run_files.add_event(Kind.NOTE, value=float("nan"), values=[float("inf"), 1])
     row = json.loads((tmp_path / "events.jsonl").read_text())
     assert (row["value"], row["values"], row["rank"]) == (None, [None, 1], 0)
     with run_files.recorded():

@@ -4,7 +4,7 @@
 import pytest
 
 
-@pytest.fixture(params=["store", "folder", "bucket"])
+@pytest.fixture(params=["store", "folder", pytest.param("bucket", marks=pytest.mark.long)])
 def address(request, tmp_path):
     """The address of a run in a folder or in a bucket; None: its replicas meet at a store."""
     if request.param == "bucket":

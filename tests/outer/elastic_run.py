@@ -203,7 +203,7 @@ class ElasticRun:
                     self._note_end(alive[ready])
             try:
                 if self._has_store:
-                    self.events += self.notes.receive()
+                    self.events += map(str, self.notes.receive())
             except Unreachable:
                 if self._has_store:  # or else it was killed meanwhile
                     raise

@@ -51,6 +51,7 @@ def learnt_over_gloo(names, device):
     return [learnt(TorchGroup(), name, device, steps=9) for name in names]
 
 
+@pytest.mark.long
 def test_processes_that_send_from_a_gpu_end_with_the_cpus_bits_also_in_the_background():
     names = ["local_sgd", "diloco", "streaming_diloco", "eager_diloco", "sparse_loco"]
     there, here = (run_ranks(learnt_over_gloo, 2, names, device) for device in ("cuda", "cpu"))

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from farflung.base.errors import ConfigError, RankFailure
+from farflung.base.events import Event, Kind
 from farflung.comm.c10d_transport import C10dTransport
 from farflung.comm.member_store import Ask, LauncherNotes, MemberStore, Post, Record, encode
 from farflung.outer import diloco
@@ -15,7 +16,7 @@ from farflung.outer.ballot import odd_among
 from farflung.outer.elastic import Elastic
 from farflung.outer.membership import Needs
 from farflung.outer.peers import Peers
-from farflung.outer.settlement import late_again, settle
+from farflung.outer.settlement import _late_facts, settle
 from farflung.process.sockets import serve_store
 from farflung.testing.patience import patience
 from tests.faults import stop
@@ -76,7 +77,7 @@ class Members:
         deadline, lines = time.monotonic() + 60, []
         while not any(words in line for line in lines):
             assert time.monotonic() < deadline, lines
-            lines += self.notes.receive()
+            lines += map(str, self.notes.receive())
             time.sleep(0.01)
 
 
@@ -181,9 +182,10 @@ def test_one_that_is_not_like_the_members_is_not_let_in_and_one_with_other_versi
 
 def test_one_that_is_late_again_and_again_hears_what_helps_and_waits_longer():
     peers = Members(Record(1, 1, (1, 2))).member(1).peers
-    assert [bool(late_again(peers, 2)) for _ in range(3)] == [False, True, True]
-    assert "late 4 times so far: rounds by time, such as edit(seconds=...)" in late_again(peers, 2)
-    assert "it asks again in 32 s" in late_again(peers, 2)
+    assert [_late_facts(peers, 2) for _ in range(3)][1:] == [{"num_lates": n, "pause_s": 2.0**n} for n in (2, 3)]
+    event = Event.now(Kind.LOST, "member 2", 2, why="late", has_state=True, replicas=1, **_late_facts(peers, 2))
+    assert "late 4 times so far: rounds by time, such as edit(seconds=...)" in str(event)
+    assert "it asks again in 16 s" in str(event)
 
 
 def test_without_a_grace_given_it_follows_from_the_rounds():
@@ -201,6 +203,7 @@ def test_the_odd_one_is_the_one_that_differs_from_most_and_of_two_the_later():
 # ---- on real ranks
 
 
+@pytest.mark.long
 @pytest.mark.law("a-newcomer-stops-nobody")
 @pytest.mark.law("nothing-given-outlives-the-next-round")
 def test_a_wrong_newcomer_a_damaged_one_and_one_that_hangs_cost_the_others_no_step(address):

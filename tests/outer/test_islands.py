@@ -57,6 +57,7 @@ def every_recipe():
     return outcomes
 
 
+@pytest.mark.long
 @pytest.mark.law("islands-are-replicas")
 def test_islands_of_shards_or_of_ddp_are_replicas_bit_by_bit_under_every_recipe():
     ranks = run_ranks(every_recipe, 4, timeout_s=120)

@@ -94,6 +94,7 @@ def go_deaf(group):
     raise group.failure(RuntimeError("Connection closed by peer"))
 
 
+@pytest.mark.long
 @pytest.mark.law("survivors-agree")
 @pytest.mark.parametrize("name", RECIPES)
 def test_survivors_are_told_agree_and_keep_their_steps(name, tmp_path):

@@ -74,6 +74,7 @@ def test_one_replica_alone_has_nothing_to_report(capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.long
 def test_the_end_of_a_process_reports_it_unless_an_error_ends_it():
     program = (
         "from tests.outer.test_open_end import KEPT, run_replicas, trained\n"

@@ -167,6 +167,7 @@ def looked_at_in_mid_flight():
     return finals
 
 
+@pytest.mark.long
 def test_what_overlaps_gets_mixed_up_with_nothing():
     outcomes = run_ranks(all_of_it, 4)
     for name in OVERLAPPED:

@@ -29,7 +29,7 @@ TREE = {
 }
 
 
-@pytest.fixture(params=["folder", "bucket"])
+@pytest.fixture(params=["folder", pytest.param("bucket", marks=pytest.mark.long)])
 def board(request, tmp_path):
     address = tmp_path.as_uri() if request.param == "folder" else request.getfixturevalue("bucket")
     return transport_at(address).board.part("loop1")
@@ -135,7 +135,7 @@ def test_replicas_that_begin_when_all_have_died_go_on_from_the_newest_state_that
     found = again._rounds.replica.fragments[0].weights.rows()["anchor"]
     assert not damage or all(map(torch.equal, found, anchor))
     assert slots.last()[1] == b"before"
-    told = notes.receive()
+    told = [*map(str, notes.receive())]
     assert any(
         re.search(rf"training continues with 1 replica from the state at step {again.position}, ", one) for one in told
     )

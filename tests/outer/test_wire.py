@@ -37,6 +37,8 @@ from farflung.outer import (
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 RANKS, ROUNDS, LAYERS, WIDTH = 4, 2, 4, 512
 BUCKET_BYTES = 2**20

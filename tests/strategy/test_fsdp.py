@@ -131,6 +131,7 @@ def in_all_layouts():
     return found
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_sharded_training_is_that_of_ddp_and_of_one_process():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=WINDOW)

@@ -45,6 +45,7 @@ def inner(runner):
     return importlib.import_module("evidence.inner")
 
 
+@pytest.mark.long
 def test_rows_of_one_tensor_end_with_the_weights_of_ordinary_replicas(runner, inner, monkeypatch):
     monkeypatch.setattr(inner, "EPS", 1e-4)  # Adam makes large steps of gradients that are hardly more than rounding
     runs = [

@@ -51,6 +51,7 @@ def sleeps_on(rank):
         time.sleep(3600)
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_is_named_in_time():
     deadline = time.monotonic() + patience(15)
     with pytest.raises(RankFailure, match=r"rank 2 did not return within \d[\d.]* s"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import Any
 
 from farflung.accelerator.session import flushed
 from farflung.base.errors import CheckpointError, ConfigError, FarflungError, StateError
+from farflung.base.events import tell
 from farflung.base.files import FORMER_NAME
 from farflung.base.optional import installed_version
 from farflung.checkpoint import atomic, paths
@@ -139,7 +139,7 @@ class Checkpointer:
             text = (
                 f"rank {leader} saved without rank {rank}, as not all processes called save_state: it lacks {missing}"
             )
-        print(f"farflung: {text}", file=sys.stderr)
+        tell(f"farflung: {text}")
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -257,7 +257,7 @@ class Checkpointer:
             rank = self._run.world.rank
             lines.append(f"rank {rank} loaded it alone: the weights of other processes stay as they are")
         if self._run.world.is_main or made != "all":
-            print("\n".join(f"farflung: {line}" for line in lines), file=sys.stderr)
+            tell("\n".join(f"farflung: {line}" for line in lines))
 
 
 def _explained(look: Callable[[Any], Any], at: Any) -> Any:
@@ -273,4 +273,4 @@ def _report_last_failure(saver: weakref.ref[Saver]) -> None:
         try:
             found.settle()
         except FarflungError as error:
-            print(f"farflung: the last checkpoint was not written: {error}", file=sys.stderr)
+            tell(f"farflung: the last checkpoint was not written: {error}")

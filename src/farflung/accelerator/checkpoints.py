@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +19,7 @@ from farflung.accelerator.operations import extract_model_from_parallel
 from farflung.accelerator.session import Session, flushed
 from farflung.base.checks import check_callable, check_optional, check_path, check_protocol, check_type, check_word
 from farflung.base.errors import CheckpointError, ConfigError, Unsupported, WrongType
+from farflung.base.events import tell
 from farflung.comm.matching import match
 from farflung.comm.shards import model_has_dtensor
 from farflung.comm.torch_group import TorchGroup
@@ -191,11 +191,11 @@ class Checkpointing:
         try:
             self._settle_checkpoints()
         except CheckpointError as error:
-            print(f"farflung: an earlier checkpoint was not written: {error}", file=sys.stderr)
+            tell(f"farflung: an earlier checkpoint was not written: {error}")
         saved = self._checkpointer.save(None, safe=True, block=True, busy="wait", series=series)
         if is_main:
             said = f"{vote.why}: saved {saved}, from which accelerator.resume() continues (exit code {REQUEUE})"
-            print(f"farflung: {said}", file=sys.stderr, flush=True)
+            tell(f"farflung: {said}")
         leave_note(PREEMPTED)
         self._controller.drop()
         self._finish_trackers()

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
+from farflung.base.events import Event, Kind
 from farflung.base.words import in_seconds
 from farflung.comm.board import Board, Log, forget
 
@@ -97,7 +98,7 @@ class LauncherNotes:
         ids, ends          logs in which each member gets its id, and each end of a process a number
         launchers          those that are at work
         beat               the latest heartbeat of the launcher of a machine
-        events             lines that the first launcher has yet to print, or that of a machine
+        events             those that the first launcher has yet to record, or that of a machine
         first              the machine of the first launcher, or of its successor
 
     Args:
@@ -177,22 +178,23 @@ class LauncherNotes:
 
     # ---- what they print
 
-    def send(self, event: str, machine: str = _FIRST) -> None:
-        """Send a line to the first launcher, or to that of a machine, which prints it."""
-        self.board.put(f"events/{machine}/{time.time_ns():020}.{secrets.token_hex(4)}", event.encode())
+    def send(self, event: Event, machine: str = _FIRST) -> None:
+        """Send an event to the first launcher, or to that of a machine, which records it."""
+        key = f"events/{machine}/{time.time_ns():020}.{secrets.token_hex(4)}"
+        self.board.put(key, event.to_json().encode())
 
-    def send_to_launcher(self, member: int, event: str) -> None:
-        """Send a line to the launcher of a member, unless it is the first one, which prints all events."""
+    def send_to_launcher(self, member: int, event: Event) -> None:
+        """Send an event to the launcher of a member, unless it is the first one, which records all events."""
         machine = self.get("machine", member)
         if machine and machine != self.read("first"):
             self.send(event, machine)
 
-    def receive(self, machine: str = _FIRST) -> list[str]:
-        """Return the lines sent to the first launcher, or to that of a machine, since the last call."""
+    def receive(self, machine: str = _FIRST) -> list[Event]:
+        """Return the events sent to the first launcher, or to that of a machine, since the last call."""
         keys = sorted(self.board.list(f"events/{machine}/"))
         lines = [self.read(key) for key in keys]
         self.board.delete(*keys)
-        return lines
+        return [Event.of_json(line) or Event.now(Kind.NOTE, message=line) for line in lines]
 
 
 class Heartbeats:

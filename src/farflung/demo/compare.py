@@ -28,6 +28,7 @@ from farflung.demo.settings import (
     load_results,
 )
 from farflung.demo.text import Text, check_length, load_text
+from farflung.launch.events import Screen, showing
 from farflung.launch.plan import fit_for_cores, make_plan
 from farflung.launch.run import start
 from farflung.observe.report import page
@@ -46,7 +47,8 @@ def run(settings: DemoSettings) -> None:
     except OSError as error:
         raise ConfigError(f"--output {settings.output} can't be written to: {error.strerror}.") from error
     launch = LaunchSettings(use_cpu=True, num_processes=settings.processes, module=True)
-    code = start(launch, make_plan(launch, "farflung.demo.train", [str(settings_file)]))
+    with showing(Screen(launch)):
+        code = start(launch, make_plan(launch, "farflung.demo.train", [str(settings_file)]))
     if code != 0:
         sys.exit(code)
     _conclude(settings, load_results(settings))

@@ -38,6 +38,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data.distributed import DistributedSampler
 
 from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.events import tell
 from farflung.base.torch_internals import compiled_from, is_flattened
 from farflung.base.words import counted
 from farflung.comm.bucket import broadcast_values
@@ -392,7 +393,7 @@ class DDPTakeover:
 
     def _say(self, line: str) -> None:
         if line and environ.integer("RANK") == 0:
-            print(line, file=sys.stderr, flush=True)
+            tell(line)
 
 
 def _no_second_hook(state: object, hook: Callable[..., object]) -> None:

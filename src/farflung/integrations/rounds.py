@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from farflung.base.errors import ConfigError
+from farflung.base.events import tell
 from farflung.base.files import open_lines
 from farflung.base.words import in_bytes
 from farflung.process.failure import OUTER_ROUND, leave_note
@@ -179,4 +180,4 @@ class RoundReport:
         said = [] if loss is None else [f"loss {loss:.4g}"]
         said += [f"{in_bytes(values['outer/bytes_sent'])} sent", f"{values['outer/waiting']:.0%} of the time waiting"]
         head = f"farflung: round {values['outer/round']}{self._model}, step {this.step}"
-        print(f"{head}: {', '.join(said)}", file=sys.stderr, flush=True)
+        tell(f"{head}: {', '.join(said)}")

@@ -24,12 +24,12 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 from farflung.base.causes import cause_of_meeting
+from farflung.base.events import Kind, record
 from farflung.base.signals import END, PREEMPTION, WARNINGS, Request, handled
 from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 from farflung.launch.codes import EngineFailure
-from farflung.launch.events import say
 from farflung.launch.plan import Plan, torch_is_loaded
 from farflung.launch.report import Failure, in_order, show
 from farflung.process.failure import CHECKPOINT
@@ -72,7 +72,7 @@ def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = No
         around.enter_context(_agent_logs(settings))
         around.enter_context(environ.patched({**plan.variables, **told, environ.LAUNCHER: str(os.getpid())}))
         log_dir = Path(settings.log_dir or around.enter_context(tempfile.TemporaryDirectory(prefix="farflung_")))
-        heard = around.enter_context(_signals(SignalException, settings, saves, log_dir))
+        heard = around.enter_context(_signals(SignalException, saves, log_dir))
         try:
             agent = elastic_launch(_agent_settings(plan, settings, line_prefix, log_dir), entrypoint)
             # The agent puts the rank in for `${local_rank}` in texts; a doubled `$` is how it spells one.
@@ -156,10 +156,8 @@ def _shown(settings: LaunchSettings, first_rank: int) -> set[int] | None:
 def _show_attempt(log_dir: Path, first_rank: int, settings: LaunchSettings, attempt: int) -> None:
     """Show why the attempt before this one failed."""
     if attempt > 1 and (failures := _reported(log_dir, first_rank)):
-        show(failures, is_json=settings.json, checkpoint=newest_checkpoint(log_dir))
-        which = f"restart {attempt - 1} of {settings.max_restarts}"
-        words = f"the processes start again ({which})"
-        say(settings, "restarted", words, is_error=True, attempt=attempt, max_restarts=settings.max_restarts)
+        show(failures, checkpoint=newest_checkpoint(log_dir))
+        record(Kind.RESTARTED, level=logging.ERROR, attempt=attempt, max_restarts=settings.max_restarts)
 
 
 def _reported(log_dir: Path, first_rank: int, before_s: float = inf) -> tuple[Failure, ...]:
@@ -229,9 +227,7 @@ class _Heard:
 
 
 @contextmanager
-def _signals(
-    error: Callable[[str, signal.Signals], Exception], settings: LaunchSettings, saves: bool, log_dir: Path
-) -> Iterator[_Heard]:
+def _signals(error: Callable[[str, signal.Signals], Exception], saves: bool, log_dir: Path) -> Iterator[_Heard]:
     """Pass warnings on to the ranks, and end these at other signals by the agent's `error`; yields which came.
 
     A rank may be writing a checkpoint, or be stuck in a collective: the user who presses Ctrl-C knows which, so a line
@@ -240,7 +236,7 @@ def _signals(
     """
     heard, courier = _Heard(), Courier(log_dir)
     others = {child.pid for child in psutil.Process().children()}  # a notebook's, which are no ranks
-    slow = threading.Timer(_PATIENCE_S, say, [settings, "ending", _SLOW], {"is_error": True})
+    slow = threading.Timer(_PATIENCE_S, record, [Kind.ENDING], {"level": logging.ERROR, "message": _SLOW})
     slow.daemon = True
 
     def act(request: Request) -> None:

@@ -1,51 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher's own messages on stderr: words for people or, with `--json`, one JSON object a line."""
+"""The sinks of a launcher's events: its stderr, for people or as one JSON object a line, and the run's folder."""
 
 from __future__ import annotations
 
 import json
-import re
-import time
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-import click
-
+from farflung.base.events import EVENTS, FILES_ONLY, Event, Kind, Sink, record, tell, words
 from farflung.config.launch import LaunchSettings
+from farflung.launch.report import show_box
+from farflung.process.run_files import write_event
 
-# Of lines about replicas, some of which another launcher or a replica has written: the event, by words in the line.
-_EVENTS = (
-    ("warning", r"^warning:"),
-    ("lost", r" is out: | was left out: "),
-    ("joined", r" joined; | was let in; "),
-    ("refused", r" is not let in: | was not let in: "),
-    ("restarted", r" starts again in "),
-    ("failed", r" not started again$"),
-    ("began", r": training (begins|continues) with "),
-    ("cut_off", r"cut off from the run's store | store at .* is gone;"),
-    ("reached", r"^reaches the run's store "),
-)
+_NOT_IN_FOLDERS = {"report", "goes_on"}  # reports, and the ends of launchers whose runs go on
+_UNSPOKEN = (Kind.STARTED, Kind.ENDED)  # between what a script prints, unless the event says how to join
+
+
+class Screen(Sink):
+    """Stderr: words or, with `--json`, JSON, which has `message`, the words, besides; with `--quiet` errors alone."""
+
+    def __init__(self, settings: LaunchSettings) -> None:
+        super().__init__(logging.ERROR if settings.quiet else logging.INFO)
+        self._is_json = settings.json
+
+    def show(self, event: Event) -> None:
+        sentence = words(event)
+        if self._is_json:
+            tell(json.dumps(event.row() | ({"message": sentence} if sentence else {}), default=str))
+        elif "report" in event.facts:
+            show_box(sentence, event.facts["report"])
+        elif sentence and (event.kind not in _UNSPOKEN or "address" in event.facts):
+            tell(f"farflung: {sentence}")
+
+
+class FolderSink(Sink):
+    """The run's folder, which has the reports of failures as the ranks have written them."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(FILES_ONLY)
+        self._path = path
+
+    def show(self, event: Event) -> None:
+        if not event.facts.keys() & _NOT_IN_FOLDERS:
+            write_event(self._path, event)
+
+
+@contextmanager
+def showing(*sinks: Sink) -> Iterator[None]:
+    """Show events in these sinks, and in those that are added meanwhile, for a block."""
+    before = EVENTS.handlers
+    EVENTS.handlers = list(sinks)
+    try:
+        yield
+    finally:
+        EVENTS.handlers = before
 
 
 def say(settings: LaunchSettings, event: str, words: str | None, *, is_error: bool = False, **facts: Any) -> None:
-    """Print a message, unless `--quiet` is given and it is no error.
-
-    Args:
-        event: what happened in one word: started, failed, restarted, joined, lost, ended ...
-        words: the message; None: only `--json` has one.
-        facts: more keys of the JSON object, which has `event`, `time` in seconds since 1970 and `message` besides.
-    """
-    if settings.quiet and not is_error:
-        return
-    if settings.json:
-        said = {"event": event, "time": round(time.time(), 3)} | ({"message": words} if words else {}) | facts
-        click.echo(json.dumps(said), err=True)
-    elif words is not None:
-        click.echo(f"farflung: {words}", err=True)
-
-
-def event_of(line: str) -> dict[str, Any]:
-    """Return what a line about replicas says, read from its words: the event, the replica and the generation."""
-    event = next((event for event, words in _EVENTS if re.search(words, line)), "note")
-    generation, replica = re.match(r"generation (\d+)", line), re.search(r"replica \d+(?: of [^\s,;]+(?<!:))?", line)
-    facts: dict[str, Any] = {"generation": int(generation[1])} if generation else {}
-    return {"event": event} | facts | ({"replica": replica[0]} if replica else {})
+    """Record an event whose message is at hand."""
+    facts |= {} if words is None else {"message": words}
+    record(Kind(event), level=logging.ERROR if is_error else logging.INFO, **facts)

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import click
 
 from farflung.base.errors import FarflungError, Unsupported, did_you_mean
+from farflung.base.events import flush_streams, tell
 from farflung.base.words import shortened
 from farflung.launch.codes import INTERRUPTED, USAGE, of_error
 
@@ -120,8 +121,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             raise
         _show("ConfigError", f"{shortened(str(error.filename))} can't name a file: it is too long.")
         sys.exit(USAGE)
+    flush_streams()
     sys.exit(code)
 
 
 def _show(kind: str, message: str) -> None:
-    click.echo(f"{click.style(kind, fg='red', bold=True)}: {message}", err=True)
+    shown = click.style(kind, fg="red", bold=True) if sys.stderr.isatty() else kind
+    tell(f"{shown}: {message}")

@@ -20,6 +20,7 @@ from farflung.config import environ
 from farflung.config.launch import DEFAULT_PORT, LaunchSettings, check_variables, field_named, rank_variables
 from farflung.config.outer import renamed
 from farflung.launch.agent import run_agent
+from farflung.launch.events import Screen, showing
 from farflung.launch.network import choose_interface
 from farflung.launch.plan import Meeting, Plan, fit_for_cores, meet, network_variables, one_machine, usable_cores
 from farflung.launch.report import explain
@@ -157,7 +158,8 @@ def _fork(
     if environ.text("OMP_NUM_THREADS") is None:
         variables["OMP_NUM_THREADS"] = str(max(1, usable_cores() // num_local))
     plan = Plan((_as_rank(function), *args), num_local, variables, meeting, alone=False)
-    outcome = run_agent(plan, settings, line_prefix)
+    with showing(Screen(settings)):
+        outcome = run_agent(plan, settings, line_prefix)
     if outcome.signal is not None:
         raise KeyboardInterrupt if outcome.signal == signal.SIGINT else SystemExit(128 + outcome.signal)
     if outcome.failures:

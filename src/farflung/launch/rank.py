@@ -20,12 +20,13 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 
+from farflung.base.events import Kind, tell
 from farflung.config import environ
 from farflung.integrations.rounds import record_rounds
 from farflung.process.after_import import after_import
 from farflung.process.failure import PREEMPTED, has_note, has_report, record_exit, record_failure
 from farflung.process.heard import record_signals
-from farflung.process.run_files import EVENTS, Metrics, add_line, recorded
+from farflung.process.run_files import Metrics, add_event, recorded
 from farflung.process.tether import end_with_launcher
 from farflung.process.trainer_log import keep_trainer_logs
 
@@ -79,10 +80,9 @@ def _report(error: BaseException) -> None:
     with redirect_stderr(printed):
         sys.excepthook(type(error), error, error.__traceback__)
     record_failure(error)  # unless a hook did
-    add_line(EVENTS, event="failed", why=f"{type(error).__name__}: {error}")
+    add_event(Kind.FAILED, why=f"{type(error).__name__}: {error}")
     if not has_report():
-        sys.stderr.write(printed.getvalue())
-        sys.stderr.flush()
+        tell(printed.getvalue().removesuffix("\n"))
 
 
 def _loaded_script(arguments: list[str]) -> tuple[CodeType, ModuleType]:

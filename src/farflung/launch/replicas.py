@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import shlex
 import signal
@@ -30,14 +31,14 @@ import psutil  # type: ignore[import-untyped]
 
 from farflung.base.causes import Cause
 from farflung.base.errors import ConfigError, Unreachable
+from farflung.base.events import EVENTS, FILES_ONLY, Event, Kind, record
 from farflung.base.signals import WARNINGS, Request, handled
-from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings, flags_for
 from farflung.config.resolve import Resolved
 from farflung.launch.agent import newest_checkpoint, read_report
-from farflung.launch.codes import BY_SIGNAL, CODES, DONE, ENGINE, FAILED, HUNG, REQUEUE
-from farflung.launch.events import event_of, say
+from farflung.launch.codes import BY_SIGNAL, CODES, ENGINE, FAILED, HUNG, REQUEUE
+from farflung.launch.events import FolderSink
 from farflung.launch.network import choose_interface, is_loopback, resolve_host
 from farflung.launch.plan import (
     check_recipe,
@@ -50,7 +51,7 @@ from farflung.launch.plan import (
     torch_is_loaded,
 )
 from farflung.launch.report import Failure, in_short, show
-from farflung.observe.folder import RunFolder, make_folder
+from farflung.observe.folder import make_folder
 from farflung.process.failure import ERROR_FILE
 from farflung.process.heard import Courier
 from farflung.process.sockets import serve_store
@@ -109,25 +110,28 @@ def run_replicas(resolved: Resolved, script: str, arguments: Sequence[str]) -> i
         else:
             transport = _served(settings, host, settings.main_process_port or 0, count)
     where = transport.address
-    said = "" if settings.join else f"; more join with `{_join_command(settings, where, script, arguments)}`"
-    if settings.meet:
-        said = "; the same line on any machine adds more"
-    begun = f"{counted(count, 'replica')} of a run at {where}{said}"
-    say(settings, "started", begun, replicas=count, address=where)
+    how = "" if settings.join else f"more join with `{_join_command(settings, where, script, arguments)}`"
+    record(
+        Kind.STARTED,
+        replicas=count,
+        address=where,
+        join="the same line on any machine adds more" if settings.meet else how,
+    )
     if sums and settings.meet and not at_port:
         words = (
             f"nothing is summed on the way through {where}: in a round each replica reads all values of each other "
             "one. --outer-codec int4 or e3m0 makes them an eighth; `farflung plan --meet` says more"
         )
-        say(settings, "note", words)
+        record(Kind.NOTE, message=words)
     command = command_line(own, script, arguments, reported=True)
     if settings.ranks_per_replica > 1:
         stated = json.dumps(dataclasses.asdict(own))  # whatever files and variables say
         command = (sys.executable, "-m", "farflung", "launch", "--stated", stated, script, *arguments)
     folder = make_folder(resolved, script, arguments, {"replicas": count, "at": where})
-    code = _Launcher(settings, command, {**variables, **folder.variables}, transport, count, folder).run()
-    folder.tell("ended", code=code)
-    say(settings, "ended", None, is_error=code != DONE, code=code)
+    if folder.path is not None:
+        EVENTS.addHandler(FolderSink(folder.path))
+    code = _Launcher(settings, command, {**variables, **folder.variables}, transport, count).run()
+    record(Kind.ENDED, code=code)
     return code
 
 
@@ -189,7 +193,7 @@ def _tell_differences(settings: LaunchSettings, transport: Transport, count: int
     differ = {name: value for name, value in mine.items() if theirs.get(name, value) != value}
     if differ:
         said = ", ".join(f"{name} is {theirs[name]}, not {value}" for name, value in differ.items())
-        say(settings, "note", f"the run at {settings.meet} has settings of its own: {said}")
+        record(Kind.NOTE, message=f"the run at {settings.meet} has settings of its own: {said}")
 
 
 def _described(settings: LaunchSettings, count: int) -> bytes:
@@ -229,10 +233,8 @@ class _Launcher:
         variables: Mapping[str, str],
         transport: Transport,
         count: int,
-        folder: RunFolder,
     ) -> None:
-        self._folder = folder
-        self._store = import_module("farflung.launch.run_store").RunStore(transport, self._say)
+        self._store = import_module("farflung.launch.run_store").RunStore(transport)
         self._command, self._variables, self._where = command, variables, transport.address
         self._machine = _machine()
         self._max_restarts = _RESTARTS if settings.max_restarts is None else settings.max_restarts
@@ -294,7 +296,7 @@ class _Launcher:
         while not self._asked_to_end:
             while (member := self._store.ask(lambda notes: self._enroll(notes, name, members), None)) is None:
                 if self._store.is_gone:
-                    self._give_up(f"{name} is not started again", ENGINE)
+                    self._give_up(name, "", ENGINE)
                     return
                 yield True
             members.append(member)
@@ -307,37 +309,36 @@ class _Launcher:
             if code == 0:
                 self._has_finished = True
                 if not was_in:
-                    self._say(
-                        f"warning: {name} has finished, but none of its outer loops ever met the others. Pass "
-                        "membership=launched_membership() to an OuterLoop of your own"
-                    )
+                    message = f"warning: {name} has finished, but none of its outer loops ever met the others. Pass "
+                    message += "membership=launched_membership() to an OuterLoop of your own"
+                    record(Kind.WARNING, name, message=message)
             if is_late:
                 self._is_over = True
-                self._say(f"{name} was not let in: the others have finished the work")
+                record(Kind.REFUSED, name, why="the others have finished the work")
             if code == 0 or is_late or self._asked_to_end:
                 return
             text, cause = self._said(name, report, code)
             how += text
             if self._has_finished:  # so the work is done
-                self._say(f"{name} {how}")
+                record(Kind.NOTE, name, message=f"{name} {how}")
                 return
             now = time.monotonic()
             restarts = [at for at in restarts if now - at < _HOUR_S]
             was_killed = code < 0 or code > 128  # a launcher under this one reports a signal by such a code
             if not (was_in or was_killed) or len(restarts) >= self._max_restarts or self._store.is_gone:
                 is_hung = self._has_own_launchers and code == HUNG
-                self._give_up(f"{name} {how}; it is not started again", HUNG if is_hung else CODES[cause])
+                self._give_up(name, how, HUNG if is_hung else CODES[cause])
                 return
             wait_s = min(_FIRST_WAIT_S * 2 ** len(restarts), _LONGEST_WAIT_S)
             restarts.append(now)
-            which = f"restart {len(restarts)} of {self._max_restarts} within an hour"
-            self._say(f"{name} {how}; it starts again in {wait_s:g} s ({which})")
+            limits = {"restart": len(restarts), "max_restarts": self._max_restarts, "wait_s": wait_s}
+            record(Kind.RESTARTED, name, how=how, **limits)
             while time.monotonic() < now + wait_s and not self._asked_to_end:
                 yield True
 
-    def _give_up(self, line: str, code: int) -> None:
+    def _give_up(self, name: str, how: str, code: int) -> None:
         self._code = code
-        self._say(line)
+        record(Kind.FAILED, name, how=how)
 
     def _enroll(self, notes: LauncherNotes, name: str, members: list[int]) -> int:
         """Give a process that is about to start an id of its own; delete the records of the last but one before it."""
@@ -372,7 +373,7 @@ class _Launcher:
         line = in_short(failure)
         if not self._has_finished and line not in self._shown:
             self._shown.add(line)
-            show([failure], is_json=self._settings.json, checkpoint=newest_checkpoint(self._reports), name=name)
+            show([failure], checkpoint=newest_checkpoint(self._reports), name=name)
         return f" ({line})" if failure.traceback else "", failure.cause
 
     def _start(self, member: int, name: str) -> tuple[subprocess.Popen[bytes], Path | None]:
@@ -386,15 +387,15 @@ class _Launcher:
             told[ERROR_FILE] = str(report)
         process = subprocess.Popen(self._command, env=lone_environment({**self._variables, **told}))
         self._running[process] = member
-        self._folder.tell("process", member=member, name=name, pid=process.pid)
+        record(Kind.PROCESS, level=FILES_ONLY, member=member, name=name, pid=process.pid)
         return process, report
 
     def _beat(self) -> None:
-        for line in self._store.ask(self._heartbeats, []):
-            self._say(line)
+        for event in self._store.ask(self._heartbeats, []):
+            EVENTS.log(logging.INFO, event)
 
-    def _heartbeats(self, notes: LauncherNotes) -> list[str]:
-        """Record that this launcher is alive, and the states of its replicas; return the lines that it is to print."""
+    def _heartbeats(self, notes: LauncherNotes) -> list[Event]:
+        """Record that this launcher is alive, and the states of its replicas; return events for it to record."""
         notes.beat(self._machine, self._heartbeat_s)
         self._tell_ends(notes)
         for process, member in self._running.items():
@@ -411,11 +412,6 @@ class _Launcher:
             if not self._tells and self._store.heartbeats.silent_machine_s(first):
                 notes.board.put("first", self._machine.encode())
         return notes.receive() if self._tells else notes.receive(self._machine)
-
-    def _say(self, line: str) -> None:
-        facts = event_of(line)
-        self._folder.tell(**facts, message=line)
-        say(self._settings, words=line, **facts)
 
     def _hear(self, request: Request) -> None:
         """Pass a warning on; forward a request to end to all replicas, and kill those that take too long."""

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import json
+import io
 import signal
 import socket
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from textwrap import shorten
 from typing import Any
 
 from farflung.base.causes import Cause, cause_in
+from farflung.base.events import Kind, record, tell
 from farflung.base.words import numbered
 
 # The end of a process that was not its own doing, so no other rank's failure caused it.
@@ -153,24 +153,14 @@ def _listed(failures: Sequence[Failure], what: str) -> list[str]:
     return [f"then {what}: {numbered('rank', sorted(failure.rank for failure in failures))}"] if failures else []
 
 
-def show(failures: Sequence[Failure], log_dir: str | None = None, is_json: bool = False, **said: Any) -> int:
-    """Print the report on stderr and return the exit code of the rank that failed first; `said` is for `explain`.
-
-    With `is_json` it is one JSON object a line, for the event `failed`.
-    """
+def show(failures: Sequence[Failure], log_dir: str | None = None, **said: Any) -> int:
+    """Record the report of a failure; return the exit code of the rank that failed first. `said` is for `explain`."""
     cause = in_order(failures)[0][0]
     title, text = explain(failures, **said)
     if log_dir is not None:
         text += f"\n\nlogs: {log_dir}"
-    if is_json:
-        facts = {"rank": cause.rank, "how": cause.how, "error": cause.message, "failed_at": cause.time_s}
-        facts["cause"] = cause.cause.value
-        print(
-            json.dumps({"event": "failed", "time": time.time(), "message": title, **facts, "report": text}),
-            file=sys.stderr,
-        )
-    else:
-        show_box(title, text)
+    facts: dict[str, Any] = {"rank": cause.rank, "how": cause.how, "error": cause.message, "failed_at": cause.time_s}
+    record(Kind.FAILED, message=title, **facts, cause=cause.cause.value, report=text)
     return cause.shell_code
 
 
@@ -180,7 +170,9 @@ def show_box(title: str, text: str) -> None:
     from rich.panel import Panel
     from rich.text import Text
 
-    console = Console(stderr=True)
+    drawn = io.StringIO()  # not stderr: rich ends the process where that is a closed pipe
+    console = Console(file=drawn, force_terminal=sys.stderr.isatty())
     if not console.is_terminal:
         console.width = max(console.width, 120)  # a log file has no narrow edge
-    console.print(Panel(Text(text), title=Text(title), title_align="left", border_style="red"))
+    console.print(Panel(Text(text), title=Text(title), title_align="left", border_style="red"), end="")
+    tell(drawn.getvalue())

@@ -4,25 +4,27 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import sys
 from collections.abc import Collection
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from farflung.base.causes import Cause
+from farflung.base.events import EVENTS, FILES_ONLY, Kind, record
 from farflung.base.files import FORMER_NAME
 from farflung.config.launch import LaunchSettings
 from farflung.config.places import former_files
 from farflung.config.resolve import Resolved
 from farflung.launch.codes import BY_SIGNAL, CODES, DONE, REQUEUE, EngineFailure, of_error
 from farflung.launch.dry_run import described
-from farflung.launch.events import say
+from farflung.launch.events import FolderSink, Screen, showing
 from farflung.launch.plan import Plan, check_recipe, lone_environment, make_plan, one_replica
 from farflung.launch.report import in_order, in_short, show
-from farflung.observe.folder import NO_FOLDER, RunFolder, make_folder
+from farflung.observe.folder import make_folder
 from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND, PREEMPTED
 from farflung.process.run_files import LOGS
 
@@ -37,13 +39,19 @@ def launch_script(
 
     `is_inner`: this launcher is under that of replicas.
     """
+    with showing(Screen(resolved.settings)):
+        return _launch(resolved, script, script_args, exec_alone, is_inner)
+
+
+def _launch(resolved: Resolved, script: str, script_args: tuple[str, ...], exec_alone: bool, is_inner: bool) -> int:
     settings = resolved.settings
     if resolved.file is not None:
         new = former_files().get(resolved.file)
         advice = f" (this package was called {FORMER_NAME}; rename the file to {new})" if new else ""
-        say(settings, "settings", f"settings from {resolved.file}{advice}", file=str(resolved.file))
+        message = f"settings from {resolved.file}{advice}"
+        record(Kind.SETTINGS, message=message, file=str(resolved.file))
     for note in resolved.notes:
-        say(settings, "note", note, is_error=True)
+        record(Kind.NOTE, level=logging.ERROR, message=note)
     if not settings.is_local:
         submit_run = import_module("farflung.launch.engines.submit").submit_run
         return int(submit_run(resolved, script, script_args))
@@ -61,10 +69,18 @@ def launch_script(
         click.echo("\n".join(described(resolved, plan)))
         return 0
     if settings.num_machines > 1:
-        where = f"machine {settings.machine_rank} of {settings.num_machines}"
-        words = f"{where} waits for the others at {plan.meeting.endpoint}, over {plan.meeting.interface}"
-        say(settings, "waits", words, endpoint=plan.meeting.endpoint)
-    world = {"processes": plan.num_local, "machines": settings.num_machines, "machine_rank": settings.machine_rank}
+        record(
+            Kind.WAITS,
+            machine_rank=settings.machine_rank,
+            machines=settings.num_machines,
+            endpoint=plan.meeting.endpoint,
+            interface=str(plan.meeting.interface),
+        )
+    world: dict[str, Any] = {
+        "processes": plan.num_local,
+        "machines": settings.num_machines,
+        "machine_rank": settings.machine_rank,
+    }
     folder = make_folder(resolved, script, script_args, world)
     plan = dataclasses.replace(plan, variables={**plan.variables, **folder.variables})
     if settings.tee != "0" and settings.log_dir is None and folder.path is not None:
@@ -72,17 +88,18 @@ def launch_script(
     if plan.alone and exec_alone:
         become(plan)
     size, ranks = plan.num_local * plan.meeting.num_machines, list(plan.ranks)
-    say(settings, "started", None, ranks=ranks, size=size, command=[str(word) for word in plan.command])
+    record(Kind.STARTED, **world, ranks=ranks, size=size, command=[str(word) for word in plan.command])
+    if folder.path is not None:
+        EVENTS.addHandler(FolderSink(folder.path))
     try:
-        code = start(settings, plan, folder, is_inner)
+        code = start(settings, plan, is_inner)
     except EngineFailure as error:
         code = of_error(error)
         if not settings.json:
-            folder.tell("ended", code=code)
+            record(Kind.ENDED, code=code)
             raise
-        say(settings, "failed", str(error), is_error=True)
-    folder.tell("ended", code=code)
-    say(settings, "ended", None, is_error=code != DONE, code=code)
+        record(Kind.FAILED, message=str(error))
+    record(Kind.ENDED, code=code)
     return code
 
 
@@ -93,14 +110,14 @@ def become(plan: Plan) -> None:
     os.execvpe(plan.command[0], plan.command, lone_environment(plan.variables))
 
 
-def start(settings: LaunchSettings, plan: Plan, folder: RunFolder = NO_FOLDER, is_inner: bool = False) -> int:
+def start(settings: LaunchSettings, plan: Plan, is_inner: bool = False) -> int:
     """Run the plan's processes to their end, report a failure, and return the exit code, one of `codes`.
 
     With `is_inner` a rank that a signal killed is 128 + its number, from which the launcher of replicas knows it.
     """
     outcome: Outcome = import_module("farflung.launch.agent").run_agent(plan, settings)
     for one in outcome.failures:
-        folder.tell("lost", rank=one.rank, why=in_short(one), how=one.how)
+        record(Kind.LOST, level=FILES_ONLY, rank=one.rank, why=in_short(one), how=one.how)
     if outcome.is_preempted or PREEMPTED in outcome.notes:  # what followed is no failure
         return REQUEUE
     if outcome.failures:
@@ -110,7 +127,7 @@ def start(settings: LaunchSettings, plan: Plan, folder: RunFolder = NO_FOLDER, i
         interface = plan.meeting.interface
         others_at = None if settings.num_machines == 1 else interface.address if interface else ""
         said = {"finished": outcome.finished, "others_at": others_at, "checkpoint": outcome.checkpoint}
-        code = show(outcome.failures, settings.log_dir, settings.json, **said)
+        code = show(outcome.failures, settings.log_dir, **said)
         if outcome.signal is None:
             return code if is_inner and code > BY_SIGNAL else CODES[cause.cause]
     if outcome.signal is not None:
@@ -130,4 +147,4 @@ def _warn_of_idle_outer(settings: LaunchSettings, notes: Collection[str]) -> Non
         why = "the script did not prepare a model together with its optimizer (`accelerator.prepare`)"
     else:
         why = "no optimizer made a step"
-    say(settings, "warning", f"warning: --outer {settings.outer_recipe} did nothing: {why}.", is_error=True)
+    record(Kind.WARNING, message=f"warning: --outer {settings.outer_recipe} did nothing: {why}.")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from farflung.base.errors import Unreachable
-from farflung.base.words import in_seconds
+from farflung.base.events import Kind, record
 from farflung.comm.member_store import Heartbeats, LauncherNotes
 from farflung.comm.transport import Transport
 
@@ -20,21 +20,18 @@ _SAY_AGAIN_S = 30.0  # that it is cut off still
 
 
 class RunStore:
-    """The store of a run. Each change of whether it can be reached is a line.
-
-    Args:
-        say: prints a line.
+    """The store of a run. Each change of whether it can be reached is an event.
 
     Attributes:
         heartbeats: of the run's launchers.
         is_gone: it will not come back, or has been away for too long.
     """
 
-    def __init__(self, transport: Transport, say: Callable[[str], None]) -> None:
+    def __init__(self, transport: Transport) -> None:
         self.is_gone = False
         self._notes = LauncherNotes(transport.board.patient(0))
         self.heartbeats = Heartbeats(self._notes)
-        self._where, self._say = transport.address, say
+        self._address = transport.address
         self._cut_at = self._ask_at = 0.0  # since when it can't be reached, in seconds since 1970; 0: it can
         self._say_at = 0.0
 
@@ -49,7 +46,7 @@ class RunStore:
             self._lose(began, error.is_gone)
             return otherwise
         if self._cut_at:
-            self._say(f"reaches the run's store at {self._where} again, after {in_seconds(began - self._cut_at)}")
+            record(Kind.REACHED, address=self._address, cut_s=began - self._cut_at)
             self._cut_at = 0.0
         return found
 
@@ -58,13 +55,11 @@ class RunStore:
         self._ask_at = now + _ASK_AGAIN_S
         self.is_gone = is_gone or (self._cut_at > 0 and now > self._cut_at + _CUT_OFF_S)
         if self.is_gone:
-            self._say(f"the run's store at {self._where} is gone; replicas train on, but none is started again")
+            record(Kind.CUT_OFF, address=self._address, is_gone=True)
         elif not self._cut_at:
             self._cut_at = since
-            clock = time.strftime("%H:%M:%S", time.localtime(since))
             self._say_at = now + _SAY_AGAIN_S
-            self._say(f"cut off from the run's store at {self._where} since {clock}; replicas train on")
+            record(Kind.CUT_OFF, address=self._address, since=since)
         elif now >= self._say_at:
             self._say_at = now + _SAY_AGAIN_S
-            cut_s, limit_s = in_seconds(now - self._cut_at), in_seconds(_CUT_OFF_S)
-            self._say(f"still cut off from the run's store at {self._where}, for {cut_s}; it gives up after {limit_s}")
+            record(Kind.CUT_OFF, address=self._address, cut_s=now - self._cut_at, gives_up_s=_CUT_OFF_S)

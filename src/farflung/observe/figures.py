@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from farflung.base.events import Kind
 from farflung.base.words import in_bytes
 from farflung.observe.run import Rank, Row, Run
 
@@ -102,8 +103,8 @@ def spans(run: Run, one: Rank) -> list[Span]:
         since = row["time"] - row["seconds_exposed"]
         marks += [Span("waiting", since, row["time"]), Span("recovering", since - row["seconds_recovering"], since)]
     for event in run.events:
-        if event["event"] == "saving" and event.get("member") == one.row.get("member"):
-            marks.append(Span("saving", event["time"] - event["seconds"], event["time"]))
+        if event.kind is Kind.SAVING and event.facts.get("member") == one.row.get("member"):
+            marks.append(Span("saving", event.time - event.facts["seconds"], event.time))
     return list(_filled(sorted(marks, key=lambda span: span.end), begun, last))
 
 
@@ -132,7 +133,7 @@ def round_spans(row: Row) -> list[Span]:
 
 def ddp_bytes_per_step(run: Run, replicas: float) -> float | None:
     """Return what one of so many replicas sends in a step of DDP: a ring all-reduce of its gradients."""
-    model = _model(run)
+    model = model_of(run)
     return None if model is None or replicas < 1 else 2 * (replicas - 1) / replicas * model["bytes"]
 
 
@@ -148,10 +149,11 @@ def _bytes(run: Run, leaders: list[Rank]) -> tuple[float | None, float | None]:
     return sum(row["bytes_sent"] * (1 if is_elastic else len(row["members"])) for row in run.rounds), ddp
 
 
-def _model(run: Run) -> Row | None:
-    return next((event for event in run.events if event["event"] == "model"), None)
+def model_of(run: Run) -> Row | None:
+    """Return the facts of the model that the run trains; None before a rank has prepared it."""
+    return next((event.facts for event in run.events if event.kind is Kind.MODEL), None)
 
 
 def _island(run: Run) -> int:
-    model: Any = _model(run) or {"island": 1}
+    model: Any = model_of(run) or {"island": 1}
     return max(1, int(model["island"]))

@@ -16,13 +16,12 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from farflung.base.errors import ConfigError
+from farflung.base.events import Event, Kind, tell
 from farflung.base.files import atomic_file
 from farflung.base.optional import installed_version
 from farflung.config import environ
-from farflung.process.run_files import EVENTS, add_lines
+from farflung.process.run_files import write_event
 
 if TYPE_CHECKING:
     from farflung.config.resolve import Resolved
@@ -51,7 +50,7 @@ class RunFolder:
     def tell(self, event: str, **fields: Any) -> None:
         """Add an event."""
         if self.path is not None:
-            add_lines(self.path / EVENTS, [{"time": time.time(), "event": event, **fields}])
+            write_event(self.path, Event.now(Kind(event), **fields))
 
 
 NO_FOLDER = RunFolder(None)
@@ -83,7 +82,7 @@ def make_folder(resolved: Resolved, script: str, arguments: Sequence[str], world
         said = f"the run's folder {path} can't be written: {error.strerror}"
         if settings.run_dir:
             raise ConfigError(f"run_dir is {settings.run_dir!r}, but {said}. Name another one, or none.") from None
-        click.echo(f"farflung: {said}, so there is none; --run-dir names another place", err=True)
+        tell(f"farflung: {said}, so there is none; --run-dir names another place")
         return NO_FOLDER
     made = RunFolder(path)
     made.tell("started", **world)

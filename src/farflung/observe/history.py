@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
-from farflung.base.words import counted, in_seconds
+from farflung.base.events import Event, words
 from farflung.observe.run import Row, Run
-
-_WAYS = {"NO": "in one process", "FSDP": "by FSDP"}
 
 
 def rows_of(run: Run, rounds: Sequence[Sequence[Row]]) -> dict[str, list[int]]:
@@ -29,19 +28,6 @@ def cell(this: Row, members: Sequence[int], following: Row | None) -> str:
     return "joined" if here[0] in this["joined"] else "dropped" if this["dropped"] else "ran"
 
 
-def described(run: Run, event: Row) -> str:
+def described(run: Run, event: Event) -> str:
     """Return what happened, in words."""
-    kind = event["event"]
-    which = run.title(event)
-    sizes = [counted(event[f"{name}s"], name) for name in ("replica", "machine") if f"{name}s" in event]
-    sizes += [counted(event["processes"], "process")] if "processes" in event else []
-    words: dict[str, Callable[[], str]] = {
-        "started": lambda: f"started: {', '.join(sizes)}",
-        "model": lambda: f"{which} trains {event['parameters']:,} parameters {_WAYS.get(event['strategy'], 'by DDP')}",
-        "saving": lambda: f"{which} has trained on after {in_seconds(event['seconds'])} for a checkpoint",
-        "checkpoint": lambda: f"checkpoint {event['folder']}",
-        "failed": lambda: f"{which} failed: {event['why'].splitlines()[0]}",
-        "lost": lambda: f"{which} is lost: {event['why']}",
-        "ended": lambda: f"ended with exit code {event['code']}",
-    }
-    return event["message"] if "message" in event else str(words[kind]()) if kind in words else kind
+    return words(event if event.who else replace(event, who=run.title(event.facts)))

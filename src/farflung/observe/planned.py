@@ -9,7 +9,7 @@ import click
 
 from farflung.base.errors import ConfigError
 from farflung.cost.forecast import plan
-from farflung.observe.figures import own_rounds, round_spans, spans, writers
+from farflung.observe.figures import model_of, own_rounds, round_spans, spans, writers
 from farflung.observe.folder import named_run
 from farflung.observe.run import Run
 
@@ -31,7 +31,7 @@ def measured(run: Run) -> dict[str, str | int]:
     own = own_rounds(run, first)
     found: dict[str, str | int] = {"step_seconds": f"{computed / first.step:.6g}", "steps": str(first.step)}
     found["replicas"] = max((len(row["members"]) for row in own), default=len(run.ranks))
-    model = next((event for event in run.events if event["event"] == "model"), None)
+    model = model_of(run)
     if model is not None:
         found["parameters"] = str(model["parameters"])
     rates = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from farflung.base.events import Kind
 from farflung.base.words import numbered
 from farflung.observe.run import Rank, Run
 from farflung.process.preemption import REQUEUE
@@ -22,7 +23,7 @@ def problems(run: Run) -> list[str]:
         who = _list(lost) if lost else "its ranks"
         return [f"nobody gives a sign any more: {who} ended without a word, and so did the launcher"]
     if run.code is not None:
-        failed = [event for event in run.events if event["event"] in ("lost", "failed")]
+        failed = [event for event in run.events if event.kind in (Kind.LOST, Kind.FAILED)]
         return (
             []
             if run.code in (0, REQUEUE) or failed

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from farflung.base.errors import ConfigError
+from farflung.base.events import Kind
 from farflung.base.files import atomic_file
 from farflung.observe.figures import (
     Figures,
@@ -75,7 +76,7 @@ def data_of(run: Run, cost: Figures) -> dict[str, Any]:
         name: [cell(lines[0], ids, shown[k + 1][0] if k + 1 < len(shown) else None) for k, lines in enumerate(shown)]
         for name, ids in (rows_of(run, shown) if shown else {}).items()
     }
-    events = [(one["time"] - run.begun, described(run, one)) for one in run.events if one["event"] != "process"]
+    events = [(event.time - run.begun, described(run, event)) for event in run.events if event.kind is not Kind.PROCESS]
     return {
         "name": run.path.name,
         "state": run.state,

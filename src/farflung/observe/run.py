@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from farflung.base.errors import ConfigError
+from farflung.base.events import Event, Kind
 from farflung.observe.folder import FACTS
 from farflung.process.preemption import REQUEUE
 from farflung.process.run_files import EVENTS, METRICS, RANKS, ROUNDS, STEPS, name_of
@@ -109,6 +110,7 @@ class Run:
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} is no folder of a run: {FACTS} can't be read ({error}).") from None
         self._files = {name: _Lines(path / name) for name in (EVENTS, ROUNDS, METRICS, STEPS)}
+        self._events, self._num_read = list[Event](), 0
         self._ranks: dict[str, tuple[Row, float]] = {}  # by name, with when that was written
         self.now = clock()
         self.look()
@@ -122,7 +124,14 @@ class Run:
             with suppress(OSError, ValueError):  # being written: the one before counts
                 self._ranks[path.stem] = json.loads(path.read_text(encoding="utf-8")), path.stat().st_mtime
 
-    events = property(lambda self: self._files[EVENTS].rows, doc="What happened, oldest first.")
+    @property
+    def events(self) -> list[Event]:
+        """What happened, oldest first."""
+        rows = self._files[EVENTS].rows
+        self._events += filter(None, map(Event.of_row, rows[self._num_read :]))
+        self._num_read = len(rows)
+        return self._events
+
     rounds = property(lambda self: self._files[ROUNDS].rows, doc="A line for each round and replica that writes here.")
     metrics = property(lambda self: self._files[METRICS].rows, doc="What the script logged.")
     steps = property(lambda self: self._files[STEPS].rows, doc="How many steps each rank had made, now and then.")
@@ -147,7 +156,9 @@ class Run:
         member, rank = row.get("member"), row.get("rank", 0)
         if member is None:
             return f"rank {rank}"
-        named: dict[int, str] = {event["member"]: event["name"] for event in self.events if event["event"] == "process"}
+        named: dict[int, str] = {
+            event.facts["member"]: event.facts["name"] for event in self.events if event.kind is Kind.PROCESS
+        }
         return named.get(member, f"member {member}") + (f", rank {rank}" if rank else "")
 
     def _rate(self, name: str, row: Row) -> float:
@@ -163,8 +174,8 @@ class Run:
     def code(self) -> int | None:
         """The launcher's exit code, or that of a rank alone; None while the run has none."""
         for event in reversed(self.events):
-            if event["event"] == "ended":
-                return int(event["code"])
+            if event.kind is Kind.ENDED:
+                return int(event.facts["code"])
         alone = self.facts["world"].get("processes") == 1 and len(self._ranks) == 1
         code: int | None = next(iter(self._ranks.values()))[0].get("ended") if alone else None
         return code
@@ -189,7 +200,7 @@ class Run:
     def last(self) -> float:
         """When the last thing happened that is known."""
         times = [row["time"] for row, _ in self._ranks.values()]
-        times += [rows[-1]["time"] for rows in (self.events, self.rounds, self.metrics) if rows]
+        times += [file.rows[-1]["time"] for file in self._files.values() if file.rows]
         return float(max(times, default=self.begun))
 
     def series(self, name: str | None = None) -> Iterator[tuple[float, int | None, float]]:

@@ -19,6 +19,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from farflung.base.events import Kind
 from farflung.base.words import counted, in_bytes, in_seconds
 from farflung.observe.folder import named_run
 from farflung.observe.history import cell, described, rows_of
@@ -133,8 +134,8 @@ def _curve(run: Run, width: int) -> Text | None:
 
 def _events(run: Run, width: int) -> Text:
     said = Text()
-    for event in [one for one in run.events if one["event"] != "process"][-_NUM_EVENTS:]:
-        when = time.strftime("%H:%M:%S", time.localtime(event["time"]))
+    for event in [event for event in run.events if event.kind is not Kind.PROCESS][-_NUM_EVENTS:]:
+        when = time.strftime("%H:%M:%S", time.localtime(event.time))
         said.append(f"{when} ", style="dim").append(f"{described(run, event)}\n")
     said.rstrip()
     return said

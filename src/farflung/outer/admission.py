@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from farflung.base.causes import Cause
 from farflung.base.errors import ConfigError, RankFailure
-from farflung.base.words import counted
+from farflung.base.events import Event, Kind
 from farflung.comm.member_store import DONE, Ask, Record
 from farflung.comm.saved_state import Saved
 from farflung.outer.likeness import description_of, other_versions, unlike, unlike_tensors, versions
@@ -121,16 +121,16 @@ class Admission:
         number = 1 if record is None else record.number + 1
         saved = None if has_state else self._found()
         new = Record(number, self._member, ids, ids[1:] if has_state else (), is_fresh=not has_state)
-        what, how = "begins", ""
+        state: dict[str, int] = {}
         if saved is not None and self._saver is not None:
             new = replace(new, newcomers=ids, is_fresh=False, saved=saved.name)
-            what, how = "continues", f" {self._saver.told(saved)}"
+            state = {"step": saved.position, "rounds_lost": self._saver.num_lost(saved)}
             if not self._saver.restore_logs(saved, lambda: self._members.record() == record):
                 return
         if self._members.append(new):
             for name in fit.values():
                 self._members.close(name)
-            self._notes.send(f"generation {number}: training {what} with {counted(len(ids), 'replica')}{how}")
+            self._notes.send(Event.now(Kind.BEGAN, "", number, replicas=len(ids), **state))
 
     def _found(self) -> Saved | None:
         """Return the newest state at the run's address, if one lies there."""
@@ -151,7 +151,7 @@ class Admission:
         if what != told:
             why = f"the others let it in with one of their next rounds, unless there are {self._most} already"
             why = self._peers.describe_missing(holders) if what == "lost" else why
-            self._notes.send(f"{self._notes.name_of(self._member)} waits: {why}")
+            self._notes.send(Event.now(Kind.WAITS, self._notes.name_of(self._member), why=why))
         return what
 
     # ---- of members
@@ -187,14 +187,12 @@ class Admission:
             return found
         for name in names:
             self._members.close(name)
-        name_of, left = self._notes.name_of, len(new.ids)
+        name_of, count = self._notes.name_of, len(new.ids)
         for name, why in differs.items():
-            self._notes.send(f"{name_of(names[name].member)} differs from the others: {why}")
-        if newcomers:
-            joined = ", ".join(map(name_of, newcomers))
-            self._notes.send(f"generation {new.number}: {joined} joined; {counted(left, 'replica')} train")
-        for one in newcomers:
-            self._notes.send_to_launcher(one, f"{name_of(one)} was let in; {left} replicas train")
+            self._notes.send(Event.now(Kind.DIFFERS, name_of(names[name].member), why=why))
+        for member in newcomers:
+            self._notes.send(Event.now(Kind.JOINED, name_of(member), new.number, replicas=count))
+            self._notes.send_to_launcher(member, Event.now(Kind.JOINED, name_of(member), replicas=count))
         return new
 
     def _fits(self, question: str, one: Ask, mine: str, tensors: Sequence[str] = ()) -> bool:
@@ -204,7 +202,7 @@ class Admission:
         odd = unlike_tensors(self._members.tensors(question), tensors) if tensors else ""
         why = f"{why}; {odd}" if odd else why
         if self._members.answer("refused", question, why):
-            self._notes.send(f"{self._notes.name_of(one.member)} is not let in: {why}")
+            self._notes.send(Event.now(Kind.REFUSED, self._notes.name_of(one.member), why=why))
         self._members.close(question)
         return False
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
+from farflung.base.events import tell
+
 
 @dataclass
 class OpenEnd:
@@ -24,9 +26,7 @@ class OpenEnd:
         is_by_error = sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None
         if self.steps and not self.is_silent and not is_by_error:
             which = "step was" if self.steps == 1 else f"{self.steps} steps were"
-            print(
+            tell(
                 f"farflung: an OuterLoop was not closed. Its last {which} not averaged with any other rank, so ranks "
                 "have different weights. Use `with OuterLoop(...):`, or call close() at the end.",
-                file=sys.stderr,
-                flush=True,
             )

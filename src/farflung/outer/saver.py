@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from farflung.base.errors import ConfigError, RankFailure, Unreachable
+from farflung.base.events import Event, Kind
 from farflung.base.words import counted
 from farflung.comm.board import Board, Log
 from farflung.comm.collectives import from_first, gather_object
@@ -143,7 +144,8 @@ class Saver:
                 self._read = saved.name, found
                 return saved
             except Damaged as error:
-                LauncherNotes(self._run).send(f"the state at step {saved.position} is damaged ({error})")
+                message = f"the state at step {saved.position} is damaged ({error})"
+                LauncherNotes(self._run).send(Event.now(Kind.NOTE, message=message))
         return None
 
     def tensors(self) -> dict[str, Tensor]:
@@ -164,11 +166,9 @@ class Saver:
             log.append(numbers[name], saved.logs[name].encode())
         return True
 
-    def told(self, saved: Saved) -> str:
-        """Return from where a run continues, and what is lost, in words."""
-        since = -(-int(self._loop.get("landings") or 0) // (len(saved.parts) - 1))
-        lost = f"{counted(since, 'later round')} lost" if since else "no round lost"
-        return f"from the state at step {saved.position}, {lost}"
+    def num_lost(self, saved: Saved) -> int:
+        """Return how many rounds have landed since a state, which a run that continues from it has lost."""
+        return -(-int(self._loop.get("landings") or 0) // (len(saved.parts) - 1))
 
     def given(self, name: str) -> dict[str, Any]:
         """Return this rank's part of a state: a collective of its replica. RankFailure where it can't be read."""

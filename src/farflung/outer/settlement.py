@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from farflung.base.errors import RankFailure, Unreachable
-from farflung.base.words import counted, in_seconds
+from farflung.base.events import Event, Kind
 from farflung.comm.member_store import Post, Record, decode, encode
 from farflung.outer.admission import late_pause_s
 from farflung.outer.membership import ALL
@@ -43,11 +43,11 @@ def settle(peers: Peers, member: int, post: Post, keep: Callable[[], str]) -> Re
                 if all(absent.values()) and not holders:
                     new = decide(record, member, posts, absent)
                     if members.append(new):
-                        _tell(peers, new, any(posts[one].has_state for one in new.ids))
+                        _send(peers, new, any(posts[one].has_state for one in new.ids))
                     continue
                 if holders and not was_told and min(posts) == member:
-                    who = ", ".join(map(peers.notes.name_of, posts))
-                    peers.notes.send(f"{who} can't begin: {peers.describe_missing(holders)}")
+                    who, why = ", ".join(map(peers.notes.name_of, posts)), peers.describe_missing(holders)
+                    peers.notes.send(Event.now(Kind.WAITS, who, why=why, is_member=True))
                 was_told |= bool(holders)
                 peers.await_holders(holders, asked - began if holders else 0.0)
             time.sleep(peers.pause_s)
@@ -119,28 +119,21 @@ def _absent_holders(
     return {one: why for one, why in absent.items() if not peers.heartbeats.ended(one) and peers.may_hold(record, one)}
 
 
-def _tell(peers: Peers, new: Record, have: bool) -> None:
-    """Print which members continue, and which are out."""
-    notes, left = peers.notes, counted(len(new.ids), "replica")
-    goes_on = f"training continues with {left}" if have else f"training begins again with {left}"
-    for one, why in new.lost.items():
-        name = notes.name_of(one)
-        notes.send(f"generation {new.number}: {name} is out: {why}; {goes_on}{late_again(peers, one)}")
-        if not notes.get("gone", one):  # else its launcher knows better
-            notes.send_to_launcher(one, f"{name} was left out: {why}; it asks to be let in again")
+def _send(peers: Peers, new: Record, has_state: bool) -> None:
+    """Send events: which members continue, and which are out."""
+    notes, there = peers.notes, {"replicas": len(new.ids)}
+    for member, why in new.lost.items():
+        name, facts = notes.name_of(member), {**there, "has_state": has_state, **_late_facts(peers, member)}
+        notes.send(Event.now(Kind.LOST, name, new.number, why=why, **facts))
+        if not notes.get("gone", member):  # else its launcher knows better
+            notes.send_to_launcher(member, Event.now(Kind.LOST, name, why=why, asks_again=True))
     if not new.lost:
-        why = peers.members.broken(new.number - 1)
-        notes.send(f"generation {new.number}: {left} connected again ({why})")
+        notes.send(Event.now(Kind.RECONNECTED, "", new.number, **there, why=peers.members.broken(new.number - 1)))
 
 
-def late_again(peers: Peers, member: int) -> str:
-    """Count that a replica was late; from the second time on, return advice."""
+def _late_facts(peers: Peers, member: int) -> dict[str, float]:
+    """Count that a replica was late, unless its absence has another reason; return how often, and how long it waits."""
     if peers.heartbeats.ended(member) or peers.heartbeats.unheard(member):
-        return ""
+        return {}
     num_lates = peers.notes.count_late(member)
-    if num_lates == 1:
-        return ""
-    return (
-        f" (late {num_lates} times so far: rounds by time, such as edit(seconds=...), fewer steps a round, or a "
-        f"longer --grace_s would keep it; it asks again in {in_seconds(late_pause_s(num_lates))})"
-    )
+    return {"num_lates": num_lates, "pause_s": late_pause_s(num_lates)}

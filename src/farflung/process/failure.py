@@ -20,6 +20,7 @@ from typing import Any
 
 from farflung.base.causes import cause_of
 from farflung.base.errors import FarflungError
+from farflung.base.events import tell
 from farflung.base.files import atomic_file
 from farflung.config import environ
 
@@ -71,8 +72,7 @@ def install_failure_report(
         lines, prefix = printed.getvalue().splitlines(keepends=True), f"[rank{rank}]: "
         if sys.excepthook is report:  # else torch's own hook, set when the process group was made, does so
             lines = [line if line.startswith("[rank") else prefix + line for line in lines]
-        sys.stderr.write("".join(lines))
-        sys.stderr.flush()
+        tell("".join(lines).removesuffix("\n"))
 
     sys.excepthook = report
 
@@ -117,7 +117,7 @@ def _write_report(message: str, details: dict[str, Any]) -> None:
         with atomic_file(path) as part:  # this process may be ended at any moment
             part.write_text(json.dumps({"message": {"message": message, "extraInfo": details}}), encoding="utf-8")
     except OSError as problem:
-        print(f"The failure could not be written to {path} for the launcher: {problem}", file=sys.stderr)
+        tell(f"The failure could not be written to {path} for the launcher: {problem}")
 
 
 def has_report() -> bool:

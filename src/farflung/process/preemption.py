@@ -9,12 +9,12 @@ no later than at its own. The wait is short: watchdogs publish even while their 
 
 from __future__ import annotations
 
-import sys
 import threading
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from farflung.base.errors import ConfigError
+from farflung.base.events import tell
 from farflung.base.signals import Request, preemption
 
 if TYPE_CHECKING:
@@ -84,9 +84,8 @@ class PreemptionVote:
 
     def _hear(self, request: Request) -> None:
         if not self.why and not self.passed:
-            print(
+            tell(
                 f"farflung: {request.name} came before the end of any step, where the run is saved. A loop without a "
                 "prepared loader must call accelerator.stop_if_signalled() at the end of each step.",
-                file=sys.stderr,
             )
         self.why = self.why or f"{request.name} at rank {self._rank}"

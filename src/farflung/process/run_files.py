@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
+from farflung.base.events import Event, Kind, tell
 from farflung.base.files import open_lines
 from farflung.config import environ
 from farflung.process.place import Place
@@ -45,18 +46,23 @@ def run_folder() -> Path | None:
     return Path(named) if named else None
 
 
-def who() -> dict[str, int]:
+def who() -> dict[str, Any]:
     """Return the numbers of this rank and of its replica, as its lines have them."""
     member = Place.launched().member
     rank = {"rank": environ.integer("RANK") or 0}
     return rank if member is None else {"member": member} | rank
 
 
-def add_line(name: str, **fields: Any) -> None:
-    """Add a line to a file of the run's folder, where there is one: the time and what is given."""
+def add_event(kind: Kind, **facts: Any) -> None:
+    """Add an event of this rank to the run's folder, if there is one."""
     folder = run_folder()
     if folder is not None:
-        add_lines(folder / name, [{"time": time.time(), **who(), **fields}])
+        write_event(folder, Event.now(kind, **who(), **facts))
+
+
+def write_event(folder: Path, event: Event) -> None:
+    """Add an event to a run's folder."""
+    add_lines(folder / EVENTS, [event.row()])
 
 
 def add_lines(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -284,7 +290,7 @@ def recorded() -> Iterator[None]:
             sys.stdout, sys.stderr = _Copied(out, log), _Copied(err, log)
             signs = Signs(folder)
         except OSError as error:
-            print(f"farflung: the run's folder {folder} can't be written: {error.strerror}", file=err)
+            tell(f"farflung: the run's folder {folder} can't be written: {error.strerror}")
         code, why = 0, ""
         try:
             yield

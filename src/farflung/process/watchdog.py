@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from farflung.base.causes import Cause
 from farflung.base.errors import ConfigError, RankFailure, StateError
+from farflung.base.events import tell
 from farflung.comm.mismatch import waits_differ
 from farflung.comm.presence import PresenceStore
 from farflung.comm.torch_group import TORCHS, TorchGroup
@@ -326,7 +327,7 @@ def _publish(text: str) -> None:
     if has_report():
         record_failure(RankFailure(text, Cause.LATE))
     else:
-        print(text, file=sys.stderr, flush=True)
+        tell(text)
 
 
 def _stack(frame: FrameType | None) -> str:

@@ -8,7 +8,6 @@ were handed out, and takes prefetched ones from the checkpoint, because their ra
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from farflung.base.errors import ConfigError
+from farflung.base.events import tell
 from farflung.base.torch_internals import forget_workers, has_live_workers
 from farflung.base.words import counted
 from farflung.checkpoint import rng
@@ -268,7 +268,7 @@ def replay(batches: Iterator[Any], number: int, to_the_end: bool = False) -> Non
     if number and (world is None or world.is_main):
         read = "all batches" if to_the_end else counted(number, "batch")
         said = f"farflung: reading {read} again to continue after them, as the data set has no state_dict."
-        print(said, file=sys.stderr, flush=True)
+        tell(said)
     done = sum(1 for _ in islice(batches, number))
     if done < number and not to_the_end:
         raise ConfigError(

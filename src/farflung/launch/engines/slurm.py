@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import click
 
 from farflung.base.errors import did_you_mean
+from farflung.base.events import Kind
 from farflung.base.words import counted
 from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, FAILED, EngineFailure
 from farflung.launch.engines.engine import Job
@@ -155,7 +156,9 @@ class Slurm:
             found[name] = _JobState.of(*row)
         forgotten = {*self._jobs} - {name.partition("_")[0] for name in found}
         if forgotten:
-            codes = [int(one["code"]) for one in Run(self._job.folder).events if one["event"] == "ended"] or [FAILED]
+            codes = [
+                int(event.facts["code"]) for event in Run(self._job.folder).events if event.kind is Kind.ENDED
+            ] or [FAILED]
             code = DONE if self._job.is_elastic and DONE in codes else codes[-1]
             found |= dict.fromkeys(forgotten, _JobState("FAILED" if code else "COMPLETED", code, "forgotten"))
         return found

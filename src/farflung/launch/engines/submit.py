@@ -3,20 +3,23 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import click
 
 from farflung.base.errors import ConfigError
+from farflung.base.events import EVENTS, Kind, record
 from farflung.config.resolve import Resolved
 from farflung.config.setting import BOTH_SPELLINGS
 from farflung.launch.codes import DONE, ENGINE, INTERRUPTED
 from farflung.launch.engines.engine import Engine, Job
-from farflung.launch.events import say
+from farflung.launch.events import FolderSink, Screen, showing
 from farflung.observe.folder import NONE, RUNS, make_folder, named_run
 
 # By the names of the setting `engine`.
@@ -56,19 +59,19 @@ def submit_run(resolved: Resolved, script: str, arguments: Sequence[str]) -> int
     if folder.path is None:
         raise ConfigError("An engine keeps in the run's folder what it has submitted. Name one that can be written.")
     job = replace(job, folder=folder.path)
+    EVENTS.addHandler(FolderSink(folder.path))
     job.write({})  # before anything of it can start
     engine = _engine_of(job)
     try:
         handle = engine.submit()
     except BaseException:
-        folder.tell("ended", code=ENGINE)
+        record(Kind.ENDED, code=ENGINE)
         raise
     job.write(handle)
-    say(settings, "submitted", f"submitted to {world['engine']}; the run's folder is {job.folder}", **handle)
+    record(Kind.SUBMITTED, message=f"submitted to {world['engine']}; the run's folder is {job.folder}", **handle)
     code = _followed(_engine_of(replace(job, handle=handle)) if engine.outlives_launch else engine, job)
-    if code != INTERRUPTED or not engine.outlives_launch:
-        folder.tell("ended", code=code)
-    say(settings, "ended", None, is_error=code != DONE, code=code)
+    goes_on: dict[str, Any] = {"goes_on": True} if code == INTERRUPTED and engine.outlives_launch else {}
+    record(Kind.ENDED, code=code, **goes_on)
     return code
 
 
@@ -79,7 +82,7 @@ def _followed(engine: Engine, job: Job) -> int:
         if not engine.outlives_launch:
             raise
         words = f"the run goes on: `farflung follow {job.name}` shows it again, `farflung cancel {job.name}` ends it"
-        say(job.settings, "left", words, is_error=True)
+        record(Kind.LEFT, level=logging.ERROR, message=words)
         return INTERRUPTED
 
 
@@ -92,7 +95,8 @@ def _submitted(name: str) -> Job:
 def follow(run: str) -> None:
     """Show what a run that was submitted prints, until it ends. RUN is its folder, or its name in farflung-runs."""
     job = _submitted(run)
-    sys.exit(_followed(_engine_of(job), job))
+    with showing(Screen(job.settings)):
+        sys.exit(_followed(_engine_of(job), job))
 
 
 @click.command(context_settings=BOTH_SPELLINGS)

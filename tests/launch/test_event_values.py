@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An event is a value that JSON carries unchanged; `words` alone turns it into English, and telling ends no work."""
+
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from hypothesis import given, strategies as st
+
+from farflung.base.events import Event, Kind, record, tell, words
+from farflung.config.launch import LaunchSettings
+from farflung.launch.events import FolderSink, Screen, showing
+from farflung.testing.patience import patience
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+NAMES = TEXTS.filter(lambda name: name not in ("event", "v", "time", "replica", "generation"))
+FACTS = st.dictionaries(
+    NAMES, st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXTS | st.lists(TEXTS), max_size=4
+)
+EVERY_EVENT = st.builds(
+    Event, st.sampled_from(Kind), st.floats(0, 1e10), TEXTS, st.none() | st.integers(0, 1000), FACTS
+)
+
+
+@given(event=EVERY_EVENT)
+def test_json_carries_an_event_unchanged(event):
+    assert Event.of_json(event.to_json()) == event
+
+
+@given(line=TEXTS | st.dictionaries(TEXTS, st.integers() | TEXTS, max_size=4).map(json.dumps))
+def test_a_line_of_another_program_is_no_event(line):
+    assert Event.of_json(line) is None
+    assert Event.of_json('{"event": "lost", "message": "of the script"}') is None
+
+
+def test_what_a_later_version_writes_is_a_note_and_what_an_earlier_one_wrote_is_read():
+    later = Event.of_json('{"event": "split", "v": 1, "time": 1.5, "generation": 2, "message": "two now"}')
+    assert later == Event(Kind.NOTE, 1.5, "", 2, {"message": "two now"})
+    assert str(Event.of_json('{"event": "lost", "v": 2, "time": 1.5}')) == "lost"
+    former = {"time": 2.0, "event": "lost", "generation": 2, "replica": "replica 1", "message": "replica 1 is out"}
+    event = Event.of_row(former)
+    assert (event.kind, event.who, event.generation, words(event)) == (Kind.LOST, "replica 1", 2, "replica 1 is out")
+
+
+SINCE = time.mktime((2026, 1, 2, 1, 44, 32, 0, 0, -1))
+AT = {"address": "10.0.0.1:2"}
+SENTENCES = [
+    (Event(Kind.STARTED, 0, facts={"processes": 2, "machines": 1}), "started: 1 machine, 2 processes"),
+    (
+        Event(Kind.STARTED, 0, facts={"replicas": 2, "join": "more"} | AT),
+        "2 replicas of a run at 10.0.0.1:2; more",
+    ),
+    (
+        Event(Kind.WAITS, 0, facts={"machine_rank": 1, "machines": 2, "endpoint": "a:1", "interface": "lo"}),
+        "machine 1 of 2 waits for the others at a:1, over lo",
+    ),
+    (Event(Kind.WAITS, 0, "member 1", facts={"why": "it is late"}), "member 1 waits: it is late"),
+    (Event(Kind.WAITS, 0, "member 1", facts={"why": "no", "is_member": True}), "member 1 can't begin: no"),
+    (Event(Kind.BEGAN, 0, "", 1, {"replicas": 2}), "generation 1: training begins with 2 replicas"),
+    (
+        Event(Kind.BEGAN, 0, "", 5, {"replicas": 2, "step": 12, "rounds_lost": 3}),
+        "generation 5: training continues with 2 replicas from the state at step 12, 3 later rounds lost",
+    ),
+    (
+        Event(Kind.BEGAN, 0, "", 5, {"replicas": 1, "step": 12, "rounds_lost": 0}),
+        "generation 5: training continues with 1 replica from the state at step 12, no round lost",
+    ),
+    (
+        Event(Kind.JOINED, 0, "replica 0 of node1:88", 3, {"replicas": 2}),
+        "generation 3: replica 0 of node1:88 joined; 2 replicas train",
+    ),
+    (Event(Kind.JOINED, 0, "replica 0", facts={"replicas": 3}), "replica 0 was let in; 3 replicas train"),
+    (Event(Kind.DIFFERS, 0, "replica 1", facts={"why": "torch 2.1"}), "replica 1 differs from the others: torch 2.1"),
+    (Event(Kind.REFUSED, 0, "replica 4", facts={"why": "its loop"}), "replica 4 is not let in: its loop"),
+    (
+        Event(Kind.LOST, 0, "replica 1", 2, {"why": "was killed by SIGKILL", "replicas": 1, "has_state": True}),
+        "generation 2: replica 1 is out: was killed by SIGKILL; training continues with 1 replica",
+    ),
+    (
+        Event(Kind.LOST, 0, "replica 1", 2, {"why": "it is gone", "replicas": 1, "has_state": False}),
+        "generation 2: replica 1 is out: it is gone; training begins again with 1 replica",
+    ),
+    (
+        Event(Kind.LOST, 0, "replica 0", facts={"why": "it is late", "asks_again": True}),
+        "replica 0 was left out: it is late; it asks to be let in again",
+    ),
+    (Event(Kind.LOST, 0, "rank 1", facts={"why": "ValueError: x"}), "rank 1 is lost: ValueError: x"),
+    (
+        Event(Kind.RECONNECTED, 0, "", 2, {"replicas": 2, "why": "a line was cut"}),
+        "generation 2: 2 replicas connected again (a line was cut)",
+    ),
+    (
+        Event(
+            Kind.RESTARTED,
+            0,
+            "replica 0",
+            facts={"how": "was killed by SIGKILL", "wait_s": 1.0, "restart": 1, "max_restarts": 3},
+        ),
+        "replica 0 was killed by SIGKILL; it starts again in 1 s (restart 1 of 3 within an hour)",
+    ),
+    (
+        Event(Kind.RESTARTED, 0, facts={"attempt": 2, "max_restarts": 3}),
+        "the processes start again (restart 1 of 3)",
+    ),
+    (
+        Event(Kind.FAILED, 0, "replica 0", facts={"how": "ended with exit code 3"}),
+        "replica 0 ended with exit code 3; it is not started again",
+    ),
+    (Event(Kind.FAILED, 0, "replica 0", facts={"how": ""}), "replica 0 is not started again"),
+    (Event(Kind.FAILED, 0, "rank 0", facts={"why": "ValueError: x\ny"}), "rank 0 failed: ValueError: x"),
+    (
+        Event(Kind.CUT_OFF, 0, facts=AT | {"since": SINCE}),
+        "cut off from the run's store at 10.0.0.1:2 since 01:44:32; replicas train on",
+    ),
+    (
+        Event(Kind.CUT_OFF, 0, facts=AT | {"cut_s": 40, "gives_up_s": 600}),
+        "still cut off from the run's store at 10.0.0.1:2, for 40 s; it gives up after 600 s",
+    ),
+    (
+        Event(Kind.CUT_OFF, 0, facts=AT | {"is_gone": True}),
+        "the run's store at 10.0.0.1:2 is gone; replicas train on, but none is started again",
+    ),
+    (Event(Kind.REACHED, 0, facts=AT | {"cut_s": 3}), "reaches the run's store at 10.0.0.1:2 again, after 3 s"),
+    (Event(Kind.ENDED, 0, facts={"code": 3}), "ended with exit code 3"),
+    (
+        Event(Kind.MODEL, 0, "rank 0", facts={"parameters": 1000, "strategy": "FSDP"}),
+        "rank 0 trains 1,000 parameters by FSDP",
+    ),
+    (Event(Kind.SAVING, 0, "rank 0", facts={"seconds": 2}), "rank 0 has trained on after 2 s for a checkpoint"),
+    (Event(Kind.CHECKPOINT, 0, facts={"folder": "a"}), "checkpoint a"),
+]
+# Those whose message is a fact, and the one that nobody is shown.
+OF_A_MESSAGE = {"settings", "submitted", "state", "ending", "left", "note", "warning", "process"}
+
+
+@pytest.mark.parametrize(("event", "sentence"), SENTENCES)
+def test_each_event_has_its_words(event, sentence):
+    assert words(event) == sentence
+    assert words(Event.of_json(event.to_json())) == sentence
+
+
+def test_every_kind_has_words():
+    assert {event.kind.value for event, _ in SENTENCES} | OF_A_MESSAGE == {kind.value for kind in Kind}
+
+
+@given(event=EVERY_EVENT)
+def test_words_are_found_for_whatever_facts_another_version_gives(event):
+    assert isinstance(words(event), str)
+
+
+class Broken:
+    """A stream that can't be written to from the `first` write on."""
+
+    def __init__(self, number, first):
+        self.number, self.left, self.written = number, first, []
+
+    def write(self, text):
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(self.number, "no")
+        self.written.append(text)
+
+    def flush(self):
+        pass
+
+    def isatty(self):
+        return False
+
+
+@pytest.mark.parametrize("number", [errno.EPIPE, errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("is_json", [False, True])
+def test_a_screen_that_can_not_be_written_to_ends_no_work_and_the_folder_has_all(
+    number, first, is_json, tmp_path, monkeypatch
+):
+    stream = Broken(number, first)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with showing(Screen(LaunchSettings(json=is_json)), FolderSink(tmp_path)):
+        for k in range(3):
+            record(Kind.NOTE, message=f"note {k}")
+        record(Kind.FAILED, message="rank 0 failed", report="why")  # in a box
+        tell("of a rank")
+    assert len(stream.written) == first
+    rows = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [row["message"] for row in rows] == ["note 0", "note 1", "note 2"]
+
+
+def test_a_folder_that_is_gone_ends_no_work(tmp_path, capsys):
+    with showing(FolderSink(tmp_path / "gone"), Screen(LaunchSettings())):
+        record(Kind.NOTE, message="words")
+    assert capsys.readouterr().err == "farflung: words\n"
+
+
+NOTES = """
+import sys
+from farflung.base.events import Kind, flush_streams, record
+from farflung.config.launch import LaunchSettings
+from farflung.launch.events import Screen, showing
+with showing(Screen(LaunchSettings())):
+    for k in range(3):
+        record(Kind.NOTE, message="words " * 3000)
+print("the work is done")
+flush_streams()
+"""
+
+
+def test_what_a_full_disk_did_not_take_does_not_change_the_exit_code():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", NOTES], stdout=subprocess.PIPE, stderr=full, timeout=patience(60))
+    assert (done.stdout, done.returncode) == (b"the work is done\n", 0)
