@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much of the time do replicas compute that meet in a bucket, and have no other way to each other?
 
-Two machines made of namespaces, each with a line of 20 Mbit/s to a third one that serves S3 (moto) and forwards
+Two machines made of namespaces, each with a line of 20 Mbit/s to a third one that serves S3 and forwards
 nothing. The same steps are timed in turns: by replicas that send nothing, and by two that train together. Needs root.
 With `--cores 0.8` each of the two has so much of a core in both turns (cgroups, version 1), and the server, which would
 be elsewhere, what they leave.

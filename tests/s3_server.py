@@ -1,75 +1,299 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An S3 server on this machine, in a process of its own, that may answer late, not at all, or with errors."""
+"""An S3 server of the tests, in a process of its own: objects in memory, and the manners of several products.
 
+It answers as S3, R2, MinIO, Ceph and versitygw document it. `Manners` says how it may fail, late, silently or in words.
+"""
+
+import hashlib
 import json
 import os
+import random
+import re
 import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager, nullcontext
+from collections import Counter
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
 from urllib.request import Request, urlopen
+from xml.sax.saxutils import escape
 
 from farflung.testing.patience import patience
 
 BUCKET = "runs"
-_CONTROL = "/-/faults"
+_CONTROL = "/-/manners"
+# What each product says, by its documentation.
+ANSWERS = {
+    "AccessDenied": (403, "Access Denied"),
+    "AuthorizationHeaderMalformed": (400, "The authorization header is malformed; the region 'x' is wrong"),
+    "ConditionalRequestConflict": (409, "The conditional request cannot succeed due to a conflicting operation"),
+    "ExpiredToken": (400, "The provided token has expired."),
+    "InternalError": (500, "We encountered an internal error. Please try again."),
+    "InvalidAccessKeyId": (403, "The AWS Access Key Id you provided does not exist in our records."),
+    "InvalidArgument": (400, "If-None-Match is not supported here"),
+    "NoSuchBucket": (404, "The specified bucket does not exist"),
+    "NoSuchKey": (404, "The specified key does not exist."),
+    "NotImplemented": (501, "A header you provided implies functionality that is not implemented"),
+    "PermanentRedirect": (301, "The bucket must be addressed using another endpoint"),
+    "PreconditionFailed": (412, "At least one of the preconditions you specified did not hold"),
+    "SlowDown": (503, "Please reduce your request rate."),
+}
 
 
-class Faulty:
-    """A WSGI application in front of another one.
+@dataclass
+class Manners:
+    """How a server answers.
 
     Attributes:
-        faults: what may be set: `error_s`, for how long all requests get a 503; `loses`, every how-manieth answer is
-            lost, after the request was carried out; `late_s`, how late answers are; `ignores`, whether objects that
-            are to be created are overwritten where they exist.
+        error_s: for how long, from now on, all requests get a 503.
+        loses: every how-manieth answer is lost, after the request was carried out.
+        late_s: how late answers are.
+        create: what a create is told, in place of being tried: an answer's name, or `ignored`: objects that exist are
+            overwritten.
+        conflicts: the share of creates that get a 409, though nobody has decided.
+        bulk: what a DeleteObjects is told.
+        denied: operations that get a 403: Put, Get, List, Delete. Without List, so does a read of a missing key.
+        storm: the share of requests that get a 503.
+        lost: the share of answers that are lost, after the request was carried out.
+        listing_late_s: how old listings are.
+        page: how many keys a page of a listing has.
+        lifetime_s: after which a rule deletes objects; 0: there is none.
+        at, for_s, then: from so many seconds from now on, for so many seconds, all are told this.
+        only: what is denied, told or deleted by a rule concerns keys with this pattern in them alone.
+        seed: of what happens by chance.
     """
 
-    def __init__(self, inner):
-        self._inner, self._lock = inner, threading.Lock()
-        self.faults, self.counts = {}, {}
-        self._error_until, self._num = 0.0, 0
+    error_s: float = 0.0
+    loses: int = 0
+    late_s: float = 0.0
+    create: str = ""
+    conflicts: float = 0.0
+    bulk: str = ""
+    denied: tuple = ()
+    storm: float = 0.0
+    lost: float = 0.0
+    listing_late_s: float = 0.0
+    page: int = 1000
+    lifetime_s: float = 0.0
+    at: float = 0.0
+    for_s: float = 0.0
+    then: str = ""
+    only: str = ""
+    seed: int = 0
+    since: float = field(default_factory=time.monotonic)
 
-    def __call__(self, environ, start_response):
-        if environ["PATH_INFO"] == _CONTROL:
-            return [self._control(environ, start_response)]
-        with self._lock:
-            self._num += 1
-            number, method = self._num, environ["REQUEST_METHOD"]
-            method = "LIST" if "list-type" in environ.get("QUERY_STRING", "") else method
-            self.counts[method] = self.counts.get(method, 0) + 1
-        if time.monotonic() < self._error_until:
-            start_response("503 Service Unavailable", [("Content-Length", "0")])
-            return [b""]
-        time.sleep(self.faults.get("late_s", 0))
-        if self.faults.get("ignores"):
-            environ.pop("HTTP_IF_NONE_MATCH", None)
-        # moto looks whether an object exists, and then writes it: two requests at once would both create it.
-        with self._lock if "HTTP_IF_NONE_MATCH" in environ else nullcontext():
-            answer = list(self._inner(environ, start_response))
-        if self.faults.get("loses") and number % self.faults["loses"] == 0:
-            environ["werkzeug.socket"].shutdown(2)
-        return answer
+    def __post_init__(self):
+        self.chance = random.Random(self.seed)
 
-    def _control(self, environ, start_response):
-        content = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-        if content:
-            self.faults = json.loads(content)
-            self._error_until = time.monotonic() + self.faults.get("error_s", 0)
-        start_response("200 OK", [])
-        return json.dumps(self.counts).encode()
+    def denies(self, operation, key):
+        return operation in self.denied and re.search(self.only, key) is not None
+
+    def told(self, key, is_list):
+        """What all requests are told now, whatever they ask."""
+        now = time.monotonic() - self.since
+        if now < self.error_s or self.chance.random() < self.storm:
+            return "SlowDown"
+        is_meant = not is_list and re.search(self.only, key) is not None
+        return self.then if self.at <= now < self.at + self.for_s and (is_meant or not self.only) else ""
+
+
+class Objects:
+    """The objects of a bucket: content, when it appeared and was written last; those deleted of late, with when."""
+
+    def __init__(self):
+        self.lock, self.there, self.gone, self.uploads = threading.Lock(), {}, [], {}
+
+    def put(self, key, content):
+        now = time.monotonic()
+        self.there[key] = content, self.there[key][1] if key in self.there else now, now
+
+    def delete(self, key):
+        if key in self.there:
+            _, since, _ = self.there.pop(key)
+            self.gone = [one for one in self.gone if one[2] > time.monotonic() - 60]
+            self.gone.append((key, since, time.monotonic()))
+
+    def names(self, late_s):
+        """The keys that there were so many seconds ago."""
+        at = time.monotonic() - late_s
+        there = {key for key, (_, since, _) in self.there.items() if since <= at}
+        return sorted(there | {key for key, since, until in self.gone if since <= at < until})
+
+    def expire(self, lifetime_s, only):
+        at = time.monotonic() - lifetime_s
+        for key in [one for one, (_, _, written) in self.there.items() if written < at and re.search(only, one)]:
+            self.delete(key)
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version, disable_nagle_algorithm, wbufsize = "HTTP/1.1", True, -1
+    objects, counts, number = Objects(), Counter(), 0
+    manners = Manners()
+    timeout = 60
+
+    def log_message(self, *args):
+        return None
+
+    def handle_request(self):
+        length = int(self.headers.get("Content-Length") or 0)
+        self.content = self.rfile.read(length)
+        if self.path.startswith(_CONTROL):
+            return self.control()
+        parts = urlsplit(self.path)
+        _, bucket, *rest = unquote(parts.path).split("/", 2)
+        self.key, self.query = "".join(rest), parse_qs(parts.query, keep_blank_values=True)
+        manners, is_list = self.manners, self.command == "GET" and not self.key
+        with self.objects.lock:
+            Handler.number += 1
+            number = Handler.number
+            self.counts["LIST" if is_list else self.command] += 1
+            told = manners.told(self.key, is_list)
+            is_lost = manners.chance.random() < manners.lost
+        time.sleep(manners.late_s)
+        if told or bucket != BUCKET:
+            return self.say(told or "NoSuchBucket")
+        with self.objects.lock:
+            if manners.lifetime_s:
+                self.objects.expire(manners.lifetime_s, manners.only)
+            status, headers, content = self.carried_out(is_list)
+        if is_lost or (manners.loses and number % manners.loses == 0):
+            self.close_connection = True
+            with suppress(OSError):
+                self.connection.shutdown(2)
+            return None
+        return self.answer(status, content, headers)
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_request
+
+    def carried_out(self, is_list):
+        """Do what was asked; return status, headers and content."""
+        key, query, objects, manners = self.key, self.query, self.objects, self.manners
+        operation = {"PUT": "Put", "POST": "Put", "DELETE": "Delete"}.get(self.command, "List" if is_list else "Get")
+        if "delete" in query:
+            if manners.bulk:
+                return self.worded(manners.bulk)
+            keys = [unquote_xml(one) for one in re.findall(r"<Key>(.*?)</Key>", self.content.decode())]
+            refused = [one for one in keys if manners.denies("Delete", one)]
+            for one in keys:
+                if one not in refused:
+                    objects.delete(one)
+            rows = "".join(
+                f"<Error><Key>{escape(one)}</Key><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+                for one in refused
+            )
+            rows += "".join(f"<Deleted><Key>{escape(one)}</Key></Deleted>" for one in keys if one not in refused)
+            return 200, {}, f"<DeleteResult>{rows}</DeleteResult>".encode()
+        if manners.denies(operation, query.get("prefix", [""])[0] if is_list else key):
+            return self.worded("AccessDenied")
+        if is_list:
+            return 200, {}, self.page(query)
+        if self.command == "PUT":
+            return self.put()
+        if self.command == "POST":
+            return self.finish_upload()
+        if self.command == "DELETE":
+            objects.delete(key)
+            return 204, {}, b""
+        if key not in objects.there:
+            return self.worded("AccessDenied" if manners.denies("List", key) else "NoSuchKey")
+        return self.range(objects.there[key][0])
+
+    def put(self):
+        key, query, objects, manners = self.key, self.query, self.objects, self.manners
+        if "partNumber" in query:
+            objects.uploads[query["uploadId"][0]][int(query["partNumber"][0])] = self.content
+            return 200, {"ETag": '"x"'}, b""
+        if "If-None-Match" in self.headers and manners.create != "ignored":
+            if manners.create or manners.chance.random() < manners.conflicts:
+                return self.worded(manners.create or "ConditionalRequestConflict")
+            if key in objects.there:
+                return self.worded("PreconditionFailed")
+        objects.put(key, self.content)
+        return 200, {"ETag": f'"{hashlib.md5(self.content).hexdigest()}"'}, b""
+
+    def finish_upload(self):
+        if "uploads" in self.query:
+            name = f"upload{len(self.objects.uploads)}"
+            self.objects.uploads[name] = {}
+            return (
+                200,
+                {},
+                f"<InitiateMultipartUploadResult><UploadId>{name}</UploadId></InitiateMultipartUploadResult>".encode(),
+            )
+        parts = self.objects.uploads[self.query["uploadId"][0]]
+        self.objects.put(self.key, b"".join(parts[number] for number in sorted(parts)))
+        return 200, {}, b"<CompleteMultipartUploadResult><ETag>x</ETag></CompleteMultipartUploadResult>"
+
+    def range(self, content):
+        size, found = len(content), re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+        headers = {"ETag": '"x"', "Last-Modified": "Wed, 01 Jan 2025 00:00:00 GMT"}
+        if not found:
+            return 200, headers, content
+        begin, end = int(found[1]), min(size, int(found[2] or size) + 1)
+        if begin >= size:
+            return 416, {}, b"<Error><Code>InvalidRange</Code><Message>not satisfiable</Message></Error>"
+        return 206, {**headers, "Content-Range": f"bytes {begin}-{end - 1}/{size}"}, content[begin:end]
+
+    def page(self, query):
+        prefix, after = query.get("prefix", [""])[0], query.get("continuation-token", [""])[0]
+        names = self.objects.names(self.manners.listing_late_s)
+        names = [one for one in names if one.startswith(prefix) and one > after]
+        shown, is_cut = names[: self.manners.page], len(names) > self.manners.page
+        row = "<Contents><Key>{}</Key><LastModified>2025-01-01T00:00:00.000Z</LastModified><Size>1</Size></Contents>"
+        rows = "".join(row.format(escape(one)) for one in shown)
+        token = f"<NextContinuationToken>{escape(shown[-1])}</NextContinuationToken>" if is_cut else ""
+        cut = f"<IsTruncated>{str(is_cut).lower()}</IsTruncated>{token}"
+        return f"<ListBucketResult><Name>{BUCKET}</Name>{cut}{rows}</ListBucketResult>".encode()
+
+    def worded(self, code):
+        status, message = ANSWERS[code]
+        xml = f'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>{code}</Code><Message>{message}</Message></Error>'
+        return status, {}, xml.encode()
+
+    def say(self, code):
+        status, headers, content = self.worded(code)
+        self.answer(status, content, headers)
+
+    def answer(self, status, content=b"", headers=()):
+        self.send_response(status)
+        for name, value in dict(headers).items():
+            self.send_header(name, value)
+        if status != 204:
+            self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(b"" if self.command == "HEAD" else content)
+
+    def control(self):
+        with self.objects.lock:
+            if self.content:
+                rows = json.loads(self.content)
+                for pattern in rows.pop("vanish", []):
+                    self.objects.expire(0.0, pattern)
+                Handler.manners = Manners(**rows)
+            self.answer(200, json.dumps(self.counts).encode())
+
+
+def unquote_xml(text):
+    for name, letter in (("&lt;", "<"), ("&gt;", ">"), ("&quot;", '"'), ("&apos;", "'"), ("&amp;", "&")):
+        text = text.replace(name, letter)
+    return text
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads, request_queue_size = True, 128
+
+    def handle_error(self, request, client_address):
+        return None
 
 
 def serve(host):
-    from moto.server import DomainDispatcherApplication, create_backend_app
-    from werkzeug.serving import make_server
-
-    application = Faulty(DomainDispatcherApplication(create_backend_app))
-    server = make_server(host, 0, application, threaded=True)
-    threading.Thread(target=server.serve_forever).start()
-    urlopen(Request(f"http://127.0.0.1:{server.port}/{BUCKET}", b"", method="PUT")).close()
-    print(server.port, flush=True)
+    server = Server((host, 0), Handler)
+    print(server.server_port, flush=True)
+    server.serve_forever()
 
 
 def variables_for(url):
@@ -98,16 +322,17 @@ class S3Server:
         self._num += 1
         return f"s3://{BUCKET}/run{self._num}"
 
-    def set(self, **faults):
-        """Set how requests fail from now on, in place of what was set before."""
-        self._ask(_CONTROL, json.dumps(faults).encode())
+    def set(self, **manners):
+        """Set how requests are answered from now on, in place of what was set before; `vanish`: patterns of keys."""
+        assert manners.keys() <= {"vanish", *(one.name for one in fields(Manners))}, manners
+        self._ask(json.dumps(manners or {"seed": 0}).encode())
 
     def counts(self):
         """Return how many requests there were, by method."""
-        return json.loads(self._ask(_CONTROL))
+        return json.loads(self._ask())
 
-    def _ask(self, path, content=None):
-        with urlopen(Request(self._url + path, content, method="GET" if content is None else "PUT")) as answer:
+    def _ask(self, content=None):
+        with urlopen(Request(self._url + _CONTROL, content, method="GET" if content is None else "PUT")) as answer:
             return answer.read()
 
 
@@ -128,7 +353,6 @@ def s3_server(host="127.0.0.1", command=()):
         [*command, sys.executable, "-m", "tests.s3_server", host],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONWARNINGS": "ignore"},
         cwd=Path(__file__).parents[1],
         text=True,
     )

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A folder as a board: which files there are, and what happens if it can't be used."""
 
+import errno
 import os
 import threading
 
 import pytest
 
 from farflung.base.errors import ConfigError, Unreachable
+from farflung.comm import folder as folder_module
 from farflung.comm.folder import FolderTransport
 
 
@@ -59,6 +61,16 @@ def test_a_folder_that_is_gone_ends_requests_with_its_name_and_one_that_comes_ba
     back.start()
     assert folder.board.get("key") == b"1"
     back.join()
+
+
+@pytest.mark.parametrize("act", ["replace", "link", "unlink", "open"])
+def test_a_mount_that_can_not_do_what_a_run_needs_is_refused_before_anything_begins(tmp_path, monkeypatch, act):
+    def refused(*args, **more):
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    monkeypatch.setattr(folder_module if act == "open" else os, act, refused, raising=False)
+    with pytest.raises(ConfigError, match=f"can't meet in the folder {tmp_path}: .*not supported.*rename"):
+        FolderTransport(tmp_path)
 
 
 @pytest.mark.parametrize("what", ["missing", "a file"])

@@ -4,13 +4,16 @@
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
+from obstore import exceptions as errors
 
 from farflung.base.errors import ConfigError, Unreachable
+from farflung.comm import objects
 from farflung.comm.address import transport_at
-from farflung.comm.object_store import BucketTransport
+from farflung.comm.object_store import BucketTransport, bucket_at
 from farflung.comm.objects import PATIENCE_S
 from tests.comm.test_objects import Watch, each
 
@@ -41,12 +44,6 @@ def test_many_objects_are_deleted_by_one_request(board, s3):
     assert board.list("") == ["4"]
 
 
-def test_a_bucket_that_overwrites_what_was_to_be_created_is_refused(bucket, s3):
-    s3.set(ignores=True)
-    with pytest.raises(ConfigError, match=f"can't meet at {bucket}. It overwrites objects"):
-        transport_at(bucket)
-
-
 @pytest.mark.parametrize(
     ("address", "why"),
     [
@@ -65,6 +62,64 @@ def test_without_obstore_the_error_says_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "farflung.comm.object_store")
     with pytest.raises(ConfigError, match=r"needs obstore: pip install 'farflung\[bucket\]'"):
         transport_at("s3://runs/run")
+
+
+REFUSED = [
+    ({"denied": ["Put"]}, r"403 Forbidden.*may lack a permission: s3:PutObject"),
+    ({"denied": ["Get"]}, "may lack a permission: s3:GetObject"),
+    ({"denied": ["List"]}, "may lack a permission: s3:ListBucket"),
+    ({"denied": ["Delete"]}, "may lack a permission: s3:DeleteObject"),
+    ({"create": "NotImplemented"}, "501.*can't create an object only where there is none. S3, R2"),
+    ({"create": "InvalidArgument"}, "400.*can't create an object only where there is none. S3, R2"),
+    ({"create": "ignored"}, "It overwrites objects"),
+    ({"then": "ExpiredToken", "for_s": 99}, "400.*credentials have expired.*start this again with new ones"),
+    ({"then": "AuthorizationHeaderMalformed", "for_s": 99}, "400.*AWS_REGION is probably not"),
+    ({"then": "PermanentRedirect", "for_s": 99}, "AWS_REGION is probably not"),
+    ({"then": "InvalidAccessKeyId", "for_s": 99}, "Check AWS_ACCESS_KEY_ID"),
+]
+
+
+@pytest.mark.parametrize(("manners", "why"), REFUSED, ids=[str(manners) for manners, _ in REFUSED])
+def test_what_the_run_will_need_is_tried_at_the_start_and_told_with_its_remedy(bucket, s3, manners, why, monkeypatch):
+    monkeypatch.setattr(objects.time, "sleep", lambda seconds: pytest.fail("asking again would not help"))
+    s3.set(**manners)
+    with pytest.raises(ConfigError, match=f"can't meet at {bucket}.*{why}"):
+        transport_at(bucket)
+
+
+def test_credentials_that_lie_in_a_profile_alone_are_missed_by_name(bucket, s3):
+    board = bucket_at(bucket)
+    with pytest.raises(Unreachable, match=r"Profiles in ~/.aws are not read.*aws configure export-credentials"):
+        replace(board, is_strict=True).ask(lambda: raised("Error performing PUT http://169.254.169.254/latest/api"))
+
+
+def raised(words):
+    raise errors.GenericError(words)
+
+
+def test_a_store_that_deletes_one_object_at_a_time_will_do(bucket, s3):
+    s3.set(bulk="NotImplemented")
+    board = transport_at(bucket).board
+    for name in ("a", "b", "c"):
+        board.put(name, b"1")
+    board.delete("a", "nothing", "c")
+    assert board.list("") == ["b"]
+
+
+def test_a_create_that_conflicts_with_another_one_is_sent_again(board, s3):
+    s3.set(conflicts=0.7, lost=0.2, page=2)
+    assert [board.put_new(f"key{number}", b"mine") for number in range(8)] == [True] * 8
+    assert not any(board.put_new(f"key{number}", b"another") for number in range(8))
+    assert len(board.list("key")) == 8
+
+
+def test_a_refusal_in_mid_run_may_pass_and_callers_without_patience_hear_its_remedy(board, s3):
+    board.put("key", b"1")
+    for told, remedy in (("AccessDenied", "s3:GetObject"), ("ExpiredToken", "credentials have expired")):
+        s3.set(then=told, for_s=0.8)
+        with pytest.raises(Unreachable, match=remedy):
+            board.patient(0).get("key")
+        assert board.get("key") == b"1"
 
 
 @pytest.mark.parametrize("num_bytes", [1, 256 * 1024, 256 * 1024 + 1, 13_000_000])

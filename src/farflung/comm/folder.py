@@ -19,9 +19,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
-from farflung.base.errors import ConfigError
+from farflung.base.errors import ConfigError, Unreachable
 from farflung.comm.object_group import ObjectTransport
-from farflung.comm.objects import PATIENCE_S, ObjectBoard
+from farflung.comm.objects import PATIENCE_S, ObjectBoard, try_out
 
 _T = TypeVar("_T")
 
@@ -35,19 +35,22 @@ class FolderTransport(ObjectTransport):
     """Groups of replicas that meet in a folder, which exists.
 
     Raises:
-        ConfigError: this process can't write there, or the file system has no hard links.
+        ConfigError: this process can't write, rename and delete there, or the file system has no hard links.
     """
 
     def __init__(self, path: str | os.PathLike[str], patience_s: float = PATIENCE_S) -> None:
         folder = Path(path).absolute()
+        board = folder_at(folder, patience_s)
         try:
-            _try_out(folder / _ASIDE)
-        except OSError as error:
+            _delete_abandoned(folder / _ASIDE)
+            try_out(board.patient(0))
+        except (OSError, Unreachable, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else str(error)
             raise ConfigError(
-                f"Replicas can't meet in the folder {folder}: {error.strerror}. It must exist, be writable and be able "
-                "to hold hard links."
+                f"Replicas can't meet in the folder {folder}: {why}. It must exist, be writable, and allow to rename "
+                "and delete files and to create hard links."
             ) from None
-        super().__init__(folder_at(folder, patience_s), folder.as_uri())
+        super().__init__(board, folder.as_uri())
 
 
 def folder_at(path: str | os.PathLike[str], patience_s: float = PATIENCE_S) -> FolderBoard:
@@ -56,21 +59,17 @@ def folder_at(path: str | os.PathLike[str], patience_s: float = PATIENCE_S) -> F
     return FolderBoard(f"folder {folder}", patience_s=patience_s, path=str(folder))
 
 
-def _try_out(aside: Path) -> None:
-    """Make the folder of files that are being written, link a file in it, and delete what was abandoned there."""
+def _delete_abandoned(aside: Path) -> None:
+    """Make the folder of files that are being written, and delete what was abandoned there."""
     aside.mkdir(exist_ok=True)
-    first, second = (aside / secrets.token_hex(8) for _ in range(2))
-    first.touch()
-    try:
-        os.link(first, second)
-        now = second.stat().st_mtime  # as the file system's clock has it
-        for one in aside.iterdir():
-            with suppress(FileNotFoundError):  # another process has it renamed meanwhile
-                if one.stat().st_mtime < now - _ABANDONED_S:
-                    one.unlink()
-    finally:
-        for one in (first, second):
-            one.unlink(missing_ok=True)
+    mine = aside / secrets.token_hex(8)
+    mine.touch()
+    now = mine.stat().st_mtime  # as the file system's clock has it
+    mine.unlink()
+    for file in aside.iterdir():
+        with suppress(FileNotFoundError):  # another process has renamed it meanwhile
+            if file.stat().st_mtime < now - _ABANDONED_S:
+                file.unlink()
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class FolderBoard(ObjectBoard):
                     os.rmdir(folder)
 
         for key in keys:
-            self.ask(partial(delete, self._path(key)))
+            self.ask(partial(delete, self._path(key)), "delete")
 
     def write(self, key: str, parts: Sequence[bytes | memoryview], is_new: bool = False) -> None:
         """Write a file of these parts aside, and then give it its name."""
@@ -117,7 +116,7 @@ class FolderBoard(ObjectBoard):
                 with suppress(FileNotFoundError):
                     os.unlink(aside)
 
-        self.ask(write)
+        self.ask(write, "write")
 
     def read(self, key: str, act: Callable[[BufferedReader, int], _T]) -> _T | None:
         path = self._path(key)

@@ -24,7 +24,7 @@ from obstore.store import from_url
 
 from farflung.base.errors import ConfigError, Unreachable
 from farflung.comm.object_group import ObjectTransport
-from farflung.comm.objects import PATIENCE_S, ObjectBoard
+from farflung.comm.objects import PATIENCE_S, Act, ObjectBoard, Refused, try_out
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore
@@ -52,42 +52,33 @@ class BucketTransport(ObjectTransport):
 
     def __init__(self, address: str, patience_s: float = PATIENCE_S) -> None:
         board = bucket_at(address, patience_s)
+        if not board.deletes_many():
+            board = bucket_at(address, patience_s, one_by_one=True)
         try:
-            _try_out(board.part("probe"))
+            try_out(board)
         except (Unreachable, ValueError) as error:
-            raise ConfigError(f"Replicas can't meet at {board.root}. {_words(error)}") from None
+            raise ConfigError(f"Replicas can't meet at {board.root}. {error}") from None
         super().__init__(board, board.root)
 
 
-def bucket_at(address: str, patience_s: float = PATIENCE_S) -> BucketBoard:
-    """Return the objects at an address, which nothing has been asked of; ConfigError if it is none."""
+def bucket_at(address: str, patience_s: float = PATIENCE_S, one_by_one: bool = False) -> BucketBoard:
+    """Return the objects at an address, which nothing has been asked of; ConfigError if it is none.
+
+    Args:
+        one_by_one: each object is deleted by a request of its own.
+    """
     address = address.rstrip("/")
+    config: Any = {"aws_disable_bulk_delete": "true"} if one_by_one and address.startswith("s3") else None
 
     def made(answer_s: timedelta) -> ObjectStore:
         # Only an endpoint that someone has given can be one of http://.
         client: ClientConfig = {"timeout": answer_s, "connect_timeout": _CONNECT_S, "allow_http": True}
-        return from_url(address, client_options=client, retry_config={"max_retries": 0})
+        return from_url(address, config=config, client_options=client, retry_config={"max_retries": 0})
 
     try:
         return BucketBoard(address, patience_s=patience_s, quick=made(_ANSWER_S), slow=made(_PART_S))
     except (errors.BaseError, ValueError) as error:
-        raise ConfigError(f"Replicas can't meet at {address}. {_words(error)}") from None
-
-
-def _try_out(board: BucketBoard) -> None:
-    """Create an object twice, which must fail the second time."""
-    key = secrets.token_hex(8)
-    board.put(key, b"1")
-    try:
-        board.write(key, [b"2"], is_new=True)
-    except FileExistsError:
-        return
-    finally:
-        board.delete(key)
-    raise ValueError(
-        "It overwrites objects that are to be created only where there are none. S3, R2, MinIO, Google Cloud Storage "
-        "and Azure heed that condition."
-    )
+        raise ConfigError(f"Replicas can't meet at {address}. {_words(error)}.") from None
 
 
 @dataclass(frozen=True)
@@ -113,7 +104,15 @@ class BucketBoard(ObjectBoard):
                 self.delete(key)
 
         if keys:
-            self.ask(delete)
+            self.ask(delete, "delete")
+
+    def deletes_many(self) -> bool:
+        """Return whether one request can delete several objects; some stores have none such."""
+        try:
+            obstore.delete(self.quick, [self.name(secrets.token_hex(8)) for _ in range(2)])
+        except (FileNotFoundError, errors.BaseError) as error:
+            return isinstance(error, FileNotFoundError) or not self._remedy(str(error), "delete")
+        return True
 
     def write(self, key: str, parts: Sequence[bytes | memoryview], is_new: bool = False) -> None:
         is_small = sum(map(len, parts)) <= _SMALL
@@ -123,7 +122,8 @@ class BucketBoard(ObjectBoard):
         elif not is_small:
             how = {"chunk_size": _PART, "max_concurrency": _SIDE_BY_SIDE}
         store = self.quick if is_small else self.slow
-        self.ask(lambda: obstore.put(store, self.name(key), list(parts), **how))
+        act: Act = "create" if is_new else "write"
+        self.ask(lambda: obstore.put(store, self.name(key), list(parts), **how), act)
 
     def read(self, key: str, act: Callable[[BufferedReader, int], _T]) -> _T | None:
         def read() -> _T | None:
@@ -144,18 +144,31 @@ class BucketBoard(ObjectBoard):
     def names(self, folder: str) -> Sequence[str]:
         return [one["path"] for one in obstore.list(self.quick, folder).collect()]
 
-    def ask(self, request: Callable[[], _T]) -> _T:
+    def ask(self, request: Callable[[], _T], act: Act = "read") -> _T:
         def translated() -> _T:
             try:
                 return request()
             except (errors.AlreadyExistsError, errors.PreconditionError):
                 raise FileExistsError from None
-            except (errors.PermissionDeniedError, errors.UnauthenticatedError, FileNotFoundError) as error:
-                raise self.unreachable(_words(error)) from None  # asking again would not help
-            except errors.BaseError as error:
-                raise OSError(_words(error)) from None
+            except (FileNotFoundError, errors.BaseError) as error:
+                why, remedy = _words(error), self._remedy(str(error), act)
+                raise Refused(f"{why}. {remedy}") if remedy else OSError(why) from None
 
-        return super().ask(translated)
+        return super().ask(translated, act)
+
+    def _remedy(self, said: str, act: Act) -> str:
+        """Return what to do about an error of the store; empty if asking again may be enough."""
+        for pattern, remedy in _REMEDIES:
+            if re.search(pattern, said):
+                return remedy
+        found = _STATUS.search(said)
+        status = "403" if "AccessDenied" in said else found[1] if found else "500"  # of one of several objects
+        if status in ("401", "403"):
+            permission = _PERMISSIONS.get(self.root.partition(":")[0], {}).get(act, f"one to {act} objects")
+            return f"The credentials may lack a permission: {permission}"
+        if status in _PASSING or (status[0] == "5" and status not in _UNABLE):
+            return ""
+        return f"It can't create an object only where there is none. {_CONDITIONAL}" if act == "create" else _CHECK
 
     def _parts(self, key: str, first: Buffer, size: int) -> Iterator[Buffer]:
         """Return the bytes of an object, given those that have come already."""
@@ -167,6 +180,53 @@ class BucketBoard(ObjectBoard):
                 yield from threads.map(
                     lambda at: obstore.get_range(self.slow, name, start=at, end=min(at + _PART, size)), starts
                 )
+
+
+_STATUS = re.compile(r"status code: (\d+)")
+_PASSING = {"408", "409", "425", "429"}  # of those below 500; and RequestTimeout, which is a 400
+_UNABLE = {"501", "505"}
+# What stores say, and what to do about it: error codes of S3, which others share, and obstore's own words.
+_REMEDIES = (
+    ("RequestTimeout|IncompleteBody|BadDigest", ""),
+    (
+        "ExpiredToken|TokenRefreshRequired|InvalidToken",
+        "The credentials have expired, and nothing renews those in variables: start this again with new ones",
+    ),
+    (
+        "AuthorizationHeaderMalformed|PermanentRedirect|IllegalLocationConstraint|redirect without LOCATION",
+        "AWS_REGION is probably not the region of the bucket",
+    ),
+    (
+        "InvalidAccessKeyId|SignatureDoesNotMatch|NotSignedUp",
+        "Check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and that AWS_ENDPOINT_URL is where they belong",
+    ),
+    ("RequestTimeTooSkewed", "Set the clock of this machine"),
+    ("NoSuchBucket|ContainerNotFound", "Create the bucket first, or correct its name"),
+    (
+        r"169\.254\.|metadata\.google",
+        "No credentials are in this environment. Profiles in ~/.aws are not read, whatever AWS_PROFILE says: "
+        '`eval "$(aws configure export-credentials --format env)"` exports one',
+    ),
+)
+_CONDITIONAL = "S3, R2, MinIO, Google Cloud Storage and Azure do"
+_CHECK = "Check the address, and the variables for credentials and endpoint"
+_PERMISSIONS: dict[str, dict[str, str]] = {
+    "s3": {
+        "write": "s3:PutObject",
+        "create": "s3:PutObject",
+        "read": "s3:GetObject, or s3:ListBucket, without which S3 refuses to say that an object does not exist",
+        "list": "s3:ListBucket",
+        "delete": "s3:DeleteObject",
+    },
+    "gs": {
+        "write": "storage.objects.create, and storage.objects.delete to overwrite",
+        "create": "storage.objects.create",
+        "read": "storage.objects.get",
+        "list": "storage.objects.list",
+        "delete": "storage.objects.delete",
+    },
+    "az": dict.fromkeys(("write", "create", "read", "list", "delete"), "the role Storage Blob Data Contributor"),
+}
 
 
 class _Body(io.RawIOBase):
@@ -189,6 +249,9 @@ class _Body(io.RawIOBase):
 
 def _words(error: Exception) -> str:
     """Return what a store has said, without its XML and what obstore has for those that debug it."""
-    said = str(error)
-    line, message = said.partition("\n")[0].partition(": <?xml")[0], re.search(r"<Message>(.*?)</Message>", said)
-    return f"{line}: {message[1]}" if message else line
+    text = str(error)
+    line = text.partition("\n")[0].partition(": <?xml")[0].partition(": <Error")[0].rstrip(".")
+    if sent := re.search(r"Error performing (\S+ \S+) in \S+ - (?:Server returned non-2xx status code: )?(.*)", line):
+        line = f"{sent[1]}: {sent[2]}"
+    code, message = (re.search(rf"<{name}>(.*?)</{name}>", text) for name in ("Code", "Message"))
+    return line + (f": {message[1].rstrip('.')}" if message else "") + (f" ({code[1]})" if code else "")

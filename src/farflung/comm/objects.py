@@ -6,12 +6,13 @@ An object appears whole, and of several writers one creates it. Nothing is locke
 
 from __future__ import annotations
 
+import secrets
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from io import BufferedReader
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, TypeVar
 from urllib.parse import quote, unquote
 
 from farflung.base.errors import Unreachable
@@ -21,9 +22,14 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _T = TypeVar("_T")
+Act: TypeAlias = Literal["write", "create", "read", "list", "delete"]
 
 PATIENCE_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0  # before a failed request is sent again
+
+
+class Refused(OSError):
+    """The same request will be refused again, unless someone changes a permission, a setting or credentials."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,8 @@ class ObjectBoard(Board):
     Args:
         root: the address, as errors name it.
         patience_s: how long requests may fail before `Unreachable` is raised; 0: one attempt.
+        is_strict: refused requests are not repeated, as none has succeeded yet. Later on credentials may be about to be
+            renewed.
 
     Attributes:
         num_at_once: how many requests are worth being under way at a time, in threads; 1: an answer comes at once.
@@ -41,6 +49,7 @@ class ObjectBoard(Board):
     root: str
     prefix: str = ""
     patience_s: float = PATIENCE_S
+    is_strict: bool = False
     num_at_once: ClassVar[int] = 1
 
     def part(self, name: str) -> Self:
@@ -53,18 +62,23 @@ class ObjectBoard(Board):
         self.write(key, [value])
 
     def put_new(self, key: str, value: bytes) -> bool:
-        try:
-            self.write(key, [value], is_new=True)
-            return True
-        except FileExistsError:
-            return self.get(key) == value
+        def decide() -> bool:
+            try:
+                self.write(key, [value], is_new=True)
+                return True
+            except FileExistsError:
+                if (found := self.get(key)) is None:  # another create is under way, or it was deleted again
+                    raise OSError("an object is said to exist that can't be read") from None
+                return found == value
+
+        return self.ask(decide)
 
     def get(self, key: str) -> bytes | None:
         return self.read(key, lambda file, size: file.read())
 
     def list(self, prefix: str) -> Sequence[str]:
         folder = f"{self.prefix}{prefix}".rpartition("/")[0]
-        found = self.ask(lambda: self.names(quoted(folder)))
+        found = self.ask(lambda: self.names(quoted(folder)), "list")
         keys = [unquote(name) for name in found if quoted(unquote(name)) == name]  # the others are foreign ones
         return [key.removeprefix(self.prefix) for key in keys if key.startswith(self.prefix + prefix)]
 
@@ -90,8 +104,12 @@ class ObjectBoard(Board):
     def unreachable(self, why: str) -> Unreachable:
         return Unreachable(f"The run's {self.root} can't be used: {why}.")
 
-    def ask(self, request: Callable[[], _T]) -> _T:
-        """Send a request until it does not end with an OSError; Unreachable if it always does."""
+    def ask(self, request: Callable[[], _T], act: Act = "read") -> _T:
+        """Send a request until it does not end with an OSError; Unreachable if it always does.
+
+        Args:
+            act: what the request does, for errors to name what is not permitted.
+        """
         began, pause_s = time.monotonic(), _FIRST_PAUSE_S
         while True:
             try:
@@ -99,11 +117,34 @@ class ObjectBoard(Board):
             except FileExistsError:
                 raise
             except OSError as error:
-                if time.monotonic() - began >= self.patience_s:
+                is_final = self.is_strict and isinstance(error, Refused)
+                if is_final or time.monotonic() - began >= self.patience_s:
                     at = f" ({error.filename})" if error.filename else ""
                     raise self.unreachable(f"{error.strerror or error}{at}") from None
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def try_out(board: ObjectBoard) -> None:
+    """Make once all the kinds of requests that a run makes.
+
+    Raises:
+        Unreachable: one was refused.
+        ValueError: an object was overwritten that was to be created only where there is none.
+    """
+    probe = replace(board, is_strict=True).part("probe").part(secrets.token_hex(8))
+    probe.put("object", b"1")
+    probe.put("object", b"2")
+    probe.get("object")
+    probe.list("")
+    probe.get("missing")
+    is_created, is_kept = (probe.put_new("new", value) for value in (b"1", b"2"))
+    probe.delete("object", "new")
+    if not is_created or is_kept:
+        raise ValueError(
+            "It overwrites objects that are to be created only where there are none. S3, R2, MinIO, Google Cloud "
+            "Storage and Azure heed that condition."
+        )
 
 
 def quoted(key: str) -> str:
