@@ -5,6 +5,8 @@ import threading
 
 import pytest
 
+from farflung.base.errors import Unreachable
+from farflung.comm import board as board_module
 from farflung.comm.board import Log
 from farflung.comm.c10d_transport import C10dTransport
 from farflung.comm.folder import FolderTransport
@@ -67,6 +69,41 @@ def test_a_log_keeps_the_last_decisions_alone(board):
         log.append(number, b"value")
         sizes.append(len(board.list("log/")))
     assert max(sizes) == max(sizes[:40]) < 40
+
+
+@pytest.mark.parametrize("gone", [range(1, 21), [20], range(21)])
+def test_a_log_whose_records_vanish_says_so_and_never_begins_again(board, monkeypatch, gone):
+    monkeypatch.setattr(board_module, "_LATE_S", 0.05)
+    log = Log(board, "log")
+    for number in range(20):
+        log.append(number, b"%d" % number)
+    board.delete(*(f"log/{number}" for number in gone))
+    for act in (log.last, log.count, lambda: log.append(3, b"x")):
+        with pytest.raises(Unreachable, match="Records of the run have vanished: log/20 ") as told:
+            act()
+        assert told.value.is_gone
+
+
+def test_one_that_knows_nothing_of_a_log_finds_no_first_record_where_others_were_deleted(board, monkeypatch):
+    monkeypatch.setattr(board_module, "_LATE_S", 0.05)
+    log = Log(board, "log")
+    for number in range(20):
+        log.append(number, b"%d" % number)
+    board.delete(*(f"log/{number}" for number in range(1, 21)))
+    with pytest.raises(Unreachable, match="have vanished"):
+        Log(board, "log").count()
+
+
+def test_a_listing_may_be_late_in_what_it_shows_and_hides(board, monkeypatch):
+    monkeypatch.setattr(board_module, "_LATE_S", 5.0)
+    log, shown = Log(board, "log"), []
+    for number in range(20):
+        log.append(number, b"%d" % (number + 1))
+        shown = board.list("log/") if number == 9 else shown
+    monkeypatch.setattr(type(board), "list", lambda self, prefix: shown)
+    for number in range(20, 24):
+        board.put_new(f"log/{number + 1}", b"%d" % (number + 1))
+    assert Log(board, "log").last() == (24, b"24")
 
 
 def test_numbers_that_are_counted_by_several_are_each_given_once(board):

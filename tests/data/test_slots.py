@@ -420,11 +420,11 @@ class Store:
     """One that can be lost."""
 
     def __init__(self, store):
-        self.store, self.is_lost = store, False
+        self.store, self.is_lost, self.is_gone = store, False, True
 
     def __getattr__(self, name):
         if self.is_lost:
-            raise Unreachable("The store of this run is gone.")
+            raise Unreachable("The store of this run is gone.", self.is_gone)
         return getattr(self.store, name)
 
 
@@ -444,6 +444,28 @@ def test_without_the_store_the_epoch_ends_and_later_ones_are_shared_by_places():
         finish(run)
     finish(run)
     run.expect([1])
+
+
+def test_an_address_that_refuses_for_a_while_skips_no_batch_and_its_records_follow():
+    run = Run(40)
+    run.join(), run.join()
+    stores = []
+    for one in run.live:
+        (board,) = one.slots.boards
+        board._board = board._log._board = Store(board._board)
+        board._board.is_gone = False
+        stores.append(board._board)
+        one.take()
+    for store in stores:
+        store.is_lost = True
+    run.round()  # its records can't be written now
+    with pytest.raises(Unreachable):
+        run.live[0].slots.ask(run.live[0].slots.boards[0].holds_all)
+    for store in stores:
+        store.is_lost = False
+    finish(run)
+    assert not any(one.slots.is_gone or one.slots._unwritten for one in run.live)
+    run.expect([0])
 
 
 def test_len_is_the_share_of_one_of_the_replicas_that_the_run_begins_with():

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 
@@ -59,13 +60,24 @@ def test_it_is_found_again_when_the_line_is_back(cut):
     assert (len(said), store.is_gone) == (2, False)
 
 
-def test_it_is_not_looked_for_without_end(cut, monkeypatch):
+def test_it_counts_as_gone_after_a_while_and_is_there_again_once_it_answers(cut, monkeypatch):
     _, store, said = cut
     monkeypatch.setattr(run_store, "_CUT_OFF_S", -1.0)
     store.ask(fails, 0)
     assert store.is_gone
-    store.ask(lambda notes: pytest.fail("it is gone"), 0)
+    store.ask(fails, 0)
     assert len(said) == 2
+    assert store.ask(is_reached, False)
+    assert (len(said), store.is_gone) == (3, False)
+
+
+def test_a_clock_that_is_set_changes_nothing(cut, monkeypatch):
+    _, store, _ = cut
+    monkeypatch.setattr(time, "time", lambda: 1e12)
+    store.ask(fails, 0)
+    assert not store.is_gone
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert store.ask(is_reached, False)
 
 
 def test_where_nobody_listens_any_more_it_is_gone_and_nothing_else_is_printed(capfd, said):

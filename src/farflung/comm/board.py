@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, Protocol
 
+from farflung.base.errors import Unreachable
+
 _FORGET_EVERY = 8  # decisions
+_LATE_S, _PAUSES = 10.0, 5  # how late a listing may be; pauses of the board between two
 
 
 class Board(Protocol):
@@ -69,6 +73,9 @@ class Log:
     the latest one. A writer that has written a record, and then finds the one before it unchanged, has not rewritten a
     deleted one. Record 0 is written before others are deleted, for readers that know of no record.
 
+    A listing may be late, so the latest record is looked for by name after the latest one that it shows. If records
+    vanish that no writer deletes (a purge, a lifecycle rule), `Unreachable` says so: a log never begins again.
+
     Args:
         name: of the log; its keys are `<name>/<number>`.
         keep: how many records to keep. A writer that is overtaken by so many decisions between two requests does not
@@ -82,13 +89,26 @@ class Log:
     def last(self) -> tuple[int, bytes | None]:
         """Return the number and the value of the latest decision; 0 and None if there is none yet."""
         number, value = self._known
-        if self._get(number + 1) is not None or self._get(number) != value:
-            value = None
-            while value is None:  # or else it was deleted meanwhile
-                number = max(self._numbers())
-                value = self._get(number)
-            self._known = number, value
-        return number, value
+        if self._get(number + 1) is None and self._get(number) == value:
+            return self._known
+        until = time.monotonic() + _LATE_S
+        while True:
+            found = max((one for one in self._numbers() if one >= number), default=number)
+            content = self._get(found)
+            while (later := self._get(found + 1)) is not None:
+                found, content = found + 1, later
+            if found > number and content is not None:
+                self._known = found, content
+                return self._known
+            if found == number and content == value:
+                return self._known  # another writer had overwritten it for a moment
+            if time.monotonic() > until:
+                raise Unreachable(
+                    f"Records of the run have vanished: {self._key(number)} was the latest one of its log, or newer, "
+                    "and is not there any more. Did something purge old files, or a lifecycle rule old objects?",
+                    is_gone=True,
+                )
+            time.sleep(_PAUSES * self._board.pause_s)
 
     def get(self, number: int) -> bytes | None:
         """Return a decision, the latest or one before it; None if it is not there, or not any more."""

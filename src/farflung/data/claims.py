@@ -78,6 +78,7 @@ class Claims:
         self.loops: list[Followed] = []
         self.num_steps = 0
         self.is_gone = False  # the board can't be reached any more
+        self._unwritten: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self._is_first = self.exchange.group.rank == 0
 
     def add_loader(self) -> tuple[int, SlotBoard]:
@@ -97,11 +98,21 @@ class Claims:
     # ---- what the passes call
 
     def ask(self, act: Callable[..., Any], *args: Any) -> Any:
-        """Call `act` on the board and return its result; None once the board is gone, which does not end training."""
+        """Call `act` on the board and return its result; None once the board is gone for good, and training goes on.
+
+        Unreachable: it has given no answer for as long as its requests are patient. It may come back, so nobody can
+        know which batches are whose.
+        """
         if not self.is_gone:
             try:
+                while self._unwritten:
+                    write, arguments = self._unwritten[0]
+                    write(*arguments)
+                    del self._unwritten[0]
                 return act(*args)
-            except Unreachable:
+            except Unreachable as error:
+                if not error.is_gone:
+                    raise
                 self.is_gone = True
                 warnings.warn(
                     "The run's store is gone, so replicas can't share the rest of this epoch, which ends here. "
@@ -112,9 +123,12 @@ class Claims:
         return None
 
     def write(self, act: Callable[..., Any], *args: Any) -> None:
-        """Write to the board, on one rank of the replica."""
+        """Write to the board, on one rank of the replica; before its next request, if it gives no answer now."""
         if self._is_first:
-            self.ask(act, *args)
+            try:
+                self.ask(act, *args)
+            except Unreachable:
+                self._unwritten.append((act, args))
 
     def is_member(self, member: int) -> bool:
         """Whether a replica takes part, as far as this one knows."""

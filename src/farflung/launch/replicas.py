@@ -295,6 +295,8 @@ class _Launcher:
         members: list[int] = []  # of its last two processes: others may not have read yet how the last one ended
         while not self._asked_to_end:
             while (member := self._store.ask(lambda notes: self._enroll(notes, name, members), None)) is None:
+                if self._asked_to_end:
+                    return
                 if self._store.is_gone:
                     self._give_up(name, "", ENGINE)
                     return

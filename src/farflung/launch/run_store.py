@@ -15,7 +15,7 @@ from farflung.comm.transport import Transport
 _Answer = TypeVar("_Answer")
 
 _ASK_AGAIN_S = 1.0
-_CUT_OFF_S = 600.0  # after which a launcher no longer asks
+_CUT_OFF_S = 600.0  # after which a launcher restarts no replica
 _SAY_AGAIN_S = 30.0  # that it is cut off still
 
 
@@ -24,7 +24,7 @@ class RunStore:
 
     Attributes:
         heartbeats: of the run's launchers.
-        is_gone: it will not come back, or has been away for too long.
+        is_gone: it has probably ended, or has been away for too long; if it answers again, it is there again.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -32,34 +32,36 @@ class RunStore:
         self._notes = LauncherNotes(transport.board.patient(0))
         self.heartbeats = Heartbeats(self._notes)
         self._address = transport.address
-        self._cut_at = self._ask_at = 0.0  # since when it can't be reached, in seconds since 1970; 0: it can
-        self._say_at = 0.0
+        self._cut_at: float | None = None  # since when it can't be reached, by the monotonic clock; None: it can
+        self._ask_at = self._say_at = 0.0
 
     def ask(self, act: Callable[[LauncherNotes], _Answer], otherwise: _Answer) -> _Answer:
         """Return what `act` finds in the store, or `otherwise` where the store can't be reached."""
-        if self.is_gone or time.time() < self._ask_at:
+        if time.monotonic() < self._ask_at:
             return otherwise
-        began = time.time()
+        began = time.monotonic()
         try:
             found = act(self._notes)
         except Unreachable as error:
             self._lose(began, error.is_gone)
             return otherwise
-        if self._cut_at:
+        if self._cut_at is not None:
             record(Kind.REACHED, address=self._address, cut_s=began - self._cut_at)
-            self._cut_at = 0.0
+            self._cut_at, self.is_gone = None, False
         return found
 
     def _lose(self, since: float, is_gone: bool) -> None:
-        now = time.time()
+        now = time.monotonic()
         self._ask_at = now + _ASK_AGAIN_S
-        self.is_gone = is_gone or (self._cut_at > 0 and now > self._cut_at + _CUT_OFF_S)
+        was_gone, is_first = self.is_gone, self._cut_at is None
+        self._cut_at = since if self._cut_at is None else self._cut_at
+        self.is_gone = was_gone or is_gone or now > self._cut_at + _CUT_OFF_S
         if self.is_gone:
-            record(Kind.CUT_OFF, address=self._address, is_gone=True)
-        elif not self._cut_at:
-            self._cut_at = since
+            if not was_gone:
+                record(Kind.CUT_OFF, address=self._address, is_gone=True)
+        elif is_first:
             self._say_at = now + _SAY_AGAIN_S
-            record(Kind.CUT_OFF, address=self._address, since=since)
+            record(Kind.CUT_OFF, address=self._address, since=time.time() - (now - since))
         elif now >= self._say_at:
             self._say_at = now + _SAY_AGAIN_S
             record(Kind.CUT_OFF, address=self._address, cut_s=now - self._cut_at, gives_up_s=_CUT_OFF_S)
