@@ -14,8 +14,10 @@ T = TypeVar("T")
 TRUE_WORDS = ("1", "true", "yes", "on", "y", "t")
 FALSE_WORDS = ("0", "false", "no", "off", "n", "f", "")
 SHOWS_ATTEMPTS = "FARFLUNG_SHOWS_ATTEMPTS"  # where the launcher shows how each attempt failed, and not the last alone
+REPORTS = "FARFLUNG_REPORTS"  # the file descriptor to which a launcher under a tether reports, by its number
 LAUNCHER = "FARFLUNG_LAUNCHER"  # the process that a rank must not outlive, by its number
 RUN_FOLDER = "FARFLUNG_RUN_FOLDER"  # where ranks write of their run
+OF_LAUNCHERS = (SHOWS_ATTEMPTS, REPORTS, LAUNCHER, RUN_FOLDER)
 MEMBER_VARIABLES = ("FARFLUNG_STORE", "FARFLUNG_MEMBER")  # of a replica that comes and goes: the run's address, its id
 
 

@@ -464,7 +464,7 @@ def check_variables() -> None:
     for name in sorted(name for name in environ.snapshot() if name.startswith(_PREFIX)):
         if name in known:
             known[name].from_environment()
-        elif name not in (*environ.MEMBER_VARIABLES, environ.SHOWS_ATTEMPTS, environ.LAUNCHER, environ.RUN_FOLDER):
+        elif name not in (*environ.MEMBER_VARIABLES, *environ.OF_LAUNCHERS):
             meant = get_close_matches(name.removeprefix(_PREFIX), by_word, n=1)
             near = f" Did you mean `{by_word[meant[0]]}`?" if meant else ""
             raise ConfigError(f"The environment variable {name} is not a setting.{near} Unset or correct it.")

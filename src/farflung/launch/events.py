@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from farflung.base.events import EVENTS, FILES_ONLY, Event, Kind, Sink, record, tell, words
+from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 from farflung.launch.report import show_box
 from farflung.process.run_files import write_event
@@ -25,11 +27,18 @@ class Screen(Sink):
     def __init__(self, settings: LaunchSettings) -> None:
         super().__init__(logging.ERROR if settings.quiet else logging.INFO)
         self._is_json = settings.json
+        self._reports = environ.integer(environ.REPORTS)  # of the tether above this launcher; not for the ranks
+        environ.remove(environ.REPORTS)
 
     def show(self, event: Event) -> None:
         sentence = words(event)
-        if self._is_json:
-            tell(json.dumps(event.row() | ({"message": sentence} if sentence else {}), default=str))
+        row = event.row() | ({"message": sentence} if sentence else {})
+        if self._is_json and self._reports is not None:
+            rest = memoryview(f"{json.dumps(row, default=str)}\n".encode())
+            while rest:
+                rest = rest[os.write(self._reports, rest) :]
+        elif self._is_json:
+            tell(json.dumps(row, default=str))
         elif "report" in event.facts:
             show_box(sentence, event.facts["report"])
         elif sentence and (event.kind not in _UNSPOKEN or "address" in event.facts):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ties a rank to the launcher that started it, so that none outlives a launcher that is killed; and a launcher that was
-started by ssh to the other end of that connection: `python -m farflung.process.tether COMMAND`.
+started by ssh to the other end of that connection: `python -m farflung.process.tether [--reports TOKEN] COMMAND`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from math import inf
 from pathlib import Path
@@ -52,21 +53,89 @@ def _has_ended(pid: int) -> bool:
     return state in "ZX"
 
 
-def run_tethered(command: Sequence[str]) -> int:
+def mark_of(token: str) -> bytes:
+    """Return what stands before a launcher's report on stderr. Only the other end of the connection knows the token."""
+    return b"\x1e" + token.encode() + b" "
+
+
+def split_reports(lines: Iterable[bytes], mark: bytes) -> Iterator[tuple[bool, bytes]]:
+    """Undo `_Merged`: yield each line of a stream, and whether it is a report or what was printed, as it was."""
+    held = b""
+    for line in lines:
+        printed, is_report, report = line.partition(mark)
+        held += printed
+        if is_report:
+            yield True, report
+        else:
+            yield False, held
+            held = b""
+    if held:
+        yield False, held
+
+
+class _Merged:
+    """The stderr of a command, with the lines of a second pipe between, each after a mark: whole, and at any place."""
+
+    def __init__(self, mark: bytes) -> None:
+        self._mark, self._lock = mark, threading.Lock()
+        self._threads: list[threading.Thread] = []
+
+    def add(self, source: int, is_marked: bool) -> None:
+        thread = threading.Thread(target=self._copy, args=(source, is_marked), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def join(self) -> None:
+        """Wait until all is written, but not for processes that the command has left behind."""
+        for thread in self._threads:
+            thread.join(1.0)
+
+    def _copy(self, source: int, is_marked: bool) -> None:
+        with os.fdopen(source, "rb", buffering=-1 if is_marked else 0) as pipe:
+            while data := pipe.readline() if is_marked else pipe.read(65536):
+                with self._lock, suppress(OSError):  # nobody reads; the command must not wait for that
+                    rest = memoryview(self._mark + data if is_marked else data)
+                    while rest:
+                        rest = rest[os.write(2, rest) :]
+
+
+def run_tethered(command: Sequence[str], token: str | None = None) -> int:
     """Run a command until it ends, and end it and what it has started when stdin closes or falls silent.
 
     Each byte on stdin is the number of a signal for it, SIGKILL for its whole group; or 0, a sign of life that is to
     come every `SIGN_S`. A closed connection is a request to end, by SIGTERM and 10 s later by SIGKILL.
 
+    Args:
+        token: have the command report to a pipe of its own, whose lines come on stderr after `mark_of(token)`.
+
     Returns:
         its exit code; 128 + the number of the signal that ended it.
     """
     with handled(lambda request: sys.exit(128 + request.number), (signal.SIGTERM, signal.SIGHUP)):
-        return _run(command)
+        if token is None:
+            return _run(subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True))
+        (printed, stderr), (reported, reports) = os.pipe(), os.pipe()
+        variables = {**environ.snapshot(), environ.REPORTS: str(reports)}
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stderr=stderr,
+            pass_fds=[reports],
+            env=variables,
+            start_new_session=True,
+        )
+        os.close(stderr)
+        os.close(reports)
+        merged = _Merged(mark_of(token))
+        merged.add(printed, False)
+        merged.add(reported, True)
+        try:
+            return _run(process)
+        finally:
+            merged.join()
 
 
-def _run(command: Sequence[str]) -> int:
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+def _run(process: subprocess.Popen[bytes]) -> int:
     heard, end_at = time.monotonic(), inf
     try:
         while process.poll() is None and time.monotonic() < end_at:
@@ -89,4 +158,6 @@ def _run(command: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "--reports":
+        sys.exit(run_tethered(sys.argv[3:], sys.argv[2]))
     sys.exit(run_tethered(sys.argv[1:]))

@@ -28,7 +28,7 @@ from farflung.launch.codes import BY_SIGNAL, DONE, FAILED, EngineFailure
 from farflung.launch.engines.engine import Job
 from farflung.launch.events import say
 from farflung.launch.report import show_box
-from farflung.process.tether import SIGN_S
+from farflung.process.tether import SIGN_S, mark_of, split_reports
 
 GONE = 255  # exit code of ssh where the connection or the machine behind it fails
 _LOOK_S = 0.05
@@ -104,7 +104,8 @@ L = TypeVar("L", bound=Connection)
 class Connections(Generic[L]):
     """All connections of a run."""
 
-    def __init__(self, settings: LaunchSettings, connections: Iterable[L]) -> None:
+    def __init__(self, settings: LaunchSettings, connections: Iterable[L], token: str) -> None:
+        self._mark = mark_of(token)
         self._settings, self._is_elastic = settings, settings.elastic is not None
         self._lock = threading.Lock()  # around what is printed
         self._signal, self._num_asked, self._end_at = 0, 0, inf
@@ -198,27 +199,31 @@ class Connections(Generic[L]):
 
     def _copy(self, connection: Connection, source: Iterable[bytes], out: TextIO) -> None:
         """Print what a host prints, a whole line at a time with its name before it."""
-        own = self._settings
-        for raw in source:
-            text = raw.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]
-            event = _event(text) if out is sys.stderr else None
+        own, is_stderr = self._settings, out is sys.stderr
+        for is_report, line in split_reports(source, self._mark):
+            event = _event(line) if is_report else None
             if event is None:
-                connection.said = text if out is sys.stderr else connection.said
-                self._print(f"[{connection.host}] {text}", out)
+                if is_stderr:
+                    connection.said = line.decode(errors="replace").rstrip()
+                self._print(b"[%s] %s\n" % (connection.host.encode(), line.removesuffix(b"\n")), out)
                 continue
             if "report" in event:
                 connection.failures.append(event)
             if own.json:
-                self._print(json.dumps(event | {"host": connection.host}), out)
+                self._print(f"{json.dumps(event | {'host': connection.host})}\n".encode(), out)
             elif "report" in event and self._is_elastic:
                 with self._lock:
                     show_box(event["message"], event["report"])
             elif "report" not in event and "message" in event and not own.quiet:
-                self._print(f"[{connection.host}] farflung: {event['message']}", out)
+                self._print(f"[{connection.host}] farflung: {event['message']}\n".encode(), out)
 
-    def _print(self, text: str, out: TextIO) -> None:
-        with self._lock, suppress(OSError):  # a terminal that was closed
-            out.write(f"{text}\n")
+    def _print(self, line: bytes, out: TextIO) -> None:
+        with self._lock, suppress(OSError, ValueError):  # a terminal that was closed; reading goes on
+            if hasattr(out, "buffer"):
+                out.flush()
+                out.buffer.write(line)
+            else:
+                out.write(line.decode(errors="replace"))
             out.flush()
 
 
@@ -260,13 +265,12 @@ def this_launcher() -> dict[str, Any]:
     return {"pid": own.pid, "begun": own.create_time(), "machine": socket.gethostname()}
 
 
-def _event(text: str) -> dict[str, Any] | None:
-    """Return what a launcher reports in a line of JSON; None: it is something else."""
-    if not text.startswith('{"event": '):
-        return None
-    with suppress(json.JSONDecodeError):
-        event: dict[str, Any] = json.loads(text)
-        return event
+def _event(report: bytes) -> dict[str, Any] | None:
+    """Return what a launcher reports; None for what is cut off, or lacks what its kind needs."""
+    with suppress(ValueError):
+        event = json.loads(report)
+        is_whole = isinstance(event, dict) and ("report" not in event or {"message", "error", "failed_at"} <= {*event})
+        return event if is_whole else None
     return None
 
 

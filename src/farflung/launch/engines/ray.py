@@ -84,7 +84,7 @@ class _RayConnections(Connections[RayConnection]):
     """The machines of a fixed run, or the replicas of an elastic one: some are lost, drained, added or ended."""
 
     def __init__(self, job: Job, cluster: RayCluster) -> None:
-        super().__init__(job.settings, cluster.start())
+        super().__init__(job.settings, cluster.start(), cluster.token)
         self._job, self._cluster = job, cluster
         self._wanted, self._next, self._look_at = len(self.all), len(self.all), 0.0
         self._restarts = _RESTARTS if job.settings.max_restarts is None else job.settings.max_restarts

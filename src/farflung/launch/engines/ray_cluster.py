@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 import socket
 import subprocess
 import sys
@@ -43,11 +44,11 @@ class LauncherActor:
 
         return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id(), get_free_port()
 
-    def start(self, words: Sequence[str], folder: str) -> None:
-        """Start a launcher: `words` follow `python -m farflung`."""
+    def start(self, words: Sequence[str], folder: str, token: str) -> None:
+        """Start a launcher: `words` follow `python -m farflung`; `token` is before its reports."""
         command = [
             *_APART,
-            *(sys.executable, "-m", "farflung.process.tether"),
+            *(sys.executable, "-m", "farflung.process.tether", "--reports", token),
             *launcher_command(words, sys.executable),
         ]
         pipe = subprocess.PIPE
@@ -108,9 +109,9 @@ class RayConnection(Connection):
     def streams(self) -> tuple[Iterable[bytes], Iterable[bytes]]:
         return self._read("stdout"), self._read("stderr")
 
-    def start(self, words: Sequence[str], folder: str) -> None:
+    def start(self, words: Sequence[str], folder: str, token: str) -> None:
         """Have the actor start a launcher, once it has a node."""
-        self._start = self._actor.start.remote(list(words), folder)
+        self._start = self._actor.start.remote(list(words), folder, token)
 
     def locate(self, wait_s: float | None = None) -> tuple[str, int]:
         """Wait until the actor has a node; return that node's address and a port that is free there."""
@@ -171,6 +172,7 @@ class RayCluster:
         self._asked = {"CPU": float(options.get("cpus", 1)), "GPU": float(options.get("gpus", 0))}
         self._wait_s, self._folder = float(options.get("wait", 300)), options.get("folder", str(Path.cwd()))
         self._first: tuple[str, int] = ("", 0)
+        self.token = secrets.token_hex(16)
         if ray.is_initialized():
             return
         address = options.get("address") or environ.text("RAY_ADDRESS") or None
@@ -244,4 +246,4 @@ class RayCluster:
 
     def _start_launcher(self, connection: RayConnection) -> None:
         words = self._job.command(json=True, **launcher_settings(self._job.settings, connection.number, *self._first))
-        connection.start(words, self._folder)
+        connection.start(words, self._folder, self.token)

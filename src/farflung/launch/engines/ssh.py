@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shlex
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,7 +28,7 @@ class Ssh(ForegroundEngine[SshConnection]):
 
     def __init__(self, job: Job) -> None:
         job.check_options(OPTIONS)
-        self._job, self._ssh = job, SshClient(job.options)
+        self._job, self._ssh, self._token = job, SshClient(job.options), secrets.token_hex(16)
         self._hosts = () if job.handle else parse_hosts(job.settings.hosts or "")
         self._counts = [] if job.handle else self._shared_out(job.settings)
 
@@ -115,7 +116,7 @@ class Ssh(ForegroundEngine[SshConnection]):
         for k, (host, count) in enumerate(zip(self._hosts, self._counts, strict=True)):
             place: dict[str, Any] = {"replicas": count} if job.is_elastic else {"machine_rank": k}
             own = launcher_command(job.command(json=True, **place), python)
-            words = shlex.join(("exec", python, "-m", "farflung.process.tether", *own))
+            words = shlex.join(("exec", python, "-m", "farflung.process.tether", "--reports", self._token, *own))
             commands[host.name] = self._ssh.command(host, words)
         return commands
 
@@ -128,7 +129,9 @@ class Ssh(ForegroundEngine[SshConnection]):
 
     def submit(self) -> Mapping[str, Any]:
         """Start a launcher on each host."""
-        self._connections = Connections(self._job.settings, [SshConnection(*one) for one in self._commands().items()])
+        self._connections = Connections(
+            self._job.settings, [SshConnection(*one) for one in self._commands().items()], self._token
+        )
         return {**this_launcher(), "hosts": [host.name for host in self._hosts]}
 
     def follow(self) -> int:
