@@ -53,6 +53,8 @@ LAZY_TABLES = (
     "launch/commands.py",
     "launch/face.py",
     "launch/run.py",
+    "launch/start.py",
+    "launch/elastic.py",
     "launch/agent.py",
     "launch/plan.py",
     "launch/rank.py",
@@ -294,6 +296,34 @@ def test_what_serves_accelerates_names_alone_and_the_lowest_room_stay_small():
     assert sum(count for name, count in lines.items() if room(name) == "compat") <= 1_890
     assert sum(count for name, count in lines.items() if room(name) is None) <= 650
     assert sum(count for name, count in lines.items() if room(name) == "base") <= 1_900
+
+
+# Whose words are looked at there: gloo's, NCCL's and torch's; those of transformers, of NVIDIA's driver, of torch.
+FOREIGN_WORDS = {"base/causes.py", "launch/estimate.py", "observe/machine.py", "loop/accumulation.py"}
+FOREIGN_WORDS |= {"launch/engines/slurm.py"}  # Slurm's
+
+
+@in_every_file([name for name in NAMES if name not in FOREIGN_WORDS])
+def test_nothing_reads_a_sentence_of_ours(name):
+    """What happened is an `Event`, why an error was raised its `Cause`: sentences are for people."""
+    looks = []
+    for node in walk(tree(name)):
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.In, ast.NotIn)):
+            looks.append(node.left)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            is_regex = isinstance(node.func.value, ast.Name) and node.func.value.id == "re"
+            looks += [node.args[0]] if is_regex or node.func.attr in ("startswith", "endswith") else []
+    texts = [one.value for look in looks for one in ast.walk(look) if isinstance(one, ast.Constant)]
+    assert not [text for text in texts if isinstance(text, str) and re.search(r"[a-z]{2} [a-z]{2}", text)]
+
+
+def test_a_run_has_one_beginning_and_one_end():
+    """Its folder is made, and its start and its end are recorded, by `launch_script` alone."""
+    text = {name: (SOURCE / name).read_text() for name in NAMES}
+    for call in ("= make_folder(", "record(Kind.STARTED", "record(Kind.ENDED"):
+        assert {name: body.count(call) for name, body in text.items() if call in body} == {"launch/start.py": 1}, call
+    (launched,) = [one for one in functions(tree("launch/start.py")) if one.name == "launch_script"]
+    assert (launched.end_lineno or 0) - launched.lineno < 27
 
 
 # ---- a recipe is one function; tests and pages know it too

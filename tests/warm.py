@@ -29,7 +29,14 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import NamedTuple
 
-_LOADED = ["farflung.testing.preload", "farflung.launch.run", "torch.distributed.launcher.api", "numpy", "yaml"]
+_LOADED = [
+    "farflung.testing.preload",
+    "farflung.launch.run",
+    "farflung.launch.elastic",
+    "torch.distributed.launcher.api",
+    "numpy",
+    "yaml",
+]
 _LOADED += ["farflung.accelerator.accelerator", "farflung.accelerator.checkpointer", "farflung.elastic"]
 _LOADED += ["farflung.integrations.data_parallel", "farflung.launch.replicas", "farflung.strategy.sharded"]
 _CLIENT = """#!{python} -IS

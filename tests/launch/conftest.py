@@ -32,7 +32,7 @@ def forked(home, monkeypatch) -> Callable[..., str]:
     All but the agent over the processes is the launcher's own. Starting processes afresh takes seconds for each rank.
     """
 
-    def start(settings, plan, folder, is_inner) -> int:
+    def start(settings, plan, is_inner) -> int:
         run_ranks(run_forked, plan.num_local, plan.command[4:], dict(plan.variables), connect=False)
         return 0
 

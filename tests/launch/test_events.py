@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -15,6 +18,7 @@ from farflung.launch import main as command
 from farflung.launch.codes import CODES, DONE, ENGINE, FAILED, HUNG, USAGE, EngineFailure, of_error
 from farflung.launch.events import Screen, showing
 from farflung.launch.network import get_free_port
+from farflung.testing.patience import patience
 
 
 def events(text: str) -> list[dict]:
@@ -135,3 +139,17 @@ def test_machines_that_do_not_meet_in_time_end_with_the_code_of_a_time_out(flags
         ours = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
         assert [one["event"] for one in ours] == ["waits", "started", "failed", "ended"]
         assert ours[-1]["code"] == HUNG
+
+
+@pytest.mark.usefixtures("warm")
+def test_replicas_train_to_their_end_when_nobody_reads_what_the_launcher_says(home):
+    (home / "train.py").write_text("import time; time.sleep(1); open('done', 'w')")
+    words = ["-m", "farflung", "launch", "--cpu", "--elastic", "1:2", "--max_restarts", "0", "train.py"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run([sys.executable, *words], stderr=writer, timeout=patience(90))
+    finally:
+        os.close(writer)
+    assert (home / "done").exists()
+    assert done.returncode == DONE

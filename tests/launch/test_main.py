@@ -29,7 +29,7 @@ def test_help_and_the_launcher_do_without_torch(home):
         "farflung.main(['launch', '--help'], standalone_mode=False)\n"
         "farflung.main(['launch', '--help', 'all'], standalone_mode=False)\n"
         "assert 'torch' not in sys.modules and 'rich' not in sys.modules and 'yaml' not in sys.modules\n"
-        "assert 'farflung.launch.run' not in sys.modules\n"
+        "assert 'farflung.launch.start' not in sys.modules\n"
         "farflung.main(['config', 'show'], standalone_mode=False)\n"
         "assert 'torch' not in sys.modules and 'rich' not in sys.modules\n"
     )

@@ -21,9 +21,10 @@ from farflung.base.errors import ConfigError
 from farflung.comm.address import transport_at
 from farflung.config.launch import LaunchSettings
 from farflung.config.resolve import Resolved
-from farflung.launch import replicas
+from farflung.launch import elastic
 from farflung.launch.codes import FAILED
 from farflung.launch.network import get_free_port
+from farflung.launch.start import Script
 from farflung.testing.patience import patience
 from tests.launch.machines import ADDRESSES, two_machines
 from tests.launch.test_two_machines import Screen
@@ -462,10 +463,10 @@ def test_ctrl_c_ends_the_replicas(home):
 
 
 def test_a_run_that_nobody_serves_is_not_joined(monkeypatch):
-    monkeypatch.setattr(replicas, "_FIND_WITHIN_S", 1.0)
+    monkeypatch.setattr(elastic, "_FIND_WITHIN_S", 1.0)
     settings = LaunchSettings(use_cpu=True, join=f"127.0.0.1:{get_free_port()}")
     with pytest.raises(ConfigError, match="no run can be reached there"):
-        replicas.run_replicas(Resolved(settings, {}, None), __file__, [])
+        elastic.Replicas(Resolved(settings, {}, None), Script(__file__)).prepare()
 
 
 @pytest.mark.namespace

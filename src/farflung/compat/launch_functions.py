@@ -19,7 +19,7 @@ from farflung.config.resolve import resolve
 from farflung.config.setting import Field, underscored
 from farflung.launch import main as command
 from farflung.launch.network import get_free_port
-from farflung.launch.run import launch_script
+from farflung.launch.start import Script, launch_script
 
 
 class _Parser(argparse.ArgumentParser):
@@ -96,7 +96,7 @@ def flags_of(args: argparse.Namespace) -> dict[str, str | bool]:
 
 def launch_command(args: argparse.Namespace) -> None:
     """Run a script as `farflung launch` does, and return when all of its processes have ended; exit if one failed."""
-    code = launch_script(resolve(flags_of(args)), args.training_script, tuple(args.training_script_args))
+    code = launch_script(resolve(flags_of(args)), Script(args.training_script, tuple(args.training_script_args)))
     if code != 0:
         sys.exit(code)
 

@@ -30,8 +30,8 @@ def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # n
 def test_command(args: argparse.Namespace) -> None:
     """Run the check in the processes that the settings ask for; exit with the code of the one that failed."""
     named = {} if args.config_file is None else {"config_file": args.config_file}
-    run = import_module("farflung.launch.run").launch_script
-    code = run(resolve({**named, "module": True}), "farflung.demo.check", ())
+    start = import_module("farflung.launch.start")
+    code = start.launch_script(resolve({**named, "module": True}), start.Script("farflung.demo.check"))
     if code != 0:
         sys.exit(code)
     print("The test has passed: the processes communicate, and train as one.")

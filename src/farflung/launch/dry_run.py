@@ -11,8 +11,8 @@ from farflung.config.resolve import Resolved
 from farflung.launch.plan import Plan, lone_environment
 
 
-def described(resolved: Resolved, plan: Plan) -> list[str]:
-    """Return the lines; `plan` is of this machine or, with replicas that come and go, of each of them."""
+def described(resolved: Resolved, plan: Plan) -> str:
+    """Return the text; `plan` is of this machine or, with replicas that come and go, of each of them."""
     settings = resolved.settings
     lines = ["nothing is started (--dry-run)", f"command: {shlex.join(map(str, plan.command))}"]
     is_elastic = settings.elastic is not None or settings.join is not None
@@ -26,7 +26,8 @@ def described(resolved: Resolved, plan: Plan) -> list[str]:
     variables = {name: value for name, value in told.items() if before.get(name) != value or name in plan.variables}
     lines += ["environment:", *(f"  {name}={shlex.quote(value)}" for name, value in sorted(variables.items()))]
     rows = [(f"  {name}: {value}", origin) for name, value, origin in resolved.rows()]
-    return [*lines, "settings that are not defaults:", *(f"{line:<40} # {origin}" for line, origin in rows)]
+    lines += ["settings that are not defaults:", *(f"{line:<40} # {origin}" for line, origin in rows)]
+    return "\n".join(lines)
 
 
 def _ranks(plan: Plan) -> str:

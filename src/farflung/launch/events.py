@@ -48,12 +48,12 @@ class Screen(Sink):
 class FolderSink(Sink):
     """The run's folder, which has the reports of failures as the ranks have written them."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         super().__init__(FILES_ONLY)
         self._path = path
 
     def show(self, event: Event) -> None:
-        if not event.facts.keys() & _NOT_IN_FOLDERS:
+        if self._path is not None and not event.facts.keys() & _NOT_IN_FOLDERS:
             write_event(self._path, event)
 
 

@@ -30,8 +30,8 @@ def _launch(script: str, script_args: tuple[str, ...], stated: str | None, **par
     if not stated:
         environ.remove(environ.RUN_FOLDER)  # of a run whose rank starts this one
     resolved = Resolved(LaunchSettings(**json.loads(stated)), {}, None) if stated else resolve(given(params))
-    run = import_module("farflung.launch.run").launch_script
-    sys.exit(run(resolved, script, script_args, exec_alone=True, is_inner=bool(stated)))
+    start = import_module("farflung.launch.start")
+    sys.exit(start.launch_script(resolved, start.Script(script, script_args, exec_alone=True, is_inner=bool(stated))))
 
 
 launch = SettingsCommand(

@@ -25,6 +25,7 @@ from farflung.config import environ
 from farflung.config.grid import check_layout
 from farflung.config.launch import DEFAULT_PORT, LaunchSettings, rank_variables
 from farflung.config.resolve import Resolved, explained
+from farflung.integrations.as_accelerate import path_variables
 from farflung.launch.network import (
     Interface,
     address_towards,
@@ -100,6 +101,8 @@ def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str], r
     if on_cpu:
         variables["ACCELERATE_USE_CPU"] = "true"  # without it Accelerate on CPUs trains unconnected copies
     variables |= network_variables(meeting, settings)
+    if settings.as_accelerate:
+        variables |= path_variables()
     if num_local > 1 and settings.num_cpu_threads_per_process is None:
         variables["OMP_NUM_THREADS"] = str(max(1, usable_cores() // num_local))
     watched = bool(settings.max_restarts) or settings.log_dir is not None or settings.tee != "0"

@@ -7,54 +7,33 @@ bucket. Each launcher records there how its replicas have ended, which of them a
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 import os
-import shlex
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from importlib import import_module
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import unquote
 
 import psutil  # type: ignore[import-untyped]
 
 from farflung.base.causes import Cause
-from farflung.base.errors import ConfigError, Unreachable
 from farflung.base.events import EVENTS, FILES_ONLY, Event, Kind, record
 from farflung.base.signals import WARNINGS, Request, handled
 from farflung.config import environ
-from farflung.config.launch import LaunchSettings, flags_for
-from farflung.config.resolve import Resolved
+from farflung.config.launch import LaunchSettings
 from farflung.launch.agent import newest_checkpoint, read_report
 from farflung.launch.codes import BY_SIGNAL, CODES, ENGINE, FAILED, HUNG, REQUEUE
-from farflung.launch.events import FolderSink
-from farflung.launch.network import choose_interface, is_loopback, resolve_host
-from farflung.launch.plan import (
-    check_recipe,
-    command_line,
-    lone_environment,
-    make_plan,
-    network_variables,
-    one_machine,
-    one_replica,
-    torch_is_loaded,
-)
+from farflung.launch.plan import lone_environment
 from farflung.launch.report import Failure, in_short, show
-from farflung.observe.folder import make_folder
 from farflung.process.failure import ERROR_FILE
 from farflung.process.heard import Courier
-from farflung.process.sockets import serve_store
 
 if TYPE_CHECKING:
     from farflung.comm.member_store import LauncherNotes
@@ -66,159 +45,22 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0  # before a replica is started again
 _HOUR_S = 3600.0
 _END_WITHIN_S = 30.0
 _PART_WITHIN_S = 10.0
-_FIND_WITHIN_S = 60.0  # torch loads, where all launchers start together
-_MEET_WITHIN = timedelta(minutes=5)
 _RESTARTS = 3
-_STATE_EVERY = 10
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, *WARNINGS)
-# What only the launcher that serves the store is asked for, or this machine alone.
-_OF_THE_FIRST = (
-    *("elastic", "replicas", "grace_s", "join", "meet", "main_process_ip", "main_process_port", "network_interface"),
-    *("config_file", "run_dir"),
-)
 
 
-def run_replicas(resolved: Resolved, script: str, arguments: Sequence[str]) -> int:
-    """Start this machine's replicas, supervise them until all have ended, and return the exit code.
-
-    It is 0 if a replica has finished, here or on another machine, and the launcher has given up none; otherwise one of
-    `codes`.
-
-    Raises:
-        ConfigError: the settings can't work on this machine, or there is no run to join.
-    """
-    settings = resolved.settings
-    own = one_replica(settings)
-    plan = make_plan(own, script, arguments)
-    at_port = (settings.meet or "").partition("tcp://")[2]
-    host, _, port = (settings.join or at_port or f"{settings.main_process_ip or '127.0.0.1'}:").rpartition(":")
-    host = host.strip("[]")
-    interface = None if is_loopback(resolve_host(host)) else choose_interface(settings, host)
-    meeting = dataclasses.replace(one_machine(host), interface=interface)
-    variables = {**plan.variables, **network_variables(meeting, settings)}
-    count = settings.replicas or settings.bounds[0]
-    if not settings.debug:
-        variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that is gone is our line, not torch's stacks
-    sums = check_recipe(resolved, variables)
-    with torch_is_loaded(variables):
-        if at_port:
-            transport = _served_or_found(settings, host, int(port), count)
-        elif settings.meet is not None:
-            transport = _met(settings, count)
-        elif settings.join is not None:
-            transport = _found(_transport_at(settings.join, _FIND_WITHIN_S), "join", settings.join)
-        else:
-            transport = _served(settings, host, settings.main_process_port or 0, count)
-    where = transport.address
-    how = "" if settings.join else f"more join with `{_join_command(settings, where, script, arguments)}`"
-    record(
-        Kind.STARTED,
-        replicas=count,
-        address=where,
-        join="the same line on any machine adds more" if settings.meet else how,
-    )
-    if sums and settings.meet and not at_port:
-        words = (
-            f"nothing is summed on the way through {where}: in a round each replica reads all values of each other "
-            "one. --outer-codec int4 or e3m0 makes them an eighth; `farflung plan --meet` says more"
-        )
-        record(Kind.NOTE, message=words)
-    command = command_line(own, script, arguments, reported=True)
-    if settings.ranks_per_replica > 1:
-        stated = json.dumps(dataclasses.asdict(own))  # whatever files and variables say
-        command = (sys.executable, "-m", "farflung", "launch", "--stated", stated, script, *arguments)
-    folder = make_folder(resolved, script, arguments, {"replicas": count, "at": where})
-    if folder.path is not None:
-        EVENTS.addHandler(FolderSink(folder.path))
-    code = _Launcher(settings, command, {**variables, **folder.variables}, transport, count).run()
-    record(Kind.ENDED, code=code)
-    return code
+def supervise(
+    settings: LaunchSettings,
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    transport: Transport,
+    count: int,
+) -> int:
+    """Supervise the replicas of this machine until all have ended; return the exit code."""
+    return _Launcher(settings, command, variables, transport, count).run()
 
 
-def _join_command(settings: LaunchSettings, where: str, script: str, arguments: Sequence[str]) -> str:
-    """Return the command that starts more of these replicas on another machine, quoted for a shell."""
-    flags = flags_for(settings, without=_OF_THE_FIRST)
-    return shlex.join(["farflung", "launch", "--join", where, *flags, script, *arguments])
-
-
-def _transport_at(address: str, *patience_s: float) -> Transport:
-    found: Transport = import_module("farflung.comm.address").transport_at(address, *patience_s)
-    return found
-
-
-def _served(settings: LaunchSettings, host: str, port: int, count: int) -> Transport:
-    """Serve the store of a run that begins."""
-    try:
-        store = serve_store(host, port, timeout=_MEET_WITHIN, wait_for_workers=False)
-    except OSError as error:
-        raise ConfigError(f"This machine can't listen at {host}:{port}: {error.strerror}.") from None
-    made: Transport = import_module("farflung.comm.c10d_transport").C10dTransport(store)
-    made.board.put("first", _machine().encode())
-    made.board.put("run", _described(settings, count))
-    return made
-
-
-def _served_or_found(settings: LaunchSettings, host: str, port: int, count: int) -> Transport:
-    """Serve the store of a run, if it is this machine's to do so and nobody does it yet; else find it."""
-    try:
-        return _served(settings, host, port, count)
-    except ConfigError:
-        transport = _found(_transport_at(f"{host}:{port}", _FIND_WITHIN_S), "meet", f"tcp://{host}:{port}")
-    _tell_differences(settings, transport, count)
-    return transport
-
-
-def _met(settings: LaunchSettings, count: int) -> Transport:
-    """Begin the run in a folder or a bucket, or find the one that another launcher has begun there."""
-    assert settings.meet is not None
-    if settings.meet.startswith("file://"):
-        with suppress(OSError):  # then the transport tells why
-            Path(unquote(settings.meet.removeprefix("file://"))).mkdir(exist_ok=True)
-    transport = _transport_at(settings.meet)
-    try:
-        if transport.board.put_new("first", _machine().encode()):
-            transport.board.put("run", _described(settings, count))
-        _found(transport, "meet", settings.meet)
-        _tell_differences(settings, transport, count)
-    except Unreachable as error:
-        raise ConfigError(f"meet is {settings.meet}, but {error}") from None
-    return transport
-
-
-def _tell_differences(settings: LaunchSettings, transport: Transport, count: int) -> None:
-    """Print which settings of the run are not those of this launcher, which count for nothing."""
-    theirs = json.loads(transport.board.get("run") or b"{}")
-    mine = json.loads(_described(settings, count))
-    del mine["expected"]  # each launcher has as many replicas as it likes
-    differ = {name: value for name, value in mine.items() if theirs.get(name, value) != value}
-    if differ:
-        said = ", ".join(f"{name} is {theirs[name]}, not {value}" for name, value in differ.items())
-        record(Kind.NOTE, message=f"the run at {settings.meet} has settings of its own: {said}")
-
-
-def _described(settings: LaunchSettings, count: int) -> bytes:
-    """Return the settings that all replicas of a run share."""
-    least, most = settings.bounds
-    run = {"expected": count, "least": least, "most": most, "grace_s": settings.grace_s}
-    run |= {"state_every": settings.state_every or _STATE_EVERY}
-    return json.dumps(run).encode()
-
-
-def _found(transport: Transport, flag: str, where: str) -> Transport:
-    """Wait a while for the run to join; its launcher may be about to start."""
-    deadline, why = time.monotonic() + _FIND_WITHIN_S, "its first launcher has recorded no settings"
-    while True:
-        try:
-            if transport.board.has(["run"]):
-                return transport
-        except Unreachable as error:
-            why = str(error)
-        if time.monotonic() > deadline:
-            raise ConfigError(f"{flag} is {where}, but no run can be reached there: {why}") from None
-        time.sleep(_ASK_S)
-
-
-def _machine() -> str:
+def machine_name() -> str:
     """Return the name of this launcher in the store."""
     return f"{socket.gethostname()}:{os.getpid()}"
 
@@ -236,7 +78,7 @@ class _Launcher:
     ) -> None:
         self._store = import_module("farflung.launch.run_store").RunStore(transport)
         self._command, self._variables, self._where = command, variables, transport.address
-        self._machine = _machine()
+        self._machine = machine_name()
         self._max_restarts = _RESTARTS if settings.max_restarts is None else settings.max_restarts
         self._settings, self._is_served = settings, "://" not in transport.address
         self._heartbeat_s = settings.heartbeat_s or transport.board.heartbeat_s

@@ -1,30 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `farflung launch` does with its settings: refuse what can't work, start the script, report how it ended."""
+"""Ranks on this machine: start their processes, and report how they ended."""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import sys
 from collections.abc import Collection
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from farflung.base.causes import Cause
-from farflung.base.events import EVENTS, FILES_ONLY, Kind, record
-from farflung.base.files import FORMER_NAME
+from farflung.base.events import FILES_ONLY, Kind, record
 from farflung.config.launch import LaunchSettings
-from farflung.config.places import former_files
 from farflung.config.resolve import Resolved
-from farflung.launch.codes import BY_SIGNAL, CODES, DONE, REQUEUE, EngineFailure, of_error
+from farflung.launch.codes import BY_SIGNAL, CODES, DONE, REQUEUE
 from farflung.launch.dry_run import described
-from farflung.launch.events import FolderSink, Screen, showing
-from farflung.launch.plan import Plan, check_recipe, lone_environment, make_plan, one_replica
+from farflung.launch.plan import Plan, check_recipe, lone_environment, make_plan
 from farflung.launch.report import in_order, in_short, show
-from farflung.observe.folder import make_folder
+from farflung.launch.start import Script
+from farflung.observe.folder import RunFolder
 from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND, PREEMPTED
 from farflung.process.run_files import LOGS
 
@@ -32,75 +27,35 @@ if TYPE_CHECKING:
     from farflung.launch.agent import Outcome
 
 
-def launch_script(
-    resolved: Resolved, script: str, script_args: tuple[str, ...], *, exec_alone: bool = False, is_inner: bool = False
-) -> int:
-    """Run a script to its end and return the exit code; with `exec_alone`, one process takes the place of this one.
+class Ranks:
+    """Starts the processes of this machine, which form one world with those of other machines."""
 
-    `is_inner`: this launcher is under that of replicas.
-    """
-    with showing(Screen(resolved.settings)):
-        return _launch(resolved, script, script_args, exec_alone, is_inner)
+    goes_on = False
 
+    def __init__(self, resolved: Resolved, script: Script) -> None:
+        self._resolved, self._settings, self._script = resolved, resolved.settings, script
+        self._plan = make_plan(self._settings, script.name, script.arguments)
+        check_recipe(resolved, self._plan.variables)
 
-def _launch(resolved: Resolved, script: str, script_args: tuple[str, ...], exec_alone: bool, is_inner: bool) -> int:
-    settings = resolved.settings
-    if resolved.file is not None:
-        new = former_files().get(resolved.file)
-        advice = f" (this package was called {FORMER_NAME}; rename the file to {new})" if new else ""
-        message = f"settings from {resolved.file}{advice}"
-        record(Kind.SETTINGS, message=message, file=str(resolved.file))
-    for note in resolved.notes:
-        record(Kind.NOTE, level=logging.ERROR, message=note)
-    if not settings.is_local:
-        submit_run = import_module("farflung.launch.engines.submit").submit_run
-        return int(submit_run(resolved, script, script_args))
-    is_elastic = settings.elastic is not None or settings.join is not None
-    if is_elastic and not settings.dry_run:
-        code: int = import_module("farflung.launch.replicas").run_replicas(resolved, script, script_args)
-        return code
-    own = one_replica(settings) if is_elastic else settings
-    plan = make_plan(own, script, script_args, reported=is_elastic)
-    if settings.as_accelerate:
-        more = import_module("farflung.integrations.as_accelerate").path_variables()
-        plan = dataclasses.replace(plan, variables={**plan.variables, **more})
-    check_recipe(resolved, plan.variables)
-    if settings.dry_run:
-        click.echo("\n".join(described(resolved, plan)))
-        return 0
-    if settings.num_machines > 1:
-        record(
-            Kind.WAITS,
-            machine_rank=settings.machine_rank,
-            machines=settings.num_machines,
-            endpoint=plan.meeting.endpoint,
-            interface=str(plan.meeting.interface),
-        )
-    world: dict[str, Any] = {
-        "processes": plan.num_local,
-        "machines": settings.num_machines,
-        "machine_rank": settings.machine_rank,
-    }
-    folder = make_folder(resolved, script, script_args, world)
-    plan = dataclasses.replace(plan, variables={**plan.variables, **folder.variables})
-    if settings.tee != "0" and settings.log_dir is None and folder.path is not None:
-        settings = dataclasses.replace(settings, log_dir=str(folder.path / LOGS))
-    if plan.alone and exec_alone:
-        become(plan)
-    size, ranks = plan.num_local * plan.meeting.num_machines, list(plan.ranks)
-    record(Kind.STARTED, **world, ranks=ranks, size=size, command=[str(word) for word in plan.command])
-    if folder.path is not None:
-        EVENTS.addHandler(FolderSink(folder.path))
-    try:
-        code = start(settings, plan, is_inner)
-    except EngineFailure as error:
-        code = of_error(error)
-        if not settings.json:
-            record(Kind.ENDED, code=code)
-            raise
-        record(Kind.FAILED, message=str(error))
-    record(Kind.ENDED, code=code)
-    return code
+    def described(self) -> str:
+        return described(self._resolved, self._plan)
+
+    def prepare(self) -> dict[str, Any]:
+        plan, meeting = self._plan, self._plan.meeting
+        machines = {"machines": meeting.num_machines, "machine_rank": self._settings.machine_rank}
+        if meeting.num_machines > 1:
+            record(Kind.WAITS, endpoint=meeting.endpoint, interface=str(meeting.interface), **machines)
+        row = {"ranks": list(plan.ranks), "size": plan.num_local * meeting.num_machines}
+        return {"processes": plan.num_local, **machines, **row, "command": [str(word) for word in plan.command]}
+
+    def follow(self, folder: RunFolder) -> int:
+        settings, plan = self._settings, self._plan
+        plan = dataclasses.replace(plan, variables={**plan.variables, **folder.variables})
+        if settings.tee != "0" and settings.log_dir is None and folder.path is not None:
+            settings = dataclasses.replace(settings, log_dir=str(folder.path / LOGS))
+        if plan.alone and self._script.exec_alone:
+            become(plan)
+        return start(settings, plan, self._script.is_inner)
 
 
 def become(plan: Plan) -> None:

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from farflung.base.errors import ConfigError
-from farflung.base.events import Event, Kind, tell
+from farflung.base.events import tell
 from farflung.base.files import atomic_file
 from farflung.base.optional import installed_version
 from farflung.config import environ
-from farflung.process.run_files import write_event
 
 if TYPE_CHECKING:
     from farflung.config.resolve import Resolved
@@ -46,11 +45,6 @@ class RunFolder:
     def variables(self) -> dict[str, str]:
         """Those of the environment by which ranks find it."""
         return {} if self.path is None else {environ.RUN_FOLDER: str(self.path)}
-
-    def tell(self, event: str, **fields: Any) -> None:
-        """Add an event."""
-        if self.path is not None:
-            write_event(self.path, Event.now(Kind(event), **fields))
 
 
 NO_FOLDER = RunFolder(None)
@@ -84,9 +78,7 @@ def make_folder(resolved: Resolved, script: str, arguments: Sequence[str], world
             raise ConfigError(f"run_dir is {settings.run_dir!r}, but {said}. Name another one, or none.") from None
         tell(f"farflung: {said}, so there is none; --run-dir names another place")
         return NO_FOLDER
-    made = RunFolder(path)
-    made.tell("started", **world)
-    return made
+    return RunFolder(path)
 
 
 def _new(runs: Path, name: str) -> Path:

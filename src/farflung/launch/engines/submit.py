@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -14,13 +13,14 @@ from typing import Any
 import click
 
 from farflung.base.errors import ConfigError
-from farflung.base.events import EVENTS, Kind, record
+from farflung.base.events import Kind, record
 from farflung.config.resolve import Resolved
 from farflung.config.setting import BOTH_SPELLINGS
-from farflung.launch.codes import DONE, ENGINE, INTERRUPTED
+from farflung.launch.codes import INTERRUPTED
 from farflung.launch.engines.engine import Engine, Job
-from farflung.launch.events import FolderSink, Screen, showing
-from farflung.observe.folder import NONE, RUNS, make_folder, named_run
+from farflung.launch.events import Screen, showing
+from farflung.launch.start import Script
+from farflung.observe.folder import NONE, RUNS, RunFolder, named_run
 
 # By the names of the setting `engine`.
 _ENGINES = {
@@ -37,42 +37,46 @@ def _engine_of(job: Job) -> Engine:
     return made
 
 
-def submit_run(resolved: Resolved, script: str, arguments: Sequence[str]) -> int:
-    """Submit a run to its engine, follow it to its end, and return the exit code.
+class Submitted:
+    """Submits a run to its engine, and follows it.
 
     Raises:
         ConfigError: its settings can't work with this engine.
         EngineFailure: the engine is missing, or refuses it. Nothing was submitted.
     """
-    settings = resolved.settings
-    if settings.run_dir == NONE:
-        raise ConfigError("run_dir is none, but an engine keeps in the run's folder what it has submitted.")
-    named = settings.run_dir or f"{RUNS}/{Path(script).stem}"
-    job = Job(settings, script, tuple(arguments), Path(named).absolute())
-    engine = _engine_of(job)
-    if settings.dry_run:
-        click.echo(engine.described())
-        return DONE
-    job = engine.check() or job
-    world = {"engine": settings.engine or "ssh", ("replicas" if job.is_elastic else "machines"): job.count}
-    folder = make_folder(resolved, script, arguments, world)
-    if folder.path is None:
-        raise ConfigError("An engine keeps in the run's folder what it has submitted. Name one that can be written.")
-    job = replace(job, folder=folder.path)
-    EVENTS.addHandler(FolderSink(folder.path))
-    job.write({})  # before anything of it can start
-    engine = _engine_of(job)
-    try:
+
+    def __init__(self, resolved: Resolved, script: Script) -> None:
+        settings = resolved.settings
+        if settings.run_dir == NONE:
+            raise ConfigError("run_dir is none, but an engine keeps in the run's folder what it has submitted.")
+        folder = Path(settings.run_dir or f"{RUNS}/{Path(script.name).stem}").absolute()
+        self._job = Job(settings, script.name, script.arguments, folder)
+        self._engine = _engine_of(self._job)
+        self.goes_on = False
+
+    def described(self) -> str:
+        return self._engine.described()
+
+    def prepare(self) -> dict[str, Any]:
+        self._job = self._engine.check() or self._job
+        noun = "replicas" if self._job.is_elastic else "machines"
+        return {"engine": self._job.settings.engine or "ssh", noun: self._job.count}
+
+    def follow(self, folder: RunFolder) -> int:
+        if folder.path is None:
+            raise ConfigError(
+                "An engine keeps in the run's folder what it has submitted. Name one that can be written."
+            )
+        job = replace(self._job, folder=folder.path)
+        job.write({})  # before anything of it can start
+        engine = _engine_of(job)
         handle = engine.submit()
-    except BaseException:
-        record(Kind.ENDED, code=ENGINE)
-        raise
-    job.write(handle)
-    record(Kind.SUBMITTED, message=f"submitted to {world['engine']}; the run's folder is {job.folder}", **handle)
-    code = _followed(_engine_of(replace(job, handle=handle)) if engine.outlives_launch else engine, job)
-    goes_on: dict[str, Any] = {"goes_on": True} if code == INTERRUPTED and engine.outlives_launch else {}
-    record(Kind.ENDED, code=code, **goes_on)
-    return code
+        job.write(handle)
+        where = job.settings.engine or "ssh"
+        record(Kind.SUBMITTED, message=f"submitted to {where}; the run's folder is {job.folder}", **handle)
+        code = _followed(_engine_of(replace(job, handle=handle)) if engine.outlives_launch else engine, job)
+        self.goes_on = code == INTERRUPTED and engine.outlives_launch
+        return code
 
 
 def _followed(engine: Engine, job: Job) -> int:

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a launcher begins a run of replicas, or finds one that has begun, and starts its own replicas in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+from farflung.base.errors import ConfigError, Unreachable
+from farflung.base.events import Kind, record
+from farflung.config.launch import LaunchSettings, flags_for
+from farflung.config.resolve import Resolved
+from farflung.launch.dry_run import described
+from farflung.launch.network import choose_interface, is_loopback, resolve_host
+from farflung.launch.plan import check_recipe, make_plan, network_variables, one_machine, one_replica, torch_is_loaded
+from farflung.launch.replicas import machine_name, supervise
+from farflung.launch.start import Script
+from farflung.observe.folder import RunFolder
+from farflung.process.sockets import serve_store
+
+if TYPE_CHECKING:
+    from farflung.comm.transport import Transport
+
+_ASK_S = 0.5
+_FIND_WITHIN_S = 60.0  # torch loads, where all launchers start together
+_MEET_WITHIN = timedelta(minutes=5)
+_STATE_EVERY = 10
+# What only the launcher that serves the store is asked for, or this machine alone.
+_OF_THE_FIRST = (
+    *("elastic", "replicas", "grace_s", "join", "meet", "main_process_ip", "main_process_port", "network_interface"),
+    *("config_file", "run_dir"),
+)
+
+
+class Replicas:
+    """Starts replicas that may fail, leave and join at any time, each a world of its own.
+
+    The exit code is 0 if a replica has finished, here or on another machine, and the launcher has given up none.
+
+    Raises:
+        ConfigError: the settings can't work on this machine, or there is no run to join.
+    """
+
+    goes_on = False
+
+    def __init__(self, resolved: Resolved, script: Script) -> None:
+        self._resolved, self._settings, self._script = resolved, resolved.settings, script
+        self._replica = one_replica(self._settings)
+        self._plan = make_plan(self._replica, script.name, script.arguments, reported=True)
+        self._count = self._settings.replicas or self._settings.bounds[0]
+        self._transport: Transport | None = None  # once it is prepared
+        self._variables = dict(self._plan.variables)
+        self._has_sums = False
+
+    def described(self) -> str:
+        check_recipe(self._resolved, self._plan.variables)
+        return described(self._resolved, self._plan)
+
+    def prepare(self) -> dict[str, Any]:
+        settings, count = self._settings, self._count
+        at_port = (settings.meet or "").partition("tcp://")[2]
+        host, _, port = (settings.join or at_port or f"{settings.main_process_ip or '127.0.0.1'}:").rpartition(":")
+        host = host.strip("[]")
+        interface = None if is_loopback(resolve_host(host)) else choose_interface(settings, host)
+        meeting = dataclasses.replace(one_machine(host), interface=interface)
+        self._variables |= network_variables(meeting, settings)
+        if not settings.debug:  # a store that is gone is our line, not torch's stacks
+            self._variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        self._has_sums = check_recipe(self._resolved, self._variables)
+        with torch_is_loaded(self._variables):
+            if at_port:
+                self._transport = _served_or_found(settings, host, int(port), count)
+            elif settings.meet is not None:
+                self._transport = _met(settings, count)
+            elif settings.join is not None:
+                self._transport = _found(_transport_at(settings.join, _FIND_WITHIN_S), "join", settings.join)
+            else:
+                self._transport = _served(settings, host, settings.main_process_port or 0, count)
+        address, how = self._transport.address, ""
+        if settings.meet:
+            how = "the same line on any machine adds more"
+        elif not settings.join:
+            how = f"more join with `{_join_command(settings, address, self._script.name, self._script.arguments)}`"
+        return {"replicas": count, "address": address, "join": how}
+
+    def follow(self, folder: RunFolder) -> int:
+        settings, script, command = self._settings, self._script, self._plan.command
+        assert self._transport is not None
+        if self._has_sums and (settings.meet or "tcp://").partition("://")[0] != "tcp":
+            message = (
+                f"nothing is summed on the way through {self._transport.address}: in a round each replica reads all "
+                "values of each other one. --outer-codec int4 or e3m0 makes them an eighth; `farflung plan --meet` "
+                "says more"
+            )
+            record(Kind.NOTE, message=message)
+        if settings.ranks_per_replica > 1:
+            stated = json.dumps(dataclasses.asdict(self._replica))  # whatever files and variables say
+            start = (sys.executable, "-m", "farflung", "launch", "--stated", stated)
+            command = (*start, script.name, *script.arguments)
+        return supervise(settings, command, {**self._variables, **folder.variables}, self._transport, self._count)
+
+
+def _join_command(settings: LaunchSettings, where: str, script: str, arguments: Sequence[str]) -> str:
+    """Return the command that starts more of these replicas on another machine, quoted for a shell."""
+    flags = flags_for(settings, without=_OF_THE_FIRST)
+    return shlex.join(["farflung", "launch", "--join", where, *flags, script, *arguments])
+
+
+def _transport_at(address: str, *patience_s: float) -> Transport:
+    found: Transport = import_module("farflung.comm.address").transport_at(address, *patience_s)
+    return found
+
+
+def _served(settings: LaunchSettings, host: str, port: int, count: int) -> Transport:
+    """Serve the store of a run that begins."""
+    try:
+        store = serve_store(host, port, timeout=_MEET_WITHIN, wait_for_workers=False)
+    except OSError as error:
+        raise ConfigError(f"This machine can't listen at {host}:{port}: {error.strerror}.") from None
+    made: Transport = import_module("farflung.comm.c10d_transport").C10dTransport(store)
+    made.board.put("first", machine_name().encode())
+    made.board.put("run", _described(settings, count))
+    return made
+
+
+def _served_or_found(settings: LaunchSettings, host: str, port: int, count: int) -> Transport:
+    """Serve the store of a run, if it is this machine's to do so and nobody does it yet; else find it."""
+    try:
+        return _served(settings, host, port, count)
+    except ConfigError:
+        transport = _found(_transport_at(f"{host}:{port}", _FIND_WITHIN_S), "meet", f"tcp://{host}:{port}")
+    _tell_differences(settings, transport, count)
+    return transport
+
+
+def _met(settings: LaunchSettings, count: int) -> Transport:
+    """Begin the run in a folder or a bucket, or find the one that another launcher has begun there."""
+    assert settings.meet is not None
+    if settings.meet.startswith("file://"):
+        with suppress(OSError):  # then the transport tells why
+            Path(unquote(settings.meet.removeprefix("file://"))).mkdir(exist_ok=True)
+    transport = _transport_at(settings.meet)
+    try:
+        if transport.board.put_new("first", machine_name().encode()):
+            transport.board.put("run", _described(settings, count))
+        _found(transport, "meet", settings.meet)
+        _tell_differences(settings, transport, count)
+    except Unreachable as error:
+        raise ConfigError(f"meet is {settings.meet}, but {error}") from None
+    return transport
+
+
+def _tell_differences(settings: LaunchSettings, transport: Transport, count: int) -> None:
+    """Print which settings of the run are not those of this launcher, which count for nothing."""
+    theirs = json.loads(transport.board.get("run") or b"{}")
+    mine = json.loads(_described(settings, count))
+    del mine["expected"]  # each launcher has as many replicas as it likes
+    differ = {name: value for name, value in mine.items() if theirs.get(name, value) != value}
+    if differ:
+        said = ", ".join(f"{name} is {theirs[name]}, not {value}" for name, value in differ.items())
+        record(Kind.NOTE, message=f"the run at {settings.meet} has settings of its own: {said}")
+
+
+def _described(settings: LaunchSettings, count: int) -> bytes:
+    """Return the settings that all replicas of a run share."""
+    least, most = settings.bounds
+    run = {"expected": count, "least": least, "most": most, "grace_s": settings.grace_s}
+    run |= {"state_every": settings.state_every or _STATE_EVERY}
+    return json.dumps(run).encode()
+
+
+def _found(transport: Transport, flag: str, where: str) -> Transport:
+    """Wait a while for the run to join; its launcher may be about to start."""
+    deadline, why = time.monotonic() + _FIND_WITHIN_S, "its first launcher has recorded no settings"
+    while True:
+        try:
+            if transport.board.has(["run"]):
+                return transport
+        except Unreachable as error:
+            why = str(error)
+        if time.monotonic() > deadline:
+            raise ConfigError(f"{flag} is {where}, but no run can be reached there: {why}") from None
+        time.sleep(_ASK_S)
