@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from yaml.events import CollectionEndEvent, CollectionStartEvent
+from yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from farflung.base.errors import ConfigError, Unsupported, did_you_mean
@@ -120,7 +120,10 @@ def _entries(path: Path) -> Iterator[tuple[str, tuple[Node, str]]]:
 
 
 def _check_events(path: Path, text: str) -> None:
-    """Refuse tags, which no setting reads, and nesting that the composer's recursion could not follow."""
+    """Refuse tags and aliases, which no setting needs, and nesting that the composer's recursion could not follow.
+
+    Aliases of aliases make a file of some lines a tree of any size, and one of a node around it a circle.
+    """
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         place = f"{path}:{event.start_mark.line + 1 if event.start_mark else 1}"
@@ -128,6 +131,10 @@ def _check_events(path: Path, text: str) -> None:
         if tag is not None:
             written = tag.replace("tag:yaml.org,2002:", "!!")
             raise ConfigError(f"{place}: `{written}` is a YAML tag, which is not supported. Write the plain value.")
+        if isinstance(event, AliasEvent):
+            raise ConfigError(
+                f"{place}: `*{event.anchor}` is a YAML alias, which is not supported. Write the value again."
+            )
         depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
         if depth > _DEEPEST:
             raise ConfigError(
