@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
+from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -63,9 +65,13 @@ class JSONLTracker(ClientTracker):
 
     def finish(self) -> None:
         self._write("finish")
-        self._file.close()
+        with suppress(OSError):  # what a full disk has refused would fail again
+            self._file.close()
 
     def _write(self, event: str, **fields: Any) -> None:
         line = {"event": event, "run": self.run_name, "time": time.time(), **fields}
         finite = json.loads(json.dumps(plain(line)), parse_constant=str)
-        self._file.write(json.dumps(finite) + "\n")
+        try:
+            self._file.write(json.dumps(finite) + "\n")
+        except OSError as error:
+            warnings.warn(f"{self.path} can't be written: {error.strerror}. Training continues without.", stacklevel=2)
