@@ -188,6 +188,8 @@ def test_what_a_run_says_of_itself_can_not_end_the_pages_script(run):
     text = page([data_of(run, figures(run))])
     assert "alert(1)" in text
     assert "</script><script>alert" not in text
+    run.facts["arguments"].append("<!-- <script>")
+    assert "<!-- <script>" not in page([data_of(run, figures(run))])
     assert not re.search(r"(src|href)=", text.replace("xlink:href=", "").replace("link.href=", "")), (
         "it asks for a file"
     )

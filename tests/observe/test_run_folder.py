@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -187,7 +188,7 @@ def test_numbers_that_json_has_no_word_for_and_bars_do_not_spoil_lines(tmp_path,
     monkeypatch.setenv("FARFLUNG_RUN_FOLDER", str(tmp_path))
     run_files.add_event(Kind.NOTE, value=float("nan"), values=[float("inf"), 1])
     row = json.loads((tmp_path / "events.jsonl").read_text())
-    assert (row["value"], row["values"], row["rank"]) == (None, [None, 1], 0)
+    assert (row["value"], row["values"], row["rank"]) == ("NaN", ["Infinity", 1], 0)
     with run_files.recorded():
         print("one\ntwo", end="")
         print("\r 10%", end="")
@@ -196,6 +197,26 @@ def test_numbers_that_json_has_no_word_for_and_bars_do_not_spoil_lines(tmp_path,
     lines = [line[9:] for line in (tmp_path / "logs" / "rank0.log").read_text().split("\n")]
     assert lines == ["one", "two and a half", "", "", ""]
     assert "10%" in capsys.readouterr().out
+
+
+def test_a_disk_that_fills_up_does_not_end_a_run_that_went_well(tmp_path, monkeypatch):
+    monkeypatch.setenv("FARFLUNG_RUN_FOLDER", str(tmp_path))
+    real, is_full = os.write, []
+
+    def write(file, data):
+        if is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(file, data)
+
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank0.log").symlink_to("/dev/full")
+    monkeypatch.setattr(os, "write", write)
+    with run_files.recorded():
+        is_full.append(True)
+        print("to a full disk")
+        run_files.add_lines(tmp_path / "events.jsonl", [{"event": "x"}])
+    (tmp_path / "rounds.jsonl").symlink_to("/dev/full")
+    run_files.add_lines(tmp_path / "rounds.jsonl", [{"number": 1}])
 
 
 def test_the_last_sign_of_a_rank_is_whole_however_long_its_error_is(tmp_path, monkeypatch):

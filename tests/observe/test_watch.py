@@ -18,11 +18,13 @@ from pathlib import Path
 import pexpect
 import psutil
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
 from farflung.base.errors import ConfigError
 from farflung.observe.folder import named_run
 from farflung.observe.problems import problems
+from farflung.observe.report import report
 from farflung.observe.run import Run
 from farflung.observe.watch import screen
 from farflung.testing.patience import patience
@@ -141,6 +143,20 @@ def test_lines_that_are_torn_or_are_being_written_are_left_out(tmp_path):
     shown(run, 80)
 
 
+def test_a_loss_that_is_no_number_is_said_in_the_curve_the_figures_and_json(tmp_path):
+    run = made(tmp_path / "run", [sign(1, 1216, 199)])
+    for word, place in (("NaN", 90), ("Infinity", 120), ("-Infinity", 121)):
+        rows = [row | {"values": {"loss": word if k >= place else 2.0}} for k, row in enumerate(run.metrics)]
+        write_lines(run.path / "metrics.jsonl", rows)
+        again = Run(run.path)
+        text = shown(again, 100)
+        assert "!" in re.search("loss (.*) 2 to (nan|inf|-inf)", text)[1]
+        assert f"loss is not finite in {180 - place} of 180 values, first at step {8 * place}" in text
+        done = CliRunner().invoke(report, [str(run.path), "--json"])
+        assert json.loads(done.output, parse_constant=pytest.fail)[0]["loss"] == word
+        assert "loss is not finite in" in CliRunner().invoke(report, [str(run.path)]).output
+
+
 def test_older_rounds_can_be_looked_at(tmp_path):
     path = tmp_path / "run"
     now = write_run(path, [sign(1, 1216, 200)], rounds=0)
@@ -161,6 +177,11 @@ def test_a_run_is_found_by_its_name_and_the_newest_one_without(home):
         write_run(home / "farflung-runs" / name, [])
     assert named_run(None).name.endswith("-b")
     assert named_run("2026-01-01T00-00-00-a") == named_run(str(home / "farflung-runs" / "2026-01-01T00-00-00-a"))
+    for empty in ("", " "):
+        with pytest.raises(ConfigError, match="name of the run is empty"):
+            named_run(empty)
+    shutil.copytree(home / "farflung-runs" / "2026-01-01T00-00-00-a", home / "farflung-runs" / "latest")
+    assert named_run(None).name.endswith("-b")
     with pytest.raises(ConfigError, match=r"nothing is no folder of a run: .* There are: 2026-01-01T00-00-00-a, 2026"):
         named_run("nothing")
 

@@ -93,10 +93,15 @@ def _new(runs: Path, name: str) -> Path:
 
 
 def _point(link: Path, target: str) -> None:
+    """Point `latest` at the newest run, or remove it: without it, `watch` and `report` find the newest themselves."""
     aside = link.with_name(f".{link.name}-{os.getpid()}")
-    with suppress(OSError):  # a file system without links: `watch` and `report` look for the newest
+    try:
         aside.symlink_to(target)
         aside.replace(link)
+    except OSError:  # a file system without links, or a copy of a run that came back in place of the link
+        for path in (aside, link):
+            with suppress(OSError):
+                path.unlink()
 
 
 def _facts(resolved: Resolved, script: str, arguments: Sequence[str], world: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,19 +133,24 @@ def _commit(script: Path) -> str | None:
 
 
 def named_run(name: str | None) -> Path:
-    """Return the folder that a user names: a path, one of those in `farflung-runs`, or by default the newest.
+    """Return the folder that a user names: a path or a name in `farflung-runs`; None: the newest there.
+
+    `latest` counts only as a link. Copied by a tool without links it is a folder, which nobody updates.
 
     Raises:
         ConfigError: there is no such folder.
     """
     runs = Path(RUNS)
-    tried = [Path(name), runs / name] if name else [runs / LATEST]
+    if name is not None and not name.strip():
+        raise ConfigError("The name of the run is empty; a variable of your shell may not be set. Name a run's folder.")
+    tried = [runs / LATEST] if name is None else [Path(name), runs / name]
     for path in tried:
-        if (path / FACTS).is_file():
+        if (path / FACTS).is_file() and (name is not None or path.is_symlink()):
             return path.resolve()
-    known = sorted(one.parent.name for one in runs.glob(f"*/{FACTS}") if not one.parent.is_symlink())
-    if not name and known:
+    folders = [file.parent for file in runs.glob(f"*/{FACTS}") if not file.parent.is_symlink()]
+    known = sorted(folder.name for folder in folders if folder.name != LATEST)
+    if name is None and known:
         return (runs / known[-1]).resolve()
     said = f" There are: {', '.join(known[-5:])}." if known else ""
-    what = f"{name} is no folder of a run" if name else f"There is no run in {runs.absolute()}"
+    what = f"There is no run in {runs.absolute()}" if name is None else f"{name} is no folder of a run"
     raise ConfigError(f"{what}: `farflung launch` makes one for each run, with a file {FACTS}.{said}")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import accumulate
@@ -48,7 +49,9 @@ def page(data: Sequence[Mapping[str, Any]]) -> str:
     parts = {
         "/*STYLE*/": vendored.joinpath("uPlot.min.css").read_text(encoding="utf-8"),
         "/*UPLOT*/": vendored.joinpath("uPlot.iife.min.js").read_text(encoding="utf-8"),
-        "/*DATA*/": json.dumps(list(data)).replace("</", "<\\/"),
+        "/*DATA*/": json.dumps(list(data)).replace(
+            "<", "\\u003c"
+        ),  # a script element ends, or begins another, at such signs
     }
     for mark, content in parts.items():
         text = text.replace(mark, content)
@@ -80,7 +83,7 @@ def data_of(run: Run, cost: Figures) -> dict[str, Any]:
     return {
         "name": run.path.name,
         "state": run.state,
-        "summary": str(cost),
+        "summary": "; ".join(filter(None, [str(cost), run.not_finite])),
         "facts": {name: run.facts[name] for name in ("script", "arguments", "host", "settings", "versions", "git")},
         "curves": curves,
         "loss": run.loss_name,
@@ -111,7 +114,7 @@ def _curve(run: Run, name: str, own: Sequence[Any], sent: Sequence[int], each: f
         "seconds": [when - run.begun for when, _, _ in points],
         "step": [number if step is None else step for number, (_, step, _) in enumerate(points)],
         "bytes": sent_by,
-        "values": [value for _, _, value in points],
+        "values": [value if math.isfinite(value) else None for _, _, value in points],  # None: a gap
     }
 
 
@@ -170,7 +173,8 @@ def draw(runs: Sequence[Run], costs: Sequence[Figures], target: Path) -> None:
         for axis, place in zip(axes, ("seconds", "step", "bytes"), strict=False):
             axis.set(xlabel=place, ylabel=run.loss_name or "no loss was logged")
             if curve is not None:
-                axis.plot(curve[place], curve["values"], label=run.path.name)
+                values = [math.nan if value is None else value for value in curve["values"]]
+                axis.plot(curve[place], values, label=" ".join(filter(None, [run.path.name, run.not_finite])))
         axes[3].set(xlabel="seconds", ylabel="share of time waiting")
         if waited is not None:
             axes[3].plot(waited["seconds"], waited["values"], label=run.path.name)
@@ -208,7 +212,8 @@ def report(
         rows = [
             {"run": str(one.path), "state": one.state, **asdict(cost)} for one, cost in zip(runs, costs, strict=True)
         ]
-        click.echo(json.dumps(rows, indent=1))
+        strict = json.loads(json.dumps(rows), parse_constant=str)  # JSON has no word for NaN and infinities
+        click.echo(json.dumps(strict, indent=1))
         return
     target = Path(trace_file or out or runs[0].path / "report.html")
     kind = target.suffix[1:]
@@ -228,5 +233,5 @@ def report(
     except OSError as error:
         raise ConfigError(f"{target} can't be written: {error.strerror}.") from None
     for one, cost in zip(runs, costs, strict=True):
-        click.echo(f"{one.path.name}: {cost}")
+        click.echo(f"{one.path.name}: {'; '.join(filter(None, [str(cost), one.not_finite]))}")
     click.echo(f"written to {target}")

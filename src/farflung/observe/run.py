@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +23,7 @@ SILENT_S = 3.0  # without a sign, which a rank gives each second
 _STUCK_S = 5.0  # in one call
 _DEAD_S = 60.0  # without a sign of anybody
 _ENDS = {0: "finished", REQUEUE: "saved at a signal"}  # other exit codes are failures
+NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # as lines of JSON have them
 _RATE_S = 4.0  # over which steps a second are counted, at least
 
 Row = Mapping[str, Any]
@@ -112,6 +114,8 @@ class Run:
         self._files = {name: _Lines(path / name) for name in (EVENTS, ROUNDS, METRICS, STEPS)}
         self._events, self._num_read = list[Event](), 0
         self._ranks: dict[str, tuple[Row, float]] = {}  # by name, with when that was written
+        self._names: dict[int, str] = {}  # of replicas, by their ids as members, of the first events
+        self._num_named = 0
         self.now = clock()
         self.look()
 
@@ -156,10 +160,11 @@ class Run:
         member, rank = row.get("member"), row.get("rank", 0)
         if member is None:
             return f"rank {rank}"
-        named: dict[int, str] = {
-            event.facts["member"]: event.facts["name"] for event in self.events if event.kind is Kind.PROCESS
-        }
-        return named.get(member, f"member {member}") + (f", rank {rank}" if rank else "")
+        for event in self.events[self._num_named :]:
+            if event.kind is Kind.PROCESS:
+                self._names[event.facts["member"]] = event.facts["name"]
+        self._num_named = len(self.events)
+        return self._names.get(member, f"member {member}") + (f", rank {rank}" if rank else "")
 
     def _rate(self, name: str, row: Row) -> float:
         """Return the steps a second: since the latest line that is some seconds older than the sign."""
@@ -209,8 +214,20 @@ class Run:
         writers = [(row.get("member"), row["rank"]) for row in self.metrics if name in row["values"]]
         for row in self.metrics:
             value = row["values"].get(name)
+            value = NOT_FINITE.get(value, value) if isinstance(value, str) else value
             if isinstance(value, (int, float)) and (row.get("member"), row["rank"]) == writers[0]:
                 yield row["time"], row["step"], float(value)
+
+    @property
+    def not_finite(self) -> str:
+        """Which values of the loss are no numbers, in words; empty if all are."""
+        values = list(self.series())
+        odd = [(step, value) for _, step, value in values if not math.isfinite(value)]
+        if not odd:
+            return ""
+        step = odd[0][0]
+        since = "" if step is None else f", first at step {step:,}"
+        return f"{self.loss_name} is not finite in {len(odd):,} of {len(values):,} values{since}"
 
     @property
     def loss_name(self) -> str | None:

@@ -11,6 +11,7 @@ import tty
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
+from math import isfinite
 
 import click
 from rich.console import Console, Group, RenderableType
@@ -126,10 +127,16 @@ def _curve(run: Run, width: int) -> Text | None:
     wide = min(len(values), max(10, width - 34))
     cuts = [len(values) * k // wide for k in range(wide + 1)]
     means = [sum(part) / len(part) for a, b in pairwise(cuts) if (part := values[a:b])]
-    low, high = min(means), max(means)
-    bars = "".join(_BARS[int((value - low) / max(high - low, 1e-30) * (len(_BARS) - 1))] for value in means)
+    finite = [value for value in means if isfinite(value)] or [0.0]
+    low, high = min(finite), max(finite)
     said = Text(f"{run.loss_name} ", style="dim")
-    return said.append(bars, style="cyan").append(f" {values[0]:.4g} to {values[-1]:.4g}", style="dim")
+    for value in means:
+        if isfinite(value):
+            said.append(_BARS[int((value - low) / max(high - low, 1e-30) * (len(_BARS) - 1))], style="cyan")
+        else:
+            said.append("!", style="bold red")
+    said.append(f" {values[0]:.4g} to {values[-1]:.4g}", style="dim")
+    return said.append(f"\n! {run.not_finite}", style="bold red") if run.not_finite else said
 
 
 def _events(run: Run, width: int) -> Text:

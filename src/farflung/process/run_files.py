@@ -17,7 +17,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from io import StringIO
 from numbers import Real
 from pathlib import Path
@@ -66,7 +66,7 @@ def write_event(folder: Path, event: Event) -> None:
 
 
 def add_lines(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Add lines to a file that several processes may write to; NaN and infinities become null."""
+    """Add lines to a file that several processes may write to; NaN and infinities become texts of these names."""
     text = "".join(map(_line, rows))
     with suppress(OSError), open_lines(path, is_shared=True) as file:
         file.write(text)
@@ -89,7 +89,7 @@ def _line(row: Any) -> str:
     try:
         return _STRICT.encode(row) + "\n"
     except ValueError:  # JSON has no word for them
-        return json.dumps(json.loads(json.dumps(row), parse_constant=lambda _: None)) + "\n"
+        return json.dumps(json.loads(json.dumps(row), parse_constant=str)) + "\n"
 
 
 def _kept(value: Any) -> Any:
@@ -143,10 +143,31 @@ class Metrics:
             )
 
 
+class Log:
+    """A file that a rank's output is copied to. It has no buffer: what a full disk has refused can't fail again later.
+
+    Raises:
+        OSError: it can't be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        open_lines(path).close()  # which ends a line that was torn
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
+
+    def write(self, text: str) -> None:
+        with suppress(OSError):
+            os.write(self._file, text.encode("utf-8", "backslashreplace"))
+
+    def close(self) -> None:
+        file, self._file = self._file, -1  # writing to it later is an OSError
+        with suppress(OSError):
+            os.close(file)
+
+
 class _Copied:
     """A stream of text that is also written to a log, where each line begins with the time."""
 
-    def __init__(self, stream: TextIO, log: TextIO) -> None:
+    def __init__(self, stream: TextIO, log: Log) -> None:
         self._stream, self._log, self._is_new = stream, log, True
 
     def __getattr__(self, name: str) -> Any:
@@ -154,10 +175,9 @@ class _Copied:
 
     def write(self, text: str) -> int:
         written = self._stream.write(text)
-        with suppress(OSError, ValueError):  # no disk; closed at the end
-            for line in StringIO("" if text.startswith("\r") else text):  # bars draw over their line all the time
-                self._log.write((time.strftime("%H:%M:%S ") if self._is_new else "") + line)
-                self._is_new = line.endswith("\n")
+        for line in StringIO("" if text.startswith("\r") else text):  # bars draw over their line all the time
+            self._log.write((time.strftime("%H:%M:%S ") if self._is_new else "") + line)
+            self._is_new = line.endswith("\n")
         return written
 
     def writelines(self, lines: Any) -> None:
@@ -240,7 +260,8 @@ class Signs:
         self._halt.set()
         self._thread.join(_LOOK_S)
         self._tell(ended=code, why=why[:_MOST_WORDS])
-        os.close(self._file)
+        with suppress(OSError):  # a file server that reports late that its disk is full
+            os.close(self._file)
 
 
 def name_of(one: Mapping[str, Any]) -> str:
@@ -286,7 +307,7 @@ def recorded() -> Iterator[None]:
         signs: Signs | None = None
         try:
             (folder / LOGS).mkdir(exist_ok=True)
-            log = kept.enter_context(open_lines(folder / LOGS / f"{name_of(who())}.log"))
+            log = kept.enter_context(closing(Log(folder / LOGS / f"{name_of(who())}.log")))
             sys.stdout, sys.stderr = _Copied(out, log), _Copied(err, log)
             signs = Signs(folder)
         except OSError as error:
