@@ -309,6 +309,17 @@ def test_batch_sizes_are_tried_in_the_same_order(fits, own, monkeypatch):
     assert tried(ours) == tried(theirs)
 
 
+def test_where_not_even_one_fits_the_error_has_its_cause_without_what_it_held_in_memory():
+    @ours.find_executable_batch_size(starting_batch_size=1)
+    def train(batch_size):
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    with pytest.raises(RuntimeError, match="reached zero") as found:
+        train()
+    assert "Tried to allocate 2 GiB" in str(found.value.__cause__)
+    assert found.value.__cause__.__traceback__ is None
+
+
 @pytest.mark.long
 def test_wrong_calls_of_a_function_that_looks_for_its_batch_size():
     for module in (ours, theirs):

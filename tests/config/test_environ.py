@@ -9,6 +9,7 @@ import pytest
 
 from farflung.base.errors import ConfigError
 from farflung.config import environ
+from farflung.config.launch import check_variables
 
 NAME = "FARFLUNG_TEST_VARIABLE"
 
@@ -41,6 +42,31 @@ def test_the_first_number_that_is_set_counts():
             environ.integer(NAME)
     with environ.patched({NAME: "7s"}), pytest.raises(ConfigError, match="must be a number"):
         environ.number(NAME)
+
+
+SERVICE = """
+    FARFLUNG_PORT=tcp://10.0.0.1:80 FARFLUNG_SERVICE_HOST=10.0.0.1 FARFLUNG_SERVICE_PORT=80
+    FARFLUNG_SERVICE_PORT_HTTP=80 FARFLUNG_PORT_80_TCP=tcp://10.0.0.1:80 FARFLUNG_PORT_80_TCP_PROTO=tcp
+    FARFLUNG_PORT_80_TCP_PORT=80 FARFLUNG_PORT_80_TCP_ADDR=10.0.0.1 FARFLUNG_MAIN_PROCESS_PORT=tcp://[fd00::1]:80
+    FARFLUNG_MEET_SERVICE_HOST=fd00::1 MASTER_PORT=tcp://10.0.0.1:80 ACCELERATE_PORT=udp://10.0.0.1:80
+"""
+
+
+def test_variables_of_kubernetes_services_are_nobodys_settings():
+    with environ.patched(dict(word.split("=", 1) for word in SERVICE.split())):
+        check_variables()
+        assert environ.integer("MASTER_PORT") is None
+        assert set(environ.named("FARFLUNG_")) == {"FARFLUNG_RUN_DIR"}
+        assert environ.named("ACCELERATE_") == {}
+
+
+@pytest.mark.parametrize(
+    "variable", ["FARFLUNG_PORTS=tcp://10.0.0.1:80", "FARFLUNG_PORT=80", "FARFLUNG_SERVICE_HOST=tcp://10.0.0.1:80"]
+)
+def test_what_only_looks_like_a_service_is_still_refused(variable):
+    name, _, value = variable.partition("=")
+    with environ.patched({name: value}), pytest.raises(ConfigError, match=f"{name} is not a setting"):
+        check_variables()
 
 
 def test_what_is_patched_is_put_back_even_after_an_error():

@@ -281,6 +281,22 @@ def test_models_that_accumulate_together_share_one_window():
     assert torch.equal(first.weight.detach(), torch.full((1, 2), -1.0))
 
 
+def test_a_step_with_a_closure_returns_its_first_loss():
+    model = torch.nn.Linear(1, 1)
+    optimizer = AcceleratedOptimizer(torch.optim.LBFGS(model.parameters(), max_iter=3))
+    seen = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(torch.ones(1)) - 1).square().sum()
+        loss.backward()
+        seen.append(loss)
+        return loss
+
+    assert optimizer.step(closure) is seen[0]
+    assert optimizer.step(lambda: torch.tensor(2.0, requires_grad=True)) == 2.0
+
+
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
 def test_a_short_last_window_is_the_mean_of_what_is_in_it(length, named):

@@ -7,7 +7,6 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +32,7 @@ from farflung.accelerator.session import (
 )
 from farflung.accelerator.trackers import TrackerMethods
 from farflung.accelerator.views import AcceleratorState, GradientState
-from farflung.base.checks import check_optional, check_type
+from farflung.base.checks import check_optional, check_path, check_type
 from farflung.base.enums import DynamoBackend
 from farflung.base.errors import StateError
 from farflung.base.words import counted
@@ -360,7 +359,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
                 f"{counted(profiler.step_num, 'step')}. "
                 "Call profiler.step() once a step, and profile more of them."
             )
-        folder = Path(handler.output_trace_dir)
+        folder = check_path("ProfileKwargs: output_trace_dir", handler.output_trace_dir)
         folder.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(folder / f"profile_{self._world.rank}.json"))
         collectives.wait_for_everyone(flushed(self._world.exchange), "profile")

@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from farflung.accelerator.session import flushed
+from farflung.base.checks import check_path
 from farflung.base.errors import CheckpointError, ConfigError, FarflungError, StateError
 from farflung.base.events import tell
 from farflung.base.files import FORMER_NAME
@@ -58,7 +59,7 @@ class Checkpointer:
             raise ConfigError(
                 "automatic_checkpoint_naming=True needs a project_dir. Set it in the ProjectConfiguration."
             )
-        return Path(self._project.project_dir) / paths.CHECKPOINTS
+        return check_path("project_dir", self._project.project_dir) / paths.CHECKPOINTS
 
     # ---- saving
 
@@ -73,7 +74,7 @@ class Checkpointer:
         elif automatic is not None:
             folder = automatic / paths.checkpoint(project.iteration)
         elif output_dir is not None:
-            folder = Path(os.path.expanduser(output_dir))
+            folder = check_path("save_state: output_dir", output_dir)
         else:
             raise ConfigError(
                 "save_state() without a folder needs automatic_checkpoint_naming=True. Name a folder, or set it."

@@ -163,8 +163,7 @@ class Checkpointing:
         """Save this run in a folder and end it at a signal, unless an Accelerator before this one does so."""
         if folder is None or session.vote is not None:
             return
-        check_path("save_on_signal", folder)
-        world, self._series = self._run.world, Path(folder).expanduser().absolute()
+        world, self._series = self._run.world, check_path("save_on_signal", folder).absolute()
         if world.place.member is not None:
             raise ConfigError(
                 "save_on_signal is for fixed ranks. Replicas that come and go sign out on SIGTERM and SIGUSR1; the "
@@ -257,12 +256,12 @@ class Checkpointing:
             ConfigError: the directory is a file, or weights are on the meta device.
         """
         check_type("save_model: model", model, nn.Module, "an nn.Module")
-        check_path("save_model: save_directory", save_directory)
+        directory = check_path("save_model: save_directory", save_directory)
         state = self._state_of(model, True, self._writes, "save_model")
 
         def write() -> None:
             if self._writes:
-                lazy.save_sharded(state, Path(save_directory), max_shard_size, safe_serialization)
+                lazy.save_sharded(state, directory, max_shard_size, safe_serialization)
 
         if model_has_dtensor(model):  # all ranks are here, and none continues while another one fails
             lazy.CheckpointGroup(self._run.world.exchange, 0, "save_model").agree(f"Writing {save_directory}", write)
@@ -275,7 +274,7 @@ class Checkpointing:
         With `safe_serialization` a dictionary of tensors is written as safetensors instead of with `torch.save`.
         """
         if not hasattr(f, "write"):
-            check_path("save: f", f)
+            f = check_path("save: f", f)
         if self._writes:
             lazy.save_object(obj, f, safe_serialization)
 

@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from numbers import Integral, Real
+from pathlib import Path
 from reprlib import Repr
 from types import FunctionType
 from typing import Any
@@ -16,6 +19,7 @@ from farflung.base.words import counted
 
 _REPR = Repr()
 _REPR.maxstring = _REPR.maxother = 80
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # a drive of Windows has one letter
 
 
 def shown(value: Any) -> str:
@@ -72,10 +76,37 @@ def check_text(name: str, value: object) -> None:
         raise wrong_type(name, value, "a text that is not empty")
 
 
-def check_path(name: str, value: object) -> None:
-    """Raise WrongType unless `value` is a path that is not empty."""
-    if not (isinstance(value, str) or hasattr(value, "__fspath__")) or not str(value):
+def check_path(name: str, value: object) -> Path:
+    """Return `value` as a path in this machine's file system, its `~` expanded.
+
+    Raises:
+        WrongType: it is no path, or an empty one.
+        ConfigError: it is the address of a bucket or the like, or there is no home folder for its `~`.
+    """
+    if not isinstance(value, (str, os.PathLike)) or not str(value):
         raise wrong_type(name, value, "a path, such as 'runs/first'")
+    text = os.fsdecode(value)
+    if is_address(text):
+        raise ConfigError(f"{name} is {text!r}, an address. It must be a path: {_instead_of(text)}.")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ConfigError(
+            f"{name} is {text!r}, and no home folder is known: HOME is not set, and this user has no entry in the "
+            "password database. Set HOME, or give a path without `~`."
+        ) from None
+
+
+def is_address(path: str | os.PathLike[str]) -> bool:
+    """Return whether `path` is an address (`s3://bucket/x`), also after a `Path` has joined its slashes."""
+    return _ADDRESS.match(os.fsdecode(path)) is not None
+
+
+def _instead_of(address: str) -> str:
+    scheme, _, rest = address.partition(":")
+    if scheme.lower() == "file":
+        return f"give {'/' + rest.lstrip('/')!r}"
+    return "give a local folder and copy the files there afterwards, or the folder where the bucket is mounted"
 
 
 def check_whole(name: str, value: object, least: int | None = None, most: int | None = None) -> None:

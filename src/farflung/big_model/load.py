@@ -14,6 +14,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from farflung.base.checks import check_path
 from farflung.base.errors import CheckpointError, ConfigError, Unsupported
 from farflung.big_model import tensors
 from farflung.big_model.hooks import align_module_device, has_offloaded_params, weights_of
@@ -38,7 +39,7 @@ def load_state_dict(
         CheckpointError: the file is missing, damaged, or holds something that would run code.
         ConfigError: the file was written for another framework.
     """
-    path = Path(checkpoint_file)
+    path = check_path("checkpoint_file", checkpoint_file)
     weights = _read(path)
     devices = {"": "cpu", **(device_map or {})}
     for name, tensor in weights.items() if path.suffix == ".safetensors" else ():
@@ -121,7 +122,7 @@ def load_checkpoint_in_model(
     tensors.warn_if_untied(model, ties)
     if device_map is not None:
         tensors.check_tied_parameters_on_same_device(ties, device_map)
-    files, names = _files_of(Path(checkpoint))
+    files, names = _files_of(check_path("checkpoint", checkpoint))
     is_reader = not broadcast_from_rank0 or dist.get_rank() == 0
     sources: Iterable[dict[str, Tensor]] = map(_read, files)  # one file at a time
     if is_reader:

@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from farflung.base.checks import check_path
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.base.files import atomic_file
 from farflung.base.tensor_memory import bytes_of
@@ -52,7 +53,7 @@ def offload_weight(
 
 def _file_of(folder: Folder, weight_name: str) -> Path:
     """Return the file of a weight, which stays in the folder whatever the name is."""
-    return Path(os.path.realpath(folder), inside(f"{weight_name}.dat"))
+    return Path(os.path.realpath(check_path("offload_folder", folder)), inside(f"{weight_name}.dat"))
 
 
 def _check_unused(path: Path, content: np.ndarray[Any, Any], own: Sequence[Any]) -> None:
@@ -89,7 +90,7 @@ def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -
 
 def read_offload_index(folder: Folder) -> Index:
     """Return what is offloaded to a folder by name; nothing where it has no index."""
-    path = Path(folder, INDEX)
+    path = check_path("offload_folder", folder) / INDEX
     if not path.is_file():
         return {}
     with reading(path):
@@ -101,13 +102,13 @@ def save_offload_index(index: Index | None, offload_folder: Folder) -> None:
     """Add `index` to the index of a folder; without entries, nothing happens."""
     if index:
         merged = {**read_offload_index(offload_folder), **index}
-        with atomic_file(Path(offload_folder, INDEX)) as path:
+        with atomic_file(check_path("offload_folder", offload_folder) / INDEX) as path:
             path.write_text(json.dumps(merged, indent=2), encoding="utf-8")
 
 
 def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, Tensor], *, own: Sequence[Any] = ()) -> None:
     """Write tensors into a folder, one file each, and an index. Arguments and errors are those of `offload_weight`."""
-    Path(save_dir).mkdir(parents=True, exist_ok=True)
+    check_path("save_dir", save_dir).mkdir(parents=True, exist_ok=True)
     index: Index = {}
     for name, tensor in state_dict.items():
         offload_weight(tensor, name, save_dir, index, own=own)

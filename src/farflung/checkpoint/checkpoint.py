@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from farflung.base.bars import Bar, bar
+from farflung.base.checks import check_path
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.checkpoint import atomic, paths
 from farflung.checkpoint.files import is_file, kind_of, sums_of
@@ -188,7 +189,7 @@ def resolve(given: str | os.PathLike[str] | None, automatic: Path | None) -> tup
     `automatic` is where automatic naming puts checkpoints; None: it is off.
     """
     if given is not None and (Path(given).is_dir() or str(given) != "latest"):
-        folder = Path(os.path.expanduser(given))
+        folder = check_path("load_state: input_dir", given)
         if not folder.is_dir():
             raise ConfigError(f"load_state: there is no folder {folder}.")
         return folder, not is_checkpoint(folder) and bool(candidates(folder))

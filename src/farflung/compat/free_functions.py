@@ -66,7 +66,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
     With `safe_serialization` a dictionary of tensors is written as safetensors instead of with `torch.save`.
     """
     if not hasattr(f, "write"):
-        check_path("save: f", f)
+        f = check_path("save: f", f)
     world = join_world()
     if world.is_local_main if save_on_each_node else world.is_main:
         save_object(obj, f, safe_serialization)

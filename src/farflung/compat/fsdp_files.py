@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from farflung.accelerator.operations import extract_model_from_parallel
+from farflung.base.checks import check_path
 from farflung.base.errors import Unsupported
 from farflung.checkpoint import paths
 from farflung.checkpoint.checkpoint import Checkpoint
@@ -43,14 +44,15 @@ def save_fsdp_model(
     plugin's `state_dict_type` is FULL_STATE_DICT, the first one writes all to `output_dir/pytorch_model_fsdp.bin`.
     """
     _only_dcp(use_dcp)
+    folder = check_path("save_fsdp_model: output_dir", output_dir)
     bare, group = _chosen(model, adapter_only), _group(accelerator, "save_fsdp_model")
     state = models.model_shards(bare)
     name = paths.gathered_model(model_index)
     if not _gathers(fsdp_plugin):
-        _write_shards(group, Path(output_dir) / paths.model_shards(model_index), {"model": state})
+        _write_shards(group, folder / paths.model_shards(model_index), {"model": state})
         return
     whole = models.gathered_model(bare, state, accelerator.is_main_process)
-    _write_whole(group, Path(output_dir) / name, whole)
+    _write_whole(group, folder / name, whole)
 
 
 def load_fsdp_model(
@@ -68,7 +70,7 @@ def load_fsdp_model(
     does. Raises CheckpointError, with the model as it was, if there are no such weights or they are damaged.
     """
     _only_dcp(use_dcp)
-    folder = _parent_of(Path(input_dir), paths.model_shards(model_index))
+    folder = _parent_of(check_path("load_fsdp_model: input_dir", input_dir), paths.model_shards(model_index))
     bare = _chosen(model, adapter_only)
     if isinstance(bare, _Adapter):
         _check_encoder(bare.whole)
@@ -93,16 +95,17 @@ def save_fsdp_optimizer(
     `output_dir/optimizer.bin`.
     """
     _only_dcp(use_dcp)
+    folder = check_path("save_fsdp_optimizer: output_dir", output_dir)
     bare = [extract_model_from_parallel(model)]
     names = optimizers.parameter_names(bare, optimizer)
     group = _group(accelerator, "save_fsdp_optimizer")
     group.agree(f"Writing {output_dir}", lambda: optimizers.check_optimizer(bare, optimizer))
     if not _gathers(fsdp_plugin):
         state = optimizers.by_name(optimizer.state_dict(), names)
-        _write_shards(group, Path(output_dir) / paths.optimizer_shards(optimizer_index), optimizers.for_shards(state))
+        _write_shards(group, folder / paths.optimizer_shards(optimizer_index), optimizers.for_shards(state))
         return
     whole = optimizers.gathered_optimizer(optimizer, accelerator.is_main_process)
-    _write_whole(group, Path(output_dir) / paths.optimizer(optimizer_index), whole and optimizers.by_name(whole, names))
+    _write_whole(group, folder / paths.optimizer(optimizer_index), whole and optimizers.by_name(whole, names))
 
 
 def load_fsdp_optimizer(
@@ -120,7 +123,8 @@ def load_fsdp_optimizer(
     `adapter_only` changes nothing: the state is that of the parameters which the optimizer has.
     """
     _only_dcp(use_dcp)
-    folder = _parent_of(Path(input_dir), paths.optimizer_shards(optimizer_index))
+    folder = check_path("load_fsdp_optimizer: input_dir", input_dir)
+    folder = _parent_of(folder, paths.optimizer_shards(optimizer_index))
     bare = [extract_model_from_parallel(model)]
     group = _group(accelerator, "load_fsdp_optimizer")
     state = _read(group, folder, lambda: optimizers.read_optimizer(bare, optimizer, folder, optimizer_index))
@@ -139,11 +143,13 @@ def merge_fsdp_weights(
         safe_serialization: write safetensors, not with torch.
         remove_checkpoint_dir: remove `checkpoint_dir` when that is done.
     """
+    source = check_path("merge_fsdp_weights: checkpoint_dir", checkpoint_dir)
+    target = check_path("merge_fsdp_weights: output_path", output_path)
     world = join_world()
 
     def merge() -> None:
         if world.is_main:
-            lazy.merge_shards(Path(checkpoint_dir), Path(output_path), safe_serialization, remove_checkpoint_dir)
+            lazy.merge_shards(source, target, safe_serialization, remove_checkpoint_dir)
 
     CheckpointGroup(world.exchange, 0, "merge_fsdp_weights").agree(f"Merging {checkpoint_dir}", merge)
 

@@ -108,7 +108,7 @@ def _purged(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _accelerates() -> dict[str, str]:
-    return {name: value for name, value in environ.snapshot().items() if name.startswith(_OURS)}
+    return environ.named(_OURS)
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
@@ -11,6 +12,13 @@ from typing import TypeVar
 from farflung.base.errors import ConfigError
 
 T = TypeVar("T")
+# How Kubernetes tells each pod of the services of its namespace ("Discovering services" in its documentation). The name
+# of the service comes first, so one called `farflung` or `master` gives FARFLUNG_PORT, MASTER_PORT and more.
+_HOST = r"(\d+(\.\d+){3}|[\da-fA-F]*:[\da-fA-F:.]+)"
+_OF_SERVICE = re.compile(
+    rf"\w+?_(SERVICE_HOST={_HOST}|SERVICE_PORT(_\w+)?=\d+|PORT(_\d+_(TCP|UDP|SCTP))?=(tcp|udp|sctp)://\[?{_HOST}\]?:\d+"
+    rf"|PORT_\d+_(TCP|UDP|SCTP)_(PROTO=(tcp|udp|sctp)|PORT=\d+|ADDR={_HOST}))"
+)
 TRUE_WORDS = ("1", "true", "yes", "on", "y", "t")
 FALSE_WORDS = ("0", "false", "no", "off", "n", "f", "")
 SHOWS_ATTEMPTS = "FARFLUNG_SHOWS_ATTEMPTS"  # where the launcher shows how each attempt failed, and not the last alone
@@ -23,7 +31,18 @@ MEMBER_VARIABLES = ("FARFLUNG_STORE", "FARFLUNG_MEMBER")  # of a replica that co
 
 def text(name: str, default: str | None = None) -> str | None:
     """Return the variable `name`, or `default` when it is not set."""
-    return os.environ.get(name, default)
+    value = os.environ.get(name)
+    return default if value is None or _is_of_service(name, value) else value
+
+
+def named(prefix: str) -> dict[str, str]:
+    """Return the variables whose names begin with `prefix`, without those that tell of a Kubernetes service."""
+    found = {name: value for name, value in os.environ.items() if name.startswith(prefix)}
+    return {name: value for name, value in found.items() if not _is_of_service(name, value)}
+
+
+def _is_of_service(name: str, value: str) -> bool:
+    return _OF_SERVICE.fullmatch(f"{name}={value}") is not None
 
 
 def integer(*names: str) -> int | None:
@@ -38,7 +57,7 @@ def number(name: str) -> float | None:
 
 
 def _parsed(name: str, kind: Callable[[str], T], noun: str) -> T | None:
-    value = os.environ.get(name)
+    value = text(name)
     try:
         return kind(value) if value else None
     except ValueError:
@@ -47,7 +66,7 @@ def _parsed(name: str, kind: Callable[[str], T], noun: str) -> T | None:
 
 def flag(name: str, default: bool = False) -> bool:
     """Return the variable `name` as a yes or no, or `default` when it is not set; raise ConfigError for other words."""
-    value = os.environ.get(name)
+    value = text(name)
     if value is None:
         return default
     word = value.strip().lower()

@@ -15,6 +15,7 @@ import yaml
 from yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
+from farflung.base.checks import check_path
 from farflung.base.errors import ConfigError, Unsupported, did_you_mean
 from farflung.base.files import atomic_file
 from farflung.config.foreign import DISTRIBUTED_TYPES, FOREIGN_KEYS
@@ -206,7 +207,8 @@ def _read_distributed_type(node: Node, place: str, stated: dict[str, Stated]) ->
 
 def write_file(path: Path, values: Mapping[str, Any]) -> Path:
     """Write the settings `values`, one line each, over an old file but never Accelerate's own, and return `path`."""
-    if path.expanduser().resolve() in [theirs.resolve() for theirs in accelerate_files()]:
+    path = check_path("The file of settings", path)
+    if path.resolve() in [theirs.resolve() for theirs in accelerate_files()]:
         raise ConfigError(f"{path} is Accelerate's own file, which Farflung reads but never writes. Choose another.")
     LaunchSettings.of(values)
     said = {name: value for name, value in values.items() if value is not None}

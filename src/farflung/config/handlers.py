@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -317,7 +318,7 @@ class ProjectConfiguration:
         if self.total_limit is not None:
             check_whole("ProjectConfiguration: total_limit", self.total_limit, least=1)
         if self.logging_dir is not None:
-            check_path("ProjectConfiguration: logging_dir", self.logging_dir)
+            check_type("ProjectConfiguration: logging_dir", self.logging_dir, (str, os.PathLike), "a path")
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | None = None) -> None:

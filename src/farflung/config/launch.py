@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from math import inf
 from typing import Any, get_args, get_type_hints
 
+from farflung.base.checks import check_path
 from farflung.base.enums import DynamoBackend
 from farflung.base.errors import ConfigError
 from farflung.base.words import counted
@@ -280,6 +281,8 @@ class LaunchSettings(LayoutSettings, EngineSettings):
             raise ConfigError(f"only_rank is {self.only_rank!r}; use ranks separated by commas, such as 0 or 0,3.")
         if self.only_rank is not None and self.rdzv_backend == "c10d" and self.num_machines > 1:
             raise ConfigError("only_rank needs --rdzv_backend static: c10d numbers the machines when they meet.")
+        for name in filter(self.value, ("run_dir", "log_dir", "save_on_signal")):
+            check_path(name, self.value(name))
         self._check_rendezvous()
         self._check_elastic()
         self.check_engine(join=self.join, log_dir=self.log_dir, only_rank=self.only_rank)
@@ -461,7 +464,7 @@ def check_variables() -> None:
     """Raise ConfigError for variables with our prefix that no setting reads, such as misspelled ones, or can't read."""
     known = {entry.variable: entry for entry in FIELDS}
     by_word = {word.strip("-").upper(): entry.variable for entry in FIELDS for word in (entry.name, *entry.flags)}
-    for name in sorted(name for name in environ.snapshot() if name.startswith(_PREFIX)):
+    for name in sorted(environ.named(_PREFIX)):
         if name in known:
             known[name].from_environment()
         elif name not in (*environ.MEMBER_VARIABLES, *environ.OF_LAUNCHERS):

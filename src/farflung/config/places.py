@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
+from farflung.base.checks import check_path
 from farflung.base.errors import ConfigError
 from farflung.base.files import FORMER_NAME
 from farflung.config import environ
@@ -28,7 +30,7 @@ def former_files() -> dict[Path, Path]:
 def accelerate_files() -> tuple[Path, ...]:
     """Return where Accelerate keeps its settings, its preferred file first."""
     cache = environ.text("XDG_CACHE_HOME") or "~/.cache"
-    home = Path(environ.text("HF_HOME") or f"{cache}/huggingface").expanduser()
+    home = _expanded(environ.text("HF_HOME") or f"{cache}/huggingface")
     return home / "accelerate" / "default_config.yaml", home / "accelerate" / "default_config.json"
 
 
@@ -40,7 +42,7 @@ def find_file(named: str | None = None) -> Path | None:
     if named == NO_FILE:
         return None
     if named is not None:
-        path = Path(named).expanduser()
+        path = check_path("--config_file", named)
         if not path.is_file():
             there = "is not a file" if path.exists() else "does not exist"
             raise ConfigError(f"The configuration file {named} {there}. `farflung config` writes one.")
@@ -51,4 +53,11 @@ def find_file(named: str | None = None) -> Path | None:
 
 
 def _user_folder() -> Path:
-    return Path(environ.text("XDG_CONFIG_HOME") or "~/.config").expanduser()
+    return _expanded(environ.text("XDG_CONFIG_HOME") or "~/.config")
+
+
+def _expanded(path: str) -> Path:
+    """Expand `~`; without a home folder it stays, and no file is there. `check_path` refuses to write to it."""
+    with suppress(RuntimeError):
+        return Path(path).expanduser()
+    return Path(path)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import click
 
+from farflung.base.checks import check_path
 from farflung.base.errors import ConfigError, FarflungError
 from farflung.base.optional import installed_version
 from farflung.config.grid import HOST
@@ -39,7 +40,7 @@ def config(ctx: click.Context, config_file: str | None) -> None:
         if config_file is not None:
             raise click.UsageError(f"--config_file must come after `{ctx.invoked_subcommand}`.")
         return
-    path = Path(config_file).expanduser() if config_file else own_file()
+    path = check_path("--config_file", config_file or own_file())
     if path.exists():
         click.confirm(f"{path} exists. Replace it?", abort=True)
     _write(path, ask())
@@ -177,7 +178,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
     Returns:
         the file's path, or False if the file exists, which is not changed.
     """
-    path = Path(save_location).expanduser() if save_location is not None else own_file()
+    path = check_path("save_location", save_location or own_file())
     if path.is_file():
         click.echo(f"{path} exists and was not changed. `farflung config` asks whether to replace it.")
         return False

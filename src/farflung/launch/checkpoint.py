@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from farflung.base.checks import check_path
 from farflung.base.errors import ConfigError
 
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -60,7 +61,7 @@ def diff(ctx: click.Context, one: Path, other: Path) -> None:
 @click.option("--model", default=0, help="Index of the model, for state-dict.", show_default=True)
 def convert(source: Path, target: Path, form: str, model: int) -> None:
     """Write the checkpoint SOURCE in another format to TARGET, which must not exist yet."""
-    if target.exists():
+    if check_path("TARGET", target).exists():
         raise ConfigError(f"{target} already exists. Name another target.")
     _tools().convert(source, target, form, model)
 
@@ -73,4 +74,5 @@ def pull(address: str, target: Path) -> None:
 
     The run may be under way, or over. Reading is enough.
     """
+    check_path("TARGET", target)
     click.echo(f"{target} has {import_module('farflung.comm.saved_state').pull(address, target)}")

@@ -62,18 +62,26 @@ class AcceleratedOptimizer(Optimizer):
         if device_placement and world is not None and optimizer.state:
             optimizer.load_state_dict(send_to_device(optimizer.state_dict(), world.device))
 
-    def step(self, closure: Closure = None) -> None:  # type: ignore[override]
-        """Step when the window is complete, else do nothing."""
+    def step(self, closure: Closure = None) -> Any:
+        """Step when the window is complete, else do nothing. As in torch, return the loss of `closure`'s first call."""
         if not self.window_is_complete:
-            return
+            return None
         self.finished = self.loop_state.backwards
-        done = self.precision.step(self.optimizer, closure)
+        losses: list[Any] = []
+
+        def noted() -> Any:
+            assert closure is not None
+            losses.append(closure())
+            return losses[-1]
+
+        done = self.precision.step(self.optimizer, None if closure is None else noted)
         self.step_was_skipped = not done
         if done and self.completed_steps is not None:
             self.completed_steps += 1
         for step_attempted in self.attached:
             step_attempted(done)
         self.loop_state.step_attempted()
+        return losses[0] if losses else None
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients when the window is complete, else do nothing; None: as the optimizer does by itself."""

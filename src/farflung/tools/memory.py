@@ -92,15 +92,18 @@ def find_executable_batch_size(
         if len(parameters) < len(args) + 1:
             name = getattr(wanted, "__name__", "function")
             raise WrongType(f"{name} is given its batch size by find_executable_batch_size; call it without one.")
+        cause: Exception | None = None
         while batch_size > 0:
             try:
                 return wanted(batch_size, *args, **kwargs)
             except Exception as error:
                 if not should_reduce_batch_size(error):
                     raise
+                cause = error.with_traceback(None)
+                cause.__context__ = cause.__cause__ = None
             # Outside the handler: its traceback holds what the failed call had in memory.
             clear_device_cache(garbage_collection=True)
             batch_size = int(batch_size * 0.9) if reduce_batch_size_fn is None else reduce_batch_size_fn()
-        raise RuntimeError("No executable batch size found, reached zero.")
+        raise RuntimeError("No executable batch size found, reached zero.") from cause
 
     return call

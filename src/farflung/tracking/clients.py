@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import yaml
 
+from farflung.base.checks import is_address
 from farflung.base.tree import listify
 from farflung.config import environ
 from farflung.tracking.base import ClientTracker, is_number, taken
@@ -39,10 +40,15 @@ class TensorBoardTracker(ClientTracker):
         self.writer = tensorboard.SummaryWriter(self.logging_dir, **self.init_kwargs)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Record hyperparameters, and write them to `hparams.yml`; what is no number or text becomes its text."""
+        """Record hyperparameters, and write them to `hparams.yml`; what is no number or text becomes its text.
+
+        torch writes events to a bucket too; where `logging_dir` is the address of one, there is no such file.
+        """
         plain = {key: value if _is_hyperparameter(value) else str(value) for key, value in values.items()}
         self.writer.add_hparams(plain, metric_dict={})
         self.writer.flush()
+        if is_address(self.logging_dir):
+            return
         folder = Path(self.logging_dir) / str(time.time())
         folder.mkdir(parents=True, exist_ok=True)
         numbers = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in plain.items()}

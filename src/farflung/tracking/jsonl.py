@@ -9,9 +9,9 @@ import time
 import warnings
 from contextlib import suppress
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
+from farflung.base.checks import check_path
 from farflung.base.files import open_lines
 from farflung.process.run_files import plain
 from farflung.tracking.base import ClientTracker
@@ -35,7 +35,7 @@ class JSONLTracker(ClientTracker):
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str]) -> None:
         super().__init__(run_name)
-        self.path = Path(logging_dir) / f"{run_name}.jsonl"
+        self.path = check_path("JSONLTracker: logging_dir", logging_dir) / f"{run_name}.jsonl"
 
     def start(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
