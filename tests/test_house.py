@@ -234,7 +234,7 @@ def test_one_file_asks_the_environment_whether_replicas_come_and_go_and_a_place_
 
 
 def test_membership_knows_its_board_and_not_what_carries_it():
-    outer = ("elastic", "admission", "likeness", "settlement", "generation_watch", "peers", "quorum")
+    outer = ("elastic", "admission", "settlement", "generation_watch", "peers", "quorum")
     data = ("slots", "slot_board", "claims", "ledger")
     names = [f"outer/{one}.py" for one in outer] + [f"data/{one}.py" for one in data]
     for name in (*names, "comm/board.py", "comm/transport.py", "comm/member_store.py"):

@@ -3,6 +3,7 @@
 
 import io
 import json
+import logging
 from contextlib import redirect_stderr
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 from farflung import Accelerator
 from farflung.base.errors import ConfigError
-from farflung.integrations.rounds import RoundFigures, RoundOutputs
+from farflung.integrations.rounds import RoundFigures, RoundOutputs, record_rounds
 from farflung.outer import OuterLoop, local_sgd
 from farflung.outer.arguments import OuterConfig
 from farflung.outer.stats import Stats
@@ -48,6 +49,23 @@ def test_a_line_of_the_log_says_which_replica_has_written_it_where_they_come_and
     RoundOutputs(OuterConfig("local_sgd", every=2, report="off", log=str(file)), 0, member).listen(loop, 0)
     rounds(loop, 1)
     assert json.loads(file.read_text()).get("member") == member
+
+
+def test_the_runs_folder_has_the_rounds_of_each_loop_once_and_no_other_handler_gets_them(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("FARFLUNG_RUN_FOLDER", str(tmp_path))
+    logger = logging.getLogger("farflung.rounds")
+    before = logger.handlers[:], logger.level, logger.propagate
+    try:
+        for _ in range(2):
+            record_rounds()  # by the launcher's rank, and by an Accelerator in it
+        loops = [OuterLoop(nn.Linear(3, 3), local_sgd(2)) for _ in range(2)]
+        for loop in (loops[0], loops[1], loops[0]):
+            rounds(loop, 1)
+    finally:
+        logger.handlers[:], logger.level, logger.propagate = before
+    lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
+    assert [(line["model"], line["step"]) for line in lines] == [(0, 2), (1, 2), (0, 4)]
+    assert not caplog.records
 
 
 def test_on_a_terminal_lines_come_every_few_seconds():

@@ -278,15 +278,15 @@ def test_a_rank_that_is_lost_in_one_island_is_named_on_all_others_within_seconds
 
 def meet_where_one_rank_alone_hears_of_a_loss():
     store, model, losses = dist.distributed_c10d._get_default_store(), torch.nn.Linear(4, 1), [1] * dist.get_rank()
-    make_alike = Replica.make_alike
+    synchronize = Replica.synchronize
 
     def losing(self, giver, takes):
-        make_alike(self, giver, takes)
+        synchronize(self, giver, takes)
         if losses:
             losses.pop()
             raise RankFailure("its column has lost a rank")
 
-    Replica.make_alike = losing
+    Replica.synchronize = losing
     with OuterLoop(model, diloco(2), membership=Elastic(C10dTransport(store), 1, island=TorchGroup())) as outer:
         for _ in range(4):
             outer.step()

@@ -17,7 +17,6 @@ from farflung.comm.transport import Transport
 from farflung.config import environ
 from farflung.integrations.rounds import record_rounds
 from farflung.outer.elastic import Elastic
-from farflung.outer.engine import OuterLoop
 from farflung.process.place import Place
 
 
@@ -41,7 +40,7 @@ def launched_membership(island: Group | None = None) -> Elastic | None:
 
 def membership_of(here: Place, island: Group | None) -> Elastic | None:
     """Return the membership of the replica `here`, as `launched_membership` does; have the rounds of loops recorded."""
-    record_rounds(OuterLoop)
+    record_rounds()
     if here.member is None:
         return None
     transport, settings = _run_of(here)

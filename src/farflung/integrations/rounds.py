@@ -6,6 +6,7 @@ Each is a listener of the loop, called with every `Round` that has ended.
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import time
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from farflung.base.errors import ConfigError
 from farflung.base.events import tell
@@ -87,23 +88,31 @@ class RoundLog:
             add_lines(self._path, [{**self._who, "time": time.time(), **asdict(this)}])
 
 
-def record_rounds(loops: type[OuterLoop]) -> None:
-    """Have rank 0 of each replica write the rounds of all loops that it makes to the run's folder, where there is one.
+class _RunRounds(logging.Handler):
+    """Writes the rounds of all loops of this process to the run's folder."""
 
-    Args:
-        loops: the class `OuterLoop`, which a script may not have loaded yet.
-    """
-    if loops.listeners_of_run is not tuple:  # it does so already
-        return
-    numbers = count()
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        self._loops: weakref.WeakKeyDictionary[Any, RoundLog] = weakref.WeakKeyDictionary()  # their lines, numbered
+        self._numbers = count()
 
-    def listeners() -> list[RoundLog]:
-        folder, here = run_folder(), who()
-        if folder is None or here["rank"]:
-            return []
-        return [RoundLog(folder / ROUNDS, next(numbers), here.get("member"))]
+    def emit(self, record: Any) -> None:
+        """Write a line of a record that an outer loop has made; see `farflung.outer.stats.ROUNDS`."""
+        here = who()
+        if here["rank"] == 0:
+            if record.rounds not in self._loops:
+                self._loops[record.rounds] = RoundLog(self._path, next(self._numbers), here.get("member"))
+            self._loops[record.rounds](record.round)
 
-    loops.listeners_of_run = listeners
+
+def record_rounds() -> None:
+    """Write the rounds of all loops of this process to the run's folder, if any, on rank 0 of each replica."""
+    folder, rounds = run_folder(), logging.getLogger("farflung.rounds")  # which is there before torch is loaded
+    if folder is not None and not any(isinstance(handler, _RunRounds) for handler in rounds.handlers):
+        rounds.addHandler(_RunRounds(folder / ROUNDS))
+        rounds.setLevel(logging.DEBUG)
+        rounds.propagate = False  # a handler of the script's would print a line for each round
 
 
 class RoundFigures:

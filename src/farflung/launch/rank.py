@@ -23,7 +23,6 @@ from types import CodeType, ModuleType
 from farflung.base.events import Kind, tell
 from farflung.config import environ
 from farflung.integrations.rounds import record_rounds
-from farflung.process.after_import import after_import
 from farflung.process.failure import PREEMPTED, has_note, has_report, record_exit, record_failure
 from farflung.process.heard import record_signals
 from farflung.process.run_files import Metrics, add_event, recorded
@@ -127,5 +126,5 @@ if __name__ == "__main__":
     with recorded():
         if (metrics := Metrics.of_run()) is not None:
             keep_trainer_logs(metrics)
-            after_import("farflung.outer.engine", lambda module: record_rounds(module.OuterLoop))
+            record_rounds()
         run(sys.argv[1:])

@@ -13,9 +13,8 @@ from farflung.base.errors import ConfigError, RankFailure
 from farflung.base.events import Event, Kind
 from farflung.comm.member_store import DONE, Ask, Record
 from farflung.comm.saved_state import Saved
-from farflung.outer.likeness import description_of, other_versions, unlike, unlike_tensors, versions
 from farflung.outer.membership import Needs
-from farflung.outer.peers import Peers
+from farflung.outer.peers import Peers, description_of, other_versions, unlike, unlike_tensors, versions
 from farflung.outer.saver import Saver
 
 _logger = logging.getLogger(__name__)
@@ -43,7 +42,7 @@ class Admission:
         self.is_over = False  # the run had ended before this replica was admitted
 
     def describe(self, needs: Needs, island_size: int, data: str) -> str:
-        """Return this replica's description of itself, which must be the same on all; see `likeness`."""
+        """Return this replica's description of itself, which must be the same on all; see `peers`."""
         return description_of(needs, island_size, data, self._versions)
 
     # ---- of one that asks

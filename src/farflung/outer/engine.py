@@ -25,7 +25,6 @@ from farflung.comm.group import Group
 from farflung.comm.shards import reshard
 from farflung.comm.torch_group import explained
 from farflung.outer.arguments import OuterConfig, check_attached, check_state, checked, checked_items
-from farflung.outer.facts import Facts
 from farflung.outer.gradients import GradientWarmup, kept_local
 from farflung.outer.inner import hooks_of
 from farflung.outer.leaving import Leaving
@@ -36,13 +35,13 @@ from farflung.outer.recipe import Recipe
 from farflung.outer.replica import Replica
 from farflung.outer.rounds import Rounds
 from farflung.outer.schedule import Launch
-from farflung.outer.stats import Meter, Round
+from farflung.outer.stats import Meter, Round, Stats
 from farflung.outer.sync import Sync
 from farflung.outer.timetable import Timetable
 from farflung.outer.twins import Twins
 
 
-class OuterLoop(Facts):
+class OuterLoop:
     """Trains replicas of a model independently and synchronizes them every H steps, in any torch loop.
 
         with OuterLoop(model, diloco(every=32)) as outer:
@@ -105,7 +104,7 @@ class OuterLoop(Facts):
         recipe, cap_bytes = checked(model, recipe, group, inner, island, membership, bucket_bytes, clock)
         membership = membership or fixed_membership(group, island, all(one.is_cpu for one in model.parameters()))
         island = membership.island
-        self.listeners: list[Callable[[Round], None]] = [*OuterLoop.listeners_of_run()]
+        self.listeners: list[Callable[[Round], None]] = []
         self._recipe = recipe
         self._meter = Meter()
         self._hooks: list[RemovableHandle] = []
@@ -341,6 +340,46 @@ class OuterLoop(Facts):
             self._leave(cause)
             if cause is not error:
                 raise cause from error
+
+    # ---- questions, which need no communication
+
+    @property
+    def is_warming(self) -> bool:
+        """Whether the next step belongs to the warm-up, in which gradients are averaged and weights are not."""
+        return self._timetable.position < self._recipe.warmup
+
+    @property
+    def position(self) -> int:
+        """Number of attempted steps since the loop began; a replica that came later counts those of the others."""
+        return self._timetable.position
+
+    @property
+    def steps_since_sync(self) -> int:
+        """Number of attempted steps since the latest round was launched."""
+        return self._timetable.position - self._timetable.began
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether this replica joined a run of others, and has made no step since."""
+        return self._quorum.welcome is not None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of the current replicas: the one to write what all of them share."""
+        return self._quorum.group.rank == 0
+
+    @property
+    def has_anchor(self) -> bool:
+        """Whether this rank holds the weights that all ranks last agreed on, in addition to those that it trains."""
+        return self._recipe.has_anchor
+
+    def stats(self) -> Stats:
+        """Return the costs of the rounds so far: their number, bytes and seconds."""
+        return self._meter.stats()
+
+    def advice(self, by_flags: bool = False) -> str:
+        """Return the changes that the statistics so far suggest, as `--outer-` flags or keywords; empty if none."""
+        return self._meter.advice(by_flags)
 
     def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Average the gradients of a warm-up; `arguments` begin with the optimizer."""

@@ -23,13 +23,13 @@ from farflung.comm.group import Group, SoloGroup
 from farflung.outer.agreement import average, take_largest
 from farflung.outer.background import BackgroundWorker
 from farflung.outer.ballot import BALLOT_BYTES, Ballot, Tally
+from farflung.outer.comparison import FINGERPRINT_BYTES
 from farflung.outer.membership import Generation, Membership, Needs, OddMembers
 from farflung.outer.recipe import Recipe
 from farflung.outer.replica import BoundFragment, Replica
 from farflung.outer.schedule import Action, Apply, Launch
 from farflung.outer.stats import Meter
 from farflung.outer.timetable import Timetable
-from farflung.outer.unexchanged import FINGERPRINT_BYTES
 from farflung.outer.weighting import Decision, in_proportion
 
 
@@ -236,7 +236,7 @@ class Quorum:
         if generation.newcomers or not had_state:
             there = range(generation.group.size)  # all are newcomers where a run goes on from what lies at its address
             giver = next((rank for rank in there if rank not in generation.newcomers), 0)
-            self._replica.make_alike(giver, takes=joins or not generation.newcomers)
+            self._replica.synchronize(giver, takes=joins or not generation.newcomers)
             self._meter.add("bytes_voting", (self.group.size - 1) * FINGERPRINT_BYTES)
         if generation.may_lose:  # each rank of an island has met a column of its own, and may have lost it alone
             generation.island.meet()

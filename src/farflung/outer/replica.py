@@ -24,12 +24,11 @@ from farflung.comm.group import Group, SoloGroup
 from farflung.comm.shards import addresses, local, model_has_dtensor, part_of, reshard
 from farflung.outer.agreement import Anchored, Averaged, Max, Mean
 from farflung.outer.ballot import digest_of
-from farflung.outer.comparison import Comparison
+from farflung.outer.comparison import Comparison, moved, synchronize
 from farflung.outer.eager import Eager
 from farflung.outer.fragments import Fragment, Place, without_masks
 from farflung.outer.membership import Generation
 from farflung.outer.recipe import Recipe
-from farflung.outer.unexchanged import make_alike, moved
 from farflung.outer.weighting import NormHistory
 
 _kind = attrgetter("requires_grad", "dtype", "shape")
@@ -252,10 +251,10 @@ class Replica:
         self._structure = structure_of(model)
         self.fragments: list[BoundFragment] = []
 
-    def make_alike(self, giver: int, takes: bool) -> None:
+    def synchronize(self, giver: int, takes: bool) -> None:
         """Take over values that no round exchanges from a rank, where they differ: a collective."""
         reshard(self._model.modules())
-        make_alike(self._model, self._group, giver, takes)
+        synchronize(self._model, self._group, giver, takes)
 
     def moved(self) -> list[Tensor]:
         """Return the frozen weights that are not the same on all ranks any more: a collective."""

@@ -24,7 +24,7 @@ from farflung.outer.recipe import Recipe
 from farflung.outer.replica import Change, Replica
 from farflung.outer.round import OpenRound, Phase, Request
 from farflung.outer.schedule import Launch
-from farflung.outer.stats import Meter, Round
+from farflung.outer.stats import ROUNDS, Meter, Round
 from farflung.outer.timetable import Timetable
 from farflung.outer.twins import Twins
 from farflung.outer.weighting import Decision
@@ -191,6 +191,7 @@ class Rounds:
         self.meter.note(record, this.group.rank)
         for listener in self.listeners:
             listener(record)
+        ROUNDS.debug("round %d, step %d", record.number, record.step, extra={"round": record, "rounds": self})
 
     # ---- after a loss
 

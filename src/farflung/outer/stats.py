@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +11,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from farflung.base.words import in_bytes, in_seconds
+
+# Each round of each loop, at level DEBUG, with the attributes `round` and `rounds` (of which loop): a handler writes
+# them to the run's folder.
+ROUNDS = logging.getLogger("farflung.rounds")
 
 
 @dataclass(frozen=True)

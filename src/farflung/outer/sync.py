@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from farflung.comm.bucket import broadcast_values
+from farflung.outer.comparison import FINGERPRINT_BYTES
 from farflung.outer.gradients import GradientWarmup
 from farflung.outer.quorum import Quorum
 from farflung.outer.recipe import Recipe
@@ -17,7 +18,6 @@ from farflung.outer.rounds import Rounds
 from farflung.outer.schedule import Action, Apply, Launch
 from farflung.outer.stats import Meter
 from farflung.outer.timetable import Timetable
-from farflung.outer.unexchanged import FINGERPRINT_BYTES
 
 
 @dataclass(eq=False)
