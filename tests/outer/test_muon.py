@@ -126,7 +126,7 @@ def test_a_recipe_that_averages_the_state_of_one_optimizer_refuses_two():
     model = nn.Linear(2, 2)
     pair = [torch.optim.SGD([one], lr=0.1) for one in model.parameters()]
     outer = OuterLoop(model, replace(diloco(2), inner=AverageState()), SoloGroup())
-    with pytest.raises(ConfigError, match="state of one optimizer, and 2 are given"):
+    with pytest.raises(ConfigError, match="state of one optimizer, and 2 train this model"):
         outer.attach(*pair)
     other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="no parameter"):

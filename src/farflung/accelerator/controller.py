@@ -68,6 +68,8 @@ class OuterController:
         """Open a loop over each prepared model that a prepared optimizer trains and that has none yet: a collective."""
         if self._config is None:
             return
+        for attached in self.attached:
+            attached.follow_optimizers()
         for model in self._run.models:
             owners = [one for one in self._run.optimizers if one.owns(model.parameters())]
             trains = any(parameter.requires_grad for parameter in model.parameters())
@@ -76,7 +78,7 @@ class OuterController:
             attached = self._open(model, self._recipe, each_step=True)
             leave_note(OUTER_ATTACHED)
             self._outputs.listen(attached.loop, len(self._epochs), attached.loss)
-            attached.epochs = EpochTracker(attached.loop)
+            attached.epochs = EpochTracker(attached)
             attached.loop.open_end.is_silent = True  # `exit_report` has a line of its own
 
     def outer(

@@ -29,12 +29,14 @@ if TYPE_CHECKING:
     from farflung.integrations.elastic import membership_of as membership_of, slots_of as slots_of
     from farflung.outer.arguments import (
         OuterConfig as OuterConfig,
+        check_inner as check_inner,
         check_model as check_model,
         chosen_recipe as chosen_recipe,
         named_outer as named_outer,
         recipe_of as recipe_of,
     )
     from farflung.outer.engine import OuterLoop as OuterLoop
+    from farflung.outer.inner import Iteration as Iteration
     from farflung.outer.recipes import local_sgd as local_sgd
     from farflung.precision.fp8 import Float8 as Float8
     from farflung.resume.models import gathered_model as gathered_model
@@ -57,7 +59,8 @@ _WHERE = {
         "data.slots": "Slots",
         "integrations.elastic": "membership_of slots_of",
         "outer.engine": "OuterLoop",
-        "outer.arguments": "OuterConfig check_model chosen_recipe named_outer recipe_of",
+        "outer.inner": "Iteration",
+        "outer.arguments": "OuterConfig check_inner check_model chosen_recipe named_outer recipe_of",
         "outer.recipes": "local_sgd",
         "precision.fp8": "Float8",
         "resume.models": "gathered_model",

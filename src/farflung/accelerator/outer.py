@@ -8,8 +8,9 @@ happens at the next call that all ranks must make.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -26,7 +27,6 @@ from farflung.resume.run import Run
 
 if TYPE_CHECKING:
     from farflung.data.claims import Followed
-    from farflung.outer.engine import OuterLoop
     from farflung.outer.recipe import Recipe
 
 
@@ -47,7 +47,10 @@ class AttachedLoop:
         self._run = run
         self.recipe = recipe
         self.optimizer = driver(model, run.optimizers)
-        self._owners = [one for one in run.optimizers if one.owns(model.parameters())]
+        self._owners: list[AcceleratedOptimizer] = []
+        self._iteration = lazy.Iteration(())
+        self._listeners: list[tuple[AcceleratedOptimizer, Callable[[bool], None]]] = []
+        self._hooks: list[RemovableHandle] = []
         self.each_step = each_step
         self._trace = Trace()
         self._counted: ActiveLoader | None = None  # the iteration whose samples were counted last, and how many
@@ -70,13 +73,29 @@ class AttachedLoop:
             self.loop.listeners.append(self._followed.round_ended)
         self._attempts = 0
         self._has_begun = False
-        self._hooks: list[RemovableHandle] = [
-            one.optimizer.register_step_pre_hook(lambda *_: self._begin_where_it_is()) for one in self._owners
-        ]
-        self.optimizer.attached.append(self.step_attempted)
+        self.follow_optimizers()
         if recipe.weighs_items:
             self.optimizer.loop_state.counts_samples = True
         self._choose_who_averages()
+
+    def follow_optimizers(self) -> None:
+        """Follow the prepared optimizers that train the model, of which some may have been prepared after it.
+
+        Raises:
+            ConfigError: there are several, and the recipe synchronizes the state of one.
+        """
+        parameters = list(self.model.parameters())
+        for optimizer in self._run.optimizers:
+            if any(optimizer is owner for owner in self._owners) or not optimizer.owns(parameters):
+                continue
+            self._owners.append(optimizer)
+            self._iteration.expect(optimizer)
+            self._hooks.append(optimizer.optimizer.register_step_pre_hook(lambda *_: self._begin_where_it_is()))
+            self._listeners.append((optimizer, partial(self.step_attempted, optimizer)))
+            optimizer.attached.append(self._listeners[-1][1])
+            if self._alone is not None:
+                optimizer.in_lockstep = optimizer.is_own = True
+        lazy.check_inner("An outer loop", self.recipe, len(self._owners))
 
     def around(self) -> ActiveLoader | None:
         """Return the iteration of a prepared loader that is under way, if any."""
@@ -88,6 +107,8 @@ class AttachedLoop:
 
     def end(self, kind: Any = None, error: Any = None, trace: Any = None) -> None:
         """End the loop as the end of its `with` block would: a collective, unless there is an error."""
+        if error is None:
+            self._count(self._iteration.close())
         self._end(lambda: self.loop.__exit__(kind, error, trace))
 
     def drop(self) -> None:
@@ -95,8 +116,9 @@ class AttachedLoop:
         self._end(self.loop.detach)
 
     def _end(self, end_loop: Callable[[], object]) -> None:
-        if self.step_attempted in self.optimizer.attached:
-            self.optimizer.attached.remove(self.step_attempted)
+        for optimizer, listener in self._listeners:
+            if listener in optimizer.attached:
+                optimizer.attached.remove(listener)
         for hook in self._hooks:
             hook.remove()
         try:
@@ -107,26 +129,39 @@ class AttachedLoop:
                 self._followed = None
             self._average_everywhere()
 
-    def step_attempted(self, done: bool) -> None:
-        """After an attempted step: count it, run the rounds that are due, and flush on the last batch of the data."""
+    def step_attempted(self, optimizer: AcceleratedOptimizer, done: bool) -> None:
+        """Called after an attempted step: counts iterations, runs rounds that are due, flushes on the last batch."""
         if not done:
             self._begin_where_it_is()  # as those do whose first step is not skipped
-        items = self._items_of_step() if self.recipe.weighs_items else 0
-        self.loop.count(done, items)
-        self._attempts += 1
-        if self._followed is not None:
-            around = self.around()
-            if around is not None and around.loader.share is not None:
-                around.loader.share.check_trains()
-            self._followed.step_attempted(self.loop.position)
-        if self._attempts == 2:  # schedulers have followed the first step by now
-            self._say_if_short()
-        if self.each_step:
-            self.loop.sync_if_due()
-        self._choose_who_averages()
+        self._count(self._iteration.step_attempted(optimizer, done))
+        if not self._iteration.is_open:
+            if self.each_step:
+                self.loop.sync_if_due()
+            self._choose_who_averages()
         if self.epochs is not None:
-            self.epochs.step_attempted(self.around())
-        self._backwards = self.optimizer.loop_state.backwards
+            self.epochs.step_attempted(self.around(), self._iteration.is_open)
+        if not self._iteration.is_open:
+            self._backwards = self.optimizer.loop_state.backwards
+
+    def flush(self) -> None:
+        """Count an iteration that some optimizers have not ended, and flush the loop: a collective."""
+        self._count(self._iteration.close())
+        if not self.loop.is_warming:  # while gradients are averaged the replicas are equal
+            self.loop.flush()
+
+    def _count(self, iterations: Iterable[bool]) -> None:
+        """Count iterations that are over, without communication: True for each in which an optimizer has stepped."""
+        for done in iterations:
+            items = self._items_of_step() if self.recipe.weighs_items else 0
+            self.loop.count(done, items)
+            self._attempts += 1
+            if self._followed is not None:
+                around = self.around()
+                if around is not None and around.loader.share is not None:
+                    around.loader.share.check_trains()
+                self._followed.step_attempted(self.loop.position)
+            if self._attempts == 2:  # schedulers have followed the first step by now
+                self._say_if_short()
 
     def loss(self) -> float | None:
         """Return the loss of this step's last micro-batch; None if it is not known.
@@ -200,8 +235,8 @@ class EpochTracker:
         is_behind: there have been steps since they were synchronized.
     """
 
-    def __init__(self, loop: OuterLoop) -> None:
-        self._loop = loop
+    def __init__(self, attached: AttachedLoop) -> None:
+        self._attached = attached
         self.is_owed = self.is_behind = False
         self._iteration: ActiveLoader | None = None  # the pass under way
         self._is_flushed = False  # in this pass
@@ -222,8 +257,11 @@ class EpochTracker:
         elif at_end and iteration.num_batches == 0 and (not self._data or self._knows(iteration.loader)):
             self._flush(iteration)
 
-    def step_attempted(self, iteration: ActiveLoader | None) -> None:
-        """Called after an attempted step, with the iteration whose loop stands around it."""
+    def step_attempted(self, iteration: ActiveLoader | None, is_open: bool) -> None:
+        """Called after an attempted step, with the iteration whose loop stands around it.
+
+        `is_open`: other optimizers are still to step on this batch.
+        """
         self.is_behind = True
         if iteration is not self._iteration:
             self._iteration, self._is_flushed, self._batch, self._steps = iteration, False, 0, 0
@@ -236,7 +274,7 @@ class EpochTracker:
             self._batch, self._steps = iteration.num_batches, 0
         self._steps += 1
         # Not later, as many loops are left by `break` on their last batch.
-        if iteration.end_of_dataloader and self._steps == self._usual and not self._is_flushed:
+        if iteration.end_of_dataloader and self._steps == self._usual and not (is_open or self._is_flushed):
             self._flush(iteration)
 
     def flush_owed(self) -> None:
@@ -253,8 +291,7 @@ class EpochTracker:
         share = None if after is None else after.loader.share
         if share is not None and share.is_past:  # the others are in the middle of a later epoch
             return
-        if not self._loop.is_warming:  # while gradients are averaged the replicas are alike
-            self._loop.flush()
+        self._attached.flush()
         if share is not None:
             share.synchronized()
 

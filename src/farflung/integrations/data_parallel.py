@@ -22,7 +22,7 @@ import inspect
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -54,9 +54,10 @@ from farflung.integrations.spawned import follow_processes
 from farflung.integrations.training_data import TrainingData
 from farflung.loop.optimizer import parameters_of
 from farflung.loop.scheduler import planned_updates
-from farflung.outer.arguments import OuterConfig, recipe_of
+from farflung.outer.arguments import OuterConfig, check_inner, recipe_of
 from farflung.outer.engine import OuterLoop
 from farflung.outer.gradients import LocalDDP
+from farflung.outer.inner import Iteration
 from farflung.process.failure import OUTER_ATTACHED, leave_note
 from farflung.process.mesh import Mesh, make_mesh, replicas_here, require_replicas, stated_island_size
 from farflung.process.place import FIXED, Place
@@ -67,7 +68,7 @@ from farflung.process.world import current_world
 class FollowedModel:
     """A DDP model that keeps its gradients, and the outer loop over it from the first step on.
 
-    `loop` counts the steps of the optimizer that trained the model first; it is None before the first and at the end.
+    `loop` is None before the first step and at the end.
     """
 
     def __init__(self, ddp: DistributedDataParallel, has_warmup: bool, mesh: Mesh) -> None:
@@ -75,7 +76,8 @@ class FollowedModel:
         self.mesh = mesh
         self.loop: OuterLoop | None = None
         self.followed: Any = None  # what the loop's rounds bring into the common weights, of a replica's data
-        self.attempts = 0
+        self.iteration = Iteration(())
+        self.attempts = 0  # iterations
         self.local = LocalDDP(ddp, self._averages, mesh.island)
         ddp.register_comm_hook = _no_second_hook  # type: ignore[method-assign]
 
@@ -85,6 +87,15 @@ class FollowedModel:
     def holds(self, module: nn.Module) -> bool:
         """Whether `module` is the model, or what it was compiled from; a copy of it has its hooks too."""
         return module is self.local.module or module is compiled_from(self.local.module)
+
+    def count(self, iterations: Iterable[bool]) -> None:
+        """Count iterations that are over, without communication: True for each in which an optimizer has stepped."""
+        for done in iterations:
+            assert self.loop is not None
+            self.attempts += 1
+            self.loop.count(done)
+            if self.followed is not None:
+                self.followed.step_attempted(self.loop.position)
 
     def end(self) -> OuterLoop | None:
         """Restore DDP's gradient synchronization; return the loop, which has to be ended."""
@@ -125,6 +136,7 @@ class DDPTakeover:
         self._watchdog: Watchdog | None = None
         self._has_ended = False  # what a script trains after its process group is gone is its own business
         self._is_in_round = False  # then it is the outer optimizer that steps
+        self._is_skipped = False  # by a GradScaler: the step under way
 
     def install(self) -> None:
         """Begin: before the script is loaded, as it may import the functions that are wrapped."""
@@ -143,6 +155,8 @@ class DDPTakeover:
     def close(self) -> None:
         """End all loops with a last flush: a collective of all ranks."""
         self._open_all()
+        for one in self._followed if dist.is_initialized() else ():
+            one.count(one.iteration.close())
         with self._ending() as loops:
             for loop in loops:
                 with self._in_round():
@@ -217,9 +231,15 @@ class DDPTakeover:
             return
         models = self._trained_by(optimizer)
         self._check(optimizer, parameters_of(optimizer), bool(models))
-        self._driven[optimizer] = [one for one in models if one.loop is None]
-        for one in self._driven[optimizer]:
-            self._open(one, optimizer)
+        self._driven[optimizer] = models
+        for one in models:
+            if one.loop is None:
+                for other in self._optimizers:
+                    if one in self._trained_by(other):
+                        one.iteration.expect(other)
+                self._open(one, optimizer)
+            else:
+                check_inner(f"--outer {self._config.recipe}", self._recipe, 2)
 
     def _trained_by(self, optimizer: Optimizer) -> list[FollowedModel]:
         ids = {id(parameter) for parameter in parameters_of(optimizer)}
@@ -303,16 +323,16 @@ class DDPTakeover:
 
     def _stepped(self, optimizer: Optimizer, done: bool = True) -> None:
         if not self._is_in_round and optimizer in self._driven:
+            self._is_skipped = False
             self._data.stepped()
         for one in () if self._is_in_round else self._driven.get(optimizer, ()):
             assert one.loop is not None
-            one.attempts += 1
+            before = one.attempts
             with self._in_round():
-                one.loop.count(done)
-                if one.followed is not None:
-                    one.followed.step_attempted(one.loop.position)
-                one.loop.sync_if_due()
-            if one.attempts == 2:  # schedulers have followed the first step by now
+                one.count(one.iteration.step_attempted(optimizer, done))
+                if not one.iteration.is_open:
+                    one.loop.sync_if_due()
+            if before < 2 <= one.attempts:  # schedulers have followed the first step by now
                 self._say_if_short(optimizer)
 
     def _say_if_short(self, optimizer: Optimizer) -> None:
@@ -341,9 +361,11 @@ class DDPTakeover:
         if self._data.is_past():
             return
         self._open_all()
-        for loop in [one.loop for one in self._followed if one.loop is not None]:
-            with self._in_round():
-                loop.flush()
+        for one in self._followed:
+            if one.loop is not None:
+                with self._in_round():
+                    one.count(one.iteration.close())
+                    one.loop.flush()
         self._data.synchronized()
 
     def _make_join(self, make: Callable[..., None], join: Join, joinables: Any, *args: Any, **options: Any) -> None:
@@ -385,9 +407,9 @@ class DDPTakeover:
         """Count a step that a GradScaler skips: it does not call the optimizer's hooks then."""
         bare = getattr(optimizer, "optimizer", optimizer)  # as wrappers of optimizers call it
         self._about_to_step(bare)
-        before = [(one, one.attempts) for one in self._driven.get(bare, ())]
+        self._is_skipped = True
         result = step(scaler, optimizer, *args, **options)
-        if all(one.attempts == attempts for one, attempts in before):
+        if self._is_skipped:
             self._stepped(bare, done=False)
         return result
 

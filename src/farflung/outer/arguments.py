@@ -198,10 +198,15 @@ def check_attached(optimizers: Sequence[Optimizer], model: nn.Module, recipe: Re
         raise ConfigError(
             "attach: the recipe weights replicas by items, which an optimizer doesn't count. Call step(items=n)."
         )
-    if len(optimizers) > 1 and recipe.inner.needs_optimizer:
+    check_inner("attach", recipe, len(optimizers))
+
+
+def check_inner(call: str, recipe: Recipe, num_optimizers: int) -> None:
+    """Raise ConfigError if the recipe synchronizes the state of one inner optimizer, and a model has several."""
+    if num_optimizers > 1 and recipe.inner.needs_optimizer:
         raise ConfigError(
-            f"attach: {recipe.inner} synchronizes the state of one optimizer, and {len(optimizers)} are given. Use "
-            "KeepState, or one optimizer for all parameters."
+            f"{call}: {recipe.inner} synchronizes the state of one optimizer, and {num_optimizers} train this model. "
+            "Use KeepState (inner='keep'), or one optimizer for all parameters."
         )
 
 

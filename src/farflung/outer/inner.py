@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -190,14 +191,57 @@ def hooks_of(
     before: Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None],
     after: Callable[[], None],
 ) -> list[RemovableHandle]:
-    """Call `before` before each step of each optimizer, and `after` once all of them have stepped."""
-    stepped: set[int] = set()
+    """Call `before` before each step of each optimizer, and `after` once for each iteration that is over."""
+    iteration = Iteration(optimizers)
 
-    def count(one: Optimizer, *_: Any) -> None:
-        stepped.add(id(one))
-        if len(stepped) == len(optimizers):
-            stepped.clear()
+    def count(optimizer: Optimizer, *_: Any) -> None:
+        for _done in iteration.step_attempted(optimizer):
             after()
 
-    hooks = [one.register_step_pre_hook(before) for one in optimizers]
-    return hooks + [one.register_step_post_hook(count) for one in optimizers]
+    hooks = [optimizer.register_step_pre_hook(before) for optimizer in optimizers]
+    return hooks + [optimizer.register_step_post_hook(count) for optimizer in optimizers]
+
+
+class Iteration:
+    """Determines when an iteration of a loop with several optimizers is over: once all have attempted a step.
+
+    A round may not run before: an optimizer that steps after it would apply a gradient of the weights before the round
+    to those after it. An optimizer that attempts another step first shows that the iteration went without the others;
+    it is counted then. Optimizers that were missing in two iterations in a row are awaited again once they step.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self._awaited: WeakSet[Optimizer] = WeakSet(optimizers)
+        self._missing: WeakSet[Optimizer] = WeakSet()  # in the iteration before
+        self._attempted: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # in this one; True: it has stepped
+
+    def expect(self, optimizer: Optimizer) -> None:
+        self._awaited.add(optimizer)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether some of the optimizers have attempted a step in this iteration, and others are awaited."""
+        return bool(self._attempted)
+
+    def step_attempted(self, optimizer: Optimizer, done: bool = True) -> list[bool]:
+        """Return for each iteration that is over now whether any optimizer has stepped in it."""
+        ended = []
+        if optimizer in self._attempted:
+            missing = self._awaited - WeakSet(self._attempted)
+            self._awaited -= missing & self._missing
+            ended.append(self._end(missing))
+        self._awaited.add(optimizer)
+        self._attempted[optimizer] = done
+        if len(self._attempted) == len(self._awaited):
+            ended.append(self._end(WeakSet()))
+        return ended
+
+    def close(self) -> list[bool]:
+        """End the iteration without the optimizers that are awaited; return as `step_attempted` does."""
+        return [self._end(self._missing)] if self._attempted else []
+
+    def _end(self, missing: WeakSet[Optimizer]) -> bool:
+        has_stepped = any(self._attempted.values())
+        self._attempted.clear()
+        self._missing = missing
+        return has_stepped
