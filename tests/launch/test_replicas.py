@@ -245,7 +245,7 @@ def test_launchers_of_the_same_line_meet_at_an_address_and_outlive_the_first_one
         (member,) = [one for one in "12" if board.get(f"machine/{one}") == machine]
         (replica,) = until(lambda: list(home.glob(f"in{member}_*")))
         until(lambda: len(list(home.glob("in*"))) == 2)  # the newcomer has the state
-        for pid in (machine.rpartition(b":")[2], replica.name.partition("_")[2]):
+        for pid in (machine.rpartition(b":")[2].partition(b".")[0], replica.name.partition("_")[2]):
             os.kill(int(pid), signal.SIGKILL)
         second.printed(r"generation \d: replica 0 is out: its machine gave no sign for .*; training continues")
         with Launcher(*line, "0.5") as back:

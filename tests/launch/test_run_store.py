@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
+import uuid
 
 import pytest
 
 from farflung.base.errors import Unreachable
 from farflung.base.events import Sink
+from farflung.comm import address
 from farflung.comm.c10d_transport import C10dTransport
-from farflung.launch import run_store
+from farflung.config.launch import LaunchSettings
+from farflung.launch import elastic, replicas, run_store
 from farflung.launch.events import showing
 from farflung.launch.run_store import RunStore
 from farflung.process.sockets import serve_store
@@ -69,6 +73,18 @@ def test_it_counts_as_gone_after_a_while_and_is_there_again_once_it_answers(cut,
     assert len(said) == 2
     assert store.ask(is_reached, False)
     assert (len(said), store.is_gone) == (3, False)
+
+
+def test_launchers_of_containers_with_one_host_name_and_one_process_id_have_names_of_their_own(monkeypatch):
+    names = {replicas.machine_name() for _ in range(2)}
+    monkeypatch.setattr(uuid, "getnode", lambda: 1)
+    assert len(names | {replicas.machine_name()}) == len(names) + 1 == 2
+
+
+def test_a_run_begins_where_a_launcher_died_as_it_began_one(tmp_path):
+    address.transport_at(tmp_path.as_uri()).board.put("first", b"another")
+    board = elastic._met(LaunchSettings(meet=tmp_path.as_uri(), elastic="1:2"), 1).board
+    assert json.loads(board.get("run"))["most"] == 2
 
 
 def test_a_clock_that_is_set_changes_nothing(cut, monkeypatch):

@@ -151,8 +151,8 @@ def _met(settings: LaunchSettings, count: int) -> Transport:
             Path(unquote(settings.meet.removeprefix("file://"))).mkdir(exist_ok=True)
     transport = _transport_at(settings.meet)
     try:
-        if transport.board.put_new("first", machine_name().encode()):
-            transport.board.put("run", _described(settings, count))
+        transport.board.put_new("run", _described(settings, count))  # first: no launcher dies between the two
+        transport.board.put_new("first", machine_name().encode())
         _found(transport, "meet", settings.meet)
         _tell_differences(settings, transport, count)
     except Unreachable as error:

@@ -14,6 +14,8 @@ import socket
 import subprocess
 import tempfile
 import time
+import uuid
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -62,7 +64,8 @@ def supervise(
 
 def machine_name() -> str:
     """Return the name of this launcher in the store."""
-    return f"{socket.gethostname()}:{os.getpid()}"
+    own = zlib.crc32(f"{uuid.getnode()} {psutil.Process().create_time()}".encode())  # containers share names and ids
+    return f"{socket.gethostname()}:{os.getpid()}.{own & 0xFFFF:04x}"
 
 
 class _Launcher:
