@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ LOCAL = "local"
 ENGINES = (LOCAL, "ssh", "slurm", "ray", "kubernetes")
 
 _HOST = re.compile(r"(?P<user>[\w.+][\w.+-]*@)?(?P<name>[\w.][\w.-]*|\[[\w:.%]+\])((:|\s+slots\s*=\s*)(?P<count>\d+))?")
+
+_LONGEST_NAME = 255  # of a file; a list of hosts may be longer
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,13 @@ def parse_hosts(stated: str) -> Sequence[Host]:
         ConfigError: a name that is none, one that is there twice, a count of 0, a file that names nobody.
     """
     file = Path(stated)
-    is_file = file.is_file()
+    is_file = len(os.fsencode(file.name)) <= _LONGEST_NAME and file.is_file()
     if not is_file and (file.suffix in (".txt", ".hosts") or "/" in stated):
         raise ConfigError(f"hosts is {stated!r}, and there is no such file. Name one, or the hosts: a,b,user@c:2.")
-    lines = file.read_text(encoding="utf-8").splitlines() if is_file else stated.split(",")
+    try:
+        lines = file.read_text(encoding="utf-8-sig").splitlines() if is_file else stated.split(",")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"hosts is {stated!r}, which can't be read as text in UTF-8: {error}.") from None
     found: dict[str, Host] = {}
     for number, line in enumerate(lines, 1):
         word = line.partition("#")[0].strip() if is_file else line.strip()
