@@ -9,12 +9,13 @@ from farflung.base.words import counted, numbered
 from farflung.config import environ
 from farflung.config.resolve import Resolved
 from farflung.launch.plan import Plan, lone_environment
+from farflung.launch.shell import shell_line
 
 
 def described(resolved: Resolved, plan: Plan) -> str:
     """Return the text; `plan` is of this machine or, with replicas that come and go, of each of them."""
     settings = resolved.settings
-    lines = ["nothing is started (--dry-run)", f"command: {shlex.join(map(str, plan.command))}"]
+    lines = ["nothing is started (--dry-run)", f"command: {shell_line([*map(str, plan.command)])}"]
     is_elastic = settings.elastic is not None or settings.join is not None
     if is_elastic:
         count = counted(settings.replicas or settings.bounds[0], "replica")

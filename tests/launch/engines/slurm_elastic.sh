@@ -1,7 +1,6 @@
 #!/bin/bash
 #SBATCH --job-name=run
-#SBATCH --chdir=/shared/home
-#SBATCH --output=/shared/home/run/slurm-%A_%a.out
+#SBATCH --output=slurm-%A_%a.out
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --nodes=1
@@ -15,6 +14,7 @@
 #SBATCH --array=0-3
 #SBATCH --signal=USR1@90
 unset "${!FARFLUNG_@}"
+cd /shared/home || exit 5
 module load cuda
 srun --kill-on-bad-exit=0 --cpus-per-task=16 \
     python3 -m farflung launch --engine local --config_file none --run_dir /shared/home/run --outer diloco --elastic 2:8 --replicas 1 --meet file:///shared/home/run/meet train.py --lr '0.1 '

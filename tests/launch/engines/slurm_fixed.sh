@@ -1,7 +1,6 @@
 #!/bin/bash
 #SBATCH --job-name=run
-#SBATCH --chdir=/shared/home
-#SBATCH --output=/shared/home/run/slurm-%j.out
+#SBATCH --output=slurm-%j.out
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --nodes=2
@@ -13,6 +12,7 @@
 #SBATCH --cpus-per-task=16
 #SBATCH --nodelist='node[0-1]'
 unset "${!FARFLUNG_@}"
+cd /shared/home || exit 5
 module load cuda
 srun --kill-on-bad-exit=0 --cpus-per-task=16 --label \
     python3 -m farflung launch --engine local --config_file none --run_dir /shared/home/run --num_machines 2 train.py --lr '0.1 '

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from string import Template
 
 from farflung.base.errors import ConfigError
-from farflung.launch.codes import REQUEUE
+from farflung.launch.codes import ENGINE, REQUEUE
 from farflung.launch.engines.engine import Job, launcher_command
+from farflung.launch.shell import sh_text, shell_line
 
 # The keys of `engine_options`: those of sbatch, by its names, and ours.
 _SBATCH = {
@@ -35,7 +37,6 @@ _OURS = {
 _SCRIPT = Template("""\
 #!/bin/bash
 #SBATCH --job-name=$name
-#SBATCH --chdir=$here
 #SBATCH --output=$output
 #SBATCH --open-mode=append
 #SBATCH --requeue
@@ -43,6 +44,7 @@ _SCRIPT = Template("""\
 #SBATCH --ntasks-per-node=1
 $directives
 unset "$${!FARFLUNG_@}"
+$enter
 $setup
 srun $flags \\
     $command
@@ -56,6 +58,8 @@ exit $$code
 
 def check_options(job: Job) -> None:
     """Raise ConfigError for unknown options, and for settings that say what Slurm decides."""
+    if job.handle:
+        return
     job.check_options(_SBATCH | _OURS, numbers=("signal", "cpus_per_task"))
     if "signal" in job.options and not _heeds_signals(job):
         raise ConfigError("engine_options has signal, at which only a run with --save_on_signal or --elastic saves.")
@@ -63,8 +67,9 @@ def check_options(job: Job) -> None:
         if value := getattr(job.settings, name):
             instead = " --meet says where replicas meet." if job.is_elastic else ""
             raise ConfigError(f"{name} is {value}, but Slurm chooses the nodes. Leave it out.{instead}")
-    if "%" in str(job.folder):
-        raise ConfigError(f"The run's folder is {job.folder}, but Slurm reads % in names of files as a pattern.")
+    for key, value in job.options.items():
+        if key in _SBATCH and not value.isprintable():
+            raise ConfigError(f"engine_options has {key}={value!r}; a directive of sbatch is one line.")
 
 
 def _heeds_signals(job: Job) -> bool:
@@ -87,14 +92,14 @@ def batch_script(job: Job) -> str:
     if _heeds_signals(job):  # it would end any other run
         own["signal"] = f"USR1@{options.get('signal', 90)}"
     return _SCRIPT.substitute(
-        name=shlex.quote(job.name),
-        here=shlex.quote(os.getcwd()),
-        output=shlex.quote(f"{job.folder}/slurm-{'%A_%a' if job.is_elastic else '%j'}.out"),
+        name=re.sub(r"[^\w.+-]", "_", job.name, flags=re.ASCII),
+        output=f"slurm-{'%A_%a' if job.is_elastic else '%j'}.out",  # in the run's folder, where sbatch is called
+        enter=sh_text(f"cd {shlex.quote(os.getcwd())} || exit {ENGINE}"),
         nodes=1 if job.is_elastic else job.count,
         directives="\n".join(f"#SBATCH --{key.replace('_', '-')}={shlex.quote(own[key])}" for key in own),
         setup=options.get("setup", ""),
         flags=shlex.join(flags),
-        command=shlex.join(launcher_command(words, options.get("python", sys.executable))),
+        command=shell_line(launcher_command(words, options.get("python", sys.executable))),
         again=REQUEUE,
         job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.is_elastic else "$SLURM_JOB_ID",  # of one: the array's
     )

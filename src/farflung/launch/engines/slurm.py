@@ -145,7 +145,9 @@ class Slurm:
         return Job.read(self._job.folder).handle or self._job.handle
 
     def _submitted(self, *flags: str) -> str:
-        return _run("sbatch", "--parsable", *flags, f"{self._job.folder}/slurm.sh").strip().partition(";")[0]
+        folder = self._job.folder  # where output files are, as names of files have patterns in a directive
+        words = ("sbatch", "--parsable", f"--chdir={folder}", *flags, f"{folder}/slurm.sh")
+        return _run(*words).strip().partition(";")[0]
 
     def _states(self) -> dict[str, _JobState]:
         """Return the jobs by their names, 12 or 12_3. Of one that Slurm has forgotten, launchers have told the end."""
@@ -193,7 +195,7 @@ def _numbers(name: str) -> tuple[int, ...]:
 def _run(*words: str) -> str:
     """Return what a command of Slurm's prints, or raise EngineFailure with what it says."""
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_ANSWER_WITHIN_S, check=False)
+        done = subprocess.run(words, capture_output=True, timeout=_ANSWER_WITHIN_S, text=True, errors="replace")
     except (FileNotFoundError, subprocess.TimeoutExpired) as error:
         raise EngineFailure(f"{words[0]}, a command of Slurm's, gave no answer: {error}.") from None
     said = " ".join(line.removeprefix(f"{words[0]}: error: ") for line in done.stderr.strip().splitlines())
