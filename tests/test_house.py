@@ -300,7 +300,11 @@ def test_what_serves_accelerates_names_alone_and_the_lowest_room_stay_small():
 
 # Whose words are looked at there: gloo's, NCCL's and torch's; those of transformers, of NVIDIA's driver, of torch.
 FOREIGN_WORDS = {"base/causes.py", "launch/estimate.py", "observe/machine.py", "loop/accumulation.py"}
-FOREIGN_WORDS |= {"launch/engines/slurm.py", "comm/object_store.py"}  # of Slurm and of obstore
+FOREIGN_WORDS |= {
+    "launch/engines/slurm.py",
+    "launch/engines/ssh_client.py",
+    "comm/object_store.py",
+}  # Slurm, rsync, obstore
 
 
 @in_every_file([name for name in NAMES if name not in FOREIGN_WORDS])

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 import re
 import shutil
 import signal
@@ -18,8 +20,9 @@ from farflung.base.errors import ConfigError
 from farflung.config import environ
 from farflung.config.engines import Host, parse_hosts
 from farflung.config.launch import LaunchSettings
-from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, FAILED, USAGE
+from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, FAILED, USAGE, EngineFailure
 from farflung.launch.engines.engine import Job
+from farflung.launch.engines.ssh_client import SshClient
 from farflung.testing.patience import patience
 from tests.launch.machines import ADDRESSES
 from tests.launch.sshd import two_hosts, why_no_sshd
@@ -312,6 +315,12 @@ def test_hosts_are_a_list_or_a_file(home):
     assert parse_hosts("a, me@b:2,[::1]:3") == (Host("a", None), Host("me@b", 2), Host("::1", 3))
     (home / "hosts").write_text("# all\na\nb slots=4 # fast\n\n")
     assert parse_hosts("hosts") == (Host("a", None), Host("b", 4))
+    (home / "hosts").write_bytes(b"\xef\xbb\xbfa\r\nb:2\r\n")  # as editors of Windows write it
+    assert parse_hosts("hosts") == (Host("a", None), Host("b", 2))
+    assert len(parse_hosts(",".join(f"node{number:03}" for number in range(100)))) == 100  # longer than a file's name
+    (home / "hosts").write_bytes(b"\xff\xfea\0")
+    with pytest.raises(ConfigError, match="can't be read as text in UTF-8"):
+        parse_hosts("hosts")
     (home / "hosts").write_text("a\nb c\n")
     with pytest.raises(ConfigError, match=r"^hosts:2: hosts holds 'b c'"):
         parse_hosts("hosts")
@@ -390,6 +399,68 @@ def test_what_only_the_launcher_itself_can_do_is_said_in_words(words, said, home
     Job(settings, "train.py", ("1",), home / "run").write(by)
     assert call_farflung(*words) == ENGINE
     assert said in capsys.readouterr().err
+
+
+@pytest.fixture
+def foreign(home, monkeypatch):
+    """A host whose login shell prints `words` around what it runs, or runs nothing."""
+    (home / "train.py").touch()
+    (home / "bin").mkdir()
+    environ.remove("FARFLUNG_RUN_DIR")
+    monkeypatch.setenv("PATH", f"{home}/bin:{environ.text('PATH')}")
+
+    def make(before="", after="", runs=True):
+        line = 'sh -c "${!#}"' if runs else "true"
+        (home / "bin" / "ssh").write_text(f"#!/bin/bash\nprintf %b '{before}'\n{line} || exit\nprintf %b '{after}'\n")
+        (home / "bin" / "ssh").chmod(0o755)
+        return SshClient({})
+
+    return make
+
+
+@pytest.mark.parametrize("printed", [("Welcome!\\n{}", ""), ("", "bye\\n"), ("no end of a line", '{"a": 1}')])
+def test_a_host_may_print_before_and_after_it_answers(printed, foreign):
+    client = foreign(*printed)
+    assert client.probe([Host("a", None)], "train.py", "script")["a"]["python"] == platform.python_version()
+
+
+@pytest.mark.parametrize("printed", ["1) shell 2) logout\\n", "{}\\n", "\\0377\\n", ""])
+def test_a_host_that_runs_no_command_is_a_sentence(printed, foreign):
+    with pytest.raises(EngineFailure, match=r"a: its shell printed .* and ran no command; `ssh a echo hello`"):
+        foreign(printed, runs=False).probe([Host("a", None)], "train.py", "script")
+
+
+def test_logs_and_lines_come_back_and_nothing_else_whatever_names_they_have(foreign, home):
+    there, here = home / "there", home / "here"
+    (there / "logs").mkdir(parents=True)
+    here.mkdir()
+    (there / "logs" / "rank0.log").write_text("a log")
+    os.link(there / "logs" / "rank0.log", there / "logs" / "again.log")
+    (there / "logs" / "link.log").symlink_to("rank0.log")
+    (there / "logs" / "gone.log").symlink_to("nowhere")
+    os.mkfifo(there / "logs" / "pipe")
+    (there / "events.jsonl").write_text("{}\n")
+    (there / "checkpoint").mkdir()
+    with (there / "checkpoint" / "model.safetensors").open("wb") as file:
+        file.truncate(100 * 2**30)
+    client = foreign("motd\\n")
+    assert client.collect(Host("a", None), str(there), here) == ""
+    assert {str(path.relative_to(here)) for path in here.rglob("*") if path.is_file()} == {
+        *("logs/rank0.log", "logs/again.log", "logs/link.log"),
+        "events.jsonl",
+    }
+    assert (here / "logs" / "link.log").read_text() == "a log"
+    assert client.collect(Host("b", None), str(there), here) == ""  # another host with the same disk
+    assert (here / "events.jsonl").read_text() == "{}\n"
+
+
+@pytest.mark.parametrize("flags", [{"runs": False}, {"before": "x"}])
+def test_a_host_that_gives_nothing_back_is_a_reason_and_no_error(flags, foreign, home):
+    client = foreign(**flags)
+    (home / "here").write_text("no folder")
+    (home / "there").mkdir()
+    (home / "there" / "a.jsonl").touch()
+    assert client.collect(Host("a", None), str(home / "there"), home / "here") != ""
 
 
 def test_a_machine_without_ssh_says_so(home, capsys, monkeypatch):

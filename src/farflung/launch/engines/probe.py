@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks a host what it has for a run. Its Python gets this file as a text, as Farflung may not be installed there."""
+"""Asks a host what it has for a run, and for what a run has written there. The host's Python gets this file as a text,
+as Farflung may not be installed there.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,10 @@ import platform
 import shutil
 import socket
 import sys
+import tarfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 def probe(script: str, kind: str, connection: str = "") -> dict[str, Any]:
@@ -63,5 +67,33 @@ def _hash(path: Path | None) -> str:
     return digest.hexdigest()[:8]
 
 
+def pack(folder: Path, submitted: str, folders: Sequence[str], out: BinaryIO) -> None:
+    """Write the lines and logs of a run's folder as a tar, an empty one where the reader has them.
+
+    Args:
+        submitted: a file that only the reader's own folder has. Hosts may also share a disk that the reader does not
+            see: the first one leaves a mark.
+        folders: those inside whose files are wanted. Nothing else is read: checkpoints may be large.
+    """
+    mark = folder / ".copied"
+    is_there = not folder.is_dir() or (folder / submitted).exists() or mark.exists()
+    files = (
+        [] if is_there else [*folder.glob("*.jsonl"), *(path for name in folders for path in folder.glob(f"{name}/*"))]
+    )
+    with tarfile.open(fileobj=out, mode="w|") as packed:
+        for path in filter(Path.is_file, files):
+            with path.open("rb") as file:
+                entry = tarfile.TarInfo(path.relative_to(folder).as_posix())  # never a link, whatever names it has
+                entry.size = os.fstat(file.fileno()).st_size
+                packed.addfile(entry, file)
+    if not is_there:
+        mark.touch()
+
+
 if __name__ == "__main__":
-    print(json.dumps(probe(sys.argv[1], sys.argv[2], sys.argv[3])))
+    word, task, *rest = sys.argv[1:]
+    print(f"\n{word}", flush=True)  # the shell of the host may have printed before
+    if task == "pack":
+        pack(Path(rest[0]), rest[1], rest[2:], sys.stdout.buffer)
+    else:
+        print(json.dumps(probe(*rest)))

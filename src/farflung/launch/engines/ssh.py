@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import secrets
-import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from farflung.launch.engines.engine import Job, launcher_command
 from farflung.launch.engines.ssh_client import OPTIONS, SshClient, table_of_differences
 from farflung.launch.events import say
 from farflung.launch.network import is_loopback
+from farflung.launch.shell import shell_line
 
 
 class Ssh(ForegroundEngine[SshConnection]):
@@ -116,15 +116,15 @@ class Ssh(ForegroundEngine[SshConnection]):
         for k, (host, count) in enumerate(zip(self._hosts, self._counts, strict=True)):
             place: dict[str, Any] = {"replicas": count} if job.is_elastic else {"machine_rank": k}
             own = launcher_command(job.command(json=True, **place), python)
-            words = shlex.join(("exec", python, "-m", "farflung.process.tether", "--reports", self._token, *own))
-            commands[host.name] = self._ssh.command(host, words)
+            tether = (python, "-m", "farflung.process.tether", "--reports", self._token)
+            commands[host.name] = self._ssh.command(host, (*tether, *own))
         return commands
 
     def described(self) -> str:
         """Return ssh's commands; the first host's address and port are known once it was asked."""
         guess = {"address": self._hosts[0].name, "port": DEFAULT_PORT, "GPUs": 0}
         planned = Ssh(replace(self._job, settings=self._placed(self._job.settings, guess)))
-        lines = [f"{host}: {shlex.join(command)}" for host, command in planned._commands().items()]
+        lines = [f"{host}: {shell_line(command)}" for host, command in planned._commands().items()]
         return "\n".join(["nothing is started (--dry-run)", *lines])
 
     def submit(self) -> Mapping[str, Any]:
@@ -138,8 +138,9 @@ class Ssh(ForegroundEngine[SshConnection]):
         """Print what the hosts print until all have ended; then take over what they have written on disks of theirs."""
         code = super().follow()
         for host, connection in zip(self._hosts, self._connections.all, strict=True):
-            if not connection.is_gone and not self._ssh.collect(host, str(self._folder_there), self._job.folder):
-                words = f"what {host.name} has in {self._folder_there} could not be copied to {self._job.folder}"
+            there, into = str(self._folder_there), self._job.folder
+            if not connection.is_gone and (why := self._ssh.collect(host, there, into)):
+                words = f"what {host.name} has in {there} could not be copied to {into}: {why}"
                 say(self._job.settings, "note", words, is_error=True)
         return code
 
@@ -147,7 +148,7 @@ class Ssh(ForegroundEngine[SshConnection]):
         """Raise EngineFailure: replicas are added by one more launch, and end with the launcher that started them."""
         own = self._job.settings
         without = ("hosts", "replicas", "run_dir", "sync")
-        flags = shlex.join([*flags_for(own, without=without), self._job.script, *self._job.arguments])
+        flags = shell_line([*flags_for(own, without=without), self._job.script, *self._job.arguments])
         add = f"`farflung launch --hosts HOST:n {flags}`" if own.meet else "the `--join` line that it has printed"
         raise EngineFailure(
             f"{self._job.name} was started by ssh on {', '.join(self._job.handle['hosts'])}, which starts no more by "

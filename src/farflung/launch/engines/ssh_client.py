@@ -13,16 +13,17 @@ import sys
 import tarfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
-from farflung.base.words import counted
+from farflung.base.words import counted, shortened
 from farflung.config.engines import Host
 from farflung.launch.codes import EngineFailure
 from farflung.launch.engines import probe
 from farflung.launch.engines.connections import GONE
+from farflung.launch.shell import shell_line
 from farflung.observe.folder import RUNS, SUBMITTED
 from farflung.process.run_files import LOGS, RANKS
 from farflung.process.tether import SIGN_S
@@ -35,6 +36,7 @@ OPTIONS = {
 # Of an option that ssh hears twice the first value counts. A dead connection ends after 15 s.
 _SSH = ("BatchMode=yes", "ConnectTimeout=10", f"ServerAliveInterval={SIGN_S:g}", "ServerAliveCountMax=3")
 _NOT_COPIED = (".git", RUNS, ".venv", "__pycache__")
+_FOLDERS = (LOGS, RANKS)  # of a run's, whose files come back
 _ANSWER_S = 30.0
 _MOST_LINES = 8
 
@@ -52,33 +54,39 @@ class SshClient:
         own = (word for option in _SSH for word in ("-o", option))
         self._words = ("ssh", "-T", *shlex.split(options.get("ssh", "")), *own)
 
-    def command(self, host: Host, words: str) -> list[str]:
-        """Return ssh's command that has a shell on `host` run `words` in the working folder."""
-        return [*self._words, "--", host.target, f"cd {shlex.quote(self.folder)} && {words}"]
+    def command(self, host: Host, words: Sequence[str], more: str = "") -> list[str]:
+        """Return ssh's command that runs `words` on `host` in the working folder, whatever its login shell is.
+
+        Args:
+            more: text for a POSIX shell that is added to the words.
+        """
+        there = ("/bin/sh", "-c", f'cd "$0" && exec "$@"{more}', self.folder, *words)
+        return [*self._words, "--", host.target, f"exec {shell_line(there)}"]
 
     def probe(self, hosts: Sequence[Host], script: str, kind: str) -> dict[str, dict[str, Any]]:
         """Return what each host answers to the probe, by name; raise EngineFailure if one can't be used."""
 
         def asked(host: Host) -> str:
-            words = shlex.join(("exec", self.python, "-", script, kind))
+            word = os.urandom(16).hex()
+            command = self.command(host, (self.python, "-", word, "probe", script, kind), ' "$SSH_CONNECTION"')
             try:
                 done = subprocess.run(
-                    self.command(host, f'{words} "$SSH_CONNECTION"'),
-                    input=inspect.getsource(probe).encode(),
-                    capture_output=True,
-                    timeout=_ANSWER_S,
-                    start_new_session=True,
+                    command, input=_source(), capture_output=True, timeout=_ANSWER_S, start_new_session=True
                 )
             except subprocess.TimeoutExpired:
                 return f"no answer for {_ANSWER_S:g} s"
             if done.returncode:
-                said = [f"exit code {done.returncode}", *done.stderr.decode(errors="replace").split("\n")]
                 names = "; name them by --engine-options python=PYTHON,folder=FOLDER" if done.returncode != GONE else ""
-                return [line for line in said if line.strip()][-1].strip() + names
-            answers[host.name] = json.loads(done.stdout.splitlines()[-1])
-            if "missing" in (answers[host.name]["farflung"], answers[host.name]["torch"]):
+                return [f"exit code {done.returncode}", *_lines(done.stderr)][-1] + names
+            answer = BytesIO(done.stdout)
+            if not _has_begun(answer, word):
+                printed = [*_lines(done.stderr), *_lines(done.stdout)]
+                shown = f"printed {printed[-1]!r}" if printed else "printed nothing"
+                return f"its shell {shown} and ran no command; `ssh {host.target} echo hello` must print hello"
+            answers[host.name] = found = json.loads(answer.readline())
+            if "missing" in (found["farflung"], found["torch"]):
                 return f"{self.python} has no farflung or no torch there; another one: --engine-options python=PYTHON"
-            is_there = answers[host.name]["script"] != "missing"
+            is_there = found["script"] != "missing"
             return "" if is_there else f"there is no {script} in {self.folder}; --sync copies the folder"
 
         answers: dict[str, dict[str, Any]] = {}
@@ -89,34 +97,75 @@ class SshClient:
         """Copy this machine's working folder to that of each host; raise EngineFailure if rsync can't."""
         if shutil.which("rsync") is None:
             raise EngineFailure("--sync needs the program rsync, here and on each host. This machine has none.")
-        there = shlex.quote(self.folder)
-        words = ["rsync", "-az", "-e", shlex.join(self._words), "--rsync-path", f"mkdir -p {there} && rsync"]
+        there = shell_line(("/bin/sh", "-c", 'mkdir -p "$0" && cd "$0" && exec rsync "$@"', self.folder))
+        words = ["rsync", "-az", "-e", shlex.join(self._words), "--rsync-path", there]
         words += [f"--exclude={name}" for name in _NOT_COPIED]
 
         def copied(host: Host) -> str:
             at = host.target.replace(host.name, f"[{host.name}]") if ":" in host.name else host.target
-            command = [*words, f"{os.getcwd()}/", f"{at}:{self.folder}/"]
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-            said = [line for line in done.stderr.splitlines() if line and not line.startswith("rsync")]
-            return "" if not done.returncode else said[-1] if said else f"rsync: exit code {done.returncode}"
+            done = subprocess.run([*words, "./", f"{at}:."], stdin=subprocess.DEVNULL, capture_output=True)
+            printed = [line for line in _lines(done.stderr) if not line.startswith(("rsync", "("))]
+            if any("is your shell clean" in line for line in printed):
+                return f"its shell prints something, which rsync can't read: `ssh {host.target} true` must be silent"
+            return "" if not done.returncode else [f"rsync: exit code {done.returncode}", *printed][-1]
 
         _all_of(hosts, copied, "did not get the folder by rsync, which must be there too", 8)
 
-    def collect(self, host: Host, there: str, into: Path) -> bool:
-        """Add what a host has in the run's folder to that of this machine, if it is another; return if that worked."""
-        at = shlex.quote(there)
-        done = f"{at}/.copied"  # hosts may share a disk that this machine does not see
-        words = f"test ! -d {at} || test -e {at}/{SUBMITTED} || test -e {done} || {{ tar -C {at} -c . && : > {done}; }}"
-        ssh = subprocess.Popen(self.command(host, words), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
-        with ssh, suppress(tarfile.ReadError), tarfile.open(fileobj=ssh.stdout, mode="r|") as packed:  # or nothing
-            for one in packed:
-                *folders, name = Path(one.name).parts or ("",)
-                source, is_log = packed.extractfile(one), folders in ([LOGS], [RANKS])
-                if source is not None and (is_log or (not folders and name.endswith(".jsonl"))):
-                    into.joinpath(*folders).mkdir(exist_ok=True)
-                    with into.joinpath(*folders, name).open("wb" if is_log else "ab") as file:
-                        shutil.copyfileobj(source, file)
-        return ssh.returncode == 0
+    def collect(self, host: Host, there: str, into: Path) -> str:
+        """Add what a host has in the run's folder to that of this machine, if it is another.
+
+        Returns:
+            Why that has failed; empty where it has not.
+        """
+        word = os.urandom(16).hex()
+        command = self.command(host, (self.python, "-", word, "pack", there, SUBMITTED, *_FOLDERS))
+        pipe = subprocess.PIPE
+        try:
+            with (
+                TemporaryFile() as errors,
+                subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors) as ssh,
+            ):
+                assert ssh.stdin is not None
+                assert ssh.stdout is not None
+                with ssh.stdin:
+                    ssh.stdin.write(_source())
+                if has_begun := _has_begun(ssh.stdout, word):
+                    _unpack(ssh.stdout, into)
+                code = ssh.wait()
+                errors.seek(0)
+                if has_begun and code == 0:
+                    return ""
+                return [f"it sent nothing, exit code {code}", *_lines(errors.read())][-1]
+        except (OSError, tarfile.TarError, EOFError, ValueError) as error:
+            return str(error)
+
+
+def _source() -> bytes:
+    return inspect.getsource(probe).encode()
+
+
+def _has_begun(stream: IO[bytes], word: str) -> bool:
+    """Read up to the line that only what we have started knows: a host's shell may print before it."""
+    return any(line.strip() == word.encode() for line in stream)
+
+
+def _lines(output: bytes) -> list[str]:
+    """Return the lines of a foreign program, short and without what a terminal would obey."""
+    lines = ("".join(filter(str.isprintable, line)).strip() for line in output.decode(errors="replace").splitlines())
+    return [shortened(line) for line in lines if line]
+
+
+def _unpack(stream: IO[bytes], into: Path) -> None:
+    """Write the files of a host's tar: logs take the place of what is there, lines are added to it."""
+    with tarfile.open(fileobj=stream, mode="r|") as packed:
+        for entry in packed:
+            folder, _, name = entry.name.rpartition("/")
+            is_wanted = folder in _FOLDERS or (not folder and name.endswith(".jsonl"))
+            source = packed.extractfile(entry) if entry.isreg() else None
+            if source is not None and is_wanted and name not in ("", ".", ".."):
+                into.joinpath(folder).mkdir(exist_ok=True)
+                with into.joinpath(folder, name).open("wb" if folder else "ab") as file:
+                    shutil.copyfileobj(source, file)
 
 
 def _all_of(hosts: Sequence[Host], attempt: Callable[[Host], str], what: str, at_once: int) -> None:
