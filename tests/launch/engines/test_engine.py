@@ -47,9 +47,13 @@ def test_options_of_an_engine_are_keys_and_values_that_may_hold_commas(tmp_path)
 
 def test_what_was_submitted_is_read_back_from_the_runs_folder(tmp_path):
     given = job(tmp_path, engine="slurm", elastic="2:4", replicas=3, meet="file:///shared/run")
-    given.write({"job": 17})
+    given.write({"jobs": ["17"], "next": 3})
     found = Job.read(tmp_path)
-    assert (found.settings, found.arguments, found.handle) == (given.settings, given.arguments, {"job": 17})
+    assert (found.settings, found.arguments, found.handle) == (
+        given.settings,
+        given.arguments,
+        {"jobs": ["17"], "next": 3},
+    )
     assert (found.count, found.is_elastic) == (3, True)
 
 
@@ -76,10 +80,10 @@ def test_a_run_that_no_engine_has_is_told_from_one(words, home, capsys):
 def test_a_run_of_fixed_size_is_not_scaled(home, capsys):
     (home / "run").mkdir()
     (home / "run" / "run.json").write_text("{}")
-    job(home / "run", engine="slurm", num_machines=2).write({})
+    job(home / "run", engine="slurm", num_machines=2).write({"jobs": ["1"], "next": 2})
     for count, settings, why in ((1, {}, "fixed number"), (9, {"elastic": "1:4"}, "elastic is 1:4")):
         if settings:
-            job(home / "run", engine="slurm", **settings).write({})
+            job(home / "run", engine="slurm", **settings).write({"jobs": ["1"], "next": 2})
         assert call_farflung("scale", "run", count) == 2
         assert why in capsys.readouterr().err
 
@@ -92,3 +96,45 @@ def test_a_launcher_of_a_submitted_run_adds_to_its_folder_and_leaves_what_is_the
     assert farflung("launch", "--cpu", "--run-dir", "run", "train.py").returncode == 0
     assert json.loads((home / "run" / "run.json").read_text()) == {"who": "submitted it"}
     assert "hello" in (home / "run" / "logs" / "rank0.log").read_text()
+
+
+DAMAGED = [
+    "",
+    "{",
+    "[]",
+    "3",
+    "{}",
+    '{"settings": {}}',
+    '{"settings": {"engine": "slurm"}, "script": "a", "handle": {"jobs": 3}}',
+]
+
+
+@pytest.mark.parametrize("words", [["follow"], ["cancel"], ["scale", "2"]])
+@pytest.mark.parametrize("text", DAMAGED)
+def test_a_damaged_file_of_what_was_submitted_is_an_answer_in_words(text, words, home, capsys):
+    (home / "run").mkdir()
+    (home / "run" / "run.json").write_text("{}")
+    (home / "run" / "engine.json").write_text(text)
+    assert call_farflung(words[0], "run", *words[1:]) == 5
+    assert "engine.json can't be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["follow"], ["cancel"], ["scale", "2"]])
+@pytest.mark.parametrize("engine", ["slurm", "kubernetes", "ray", "ssh"])
+def test_a_run_whose_submission_was_refused_is_an_answer_in_words(engine, words, home, capsys):
+    (home / "run").mkdir()
+    (home / "run" / "run.json").write_text("{}")
+    job(home / "run", engine=engine, hosts="a" if engine == "ssh" else None).write({})
+    assert call_farflung(words[0], "run", *words[1:]) == 5
+    assert "was not submitted" in capsys.readouterr().err
+
+
+def test_a_job_of_another_release_is_found_whatever_became_of_its_settings(tmp_path):
+    given = job(tmp_path, engine="slurm", engine_options="partition=gpu")
+    given.write({"jobs": ["12"], "next": 1})
+    rows = json.loads((tmp_path / "engine.json").read_text())
+    for change in ({"a_setting_that_went": 3}, {"mixed_precision": "a word that went"}, {"engine_options": "gone=1"}):
+        (tmp_path / "engine.json").write_text(json.dumps(rows | {"settings": rows["settings"] | change}))
+        found = Job.read(tmp_path)
+        assert (found.settings.engine, found.handle["jobs"]) == ("slurm", ["12"])
+        found.check_options({})

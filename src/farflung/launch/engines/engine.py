@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -15,9 +17,19 @@ from farflung.base.files import atomic_file
 from farflung.config.engines import LOCAL
 from farflung.config.launch import LaunchSettings, flags_for
 from farflung.config.places import NO_FILE
+from farflung.launch.codes import EngineFailure
 from farflung.observe.folder import SUBMITTED
 
 _NOT_INNER = ("engine", "hosts", "sync", "engine_options", "dry_run", "config_file", "run_dir", "quiet")
+_TO_FIND = ("engine", "hosts", "engine_options", "elastic", "replicas", "meet", "json")  # a job that was submitted
+# What `follow`, `scale` and `cancel` need of a handle, by engine.
+_LAUNCHER: Mapping[str, type] = {"pid": int, "machine": str}
+_HANDLES: Mapping[str, Mapping[str, type]] = {
+    "ssh": {**_LAUNCHER, "hosts": list},
+    "ray": _LAUNCHER,
+    "slurm": {"jobs": list, "next": int},
+    "kubernetes": {"job": str, "namespace": str},
+}
 
 
 @dataclass(frozen=True)
@@ -36,6 +48,15 @@ class Job:
     arguments: tuple[str, ...]
     folder: Path
     handle: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for word in (self.script, *self.arguments, str(self.folder)):
+            try:
+                is_argument = b"\0" not in os.fsencode(word)
+            except UnicodeEncodeError:
+                is_argument = False
+            if not is_argument:
+                raise ConfigError(f"{word!r} can't be an argument of a program. Leave NUL and lone surrogates out.")
 
     @property
     def is_elastic(self) -> bool:
@@ -85,6 +106,8 @@ class Job:
             known: the keys, with what each means.
             numbers: those of whole numbers.
         """
+        if self.handle:  # it runs, whatever this release thinks of its options
+            return
         for key, value in self.options.items():
             if key not in known:
                 raise ConfigError(
@@ -111,8 +134,41 @@ class Job:
                 f"{folder} is of a run that was started on this machine alone: no engine knows it. Ctrl-C at its "
                 "launcher ends it; with --elastic, `farflung launch --join` or the same --meet adds replicas."
             ) from None
-        settings = LaunchSettings(**rows["settings"])
-        return cls(settings, rows["script"], tuple(rows["arguments"]), folder, rows["handle"])
+        except (OSError, ValueError) as error:
+            raise _damaged(folder, str(error)) from None
+        return cls(*_read_rows(folder, rows))
+
+
+def _read_rows(folder: Path, rows: Any) -> tuple[LaunchSettings, str, tuple[str, ...], Path, Mapping[str, Any]]:
+    """Check what another release, or a torn write, may have left in the file of a submitted run."""
+    rows = rows if isinstance(rows, dict) else {}
+    stated, script, arguments, handle = (rows.get(name) for name in ("settings", "script", "arguments", "handle"))
+    if not (isinstance(stated, dict) and isinstance(script, str) and isinstance(handle, dict)):
+        raise _damaged(folder, "it lacks settings, script or handle")
+    if not isinstance(arguments, list) or not all(isinstance(word, str) for word in arguments):
+        raise _damaged(folder, "arguments are no list of words")
+    known = {entry.name: stated[entry.name] for entry in fields(LaunchSettings) if entry.name in stated}
+    # The launchers have their settings already. Those that this release has no longer must not hide a running job.
+    for kept in (known, {name: known[name] for name in _TO_FIND if name in known}):
+        with suppress(ConfigError, TypeError, ValueError, AttributeError):
+            settings = LaunchSettings(**kept)
+            kinds = _HANDLES[settings.engine or "ssh"]
+            wrong = [name for name, kind in kinds.items() if not isinstance(handle.get(name), kind)]
+            if not handle:
+                raise EngineFailure(
+                    f"{folder.name} was not submitted: its engine refused it, or its launcher is about to submit it."
+                )
+            if wrong:
+                raise _damaged(folder, f"its handle has no usable {', '.join(wrong)}")
+            return settings, script, tuple(arguments), folder, handle
+    raise _damaged(folder, "its settings do not name an engine of this release")
+
+
+def _damaged(folder: Path, why: str) -> EngineFailure:
+    return EngineFailure(
+        f"{folder / SUBMITTED} can't be read: {why}. It is damaged, or of another release; the engine's own commands "
+        "(squeue, kubectl, ray) still know the job."
+    )
 
 
 class Engine(Protocol):
