@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -27,6 +28,19 @@ VERSION = "1.33"
 NAMESPACE, CLAIM = "training", "work"
 JOBS, PODS = kmock.resource("batch", "v1", "jobs"), kmock.resource("", "v1", "pods")
 CLAIMS, INDEX = kmock.resource("", "v1", "persistentvolumeclaims"), "batch.kubernetes.io/job-completion-index"
+
+
+def expanded(text: str, variables: dict[str, str]) -> str:
+    """Return what kubelet makes of a word of `command`.
+
+    Its reference: `$(VAR_NAME)` is replaced; of a variable that there is not, the reference stays as it is. `$$` is
+    reduced to `$`, so `$$(VAR_NAME)` produces the literal `$(VAR_NAME)`, and escaped references are never expanded.
+    """
+
+    def of(match: re.Match[str]) -> str:
+        return "$" if match["name"] is None else variables.get(match["name"], match[0])
+
+    return re.sub(r"\$\$|\$\((?P<name>[^)]*)\)", of, text)
 
 
 class Pod:
@@ -65,6 +79,7 @@ class Cluster(kmock.KubernetesEmulator):
         self.containers: list[threading.Thread] = []
         self.folder, self.cut_after = starts, None
         self.asked: list[tuple[str, dict]] = []  # of what changes something
+        self.answers: list[int] = []  # statuses of the next answers, instead of what was asked for
         self.loop = asyncio.get_running_loop()
         self.resources[PODS] = self.resources[JOBS] = {}
         self.objects[CLAIMS, NAMESPACE, CLAIM] = {"metadata": {"name": CLAIM}}
@@ -76,6 +91,8 @@ class Cluster(kmock.KubernetesEmulator):
     async def _handle(self, request):
         if request.headers.get("Authorization") != "Bearer a-token":
             raise kmock.KubernetesError(401, "Unauthorized", "Unauthorized", {})
+        if self.answers:
+            raise kmock.KubernetesError(self.answers.pop(0), "Injected", "one bad answer", {})
         if request.namespace != NAMESPACE:
             words = f'namespaces "{request.namespace}" not found'
             raise kmock.KubernetesError(404, "NotFound", words, {})
@@ -122,7 +139,7 @@ class Cluster(kmock.KubernetesEmulator):
     def _be(self, pod: Pod) -> None:
         """Run the pod's container as a process, to its end."""
         [container] = self.job["spec"]["template"]["spec"]["containers"]
-        words = [word.replace("/workspace", str(self.folder)).replace("$$(", "$(") for word in container["command"]]
+        words = [expanded(word, {}).replace("/workspace", str(self.folder)) for word in container["command"]]
         env = os.environ | {one["name"]: str(pod.index) for one in container.get("env", [])}
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(words, cwd=self.folder, env=env, text=True, start_new_session=True, **streams)

@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from farflung.config.launch import LaunchSettings
+from farflung.launch.engines.engine import Job
+from farflung.launch.engines.kubernetes import Kubernetes
+from farflung.launch.engines.kubernetes_api import PodLog
 from farflung.testing.patience import patience
 from tests.python import call_farflung
 from tests.waits import until
@@ -147,6 +151,46 @@ def test_a_log_whose_stream_ends_early_is_read_on_and_no_line_is_shown_twice(clu
         cluster.ends(pod, 0)
     assert code() == 0
     assert capsys.readouterr().out.splitlines() == [f"[pod 0] step {number}" for number in range(6)]
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 408, 409, 422, 429, 500, 502, 503, 504])
+def test_one_bad_answer_costs_a_run_nothing(status, cluster, launched, capsys):
+    code = launched(*FIXED_HERE)
+    until(lambda: len(cluster.asked) == 2)  # the Job and its Service
+    cluster.answers = [status]
+    until(lambda: not cluster.answers)
+    for pod in cluster.pods.values():
+        cluster.says(pod, "the last line")
+        cluster.ends(pod, 0)
+    assert code() == 0
+    assert capsys.readouterr().out.count("the last line") == 2
+
+
+def test_a_bad_answer_to_what_is_submitted_is_asked_again_and_a_refusal_is_final(cluster, launched, capsys):
+    cluster.answers = [503]
+    code = launched(*FIXED_HERE)
+    until(lambda: len(cluster.asked) == 2)  # the Job and its Service
+    cluster.answers = [403] * 100
+    assert code() == 5
+    assert "(403)" in capsys.readouterr().err
+
+
+def test_lines_of_one_time_and_of_a_clock_that_goes_back_are_all_shown(monkeypatch, capsys):
+    whole = [
+        f"2026-01-01T00:00:0{second}Z {line}" for second, line in ((5, "a"), (5, "b"), (5, "b"), (1, "c"), (6, "d"))
+    ]
+    log = PodLog(None, {"metadata": {"name": "x"}})
+    for lines in (whole[:2], whole[:4], whole, whole[3:]):  # the stream ends, and ends again; then kubelet rotates
+        log._show(lines)
+    assert capsys.readouterr().out.split("\n")[:-1] == [f"[pod x] {line}" for line in "abbcd"]
+
+
+def test_names_that_differ_in_their_ends_are_names_of_different_jobs(home):
+    runs = [home / f"2026-01-01T00-00-00-{'long' * 20}{end}" for end in ("", "-2")]
+    settings = LaunchSettings(engine="kubernetes", engine_options="image=a")
+    names = {Kubernetes(Job(settings, "train.py", (), run))._name for run in runs}
+    assert len(names) == 2
+    assert all(len(name) <= 50 for name in names)
 
 
 @pytest.mark.parametrize(("exit_code", "expected"), [(2, 2), (4, 4), (137, 3)])

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from farflung.base.errors import ConfigError
 from farflung.config.launch import DEFAULT_PORT
 from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, REQUEUE, USAGE, EngineFailure
 from farflung.launch.engines.engine import Job, launcher_command
-from farflung.launch.engines.kubernetes_api import KubernetesApi, PodLog, first_exit_code, name_of, problems
+from farflung.launch.engines.kubernetes_api import ApiError, KubernetesApi, PodLog, first_exit_code, name_of, problems
 from farflung.observe.folder import NONE, RUNS
 
 OPTIONS = {
@@ -38,9 +41,11 @@ OPTIONS = {
 }
 _MOUNT = "/workspace"
 _CONTAINER, _JOB, _INDEX = "farflung", "batch.kubernetes.io/job-name", "batch.kubernetes.io/job-completion-index"
-_LONGEST_NAME = 50  # of 63, as pods add their index and a word
+_LONGEST_NAME = 41  # of 63, as a digest follows, and pods add their index and a word
 _RESTARTS = 3  # of a pod, as of a replica in its launcher
 _LOOK_S = 1.0
+_AWAY_S = 600.0  # for how long the cluster may give no answer while a job is followed
+_SURE_S = 5.0  # for how long it must refuse, or know no such job, to be believed
 # DNS has no name of pod 0 before pod 0 has an address.
 _WAIT_FOR_NAME = """\
 import socket, sys, time
@@ -54,10 +59,12 @@ sys.exit(sys.argv[1] + " has had no address for ten minutes")
 
 
 class _Yaml(yaml.SafeDumper):
-    """Writes texts of several lines as such."""
+    """Writes texts of several lines as such, and in quotes what another reader than PyYAML may take for a number."""
 
     def represent_str(self, text: str) -> yaml.ScalarNode:
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+        is_word = re.fullmatch(r"(--?[A-Za-z]|/|[A-Za-z_$][^\n])[^\n]*", text)
+        style = None if is_word else "|" if text == _WAIT_FOR_NAME else '"' if not text.isprintable() else "'"
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 _Yaml.add_representer(str, _Yaml.represent_str)
@@ -71,10 +78,13 @@ class Kubernetes:
     def __init__(self, job: Job) -> None:
         job.check_options(OPTIONS, numbers=("gpus", "end_within"))
         self._job, self._options = job, job.options
-        self._check_settings()
         word = re.sub(r"[^a-z0-9]+", "-", job.name.lower())
-        self._name = str(job.handle.get("job") or f"farflung-{word}"[:_LONGEST_NAME].strip("-"))
-        self._namespace = self._options.get("namespace", "default")
+        digest = hashlib.sha256(os.fsencode(job.folder)).hexdigest()[:8]  # names may differ in what is left out
+        name = f"{f'farflung-{word}'[:_LONGEST_NAME].strip('-')}-{digest}"
+        self._name = str(job.handle.get("job", name))
+        self._namespace = str(job.handle.get("namespace", self._options.get("namespace", "default")))
+        if not job.handle:
+            self._check_settings()
 
     def _check_settings(self) -> None:
         own, options = self._job.settings, self._options
@@ -100,6 +110,9 @@ class Kubernetes:
                 f"meet is {own.meet}, a folder that pods don't share. Mount a claim at {_MOUNT} and meet there: --meet "
                 f"file://{_MOUNT}/run7 --engine_options claim=NAME."
             )
+        for word in self._pod()["containers"][0]["command"]:
+            if not word.isascii() and os.fsencode(word).decode(errors="replace") != word:
+                raise ConfigError(f"{word!r} is not valid UTF-8, and the API of Kubernetes takes no other text.")
 
     @cached_property
     def _api(self) -> KubernetesApi:
@@ -112,16 +125,16 @@ class Kubernetes:
             self._api.request("POST", f"{body['kind'].lower()}s", body, dryRun="All", fieldValidation="Strict")
 
     def described(self) -> str:
-        return str(yaml.dump_all(self._manifests(), Dumper=_Yaml, sort_keys=False, width=120)).rstrip()
+        return str(yaml.dump_all(self._manifests(), Dumper=_Yaml, sort_keys=False, width=inf)).rstrip()
 
     def submit(self) -> Mapping[str, Any]:
         job, *services = self._manifests()
-        made = self._api.request("POST", "jobs", job)
+        made = self._api.create("jobs", job)
         owner = {"apiVersion": job["apiVersion"], "kind": "Job", "name": self._name, "uid": made["metadata"]["uid"]}
         try:
             for service in services:
                 service["metadata"]["ownerReferences"] = [owner]  # so that it ends with the job
-                self._api.request("POST", "services", service)
+                self._api.create("services", service)
         except EngineFailure:
             self.cancel()
             raise
@@ -130,29 +143,49 @@ class Kubernetes:
     def follow(self) -> int:
         logs: dict[str, PodLog] = {}
         told: set[str] = set()
+        answered_at = time.monotonic()
         while True:
-            job = self._api.find(f"jobs/{self._name}")
-            pods = self._api.request("GET", "pods", labelSelector=f"{_JOB}={self._name}")["items"]
-            for pod in pods:
-                for line in set(problems(pod)) - told:
-                    told.add(line)
-                    click.echo(f"farflung: {name_of(pod)} {line}", err=True)
-                if pod["status"].get("phase", "Pending") != "Pending":
-                    logs.setdefault(pod["metadata"]["name"], PodLog(self._api, pod)).follow(pod)
-            states = {} if job is None else {one["type"]: one for one in job.get("status", {}).get("conditions", [])}
-            ended = [states[name] for name in ("Complete", "Failed") if states.get(name, {}).get("status") == "True"]
-            if job is None or ended:
+            try:
+                job = self._api.request("GET", f"jobs/{self._name}", patience_s=_AWAY_S)
+                pods = self._api.request("GET", "pods", patience_s=_AWAY_S, labelSelector=f"{_JOB}={self._name}")[
+                    "items"
+                ]
+            except ApiError as error:
+                if time.monotonic() < answered_at + _SURE_S:
+                    time.sleep(_LOOK_S)
+                    continue
+                if error.status != 404:
+                    raise
+                click.echo(f"farflung: the job {self._name} was deleted", err=True)
+                ended, code = True, BY_SIGNAL + 15
+            else:
+                answered_at = time.monotonic()
+                self._show(pods, logs, told)
+                ended, code = self._end_of(job, pods)
+            if ended:
                 for log in logs.values():
                     log.join()
-                break
+                return code
             time.sleep(_LOOK_S)
-        if job is None:
-            click.echo(f"farflung: the job {self._name} was deleted", err=True)
-            return BY_SIGNAL + 15
-        if ended[0]["type"] == "Complete":
-            return DONE
-        click.echo(f"farflung: the job {self._name} has failed: {ended[0].get('message', '')}", err=True)
-        return first_exit_code(pods)
+
+    def _show(self, pods: Sequence[Any], logs: dict[str, PodLog], told: set[str]) -> None:
+        """Print what is new about pods, and have their logs printed."""
+        for pod in pods:
+            for line in set(problems(pod)) - told:
+                told.add(line)
+                click.echo(f"farflung: {name_of(pod)} {line}", err=True)
+            if pod["status"].get("phase", "Pending") != "Pending":
+                logs.setdefault(pod["metadata"]["name"], PodLog(self._api, pod)).follow(pod)
+
+    def _end_of(self, job: Mapping[str, Any], pods: Sequence[Any]) -> tuple[bool, int]:
+        """Return whether the job has ended, and its exit code: 0, or that of the first pod that failed."""
+        states = {one["type"]: one for one in job.get("status", {}).get("conditions", []) if one["status"] == "True"}
+        if "Complete" in states:
+            return True, DONE
+        if "Failed" not in states:
+            return False, DONE
+        click.echo(f"farflung: the job {self._name} has failed: {states['Failed'].get('message', '')}", err=True)
+        return True, first_exit_code(pods)
 
     def scale(self, count: int) -> str:
         before = self._api.request("GET", f"jobs/{self._name}")["spec"]["completions"]
@@ -223,7 +256,7 @@ class Kubernetes:
         container = {
             "name": _CONTAINER,
             "image": options["image"],
-            "command": [word.replace("$(", "$$(") for word in words],  # which would be a variable of the container
+            "command": [word.replace("$", "$$") for word in words],  # kubelet halves them, and replaces $(NAME)
             "workingDir": options.get("folder", _MOUNT),
             "env": [{"name": "FARFLUNG_MACHINE_RANK", "valueFrom": place}] if several else [],
             "envFrom": [{"secretRef": {"name": options["secret"]}}] if "secret" in options else [],

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -15,6 +17,10 @@ from farflung.launch.codes import ENGINE, FAILED, HUNG, USAGE, EngineFailure
 
 _TIMES_S = (10.0, 60.0)  # to connect, and to be answered
 _LAST_WORDS_S = 10.0
+_PATIENCE_S, _FIRST_WAIT_S, _LONGEST_WAIT_S = 30.0, 0.5, 10.0
+_PASSING = (408, 425, 429, 500, 502, 503, 504)  # of answers: the same request may get another one later
+_REFUSALS = 3  # of a log, to be believed
+_MARK = "farflung/request"  # an annotation
 _NORMAL = ("ContainerCreating", "PodInitializing")  # of what a container waits for
 
 
@@ -42,14 +48,62 @@ class KubernetesApi:
                 raise EngineFailure(
                     f"No cluster is configured: {str(error).rstrip('.')}. Set KUBECONFIG, or try `kubectl get nodes`."
                 ) from None
+        settings.retries = False  # urllib3's own know neither our bound nor an overloaded server
         self._client, self._namespace = client.ApiClient(settings), namespace
+        self._has_answered = False  # a cluster that never has is rather a slip than a pause
 
-    def request(self, method: str, path: str, body: Any = None, *, times_s: Any = _TIMES_S, **query: Any) -> Any:
-        """Send a request about `path`, such as `jobs/run7`, and return the answer: JSON, or a stream of `.../log`.
+    def request(
+        self, method: str, path: str, body: Any = None, *, patience_s: float = _PATIENCE_S, **query: Any
+    ) -> Any:
+        """Send a request about `path`, such as `jobs/run7`, and return the JSON that answers it.
+
+        It is sent again for `patience_s` seconds while the cluster is overloaded, restarts or does not answer.
 
         Raises:
-            EngineFailure: the cluster can't be reached, or refuses it.
+            EngineFailure: the cluster can't be reached; ApiError: it has answered, and refuses.
         """
+        give_up_at, wait_s = time.monotonic() + patience_s, _FIRST_WAIT_S
+        while True:
+            try:
+                answer = json.loads(self._answer(method, path, body, query, _TIMES_S).read())
+                self._has_answered = True
+                return answer
+            except (EngineFailure, ValueError) as error:
+                failure = (
+                    error if isinstance(error, EngineFailure) else EngineFailure(f"No JSON answers {path}: {error}")
+                )
+                wait_s = max(wait_s, getattr(error, "wait_s", 0.0))
+                is_final = isinstance(error, ApiError) and error.status not in _PASSING
+                if is_final or not self._has_answered or time.monotonic() + wait_s > give_up_at:
+                    raise failure from None
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+    def create(self, path: str, body: dict[str, Any]) -> Any:
+        """Make an object and return it. A request whose answer was lost may have made it: it is known by a mark."""
+        mark = os.urandom(8).hex()
+        body["metadata"]["annotations"] = {_MARK: mark}
+        try:
+            return self.request("POST", path, body)
+        except ApiError as error:
+            if error.status != 409:
+                raise
+            found = self.request("GET", f"{path}/{body['metadata']['name']}")
+            if found["metadata"].get("annotations", {}).get(_MARK) != mark:
+                raise
+            return found
+
+    def lines(self, path: str, is_whole: bool) -> Iterator[str]:
+        """Yield the lines of a log while it grows; a last one without its end only where the log `is_whole`."""
+        rest, query = b"", {"follow": "true", "timestamps": "true"}
+        for part in self._answer("GET", path, None, query, None).response.stream(amt=None, decode_content=False):
+            *lines, rest = (rest + part).split(b"\n")
+            yield from (line.decode(errors="replace") for line in lines)
+        if rest and is_whole:
+            yield rest.decode(errors="replace")
+
+    def _answer(self, method: str, path: str, body: Any, query: Mapping[str, Any], times_s: Any) -> Any:
+        """Send a request once; return the answer, or raise EngineFailure."""
         from urllib3.exceptions import HTTPError
 
         root = "/apis/batch/v1" if path.startswith("jobs") else "/api/v1"
@@ -63,36 +117,28 @@ class KubernetesApi:
         )
         try:
             answer = self._client.call_api(*words, _request_timeout=times_s)
-            if answer.status < 300 and path.endswith("/log"):
-                return answer.response
+            if answer.status < 300:
+                return answer
             text = answer.read().decode(errors="replace")
         except HTTPError as error:
             where = self._client.configuration.host
             why = getattr(error, "reason", None) or error
             raise EngineFailure(f"The cluster at {where} can't be reached: {why}.") from None
-        if answer.status < 300:
-            return json.loads(text)
-        with suppress(ValueError):
+        self._has_answered = True
+        with suppress(ValueError, KeyError, TypeError):
             text = json.loads(text)["message"]
         what = f"{method} {path} in the namespace {self._namespace}"
-        raise ApiError(f"The cluster refuses {what} ({answer.status}): {text}", answer.status)
-
-    def find(self, path: str) -> Any:
-        """Return the object at `path`, None where there is none."""
-        try:
-            return self.request("GET", path)
-        except ApiError as error:
-            if error.status == 404:
-                return None
-            raise
+        after = str(answer.headers.get("Retry-After", ""))
+        wait_s = float(after) if after.isdecimal() else 0.0
+        raise ApiError(f"The cluster refuses {what} ({answer.status}): {text}", answer.status, wait_s)
 
 
 class ApiError(EngineFailure):
     """The cluster has answered, with an error."""
 
-    def __init__(self, message: str, status: int) -> None:
+    def __init__(self, message: str, status: int, wait_s: float = 0.0) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.wait_s = status, wait_s  # `wait_s`: for how long it asks to be left alone
 
 
 class PodLog:
@@ -100,34 +146,53 @@ class PodLog:
 
     def __init__(self, api: KubernetesApi, pod: Mapping[str, Any]) -> None:
         self._api, self._name, self._label = api, pod["metadata"]["name"], name_of(pod)
-        self._last = ""  # the time of the last line
-        self._is_whole = False
-        self._thread: threading.Thread | None = None
+        self._shown: list[int] = []  # hashes of the lines, in order: their times may be equal, or go back
+        self._has_ended = False  # the pod, so that its log grows no more
+        self._thread = threading.Thread(target=self._follow, daemon=True)
 
     def follow(self, pod: Mapping[str, Any]) -> None:
-        """Read on where nobody does: the API ends streams of running pods too."""
-        if self._is_whole or (self._thread and self._thread.is_alive()):
-            return
-        self._is_whole = pod["status"]["phase"] in ("Succeeded", "Failed")
-        self._thread = threading.Thread(target=self._show, daemon=True)
-        self._thread.start()
+        """Begin to read, or note that the pod has ended."""
+        self._has_ended = pod["status"]["phase"] in ("Succeeded", "Failed")
+        if self._thread.ident is None:
+            self._thread.start()
 
     def join(self) -> None:
-        """Wait until the last lines are there."""
-        if self._thread is not None:
+        """Wait until the last lines are there, as long as some come."""
+        self._has_ended, before = True, -1
+        while self._thread.is_alive() and len(self._shown) > before:
+            before = len(self._shown)
             self._thread.join(_LAST_WORDS_S)
 
-    def _show(self) -> None:
-        from kubernetes.watch.watch import iter_resp_lines
+    def _follow(self) -> None:
+        """Read on until all of an ended pod's log was read: the API ends streams of running pods too."""
         from urllib3.exceptions import HTTPError
 
-        with suppress(EngineFailure, HTTPError):  # tried again, as long as there is a pod
-            path = f"pods/{self._name}/log"
-            for row in iter_resp_lines(self._api.request("GET", path, times_s=None, follow="true", timestamps="true")):
-                stamp, _, line = row.partition(" ")
-                if (moment := stamp.rstrip("Z")) > self._last:
-                    self._last = moment
-                    click.echo(f"[{self._label}] {line}")
+        is_whole, num_refused = False, 0
+        while not is_whole:
+            has_ended = self._has_ended
+            try:
+                self._show(self._api.lines(f"pods/{self._name}/log", has_ended))
+                is_whole = has_ended
+            except ApiError as error:  # a pod that was deleted has no log
+                num_refused += error.status not in _PASSING
+                is_whole = has_ended and num_refused > _REFUSALS
+            except (EngineFailure, HTTPError):  # tried again
+                pass
+            if not is_whole:
+                time.sleep(_FIRST_WAIT_S)
+
+    def _show(self, lines: Iterable[str]) -> None:
+        """Print the lines after those that were shown. A log begins with its first line, until kubelet rotates it."""
+        known: int | None = None  # how many of the lines to come were shown
+        for line in lines:
+            key = hash(line)
+            if known is None:
+                known = len(self._shown) - self._shown.index(key) if key in self._shown else 0
+            if known > 0:
+                known -= 1
+                continue
+            self._shown.append(key)
+            click.echo(f"[{self._label}] {line.partition(' ')[2]}")
 
 
 def name_of(pod: Mapping[str, Any]) -> str:
