@@ -139,7 +139,14 @@ def words(event: Event) -> str:
         return str(event.facts["message"])
     try:
         sentence = _of_replicas(event) if event.kind in _OF_REPLICAS else _of_a_launcher(event)
-    except (KeyError, TypeError, ValueError, AttributeError):  # another version gives it other facts
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        ArithmeticError,
+        AttributeError,
+        OSError,
+    ):  # another version gives it other facts
         return " ".join(filter(None, (event.who, event.kind.value, json.dumps(dict(event.facts), default=str))))
     return sentence if event.generation is None else f"generation {event.generation}: {sentence}"
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from farflung.base.events import Kind
 from farflung.base.words import in_bytes
-from farflung.observe.run import Rank, Row, Run
+from farflung.observe.records import Row
+from farflung.observe.run import Rank, Run
 
 SHARES = ("computing", "waiting", "saving", "recovering", "starting")
 _GB = 1e9
@@ -155,5 +156,5 @@ def model_of(run: Run) -> Row | None:
 
 
 def _island(run: Run) -> int:
-    model: Any = model_of(run) or {"island": 1}
-    return max(1, int(model["island"]))
+    model = model_of(run)
+    return 1 if model is None else max(1, int(model["island"]))

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from farflung.base.events import Event, words
-from farflung.observe.run import Row, Run
+from farflung.observe.records import Row
+from farflung.observe.run import Run
 
 
 def rows_of(run: Run, rounds: Sequence[Sequence[Row]]) -> dict[str, list[int]]:

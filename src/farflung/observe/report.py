@@ -83,7 +83,7 @@ def data_of(run: Run, cost: Figures) -> dict[str, Any]:
     return {
         "name": run.path.name,
         "state": run.state,
-        "summary": "; ".join(filter(None, [str(cost), run.not_finite])),
+        "summary": "; ".join(filter(None, [str(cost), run.not_finite, run.unread])),
         "facts": {name: run.facts[name] for name in ("script", "arguments", "host", "settings", "versions", "git")},
         "curves": curves,
         "loss": run.loss_name,
@@ -233,5 +233,5 @@ def report(
     except OSError as error:
         raise ConfigError(f"{target} can't be written: {error.strerror}.") from None
     for one, cost in zip(runs, costs, strict=True):
-        click.echo(f"{one.path.name}: {'; '.join(filter(None, [str(cost), one.not_finite]))}")
+        click.echo(f"{one.path.name}: {'; '.join(filter(None, [str(cost), one.not_finite, one.unread]))}")
     click.echo(f"written to {target}")

@@ -3,19 +3,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from farflung.base.errors import ConfigError
 from farflung.base.events import Event, Kind
+from farflung.observe import records
 from farflung.observe.folder import FACTS
+from farflung.observe.records import Row
 from farflung.process.preemption import REQUEUE
 from farflung.process.run_files import EVENTS, METRICS, RANKS, ROUNDS, STEPS, name_of
 
@@ -23,26 +22,13 @@ SILENT_S = 3.0  # without a sign, which a rank gives each second
 _STUCK_S = 5.0  # in one call
 _DEAD_S = 60.0  # without a sign of anybody
 _ENDS = {0: "finished", REQUEUE: "saved at a signal"}  # other exit codes are failures
-NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # as lines of JSON have them
+_READERS = {
+    EVENTS: records.event,
+    ROUNDS: records.logged_round,
+    METRICS: records.metrics,
+    STEPS: records.steps,
+}
 _RATE_S = 4.0  # over which steps a second are counted, at least
-
-Row = Mapping[str, Any]
-
-
-class _Lines:
-    """A file of JSON lines, read on where the last look ended."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._at = path, 0
-        self.rows: list[Row] = []
-
-    def look(self) -> None:
-        with suppress(OSError), self._path.open("rb") as file:
-            file.seek(self._at)
-            while (line := file.readline()).endswith(b"\n"):
-                self._at += len(line)
-                with suppress(ValueError):  # torn by a full disk
-                    self.rows.append(json.loads(line))
 
 
 @dataclass(frozen=True)
@@ -108,10 +94,11 @@ class Run:
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self.path, self._clock = path, clock
         try:
-            self.facts: Row = json.loads((path / FACTS).read_text(encoding="utf-8"))
+            self.facts, self._odd = records.facts_of(records.json_of(path / FACTS))
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} is no folder of a run: {FACTS} can't be read ({error}).") from None
-        self._files = {name: _Lines(path / name) for name in (EVENTS, ROUNDS, METRICS, STEPS)}
+        self._files = {name: records.Lines(path / name, read) for name, read in _READERS.items()}
+        self._odd_signs: set[str] = set()
         self._events, self._num_read = list[Event](), 0
         self._ranks: dict[str, tuple[Row, float]] = {}  # by name, with when that was written
         self._names: dict[int, str] = {}  # of replicas, by their ids as members, of the first events
@@ -125,8 +112,21 @@ class Run:
         for file in self._files.values():
             file.look()
         for path in sorted((self.path / RANKS).glob("*.json")):
-            with suppress(OSError, ValueError):  # being written: the one before counts
-                self._ranks[path.stem] = json.loads(path.read_text(encoding="utf-8")), path.stat().st_mtime
+            try:
+                found = records.read_sign(path)
+            except ValueError:
+                self._odd_signs.add(path.name)
+                continue
+            if found is not None:  # being written: the one before counts
+                self._ranks[path.stem] = found
+                self._odd_signs.discard(path.name)
+
+    @property
+    def unread(self) -> str:
+        """What this release can't read of the folder, in words; empty if it can read all."""
+        left_out = [f"{file.num_unread:,} of {name}" for name, file in self._files.items() if file.num_unread]
+        left_out += [f"{name} of {FACTS}" for name in self._odd] + sorted(self._odd_signs)
+        return f"not shown, as this release can't read it: {', '.join(left_out)}" if left_out else ""
 
     @property
     def events(self) -> list[Event]:
@@ -214,9 +214,8 @@ class Run:
         writers = [(row.get("member"), row["rank"]) for row in self.metrics if name in row["values"]]
         for row in self.metrics:
             value = row["values"].get(name)
-            value = NOT_FINITE.get(value, value) if isinstance(value, str) else value
-            if isinstance(value, (int, float)) and (row.get("member"), row["rank"]) == writers[0]:
-                yield row["time"], row["step"], float(value)
+            if isinstance(value, float) and (row.get("member"), row["rank"]) == writers[0]:
+                yield row["time"], row["step"], value
 
     @property
     def not_finite(self) -> str:

@@ -25,7 +25,8 @@ from farflung.base.words import counted, in_bytes, in_seconds
 from farflung.observe.folder import named_run
 from farflung.observe.history import cell, described, rows_of
 from farflung.observe.problems import problems
-from farflung.observe.run import Row, Run
+from farflung.observe.records import Row
+from farflung.observe.run import Run
 
 _LOOK_S = 0.5
 _CELLS = {  # of the timeline, with their styles
@@ -50,6 +51,7 @@ def screen(run: Run, width: int = 80, back: int = 0, chosen: int | None = None) 
     """
     parts: list[RenderableType] = [_head(run)]
     parts += [Text(f"! {line}", style="bold red") for line in problems(run)]
+    parts += [Text(f"! {run.unread}", style="yellow")] if run.unread else []
     parts += [_ranks(run, width, chosen)]
     if run.rounds:
         parts += [_rounds(run, width, back)]
@@ -59,7 +61,9 @@ def screen(run: Run, width: int = 80, back: int = 0, chosen: int | None = None) 
     if chosen is not None and chosen < len(run.ranks):
         one = run.ranks[chosen]
         calls = one.row.get("stack") or ["(it moves on: no stack was written)"]
-        parts += [Panel(Text("\n".join(calls), overflow="ellipsis", no_wrap=True), title=one.name, title_align="left")]
+        parts += [
+            Panel(Text("\n".join(calls), overflow="ellipsis", no_wrap=True), title=Text(one.name), title_align="left")
+        ]
     parts += [_events(run, width)]
     return Group(*parts)
 
@@ -81,7 +85,7 @@ def _ranks(run: Run, width: int, chosen: int | None) -> Table:
     for number, one in enumerate(run.ranks):
         style = "red" if one.is_lost or one.ended else _STYLES.get(one.state, "yellow")
         is_over = one.ended is not None
-        row = one.name, one.row["host"], f"{one.step:,}", "" if is_over else f"{one.rate:.1f}"
+        row = Text(one.name), Text(one.row["host"]), f"{one.step:,}", "" if is_over else f"{one.rate:.1f}"
         sign = "" if is_over else f"{one.silent_s:.0f} s"
         table.add_row(*row, sign, Text(one.state, style=style), style="reverse" if number == chosen else "")
     if not run.ranks:
@@ -99,7 +103,7 @@ def _rounds(run: Run, width: int, back: int) -> Table:
         cells = Text()
         for k, lines in enumerate(shown):
             cells.append(*_CELLS[cell(lines[0], members, shown[k + 1][0] if k + 1 < len(shown) else None)])
-        table.add_row(name, cells)
+        table.add_row(Text(name), cells)
     figures = round_figures(run.rounds)
     legend = f"{counted(len(rounds), 'round')}: " + "  ".join(f"{sign} {name}" for name, (sign, _) in _CELLS.items())
     said = f"{figures['waiting']:.0%} of the time waiting, {in_bytes(figures['bytes_sent'])} sent by each"

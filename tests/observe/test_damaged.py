@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of runs that another release, another program or a full disk has written: none is a traceback."""
+
+import json
+import math
+import os
+import random
+
+import pytest
+from click.testing import CliRunner
+
+from farflung.base.errors import ConfigError
+from farflung.cost.forecast import plan
+from farflung.observe import planned
+from farflung.observe.report import report
+from farflung.observe.run import Run
+from farflung.observe.watch import watch
+from tests.observe.made import T0, sign, write_run
+
+assert planned  # which gives `plan` its flag --from
+FILES = ("run.json", "events.jsonl", "rounds.jsonl", "metrics.jsonl", "steps.jsonl", "ranks/replica1.json")
+DEEP = json.loads("[" * 300 + "]" * 300)
+VALUES = (None, True, -1, 0, 1.5, 10**400, 2**63, 1e308, math.nan, math.inf, "", "NaN", "[/x]\x1b[2J\ud800", [], [None])
+VALUES += ({}, {"a": [1]}, {"3": 7}, ["x", {}], "x" * 5000, DEEP)
+
+
+def damaged(value, rng):
+    """Return a row with a key less, other types, a key of the next release, or none at all."""
+    row = dict(value)
+    match rng.randrange(5):
+        case 0:
+            row.pop(rng.choice([*row]))
+        case 1:
+            row |= {"v": 99, "of_the_next_release": rng.choice(VALUES)}
+        case 2:
+            return rng.choice(VALUES)
+        case _:
+            for name in rng.sample([*row], rng.randint(1, 3)):
+                row[name] = rng.choice(VALUES)
+    return row
+
+
+def damage(folder, rng):
+    """Change some rows of some files, and tear some of their lines."""
+    for name in rng.sample(FILES, rng.randint(1, 4)):
+        file = folder / name
+        lines = file.read_text().splitlines() if name.endswith("l") else [file.read_text()]
+        for k in rng.sample(range(len(lines)), min(len(lines), rng.randint(1, 6))):
+            lines[k] = json.dumps(damaged(json.loads(lines[k]), rng))
+            if rng.random() < 0.1:
+                lines[k] = lines[k][: rng.randrange(len(lines[k]))]
+        file.write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize("first", range(0, 100, 25))
+def test_no_damaged_folder_is_a_traceback(tmp_path, first):
+    for seed in range(first, first + 25):
+        folder, rng = tmp_path / str(seed), random.Random(seed)
+        write_run(folder, [sign(member, 1280, 190) for member in (1, 2, 4)])
+        damage(folder, rng)
+        for command, *arguments in (
+            (watch, str(folder)),
+            (report, str(folder)),
+            (report, str(folder), "--json"),
+            (report, str(folder), "--trace", str(folder / "trace.json")),
+            (plan, "--from", str(folder), "--parameters", "1000000"),
+        ):
+            done = CliRunner().invoke(command, arguments)
+            assert isinstance(done.exception, (SystemExit, ConfigError, type(None))), (seed, command.name, arguments)
+            assert done.exit_code in (0, 1, 2), (seed, command.name)
+
+
+def test_what_can_not_be_read_is_counted_and_the_rest_is_shown(tmp_path):
+    write_run(tmp_path / "run", [sign(member, 1280, 190) for member in (1, 2)])
+    whole = len(Run(tmp_path / "run").rounds)
+    for name in ("rounds.jsonl", "events.jsonl"):
+        with (tmp_path / "run" / name).open("a") as file:
+            file.write(json.dumps({"event": "ended", "time": T0, "code": [0]}) + "\n7\n")
+    (tmp_path / "run" / "ranks" / "replica2.json").write_text('{"step": "many"}')
+    run = Run(tmp_path / "run")
+    assert (len(run.rounds), run.code, [one.name for one in run.ranks]) == (whole, None, ["replica 0"])
+    done = CliRunner().invoke(watch, [str(tmp_path / "run")])
+    assert "2 of events.jsonl, 2 of rounds.jsonl, replica2.json" in " ".join(done.output.split())
+
+
+def test_a_line_of_the_next_release_ends_nothing(tmp_path):
+    write_run(tmp_path / "run", [sign(1, 1280, 190)])
+    with (tmp_path / "run" / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "merged", "v": 2, "time": T0 + 1, "message": "two runs became one"}) + "\n")
+    run = Run(tmp_path / "run")
+    assert (str(run.events[-1]), run.unread) == ("two runs became one", "")
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):
+    write_run(tmp_path / "run", [sign(1, 1280, 190)])
+    (tmp_path / "run" / "steps.jsonl").unlink()
+    os.mkfifo(tmp_path / "run" / "steps.jsonl")
+    assert Run(tmp_path / "run").steps == []
+
+
+@pytest.mark.parametrize(
+    ("logged", "value"), [(10**400, math.inf), (-(10**400), -math.inf), (3, 3.0)], ids=["above", "below", "within"]
+)
+def test_an_integer_beyond_every_float_is_not_finite(tmp_path, logged, value):
+    write_run(tmp_path / "run", [sign(1, 1280, 190)])
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        row = {"time": T0 + 199, "member": 1, "rank": 0, "step": 9999, "values": {"loss": logged}}
+        file.write(json.dumps(row) + "\n")
+    assert [*Run(tmp_path / "run").series()][-1][2] == value
