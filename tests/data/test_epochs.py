@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from farflung.data.prepare import skip_first_batches
@@ -110,6 +113,78 @@ def test_a_loader_and_its_skipping_copy_count_the_same_epochs():
     list(skip_first_batches(loader, 1))
     list(loader)
     assert data.epochs == [0, 1, 2]
+
+
+# ---- workers that persist
+
+
+class Told(Dataset):
+    """Its samples are the epoch, as this process knows it, and the process that makes them."""
+
+    def __init__(self, epoch):
+        self._epoch = epoch
+
+    def set_epoch(self, epoch):
+        if isinstance(self._epoch, int):
+            self._epoch = epoch
+        elif isinstance(self._epoch, torch.Tensor):
+            self._epoch.fill_(epoch)
+        else:
+            self._epoch.value = epoch
+
+    def __getitem__(self, index):
+        return torch.tensor([int(getattr(self._epoch, "value", self._epoch)), os.getpid()])
+
+    def __len__(self):
+        return 3
+
+
+class ToldStream(Told, IterableDataset):
+    def __iter__(self):
+        return (self[index] for index in range(3))
+
+
+@pytest.mark.parametrize("kind", [Told, ToldStream])
+@pytest.mark.parametrize("dispatched", [False, True])
+@pytest.mark.parametrize(
+    ("make_epoch", "stays"),
+    [
+        (lambda: 0, False),
+        (lambda: torch.tensor(0), False),
+        (lambda: torch.tensor(0).share_memory_(), True),
+        (lambda: multiprocessing.Value("i"), True),
+    ],
+)
+def test_persistent_workers_see_the_epoch_and_start_again_only_where_they_would_not(
+    kind, dispatched, make_epoch, stays, capfd
+):
+    loader = DataLoader(kind(make_epoch()), None, num_workers=1, persistent_workers=True)
+    loader = prepared(loader, dispatch_batches=dispatched)
+    found = [[batch.tolist() for batch in loader] for _ in range(3)]
+    assert [[epoch for epoch, _ in batches] for batches in found] == [[0] * 3, [1] * 3, [2] * 3]
+    assert len({worker for batches in found for _, worker in batches}) == (1 if stays else 3)
+    assert capfd.readouterr().err.count("persistent workers start again") == (0 if stays else 1)
+
+
+class Drawn(IterableDataset):
+    def __iter__(self):
+        return (torch.rand(1) for _ in range(4))
+
+
+@pytest.mark.parametrize("done", [0, 2])
+def test_a_streams_persistent_workers_draw_again_from_a_state_that_was_loaded(done):
+    loader = prepared(DataLoader(Drawn(), None, num_workers=1, persistent_workers=True))
+    torch.manual_seed(5)
+    state, drawn = loader.state_dict(), torch.get_rng_state()
+    whole = []
+    for batch in loader:
+        whole.append(batch.item())
+        if len(whole) == done:
+            state, drawn = loader.state_dict(), torch.get_rng_state()
+    list(loader)
+    loader.load_state_dict(state)
+    torch.set_rng_state(drawn)
+    assert [batch.item() for batch in loader] == whole[done:]
 
 
 # ---- shuffling

@@ -11,7 +11,15 @@ import accelerate.utils
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler, SubsetRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
 
 import farflung
 import farflung.utils
@@ -158,6 +166,31 @@ def test_an_epoch_of_which_batches_were_skipped_counts_as_one():
 
     assert orders(accelerate) == [[0, 1, 2, 3], [3, 0], [1, 2, 3, 0]]
     assert orders(farflung) == [[0, 1, 2, 3], [3, 0], [2, 3, 0, 1]]
+
+
+class Counted(Dataset):
+    """Its samples are the number of the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, index):
+        return self.epoch
+
+    def __len__(self):
+        return 2
+
+
+def test_persistent_workers_see_the_epoch():
+    def epochs(library):
+        loader = DataLoader(Counted(), num_workers=1, persistent_workers=True)
+        loader = library.Accelerator(cpu=True).prepare(loader)
+        return [[batch.item() for batch in loader] for _ in range(3)]
+
+    assert epochs(accelerate) == [[0, 0], [0, 0], [0, 0]]
+    assert epochs(farflung) == [[0, 0], [1, 1], [2, 2]]
 
 
 def test_a_checkpoint_brings_back_the_number_of_the_epoch(tmp_path):

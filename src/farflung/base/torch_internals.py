@@ -161,6 +161,8 @@ def has_live_workers(loader: DataLoader[Any]) -> bool:
 
 def forget_workers(loader: DataLoader[Any]) -> None:
     """Make the next iteration of a loader start its own workers."""
+    while "_iterator" not in vars(loader):  # a view has those of the loader behind it
+        loader = loader.base_dataloader  # type: ignore[attr-defined]
     loader._iterator = None
 
 

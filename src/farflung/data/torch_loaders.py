@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
 from itertools import islice
+from multiprocessing.sharedctypes import SynchronizedBase
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -112,6 +113,21 @@ class Source:
         for thing in (self.loader, *self.present_samplers, self.dataset):
             if hasattr(thing, "set_epoch"):
                 thing.set_epoch(epoch)
+
+    @property
+    def keeps_workers(self) -> bool:
+        """Whether workers stay from one iteration to the next: they do not where they would miss its epoch.
+
+        Each has a copy of the data set. Only an epoch that lies in shared memory, as in Hugging Face's streams, changes
+        in all copies.
+        """
+        data = self.dataset.dataset if isinstance(self.dataset, IterableDatasetShard) else self.dataset
+        shared = (
+            value.is_shared() if isinstance(value, Tensor) else isinstance(value, SynchronizedBase)  # type: ignore[no-untyped-call]
+            for name, value in getattr(data, "__dict__", {}).items()
+            if "epoch" in name
+        )
+        return self.loader.persistent_workers and (not hasattr(data, "set_epoch") or any(shared))
 
     def num_batches(self) -> int:
         """Count the batches, also those that torch leaves out, as each worker of a stream ends by itself.

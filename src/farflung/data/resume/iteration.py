@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from farflung.base.errors import ConfigError
 from farflung.base.events import tell
-from farflung.base.torch_internals import forget_workers, has_live_workers
+from farflung.base.torch_internals import has_live_workers
 from farflung.base.words import counted
 from farflung.checkpoint import rng
 from farflung.data import worker_signals
@@ -204,12 +204,7 @@ def batches_of(one: Iteration, workers: Workers) -> Iterator[Any]:
 def _recorded(one: Iteration, source: Source, workers: Workers) -> Iterator[Any]:
     """Start workers whose random states are recorded, and continue where they were left."""
     base = source.loader
-    if workers.is_loaded:  # those that are there have drawn for another run
-        forget_workers(base)
-        workers.is_loaded = False
-        if one.resumed_at is None:
-            one.has_workers = workers.are_there(base)
-    skip, stay = one.skip, base.persistent_workers
+    skip, stay = one.skip, source.keeps_workers
     plan = workers.plan(base, skip, None if one.resumed_at is None else one.resumed_at.worker_plan)
     history = one.history = WorkerHistory(plan)
     loader = source.without_first(plan.start) if plan.start else base

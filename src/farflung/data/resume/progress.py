@@ -80,9 +80,10 @@ class Progress:
             agree()
         self.under_way = True
         source.announce(self.number)
+        self.workers.renew(source)
         self._passes += 1
         name = None if self.run_number is None else f"{self.run_number}/{self._passes}"
-        has_workers = self.workers.are_there(source.loader) if position is None else position.has_workers
+        has_workers = self.workers.are_there(source) if position is None else position.has_workers
         self.newest = Iteration(loader, self.number, skip, has_workers, name, position, now)
         return self.newest
 
@@ -118,7 +119,7 @@ class Progress:
             "under_way": self.under_way,
             "position": None if position is None else position.to_dict(),
             **_orders_of(source),
-            "has_workers": self.workers.are_there(source.loader),
+            "has_workers": self.workers.are_there(source),
             "worker_states": known(self.workers.states),
             "total_batch_size": loader.total_batch_size,
         }

@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, get_worker_info
 
-from farflung.base.torch_internals import has_live_workers
+from farflung.base.events import tell
+from farflung.base.torch_internals import forget_workers, has_live_workers
 from farflung.checkpoint import rng
 from farflung.data.torch_loaders import Source
+from farflung.process.world import current_world
 
 _RECORD_EVERY_S = 0.005  # reading all states takes 60 us, and as much as this is made again
 _FRESH = "fresh"  # what a worker has when it starts by itself
@@ -148,10 +150,29 @@ class Workers:
     were_started: bool = False  # persistent ones were, so that starting them draws no seed any more
     states: list[States] | None = None  # with which they begin the next iteration; None: as they start by themselves
     is_loaded: bool = False  # a state was, which existing workers do not have
+    is_renewal_told: bool = False
 
-    def are_there(self, base: DataLoader[Any]) -> bool:
+    def are_there(self, source: Source) -> bool:
         """Whether persistent workers are there, or would be had the run not been interrupted."""
-        return bool(base.persistent_workers and (has_live_workers(base) or self.were_started))
+        return source.keeps_workers and (has_live_workers(source.loader) or self.were_started)
+
+    def renew(self, source: Source) -> None:
+        """Let workers start again that lack what this process was given since: a loaded state, or the epoch."""
+        base = source.loader
+        miss_epoch = base.persistent_workers and not source.keeps_workers and has_live_workers(base)
+        if self.is_loaded or miss_epoch:
+            forget_workers(base)
+        self.is_loaded = False
+        if not miss_epoch or self.is_renewal_told:
+            return
+        self.is_renewal_told = True
+        world = current_world()
+        if world is None or world.is_main:
+            tell(
+                "farflung: persistent workers start again with each epoch, as the data set has a set_epoch that they "
+                "would not see. Where it keeps the epoch in shared memory, such as "
+                "self.epoch = torch.tensor(0).share_memory_(), they stay."
+            )
 
     def plan(self, base: DataLoader[Any], skip: int, saved: WorkerPlan | None) -> WorkerPlan:
         """Return where the workers of an iteration begin that skips so many batches, or continues a saved plan."""
