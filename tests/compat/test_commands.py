@@ -90,6 +90,7 @@ def test_the_memory_of_a_model_follows_from_its_configuration(home, capsys):
     assert printed[-1].split()[-1] == "-"
 
 
+@pytest.mark.package
 def test_models_that_are_not_there_are_errors_of_the_right_kind(home, monkeypatch):
     monkeypatch.setattr("farflung.launch.estimate.verify_on_hub", lambda repo, token: repo)
     for name, error in (("gated", OSError), ("repo", OSError), ("unknown", ConfigError)):

@@ -28,7 +28,7 @@ PROGRAMS: dict[str, dict[str, str]] = {
             "`join_uneven_inputs` joins on CPUs too, and warns of nothing (a row of docs/migrating.md)"
         ),
     },
-    "external_deps/test_metrics": {},
+    "external_deps/test_metrics": {},  # needs datasets and transformers
 }
 
 
@@ -37,7 +37,10 @@ def run(program: str, folder: Path, *arguments: str) -> str:
     return run_ranks(main_as_rank, 2, str(path), left_out, list(arguments), folder, connect=False, timeout_s=100)[0]
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(name, marks=[pytest.mark.package] * name.startswith("external_deps")) for name in PROGRAMS],
+)
 def test_the_program_passes(program, tmp_path):
     run(program, tmp_path)
 

@@ -13,6 +13,8 @@ from farflung.config import environ
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
 
+pytestmark = pytest.mark.package
+
 PROGRAMS = Path(__file__).parent / "programs"
 NAMES = ("clm", "glue", "ner", "qa")
 

@@ -29,6 +29,7 @@ def is_skipped(decorator):
     return getattr(decorator(test), "__unittest_skip__", False)
 
 
+@pytest.mark.package
 def test_each_requirement_skips_what_it_skips_there():
     skipped = {name: (is_skipped(getattr(ours, name)), is_skipped(getattr(theirs, name))) for name in REQUIREMENTS}
     assert {name: both for name, both in skipped.items() if both[0] != both[1]} == {}

@@ -367,6 +367,7 @@ def test_enumerations_have_the_same_members(name):
         assert "nothing" not in mine
 
 
+@pytest.mark.package
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -394,6 +395,7 @@ def test_a_configuration_of_parallelism_says_the_same_of_its_axes(sizes):
         assert mine._get_mesh() == other._get_mesh()
 
 
+@pytest.mark.package
 def test_axes_of_a_configuration_that_do_not_fit_are_refused(monkeypatch):
     assert ours.ParallelismConfig().build_device_mesh("cpu") is theirs.ParallelismConfig().build_device_mesh("cpu")
     for wrong in ({"cp_size": 0}, {"cp_size": 2, "sp_size": 2}, {"tp_size": 2, "dp_replicate_size": 2}):

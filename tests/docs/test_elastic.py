@@ -6,8 +6,6 @@ import re
 import runpy
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -59,9 +57,7 @@ def test_the_page_has_the_waits_and_losses_that_were_measured():
     assert f"it was {-shorter['figures']['next_to_4']['4, one dies twice']:.1%} below".replace("%", " %") in page
 
 
-@pytest.mark.package
 def test_the_picture_shows_the_run_that_was_kept(tmp_path):
-    pytest.importorskip("matplotlib")
     script = runpy.run_path(str(ROOT / "docs" / "images" / "elastic.py"))
     run = json.loads(script["RUN"].read_text(encoding="utf-8").splitlines()[-1])["figures"]
     assert [event["signal"] for event in run["events"] if "signal" in event] == ["SIGKILL", "SIGSTOP", "SIGCONT"]

@@ -51,16 +51,12 @@ def test_what_fsdp_needs_without_wrapping_and_with_accumulation_is_what_the_esti
     assert f"until the last batch of a step, for {in_bytes(accumulated.peak)};" in " ".join(PAGE.split())
 
 
-@pytest.mark.package
 def test_the_picture_of_a_round_can_be_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
     runpy.run_path(str(ROOT / "docs" / "images" / "round.py"))["draw"](tmp_path / "round.png")
     assert (tmp_path / "round.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.package
 def test_the_picture_shows_each_layout_and_can_be_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
     script = runpy.run_path(str(ROOT / "docs" / "images" / "layouts.py"))
     titles = [drawing.title.replace("\n", " ") for drawing in script["LAYOUTS"]]
     assert titles == [row[0] for row in rows("The flags")] == [row[0] for row in rows("What a rank needs")]

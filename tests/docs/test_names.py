@@ -34,6 +34,7 @@ FOREIGN = {
     "CHANGELOG.md",
     "PersistentKeepalive",  # WireGuard's
     "private.key",
+    *("Infinity", "NaN"),  # as JSON's readers know them
 }
 
 

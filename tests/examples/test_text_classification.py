@@ -10,6 +10,8 @@ import pytest
 
 from tests.python import run_python
 
+pytestmark = pytest.mark.package
+
 FOLDER = Path(__file__).parents[2] / "examples" / "text_classification"
 TORCHRUN = ["-m", "torch.distributed.run"]
 LAUNCH = ["-m", "farflung", "launch", "--cpu"]

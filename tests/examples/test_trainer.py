@@ -10,6 +10,8 @@ import pytest
 from farflung import Accelerator, DataLoaderConfiguration
 from farflung.testing.ranks import run_ranks
 
+pytestmark = pytest.mark.package
+
 FILE = Path(__file__).parents[2] / "examples" / "trainer.py"
 LEARNING_RATE = 1e-2
 NUM_SAMPLES, BATCH = 500, 16

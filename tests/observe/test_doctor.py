@@ -277,7 +277,7 @@ def test_at_a_bucket_it_measures_requests_and_leaves_nothing(bucket, s3):
 
 
 def test_a_bucket_that_overwrites_what_is_to_be_created_once_is_something_to_do(bucket, s3):
-    s3.set(ignores=True)
+    s3.set(create="ignored")
     found = doctor("--json", "--meet", bucket, *SMALL, "--timeout", 60)
     assert found["meet"]["creates_once"] is False
     assert "Use another store" in advice(found, "meet")[0]

@@ -79,7 +79,7 @@ class AttachedLoop:
         self._choose_who_averages()
 
     def follow_optimizers(self) -> None:
-        """Follow the prepared optimizers that train the model, of which some may have been prepared after it.
+        """Follow the prepared optimizers that train the model, also those prepared after it.
 
         Raises:
             ConfigError: there are several, and the recipe synchronizes the state of one.

@@ -247,7 +247,7 @@ class Sink(logging.Handler):
 
 
 def tell(text: str) -> None:
-    """Print a line on stderr; where that can't be written to, the work goes on without."""
+    """Print a line on stderr; if that can't be written to, the work continues without the line."""
     try:
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()

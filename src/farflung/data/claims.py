@@ -98,7 +98,7 @@ class Claims:
     # ---- what the passes call
 
     def ask(self, act: Callable[..., Any], *args: Any) -> Any:
-        """Call `act` on the board and return its result; None once the board is gone for good, and training goes on.
+        """Call `act` on the board and return its result; None once the board is gone for good; training continues.
 
         Unreachable: it has given no answer for as long as its requests are patient. It may come back, so nobody can
         know which batches are whose.

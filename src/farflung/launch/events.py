@@ -31,7 +31,8 @@ class Screen(Sink):
         environ.remove(environ.REPORTS)
 
     def show(self, event: Event) -> None:
-        sentence = words(event)
+        is_spoken = event.kind not in _UNSPOKEN or "address" in event.facts
+        sentence = words(event) if is_spoken else ""
         row = event.row() | ({"message": sentence} if sentence else {})
         if self._is_json and self._reports is not None:
             rest = memoryview(f"{json.dumps(row, default=str)}\n".encode())
@@ -41,7 +42,7 @@ class Screen(Sink):
             tell(json.dumps(row, default=str))
         elif "report" in event.facts:
             show_box(sentence, event.facts["report"])
-        elif sentence and (event.kind not in _UNSPOKEN or "address" in event.facts):
+        elif sentence:
             tell(f"farflung: {sentence}")
 
 

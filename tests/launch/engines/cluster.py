@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import subprocess
 import threading
@@ -24,23 +23,12 @@ import kmock
 import kubernetes_validate
 import yaml
 
+from tests.launch.engines.kubelet import expanded
+
 VERSION = "1.33"
 NAMESPACE, CLAIM = "training", "work"
 JOBS, PODS = kmock.resource("batch", "v1", "jobs"), kmock.resource("", "v1", "pods")
 CLAIMS, INDEX = kmock.resource("", "v1", "persistentvolumeclaims"), "batch.kubernetes.io/job-completion-index"
-
-
-def expanded(text: str, variables: dict[str, str]) -> str:
-    """Return what kubelet makes of a word of `command`.
-
-    Its reference: `$(VAR_NAME)` is replaced; of a variable that there is not, the reference stays as it is. `$$` is
-    reduced to `$`, so `$$(VAR_NAME)` produces the literal `$(VAR_NAME)`, and escaped references are never expanded.
-    """
-
-    def of(match: re.Match[str]) -> str:
-        return "$" if match["name"] is None else variables.get(match["name"], match[0])
-
-    return re.sub(r"\$\$|\$\((?P<name>[^)]*)\)", of, text)
 
 
 class Pod:

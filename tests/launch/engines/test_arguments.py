@@ -21,7 +21,7 @@ from farflung.launch.engines.kubernetes import Kubernetes
 from farflung.launch.engines.sbatch import batch_script
 from farflung.launch.engines.ssh import Ssh
 from farflung.testing.patience import patience
-from tests.launch.engines.cluster import expanded
+from tests.launch.engines.kubelet import expanded
 from tests.python import call_farflung, run_farflung
 
 SHELLS = ("sh", "bash", "dash", "fish", "tcsh")
