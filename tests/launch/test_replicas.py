@@ -496,5 +496,5 @@ def test_without_the_first_launcher_training_goes_on_until_the_next_loss_ends_it
     machines.kill(0)
     said = second.end()
     assert said.count("failed on node1") == 1
-    assert said.count("A replica was lost, and the survivors can't agree on how to continue") == 3  # box and lines
+    assert said.count("The replicas can't agree on how to continue") == 3  # box and lines
     assert second.process.returncode == FAILED

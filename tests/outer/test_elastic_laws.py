@@ -82,7 +82,7 @@ class Members:
 
 
 def settled(member, has_state):
-    return settle(member.peers, member.member, Post(1, has_state), lambda: "")
+    return settle(member.peers, member.member, Post(1, has_state))
 
 
 def asked(member, needed=None):

@@ -193,13 +193,104 @@ def test_where_the_address_is_gone_the_state_lies_here_and_a_run_can_go_on_with_
     (tmp_path / "run").rename(tmp_path / "away")
     why = r"No such file(.|\n)* lies in \S+, as of step 8. Continue with --meet"
     with pytest.raises(RankFailure, match=why) as failed:
-        membership.lost(RankFailure("a test"))
+        outer._quorum.run(lambda: membership.lost(RankFailure("a test")))
     where = re.search(r"--meet (\S+),", str(failed.value))[1]
     again, _ = trained(where, diloco(4, lr=1.0, momentum=0.5), 0, nn.Linear(3, 2))
     rows = [one._rounds.replica.fragments[0].weights.rows()["anchor"] for one in (outer, again)]
     assert all(map(torch.equal, *rows))
     assert again.position == 8
     again.close()
+
+
+@pytest.mark.parametrize("act", ["end", "exception"])
+def test_a_lone_replica_that_is_asked_to_end_or_fails_leaves_its_newest_state(tmp_path, act):
+    """A run of one that trained to step 12 begins again there, as if nobody had stopped it."""
+    outer, _ = trained(tmp_path.as_uri(), diloco(4, lr=1.0, momentum=0.5), 4)
+    saver = outer._quorum.membership.saver
+    saver._every = 100  # so that no other state is due
+    step(outer, 7 if act == "end" else 9)
+    outer._leaving.leave = lambda: None
+    if act == "end":
+        outer._leave_after_a_round(outer._leaving)
+    else:
+        outer.__exit__(ValueError, ValueError("a test"), None)
+    again, _ = trained(tmp_path.as_uri(), diloco(4, lr=1.0, momentum=0.5), 0, nn.Linear(3, 2))
+    assert again.position == (11 if act == "end" else 12)
+    again.close()
+
+
+@pytest.mark.parametrize("moment", ["before its first part", "before it is recorded"])
+def test_a_state_of_a_replica_that_was_excluded_as_it_wrote_is_not_taken(board, moment):
+    states = SavedStates(board)
+    states.write("2.30.a", 0, TREE)
+    assert states.finish(saved("2.30.a"), lambda: True)
+    if moment == "before its first part":
+        states.write("1.4.b", 0, TREE, lambda: False)
+        assert not any("1.4.b" in key and "/done" not in key for key in board.list("state/"))
+    else:
+        states.write("1.4.b", 0, TREE)
+    is_out = moment == "before its first part"
+    assert not states.finish(saved("1.4.b"), lambda: not is_out)  # even where it is not known to be out
+    assert [one.name for one in states.newest()] == ["2.30.a"]
+    states.write("3.2.c", 0, TREE)
+    assert not states.finish(saved("3.2.c"), lambda: False)
+    assert {key.split("/")[1] for key in board.list("state/")} == {"2.30.a"}
+
+
+class Swapped(nn.Module):
+    """Two layers of one shape, in one order or the other."""
+
+    def __init__(self, *names):
+        super().__init__()
+        for name in names:
+            setattr(self, name, nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model", "says"),
+    [
+        (diloco(4), lambda: Swapped("b", "a"), "outer loop is .*layout"),
+        (diloco(4), lambda: Swapped("a", "c"), "it alone has c.weight"),
+        (local_sgd(4), lambda: Swapped("a", "b"), "outer loop is "),
+        (diloco(8), lambda: Swapped("a", "b"), "every=8"),
+    ],
+    ids=["order", "names", "recipe", "schedule"],
+)
+def test_one_that_continues_is_compared_as_one_that_joins(tmp_path, recipe, model, says):
+    outer, member = trained(tmp_path.as_uri(), diloco(4), 9, Swapped("a", "b"))
+    LauncherNotes(transport_at(tmp_path.as_uri()).board).note_end(member, "killed")
+    outer._quorum.free(reusable=False)
+    with pytest.raises(ConfigError, match=f"This replica can't join the run: .*{says}"):
+        trained(tmp_path.as_uri(), recipe, 0, model())
+    again, _ = trained(tmp_path.as_uri(), diloco(4), 0, Swapped("a", "b"))
+    assert again.position == 8
+    again.close()
+
+
+@pytest.mark.parametrize("door", ["enter", "agree"])
+def test_the_state_is_kept_at_whichever_door_the_address_is_found_gone(tmp_path, monkeypatch, door):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    outer, _ = trained((tmp_path / "run").as_uri(), diloco(4, lr=1.0, momentum=0.5), 9)
+    membership = outer._quorum.membership
+    membership.peers.members.board = membership.peers.members.board.patient(0)
+    monkeypatch.setattr(type(membership), "_next" if door != "agree" else "agree", unreachable)
+    with pytest.raises(RankFailure, match=r"lies in \S+, as of step 8. Continue with --meet"):
+        outer._quorum.run(lost) if door == "agree" else outer._quorum.enter()
+    assert list(tmp_path.glob("farflung-state-*"))
+
+
+def lost():
+    raise RankFailure("a test")
+
+
+def test_a_last_state_that_can_not_be_written_is_kept_here(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    outer, _ = trained((tmp_path / "run").as_uri(), diloco(4), 9)
+    outer._quorum.membership.saver._states.write = unreachable
+    outer.close()
+    assert re.search(r"lies in \S+, as of step 9. Continue with --meet", caplog.text)
 
 
 def trained_in_shards(address):

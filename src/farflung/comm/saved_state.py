@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from io import BufferedReader
 from math import prod
@@ -38,15 +38,16 @@ _RANKS_S, _PAUSES = 600.0, 10  # how long a rank may take longer than another on
 class Saved:
     """A state that lies there."""
 
-    name: str  # the generation's number and the position
+    name: str  # the generation's number, the position, and a word that no other writer has drawn
     position: int  # in the schedule
     ranks: int  # of the replica that has written it
     parts: tuple[str, ...]
     logs: Mapping[str, str] = field(default_factory=dict)  # values of logs of the run that belong to it, by name
+    description: str = ""  # of the replica, as it describes itself when it asks to be admitted
 
 
 def _order(name: str) -> list[int]:
-    return [int(number) for number in name.split(".")]
+    return [int(number) for number in name.split(".")[:2]]
 
 
 class SavedStates:
@@ -59,9 +60,17 @@ class SavedStates:
     def __init__(self, board: ObjectBoard) -> None:
         self._board, self._log = board, Log(board, "saved")
 
-    def write(self, name: str, rank: int, parts: Mapping[str, Any]) -> None:
-        """Write a rank's part of a state: by name, trees of dicts, lists, tuples, numbers, texts and tensors."""
+    def write(
+        self, name: str, rank: int, parts: Mapping[str, Any], is_current: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Write a rank's part of a state: by name, trees of dicts, lists, tuples, numbers, texts and tensors.
+
+        Args:
+            is_current: whether the writer still may; asked before each part.
+        """
         for part, tree in parts.items():
+            if not is_current():
+                return
             tensors: dict[str, Tensor] = {}
             form = form_of(tree, part, tensors)
             rows = [[key, str(x.dtype).removeprefix("torch."), list(x.shape)] for key, x in tensors.items()]
@@ -69,20 +78,36 @@ class SavedStates:
             self._board.write(_key(name, rank, part), packed(header, list(tensors.values())))
         self._board.put(_key(name, rank, "done"), b"1")
 
-    def finish(self, saved: Saved) -> None:
-        """Wait for all ranks, record that a state is whole, and delete those before the last one."""
+    def finish(self, saved: Saved, is_current: Callable[[], bool] | None = None) -> bool:
+        """Wait for all ranks, record that a state is whole, and delete those before the last one.
+
+        Args:
+            is_current: whether the writer still may. None: the state counts, whatever lies there.
+
+        Returns:
+            False if the writer was excluded, or has been overtaken by a newer state: its own is deleted.
+        """
         deadline = time.monotonic() + _RANKS_S
         while not self._board.has(_key(saved.name, rank, "done") for rank in range(saved.ranks)):
+            if is_current is not None and not is_current():
+                break  # the other ranks have stopped writing too
             if time.monotonic() > deadline:
                 raise Unreachable(f"Some ranks have not written their parts of it within {_RANKS_S:g} s.")
             time.sleep(_PAUSES * self._board.pause_s)
-        while not self._log.append(self._log.last()[0], json.dumps(asdict(saved)).encode()):
-            pass
+        while True:
+            number, content = self._log.last()  # before the question: whoever excluded this one has appended since
+            is_newer = content is None or _order(json.loads(content)["name"]) <= _order(saved.name)
+            if is_current is not None and not (is_newer and is_current()):
+                forget(self._board, f"state/{saved.name}/")
+                return False
+            if self._log.append(number, json.dumps(asdict(saved)).encode()):
+                break
         kept = {one.name for one in self.newest()}
         there = {key.split("/")[1] for key in self._board.list("state/")}
         for name in there - kept:
             if _order(name) < _order(saved.name):  # other ranks may be writing the next one
                 forget(self._board, f"state/{name}/")
+        return True
 
     def newest(self) -> Iterator[Saved]:
         """Return the states that were kept, the newest first."""
@@ -138,6 +163,12 @@ def _checked(header: Any, size: int) -> tuple[Any, list[tuple[str, torch.dtype, 
 
 def _shapes(rows: Sequence[tuple[str, torch.dtype, list[int]]]) -> list[list[int]]:
     return [[0, *shape] for _, _, shape in rows] or [[0]]
+
+
+def tensors_of(parts: Mapping[str, Any]) -> list[str]:
+    """Return a line for each tensor of a state, like those of a replica that asks to be admitted."""
+    rows = [row for part, tree in parts.items() if part != "place" for kind in tree["names"].values() for row in kind]
+    return [f"{name} {dtype} {list(shape)}" for name, dtype, shape, *_ in rows]
 
 
 # ---- as weights of a model

@@ -113,12 +113,15 @@ class Admission:
         there = [(name, one) for name, one in asks.items() if not heartbeats.ended(one.member)]
         there = [(name, one) for name, one in there if not heartbeats.unheard(one.member)]
         there.sort(key=lambda row: (not row[1].has_state, -row[1].last, row[1].member))
-        fit = {one.member: name for name, one in there if self._fits(name, one, there[0][1].description)}
+        saved = None if any(one.has_state for _, one in there) else self._found()
+        mine, lines = (there[0][1].description if there else ""), list[str]()
+        if saved is not None and self._saver is not None:  # which is the run's, whoever asks first
+            mine, lines = saved.description or mine, self._saver.lines()
+        fit = {one.member: name for name, one in there if self._fits(name, one, mine, lines)}
         if len(fit) < self._least or (len(fit) < self._expected and waited_s <= self._peers.grace_s):
             return
         ids, has_state = tuple(fit), there[0][1].has_state
         number = 1 if record is None else record.number + 1
-        saved = None if has_state else self._found()
         new = Record(number, self._member, ids, ids[1:] if has_state else (), is_fresh=not has_state)
         state: dict[str, int] = {}
         if saved is not None and self._saver is not None:

@@ -155,7 +155,9 @@ class Elastic:
         return bool(ready)
 
     def landed(self, needs: Needs) -> None:
+        self._needs = needs
         if self.saver is not None and self.record is not None:
+            self.saver.description = self._description(needs)
             self.saver.note_round(self.record.number, needs, is_first=self.record.ids[0] == self.member)
 
     def offer(self, parts: Callable[[], Mapping[str, Any]]) -> None:
@@ -203,8 +205,10 @@ class Elastic:
     def end(self, reason: str) -> None:
         self._transfers.close()
         is_first = self.record is not None and self.record.ids[0] == self.member
-        if self.saver is not None and is_first and not reason and self.record is not None and self._needs is not None:
-            self.saver.finish(self.record.number, self._needs)
+        needs, saver = self._needs, self.saver
+        has_all = needs is not None and (not reason or needs.is_shared())
+        if saver is not None and is_first and has_all and self.record is not None and needs is not None:
+            saver.finish(self.record.number, self.member, needs, reason)
         self._transport.close()
         if self.island.rank == 0 and not self._admission.is_over:
             with suppress(Unreachable):
@@ -226,12 +230,13 @@ class Elastic:
         return record is None or self.member not in record.ids or not (needs.has_state or self._decided)
 
     def _settled(self, post: Post) -> Record:
-        return from_first(self._share_group, lambda: settle(self.peers, self.member, post, self._keep))
+        return from_first(self._share_group, lambda: settle(self.peers, self.member, post))
 
-    def _keep(self) -> str:
-        if self.saver is None or self._needs is None or self.island.size > 1:
-            return "Start the run again from its newest checkpoint."
-        return self.saver.keep_here(self.member, self._needs)
+    def stranded(self, error: Unreachable) -> Exception:
+        how = "Start the run again from its newest checkpoint."
+        if self.saver is not None and self._needs is not None and self._needs.has_state and self.island.size == 1:
+            how = self.saver.keep_here(self.member, self._needs)
+        return RankFailure(f"The replicas can't agree on how to continue, as the run's store is gone. {error} {how}")
 
     def _know_unapplied(self, votes: Iterable[int]) -> bool:
         """Return whether those that left this replica out have applied nothing of its open rounds, as records show."""

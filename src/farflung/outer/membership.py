@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from farflung.base.errors import ConfigError, RankFailure
+from farflung.base.errors import ConfigError, RankFailure, Unreachable
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.torch_group import TorchGroup
 from farflung.outer.ballot import Ballot, Island, Voters
@@ -41,6 +41,7 @@ class Needs:
     has_state: bool  # this rank has the state that members share; else it is a newcomer, unless nobody has it
     state: Callable[[bool], Mapping[str, Any]]  # returns copies of that state, in parts; False: the part `place` alone
     may_keep: bool = False  # if it comes back as a newcomer, its steps since the last round could still count
+    is_shared: Callable[[], bool] = lambda: True  # whether `state` would now return what all shared after a round
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,10 @@ class Membership(Protocol):
         Raises:
             RankFailure: the same one, if nothing can continue.
         """
+
+    def stranded(self, error: Unreachable) -> Exception:
+        """Keep what the members share, as the store where they would agree is gone; return the error that says so."""
+        return error
 
     def end(self, reason: str) -> None:
         """Stop taking part; the loop has ended, by an error if there is a `reason`."""

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from farflung.base.errors import RankFailure
+from farflung.base.errors import RankFailure, Unreachable
 from farflung.comm.group import Group, SoloGroup
 from farflung.outer.agreement import average, take_largest
 from farflung.outer.background import BackgroundWorker
@@ -121,6 +121,7 @@ class Quorum:
             admits=True,
             has_state=False,
             state=partial(self._shared_state, ()),
+            is_shared=replica.is_shared,
         )
         self.welcome: Welcome | None = None
         self.joined_in = -1
@@ -143,7 +144,13 @@ class Quorum:
         Raises:
             RankFailure: nothing can continue.
         """
-        left = deque(actions)
+        try:
+            self._run(deque(actions), again, raises)
+        except Unreachable as error:  # wherever the store was needed: what was trained is kept in one way
+            self._state = _State.LOST
+            raise self.membership.stranded(error) from None
+
+    def _run(self, left: deque[Callable[[], object]], again: bool, raises: bool) -> None:
         while left:
             try:
                 left[0]()

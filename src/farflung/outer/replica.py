@@ -280,8 +280,13 @@ class Replica:
 
     def may_keep(self) -> bool:
         """Return whether this rank's steps since the last rounds can be separated from what all share."""
-        is_split = any(fragment.num_landed for fragment in self.fragments)  # a part of a round is in both
-        return self._recipe.has_anchor and not is_split and not self._has_changed()
+        return self._recipe.has_anchor and self.is_shared() and not self._has_changed()
+
+    def is_shared(self) -> bool:
+        """Return whether this rank has what all shared after the latest round, perhaps with its own steps since."""
+        is_split = any(one.num_landed for one in self.fragments)  # a part of a round is in both
+        has_steps = any(one.pending_weight[0] for one in self.fragments)
+        return bool(self.fragments) and not is_split and (self._recipe.has_anchor or not has_steps)
 
     def rebind(self, number: int) -> None:
         """Find a fragment's tensors again, unless the model has changed: the next round follows that."""

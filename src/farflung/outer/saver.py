@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,10 +21,10 @@ from farflung.comm.board import Board, Log
 from farflung.comm.collectives import from_first, gather_object
 from farflung.comm.exchange import Exchange
 from farflung.comm.folder import FolderTransport
-from farflung.comm.member_store import LauncherNotes
+from farflung.comm.member_store import LauncherNotes, MemberStore
 from farflung.comm.objects import ObjectBoard
 from farflung.comm.packed import Damaged
-from farflung.comm.saved_state import Saved, SavedStates
+from farflung.comm.saved_state import Saved, SavedStates, tensors_of
 from farflung.comm.state_transfer import form_of
 from farflung.comm.threads import Task
 from farflung.outer.membership import Needs
@@ -44,16 +45,20 @@ class Saver:
 
     Attributes:
         logs: names of the run's logs whose values belong to a state.
+        description: of this replica, as it describes itself when it asks to be admitted.
+        has_kept: the address is gone, and the state lies in a folder of this process.
     """
 
     def __init__(self, run: Board, loop: ObjectBoard, share_group: Exchange, every: int) -> None:
         self.logs: Sequence[str] = ()
+        self.description, self.has_kept = "", False
         self._run, self._loop, self._states = run, loop, SavedStates(loop)
+        self._members = MemberStore(loop)
         self._share_group, self._every = share_group, max(1, every // 2)
         self._place: dict[str, Any] = {}  # in the schedule, after the latest round
         self._num_fragments, self._has_warned = 1, False
         self._since = self._every  # landings; one that has become the first member writes a state at once
-        self._saving: Task[None] | None = None
+        self._saving: Task[bool] | None = None
         self._noting: Task[None] | None = None
         self._values: deque[dict[str, str]] = deque(maxlen=1)  # of the logs, before the latest rounds
         self._read: tuple[str, dict[str, Any]] = "", {}
@@ -78,14 +83,22 @@ class Saver:
                 f"{2 * self._every} are lost if all replicas die. Give --state_every a larger number."
             )
         if self._share_group.rank == 0 and (self._noting is None or self._noting.is_over):
-            self._noting = Task(partial(self._note, self._since), "note a round")
+            self._noting = Task(partial(self._note, generation, self._since), "note a round")
 
-    def finish(self, generation: int, needs: Needs) -> None:
-        """Write the last state, and wait until it is whole."""
-        for task in filter(None, (self._saving, self._noting)):
+    def finish(self, generation: int, member: int, needs: Needs, reason: str) -> None:
+        """Write the last state, and wait until it is whole.
+
+        Args:
+            reason: why the loop has not come to its end; a state that lies there already is then not written again.
+        """
+        for task in (self._saving, self._noting):
             with suppress(Unreachable):  # of a note
-                task.result()
-        self._begin(generation, needs).result()
+                _ = task and task.result()
+        has_all = self.has_kept or not (self._place and self._since)
+        if reason and from_first(self._share_group, lambda: has_all):
+            return
+        if not self._begin(generation, needs).result() and self._share_group.size == 1:
+            _logger.warning(self.keep_here(member, needs))
 
     def keep_here(self, member: int, needs: Needs) -> str:
         """Write the state to a folder of this process, as the address is gone; return how to continue, in words."""
@@ -96,6 +109,7 @@ class Saver:
             saved, parts = self._state(0, needs)
             states.write(saved.name, 0, parts)
             states.finish(saved)
+            self.has_kept = True
         except (OSError, ConfigError, Unreachable) as error:
             return f"What the replicas share could not be written to {folder} either: {error}"
         return (
@@ -104,9 +118,9 @@ class Saver:
             f"`farflung checkpoint pull {folder.as_uri()} model.safetensors`."
         )
 
-    def _begin(self, generation: int, needs: Needs) -> Task[None]:
+    def _begin(self, generation: int, needs: Needs) -> Task[bool]:
         saved, parts = self._state(generation, needs)
-        return Task(partial(self._write, saved, parts), "write a state")
+        return Task(partial(self._write, generation, saved, parts), "write a state")
 
     def _state(self, generation: int, needs: Needs) -> tuple[Saved, dict[str, Any]]:
         found = needs.state(True)
@@ -116,19 +130,28 @@ class Saver:
         if needs.overlaps and self._values.maxlen != len(parts):
             self._values = deque(self._values, maxlen=len(parts))
         logs = self._values[0] if self._values else {}
-        return Saved(f"{generation}.{position}", position, self._share_group.size, tuple(parts), logs), parts
+        name = f"{generation}.{position}.{from_first(self._share_group, lambda: secrets.token_hex(4))}"
+        return Saved(name, position, self._share_group.size, tuple(parts), logs, self.description), parts
 
-    def _write(self, saved: Saved, parts: Mapping[str, Any]) -> None:
+    def _write(self, generation: int, saved: Saved, parts: Mapping[str, Any]) -> bool:
+        """Write a state, unless this replica has been excluded meanwhile; return False if it could not be written."""
+
+        def is_current() -> bool:
+            record = self._members.record()
+            return record is not None and record.number == generation
+
         try:
-            self._states.write(saved.name, self._share_group.rank, parts)
+            self._states.write(saved.name, self._share_group.rank, parts, is_current)
             if self._share_group.rank == 0:
-                self._states.finish(saved)
+                self._states.finish(saved, is_current)
+            return True
         except Unreachable as error:
             self._since = self._every * self._num_fragments  # the next round tries again
             _logger.warning(f"The state at step {saved.position} was not written: {error}")
+            return False
 
-    def _note(self, since: int) -> None:
-        self._loop.put("landings", str(since).encode())
+    def _note(self, generation: int, since: int) -> None:
+        self._loop.put(f"g{generation}/landings", str(since).encode())  # where one that was excluded does no harm
         values = {name: Log(self._run, name).last()[1] for name in self.logs}
         self._values.append({name: value.decode() for name, value in values.items() if value is not None})
 
@@ -147,6 +170,10 @@ class Saver:
                 message = f"the state at step {saved.position} is damaged ({error})"
                 LauncherNotes(self._run).send(Event.now(Kind.NOTE, message=message))
         return None
+
+    def lines(self) -> list[str]:
+        """Return a line for each tensor of the state that `found` has returned."""
+        return tensors_of(self._read[1])
 
     def tensors(self) -> dict[str, Tensor]:
         """Return this rank's tensors of the newest state, by the names that they have in a transfer."""
@@ -168,7 +195,9 @@ class Saver:
 
     def num_lost(self, saved: Saved) -> int:
         """Return how many rounds have landed since a state, which a run that continues from it has lost."""
-        return -(-int(self._loop.get("landings") or 0) // (len(saved.parts) - 1))
+        record = self._members.record()
+        landings = self._loop.get(f"g{0 if record is None else record.number}/landings")
+        return -(-int(landings or 0) // (len(saved.parts) - 1))
 
     def given(self, name: str) -> dict[str, Any]:
         """Return this rank's part of a state: a collective of its replica. RankFailure where it can't be read."""

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from farflung.base.errors import RankFailure, Unreachable
+from farflung.base.errors import RankFailure
 from farflung.base.events import Event, Kind
 from farflung.comm.member_store import Post, Record, decode, encode
 from farflung.outer.admission import late_pause_s
@@ -16,46 +16,36 @@ from farflung.outer.peers import Peers
 _CAUSES = 4  # pauses of the board, after which those that wait ask why some have not come
 
 
-def settle(peers: Peers, member: int, post: Post, keep: Callable[[], str]) -> Record:
-    """Meet the survivors of a generation, and return the next one; RankFailure without a board to decide on.
-
-    Args:
-        keep: keeps what the survivors share, where there is no board, and says how to continue.
-    """
+def settle(peers: Peers, member: int, post: Post) -> Record:
+    """Meet the survivors of a generation, and return the next one; Unreachable without a board to decide on."""
     record, members = peers.record, peers.members
     assert record is not None
     began, asked, was_told = time.monotonic(), 0.0, False
-    try:
-        members.mark_broken(record.number, "members were lost")
-        members.put(record.number, "post", member, encode(post).decode())
-        while True:
-            now = members.record()
-            assert now is not None
-            if now.number > record.number:
-                return now
-            is_complete = members.all_put(record.number, "post", record.ids)
-            if is_complete or time.monotonic() > asked + _CAUSES * peers.pause_s:
-                asked = time.monotonic()
-                said = members.get(record.number, "post", record.ids)
-                posts = {one: decode(Post, text.encode()) for one, text in said.items()}
-                absent = {one: peers.cause(one, asked - began) for one in record.ids if one not in posts}
-                holders = _absent_holders(peers, record, posts, absent)
-                if all(absent.values()) and not holders:
-                    new = decide(record, member, posts, absent)
-                    if members.append(new):
-                        _send(peers, new, any(posts[one].has_state for one in new.ids))
-                    continue
-                if holders and not was_told and min(posts) == member:
-                    who, why = ", ".join(map(peers.notes.name_of, posts)), peers.describe_missing(holders)
-                    peers.notes.send(Event.now(Kind.WAITS, who, why=why, is_member=True))
-                was_told |= bool(holders)
-                peers.await_holders(holders, asked - began if holders else 0.0)
-            time.sleep(peers.pause_s)
-    except Unreachable as error:
-        raise RankFailure(
-            "A replica was lost, and the survivors can't agree on how to continue, as the run's store is gone too. "
-            f"{error} {keep()}"
-        ) from None
+    members.mark_broken(record.number, "members were lost")
+    members.put(record.number, "post", member, encode(post).decode())
+    while True:
+        now = members.record()
+        assert now is not None
+        if now.number > record.number:
+            return now
+        is_complete = members.all_put(record.number, "post", record.ids)
+        if is_complete or time.monotonic() > asked + _CAUSES * peers.pause_s:
+            asked = time.monotonic()
+            said = members.get(record.number, "post", record.ids)
+            posts = {one: decode(Post, text.encode()) for one, text in said.items()}
+            absent = {one: peers.cause(one, asked - began) for one in record.ids if one not in posts}
+            holders = _absent_holders(peers, record, posts, absent)
+            if all(absent.values()) and not holders:
+                new = decide(record, member, posts, absent)
+                if members.append(new):
+                    _send(peers, new, any(posts[one].has_state for one in new.ids))
+                continue
+            if holders and not was_told and min(posts) == member:
+                who, why = ", ".join(map(peers.notes.name_of, posts)), peers.describe_missing(holders)
+                peers.notes.send(Event.now(Kind.WAITS, who, why=why, is_member=True))
+            was_told |= bool(holders)
+            peers.await_holders(holders, asked - began if holders else 0.0)
+        time.sleep(peers.pause_s)
 
 
 def await_ready(peers: Peers, member: int, record: Record) -> None:
