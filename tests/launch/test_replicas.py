@@ -473,15 +473,19 @@ def test_a_run_that_nobody_serves_is_not_joined(monkeypatch):
 @pytest.mark.timeout(240)
 def test_a_machine_that_is_cut_off_comes_back_with_the_line_and_one_that_is_gone_is_out(far):
     machines, first, second = far
+
+    def generations(told):
+        return set(re.findall(rf"generation (\d+): .*{told}", first.text))
+
     machines.cut()
     first.wait_for("is out: its machine gave no sign for")
     first.wait_for("training continues with 2 replicas")
     time.sleep(10.0)
     machines.mend()
-    until(lambda: first.text.count("joined; 4 replicas train") == 2)
-    before = first.text.count("training continues with 2 replicas")
+    until(lambda: len(generations("joined; 4 replicas train")) == 2, lambda: first.text + second.text)
+    before = generations("training continues with 2 replicas")
     machines.kill(1)
-    until(lambda: first.text.count("training continues with 2 replicas") > before)
+    until(lambda: generations("training continues with 2 replicas") > before, lambda: first.text + second.text)
     assert "generation" not in second.end()
 
 
