@@ -157,7 +157,7 @@ class Workers:
         return source.keeps_workers and (has_live_workers(source.loader) or self.were_started)
 
     def renew(self, source: Source) -> None:
-        """Let workers start again that lack what this process was given since: a loaded state, or the epoch."""
+        """Start workers again that lack what this process was given since: a loaded state, or the epoch."""
         base = source.loader
         miss_epoch = base.persistent_workers and not source.keeps_workers and has_live_workers(base)
         if self.is_loaded or miss_epoch:
