@@ -239,7 +239,8 @@ class Handler(BaseHTTPRequestHandler):
         return 206, {**headers, "Content-Range": f"bytes {begin}-{end - 1}/{size}"}, content[begin:end]
 
     def page(self, query):
-        prefix, after = query.get("prefix", [""])[0], query.get("continuation-token", [""])[0]
+        prefix = query.get("prefix", [""])[0]
+        after = (query.get("continuation-token") or query.get("start-after") or [""])[0]
         names = self.objects.names(self.manners.listing_late_s)
         names = [one for one in names if one.startswith(prefix) and one > after]
         shown, is_cut = names[: self.manners.page], len(names) > self.manners.page

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -134,7 +134,7 @@ class FolderBoard(ObjectBoard):
 
         return self.ask(read)
 
-    def names(self, folder: str) -> Sequence[str]:
+    def find_names(self, folder: str, found: MutableSequence[str]) -> None:
         def failed(error: OSError) -> None:
             if not isinstance(error, FileNotFoundError):  # it was empty, and another process has deleted it
                 raise error
@@ -144,7 +144,7 @@ class FolderBoard(ObjectBoard):
                 yield from (os.path.relpath(os.path.join(where, name), self.path) for name in names)
 
         os.stat(self.path)
-        return [file.removesuffix(_VALUE) for file in files() if file.endswith(_VALUE)]
+        found[:] = [file.removesuffix(_VALUE) for file in files() if file.endswith(_VALUE)]
 
     def _path(self, key: str) -> str:
         return os.path.join(self.path, *self.name(key).split("/")) + _VALUE

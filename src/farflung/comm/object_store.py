@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -36,6 +36,7 @@ _SMALL, _PART = 256 * 1024, 5 * 1024 * 1024  # bytes of a request that needs no 
 _ANSWER_S, _PART_S = timedelta(seconds=10), timedelta(seconds=160)  # _SIDE_BY_SIDE parts at 1 Mbit/s
 _CONNECT_S = timedelta(seconds=5)
 _SIDE_BY_SIDE = 4  # parts of one object
+_CHUNK = 2  # names of a listing that are got at a time
 
 
 class BucketTransport(ObjectTransport):
@@ -141,8 +142,11 @@ class BucketBoard(ObjectBoard):
 
         return self.ask(read)
 
-    def names(self, folder: str) -> Sequence[str]:
-        return [one["path"] for one in obstore.list(self.quick, folder).collect()]
+    def find_names(self, folder: str, found: MutableSequence[str]) -> None:
+        # In small chunks, so that no page is asked for again after a later one has failed.
+        after = found[-1] if found else None
+        for chunk in obstore.list(self.quick, folder, offset=after, chunk_size=_CHUNK):
+            found.extend(one["path"] for one in chunk)
 
     def ask(self, request: Callable[[], _T], act: Act = "read") -> _T:
         def translated() -> _T:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, replace
 from io import BufferedReader
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, TypeVar
@@ -78,7 +78,8 @@ class ObjectBoard(Board):
 
     def list(self, prefix: str) -> Sequence[str]:
         folder = f"{self.prefix}{prefix}".rpartition("/")[0]
-        found = self.ask(lambda: self.names(quoted(folder)), "list")
+        found: MutableSequence[str] = []
+        self.ask(lambda: self.find_names(quoted(folder), found), "list")
         keys = [unquote(name) for name in found if quoted(unquote(name)) == name]  # the others are foreign ones
         return [key.removeprefix(self.prefix) for key in keys if key.startswith(self.prefix + prefix)]
 
@@ -94,8 +95,8 @@ class ObjectBoard(Board):
         """Return what `act` finds in an object, given the number of its bytes; None if there is no such object."""
 
     @abstractmethod
-    def names(self, folder: str) -> Sequence[str]:
-        """Return the names of all objects in a folder and those below it, as one request."""
+    def find_names(self, folder: str, found: MutableSequence[str]) -> None:
+        """Have `found` hold the names of all objects below a folder; some may be there, of an attempt that failed."""
 
     def name(self, key: str) -> str:
         """Return the name of the object of a key."""
