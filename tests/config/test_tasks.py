@@ -32,6 +32,7 @@ ENDPOINT = {"PET_NNODES": "4", "PET_NODE_RANK": "1", "PET_RDZV_ENDPOINT": "[fe00
 SKY = {"SKYPILOT_NUM_NODES": "4", "SKYPILOT_NODE_RANK": "1"}
 SKY |= {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n10.0.0.3\n10.0.0.4"}
 DSTACK = {"DSTACK_NODES_NUM": "4", "DSTACK_NODE_RANK": "1", "DSTACK_MASTER_NODE_IP": "10.0.0.1"}
+RANKED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "pod-0", "MASTER_PORT": "23456"}  # Kubeflow's PyTorchJob
 NO_HOST = OPEN_MPI | {"MASTER_ADDR": ""}
 # mpirun's helpers are tasks too, on all hosts but its own.
 UNDER_SLURM = NO_HOST | SLURM | {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "0"}
@@ -185,6 +186,9 @@ def test_a_world_smaller_than_what_was_asked_for_is_an_error_with_its_cause(vari
 
 
 def test_what_is_given_by_hand_stays(home):
+    with environ.patched(RANKED):
+        assert place(num_machines="1") == (1, 0, None, None)
+        assert place(num_machines="2", machine_rank="1", main_process_ip="head") == (2, 1, "head", None)
     with environ.patched(SLURM):
         assert place(num_machines="1") == (1, 0, None, None)
         assert not resolve({"num_machines": "1"}).notes
@@ -207,6 +211,9 @@ def test_what_is_given_by_hand_stays(home):
         {name: "1" if value == "4" else value for name, value in SLURM.items()},
         {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
         {"PET_NNODES": "1"},
+        RANKED | {"PET_NNODES": "1"},
+        RANKED | {"WORLD_SIZE": "1", "RANK": "0"},
+        RANKED | {"TORCHELASTIC_RUN_ID": "none"},  # started by a script that is a rank
     ],
 )
 def test_one_task_is_one_machine(variables, home):
@@ -229,6 +236,12 @@ def test_one_task_is_one_machine(variables, home):
         (DSTACK | {"DSTACK_NODE_RANK": "4"}, {}, ["DSTACK_NODE_RANK is '4'", "--machine_rank"]),
         (SLURM | {"SLURM_STEP_NODELIST": "node[1-"}, {}, ["no variable tells where", "--main_process_ip"]),
         (PET | {"PET_NNODES": "1:4"}, {}, ["PET_NNODES is '1:4'", "--elastic"]),
+        (
+            RANKED,
+            {},
+            ["RANK is 1, WORLD_SIZE is 2", "--num_machines 2 --machine_rank 1 --main_process_ip pod-0", "unset"],
+        ),
+        (RANKED, {"elastic": "2"}, ["RANK is 1, WORLD_SIZE is 2", "--num_machines 1"]),
         (PET | {"PET_NODE_RANK": ""}, {}, ["PET_NODE_RANK is ''", "--machine_rank"]),
     ],
 )

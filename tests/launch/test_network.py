@@ -29,7 +29,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(network, "interfaces", lambda: [LO, *there])
         monkeypatch.setattr(network, "_address_towards", lambda address: here)
         known = {"localhost": "127.0.0.1"} | names
-        monkeypatch.setattr(network, "resolve_host", lambda host, called="": known.get(host, host))
+        monkeypatch.setattr(network, "resolve_host", lambda host, wait_s=0.0: known.get(host, host))
 
     return make
 
@@ -87,3 +87,45 @@ def test_a_machine_without_a_route_is_told_so(monkeypatch):
     monkeypatch.setattr(network.socket, "socket", Unreachable)
     with pytest.raises(ConfigError, match=r"no route to main_process_ip \(10.0.0.1\): Network is unreachable"):
         choose_interface(settings(), "10.0.0.1")
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """A clock and a network in which names resolve from `since` on; what is recorded."""
+    now, told = [0.0], []
+
+    def make(since: float) -> tuple[list[float], list[str]]:
+        def look_up(host, port, **options):
+            if now[0] < since:
+                raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.1", 0))]
+
+        monkeypatch.setattr(network.socket, "getaddrinfo", look_up)
+        monkeypatch.setattr(network.time, "monotonic", lambda: now[0])
+        monkeypatch.setattr(network.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+        monkeypatch.setattr(network, "record", lambda kind, **facts: told.append(facts["message"]))
+        return now, told
+
+    return make
+
+
+def test_the_name_of_machine_0_may_resolve_later(names):
+    now, told = names(12.0)
+    assert network.resolve_host("job-0.svc", network.NAME_WAIT_S) == "10.0.0.1"
+    assert 12 <= now[0] <= 14
+    assert told == ["waiting up to 60 s for the name of machine 0, job-0.svc: Name or service not known"]
+
+
+def test_a_name_that_never_resolves_is_waited_for_only_where_it_is_another_machines(names, home):
+    (home / "train.py").touch()
+    now, told = names(1e9)
+    with pytest.raises(ConfigError, match="can't resolve even after 60 s: Name or service not known"):
+        make_plan(settings(main_process_ip="job-0.svc"), "train.py", [])
+    assert (now[0], len(told)) == (60, 1)
+    for host, several in (("job-0.svc", False), ("999.1.1.1", True), ("10.0.0", True)):
+        chosen = settings(main_process_ip=host) if several else LaunchSettings(use_cpu=True, main_process_ip=host)
+        with pytest.raises(ConfigError, match="can't resolve: Name"):
+            make_plan(chosen, "train.py", [])
+    with pytest.raises(ConfigError, match="can't resolve: Name"):
+        make_plan(settings(main_process_ip="job-0.svc", dry_run=True), "train.py", [])
+    assert (now[0], len(told)) == (60, 1)

@@ -81,7 +81,7 @@ WRONG = [
     ),
     ("launch --cpu --num_machines 2 --main_process_ip 10.0.0.1 --main_process_port 0 train.py", "must agree on one"),
     (
-        "launch --cpu --num_machines 2 --main_process_ip nowhere.invalid train.py",
+        "launch --cpu --num_processes 2 --main_process_ip nowhere.invalid train.py",
         "main_process_ip is 'nowhere.invalid'",
     ),
     ("launch --cpu --num_machines 2 --main_process_ip 'not a host' train.py", "main_process_ip is 'not a host'"),

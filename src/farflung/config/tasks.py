@@ -112,6 +112,7 @@ def read_task() -> Task | None:
     if task := _read_pbs_task():
         return task
     _refuse_blaunch()
+    _refuse_ranks()
     return None
 
 
@@ -137,6 +138,22 @@ def _refuse_blaunch() -> None:
             f"This is machine {names.index(own)} of the {len(hosts)} of an LSF job (LSB_MCPU_HOSTS), but blaunch gives "
             f"launchers no number. Give each --num_machines {len(hosts)} --main_process_ip {hosts[0]} and its own "
             "--machine_rank, or use mpirun or jsrun."
+        )
+
+
+def _refuse_ranks() -> None:
+    """Raise ConfigError where RANK and WORLD_SIZE number this launcher, and may count machines or processes.
+
+    What torch's agent or a launcher of ours has started is a rank: what its script starts is the script's own affair.
+    """
+    size, rank, host = _several("WORLD_SIZE"), environ.text("RANK"), environ.text("MASTER_ADDR")
+    is_rank = environ.text("TORCHELASTIC_RUN_ID") or environ.text(environ.LAUNCHER)
+    if size and rank and host and not is_rank and not environ.text("PET_NNODES"):
+        raise ConfigError(
+            f"RANK is {rank}, WORLD_SIZE is {size.value} and MASTER_ADDR is {host!r}, so this launcher seems to be one "
+            f"of several; these variables don't tell whether they count machines. If so, give --num_machines "
+            f"{size.value} --machine_rank {rank} --main_process_ip {host}; otherwise unset them, or give "
+            "--num_machines 1 to train on this machine alone."
         )
 
 

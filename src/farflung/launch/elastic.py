@@ -21,7 +21,7 @@ from farflung.base.events import Kind, record
 from farflung.config.launch import LaunchSettings, flags_for
 from farflung.config.resolve import Resolved
 from farflung.launch.dry_run import described
-from farflung.launch.network import choose_interface, is_loopback, resolve_host
+from farflung.launch.network import NAME_WAIT_S, choose_interface, is_loopback, resolve_host
 from farflung.launch.plan import check_recipe, make_plan, network_variables, one_machine, one_replica, torch_is_loaded
 from farflung.launch.replicas import machine_name, supervise
 from farflung.launch.start import Script
@@ -71,7 +71,8 @@ class Replicas:
         at_port = (settings.meet or "").partition("tcp://")[2]
         host, _, port = (settings.join or at_port or f"{settings.main_process_ip or '127.0.0.1'}:").rpartition(":")
         host = host.strip("[]")
-        interface = None if is_loopback(resolve_host(host)) else choose_interface(settings, host)
+        address = resolve_host(host, NAME_WAIT_S if settings.join or at_port else 0.0)
+        interface = None if is_loopback(address) else choose_interface(settings, host)
         meeting = dataclasses.replace(one_machine(host), interface=interface)
         self._variables |= network_variables(meeting, settings)
         if not settings.debug:  # a store that is gone is our line, not torch's stacks

@@ -8,13 +8,21 @@ launcher names the interface to use: that of the route to the main machine.
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
+import time
 from dataclasses import dataclass
 
 from farflung.base.errors import ConfigError
+from farflung.base.events import Kind, record
 from farflung.config import environ
 from farflung.config.launch import DEFAULT_PORT, LaunchSettings
 from farflung.process.sockets import address_on_route_to
+
+NAME_WAIT_S = 60.0  # for the name of another machine, which may start later than this one
+_ASK_AGAIN_S = 1.0
+# What may become a host: its last part is no number, as an address's would be.
+_HOST_NAME = re.compile(r"(?:[\w-]+\.)*(?!\d+\.?$)[\w-]+\.?")
 
 
 @dataclass(frozen=True)
@@ -113,17 +121,30 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def resolve_host(host: str) -> str:
-    """Return the address of `host`, a name or an address, as this machine sees it."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "no host has such a name"
-        raise ConfigError(
-            f"main_process_ip is {host!r}, which this machine can't resolve: {reason}. Give the name or the address "
-            "of machine 0 alone, such as node0 or 10.0.0.1; the port has a setting of its own."
-        ) from None
-    return str(found[0][4][0])
+def resolve_host(host: str, wait_s: float = 0.0) -> str:
+    """Return the address of `host`, a name or an address, as this machine sees it.
+
+    A name that does not resolve yet is asked for again for `wait_s` seconds: clusters such as Kubernetes publish the
+    name of a machine when it has started. Raises ConfigError when they are over, and at once for what is no name.
+    """
+    began, is_told = time.monotonic(), False
+    while True:
+        try:
+            return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        except (OSError, UnicodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "no host has such a name"
+            may_come = isinstance(error, socket.gaierror) and _HOST_NAME.fullmatch(host) is not None
+        waited = time.monotonic() - began
+        if not may_come or waited >= wait_s:
+            waiting = f" even after {waited:.0f} s" if may_come and wait_s else ""
+            raise ConfigError(
+                f"main_process_ip is {host!r}, which this machine can't resolve{waiting}: {reason}. Give the name or "
+                "the address of machine 0 alone, such as node0 or 10.0.0.1; the port has a setting of its own."
+            )
+        if not is_told:
+            record(Kind.NOTE, message=f"waiting up to {wait_s:.0f} s for the name of machine 0, {host}: {reason}")
+            is_told = True
+        time.sleep(_ASK_AGAIN_S)
 
 
 def refuse_busy_port(port: int) -> None:

@@ -27,6 +27,7 @@ from farflung.config.launch import DEFAULT_PORT, LaunchSettings, rank_variables
 from farflung.config.resolve import Resolved, explained
 from farflung.integrations.as_accelerate import path_variables
 from farflung.launch.network import (
+    NAME_WAIT_S,
     Interface,
     address_towards,
     choose_interface,
@@ -276,7 +277,7 @@ def meet(settings: LaunchSettings) -> Meeting:
         raise ConfigError(
             f"main_process_ip is {host!r}; torch takes no address with a zone. Use one without, or a name."
         )
-    resolve_host(host)
+    resolve_host(host, NAME_WAIT_S if settings.num_machines > 1 and not settings.dry_run else 0.0)
     port = settings.main_process_port or 0
     if settings.num_machines == 1 and port == 0:
         return one_machine(host, conf=conf)
