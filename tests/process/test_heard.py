@@ -11,7 +11,7 @@ import pytest
 from farflung.config import environ
 from farflung.process import heard
 from farflung.process.failure import ERROR_FILE
-from farflung.process.heard import Courier, record_signals
+from farflung.process.heard import SignalForwarder, record_signals
 from tests.waits import until
 
 
@@ -31,7 +31,7 @@ def rank(tmp_path):
 
 @pytest.mark.parametrize("to_all", ["TTT", "FFF", "TFT", "FTF", "FTTF"])
 def test_each_warning_is_heard_once_whoever_it_was_sent_to(to_all, rank, tmp_path):
-    courier = Courier(tmp_path)
+    courier = SignalForwarder(tmp_path)
     for count, one in enumerate(to_all, 1):
         if one == "T":
             os.kill(os.getpid(), signal.SIGUSR2)
@@ -45,6 +45,6 @@ def test_it_is_passed_on_in_a_moment_and_not_to_processes_that_have_ended(rank, 
     if not child:
         os._exit(0)
     os.waitpid(child, 0)
-    Courier(tmp_path).pass_on(signal.SIGUSR2, [child, os.getpid()])
+    SignalForwarder(tmp_path).pass_on(signal.SIGUSR2, [child, os.getpid()])
     until(lambda: rank)
     assert rank == [signal.SIGUSR2]

@@ -33,7 +33,7 @@ from farflung.launch.codes import EngineFailure
 from farflung.launch.plan import Plan, torch_is_loaded
 from farflung.launch.report import Failure, in_order, show
 from farflung.process.failure import CHECKPOINT
-from farflung.process.heard import Courier
+from farflung.process.heard import SignalForwarder
 
 _PATIENCE_S = 2.0
 _SLOW = "the processes have 30 s to shut down; press Ctrl-C again to kill them now."
@@ -234,7 +234,7 @@ def _signals(error: Callable[[str, signal.Signals], Exception], saves: bool, log
     says if ranks are slow to end. Ranks that save (`saves`) get the first SIGTERM as a warning too, and the time that
     the scheduler gives. A signal that finds no ranks ends the launcher.
     """
-    heard, courier = _Heard(), Courier(log_dir)
+    heard, courier = _Heard(), SignalForwarder(log_dir)
     others = {child.pid for child in psutil.Process().children()}  # a notebook's, which are no ranks
     slow = threading.Timer(_PATIENCE_S, record, [Kind.ENDING], {"level": logging.ERROR, "message": _SLOW})
     slow.daemon = True

@@ -35,7 +35,7 @@ from farflung.launch.codes import BY_SIGNAL, CODES, ENGINE, FAILED, HUNG, REQUEU
 from farflung.launch.plan import lone_environment
 from farflung.launch.report import Failure, in_short, show
 from farflung.process.failure import ERROR_FILE
-from farflung.process.heard import Courier
+from farflung.process.heard import SignalForwarder
 
 if TYPE_CHECKING:
     from farflung.comm.member_store import LauncherNotes
@@ -103,7 +103,7 @@ class _Launcher:
         """Return the exit code once all have ended."""
         self._store.ask(lambda notes: notes.note_launcher(self._machine), None)
         with tempfile.TemporaryDirectory(prefix="farflung_") as folder, handled(self._hear, _SIGNALS):
-            self._reports, self._courier = Path(folder), Courier(Path(folder))
+            self._reports, self._courier = Path(folder), SignalForwarder(Path(folder))
             while self._lives:
                 if time.monotonic() > self._kill_at:
                     self._kill_at = inf

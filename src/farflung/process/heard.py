@@ -31,7 +31,7 @@ def record_signals() -> None:
             signal.set_wakeup_fd(file, warn_on_full_buffer=False)
 
 
-class Courier:
+class SignalForwarder:
     """Passes signals on to the ranks of this machine that have not heard them.
 
     Args:

@@ -143,7 +143,7 @@ class Metrics:
             )
 
 
-class Log:
+class OutputLog:
     """A file that a rank's output is copied to. It has no buffer: what a full disk has refused can't fail again later.
 
     Raises:
@@ -167,7 +167,7 @@ class Log:
 class _Copied:
     """A stream of text that is also written to a log, where each line begins with the time."""
 
-    def __init__(self, stream: TextIO, log: Log) -> None:
+    def __init__(self, stream: TextIO, log: OutputLog) -> None:
         self._stream, self._log, self._is_new = stream, log, True
 
     def __getattr__(self, name: str) -> Any:
@@ -307,7 +307,7 @@ def recorded() -> Iterator[None]:
         signs: Signs | None = None
         try:
             (folder / LOGS).mkdir(exist_ok=True)
-            log = kept.enter_context(closing(Log(folder / LOGS / f"{name_of(who())}.log")))
+            log = kept.enter_context(closing(OutputLog(folder / LOGS / f"{name_of(who())}.log")))
             sys.stdout, sys.stderr = _Copied(out, log), _Copied(err, log)
             signs = Signs(folder)
         except OSError as error:
