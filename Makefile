@@ -88,7 +88,7 @@ $(DEMO_READY): $(TORCH_READY) pyproject.toml
 	@touch $@
 
 $(TEST_READY): $(TORCH_READY) pyproject.toml
-	@echo "== What the tests of 'make test' need: pytest, Accelerate, obstore: 45 MB (less than a minute)"
+	@echo "== What the tests of 'make test' need: pytest, Accelerate, obstore, matplotlib: 85 MB (less than a minute)"
 	$(PIP) --editable '.[test]'
 	@touch $@
 

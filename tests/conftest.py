@@ -4,6 +4,7 @@
 import gc
 import signal
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -55,11 +56,14 @@ def pytest_collection():
 
 
 def pytest_collection_modifyitems(items):
-    """Skip GPU tests without a GPU, and tests between namespaces where there can be none."""
+    """Skip tests without the GPU, the namespaces or the package that they are marked with."""
     why_not = {"gpu": None if torch.cuda.is_available() else "no CUDA device"}
     if any(item.get_closest_marker("namespace") for item in items):
         why_not["namespace"] = why_impossible()
     for item in items:
+        for name in (name for mark in item.iter_markers("package") for name in mark.args):
+            if find_spec(name) is None:  # not imported here: some import Accelerate
+                item.add_marker(pytest.mark.skip(reason=f"{name} is not installed"))
         for mark, reason in why_not.items():
             if reason and item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))

@@ -8,8 +8,7 @@ import pytest
 import farflung
 from farflung.testing.ranks import run_ranks
 
-pytest.importorskip("peft")
-pytestmark = pytest.mark.package
+pytestmark = pytest.mark.package("peft")
 
 
 def program(folder):

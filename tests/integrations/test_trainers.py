@@ -12,8 +12,7 @@ import pytest
 from farflung.process.run_files import METRICS
 from farflung.testing.patience import patience
 
-pytest.importorskip("trl")
-pytestmark = pytest.mark.package
+pytestmark = pytest.mark.package("trl")
 PROGRAM = Path(__file__).with_name("trainers.py")
 RUNS = ("trainer", "bf16", "sft", "lora")
 
