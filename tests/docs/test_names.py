@@ -29,6 +29,7 @@ FOREIGN = {
     *("BatchEncoding", "Delta", "F.linear", "OptimizedModule", "Trainer", "Trainer.evaluate", "TrainingArguments"),
     *("ZeroRedundancyOptimizer", "evidence.redo", "farflung.json", "farflung.trackers", "farflung.x"),
     "rounds.jsonl",  # files of a run's folder
+    "run.json",
     "events.jsonl",
     "report.html",
     "CHANGELOG.md",

@@ -91,6 +91,8 @@ def check_path(name: str, value: object) -> Path:
     try:
         return Path(text).expanduser()
     except RuntimeError:
+        if text.partition("/")[0] != "~":  # no user has this name, so it is a folder's
+            return Path(text)
         raise ConfigError(
             f"{name} is {text!r}, and no home folder is known: HOME is not set, and this user has no entry in the "
             "password database. Set HOME, or give a path without `~`."

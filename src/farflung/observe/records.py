@@ -143,8 +143,8 @@ def event(row: Any) -> Row:
 def logged_round(row: Any) -> Row:
     """Read a line of `rounds.jsonl`; what former releases did not write has a default."""
     optional = dict.fromkeys(("seconds_voting", "seconds_encoding", "seconds_landing", "seconds_recovering"), 0)
-    found = _known(row, {"model": 0, "lost": {}, "joined": [], "seconds_hidden": 0, **optional})
-    for name in ("time", "number", "step", "members", "dropped", "bytes_sent", "seconds_exposed"):
+    found = _known(row, {"model": 0, "step": 0, "lost": {}, "joined": [], "seconds_hidden": 0, **optional})
+    for name in ("time", "number", "members", "dropped", "bytes_sent", "seconds_exposed"):
         found[name]  # KeyError: it is no round
     return found
 
@@ -170,7 +170,7 @@ def sign(row: Any) -> Row:
 
 
 def facts_of(row: Any) -> tuple[dict[str, Any], list[str]]:
-    """Return how a run was started, and the names of what can't be read of it, which has a value that says so.
+    """Return how a run was started, and the names of what can't be read of it. That and what is absent has a default.
 
     Raises:
         ValueError: it is no JSON object.
@@ -180,9 +180,9 @@ def facts_of(row: Any) -> tuple[dict[str, Any], list[str]]:
     facts: dict[str, Any] = {"script": "(unknown script)", "arguments": [], "started": 0.0, "host": "(unknown host)"}
     facts |= {"pid": 0, "world": {}, "settings": {}, "versions": {}, "git": None}
     odd = []
-    for name in facts:
+    for name in facts.keys() & {name for name, value in row.items() if value is not None}:
         try:
-            facts[name] = None if name == "git" and row.get(name) is None else _READ[name](row[name])
+            facts[name] = _READ[name](row[name])
         except _WRONG:
             odd.append(name)
     return facts, odd
