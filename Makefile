@@ -29,7 +29,7 @@ DOCS_READY := $(VENV)/.ready-docs
 # Tests start Python a thousand times: without its bytecode each start would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-elastic test test-all torch test-torch check docs format release clean
+.PHONY: demo demo-elastic test test-all test-rest torch test-torch check docs format release clean
 demo: $(DEMO_READY)
 	$(BIN)/farflung demo
 
@@ -41,8 +41,10 @@ demo-elastic: $(DEMO_READY)
 test: $(TEST_READY)
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not ($(REST))"
 
-# That, and what takes longer, starts real servers or needs network namespaces; laws with more examples.
-test-all: test $(DEV_READY)
+test-all: test test-rest
+
+# What takes longer, starts real servers, or needs network namespaces or other packages; laws with more examples.
+test-rest: $(DEV_READY)
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "$(REST) or hypothesis" --hypothesis-profile=large
 
 # An environment with a torch and what its tests need, no more. What is installed already stays. Not compiled: most of
