@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import threading
@@ -15,6 +16,7 @@ from farflung.config.launch import LaunchSettings
 from farflung.launch.engines.engine import Job
 from farflung.launch.engines.kubernetes import Kubernetes
 from farflung.launch.engines.kubernetes_api import PodLog
+from farflung.observe.folder import SUBMITTED
 from farflung.testing.patience import patience
 from tests.python import call_farflung
 from tests.waits import until
@@ -217,9 +219,10 @@ def test_machines_that_have_saved_at_a_signal_start_again(cluster, launched):
     assert code() == 0
 
 
-def test_an_elastic_run_is_scaled_in_one_request_and_cancelled(cluster, launched, capsys):
+def test_an_elastic_run_is_scaled_in_one_request_and_cancelled(cluster, launched, home, capsys):
     code = launched(*ELASTIC_HERE)
-    until(lambda: len(cluster.pods) == 4)
+    submitted = home / "run" / SUBMITTED
+    until(lambda: submitted.exists() and json.loads(submitted.read_text())["handle"])  # after the pods are there
     for count in (6, 2):
         assert call_farflung("scale", "run", str(count)) == 0
         assert set(cluster.pods) == set(range(count))
