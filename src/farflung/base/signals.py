@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals as requests to this process: those that come together, as a scheduler sends them to all of a run, are one.
+"""Signals as requests to this process: several within a short time, as schedulers send them to a whole run, are one.
 
 The only file that sets signal handlers.
 """

@@ -19,7 +19,7 @@ from farflung.base.words import in_seconds
 from farflung.comm.board import Board, Log, forget
 
 DONE = "done"  # why a member has left whose work is done
-_HEARTBEATS_LOST, _LEAST_LOST_S = 2.5, 2.5  # intervals without a heartbeat of a launcher, and at least so many seconds
+_HEARTBEATS_LOST, _LEAST_LOST_S = 2.5, 2.5  # intervals without a heartbeat of a launcher; minimum in seconds
 _OF_GENERATION = re.compile(r"g(\d+)/")
 _FIRST = "first"  # the launcher that prints all events
 

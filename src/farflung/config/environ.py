@@ -36,7 +36,7 @@ def text(name: str, default: str | None = None) -> str | None:
 
 
 def named(prefix: str) -> dict[str, str]:
-    """Return the variables whose names begin with `prefix`, without those that tell of a Kubernetes service."""
+    """Return the variables whose names begin with `prefix`, except those that describe a Kubernetes service."""
     found = {name: value for name, value in os.environ.items() if name.startswith(prefix)}
     return {name: value for name, value in found.items() if not _is_of_service(name, value)}
 

@@ -35,7 +35,7 @@ _ASK_S = 0.5
 _FIND_WITHIN_S = 60.0  # torch loads, where all launchers start together
 _MEET_WITHIN = timedelta(minutes=5)
 _STATE_EVERY = 10
-# What only the launcher that serves the store is asked for, or this machine alone.
+# Flags of the launcher that serves the store, or of this machine alone.
 _OF_THE_FIRST = (
     *("elastic", "replicas", "grace_s", "join", "meet", "main_process_ip", "main_process_port", "network_interface"),
     *("config_file", "run_dir"),
