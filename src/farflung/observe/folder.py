@@ -21,6 +21,7 @@ from farflung.base.events import tell
 from farflung.base.files import atomic_file
 from farflung.base.optional import installed_version
 from farflung.config import environ
+from farflung.process.identity import process_identity
 
 if TYPE_CHECKING:
     from farflung.config.resolve import Resolved
@@ -113,6 +114,7 @@ def _facts(resolved: Resolved, script: str, arguments: Sequence[str], world: Map
         "folder": os.getcwd(),
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "identity": process_identity(os.getpid()),
         "world": dict(world),
         "settings": {name: {"value": value, "from": origin} for name, value, origin in resolved.rows()},
         "versions": {"python": platform.python_version()}

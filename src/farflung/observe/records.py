@@ -106,7 +106,7 @@ _READ: Mapping[str, _Read] = {
     **dict.fromkeys(("number", "step", "model", "rank", "bytes_sent", "parameters", "bytes", "island"), _count),
     **dict.fromkeys(("member", "generation", "v"), _count),
     **dict.fromkeys(("host", "call", "at", "why", "script", "name", "message", "strategy", "folder"), _text),
-    **dict.fromkeys(("event", "git", "replica"), _text),
+    **dict.fromkeys(("event", "git", "identity", "replica"), _text),
     **dict.fromkeys(("world", "settings", "versions"), _object(_any)),
     **dict.fromkeys(("members", "joined"), _list(_count)),
     **dict.fromkeys(("arguments", "stack"), _list(_text)),
@@ -178,7 +178,7 @@ def facts_of(row: Any) -> tuple[dict[str, Any], list[str]]:
     if type(row) is not dict:
         raise ValueError("it is no JSON object")
     facts: dict[str, Any] = {"script": "(unknown script)", "arguments": [], "started": 0.0, "host": "(unknown host)"}
-    facts |= {"pid": 0, "world": {}, "settings": {}, "versions": {}, "git": None}
+    facts |= {"pid": 0, "world": {}, "settings": {}, "versions": {}, "git": None, "identity": None}
     odd = []
     for name in facts.keys() & {name for name, value in row.items() if value is not None}:
         try:

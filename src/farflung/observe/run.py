@@ -15,6 +15,7 @@ from farflung.base.events import Event, Kind
 from farflung.observe import records
 from farflung.observe.folder import FACTS
 from farflung.observe.records import Row
+from farflung.process.identity import process_state
 from farflung.process.preemption import REQUEUE
 from farflung.process.run_files import EVENTS, METRICS, RANKS, ROUNDS, STEPS, name_of
 
@@ -100,7 +101,7 @@ class Run:
         self._files = {name: records.Lines(path / name, read) for name, read in _READERS.items()}
         self._odd_signs: set[str] = set()
         self._events, self._num_read = list[Event](), 0
-        self._ranks: dict[str, tuple[Row, float]] = {}  # by name, with when that was written
+        self._ranks: dict[str, tuple[Row, float]] = {}  # by name, with since when
         self._names: dict[int, str] = {}  # of replicas, by their ids as members, of the first events
         self._num_named = 0
         self.now = clock()
@@ -118,8 +119,18 @@ class Run:
                 self._odd_signs.add(path.name)
                 continue
             if found is not None:  # being written: the one before counts
-                self._ranks[path.stem] = found
+                self._note(path.stem, *found)
                 self._odd_signs.discard(path.name)
+
+    def _note(self, name: str, row: Row, written: float) -> None:
+        """Keep a sign, and since when by the clock of this machine it is the latest one.
+
+        Another machine's clock tells that at the first look alone, when nothing has been seen to change.
+        """
+        if name not in self._ranks:
+            self._ranks[name] = row, min(written, self.now)
+        elif row != self._ranks[name][0]:
+            self._ranks[name] = row, self.now
 
     @property
     def unread(self) -> str:
@@ -148,11 +159,11 @@ class Run:
         latest = {one.name: one for one in found}  # a replica that was started again is a new member of its name
         return [one for one in found if latest[one.name] is one or not (one.is_lost or one.ended)]
 
-    def _rank(self, name: str, row: Row, written: float) -> Rank:
+    def _rank(self, name: str, row: Row, since: float) -> Rank:
         is_here = row.get("host") == socket.gethostname()
         ended = row.get("ended") is not None
-        silent_s = 0.0 if ended else max(0.0, self.now - written)
-        status = _status(int(row["pid"]), float(row["begun"])) if is_here and not ended else ""
+        silent_s = 0.0 if ended else max(0.0, self.now - since)
+        status = process_state(row["pid"], row.get("identity"), row["begun"]) if is_here and not ended else ""
         return Rank(self.title(row), row, silent_s, is_here, status, self._rate(name, row))
 
     def title(self, row: Row) -> str:
@@ -173,7 +184,7 @@ class Run:
             if name_of(line) == name and row["time"] - line["time"] >= _RATE_S:
                 begun, done = line["time"], line["step"]
                 break
-        return float((row["step"] - done) / max(row["time"] - begun, 1e-9))
+        return float(max(row["step"] - done, 0) / max(row["time"] - begun, 1e-9))
 
     @property
     def code(self) -> int | None:
@@ -191,11 +202,17 @@ class Run:
         if self.code is not None:
             return _ENDS.get(self.code, f"failed ({self.code})")
         if self.facts["host"] == socket.gethostname():  # a launcher may wait before it starts a rank again
-            has_launcher = _status(int(self.facts["pid"]), self.begun) != "gone"
+            has_launcher = process_state(self.facts["pid"], self.facts["identity"], self.begun) != "gone"
         else:
             has_launcher = not self._ranks and self.now - self.begun < _DEAD_S
         living = [one for one in self.ranks if one.ended is None and one.status != "gone" and one.silent_s < _DEAD_S]
         return "running" if living or has_launcher else "dead"
+
+    @property
+    def lasted_s(self) -> float:
+        """How long it has trained, by the clocks of those that did."""
+        silent_s = min((one.silent_s for one in self.ranks), default=0.0) if self.state == "running" else 0.0
+        return max(0.0, self.last - self.begun + silent_s)
 
     @property
     def begun(self) -> float:
@@ -241,18 +258,3 @@ class Run:
         for row in self.rounds:
             by_number.setdefault((row["model"], row["number"]), []).append(row)
         return [by_number[key] for key in sorted(by_number, key=lambda key: (key[1], key[0]))]
-
-
-def _status(pid: int, begun: float) -> str:
-    import psutil  # type: ignore[import-untyped]  # late, as in launch/network.py
-
-    try:
-        process = psutil.Process(pid)
-        if process.create_time() > begun + 1:  # another one has its number
-            return "gone"
-        status = process.status()
-    except psutil.Error:
-        return "gone"
-    if status == psutil.STATUS_ZOMBIE:
-        return "gone"
-    return "stopped" if status == psutil.STATUS_STOPPED else "running"

@@ -29,6 +29,7 @@ from farflung.observe.records import Row
 from farflung.observe.run import Run
 
 _LOOK_S = 0.5
+_SIGN_S = 2.5  # within which a rank that is alive, which gives a sign each second, has given one
 _CELLS = {  # of the timeline, with their styles
     "ran": ("■", "green"),
     "dropped": ("x", "yellow"),
@@ -69,7 +70,7 @@ def screen(run: Run, width: int = 80, back: int = 0, chosen: int | None = None) 
 
 
 def _head(run: Run) -> Text:
-    facts, lasted = run.facts, (run.now if run.state == "running" else run.last) - run.begun
+    facts, lasted = run.facts, run.lasted_s
     said = Text(f"{facts['script']}  ", style="bold")
     said.append(run.state, style="green" if run.state in ("running", "finished", "saved at a signal") else "bold red")
     begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.begun))
@@ -214,6 +215,9 @@ def watch(run: str | None, once: bool) -> None:
     RUN is a folder of a run, or its name in farflung-runs. [the newest]
     """
     found, console = Run(named_run(run)), Console()
+    if found.state == "dead":  # by the clocks of two machines, unless nothing changes while one looks
+        time.sleep(_SIGN_S)
+        found.look()
     if console.is_terminal and not once and found.state == "running":
         with suppress(KeyboardInterrupt):
             follow(found, console)

@@ -27,6 +27,7 @@ from typing import Any, TextIO
 from farflung.base.events import Event, Kind, tell
 from farflung.base.files import open_lines
 from farflung.config import environ
+from farflung.process.identity import process_identity
 from farflung.process.place import Place
 
 ROUNDS, METRICS, EVENTS, STEPS = "rounds.jsonl", "metrics.jsonl", "events.jsonl", "steps.jsonl"
@@ -217,6 +218,7 @@ class Signs:
         self._folder, self._who = folder, who()
         self._name = name_of(self._who)
         self._begun, self._host, self._pid = time.time(), socket.gethostname(), os.getpid()
+        self._identity = process_identity(self._pid)
         self._steps, self._told, self._told_at, self._steps_at = Steps(), 0, 0.0, 0.0
         self._place: Any = None
         self._since = self._begun
@@ -242,7 +244,7 @@ class Signs:
         if place != self._place:
             self._place, self._since = place, now
         row = {"time": now, **self._who, "host": self._host, "pid": self._pid, "begun": self._begun, "step": step}
-        row |= {"call": call, "at": _at(script), "since": self._since, **more}
+        row |= {"identity": self._identity, "call": call, "at": _at(script), "since": self._since, **more}
         if now - self._since > _STUCK_S and frame is not None:
             row["stack"] = _stack(frame)
         self._told_at = now

@@ -7,6 +7,7 @@ A launcher there reports in JSON on its stderr, between what its ranks print (`f
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -19,8 +20,6 @@ from math import inf
 from textwrap import shorten
 from typing import Any, ClassVar, Generic, TextIO, TypeVar
 
-import psutil  # type: ignore[import-untyped]
-
 from farflung.base.causes import Cause
 from farflung.base.signals import WARNINGS, Request, handled
 from farflung.config.launch import LaunchSettings
@@ -28,6 +27,7 @@ from farflung.launch.codes import BY_SIGNAL, DONE, FAILED, EngineFailure
 from farflung.launch.engines.engine import Job
 from farflung.launch.events import say
 from farflung.launch.report import show_box
+from farflung.process.identity import process_identity, process_state
 from farflung.process.tether import SIGN_S, mark_of, split_reports
 
 GONE = 255  # exit code of ssh where the connection or the machine behind it fails
@@ -249,20 +249,16 @@ class ForegroundEngine(Generic[L]):
         name, by = self._job.name, self._job.handle
         if by["machine"] != socket.gethostname():
             raise EngineFailure(f"{name} was started on {by['machine']}: `farflung cancel {name}` there ends it.")
-        try:
-            one = psutil.Process(by["pid"])
-            if one.create_time() != by["begun"]:
-                raise psutil.NoSuchProcess(one.pid)
-            one.send_signal(signal.SIGTERM)
-        except psutil.NoSuchProcess:
+        if process_state(by["pid"], by.get("identity"), by.get("begun", 0.0)) == "gone":
             return f"{name} has ended before"
-        return f"{name} ends: process {one.pid} was asked to, and has the hosts end too"
+        os.kill(by["pid"], signal.SIGTERM)
+        return f"{name} ends: process {by['pid']} was asked to, and has the hosts end too"
 
 
 def this_launcher() -> dict[str, Any]:
     """Return the handle by which `cancel` finds this process."""
-    own = psutil.Process()
-    return {"pid": own.pid, "begun": own.create_time(), "machine": socket.gethostname()}
+    pid = os.getpid()
+    return {"pid": pid, "identity": process_identity(pid), "begun": time.time(), "machine": socket.gethostname()}
 
 
 def _event(report: bytes) -> dict[str, Any] | None:

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tells a process from all others that had, or will have, its number, whatever the clock is set to."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+_START_TIME = 19  # of the fields of /proc/PID/stat that follow the name: proc_pid_stat(5)
+
+
+def process_identity(pid: int) -> str:
+    """Return the identity of a process of this machine.
+
+    On Linux it is the machine's start and the tick since then in which the process began: `psutil` reports that tick
+    as a time of day, which changes when the clock is set. Other systems keep the time itself.
+
+    Raises:
+        ProcessLookupError: there is no such process.
+    """
+    boot = ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    if boot:
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+            return f"{boot}:{int(fields[_START_TIME])}"
+        except (OSError, IndexError):
+            raise ProcessLookupError(pid) from None
+    import psutil  # type: ignore[import-untyped]  # late, as in launch/network.py
+
+    try:
+        return f":{psutil.Process(pid).create_time()}"
+    except psutil.Error:
+        raise ProcessLookupError(pid) from None
+
+
+def process_state(pid: int, identity: str | None, begun: float) -> str:
+    """Return whether a process of this machine is `running`, `stopped` or `gone`.
+
+    Args:
+        identity: as `process_identity` returned it; None: a former release has not written it.
+        begun: a time after its start, in seconds since 1970, which tells it from others where there is no identity.
+    """
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        is_other = process.create_time() > begun + 1 if identity is None else process_identity(pid) != identity
+        status = psutil.STATUS_ZOMBIE if is_other else process.status()
+    except (ProcessLookupError, psutil.Error):
+        return "gone"
+    if status == psutil.STATUS_ZOMBIE:
+        return "gone"
+    return "stopped" if status == psutil.STATUS_STOPPED else "running"
