@@ -36,6 +36,7 @@ from farflung.launch.plan import lone_environment
 from farflung.launch.report import Failure, in_short, show
 from farflung.process.failure import ERROR_FILE
 from farflung.process.heard import SignalForwarder
+from farflung.process.identity import process_identity
 
 if TYPE_CHECKING:
     from farflung.comm.member_store import LauncherNotes
@@ -64,7 +65,7 @@ def supervise(
 
 def machine_name() -> str:
     """Return the name of this launcher in the store."""
-    own = zlib.crc32(f"{uuid.getnode()} {psutil.Process().create_time()}".encode())  # containers share names and ids
+    own = zlib.crc32(f"{uuid.getnode()} {process_identity(os.getpid())}".encode())  # containers share names and ids
     return f"{socket.gethostname()}:{os.getpid()}.{own & 0xFFFF:04x}"
 
 
