@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Accelerator(outer=OuterConfig(...))`: an unchanged loop becomes one of replicas that agree now and then."""
 
-import json
 import logging
 
 import pytest
@@ -392,23 +391,6 @@ def test_each_model_has_a_loop_of_its_own_also_on_four_ranks():
     assert all(found[1] == [5, 10] for found in outcomes)
 
 
-def with_a_log(path):
-    accelerator, model, optimizer, loader = prepared(OuterConfig("diloco", every=4, rounds=200, log=str(path)))
-    one_epoch(accelerator, model, optimizer, loader)
-    accelerator.end_training()
-
-
-@pytest.mark.parametrize(("name", "files"), [("a/rounds.jsonl", 1), ("rounds.{rank}.jsonl", 2)])
-def test_each_round_is_a_line_of_the_log_of_the_main_process_or_of_each(name, files, tmp_path):
-    run_ranks(with_a_log, 2, tmp_path / name)
-    found = sorted(tmp_path.rglob("*.jsonl"))
-    assert len(found) == files
-    for file in found:
-        lines = [json.loads(line) for line in file.read_text().splitlines()]
-        assert [line["step"] for line in lines] == [4, 8, 10]  # the flush is a round too
-        assert all(line["model"] == 0 and line["weights"] == [0.5, 0.5] and line["norm"] > 0 for line in lines)
-
-
 def ends(how):
     accelerator, model, optimizer, loader = prepared(DILOCO)
     batches = iter(loader)
@@ -532,9 +514,3 @@ def test_parts_that_do_not_go_together_are_refused_before_the_world_is_joined():
     with pytest.raises(ConfigError, match="so it can't be used with a delay"):
         Accelerator(cpu=True, outer=OuterConfig("eager_diloco", every=4, inner="reset"))
     assert current_world() is None
-
-
-def test_a_log_that_can_not_be_written_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"log of the outer loop, .*file/rounds, can't be written"):
-        Accelerator(cpu=True, outer=OuterConfig("diloco", every=4, log=str(tmp_path / "file" / "rounds")))

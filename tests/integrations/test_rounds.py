@@ -43,14 +43,6 @@ def test_a_loss_that_is_not_known_is_left_out(capsys):
     assert capsys.readouterr().err.startswith("farflung: round 1 of model 1, step 2: 0 B sent, ")
 
 
-@pytest.mark.parametrize("member", [None, 7])
-def test_a_line_of_the_log_says_which_replica_has_written_it_where_they_come_and_go(member, tmp_path):
-    loop, file = OuterLoop(nn.Linear(3, 3), local_sgd(2)), tmp_path / "rounds.jsonl"
-    RoundOutputs(OuterConfig("local_sgd", every=2, report="off", log=str(file)), 0, member).listen(loop, 0)
-    rounds(loop, 1)
-    assert json.loads(file.read_text()).get("member") == member
-
-
 def test_the_runs_folder_has_the_rounds_of_each_loop_once_and_no_other_handler_gets_them(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("FARFLUNG_RUN_FOLDER", str(tmp_path))
     logger = logging.getLogger("farflung.rounds")

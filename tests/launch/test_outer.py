@@ -78,7 +78,7 @@ def digests(folder: Path) -> list[str]:
 def test_flags_or_a_file_with_variables_turn_a_plain_script_into_the_same_run(farflung, forked, script):
     two = ("--cpu", "--num_processes", "2")
     flags = ("--outer", "diloco", "--outer-every", "4", "--outer_rounds", "200", "--outer-codec", "bf16")
-    done = farflung("launch", *two, *flags, "--outer-log", "rounds.jsonl", "train.py")
+    done = farflung("launch", *two, *flags, "--run-dir", "run", "train.py")
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stderr  # that the loop did nothing, say
     first, second = digests(script)
@@ -87,7 +87,7 @@ def test_flags_or_a_file_with_variables_turn_a_plain_script_into_the_same_run(fa
     assert len(errors) == 3
     assert errors[-1] < errors[0]
     # 12 optimizer steps a pass, of which the last is a round; 6 steps of the third, with the flush after the break.
-    rounds = [json.loads(line)["step"] for line in (script / "rounds.jsonl").read_text().splitlines()]
+    rounds = [json.loads(line)["step"] for line in (script / "run" / "rounds.jsonl").read_text().splitlines()]
     assert rounds == [4, 8, 12, 16, 20, 24, 28, 30]
 
     (script / "outer.yaml").write_text("outer:\n  recipe: diloco\n  every: 4\n  codec: int8\n")
@@ -110,6 +110,7 @@ WRONG = [
     (("--outer", "diloco", "--outer-every", "4", "--outer-seconds", "2"), "diloco has no option seconds; it takes"),
     (("--outer", "diloco", "--outer-every", "0"), "--outer_every is 0; it must be a whole number"),
     (("--outer", "diloco", "--outer-steps", "20"), "--outer_steps is 20, and the first round comes after 32"),
+    (("--outer", "diloco", "--outer-log", "a.jsonl"), "--outer_log is no longer an option: rounds.jsonl in the run's"),
     (("--outer-every", "4"), "--outer-every needs a recipe: set --outer, for example --outer diloco"),
     (("--outer", "diloco", "--outer-every", "often"), "must be an integer"),
 ]
@@ -229,12 +230,12 @@ def test_a_script_that_saves_on_its_main_process_trains_to_its_end(forked, home)
 )
 def test_scripts_that_know_nothing_of_farflung_train_with_an_outer_loop(script, ranks, forked, home):
     (home / "train.py").write_text(script)
-    flags = ["--outer", "diloco", "--outer-every", "4", "--outer-log", "rounds.jsonl"]
+    flags = ["--outer", "diloco", "--outer-every", "4", "--run-dir", "run"]
     flags += ["--island_size", "2"] if ranks > 2 else []
     printed = forked("--cpu", "--num_processes", str(ranks), *flags, "train.py")
     each = ", each on 2 ranks," if ranks > 2 else ""
     assert f"farflung: diloco over 2 replicas{each} of a DDP model with 10 parameters: Every(every=4)" in printed
-    rounds = [json.loads(line) for line in (home / "rounds.jsonl").read_text().splitlines()]
+    rounds = [json.loads(line) for line in (home / "run" / "rounds.jsonl").read_text().splitlines()]
     assert [one["step"] for one in rounds] == [4, 6]
     lines = [line for line in printed.splitlines() if line.startswith("farflung: round")]
     assert [line.split(":")[1] for line in lines] == [" round 1, step 4", " round 2, step 6"]  # there is no terminal
@@ -246,7 +247,7 @@ def test_scripts_that_know_nothing_of_farflung_train_with_an_outer_loop(script, 
 @pytest.mark.usefixtures("warm")
 def test_the_end_of_a_script_flushes_and_an_error_in_it_is_told_to_the_other_ranks(farflung, home):
     (home / "train.py").write_text(PLAIN.replace("END", "if dist.get_rank() == 1: raise KeyError('bad sample')"))
-    flags = ["--outer", "diloco", "--outer-every", "3", "--outer-log", "rounds.jsonl"]
+    flags = ["--outer", "diloco", "--outer-every", "3"]
     done = farflung("launch", "--cpu", "--num_processes", "2", *flags, "train.py")
     assert done.returncode == FAILED
     assert "rank 1 failed" in done.stderr
@@ -288,13 +289,13 @@ if __name__ == "__main__":
 @pytest.mark.usefixtures("warm")
 def test_processes_that_a_script_starts_by_itself_are_followed(farflung, home):
     (home / "train.py").write_text(SPAWNS)
-    flags = ("--outer", "diloco", "--outer-every", "3", "--outer-log", "rounds.jsonl")
+    flags = ("--outer", "diloco", "--outer-every", "3", "--run-dir", "run")
     ports = map(str, (get_free_port(), get_free_port()))
     done = farflung("launch", "--cpu", "--num_processes", "1", *flags, "train.py", *ports)
     assert done.returncode == 0, done.stderr
     for name in ("spawned", "forked"):
         assert (home / f"{name}0.txt").read_text() == (home / f"{name}1.txt").read_text()
-    rounds = [json.loads(line) for line in (home / "rounds.jsonl").read_text().splitlines()]
+    rounds = [json.loads(line) for line in (home / "run" / "rounds.jsonl").read_text().splitlines()]
     assert [len(one["weights"]) for one in rounds] == [2] * 6
 
 

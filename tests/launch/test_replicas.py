@@ -338,9 +338,9 @@ def test_what_is_not_summed_on_the_way_through_a_folder_is_said_and_a_recipe_tha
 @pytest.mark.usefixtures("warm")
 def test_scripts_that_know_nothing_of_it_train_with_the_others(farflung, home, kind):
     (home / "train.py").write_text(UNCHANGED[kind] + STEPS)
-    done = farflung("launch", "--cpu", "--elastic", "2:2", *DILOCO, "--outer-log", "rounds.jsonl", "train.py")
+    done = farflung("launch", "--cpu", "--elastic", "2:2", *DILOCO, "--run-dir", "run", "train.py")
     assert done.returncode == 0, done.stderr
-    rounds = [json.loads(line) for line in (home / "rounds.jsonl").read_text().splitlines()]
+    rounds = [json.loads(line) for line in (home / "run" / "rounds.jsonl").read_text().splitlines()]
     assert sorted((one["member"], one["step"]) for one in rounds) == [
         (m, step) for m in (1, 2) for step in (4, 8, 12, 16)
     ]
@@ -350,7 +350,7 @@ def test_scripts_that_know_nothing_of_it_train_with_the_others(farflung, home, k
 @pytest.mark.usefixtures("warm")
 def test_a_sampler_of_an_unchanged_ddp_script_hands_out_each_epoch_once(farflung, home):
     (home / "train.py").write_text(SAMPLED)
-    done = farflung("launch", "--cpu", "--elastic", "2:2", *DILOCO, "--outer-log", "rounds.jsonl", "train.py")
+    done = farflung("launch", "--cpu", "--elastic", "2:2", *DILOCO, "train.py")
     assert done.returncode == 0, done.stderr
     files = [file.read_text().splitlines() for file in home.glob("seen*")]
     assert "ended with exit code" not in done.stderr

@@ -132,7 +132,7 @@ def resolve_compile(backend: DynamoBackend | str | None, plugin: TorchDynamoPlug
 def resolve_outer(outer: OuterConfig | str | None) -> OuterConfig | None:
     """Return the outer loop that the script or the launcher asks for; None if neither does.
 
-    If both ask, they must ask for the same; then a log or report that only one of them names is used.
+    If both ask, they must ask for the same; then a report that only one of them names is used.
     """
     launched = lazy.launched_outer(lambda **said: lazy.OuterConfig(**said))
     if outer is not None:
@@ -140,7 +140,7 @@ def resolve_outer(outer: OuterConfig | str | None) -> OuterConfig | None:
     if outer is None or launched is None:
         return outer or launched
     ours, theirs = outer.given(), launched.given()
-    outputs = {name: value for name, value in (theirs | ours).items() if name in ("log", "report")}
+    outputs = {name: value for name, value in (theirs | ours).items() if name == "report"}
     if (outer.recipe, outputs | ours) != (launched.recipe, outputs | theirs):
         raise ConfigError(
             f"The script asks for {outer.recipe} with {ours} (Accelerator(outer=)), the launcher for "

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, TypeVar
 
-from farflung.base.checks import check_text, check_word
+from farflung.base.checks import check_word
 from farflung.base.errors import ConfigError, did_you_mean
 from farflung.config.recipes import CODECS, RECIPES, Option, help_of
 
@@ -51,7 +51,6 @@ COMMON = (
         "Replicas may see the same batches: else changes that are equal to the last bit in the first rounds stop the "
         "run.",
     ),
-    Option("log", str, "Append one line of JSON per round to this file; with {rank} in the name, one file per rank."),
     Option(
         "report",
         str,
@@ -59,12 +58,13 @@ COMMON = (
         "every 5 seconds on a terminal, else each round. [auto]",
     ),
 )
+_GONE = Option("log", str, "Refused: rounds.jsonl in the run's folder has a line for each round and replica.")
 REPORT_SECONDS = 5.0  # between two lines on a terminal
 
 # The arguments of all recipes, each name once, and the options of all.
 _KINDS = {each.name: each.kind for arguments in RECIPES.values() for each in arguments}
 _OPTIONS = [Option(name, kind, help_of(name), CODECS if name == "codec" else ()) for name, kind in _KINDS.items()]
-OPTIONS: Mapping[str, Option] = {option.name: option for option in (*_OPTIONS, *COMMON)}
+OPTIONS: Mapping[str, Option] = {option.name: option for option in (*_OPTIONS, *COMMON, _GONE)}
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -87,8 +87,6 @@ class OuterSettings:
         for name, value in given.items():
             if OPTIONS[name].choices:
                 check_word(name, value, OPTIONS[name].choices)
-        if "log" in given:
-            check_text("log", given["log"])
         if "report" in given:
             _check_report(given["report"])
         if "levels" in given:
@@ -127,6 +125,12 @@ def _check_names(recipe: str, given: Mapping[str, Any]) -> None:
     arguments = RECIPES[recipe]
     known = [each.name for each in arguments] + [each.name for each in COMMON]
     odd = [name for name in given if name not in known]
+    if _GONE.name in odd:
+        raise ConfigError(
+            f"{_GONE.name} is no longer an option: rounds.jsonl in the run's folder, which `farflung launch --run-dir` "
+            "names, has a line for each round and replica. A script that starts without the launcher can append a "
+            "function to `loop.listeners`, which is called with each round."
+        )
     if odd:
         near = did_you_mean(odd[0], known)
         raise ConfigError(f"{recipe} has no option {', '.join(odd)}; it takes {', '.join(known)}.{near}")

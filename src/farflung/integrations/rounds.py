@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes about the rounds of an outer loop: a file of JSON lines, lines on stderr, figures for trackers.
+"""Tells about the rounds of an outer loop: a file in the run's folder, lines on stderr, figures for trackers.
 
-Each is a listener of the loop, called with every `Round` that has ended.
+Each is called with every `Round` that has ended.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from farflung.base.errors import ConfigError
 from farflung.base.events import tell
-from farflung.base.files import open_lines
 from farflung.base.words import in_bytes
 from farflung.process.failure import OUTER_ROUND, leave_note
 from farflung.process.run_files import ROUNDS, add_lines, run_folder, who
@@ -29,11 +27,9 @@ if TYPE_CHECKING:
     from farflung.outer.engine import OuterLoop
     from farflung.outer.stats import Round, Stats
 
-_RANK = "{rank}"
-
 
 class RoundOutputs:
-    """Where the rounds of the loops that a setting asks for are written: its `log`, if it can be, and its `report`.
+    """What tells a user about the rounds of the loops that a setting asks for: the lines of its `report`.
 
     Args:
         rank: of this process.
@@ -42,7 +38,6 @@ class RoundOutputs:
 
     def __init__(self, settings: OuterSettings, rank: int, member: int | None = None) -> None:
         self._member = member
-        self._log = opened_log(settings.log, rank)
         self._interval = None if rank else settings.report_seconds(sys.stderr.isatty())
 
     @property
@@ -50,42 +45,14 @@ class RoundOutputs:
         return self._interval is not None
 
     def listen(self, loop: OuterLoop, number: int, loss: Callable[[], float | None] | None = None) -> None:
-        """Write about the rounds of a loop, the `number`-th from 0; `loss` returns that of the latest step."""
-        loop.listeners.append(RoundLog(self._log, number, self._member))
+        """Report the rounds of a loop, the `number`-th from 0; `loss` returns that of the latest step."""
+        loop.listeners.append(_note_round)
         if self._interval is not None:
             loop.listeners.append(RoundReport(loop, number, self._interval, self._member, loss))
 
 
-def opened_log(name: str | None, rank: int) -> Path | None:
-    """Return the file for this rank's rounds, once it can be written; None where it writes none.
-
-    With `{rank}` in its name each rank writes a file, else rank 0 alone.
-    """
-    if name is None or (_RANK not in name and rank != 0):
-        return None
-    path = Path(name.replace(_RANK, str(rank)))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        open_lines(path, is_shared=True).close()
-    except OSError as error:
-        raise ConfigError(f"The log of the outer loop, {path}, can't be written: {error.strerror}.") from error
-    return path.absolute()  # a script may go to another folder
-
-
-class RoundLog:
-    """Counts rounds, and appends a line of JSON to a file for each, unless `path` is None.
-
-    Replicas that come and go are rank 0 each, so each line says which of the `members` wrote it.
-    """
-
-    def __init__(self, path: Path | None, model: int, member: int | None) -> None:
-        self._path = path
-        self._who = {"model": model} if member is None else {"model": model, "member": member}
-
-    def __call__(self, this: Round) -> None:
-        leave_note(OUTER_ROUND)
-        if self._path is not None:
-            add_lines(self._path, [{**self._who, "time": time.time(), **asdict(this)}])
+def _note_round(_: Round) -> None:
+    leave_note(OUTER_ROUND)
 
 
 class _RunRounds(logging.Handler):
@@ -94,16 +61,17 @@ class _RunRounds(logging.Handler):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._path = path
-        self._loops: weakref.WeakKeyDictionary[Any, RoundLog] = weakref.WeakKeyDictionary()  # their lines, numbered
+        self._loops: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # numbered in order
         self._numbers = count()
 
     def emit(self, record: Any) -> None:
         """Write a line of a record that an outer loop has made; see `farflung.outer.stats.ROUNDS`."""
         here = who()
-        if here["rank"] == 0:
+        if here.pop("rank") == 0:
             if record.rounds not in self._loops:
-                self._loops[record.rounds] = RoundLog(self._path, next(self._numbers), here.get("member"))
-            self._loops[record.rounds](record.round)
+                self._loops[record.rounds] = next(self._numbers)
+            number = self._loops[record.rounds]
+            add_lines(self._path, [{"model": number, **here, "time": time.time(), **asdict(record.round)}])
 
 
 def record_rounds() -> None:

@@ -61,8 +61,6 @@ class OuterConfig(OuterSettings):
             in their first rounds.
         steps: optimizer steps of the whole run, if known: fewer than one round are refused, and fewer than ten rounds
             get a warning.
-        log: a file to which the main process appends a line of JSON for each round; with `{rank}` in its name, one
-            file per rank.
         report: when the main process prints a line about the rounds on stderr: `round` (after each), a number of
             seconds, or `off`; `auto`, the default, is every 5 seconds on a terminal, else each round.
 
@@ -105,8 +103,7 @@ def chosen_recipe(recipe: Recipe | OuterConfig | str, local_size: int = 1) -> Re
 def recipe_of(config: OuterSettings, local_size: int) -> Recipe:
     """Return the recipe that `config` names, with its options, on a machine with `local_size` ranks."""
     options = config.given()
-    for about_output in ("log", "report"):
-        options.pop(about_output, None)
+    options.pop("report", None)
     steps = options.pop("steps", None)
     if "levels" in options:
         # A machine with one rank has no level of its own.
