@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from farflung.accelerator import lazy
-from farflung.accelerator.outer import AttachedLoop, EpochTracker, driver
 from farflung.base.errors import ConfigError
 from farflung.base.forward import Forward
 from farflung.config import environ
@@ -30,7 +29,9 @@ from farflung.process.world import current_world
 from farflung.resume.run import Run
 
 if TYPE_CHECKING:
+    from farflung.accelerator.outer import AttachedLoop
     from farflung.outer.arguments import OuterConfig
+    from farflung.outer.driver import EpochTracker
     from farflung.outer.engine import OuterLoop
     from farflung.outer.recipe import Recipe
 
@@ -78,7 +79,7 @@ class OuterController:
             attached = self._open(model, self._recipe, each_step=True)
             leave_note(OUTER_ATTACHED)
             self._outputs.listen(attached.loop, len(self._epochs), attached.loss)
-            attached.epochs = EpochTracker(attached)
+            attached.epochs = lazy.EpochTracker(attached.flush)
             attached.loop.open_end.is_silent = True  # `exit_report` has a line of its own
 
     def outer(
@@ -91,7 +92,7 @@ class OuterController:
                 "This model already has an outer loop: Accelerator(outer=), --outer or FARFLUNG_OUTER_RECIPE opened "
                 "one when it was prepared, or a `with` block around this one has. Leave one of them out."
             )
-        driver(model, self._run.optimizers)
+        lazy.driving(model, self._run.optimizers)
         return self._attached(model, recipe, each_step)
 
     @contextmanager
@@ -99,16 +100,17 @@ class OuterController:
         attached = self._open(model, recipe, each_step)
         try:
             yield attached.loop
-        except BaseException:
+        except BaseException as error:
             self.attached.remove(attached)
-            attached.end(*sys.exc_info())
+            attached.end(error)
             raise
         self.attached.remove(attached)
         attached.end()
 
     def _open(self, model: nn.Module, recipe: Recipe, each_step: bool) -> AttachedLoop:
         """Open a loop; it continues from a loaded state, if one is waiting for it."""
-        attached = AttachedLoop(model, recipe, self._run, each_step)
+        attached = lazy.AttachedLoop(model, recipe, self._run)
+        attached.each_step = each_step
         if self.waiting:
             attached.load_state_dict(self.waiting.pop(0))
         if each_step:  # Accelerate's LocalSGD tells trackers nothing
@@ -119,9 +121,9 @@ class OuterController:
 
     def end(self) -> None:
         """End the loops that were asked for: a collective, unless the caller is leaving with an error."""
-        error = sys.exc_info()
+        error = sys.exc_info()[1]
         for attached in self._detach():
-            attached.end(*error)
+            attached.end(error)
             _advise(attached)
 
     def drop(self) -> None:
@@ -209,10 +211,9 @@ class OuterController:
         Nothing is exchanged. Agreed weights come as copies, others as the model's own tensors, as torch gives them.
         """
         with ExitStack() as lent:
-            loops = [attached.loop for attached in self.attached if _share(attached.model, module)]
-            lenders = [loop for loop in loops if loop.has_anchor and not loop.is_warming]
-            for loop in lenders:
-                lent.enter_context(loop.synced())
+            lenders = [one for one in self.attached if one.lends and _share(one.model, module)]
+            for attached in lenders:
+                lent.enter_context(attached.agreed())
             state: dict[str, Any] = module.state_dict()
             return copy.deepcopy(state) if lenders else state
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from farflung.accelerator.join import join_uneven_inputs as join_uneven_inputs
+    from farflung.accelerator.outer import AttachedLoop as AttachedLoop, driving as driving
     from farflung.big_model.load import get_state_dict_offloaded_model as get_state_dict_offloaded_model
     from farflung.checkpoint.export import save_sharded as save_sharded
     from farflung.checkpoint.manager import CheckpointGroup as CheckpointGroup
@@ -26,17 +27,15 @@ if TYPE_CHECKING:
         fsdp_from_environment as fsdp_from_environment,
     )
     from farflung.data.slots import Slots as Slots
-    from farflung.integrations.elastic import membership_of as membership_of, slots_of as slots_of
+    from farflung.integrations.elastic import slots_of as slots_of
     from farflung.outer.arguments import (
         OuterConfig as OuterConfig,
-        check_inner as check_inner,
         check_model as check_model,
         chosen_recipe as chosen_recipe,
         named_outer as named_outer,
         recipe_of as recipe_of,
     )
-    from farflung.outer.engine import OuterLoop as OuterLoop
-    from farflung.outer.inner import Iteration as Iteration
+    from farflung.outer.driver import EpochTracker as EpochTracker
     from farflung.outer.recipes import local_sgd as local_sgd
     from farflung.precision.fp8 import Float8 as Float8
     from farflung.resume.models import gathered_model as gathered_model
@@ -49,6 +48,7 @@ _WHERE = {
     for module, names in {
         "accelerator.checkpointer": "Checkpointer",  # not among the types above: it uses the session, which uses this
         "accelerator.join": "join_uneven_inputs",
+        "accelerator.outer": "AttachedLoop driving",
         "big_model.load": "get_state_dict_offloaded_model",
         "checkpoint.export": "save_sharded",
         "checkpoint.manager": "CheckpointGroup",
@@ -57,10 +57,9 @@ _WHERE = {
         "config.parallelism": "ParallelismConfig parallelism_from_environment",
         "config.sharding": "FullyShardedDataParallelPlugin enable_fsdp_ram_efficient_loading fsdp_from_environment",
         "data.slots": "Slots",
-        "integrations.elastic": "membership_of slots_of",
-        "outer.engine": "OuterLoop",
-        "outer.inner": "Iteration",
-        "outer.arguments": "OuterConfig check_inner check_model chosen_recipe named_outer recipe_of",
+        "integrations.elastic": "slots_of",
+        "outer.driver": "EpochTracker",
+        "outer.arguments": "OuterConfig check_model chosen_recipe named_outer recipe_of",
         "outer.recipes": "local_sgd",
         "precision.fp8": "Float8",
         "resume.models": "gathered_model",

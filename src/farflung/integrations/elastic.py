@@ -16,7 +16,9 @@ from farflung.comm.member_store import LauncherNotes
 from farflung.comm.transport import Transport
 from farflung.config import environ
 from farflung.integrations.rounds import record_rounds
+from farflung.outer.driver import Members
 from farflung.outer.elastic import Elastic
+from farflung.process.mesh import Mesh, require_replicas
 from farflung.process.place import Place
 
 
@@ -45,6 +47,21 @@ def membership_of(here: Place, island: Group | None) -> Elastic | None:
         return None
     transport, settings = _run_of(here)
     return Elastic(transport, here.member, island=island, **settings)
+
+
+def members_of(here: Place, mesh: Mesh, slots: Any) -> Members:
+    """Return the replicas of one outer loop: those of `mesh`, or the members of the elastic run that `here` is in.
+
+    Args:
+        slots: the data that an elastic replica shares, a `farflung.data.slots.Slots`; None: it shares none.
+    """
+    require_replicas(mesh, here)
+    membership = membership_of(here, mesh.island)
+    if membership is None:
+        return Members(mesh.replicas, mesh.island)
+    if slots is not None:
+        membership.keep_logs(slots.log_names)
+    return Members(membership=membership, slots=slots)
 
 
 def slots_of(here: Place, make: Callable[..., Any], exchange: Exchange, is_training: Callable[[], bool]) -> Any:
