@@ -322,7 +322,7 @@ def refused(folder):
 def test_a_folder_that_can_not_be_written_is_refused_on_all_ranks(tmp_path):
     (tmp_path / "file").touch()
     for said in run_ranks(refused, 2, tmp_path / "file", connect=False):
-        assert "where nothing can be written" in said
+        assert "in which nothing can be written" in said
         assert "Name another folder" in said
 
 

@@ -133,7 +133,7 @@ def check(name, case, told):
     assert same(agreed, others), (case, "the survivors' anchors differ")
     recipe = RECIPES[name]
     for message, seconds, mine, ways, state, _ in told:
-        assert "rank 1 gave no sign of life" in message, case
+        assert "rank 1 sent no heartbeat" in message, case
         assert seconds < patience(12), case
         # What has landed is where it was agreed on, but for the steps since; the rest has all its steps.
         assert all(way == int(way) and 0 <= way <= 2 * recipe.schedule.delay + 4 for way in ways), (case, ways)

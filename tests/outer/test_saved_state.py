@@ -191,7 +191,7 @@ def test_where_the_address_is_gone_the_state_lies_here_and_a_run_can_go_on_with_
     membership = outer._quorum.membership
     membership.peers.members.board = membership.peers.members.board.patient(0)
     (tmp_path / "run").rename(tmp_path / "away")
-    why = r"No such file(.|\n)* lies in \S+, as of step 8. Continue with --meet"
+    why = r"No such file(.|\n)* lies in \S+, from step 8. Continue with --meet"
     with pytest.raises(RankFailure, match=why) as failed:
         outer._quorum.run(lambda: membership.lost(RankFailure("a test")))
     where = re.search(r"--meet (\S+),", str(failed.value))[1]
@@ -275,7 +275,7 @@ def test_the_state_is_kept_at_whichever_door_the_address_is_found_gone(tmp_path,
     membership = outer._quorum.membership
     membership.peers.members.board = membership.peers.members.board.patient(0)
     monkeypatch.setattr(type(membership), "_next" if door != "agree" else "agree", unreachable)
-    with pytest.raises(RankFailure, match=r"lies in \S+, as of step 8. Continue with --meet"):
+    with pytest.raises(RankFailure, match=r"lies in \S+, from step 8. Continue with --meet"):
         outer._quorum.run(lost) if door == "agree" else outer._quorum.enter()
     assert list(tmp_path.glob("farflung-state-*"))
 
@@ -290,7 +290,7 @@ def test_a_last_state_that_can_not_be_written_is_kept_here(tmp_path, monkeypatch
     outer, _ = trained((tmp_path / "run").as_uri(), diloco(4), 9)
     outer._quorum.membership.saver._states.write = unreachable
     outer.close()
-    assert re.search(r"lies in \S+, as of step 9. Continue with --meet", caplog.text)
+    assert re.search(r"lies in \S+, from step 9. Continue with --meet", caplog.text)
 
 
 def trained_in_shards(address):

@@ -71,7 +71,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
             defaults. None: as the launcher says (`--outer`).
         island_size: under an outer loop, how many neighbouring processes average their gradients in every step, as one
             replica; `host`: those of one machine. None: as the launcher says, or 1. With FSDP it is `dp_shard_size`.
-        save_on_signal: a folder for a checkpoint of this process's first Accelerator, where SIGTERM or SIGUSR1 ends the
+        save_on_signal: a folder for a checkpoint of this process's first Accelerator, if SIGTERM or SIGUSR1 ends the
             run: all ranks stop after the same step, save and exit with code 75. See `resume`. None: as the launcher
             says.
 
@@ -281,7 +281,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
     def _averaged_over(self, accumulated: tuple[nn.Module, ...]) -> tuple[Group | None, bool]:
         """Return the ranks that average the gradients of a window, and whether that waits for the end of the window.
 
-        The ranks are None where there are no others, or not the same for all models. Nothing waits where none of the
+        The ranks are None if there are no others, or not the same for all models. Nothing waits if none of the
         models was prepared: what they hold is not known.
         """
         trained = self._run.trained if self._distributed else []
@@ -344,7 +344,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
     def profile(self, profile_handler: handlers.ProfileKwargs | None = None) -> Iterator[Any]:
         """Profile the block with `torch.profiler`.
 
-        Where the handler has an `output_trace_dir`, each rank writes its trace there, and waits for the others'.
+        If the handler has an `output_trace_dir`, each rank writes its trace there, and waits for the others'.
         Raises StateError if there is nothing to write, as the schedule has recorded no step.
         """
         check_optional("profile_handler", profile_handler, handlers.ProfileKwargs, "a ProfileKwargs(activities=...)")
@@ -379,7 +379,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
 
         Args:
             input_data: a tree of tensors, whose first dimensions may differ between ranks; or any picklable object.
-            use_gather_object: gather as pickled objects even where all leaves are tensors.
+            use_gather_object: gather as pickled objects even if all leaves are tensors.
 
         Raises:
             StateError: nothing in the last batches says how many samples they have, and some are padding.
@@ -388,7 +388,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         if loop.loaders and loop.remainder < 0:
             raise StateError(
                 "gather_for_metrics: the last round was completed with batches of the first, but nothing in them says "
-                "how many samples they have, so these can't be left out. Let collate_fn return tensors in a list, a "
+                "how many samples they have, so these can't be left out. Have collate_fn return tensors in a list, a "
                 "dictionary or a dataclass, or use even_batches=False or drop_last=True."
             )
         return gather_for_metrics(exchange, input_data, loop.remainder, use_gather_object, loop.position)

@@ -52,7 +52,7 @@ class Checkpointer:
 
     @property
     def automatic(self) -> Path | None:
-        """The folder of automatic naming, None where that is off."""
+        """The folder of automatic naming, None if that is off."""
         if not self._project.automatic_checkpoint_naming:
             return None
         if self._project.project_dir is None:
@@ -82,8 +82,8 @@ class Checkpointer:
         saver.group, made = self._group_of("save_state", None if automatic else folder)
         if made == "not rank 0":
             raise StateError(
-                f"save_state: rank {run.world.rank} calls it, but rank 0, which writes the weights, does not. Let "
-                "every process call it, or the main process alone."
+                f"save_state: rank {run.world.rank} calls it, but rank 0, which writes the weights, does not. Call "
+                "it on every process, or on the main process alone."
             )
         saver.settle(busy)
         has_machines = project.save_on_each_node and run.world.local_size < run.world.size
@@ -178,7 +178,7 @@ class Checkpointer:
                     folder.mkdir(parents=True, exist_ok=True)
                     made = stack.enter_context(TemporaryDirectory(dir=folder, prefix="."))
                 except OSError as error:
-                    why = f"where nothing can be written: {error.strerror}. Name another folder."
+                    why = f"in which nothing can be written: {error.strerror}. Name another folder."
                     raise ConfigError(f"save_on_signal is {str(folder)!r}, {why}") from None
                 return Path(made).name, bool(atomic.numbered(folder))
 

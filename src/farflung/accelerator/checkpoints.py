@@ -44,7 +44,7 @@ class Checkpointing:
     _controller: OuterController
     _finish_trackers: Callable[[], None]
     _vote: PreemptionVote | None = None
-    _series: Path | None = None  # of numbered checkpoints, where a signal saves
+    _series: Path | None = None  # of numbered checkpoints, if a signal saves
     _has_earlier = False  # it had some when this Accelerator was made
     _is_resumed = False  # the script has loaded a checkpoint, or has asked for the newest
 
@@ -88,7 +88,7 @@ class Checkpointing:
 
         Raises:
             CheckpointError: it could not be written; the checkpoints before it are as they were.
-            CollectiveMismatch: not all processes call it, where models are sharded or replicas train independently.
+            CollectiveMismatch: not all processes call it, if models are sharded or replicas train independently.
             ConfigError: no folder, or one of that number is there already.
             StateError: `busy` is `refuse`, and one is being written; or the main process does not call this.
         """
@@ -245,7 +245,7 @@ class Checkpointing:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write a model's weights for others to load: one file, or several and an index where they are larger.
+        """Write a model's weights for others to load: one file, or several and an index if they are larger.
 
         A model that is sharded is gathered first: every process calls this.
 

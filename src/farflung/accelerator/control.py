@@ -97,7 +97,7 @@ class ProcessControl:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Give each process its share of `inputs`; the first ranks get one more where it does not divide.
+        """Give each process its share of `inputs`; the first ranks get one more if it does not divide.
 
         Args:
             inputs: a list, tuple, tensor (first dimension) or data set; or a dictionary of such, all of one length.

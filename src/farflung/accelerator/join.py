@@ -58,7 +58,7 @@ def join_uneven_inputs(
         name = type(model).__name__
         if model_has_dtensor(model):
             raise ConfigError(
-                f"join_uneven_inputs: a {name} is sharded, and sharded models can't be joined: let their loaders have "
+                f"join_uneven_inputs: a {name} is sharded, and sharded models can't be joined: give their loaders "
                 "even_batches=True."
             )
         if not isinstance(model, Joinable):

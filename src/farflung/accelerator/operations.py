@@ -43,12 +43,12 @@ def gather_object(object: Any) -> Any:
 def gather_for_metrics(
     exchange: Exchange, data: Any, remainder: int, use_gather_object: bool, at: str | None = None
 ) -> Any:
-    """Gather `data` and keep the first `remainder` samples of it; all of them where that is 0 or less.
+    """Gather `data` and keep the first `remainder` samples of it; all of them if that is 0 or less.
 
     Args:
         data: a tree of tensors, whose first dimensions may differ between ranks; a list of picklable objects, one a
             sample; or a dictionary, a named tuple or a dataclass of such.
-        use_gather_object: gather rows as pickled objects even where all leaves are tensors; they may differ in shape.
+        use_gather_object: gather rows as pickled objects even if all leaves are tensors; they may differ in shape.
         at: the current batch's position: a rank that is at another one gets an error.
     """
     is_record = is_container(data) and (not isinstance(data, (list, tuple)) or is_namedtuple(data))
@@ -137,5 +137,5 @@ def extract_model_from_parallel(
         return without_compile(inner)
     if compiled is None:
         return inner
-    # Where DDP itself was compiled, compile what it holds in the same way.
+    # If DDP itself was compiled, compile what it holds in the same way.
     return compiled if compiled_from(compiled) is inner else compiled_again(compiled, inner)

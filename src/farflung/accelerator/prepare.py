@@ -137,7 +137,7 @@ class Preparer:
         return self.run.add(self.run.optimizers, optimizer, prepared)
 
     def scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Prepare one scheduler; it follows the optimizer that it was made for, or all where that one is unknown."""
+        """Prepare one scheduler; it follows the optimizer that it was made for, or all if that one is unknown."""
         known = self.run.find(scheduler)
         if known is not None:
             return known  # type: ignore[no-any-return]

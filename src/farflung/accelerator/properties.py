@@ -69,7 +69,7 @@ class AcceleratorProperties(Engines):
     fp8_enabled = Forward[bool](lambda self: self.mixed_precision == "fp8", "Whether linear layers multiply in fp8.")
     fp8_backend = Forward[FP8BackendType](
         lambda self: FP8BackendType.AO if self.fp8_enabled else FP8BackendType.NO,
-        "`AO` where linear layers multiply in fp8, else `NO`.",
+        "`AO` if linear layers multiply in fp8, else `NO`.",
     )
 
     @property
@@ -170,7 +170,7 @@ class AcceleratorProperties(Engines):
     _schedulers = Forward[list[AcceleratedScheduler]]("_run.schedulers", "Prepared schedulers.")
     _dataloaders = Forward[list[PreparedLoader]]("_run.loaders", "Prepared loaders.")
 
-    # ---- where it stands on each axis of the grid, and axes and engines that there are not
+    # ---- its position on each axis of the grid, and the axes and engines that Farflung lacks
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:

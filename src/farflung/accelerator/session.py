@@ -133,10 +133,10 @@ def resolve_layout(
     island_size: IslandSize | None = None,
     has_outer: bool = False,
 ) -> Layout:
-    """Return the session's layout; where it has none yet, settle it: a collective if rows are of several ranks.
+    """Return the session's layout; if it has none yet, settle it: a collective if rows are of several ranks.
 
     Raises ConfigError for sizes that don't fit the processes, each other or the session's layout, and for one island
-    where an outer loop (`has_outer`) would have nothing to average.
+    if an outer loop (`has_outer`) would have nothing to average.
     """
     layout = session.layout or _resolved(session, fsdp_plugin, parallelism_config, island_size)
     if parallelism_config is not None:
@@ -229,7 +229,7 @@ def new_loop(plugin: GradientAccumulationPlugin, world: World) -> LoopState:
 
 
 def require_open(kind: str, is_open: bool) -> None:
-    """Raise StateReset, in the name of the state class `kind`, where its state is not open."""
+    """Raise StateReset, in the name of the state class `kind`, if its state is not open."""
     if not is_open:
         raise StateReset(
             f"`{kind}` object has no attribute that describes this process, as its state was reset. This happens "

@@ -45,7 +45,7 @@ class TrackerMethods:
         many events it lost.
 
         Args:
-            project_name: what each tracker calls the project; None where trackers of your own need none.
+            project_name: what each tracker calls the project; None if trackers of your own need none.
             config: the settings that the run begins with.
             init_kwargs: arguments by tracker, such as `{"wandb": {"tags": ["a"]}}`.
 

@@ -59,7 +59,7 @@ class PartialState(ProcessControl):
     """This process and its world, which the first one made joins.
 
     Args:
-        cpu: stay on the CPU even where there is an accelerator.
+        cpu: stay on the CPU even if there is an accelerator.
         kwargs: arguments of `torch.distributed.init_process_group`: backend, init_method, timeout.
     """
 
@@ -111,7 +111,7 @@ class PartialState(ProcessControl):
         """Do nothing: the device was chosen when the process joined its world."""
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Destroy `group`, or leave the world and destroy its group where Farflung made it."""
+        """Destroy `group`, or leave the world and destroy its group if Farflung made it."""
         if group is None:
             leave_world()
         else:

@@ -54,7 +54,7 @@ class Bar:
 
 @contextmanager
 def bar(what: str, total_bytes: int, is_shown: bool = True) -> Iterator[Bar]:
-    """Yield a bar on stderr, which is gone when the block is left; nothing is drawn where stderr is no terminal.
+    """Yield a bar on stderr, which is gone when the block is left; nothing is drawn if stderr is no terminal.
 
     Args:
         what: is done, such as `Reading checkpoint_3`.

@@ -52,5 +52,5 @@ def cause_of_meeting(error: Exception) -> Cause:
 
 def gloo_limit_s(error: RuntimeError) -> float | None:
     """Return the time limit of a collective of gloo that ran out of time; None for other errors."""
-    found = _GLOO_TIMED_OUT.search(str(error))
-    return int(found[1]) / 1000 if found else None
+    match = _GLOO_TIMED_OUT.search(str(error))
+    return int(match[1]) / 1000 if match else None

@@ -152,7 +152,7 @@ def _range(least: float | None, most: float | None, above: float | None = None, 
 
 
 def check_word(name: str, value: object, words: Iterable[str]) -> None:
-    """Raise ConfigError unless `value` is one of `words`, with a suggestion where one is near."""
+    """Raise ConfigError unless `value` is one of `words`, with a suggestion if one is near."""
     known = list(words)
     if not isinstance(value, str) or value not in known:
         near = did_you_mean(value.lower(), known) if isinstance(value, str) else ""

@@ -43,7 +43,7 @@ class WrongType(ConfigError, TypeError):
 
 
 class ShapeMismatch(ConfigError, RuntimeError):
-    """Tensors whose shapes don't fit together; where torch joins them alone, it raises a RuntimeError too."""
+    """Tensors whose shapes don't fit together; if torch joins them alone, it raises a RuntimeError too."""
 
 
 class StateError(FarflungError, RuntimeError):

@@ -134,7 +134,7 @@ def record(
 
 
 def words(event: Event) -> str:
-    """Return an event in English, as stderr, `watch` and `report` show it; empty where there is nothing to say."""
+    """Return an event in English, as stderr, `watch` and `report` show it; empty if there is nothing to say."""
     if "message" in event.facts:
         return str(event.facts["message"])
     try:

@@ -42,7 +42,7 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 def open_lines(path: Path, is_shared: bool = False) -> TextIO:
     """Open a file to add lines to it, each written at once. A last line that a full disk tore stays a line.
 
-    Where several processes add lines, one that is being written looks torn: `is_shared` keeps the others out until the
+    If several processes add lines, one that is being written looks torn: `is_shared` keeps the others out until the
     file is closed.
     """
     file = path.open("a", encoding="utf-8", buffering=1)

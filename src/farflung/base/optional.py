@@ -24,12 +24,12 @@ STR_OPERATION_TO_FUNC = {
 
 @cache
 def is_available(module: str) -> bool:
-    """Say whether the top-level module `module` can be imported."""
+    """Return whether the top-level module `module` can be imported."""
     return find_spec(module) is not None
 
 
 def is_installed(module: str, *packages: str) -> bool:
-    """Say whether `module` can be imported and one of `packages` (by default, one of its name) has it.
+    """Return whether `module` can be imported and one of `packages` (by default, one of its name) has it.
 
     A folder that happens to bear the name of a library belongs to no package.
     """
@@ -42,7 +42,7 @@ def is_installed(module: str, *packages: str) -> bool:
 
 
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
-    """Say whether a version stands in the relation `operation` to `requirement_version`.
+    """Return whether a version stands in the relation `operation` to `requirement_version`.
 
     Args:
         library_or_version: the name of an installed library, or a `packaging.version.Version`.
@@ -58,12 +58,12 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
 
 
 def compare_release(one: str, operation: str, other: str) -> bool:
-    """Say whether the release of version `one` stands in the relation `operation` to that of `other`."""
+    """Return whether the release of version `one` stands in the relation `operation` to that of `other`."""
     return bool(STR_OPERATION_TO_FUNC[operation](_numbers(one), _numbers(other)))
 
 
 def installed_version(library: str) -> str:
-    """Return the version of `library`, an empty text where it is not installed."""
+    """Return the version of `library`, an empty text if it is not installed."""
     try:
         return _version(library)
     except ModuleNotFoundError:

@@ -17,7 +17,7 @@ def num_bytes(size: int | str, called: str, least: int = 1, has_bits: bool = Tru
     """Return a size in bytes: `5GB` is 5 * 10**9, `5GiB` is 5 * 2**30; a small b counts bits, 8 of them a byte.
 
     A text needs a unit. What is no size, or less than `least`, raises ConfigError by the name that it is `called`.
-    `has_bits` is False where a small b counts bytes too.
+    `has_bits` is False if a small b counts bytes too.
     """
     count = -1
     if isinstance(size, str) and (match := _SIZE.fullmatch(size)):

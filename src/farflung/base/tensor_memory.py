@@ -13,7 +13,7 @@ from farflung.base.errors import Unsupported
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what is equal for two dense tensors, that are not empty, only where they are the same piece of memory.
+    """Return what is equal for two dense tensors, that are not empty, only if they are the same piece of memory.
 
     A conjugate or negated view has its base's address, shape and strides, and other values.
     """
@@ -22,7 +22,7 @@ def memory_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def bytes_of(tensor: Tensor) -> Any:
-    """Return the values of a dense tensor as a numpy array `[n]` of bytes; no copy where they lie so on the CPU."""
+    """Return the values of a dense tensor as a numpy array `[n]` of bytes; no copy if they lie so on the CPU."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).view(torch.uint8).numpy()
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All that Farflung takes from inside torch: names that torch does not promise to keep, and nobody else here uses.
 
-No version of torch is asked for: a name is used where it exists, and where it does not, `Unsupported` says so.
+No version of torch is asked for: a name is used if it exists, and if it does not, `Unsupported` says so.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from farflung.base.errors import Unsupported
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store as Store  # of which torch.distributed has no types
+    from torch._C._distributed_c10d import Store as Store  # torch.distributed has no types for it
 
 _Loader = TypeVar("_Loader", bound=DataLoader[Any])
 
@@ -74,7 +74,7 @@ def _reads(name: str, use: str) -> Callable[[Any], Any]:
 
 
 # The live dictionaries and sets of `module` itself: its parameters (`named_parameters` leaves out tied ones), buffers,
-# buffers that are not part of its state dict, and children, also where one stands twice or a name stands for none.
+# buffers that are not part of its state dict, and children, also if one stands twice or a name stands for none.
 own_parameters: Callable[[nn.Module], dict[str, Any]] = _reads("_parameters", "read a module's parameters")
 own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = _reads("_buffers", "read a module's buffers")
 passing_buffers: Callable[[nn.Module], set[str]] = _reads("_non_persistent_buffers_set", "leave out unsaved buffers")
@@ -82,7 +82,7 @@ child_slots: Callable[[nn.Module], dict[str, nn.Module | None]] = _reads("_modul
 
 
 def changes_what_it_loads(module: nn.Module) -> bool:
-    """Say whether `module` has hooks of its own that change a state dict before it is loaded."""
+    """Return whether `module` has hooks of its own that change a state dict before it is loaded."""
     # Those of FSDP and of activation checkpointing change nothing that a state dict shows.
     hooks = taken(module, "_load_state_dict_pre_hooks", "check a state dict before it is loaded").values()
     return not all(getattr(hook, "__module__", "").startswith("torch.distributed.") for hook in hooks)
@@ -103,13 +103,13 @@ def copied_module(module: nn.Module, children: Mapping[str, nn.Module | None]) -
 
 
 # ---- compiling in place, so that names and classes stay the model's. `Module.compile` compiles nothing, and says
-# nothing, where a class is torch's own, such as `Sequential`
+# nothing, if a class is torch's own, such as `Sequential`
 
 COMPILED_FROM = "_orig_mod"  # where the module that `torch.compile(model)` returns keeps the model
 
 
 def compiled_from(module: nn.Module) -> nn.Module | None:
-    """Return the model inside what `torch.compile(model)` returned, None where `module` is something else."""
+    """Return the model inside what `torch.compile(model)` returned, None if `module` is something else."""
     return child_slots(module).get(COMPILED_FROM)
 
 
@@ -120,7 +120,7 @@ def compiled_again(compiled: nn.Module, model: nn.Module) -> nn.Module:
 
 
 def calls_compiled(module: nn.Module) -> bool:
-    """Say whether calls of `module` run code that was compiled for them."""
+    """Return whether calls of `module` run code that was compiled for them."""
     return taken(module, "_compiled_call_impl", "find compiled modules") is not None
 
 
@@ -136,7 +136,7 @@ def plain_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def before_calls(module: nn.Module, act: Callable[..., None]) -> None:
-    """Have `act(module, inputs)` called before each forward pass of `module`, also where its calls are compiled."""
+    """Have `act(module, inputs)` called before each forward pass of `module`, also if its calls are compiled."""
     module.register_forward_pre_hook(act)
     if calls_compiled(module):
         set_compiled_call(module, partial(_called_after, act, module, module._compiled_call_impl))
@@ -155,7 +155,7 @@ def copied_loader(loader: _Loader, attributes: Mapping[str, Any]) -> _Loader:
 
 
 def has_live_workers(loader: DataLoader[Any]) -> bool:
-    """Say whether a loader keeps persistent workers from an earlier iteration."""
+    """Return whether a loader keeps persistent workers from an earlier iteration."""
     return taken(loader, "_iterator", "know whether workers will draw a seed") is not None
 
 
@@ -176,7 +176,7 @@ ASK_OF_KIND = ("_has_compatible_shallow_copy_type", "_is_view")
 
 
 def is_exhausted(iterator: Any) -> bool:
-    """Say whether an iterator of a loader over a stream has come to the stream's end. Others never say so."""
+    """Return whether an iterator of a loader over a stream has come to the stream's end. Others never say so."""
     return bool(getattr(getattr(iterator, "_dataset_fetcher", None), "ended", False))
 
 
@@ -184,19 +184,19 @@ def is_exhausted(iterator: Any) -> bool:
 
 
 def overflowed(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Say whether gradients of `optimizer` overflowed in its latest step."""
+    """Return whether gradients of `optimizer` overflowed in its latest step."""
     if not scaler.is_enabled():
         return False
-    found: dict[Any, Tensor] = taken(scaler, "_found_inf_per_device", "see overflows")(optimizer)
-    return any(one.item() for one in found.values())
+    found_inf: dict[Any, Tensor] = taken(scaler, "_found_inf_per_device", "see overflows")(optimizer)
+    return any(one.item() for one in found_inf.values())
 
 
 def scaler_stages(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
     """Return the live dictionary of what a scaler knows of each optimizer (by id) since its latest `update`."""
     if not scaler.is_enabled():
         return {}  # nor has it a dictionary
-    found: dict[int, dict[str, Any]] = taken(scaler, "_per_optimizer_states", "save a scaler between two updates")
-    return found
+    states: dict[int, dict[str, Any]] = taken(scaler, "_per_optimizer_states", "save a scaler between two updates")
+    return states
 
 
 def ready_scaler(scaler: torch.amp.GradScaler, device: torch.device) -> None:
@@ -221,10 +221,10 @@ def sharded_parameters(module: Any) -> list[Any]:
 
 
 def unreduced_gradient(sharded: Any) -> Tensor | None:
-    """Return a parameter's whole gradient on this rank, None where there is none that was not reduced."""
-    found: Tensor | None = taken(sharded, "unsharded_accumulated_grad", _UNREDUCED)
+    """Return a parameter's whole gradient on this rank, None if there is none that was not reduced."""
+    gradient: Tensor | None = taken(sharded, "unsharded_accumulated_grad", _UNREDUCED)
     whole = getattr(sharded, "_unsharded_param", None)  # there from the first forward pass on
-    return whole.grad if found is None and whole is not None else found
+    return whole.grad if gradient is None and whole is not None else gradient
 
 
 def set_unreduced_gradient(sharded: Any, gradient: Tensor | None) -> None:
@@ -262,7 +262,7 @@ def num_collectives(group: dist.ProcessGroup) -> int:
 
 
 def is_joining(ddp: nn.parallel.DistributedDataParallel) -> bool:
-    """Say whether a forward pass of `ddp` tells ranks without data that this one still has some, as in its `join()`."""
+    """Return whether a forward pass of `ddp` tells ranks without data that this one has some, as in `join()`."""
     return bool(taken(ddp, "_join_config", "refuse uneven inputs of torch's")[0])
 
 
@@ -270,7 +270,7 @@ _SENT_FIRST = "_static_graph_delay_allreduce_enqueued"  # once the first pass of
 
 
 def keep_static_graph(ddp: nn.parallel.DistributedDataParallel) -> bool:
-    """Keep the first backward pass of a static graph from sending; return False where none was about to."""
+    """Keep the first backward pass of a static graph from sending; return False if none was about to."""
     sends = ddp.static_graph and not taken(ddp, _SENT_FIRST, "keep a static graph from sending")
     if sends:
         setattr(ddp, _SENT_FIRST, True)
@@ -291,7 +291,7 @@ def num_groups() -> int:
 
 
 def _names_count_what_was_made() -> bool:
-    """Say whether groups that some ranks make are named by how many were made, not by `num_groups` (until 2.13)."""
+    """Return whether groups that some ranks make are named by how many were made, not by `num_groups` (until 2.13)."""
     world = taken(dist.distributed_c10d, "_world", _GROUPS)
     named = taken(dist.distributed_c10d, "_hash_ranks_to_str", _GROUPS)
     made = taken(world, "group_count", _GROUPS)
@@ -319,7 +319,7 @@ def raise_group_serial(serial: int) -> None:
 
 
 def is_flattened(parameter: Tensor) -> bool:
-    """Say whether `FullyShardedDataParallel` has put a parameter into a flat one, or this is a flat one."""
+    """Return whether `FullyShardedDataParallel` has put a parameter into a flat one, or this is a flat one."""
     return any(getattr(parameter, mark, False) for mark in ("_is_flat_param", "_fsdp_flattened"))
 
 
@@ -333,7 +333,7 @@ def shard_shape_and_offset(tensor: Any) -> tuple[list[int], list[int]]:
 
 
 def bare_group(store: Store, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
-    """Return a process group that torch's default world knows nothing of: gloo, and NCCL too where there are GPUs.
+    """Return a process group that torch's default world knows nothing of: gloo, and NCCL too if there are GPUs.
 
     The ranks wait for each other for `timeout_s`, or raise RuntimeError; later they do without end.
     """
@@ -351,5 +351,5 @@ def bare_group(store: Store, rank: int, size: int, timeout_s: float) -> dist.Pro
 
 
 def is_static_graph_unknown(ddp: nn.parallel.DistributedDataParallel) -> bool:
-    """Say whether a DDP model with a static graph has yet to see it, in a first backward pass."""
+    """Return whether a DDP model with a static graph has yet to see it, in a first backward pass."""
     return bool(ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued)

@@ -23,12 +23,12 @@ Spec: TypeAlias = Any  # a hashable description of a tree's structure, made by `
 
 
 def is_torch_tensor(tensor: Any) -> bool:
-    """Say whether `tensor` is a torch tensor."""
+    """Return whether `tensor` is a torch tensor."""
     return isinstance(tensor, Tensor)
 
 
 def is_namedtuple(data: Any) -> bool:
-    """Say whether `data` is an instance of a `collections.namedtuple` or `typing.NamedTuple`."""
+    """Return whether `data` is an instance of a `collections.namedtuple` or `typing.NamedTuple`."""
     return isinstance(data, tuple) and hasattr(data, "_fields") and hasattr(data, "_asdict")
 
 
@@ -76,7 +76,7 @@ def rebuilt(data: Any, visit: Callable[[Any], Any]) -> Any:
 
 
 def is_container(data: Any) -> bool:
-    """Say whether `data` is a list, tuple, mapping or dataclass instance, so a node and not a leaf of a tree."""
+    """Return whether `data` is a list, tuple, mapping or dataclass instance, so a node and not a leaf of a tree."""
     return isinstance(data, (list, tuple, Mapping)) or _is_record(data)
 
 

@@ -61,7 +61,7 @@ def compute_module_sizes(
     """Return the bytes of each module, parameter and buffer by name; `''` is the whole model, unknown names are 0.
 
     Args:
-        dtype: which floating-point tensors will be converted to, where it is smaller than theirs.
+        dtype: which floating-point tensors will be converted to, if it is smaller than theirs.
         special_dtypes: dtypes of single tensors, by name.
     """
     special = {name: dtype_byte_size(as_dtype(kind)) for name, kind in (special_dtypes or {}).items()}
@@ -244,7 +244,7 @@ def infer_auto_device_map(
 ) -> dict[str, Any]:
     """Return a device map for a model: GPUs are filled in turn, then the CPU, and the disk takes the rest.
 
-    Modules are placed in their order and split where they don't fit. The first GPU (the CPU where there is none) and
+    Modules are placed in their order and split if they don't fit. The first GPU (the CPU if there is none) and
     the CPU keep room for the largest layer that remains, because what is offloaded later is computed there. The model
     may be on the meta device.
 
@@ -254,9 +254,9 @@ def infer_auto_device_map(
         dtype: which the weights will be loaded in.
         special_dtypes: dtypes of single weights, by name.
         verbose: print each decision.
-        clean_result: name a module once instead of all its parts where they go to one device.
+        clean_result: name a module once instead of all its parts if they go to one device.
         offload_buffers: whether buffers of offloaded modules will be offloaded too.
-        fallback_allocation: where a device would stay empty, look for a later module that fits there.
+        fallback_allocation: if a device would stay empty, look for a later module that fits there.
 
     Returns:
         a device for each module: a number of a GPU, `mps`, `cpu` or `disk`.
@@ -383,12 +383,12 @@ class _Placement:
 
     def _tied_outside(self, name: str, parts: list[Part]) -> list[Part]:
         """Return the parts that hold a parameter which is also in `name`."""
-        found: dict[str, nn.Module | Tensor] = {}
+        tied: dict[str, nn.Module | Tensor] = {}
         for group in self.ties:
             outside = [other for other in group if not _is_within(other, name)]
             for other in outside if len(outside) < len(group) else ():
-                found.update(next(([part] for part in parts if _is_within(other, part[0])), ()))
-        return list(found.items())
+                tied.update(next(([part] for part in parts if _is_within(other, part[0])), ()))
+        return list(tied.items())
 
 
 def _children(name: str, module: nn.Module | Tensor) -> list[Part]:
@@ -396,16 +396,16 @@ def _children(name: str, module: nn.Module | Tensor) -> list[Part]:
     if not isinstance(module, nn.Module) or next(module.children(), None) is None:
         return []
     parts = [part for part in parts_of(module) if part[0] not in passing_buffers(module)]
-    return [(f"{name}.{own}", part) for own, part in parts]
+    return [(f"{name}.{part_name}", part) for part_name, part in parts]
 
 
 def _without(parts: list[Part], name: str) -> list[Part]:
-    """Return `parts` without `name`, where the modules that hold it are replaced by their parts."""
-    found: list[Part] = []
-    for own, part in parts:
-        if own != name:
-            found += _without(_children(own, part), name) if _is_within(name, own) else [(own, part)]
-    return found
+    """Return `parts` without `name`, the modules that hold it replaced by their parts."""
+    rest: list[Part] = []
+    for part_name, part in parts:
+        if part_name != name:
+            rest += _without(_children(part_name, part), name) if _is_within(name, part_name) else [(part_name, part)]
+    return rest
 
 
 def _is_within(name: str, module: str) -> bool:
@@ -413,7 +413,7 @@ def _is_within(name: str, module: str) -> bool:
 
 
 def _check_buffers(model: nn.Module, placement: _Placement, dtype: Any, special_dtypes: Any) -> None:
-    """Warn where the buffers of offloaded modules, which stay on a GPU, may have no room there."""
+    """Warn if the buffers of offloaded modules, which stay on a GPU, may have no room there."""
     needed: float = 0
     for name, device in placement.found.items():
         module = model.get_submodule(name) if name in dict(model.named_modules()) else None
@@ -422,14 +422,14 @@ def _check_buffers(model: nn.Module, placement: _Placement, dtype: Any, special_
     left = [placement.memory[gpu] - placement.used[gpu] for gpu in placement.gpus]
     if needed and left and max(left) < needed:
         warnings.warn(
-            f"The buffers of offloaded modules take {needed} bytes, and no GPU has so many left. If memory runs out, "
+            f"The buffers of offloaded modules take {needed} bytes, and no GPU has that much left. If memory runs out, "
             "use offload_buffers=True.",
             stacklevel=3,
         )
 
 
 def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
-    """Name a module (`module_name`, or each) once instead of all its parts where they go to one device, in place."""
+    """Name a module (`module_name`, or each) once instead of all its parts if they go to one device, in place."""
     prefix = f"{module_name}." if module_name else ""
     parts = [name for name in device_map if name.startswith(prefix)]
     if len(parts) > 1 and len({device_map[name] for name in parts}) == 1:

@@ -55,7 +55,7 @@ def dispatch_model(
 ) -> nn.Module:
     """Put the parts of a model where a device map wants them, with hooks that bring weights and inputs together.
 
-    Where all goes to one device, the model is moved there and gets no hooks. Next to a GPU, what is for the CPU waits
+    If all goes to one device, the model is moved there and gets no hooks. Next to a GPU, what is for the CPU waits
     there and is computed on the GPU.
 
     Args:
@@ -68,7 +68,7 @@ def dispatch_model(
         offload_buffers: offload buffers too.
         skip_keys: keyword arguments that are not moved.
         preload_module_classes: names of classes that get the weights of all their submodules at once.
-        force_hooks: attach hooks also where all goes to one device.
+        force_hooks: attach hooks also if all goes to one device.
 
     Returns:
         the model, with the map as `hf_device_map`.
@@ -84,11 +84,13 @@ def dispatch_model(
             main_device = next((device for device in devices.values() if device not in ("cpu", "disk")), "cpu")
         main_device = _plain(main_device)
         away = ("disk",) if main_device in ("cpu", "mps") else ("cpu", "disk")
-        own = _offloadable(model, offload_buffers)
+        offloadable = _offloadable(model, offload_buffers)
         on_cpu = [name for name, device in devices.items() if device == "cpu" and "cpu" in away]
         if state_dict is None and on_cpu:
-            state_dict = extract_submodules_state_dict(own, on_cpu)
-        on_disk = extract_submodules_state_dict(own, [name for name, device in devices.items() if device == "disk"])
+            state_dict = extract_submodules_state_dict(offloadable, on_cpu)
+        on_disk = extract_submodules_state_dict(
+            offloadable, [name for name, device in devices.items() if device == "disk"]
+        )
         ties = find_tied_parameters(model)
         index = offload_index
         if on_disk and index is None:
@@ -130,18 +132,18 @@ def dispatch_model(
 
 
 def _without_overlap(model: nn.Module, device_map: Mapping[str, Device]) -> dict[str, Device]:
-    """Return the same map, where a module with entries for its parts is replaced by its other parts."""
-    found: dict[str, Device] = {}
+    """Return the same map, each module with entries for its parts replaced by its other parts."""
+    device_of: dict[str, Device] = {}
     waiting = list(device_map.items())
     while waiting:
         name, device = waiting.pop(0)
         prefix = f"{name}." if name else ""
         if any(other.startswith(prefix) for other in device_map if other != name):
-            parts = [f"{prefix}{own}" for own, _ in parts_of(model.get_submodule(name))]
+            parts = [f"{prefix}{part_name}" for part_name, _ in parts_of(model.get_submodule(name))]
             waiting += [(part, device) for part in parts if part not in device_map]
         else:
-            found[name] = device
-    return found
+            device_of[name] = device
+    return device_of
 
 
 def _plain(device: Device) -> Device:
@@ -170,7 +172,7 @@ def _written(
 
 
 def _guard(model: nn.Module) -> None:
-    """Refuse to move a model whose weights wait elsewhere, and warn where moving it makes no sense."""
+    """Refuse to move a model whose weights wait elsewhere, and warn if moving it makes no sense."""
 
     def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)

@@ -227,8 +227,8 @@ class AlignDevicesHook(ModelHook):
 
     def _offloaded(self, module: nn.Module) -> list[tuple[str, Tensor]]:
         """Return the tensors that are offloaded: those in `weights_map`, if there is one; of buffers what is saved."""
-        found = all_tensors(module, self.offload_buffers, self.place_submodules, remove_non_persistent=True)
-        return [(name, value) for name, value in found if self.weights_map is None or name in self.weights_map]
+        tensors_here = all_tensors(module, self.offload_buffers, self.place_submodules, remove_non_persistent=True)
+        return [(name, value) for name, value in tensors_here if self.weights_map is None or name in self.weights_map]
 
     def _set(self, module: nn.Module, name: str, device: Device, value: Tensor | None = None) -> None:
         set_module_tensor_to_device(
@@ -252,7 +252,7 @@ class AlignDevicesHook(ModelHook):
         _guard_gradient(getattr(owner, own_name))
 
     def _drop(self, module: nn.Module, name: str, tensor: Tensor) -> None:
-        """Take a tensor out again: its stand-in returns, or a new one where the module was changed meanwhile."""
+        """Take a tensor out again: its stand-in returns, or a new one if the module was changed meanwhile."""
         stand_in = self._stand_ins.get(name)
         if stand_in is None or (stand_in.shape, stand_in.dtype) != (tensor.shape, tensor.dtype):
             self._take_out(module, name)
@@ -290,7 +290,7 @@ class _Waiting:
         weights, device, ties = self.hook.weights_map, self.hook.execution_device, self.hook.tied_params_map
         assert weights is not None
         present = None if ties is None or device is None else ties.copy_on(stand_in, as_device(device))
-        if present is not None and present is not stand_in:  # it is, where a model runs on the meta device
+        if present is not None and present is not stand_in:  # it is, if a model runs on the meta device
             return present
         with torch.no_grad():
             value = weights[self.name].detach().to(stand_in.dtype)
@@ -331,7 +331,7 @@ def weights_of(model: nn.Module) -> list[Any]:
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Say whether a hook of the module itself offloads its weights."""
+    """Return whether a hook of the module itself offloads its weights."""
     return any(hook.offload for hook in align_hooks(module))
 
 
@@ -382,7 +382,7 @@ class CpuOffload(ModelHook):
     """Keeps a model on the CPU until it is called; then it stays on the device until `init_hook` is called again.
 
     Args:
-        execution_device: by default the first accelerator, or the CPU where there is none.
+        execution_device: by default the first accelerator, or the CPU if there is none.
         prev_module_hook: of the model before it in a pipeline, which goes back to the CPU when this one is called.
     """
 

@@ -65,13 +65,13 @@ def _files_of(checkpoint: Path) -> tuple[list[Path], set[str] | None]:
         for name in (paths.model(0, safe=False), paths.model(0)):  # Accelerate's order
             if (checkpoint / name).is_file():
                 return [checkpoint / name], None
-        found = sorted(checkpoint.glob("*.index.json"))
-        if len(found) != 1:
+        indices = sorted(checkpoint.glob("*.index.json"))
+        if len(indices) != 1:
             raise CheckpointError(
-                f"{checkpoint} has {len(found)} files *.index.json and no {paths.model(0)} or "
+                f"{checkpoint} has {len(indices)} files *.index.json and no {paths.model(0)} or "
                 f"{paths.model(0, safe=False)}. Name the file with the weights, or the index."
             )
-        checkpoint = found[0]
+        checkpoint = indices[0]
     if not checkpoint.is_file():
         raise CheckpointError(f"{checkpoint} does not exist. Name a file with weights, an index, or a folder of them.")
     if checkpoint.suffix != ".json":
@@ -155,13 +155,13 @@ def _check_names(
     model: nn.Module, checkpoint: Folder, names: set[str], ties: Iterable[Iterable[str]], strict: bool
 ) -> None:
     """Compare the names in a checkpoint with the model's, before anything is changed."""
-    own = model.state_dict()
-    if any(name.endswith(".SCB") for name in names - set(own)):
+    expected = model.state_dict()
+    if any(name.endswith(".SCB") for name in names - set(expected)):
         raise Unsupported(f"{checkpoint} holds 8-bit weights of bitsandbytes. Load it with transformers.")
     shared = {name for group in ties if names & set(group) for name in group}
-    missing = [name for name in own if name not in names and name not in shared]
-    empty = [name for name in missing if isinstance(own[name], Tensor) and own[name].is_meta]
-    unexpected = sorted(names - set(own))
+    missing = [name for name in expected if name not in names and name not in shared]
+    empty = [name for name in missing if isinstance(expected[name], Tensor) and expected[name].is_meta]
+    unexpected = sorted(names - set(expected))
     if strict and (missing or unexpected):
         raise CheckpointError(f"{checkpoint} lacks {missing or 'nothing'}, and has {unexpected or 'nothing'} too many.")
     if empty:
@@ -207,7 +207,7 @@ def _load_each(
                 old.copy_(value)  # an optimizer may hold the parameter
             return None
         device = ("cpu" if old.is_meta else old.device) if device_map is None else tensors.device_for(name, device_map)
-        if device != "disk" or name in staying:  # beside its module in memory, not with the module's weights
+        if device != "disk" or name in staying:  # in memory with its module, not on the disk with the module's weights
             there = "cpu" if device == "disk" else device
             tensors.set_module_tensor_to_device(model, name, there, value, kind, clear_cache=False)
             return None

@@ -60,7 +60,9 @@ def _check_unused(path: Path, content: np.ndarray[Any, Any], own: Sequence[Any])
     """Check that no other model reads a file, unless writing `content` would not change it."""
 
     def others() -> list[Any]:
-        return [one for one in world.readers() if path in one.files and not any(one is mine for mine in own)]
+        return [
+            reader for reader in world.readers() if path in reader.files and not any(reader is mine for mine in own)
+        ]
 
     is_same = others() and path.is_file() and path.stat().st_size == content.nbytes
     if not others() or (is_same and np.array_equal(np.fromfile(path, np.uint8), content)):
@@ -89,13 +91,13 @@ def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -
 
 
 def read_offload_index(folder: Folder) -> Index:
-    """Return what is offloaded to a folder by name; nothing where it has no index."""
+    """Return what is offloaded to a folder by name; nothing if it has no index."""
     path = check_path("offload_folder", folder) / INDEX
     if not path.is_file():
         return {}
     with reading(path):
-        found: Index = json.loads(path.read_text(encoding="utf-8"))
-    return found
+        index: Index = json.loads(path.read_text(encoding="utf-8"))
+    return index
 
 
 def save_offload_index(index: Index | None, offload_folder: Folder) -> None:
@@ -117,11 +119,11 @@ def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, Tensor], *, ow
 
 def with_shared_names(index: Mapping[str, Any], ties: Iterable[Sequence[str]]) -> dict[str, Any]:
     """Return an index that has every name of each shared weight in it."""
-    found = dict(index)
+    shared = dict(index)
     for group in ties:
         for known in [name for name in group if name in index][:1]:
-            found.update({name: {"weight_name": known, **index[known]} for name in group if name not in index})
-    return found
+            shared.update({name: {"weight_name": known, **index[known]} for name in group if name not in index})
+    return shared
 
 
 class PrefixedDataset(Mapping[str, Tensor]):

@@ -63,11 +63,11 @@ class StandIn(Tensor):
                 return func(*args, **kwargs)
         if isinstance(args[0], StandIn) and (name in _CONVERTS or attribute):
             with suppress(NotImplementedError, RuntimeError), without_overrides():  # to a real device it needs values
-                found = func(*args, **kwargs)
-                if not isinstance(found, Tensor) or attribute == "grad":
-                    return found
-                if found.is_meta and (attribute or name) in _CONVERTS:
-                    return found if found is args[0] else made(found, _Converted(args[0]))
+                result = func(*args, **kwargs)
+                if not isinstance(result, Tensor) or attribute == "grad":
+                    return result
+                if result.is_meta and (attribute or name) in _CONVERTS:
+                    return result if result is args[0] else made(result, _Converted(args[0]))
         _refuse_changes(name, args, kwargs)
         args, kwargs = recursively_apply(_values, (args, kwargs), test_type=_is_stand_in)
         return func(*args, **kwargs)
@@ -122,7 +122,7 @@ def _values(stand_in: StandIn) -> Tensor:
 
 
 def _refuse_changes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise StateError where a call would write into a stand-in: the weight would stay as it was."""
+    """Raise StateError if a call would write into a stand-in: the weight would stay as it was."""
     is_in_place = _IN_PLACE.fullmatch(name) is not None
     written = [kwargs.get("out"), args[0] if is_in_place and args else None]
     for target in written:

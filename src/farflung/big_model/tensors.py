@@ -28,13 +28,13 @@ _log = logging.getLogger("farflung.utils.modeling")
 
 def as_device(device: Device) -> torch.device:
     """Return `device` as torch's own, with an index: a bare `cuda` is the first GPU."""
-    found = torch.device(device)
-    is_indexed = found.index is not None or found.type in ("cpu", "meta")
-    return found if is_indexed else torch.device(found.type, 0)
+    known = torch.device(device)
+    is_indexed = known.index is not None or known.type in ("cpu", "meta")
+    return known if is_indexed else torch.device(known.type, 0)
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Say whether two devices are one, where `cuda` is `cuda:0`."""
+    """Return whether two devices are one, where `cuda` is `cuda:0`."""
     return as_device(first_device) == as_device(second_device)
 
 
@@ -71,11 +71,11 @@ all_tensors = partial(named_module_tensors, remove_duplicate=False)  # a shared 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
     """Return the names of the buffers that are not part of the state dict; with `fqns`, full names from `module` on."""
-    found = set(passing_buffers(module))
+    names = set(passing_buffers(module))
     if recurse:
         for path, inner in module.named_modules():
-            found |= {f"{path}.{name}" if fqns and path else name for name in passing_buffers(inner)}
-    return found
+            names |= {f"{path}.{name}" if fqns and path else name for name in passing_buffers(inner)}
+    return names
 
 
 def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
@@ -93,8 +93,8 @@ def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
 def get_tensor(module: nn.Module, tensor_name: str) -> Tensor:
     """Return the parameter or buffer of this name."""
     owner, name = owner_of(module, tensor_name)
-    found: Tensor = getattr(owner, name)
-    return found
+    tensor: Tensor = getattr(owner, name)
+    return tensor
 
 
 # ---- sharing
@@ -135,8 +135,8 @@ class TiedWeights:
     def copy_on(self, tensor: Tensor, device: torch.device) -> Tensor | None:
         """Return the copy on `device` of a shared parameter, or None."""
         copies = self._copies.get(tensor)
-        found: Tensor | None = None if copies is None else copies.get(str(device))
-        return found
+        copy: Tensor | None = None if copies is None else copies.get(str(device))
+        return copy
 
     def note(self, tensor: Tensor, copy: Tensor) -> None:
         """Remember that `copy` is `tensor` on another device."""
@@ -145,11 +145,11 @@ class TiedWeights:
         self._copies[copy] = copies
 
     def is_shared(self, tensor: Tensor) -> bool:
-        """Say whether several names share `tensor`."""
+        """Return whether several names share `tensor`."""
         return tensor in self._copies
 
     def groups(self, model: nn.Module) -> list[list[str]]:
-        """Return the names of `model` that share a parameter, also where they hold copies on several devices now."""
+        """Return the names of `model` that share a parameter, also if they hold copies on several devices now."""
         names: dict[int, list[str]] = defaultdict(list)
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names[id(self._copies.get(parameter, parameter))].append(name)
@@ -157,7 +157,7 @@ class TiedWeights:
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Say whether a model of transformers is configured to share weights, such as input and output embeddings."""
+    """Return whether a model of transformers is configured to share weights, such as input and output embeddings."""
     if not any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
         return False
     config: Any = getattr(model, "config", None)
@@ -236,9 +236,9 @@ def set_module_tensor_to_device(
 
     Args:
         tensor_name: its name from `module` on.
-        value: of the same shape. Needed where the tensor is on the meta device.
+        value: of the same shape. Needed if the tensor is on the meta device.
         dtype: which the tensor is converted to; the tensor's present one by default. Integers are never converted.
-        tied_params_map: the weights that the model shares: where a copy of one is on the device, it is used again.
+        tied_params_map: the weights that the model shares: if a copy of one is on the device, it is used again.
         clear_cache: give memory that torch keeps on a GPU back to it.
 
     Raises:
@@ -278,12 +278,12 @@ def _converted(name: str, old: Tensor, value: Any, dtype: torch.dtype | None) ->
         return old if dtype is None or not _is_real(old) else old.to(dtype)
     if type(old).__name__ in _QUANTIZED:
         raise _no_bitsandbytes()
-    found = value if isinstance(value, Tensor) else torch.tensor(value)
-    if found.shape != old.shape:
-        raise ConfigError(f"{name} has shape {list(old.shape)}, and the value for it {list(found.shape)}.")
+    tensor = value if isinstance(value, Tensor) else torch.tensor(value)
+    if tensor.shape != old.shape:
+        raise ConfigError(f"{name} has shape {list(old.shape)}, and the value for it {list(tensor.shape)}.")
     if dtype is None:
-        return found.to(old.dtype)
-    return found.to(dtype) if _is_real(found) else found
+        return tensor.to(old.dtype)
+    return tensor.to(dtype) if _is_real(tensor) else tensor
 
 
 def _is_real(tensor: Tensor) -> bool:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders that are whole or not there: written aside, put in place by one rename, and the old taken away after it.
 
-A checkpoint `a/b` is written to `a/.b.writing-TOKEN/b`. Where `a/b` is not there yet, that folder is renamed to it.
-Where it is, with files of the script's own in it perhaps, everything is written to `a/b/.writing-TOKEN/b`, and the one
+A checkpoint `a/b` is written to `a/.b.writing-TOKEN/b`. If `a/b` is not there yet, that folder is renamed to it.
+If it is, with files of the script's own in it perhaps, everything is written to `a/b/.writing-TOKEN/b`, and the one
 rename is that of `.writing-TOKEN` to `.ready`: from then on the new checkpoint counts, though its files still have to
 be moved up, which `finish` does, at once or when the folder is next looked at. A process may be killed anywhere.
 """
@@ -86,7 +86,7 @@ class StagedDir:
 
 
 def finish(target: Path) -> None:
-    """Move up the files of a checkpoint that is ready, and remove those before it; CheckpointError where it can't."""
+    """Move up the files of a checkpoint that is ready, and remove those before it; CheckpointError if it can't."""
     ready = target / READY
     if not ready.is_dir():
         return
@@ -106,7 +106,7 @@ def finish(target: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from moving up files in the same folder, where its file system can."""
+    """Keep other processes from moving up files in the same folder, if its file system can."""
     number = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):

@@ -34,14 +34,14 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        """Return the checkpoint in `folder`; CheckpointError where a file is missing or of another size."""
+        """Return the checkpoint in `folder`; CheckpointError if a file is missing or of another size."""
         atomic.finish(folder)
-        found = cls(folder, Manifest.read(folder))
-        if found.manifest is None and not is_checkpoint(folder):
-            found._refuse("there is no checkpoint in it")
-        if problem := found.misfit():
-            found._refuse(problem)
-        return found
+        checkpoint = cls(folder, Manifest.read(folder))
+        if checkpoint.manifest is None and not is_checkpoint(folder):
+            checkpoint._refuse("there is no checkpoint in it")
+        if problem := checkpoint.misfit():
+            checkpoint._refuse(problem)
+        return checkpoint
 
     def misfit(self) -> str | None:
         """Say which file is missing or not as long as it was, without reading any; None: no such file."""
@@ -59,7 +59,7 @@ class Checkpoint:
     def verify(self, is_shown: bool = True) -> Checkpoint:
         """Read every byte, if checksums were written; CheckpointError names a file that is damaged.
 
-        `is_shown` is False where no bar may show how far it is.
+        `is_shown` is False if no bar may show how far it is.
         """
         names, total = (self.manifest.files, self.manifest.num_bytes) if self.manifest else ((), 0)
         with (
@@ -108,7 +108,7 @@ class Checkpoint:
         return manifest_path(self.folder).name == paths.FORMER_MANIFEST
 
     def has(self, name: str) -> bool:
-        """Say whether there is a file of this name; CheckpointError where something else has it."""
+        """Return whether there is a file of this name; CheckpointError if something else has it."""
         return is_file(self.folder / name)
 
     def read(self, name: str) -> Any:
@@ -116,7 +116,7 @@ class Checkpoint:
         return read_torch(self.folder / name)
 
     def read_if_there(self, name: str) -> Any:
-        """Return what `torch.save` wrote to a file, None where there is no such file."""
+        """Return what `torch.save` wrote to a file, None if there is no such file."""
         return self.read(name) if self.has(name) else None
 
     def model_path(self, index: int, taken: int = 0) -> Path:
@@ -150,35 +150,35 @@ class Checkpoint:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Say whether a folder is a checkpoint, whole or not, and not a folder of checkpoints."""
+    """Return whether a folder is a checkpoint, whole or not, and not a folder of checkpoints."""
     if any((folder / name).exists() for name in paths.MANIFESTS) or (folder / atomic.READY).is_dir():
         return True
     return any(paths.KNOWN.fullmatch(path.name) or paths.SHARDS.fullmatch(path.name) for path in folder.iterdir())
 
 
 def candidates(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, the newest first: by their numbers where all have one, else by their age."""
-    found = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
-    found = [path for path in found if is_checkpoint(path) or path.name.startswith(paths.PREFIX)]
-    matches = [_NUMBER.match(path.name) for path in found]
+    """Return the checkpoints in a folder, the newest first: by their numbers if all have one, else by their age."""
+    folders = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    folders = [path for path in folders if is_checkpoint(path) or path.name.startswith(paths.PREFIX)]
+    matches = [_NUMBER.match(path.name) for path in folders]
     if len({match[1] for match in matches if match}) == 1 and all(matches):
-        return sorted(found, key=lambda path: int(_NUMBER.match(path.name)[2]), reverse=True)  # type: ignore[index]
-    return sorted(found, key=_written_at, reverse=True)
+        return sorted(folders, key=lambda path: int(_NUMBER.match(path.name)[2]), reverse=True)  # type: ignore[index]
+    return sorted(folders, key=_written_at, reverse=True)
 
 
 def newest(folder: Path, is_shown: bool = True) -> Checkpoint:
-    """Return the newest complete checkpoint in `folder`, verified; CheckpointError where none is, with the reasons.
+    """Return the newest complete checkpoint in `folder`, verified; CheckpointError if none is, with the reasons.
 
     For `is_shown` see `Checkpoint.verify`.
     """
     passed: list[str] = []
     for candidate in candidates(folder):
         try:
-            found = Checkpoint.open(candidate).verify(is_shown)
+            checkpoint = Checkpoint.open(candidate).verify(is_shown)
         except CheckpointError as error:
             passed.append(str(error))
             continue
-        return replace(found, passed=tuple(passed))
+        return replace(checkpoint, passed=tuple(passed))
     reasons = "".join(f"\n  {reason}" for reason in passed)
     raise CheckpointError(f"There is no complete checkpoint in {folder}.{reasons}")
 

@@ -46,7 +46,7 @@ class Entry:
             if unsafe:
                 raise ConfigError(
                     f"The state of {self.origin or self.name} holds {', '.join(unsafe)}, which can't be loaded without "
-                    "running code. Let state_dict() return tensors, numbers, strings and their lists and dictionaries, "
+                    "running code. Have state_dict() return tensors, numbers, strings, lists and dictionaries of them, "
                     "or allow a class that is safe to build with torch.serialization.add_safe_globals."
                 )
         return FileRecord(writer.num_bytes, writer.crc32)

@@ -2,7 +2,7 @@
 """Files on the disk: only regular ones inside their folder are opened; their sizes and checksums.
 
 A named pipe would make its reader wait for ever, and a device never ends. The checksum is zlib's CRC-32, which isal,
-where it is installed, computes with the processor's own instructions.
+if it is installed, computes with the processor's own instructions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _KINDS = {
 
 
 def inside(name: str) -> str:
-    """Return `name` unchanged; CheckpointError where it is absolute, climbs out of its folder, or is no plain path."""
+    """Return `name` unchanged; CheckpointError if it is absolute, climbs out of its folder, or is no plain path."""
     path = PurePosixPath(name)
     if not name or path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or str(path) != name:
         raise CheckpointError(f"{name!r} names a file outside of its folder, so it was neither read nor written.")
@@ -42,7 +42,7 @@ def kind_of(mode: int) -> str | None:
 
 
 def is_file(path: Path) -> bool:
-    """Say whether there is a regular file, or a link to one; CheckpointError where something else has the name."""
+    """Return whether there is a regular file, or a link to one; CheckpointError if something else has the name."""
     try:
         kind = kind_of(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):

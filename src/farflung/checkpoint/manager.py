@@ -113,7 +113,7 @@ class Saver:
 
     @contextmanager
     def begin(self, request: SaveRequest) -> Iterator[StagedDir]:
-        """Make the folder in which the files are put meanwhile, and discard it where the block fails.
+        """Make the folder in which the files are put meanwhile, and discard it if the block fails.
 
         All ranks call this together, as all that follows.
         """
@@ -244,8 +244,8 @@ def _complete(folder: Path, parts: Sequence[Entry], written: Sequence[dict[str, 
     mine = {part.name: part for part in parts}
     records: dict[str, FileRecord] = {}
     for name in dict.fromkeys(name for found in written for name in found):
-        own = mine.get(name, Entry(name, None))
-        records.update(own.finish(folder, [found[name] for found in written if name in found]))
+        entry = mine.get(name, Entry(name, None))
+        records.update(entry.finish(folder, [found[name] for found in written if name in found]))
     names = atomic.names_in(folder)
     for name in names:
         if name not in records:

@@ -31,7 +31,7 @@ class Manifest:
 
     files: dict[str, FileRecord]  # by name, relative to the folder
     step: int = 0  # micro-batches since the data began
-    optimizer_steps: list[int | None] | None = None  # completed ones; None: not known, as of before they were counted
+    optimizer_steps: list[int | None] | None = None  # completed ones; None: written before they were counted
     iteration: int = 0  # which checkpoint of its run it is
     world_size: int = 1  # how many processes wrote it
     written_at: float = 0.0  # seconds since 1970
@@ -56,7 +56,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """Return the manifest of a folder, None where there is none; CheckpointError where it is damaged."""
+        """Return the manifest of a folder, None if there is none; CheckpointError if it is damaged."""
         path = manifest_path(folder)
         if not is_file(path):
             return None
@@ -69,22 +69,22 @@ class Manifest:
             if number != _FORMAT:
                 raise CheckpointError(f"{path} has format {number}; this version of Farflung reads format {_FORMAT}.")
             files = {n: FileRecord(int(e["bytes"]), int(e["crc32"], 16)) for n, e in content.pop("files").items()}
-            found = cls(files=files, **content)
-            if not all(steps is None or type(steps) is int for steps in found.optimizer_steps or ()):
-                raise ValueError(f"optimizer_steps is {found.optimizer_steps}")
+            manifest = cls(files=files, **content)
+            if not all(steps is None or type(steps) is int for steps in manifest.optimizer_steps or ()):
+                raise ValueError(f"optimizer_steps is {manifest.optimizer_steps}")
         for name in files:
             inside(name)
-        return found
+        return manifest
 
 
 def manifest_path(folder: Path) -> Path:
-    """Return where the manifest of a folder is: under the former name only where there is none of the present one."""
+    """Return where the manifest of a folder is: under the former name only if there is none of the present one."""
     former = folder / paths.FORMER_MANIFEST
     return former if former.exists() and not (folder / paths.MANIFEST).exists() else folder / paths.MANIFEST
 
 
 def names_of(folder: Path) -> set[str]:
-    """Return the names of the files that belong to the checkpoint in a folder; none where no manifest says so."""
+    """Return the names of the files that belong to the checkpoint in a folder; none if no manifest says so."""
     try:
         manifest = Manifest.read(folder)
     except CheckpointError:  # damaged

@@ -70,7 +70,7 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 
 
 def read_torch(path: Path) -> Any:
-    """Return what `torch.save` wrote, on the CPU; CheckpointError where it is damaged, not there, or would run code."""
+    """Return what `torch.save` wrote, on the CPU; CheckpointError if it is damaged, not there, or would run code."""
     is_file(path)
     with reading(path):
         return load(path, map_location="cpu")
@@ -95,7 +95,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def read_weights(path: Path) -> dict[str, Any]:
-    """Return the weights in a file of either format, by name; CheckpointError where it holds something else."""
+    """Return the weights in a file of either format, by name; CheckpointError if it holds something else."""
     is_file(path)
     with reading(path):
         weights = load_file(path, device="cpu") if path.suffix == ".safetensors" else load(path, map_location="cpu")
@@ -106,7 +106,7 @@ def read_weights(path: Path) -> dict[str, Any]:
 
 def _reason(error: BaseException) -> str:
     """Return the first lines of an error that say something; torch's fill a page."""
-    said = repr(error) if isinstance(error, KeyError) else str(error)  # of a KeyError that is the key alone
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    message = repr(error) if isinstance(error, KeyError) else str(error)  # of a KeyError that is the key alone
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
     unsupported = next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), None)
     return (unsupported or (lines[0] if lines else type(error).__name__))[:300]

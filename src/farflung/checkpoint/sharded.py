@@ -57,10 +57,10 @@ _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoi
 
 
 class ShardPlanner:
-    """A state that ranks will write together, before they know who writes what; ConfigError where it is no plain data.
+    """A state that ranks will write together, before they know who writes what; ConfigError if it is no plain data.
 
     Args:
-        name: of the folder to be, such as `optimizer_0`; nothing where that is the checkpoint's own.
+        name: of the folder to be, such as `optimizer_0`; nothing if that is the checkpoint's own.
         state: nested dictionaries and lists of tensors and plain data. Shards of one tensor are on several ranks; what
             is whole is written by the leader. Ranks also bring shards that others write too: the work is
             divided among them.
@@ -104,7 +104,7 @@ def _check(data: Any, name: str) -> None:
         load(data)
     except pickle.UnpicklingError as error:
         raise ConfigError(
-            f"{name} holds something that can't be loaded without running code. Let the optimizer and the model keep "
+            f"{name} holds something that can't be loaded without running code. Have the optimizer and the model keep "
             "tensors, numbers, strings and their lists and dictionaries."
         ) from error
 
@@ -199,7 +199,7 @@ class ShardReader:
         return torch.empty(self.sizes[name], dtype=self.dtypes[name], device=device) if name in self.sizes else None
 
     def read(self, names: Mapping[str, Tensor | None], bar: Bar | None = None) -> dict[str, Any]:
-        """Return values by flat name, on the CPU; CheckpointError where one is not there, or has another shape.
+        """Return values by flat name, on the CPU; CheckpointError if one is not there, or has another shape.
 
         Args:
             names: for each, a sharded tensor of its shape, whose local part alone is read; None: all of it.
@@ -226,8 +226,8 @@ class ShardReader:
 
     def read_whole(self) -> Any:
         with bar(f"Reading {self.folder.name}", self.num_bytes) as shown:
-            found = self.read(dict.fromkeys(self.paths), shown)
-        return nested({self.paths[name]: value for name, value in found.items()})
+            values = self.read(dict.fromkeys(self.paths), shown)
+        return nested({self.paths[name]: value for name, value in values.items()})
 
 
 def nested(values: Mapping[tuple[Any, ...], Any]) -> Any:
@@ -275,7 +275,7 @@ class _Filler(DefaultLoadPlanner):
         }
 
     def check(self, plan: LoadPlan) -> None:
-        """Raise CheckpointError where files have not all of a value: the rest of its memory holds anything."""
+        """Raise CheckpointError if files have not all of a value: the rest of its memory holds anything."""
         read = dict.fromkeys(self.found, 0)
         for item in plan.items:
             if item.dest_index.fqn in read:
@@ -292,12 +292,12 @@ class _Filler(DefaultLoadPlanner):
         self.found[read_item.dest_index.fqn] = load(value, map_location="cpu")
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        found: Tensor = self.found[index.fqn]
-        return found
+        tensor: Tensor = self.found[index.fqn]
+        return tensor
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Return what stands in `folder/.metadata`; CheckpointError where there is none, or it is something else."""
+    """Return what stands in `folder/.metadata`; CheckpointError if there is none, or it is something else."""
     path = folder / paths.SHARDS_INDEX
     if not is_file(path):
         raise CheckpointError(f"{path} does not exist: the checkpoint is not complete, or it is none of DCP.")
@@ -322,9 +322,9 @@ class _Unpickler(pickle.Unpickler):
             return self._known[name]
         if module.split(".")[0] == "pathlib" and name.endswith("Path"):
             return self._nothing
-        found = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(found, torch.dtype):
-            return found
+        member = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(member, torch.dtype):
+            return member
         raise TypeError(f"it names {module}.{name}, which is not part of a description of tensors")
 
 
@@ -336,52 +336,52 @@ class _Record:
 
 
 def _metadata(record: Any) -> Metadata:
-    said = _said(record, "Metadata")
-    stored = {_text(name): _storage(one) for name, one in said["state_dict_metadata"].items()}
-    where = {_index(index): _place(place) for index, place in said["storage_data"].items()}
-    places = {_text(name): _path(path) for name, path in (said.get("planner_data") or {}).items()}
+    content = _said(record, "Metadata")
+    stored = {_text(name): _storage(one) for name, one in content["state_dict_metadata"].items()}
+    where = {_index(index): _place(place) for index, place in content["storage_data"].items()}
+    places = {_text(name): _path(path) for name, path in (content.get("planner_data") or {}).items()}
     return Metadata(stored, {name: places.get(name, (name,)) for name in stored}, where)
 
 
 def _said(record: Any, kind: str) -> dict[str, Any]:
-    """Return the fields of a record of a class; TypeError where it is something else."""
+    """Return the fields of a record of a class; TypeError if it is something else."""
     if type(record).__name__ != kind or not isinstance(record, _Record):
         raise TypeError(f"a {kind} was expected, not {type(record).__name__}")
-    said = vars(record).get("said")
-    if said is not None and not isinstance(said, (dict, tuple)):
-        raise TypeError(f"a {kind} holds a {type(said).__name__}")
-    return said or {}  # type: ignore[return-value]
+    content = vars(record).get("said")
+    if content is not None and not isinstance(content, (dict, tuple)):
+        raise TypeError(f"a {kind} holds a {type(content).__name__}")
+    return content or {}  # type: ignore[return-value]
 
 
 def _storage(record: Any) -> BytesStorageMetadata | TensorStorageMetadata:
     if type(record).__name__ == "BytesStorageMetadata":
         return BytesStorageMetadata()
-    said = _said(record, "TensorStorageMetadata")
-    dtype = next(iter(_said(said["properties"], "TensorProperties")))  # the first of a tuple
+    content = _said(record, "TensorStorageMetadata")
+    dtype = next(iter(_said(content["properties"], "TensorProperties")))  # the first of a tuple
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{dtype!r} is no type of a tensor")
-    chunks = [_said(chunk, "ChunkStorageMetadata") for chunk in said["chunks"]]
+    chunks = [_said(chunk, "ChunkStorageMetadata") for chunk in content["chunks"]]
     return TensorStorageMetadata(
         TensorProperties(dtype=dtype),
-        _size(said["size"]),
+        _size(content["size"]),
         [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks],
     )
 
 
 def _index(record: Any) -> MetadataIndex:
-    said = _said(record, "MetadataIndex")
-    offset = said.get("offset")
-    return MetadataIndex(_text(said["fqn"]), None if offset is None else _size(offset), said.get("index"))
+    content = _said(record, "MetadataIndex")
+    offset = content.get("offset")
+    return MetadataIndex(_text(content["fqn"]), None if offset is None else _size(offset), content.get("index"))
 
 
 def _place(record: Any) -> SimpleNamespace:
-    said = _said(record, "_StorageInfo")
-    if said.get("transform_descriptors"):
+    content = _said(record, "_StorageInfo")
+    if content.get("transform_descriptors"):
         raise TypeError("its files are compressed")
     return SimpleNamespace(
-        relative_path=inside(_text(said["relative_path"])),
-        offset=_number(said["offset"]),
-        length=_number(said["length"]),
+        relative_path=inside(_text(content["relative_path"])),
+        offset=_number(content["offset"]),
+        length=_number(content["length"]),
         transform_descriptors=None,
     )
 

@@ -46,13 +46,13 @@ def ls(folder: Path) -> None:
 
 
 def verify(folder: Path) -> None:
-    """Read a checkpoint, or all those in a folder; raise CheckpointError where one is not what was written."""
+    """Read a checkpoint, or all those in a folder; raise CheckpointError if one is not what was written."""
     paths = [folder] if is_checkpoint(folder) else _checkpoints(folder)
     broken = []
     for path in paths:
         try:
-            found = Checkpoint.open(path).verify()
-            verified = [True] if found.manifest else [_is_verified(path / name) for name in _units(path)]
+            checkpoint = Checkpoint.open(path).verify()
+            verified = [True] if checkpoint.manifest else [_is_verified(path / name) for name in _units(path)]
             lacks = "" if _has_model(path) else f"; {_NO_MODEL}"
         except CheckpointError as error:
             broken.append(str(error))
@@ -64,7 +64,7 @@ def verify(folder: Path) -> None:
 
 
 def diff(one: Path, other: Path) -> bool:
-    """Show how two checkpoints differ, and return whether they do; raise CheckpointError where one is none."""
+    """Show how two checkpoints differ, and return whether they do; raise CheckpointError if one is none."""
     for folder in (one, other):
         if not is_checkpoint(folder):
             raise CheckpointError(f"There is no checkpoint in {folder}, so it can't be compared. Name two checkpoints.")
@@ -99,10 +99,10 @@ def _compared(name: str, one: Path, other: Path) -> list[str]:
 
 def convert(source: Path, target: Path, form: str, model: int) -> None:
     """Write a checkpoint in another form: `accelerate`, `farflung`, or `state-dict` of the model with this index."""
-    found = Checkpoint.open(source).verify()
+    checkpoint = Checkpoint.open(source).verify()
     if form == "state-dict":
-        weights = _weights(found, model)
-        found.check_unchanged()
+        weights = _weights(checkpoint, model)
+        checkpoint.check_unchanged()
         target.parent.mkdir(parents=True, exist_ok=True)
         with bar(f"Writing {target.name}", tensor_bytes(weights)) as shown:
             save_object(weights, target, target.suffix == ".safetensors", shown)
@@ -115,7 +115,7 @@ def convert(source: Path, target: Path, form: str, model: int) -> None:
     staged = atomic.StagedDir(target, secrets.token_hex(4))
     staged.begin()
     try:
-        _copy(names, found, staged.folder, with_manifest=form == "farflung")
+        _copy(names, checkpoint, staged.folder, with_manifest=form == "farflung")
         staged.commit()
     except BaseException:
         staged.discard()
@@ -126,31 +126,36 @@ def convert(source: Path, target: Path, form: str, model: int) -> None:
         click.echo(f"Left out: {', '.join(left_out)}.")
 
 
-def _copy(names: list[str], found: Checkpoint, target: Path, with_manifest: bool) -> None:
+def _copy(names: list[str], checkpoint: Checkpoint, target: Path, with_manifest: bool) -> None:
     files = {}
-    with bar(f"Writing {target.name}", sum((found.folder / name).stat().st_size for name in names)) as shown:
+    with bar(f"Writing {target.name}", sum((checkpoint.folder / name).stat().st_size for name in names)) as shown:
         for name in names:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            with open(found.folder / name, "rb", buffering=0) as file, FileWriter(target / name, bar=shown) as writer:
+            with (
+                open(checkpoint.folder / name, "rb", buffering=0) as file,
+                FileWriter(target / name, bar=shown) as writer,
+            ):
                 while block := file.read(_BLOCK):
                     writer.write(block)
             files[name] = FileRecord(writer.num_bytes, writer.crc32)
-    found.check_unchanged()
+    checkpoint.check_unchanged()
     if with_manifest:
-        old = found.manifest or Manifest({}, world_size=sum(name.startswith("random_states_") for name in names))
+        old = checkpoint.manifest or Manifest({}, world_size=sum(name.startswith("random_states_") for name in names))
         facts = {k: getattr(old, k) for k in ("step", "optimizer_steps", "iteration", "world_size", "versions")}
         Manifest(files, written_at=time.time(), **facts).write(target / paths.MANIFEST)
 
 
-def _weights(found: Checkpoint, index: int) -> dict[str, Any]:
+def _weights(checkpoint: Checkpoint, index: int) -> dict[str, Any]:
     """Return a model's weights under the names of the bare model."""
-    is_model = found.folder.name == paths.model_shards(index)  # its shards alone
-    path = found.folder if is_model else found.model_path(index)
+    is_model = checkpoint.folder.name == paths.model_shards(index)  # its shards alone
+    path = checkpoint.folder if is_model else checkpoint.model_path(index)
     if paths.SHARDS.fullmatch(path.name):
         state: dict[str, Any] = ShardReader(path).read_whole()["model"]
         return state
     weights = read_weights(path)
-    ours = found.manifest is not None and found.manifest.versions  # no wrapper's names; `convert` knows no versions
+    ours = (
+        checkpoint.manifest is not None and checkpoint.manifest.versions
+    )  # no wrapper's names; `convert` knows no versions
     wrapped = not ours and bool(weights) and all(name.startswith("module.") for name in weights)
     return {name.removeprefix("module.") if wrapped else name: value for name, value in weights.items()}
 
@@ -162,12 +167,12 @@ def _units(folder: Path) -> set[str]:
 
 
 def _has_model(folder: Path) -> bool:
-    """Say whether there are weights of a model in a folder, which may be that of its shards."""
+    """Return whether there are weights of a model in a folder, which may be that of its shards."""
     return any(paths.MODEL.fullmatch(name) or paths.MODEL.fullmatch(f"{folder.name}/{name}") for name in _sizes(folder))
 
 
 def _is_verified(path: Path) -> bool:
-    """Read a file, or a folder of shards, and say whether there was a manifest to check it against."""
+    """Read a file, or a folder of shards, and return whether there was a manifest to check it against."""
     if paths.SHARDS.fullmatch(path.name) and manifest_path(path).exists():
         Checkpoint.open(path).verify()
         return True
@@ -208,7 +213,7 @@ def _differences(mine: Any, theirs: Any, shown: Bar) -> Iterator[str]:
 
 
 def _as_tensor(leaf: Any) -> Any:
-    """Return a numpy array as a tensor, or as a list where its type is none of torch's; anything else as it is."""
+    """Return a numpy array as a tensor, or as a list if its type is none of torch's; anything else as it is."""
     if not isinstance(leaf, np.ndarray):
         return leaf
     try:
@@ -255,10 +260,10 @@ def _step(manifest: Manifest) -> str:
 def _checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, or in `checkpoints` in it, where automatic naming puts those of a project."""
     inner = folder / paths.CHECKPOINTS
-    found = candidates(folder) or (candidates(inner) if inner.is_dir() else [])
-    if not found:
+    folders = candidates(folder) or (candidates(inner) if inner.is_dir() else [])
+    if not folders:
         raise CheckpointError(f"There is no checkpoint in {folder}. Name a checkpoint, or the folder of a project.")
-    return found
+    return folders
 
 
 def _sizes(folder: Path) -> dict[str, int]:

@@ -57,9 +57,9 @@ class FileWriter:
     """A new file that counts and sums what goes through it; leaving the block puts it on the disk, and in its place.
 
     What fills a block of memory is written by a thread while the next block is filled, and past the system's cache
-    where the file system has a way (`O_DIRECT`): nobody reads a checkpoint soon, it would push out what is read, and
+    if the file system has a way (`O_DIRECT`): nobody reads a checkpoint soon, it would push out what is read, and
     finding memory for a copy of it and waiting for the disk at the end takes longer than the disk alone. `threaded` is
-    False where no thread may start any more. `bar` counts what was taken.
+    False if no thread may start any more. `bar` counts what was taken.
     """
 
     def __init__(self, path: str | os.PathLike[str], threaded: bool = True, bar: Bar | None = None) -> None:
@@ -156,7 +156,7 @@ class FileWriter:
 
 
 class _Disk:
-    """A new file, written from its beginning to its end: whole blocks past the system's cache where that can be."""
+    """A new file, written from its beginning to its end: whole blocks past the system's cache if that can be."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = path
@@ -257,7 +257,7 @@ def tensor_bytes(content: Any) -> int:
 
 
 def without_aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return `tensors` with only the first name of each piece of memory; ConfigError where one is no tensor."""
+    """Return `tensors` with only the first name of each piece of memory; ConfigError if one is no tensor."""
     seen: set[tuple[Any, ...]] = set()
     kept: dict[str, Tensor] = {}
     left_out: list[str] = []

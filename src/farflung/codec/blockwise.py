@@ -41,9 +41,9 @@ _LARGEST_FUSED = 4096  # values in a block that a kernel works on
 
 
 def kernels(x: Tensor, block: int) -> Any:
-    """Return the module `kernels`, or None where `x` `[n]` or the block is not for it.
+    """Return the module `kernels`, or None if `x` `[n]` or the block is not for it.
 
-    It is for fp32 on NVIDIA's devices where Triton is installed, and for blocks of a power of two. The module is loaded
+    It is for fp32 on NVIDIA's devices if Triton is installed, and for blocks of a power of two. The module is loaded
     by name, as it can't be imported without Triton and shall not be before it is used.
     """
     is_power = block & (block - 1) == 0 and block <= _LARGEST_FUSED

@@ -5,7 +5,7 @@ Each program does some blocks. Results are bit-equal because each step is the sa
 to nearest (`div_rn`, as `/` is not), nothing is fused into a multiply-add (`enable_fp_fusion=False`), and rounding to a
 whole number is to even, by adding and taking away 1.5 * 2**23. Only the sign of a zero may differ.
 
-`blockwise` imports this file where Triton is installed.
+`blockwise` imports this file if Triton is installed.
 """
 
 from __future__ import annotations

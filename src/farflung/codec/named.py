@@ -24,7 +24,7 @@ CODECS: Mapping[str, Callable[[], Codec]] = {
 
 
 def codec_of(codec: Codec | str | None, usual: str | None = None) -> Codec:
-    """Return `codec`, the one of this name, or for None the one that `usual` names; ConfigError where there is none."""
+    """Return `codec`, the one of this name, or for None the one that `usual` names; ConfigError if there is none."""
     if codec is None and usual is not None:
         codec = usual
     if isinstance(codec, str):

@@ -17,7 +17,7 @@ from farflung.codec.wire_sizes import index_bits, packing, top_k_bytes
 
 _MAGNITUDE = 0x7FFFFFFF  # all bits of an fp32 but its sign: as whole numbers they are in the order of the magnitudes
 _NEGATIVE, _LARGE = 1, 2  # the bits of a code
-_LEVELS = 2  # in bf16: its rounding, 1/512, is nothing beside that to two levels, and feedback sees it
+_LEVELS = 2  # in bf16: its rounding, 1/512, is negligible next to that to two levels, and feedback sees it
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ class Board(Protocol):
     compare-and-set. `Log` builds decisions on `put_new`.
 
     Attributes:
-        heartbeat_s: how often a launcher gives a sign of life there, in seconds.
+        heartbeat_s: how often a launcher writes its heartbeat there, in seconds.
         grace_s: how long the others wait for a replica that is late, where no setting says so.
     """
 

@@ -21,7 +21,7 @@ _COARSE = 2**15  # elements in a piece from which one call per piece costs less 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A run of elements of one tensor; `shape` is set where the whole tensor goes, as it is not contiguous."""
+    """A run of elements of one tensor; `shape` is set if the whole tensor goes, as it is not contiguous."""
 
     tensor: int
     start: int
@@ -36,7 +36,7 @@ class Buckets:
     """A plan that cuts tensors into buckets of one dtype, and the flat buffers in which these take turns.
 
     Bucket k lives in buffer `k % num_buffers`, so it must be written back before bucket `k + num_buffers` is packed.
-    A contiguous tensor is cut where a bucket is full; one that is not goes whole, in a larger bucket if need be.
+    A contiguous tensor is cut when a bucket is full; one that is not goes whole, in a larger bucket if need be.
     Ranks whose tensors have the same shapes and layouts cut them alike.
 
     Args:

@@ -131,7 +131,7 @@ class C10dGroup(Group):
         return _WatchedWork(work, self, entered) if x.is_cpu else work
 
     def _finish(self, is_gloo: bool, entered: Any, work: Any) -> None:
-        """End a collective on the host, also where its own `wait` only makes the stream wait."""
+        """End a collective on the host, also if its own `wait` only makes the stream wait."""
         assert work is not None, "this process is not a member of the group"
         if is_gloo:
             _WatchedWork(work, self, entered).wait()

@@ -69,7 +69,7 @@ class C10dTransport:
     def release(self, held: list[dist.ProcessGroup]) -> None:
         """Release the process group in a list, which is the only reference to it, in a thread of its own.
 
-        A process group waits for all that it began before it is gone. Where a connection closes while gloo is about to
+        A process group waits for all that it began before it is gone. If a connection closes while gloo is about to
         send over it, that wait has no end.
         """
         self._releasing = [thread for thread in self._releasing if thread.is_alive()]
@@ -102,7 +102,7 @@ class GenerationGroup(C10dGroup):
 
     @property
     def pg(self) -> dist.ProcessGroup:
-        """The process group; RankFailure where some members did not come."""
+        """The process group; RankFailure if some members did not come."""
         if self._connected is None:
             try:
                 store = self._transport.board.lend(self._name)
@@ -159,7 +159,7 @@ class StoreBoard(Board):
 
     Args:
         patience_s: how long the store may give no answer before a request ends with `Unreachable`; 0: one attempt. It
-            ends at once where nothing listens at its address any more.
+            ends at once if nothing listens at its address any more.
     """
 
     line: _Line

@@ -2,7 +2,7 @@
 """Gather, reduce, broadcast and pad nested tensors over ranks: one collective whatever the number of leaves and dtypes.
 
 The names, arguments and results are Accelerate's. Ranks that bring different things (structures, shapes, dtypes, kinds
-of device) all raise the same `CollectiveMismatch`; a rank whose own arguments are wrong, as where a leaf is no tensor,
+of device) all raise the same `CollectiveMismatch`; a rank whose own arguments are wrong, as when a leaf is no tensor,
 raises what is wrong with them, and the others learn of it. On one rank nothing is sent, and values are returned as they
 are.
 """

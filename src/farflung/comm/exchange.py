@@ -58,7 +58,7 @@ class Exchange:
     Not for use by several threads at a time.
     """
 
-    pickled_as: Callable[[], Exchange] | None = None  # finds it where it is unpickled; None: a new one is made
+    pickled_as: Callable[[], Exchange] | None = None  # finds it when it is unpickled; None: a new one is made
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -84,7 +84,7 @@ class Exchange:
         """Gather the packets of all ranks; if one failed, or made another call, all raise CollectiveMismatch.
 
         Args:
-            leaves: what `flatten` returned with `spec`; where one is not made of plain bytes, all ranks raise.
+            leaves: what `flatten` returned with `spec`; if one is not made of plain bytes, all ranks raise.
             limit: bytes of payload that may travel behind the header; more travel by themselves.
         """
 
@@ -114,7 +114,7 @@ class Exchange:
         raise error
 
     def wire(self, leaves: Sequence[Tensor]) -> torch.device:
-        """Return the device on which the payload of `leaves` travels: their own where the group can use it."""
+        """Return the device on which the payload of `leaves` travels: their own if the group can use it."""
         for leaf in leaves:
             if leaf.device.type != "cpu" and self.group.supports(leaf.device.type):
                 return leaf.device

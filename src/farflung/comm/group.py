@@ -38,7 +38,7 @@ class Work(Protocol):
 class Members(Protocol):
     """Which ranks a group has, the groups made of them, and what they tell each other of those that are lost.
 
-    What is complete here is right where all ranks live in one thread, so that none can be lost alone.
+    What is complete here is right if all ranks live in one thread, so that none can be lost alone.
 
     Attributes:
         is_concurrent: a thread may use a `duplicate` while another one uses the group itself.
@@ -56,7 +56,7 @@ class Members(Protocol):
         return self
 
     def free(self, reusable: bool = True) -> None:
-        """Give back a duplicate or a block, for others to use; it is closed where a rank has not ended all in it."""
+        """Give back a duplicate or a block, for others to use; it is closed if a rank has not ended all in it."""
         return None
 
     def hand_over(self) -> Callable[[Future[None]], None]:
@@ -90,7 +90,7 @@ class Members(Protocol):
         """Tell the ranks that wait, now or later, that this one will not come. Never waits for them.
 
         Args:
-            for_good: this process fails, so end their waits in torch's own collectives too, such as DDP's, where there
+            for_good: this process fails, so end their waits in torch's own collectives too, such as DDP's, if there
                 is a connection that can be closed.
         """
         return None
@@ -106,7 +106,7 @@ class Group(Members):
     The collectives are made of `all_gather` and `broadcast`. A group for which there are shorter ways has its own.
 
     Attributes:
-        piece_bytes: what is worth being sent at a time where a long transfer must leave the line to others in between.
+        piece_bytes: what is worth being sent at a time if a long transfer must leave the line to others in between.
     """
 
     piece_bytes: int = 256 * 1024

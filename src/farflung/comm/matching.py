@@ -118,7 +118,7 @@ class _Call:
         while True:
             self._pause()
             gone = self._passed_by({0})
-            says = self.presence.answer(_NAME, self.number)  # after it: it may have been said before rank 0 went on
+            says = self.presence.answer(_NAME, self.number)  # after it: rank 0 may have answered before it continued
             if says is not None:
                 return "all" if says == "all" else "some"
             if gone:
@@ -169,7 +169,7 @@ class _Call:
 def _is_further(other: dict[str, Any], mine: dict[str, int]) -> bool:
     """Return whether another rank waits in a collective that this one has not started.
 
-    Where ranks don't wait for the end of a collective, as with NCCL, it is enough that it has started one.
+    If ranks don't wait for the end of a collective, as with NCCL, it is enough that it has started one.
     """
     pairs = [*other["started"].items(), *other["needs"].items()]
     return any(mine.get(name, number) < number for name, number in pairs if name != _POINT)

@@ -110,7 +110,7 @@ class LauncherNotes:
         self._ids, self._ends = Log(board, "ids"), Log(board, "ends")
 
     def read(self, key: str) -> str:
-        """Return a text; empty where there is none."""
+        """Return a text; empty if there is none."""
         return (self.board.get(key) or b"").decode()
 
     # ---- of members
@@ -318,7 +318,7 @@ class MemberStore:
         return self.board.put_new(f"{what}/{name}", f"{secrets.token_hex(4)} {why}".encode())
 
     def take_answer(self, what: Literal["refused", "differs"], name: str) -> str:
-        """Return an answer, once; empty where there is none."""
+        """Return an answer, once; empty if there is none."""
         content = self.board.get(f"{what}/{name}")
         if content is None:
             return ""

@@ -31,7 +31,7 @@ def waits_differ(doing: Mapping[int, str]) -> str:
 
 
 def require_alike(headers: Sequence[Header], advice: str, alike: Callable[[Kind], Any] = lambda kind: kind) -> None:
-    """Raise CollectiveMismatch, with the first difference, where the ranks' trees differ in structure or in a leaf.
+    """Raise CollectiveMismatch, with the first difference, if the ranks' trees differ in structure or in a leaf.
 
     Args:
         advice: what to do about shapes that differ.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members of a generation that exchange objects, where none of them can connect to another one."""
+"""Members of a generation that exchange objects, if none of them can connect to another one."""
 
 from __future__ import annotations
 

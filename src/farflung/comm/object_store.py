@@ -47,7 +47,7 @@ class BucketTransport(ObjectTransport):
         patience_s: how long requests may fail.
 
     Raises:
-        ConfigError: the bucket can't be used; or it ignores that an object is to be created only where there is none,
+        ConfigError: the bucket can't be used; or it ignores that an object is to be created only if there is none,
             so that several replicas would all take themselves for the one that decides.
     """
 
@@ -172,7 +172,7 @@ class BucketBoard(ObjectBoard):
             return f"The credentials may lack a permission: {permission}"
         if status in _PASSING or (status[0] == "5" and status not in _UNABLE):
             return ""
-        return f"It can't create an object only where there is none. {_CONDITIONAL}" if act == "create" else _CHECK
+        return f"It can't create an object only if there is none. {_CONDITIONAL}" if act == "create" else _CHECK
 
     def _parts(self, key: str, first: Buffer, size: int) -> Iterator[Buffer]:
         """Return the bytes of an object, given those that have come already."""

@@ -68,7 +68,7 @@ class ObjectBoard(Board):
                 return True
             except FileExistsError:
                 if (found := self.get(key)) is None:  # another create is under way, or it was deleted again
-                    raise OSError("an object is said to exist that can't be read") from None
+                    raise OSError("the store refuses to create an object that it can't read") from None
                 return found == value
 
         return self.ask(decide)
@@ -131,7 +131,7 @@ def try_out(board: ObjectBoard) -> None:
 
     Raises:
         Unreachable: one was refused.
-        ValueError: an object was overwritten that was to be created only where there is none.
+        ValueError: an object was overwritten that was to be created only if there is none.
     """
     probe = replace(board, is_strict=True).part("probe").part(secrets.token_hex(8))
     probe.put("object", b"1")
@@ -143,7 +143,7 @@ def try_out(board: ObjectBoard) -> None:
     probe.delete("object", "new")
     if not is_created or is_kept:
         raise ValueError(
-            "It overwrites objects that are to be created only where there are none. S3, R2, MinIO, Google Cloud "
+            "It overwrites objects that are to be created only if there are none. S3, R2, MinIO, Google Cloud "
             "Storage and Azure heed that condition."
         )
 

@@ -22,7 +22,7 @@ class Damaged(ValueError):
 
 
 def packed(header: Any, tensors: Sequence[Tensor]) -> list[bytes | memoryview]:
-    """Return the parts of an object. The tensors' memory is theirs, where it is the host's and contiguous."""
+    """Return the parts of an object. The tensors' memory is theirs, if it is the host's and contiguous."""
     said = json.dumps(header).encode()
     plain = [_memory(tensor.detach().cpu().contiguous()) for tensor in tensors]
     return [_digest(said, plain), b" ", said, b"\n", *plain]

@@ -125,7 +125,7 @@ def _dense(x: Tensor, wire: torch.device) -> Tensor:
 
 
 def _receiver(x: Tensor, wire: torch.device) -> Tensor:
-    """Return `x` itself where bytes can be written straight into it."""
+    """Return `x` itself if bytes can be written straight into it."""
     straight = x.device == wire and x.is_contiguous() and not x.is_conj() and not x.is_neg()
     return x if straight else torch.empty(x.shape, dtype=x.dtype, device=wire)
 

@@ -17,13 +17,13 @@ REPORT_S = 10.0  # how long a wait that ran out of time waits for the watchdog's
 
 _OVERDUE = "overdue"
 _AGREE_WAIT_S = 5.0  # how long `agree_min` waits for ranks that are alive
-_ALIVE_WAIT_S = 1.0  # how long the ranks of a broken group wait for each other's sign of life
+_ALIVE_WAIT_S = 1.0  # how long the ranks of a broken group wait for each other's heartbeat
 
 
 class PresenceStore:
     """What the ranks of one group publish for each other, in the store of the default process group.
 
-    Where the store is gone, `post`, `posts`, `ask`, `asked` and `publish_hang` raise a `DistError`; for the others that
+    If the store is gone, `post`, `posts`, `ask`, `asked` and `publish_hang` raise a `DistError`; for the others that
     is one more thing that is known about a broken group.
 
     Args:
@@ -106,7 +106,7 @@ class PresenceStore:
     def mark_left(self, reason: str) -> None:
         """Publish that this rank will not come to the collectives that the others wait in."""
         # A rank may leave, come back and leave again. Only those that left more often than this one are gone.
-        with suppress(dist.DistError):  # where the store is gone, there is nobody to tell
+        with suppress(dist.DistError):  # if the store is gone, there is nobody to tell
             times = self._store.add(self._key("left", self.rank), 1)
             for key, text in ((self._key("left", times, self.rank), reason), (self._key("left", "any", times), "")):
                 self._store.set(key, text)
@@ -157,7 +157,7 @@ class PresenceStore:
         return False
 
     def check_alive(self, closed: Callable[[], set[int]]) -> str:
-        """Give a sign of life, wait a moment for those of the other ranks, and name those that are gone.
+        """Send a heartbeat, wait a moment for those of the other ranks, and name those that are gone.
 
         Args:
             closed: returns the ranks that have closed their connection with this one. A rank that is gone has, and one
@@ -183,12 +183,12 @@ class PresenceStore:
             )
         if gone := [rank for rank in silent if rank in closed()]:
             return (
-                f"{self.describe(gone)} gave no sign of life for {_ALIVE_WAIT_S:g} s and the connection is closed, so "
+                f"{self.describe(gone)} sent no heartbeat for {_ALIVE_WAIT_S:g} s and the connection is closed, so "
                 "the process died or has ended"
             )
         if silent:
             return (
-                f"{self.describe(silent)} gave no sign of life for {_ALIVE_WAIT_S:g} s, so the process died, has ended "
+                f"{self.describe(silent)} sent no heartbeat for {_ALIVE_WAIT_S:g} s, so the process died, has ended "
                 "or is busy elsewhere"
             )
         return "every rank is alive, so they passed different sizes to one collective, or the network failed"
@@ -251,7 +251,7 @@ class PresenceStore:
         self.ask()
 
     def published(self, name: str) -> str:
-        """Return the text of a `mismatch`, a `hang` or of `publish`; empty where there is none, or no store."""
+        """Return the text of a `mismatch`, a `hang` or of `publish`; empty if there is none, or no store."""
         with suppress(dist.DistError):
             if self._store.check([self._key(name)]):
                 return str(self._store.get(self._key(name)).decode())

@@ -75,7 +75,7 @@ class Scatter:
             self._deliver([(header, [])] * (self._group.size - 1))
 
     def receive(self) -> Any:
-        """Return the value that rank 0 sent to this rank; RankFailure where it called `fail`.
+        """Return the value that rank 0 sent to this rank; RankFailure if it called `fail`.
 
         Its tensors share one block of memory, and nobody else's.
         """

@@ -59,7 +59,7 @@ def meshes(tensors: Iterable[Tensor]) -> list[DeviceMesh]:
 
 
 def mesh_over(tensor: Tensor) -> DeviceMesh | None:
-    """Return the mesh that `tensor` is spread over; None where it is whole."""
+    """Return the mesh that `tensor` is spread over; None if it is whole."""
     return tensor.device_mesh if is_sharded(tensor) else None  # type: ignore[attr-defined]
 
 

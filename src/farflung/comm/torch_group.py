@@ -62,7 +62,7 @@ class TorchGroup(C10dGroup):
         in_background: only threads use it that work on behalf of others.
     """
 
-    pickled_as: Callable[[], TorchGroup] | None = None  # finds it where it is unpickled; None: it can't be pickled
+    pickled_as: Callable[[], TorchGroup] | None = None  # finds it when it is unpickled; None: it can't be pickled
 
     def __init__(
         self, pg: dist.ProcessGroup | None = None, shared: SharedState | None = None, in_background: bool = False
@@ -95,7 +95,7 @@ class TorchGroup(C10dGroup):
 
     @property
     def pg(self) -> dist.ProcessGroup:
-        """The process group; StateError where it has been destroyed."""
+        """The process group; StateError if it has been destroyed."""
         group = self._pg()
         if group is None:
             raise StateError("The process group of these ranks has been destroyed.")

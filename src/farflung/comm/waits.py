@@ -3,7 +3,7 @@
 
 Rank 0 is in a round and waits for rank 1, which is in a `gather` and waits for rank 0: neither wait can end. A thread
 that has waited for a second writes down where it is, reads what the others wrote, and again after two, four, eight
-seconds. Where two waits exclude each other, all ranks raise the same `CollectiveMismatch`.
+seconds. If two waits exclude each other, all ranks raise the same `CollectiveMismatch`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Waits:
         return Wait(group, self.entered[group], kind)
 
     def await_report(self, wait: Wait, allowed_s: float) -> None:
-        """Give the watchdog, where there is one, time to publish who is late in a collective that ran out of time."""
+        """Give the watchdog, if there is one, time to publish who is late in a collective that ran out of time."""
         deadline = time.monotonic() + REPORT_S
         self._presence.mark_overdue()
         self.overdue = (wait, allowed_s)
@@ -99,7 +99,7 @@ class Waits:
         began, due_s, is_posted = time.monotonic(), float("inf") if in_background else _FIRST_CHECK_S, False
 
         def check() -> None:
-            """Where this wait and another rank's exclude each other, publish that for all ranks of the set."""
+            """If this wait and another rank's exclude each other, publish that for all ranks of the set."""
             nonlocal due_s, is_posted
             if time.monotonic() - began < due_s:
                 return

@@ -18,7 +18,7 @@ from farflung.config.files import BLOCKS, read_file
 from farflung.config.launch import FIELDS
 from farflung.config.places import find_file, own_file
 
-# Where `farflung config` writes, and what is read where no file is named.
+# Where `farflung config` writes, and what is read if no file is named.
 default_yaml_config_file = default_config_file = str(own_file())
 default_json_config_file = str(own_file().with_suffix(".json"))
 cache_dir = str(own_file().parent)
@@ -55,8 +55,8 @@ class BaseConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what has a value, in words and numbers."""
-        said = {name: getattr(value, "value", value) for name, value in asdict(self).items()}
-        return {name: value for name, value in said.items() if value not in (None, {})}
+        values = {name: getattr(value, "value", value) for name, value in asdict(self).items()}
+        return {name: value for name, value in values.items() if value not in (None, {})}
 
     def to_yaml_file(self, yaml_file: str | Path) -> None:
         with atomic_file(yaml_file) as path:
@@ -97,15 +97,15 @@ class ClusterConfig(BaseConfig):
         path = find_file(None if yaml_file is None else str(yaml_file))
         if path is None:
             raise ConfigError("There is no configuration file. `farflung config` writes one.")
-        said = {name: stated.value for name, stated in read_file(path)[0].items()}
+        values = {name: stated.value for name, stated in read_file(path)[0].items()}
         known = cls.__dataclass_fields__
-        settings = {entry.name: said.get(entry.name, entry.default) for entry in FIELDS if entry.name in known}
+        settings = {entry.name: values.get(entry.name, entry.default) for entry in FIELDS if entry.name in known}
         blocks = {
-            block: {name: value for name, value in said.items() if name.startswith(prefix)}
+            block: {name: value for name, value in values.items() if name.startswith(prefix)}
             for block, prefix in BLOCKS.items()
             if block in known
         }
-        return cls(distributed_type=_kind(said), **blocks, **settings)  # type: ignore[arg-type]
+        return cls(distributed_type=_kind(values), **blocks, **settings)  # type: ignore[arg-type]
 
     from_json_file = from_yaml_file  # YAML reads JSON
 

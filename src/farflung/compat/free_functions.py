@@ -137,7 +137,7 @@ def GatheredParameters(
 
 
 def is_peft_model(model: Any) -> bool:
-    """Say whether `model`, or what is inside it, is a PeftModel."""
+    """Return whether `model`, or what is inside it, is a PeftModel."""
     if not is_available("peft"):
         return False
     kinds = type(extract_model_from_parallel(model)).__mro__
@@ -172,7 +172,7 @@ def find_batch_size(data: Any) -> int:
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """Return what `find_batch_size` does, None where it raises."""
+    """Return what `find_batch_size` does, None if it raises."""
     try:
         return find_batch_size(data)
     except ConfigError:
@@ -188,7 +188,7 @@ class TensorInformation:
 
 
 def is_tensor_information(tensor_info: Any) -> bool:
-    """Say whether `tensor_info` is a `TensorInformation`."""
+    """Return whether `tensor_info` is a `TensorInformation`."""
     return isinstance(tensor_info, TensorInformation)
 
 
@@ -264,18 +264,18 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
     """Return `model` and all modules in it, or with `return_fqns` pairs of name and module, inner ones first."""
     waiting: list[tuple[str, nn.Module]] = [("", model)]
-    found: list[tuple[str, nn.Module]] = []
+    modules: list[tuple[str, nn.Module]] = []
     while waiting:
         name, module = waiting.pop()
-        found.append((name, module))
+        modules.append((name, module))
         prefix = f"{name}." if name else ""
         waiting += [(prefix + child, inner) for child, inner in module.named_children()]
-    found.reverse()
-    return [*found] if return_fqns else [module for _, module in found]
+    modules.reverse()
+    return [*modules] if return_fqns else [module for _, module in modules]
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
-    """Return the class called `name` of a module in `module`, or None where there is no such module."""
+    """Return the class called `name` of a module in `module`, or None if there is no such module."""
     return next((type(inner) for inner in module.modules() if type(inner).__name__ == name), None)
 
 
@@ -293,7 +293,7 @@ def get_parameters_from_modules(
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
-    """Return among how many ranks transformers has cut each layer of `model`, or None where it has not."""
+    """Return among how many ranks transformers has cut each layer of `model`, or None if it has not."""
     size = getattr(model, "tp_size", None)  # transformers 4
     if size is None:
         config: Any = getattr(getattr(model, "config", None), "distributed_config", None)  # transformers 5

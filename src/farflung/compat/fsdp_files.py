@@ -40,7 +40,7 @@ def save_fsdp_model(
 ) -> None:
     """Write one sharded model, or (`adapter_only`) the active adapter of a PEFT model: every process calls this.
 
-    Each process writes its shards to `output_dir/pytorch_model_fsdp_0`, with `model_index` in the name. Where the
+    Each process writes its shards to `output_dir/pytorch_model_fsdp_0`, with `model_index` in the name. If the
     plugin's `state_dict_type` is FULL_STATE_DICT, the first one writes all to `output_dir/pytorch_model_fsdp.bin`.
     """
     _only_dcp(use_dcp)
@@ -74,9 +74,9 @@ def load_fsdp_model(
     bare = _chosen(model, adapter_only)
     if isinstance(bare, _Adapter):
         _check_encoder(bare.whole)
-    found = Checkpoint(folder, None)
+    checkpoint = Checkpoint(folder, None)
     group = _group(accelerator, "load_fsdp_model")
-    state = _read(group, folder, lambda: models.read_model(bare, found, model_index, strict=True))
+    state = _read(group, folder, lambda: models.read_model(bare, checkpoint, model_index, strict=True))
     return models.load(bare, state, strict=True)
 
 
@@ -91,7 +91,7 @@ def save_fsdp_optimizer(
 ) -> None:
     """Write the state of one optimizer of a sharded model, to `output_dir/optimizer_0`: every process calls this.
 
-    Where the plugin's `state_dict_type` is FULL_STATE_DICT, the first one writes all of it to
+    If the plugin's `state_dict_type` is FULL_STATE_DICT, the first one writes all of it to
     `output_dir/optimizer.bin`.
     """
     _only_dcp(use_dcp)
@@ -172,9 +172,9 @@ def _group(accelerator: Accelerator, call: str) -> CheckpointGroup:
 
 def _read(group: CheckpointGroup, folder: Path, read: Callable[[], Any]) -> Any:
     """Return what `read` returns on this process; an error on one is raised on all."""
-    found: list[Any] = []
-    group.agree(f"Loading {folder}", lambda: found.append(read()))
-    return found[0]
+    values: list[Any] = []
+    group.agree(f"Loading {folder}", lambda: values.append(read()))
+    return values[0]
 
 
 def _parent_of(folder: Path, name: str) -> Path:
@@ -235,7 +235,7 @@ def _chosen(model: nn.Module, adapter_only: bool) -> nn.Module:
 
 
 def _check_encoder(model: Any) -> None:
-    """Raise Unsupported where an adapter's prompts are computed: peft saves the prompts, not what computes them."""
+    """Raise Unsupported if an adapter's prompts are computed: peft saves the prompts, not what computes them."""
     encoders = getattr(model, "prompt_encoder", None)
     if not encoders:
         return

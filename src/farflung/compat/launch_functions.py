@@ -43,7 +43,7 @@ def _refuse_foreign(words: Iterable[str]) -> None:
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return a parser of what stands behind `farflung launch` on a command line.
 
-    It finds the launch settings by name, None where a flag is left out, and `training_script` with its arguments.
+    It finds the launch settings by name, None if a flag is left out, and `training_script` with its arguments.
     Switches of other engines are refused at the launch.
     With `subparsers`, what `ArgumentParser.add_subparsers` returned, the parser is its command `launch`.
     """
@@ -86,12 +86,14 @@ def _dashed(flag: str) -> str:
 def flags_of(args: argparse.Namespace) -> dict[str, str | bool]:
     """Return what a namespace says of the launch settings, as a command line says it.
 
-    Raises Unsupported where it asks for an engine that Farflung does not do.
+    Raises Unsupported if it asks for an engine that Farflung does not do.
     """
     _refuse_foreign(engine for engine in _ENGINES if getattr(args, engine, False))
-    said = {entry.name: getattr(args, entry.name, None) for entry in FIELDS}
-    said["multi_gpu"] = said["multi_gpu"] or None  # which has no `--no_multi_gpu`
-    return {name: value if isinstance(value, bool) else str(value) for name, value in said.items() if value is not None}
+    flags = {entry.name: getattr(args, entry.name, None) for entry in FIELDS}
+    flags["multi_gpu"] = flags["multi_gpu"] or None  # which has no `--no_multi_gpu`
+    return {
+        name: value if isinstance(value, bool) else str(value) for name, value in flags.items() if value is not None
+    }
 
 
 def launch_command(args: argparse.Namespace) -> None:
@@ -137,8 +139,8 @@ def prepare_extend_env_parallelism_config(args: argparse.Namespace, current_env:
 
     `args` are from `launch_command_parser`, with or without `--use_parallelism_config`.
     """
-    told = rank_variables(resolve(flags_of(args) | {"use_parallelism_config": True}).settings)
-    current_env.update({name: value for name, value in told.items() if "PARALLELISM_CONFIG" in name})
+    variables = rank_variables(resolve(flags_of(args) | {"use_parallelism_config": True}).settings)
+    current_env.update({name: value for name, value in variables.items() if "PARALLELISM_CONFIG" in name})
     return current_env
 
 

@@ -25,7 +25,7 @@ _logger = logging.getLogger("farflung.utils.environment")
 
 
 def _has_device(kind: str) -> bool:
-    """Say whether torch has devices of this kind, which a library of their vendor may have brought it."""
+    """Return whether torch has devices of this kind, which a library of their vendor may have brought it."""
     module = getattr(torch, kind, None)
     try:
         return module is not None and bool(module.is_available())
@@ -34,7 +34,7 @@ def _has_device(kind: str) -> bool:
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Say whether torch's version stands in the relation `operation` (`>=`, `<` ...) to `version`."""
+    """Return whether torch's version stands in the relation `operation` (`>=`, `<` ...) to `version`."""
     return compare_versions("torch", operation, version)
 
 
@@ -44,12 +44,12 @@ def _probe(what: str, answer: Callable[[], bool]) -> Callable[[], bool]:
     def probe() -> bool:
         return answer()
 
-    probe.__doc__ = f"Say whether {what}."
+    probe.__doc__ = f"Return whether {what}."
     return probe
 
 
 def _library(module: str, *packages: str, version: str = "") -> Callable[[], bool]:
-    """Return the probe of a library, and of a `version` of it where that is given (`>= 0.8.0`)."""
+    """Return the probe of a library, and of a `version` of it if that is given (`>= 0.8.0`)."""
     words = version.split()
     return _probe(
         f"{module} is installed{version and f', {version}'}",
@@ -117,12 +117,12 @@ is_wandb_available = _tracker("wandb")
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    """Say whether numpy is installed, and not older than `min_version`."""
+    """Return whether numpy is installed, and not older than `min_version`."""
     return is_installed("numpy") and compare_versions("numpy", ">=", min_version)
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
-    """Say whether bitsandbytes is installed, and not older than `min_version`."""
+    """Return whether bitsandbytes is installed, and not older than `min_version`."""
     return is_installed("bitsandbytes") and compare_versions("bitsandbytes", ">=", min_version or "0")
 
 
@@ -142,7 +142,7 @@ def _device(kind: str, what: str) -> Callable[..., bool]:
     def probe(check_device: bool = False) -> bool:
         return _has_device(kind)
 
-    probe.__doc__ = f"Say whether there is {what}."
+    probe.__doc__ = f"Return whether there is {what}."
     return probe
 
 
@@ -151,12 +151,12 @@ is_rocm_available = _probe("there is an AMD GPU", lambda: torch.version.hip is n
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
-    """Say whether there is an Apple GPU, and torch is not older than `min_version`."""
+    """Return whether there is an Apple GPU, and torch is not older than `min_version`."""
     return is_torch_version(">=", min_version) and torch.backends.mps.is_available()
 
 
 def is_hpu_available(init_hccl: bool = False) -> bool:
-    """Say whether there is a Gaudi accelerator (`init_hccl` is unused)."""
+    """Return whether there is a Gaudi accelerator (`init_hccl` is unused)."""
     return _has_device("hpu")
 
 
@@ -171,12 +171,12 @@ is_fp16_available = _probe("fp16 can be trained in: always", lambda: True)
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Say whether Farflung trains through XLA: it never does."""
+    """Return whether Farflung trains through XLA: it never does."""
     return False
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Say whether this machine's first device computes in bf16 (`ignore_tpu` is unused: there is no TPU here)."""
+    """Return whether this machine's first device computes in bf16 (`ignore_tpu` is unused: there is no TPU here)."""
     for is_there, kind in ((is_cuda_available, "cuda"), (is_mlu_available, "mlu"), (is_xpu_available, "xpu")):
         if is_there():
             return bool(getattr(torch, kind).is_bf16_supported())
@@ -186,7 +186,7 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
 def get_current_device_type() -> tuple[str, str]:
     """Return the kind of this machine's accelerators and the word for several of them, without touching any.
 
-    Where there is none, they are `cuda` and `MULTI_GPU`.
+    If there is none, they are `cuda` and `MULTI_GPU`.
     """
     for kind in ("mlu", "sdaa", "musa", "npu", "hpu", "xpu", "neuron"):
         if _has_device(kind):
@@ -199,9 +199,9 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
     return [name for name in library_names if name in sys.modules]
 
 
-# ---- NVIDIA's driver, cores and the kernel, asked without waking a GPU where that can be
+# ---- NVIDIA's driver, cores and the kernel, asked without waking a GPU if that can be
 
-_OLDEST_KERNEL = "5.5.0"  # older ones let processes hang, says Accelerate
+_OLDEST_KERNEL = "5.5.0"  # processes hang on older ones, according to Accelerate
 _WITHOUT_P2P = "RTX 40"  # GPUs that can neither talk to each other nor to InfiniBand ...
 _DRIVER_WITH_P2P = "550.40.07"  # ... until this driver
 
@@ -224,7 +224,7 @@ def get_driver_version() -> str:
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Say whether several GPUs of this machine can talk to each other and to InfiniBand; True where it is not known."""
+    """Return whether several GPUs of this machine can talk to each other and to InfiniBand; True if it is not known."""
     try:
         names, count = get_gpu_info()
         if count > 1 and any(_WITHOUT_P2P in name for name in names):
@@ -236,12 +236,12 @@ def check_cuda_p2p_ib_support() -> bool:
 
 @functools.lru_cache
 def check_cuda_fp8_capability() -> bool:
-    """Say whether the first GPU computes in fp8: compute capability 8.9 or higher."""
+    """Return whether the first GPU computes in fp8: compute capability 8.9 or higher."""
     return torch.cuda.get_device_capability() >= (8, 9)
 
 
 def check_os_kernel() -> None:
-    """Log a warning where this machine's Linux is so old that processes are known to hang."""
+    """Log a warning if this machine's Linux is so old that processes are known to hang."""
     info = platform.uname()
     if info.system == "Linux" and compare_release(info.release, "<", _OLDEST_KERNEL):
         logger = logging.getLogger("farflung.utils.other")

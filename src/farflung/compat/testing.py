@@ -73,7 +73,7 @@ def run_first(test_case: Any) -> Any:
 
 
 def require_torch_min_version(test_case: Any = None, version: str | None = None) -> Any:
-    """Skip a test where torch is older than `version`."""
+    """Skip a test if torch is older than `version`."""
     if test_case is None:
         return partial(require_torch_min_version, version=version)
     return _needs(f"torch {version}", probes.is_torch_version(">=", str(version)))(test_case)
@@ -252,7 +252,7 @@ class AccelerateTestCase(TestCase):
 
 
 def are_the_same_tensors(tensor: torch.Tensor) -> bool:
-    """Say whether all processes have brought the same tensor."""
+    """Return whether all processes have brought the same tensor."""
     return all(torch.equal(other, tensor.cpu()) for other in gather(tensor[None]).cpu())
 
 

@@ -41,17 +41,17 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Return the variable `key` as a yes or no, or `default` where it is not set; ValueError for another word."""
+    """Return the variable `key` as a yes or no, or `default` if it is not set; ValueError for another word."""
     return bool(str_to_bool(environ.text(key, str(default)) or ""))
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """Return the variable `key`, or `default` where it is not set."""
+    """Return the variable `key`, or `default` if it is not set."""
     return environ.text(key, str(default)) or ""
 
 
 def is_rich_available() -> bool:
-    """Say whether rich is installed and `ACCELERATE_ENABLE_RICH` asks for it."""
+    """Return whether rich is installed and `ACCELERATE_ENABLE_RICH` asks for it."""
     return is_installed("rich") and parse_flag_from_env("ACCELERATE_ENABLE_RICH")
 
 
@@ -139,7 +139,7 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """Return the place of this process as torchrun, MPICH, Open MPI or MVAPICH has set it; alone where none has."""
+    """Return the place of this process as torchrun, MPICH, Open MPI or MVAPICH has set it; alone if none has."""
     ranks, sizes = ([f"{prefix}{word}" for prefix in _LAUNCHERS] for word in ("RANK", "SIZE"))
     of_node = _LAUNCHERS[2:]
     return CPUInformation(

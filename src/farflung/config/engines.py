@@ -49,7 +49,7 @@ def parse_hosts(stated: str) -> Sequence[Host]:
         lines = file.read_text(encoding="utf-8-sig").splitlines() if is_file else stated.split(",")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"hosts is {stated!r}, which can't be read as text in UTF-8: {error}.") from None
-    found: dict[str, Host] = {}
+    hosts: dict[str, Host] = {}
     for number, line in enumerate(lines, 1):
         word = line.partition("#")[0].strip() if is_file else line.strip()
         if is_file and not word:
@@ -62,14 +62,14 @@ def parse_hosts(stated: str) -> Sequence[Host]:
             )
         count = int(match["count"]) if match["count"] else None
         host = Host((match["user"] or "") + match["name"].strip("[]"), count)
-        if host.name in found:
+        if host.name in hosts:
             raise ConfigError(f"{where}hosts names {host.name} twice. For several processes there use {host.name}:2.")
-        found[host.name] = host
-    if not found:
+        hosts[host.name] = host
+    if not hosts:
         raise ConfigError(
             f"hosts is {stated!r}, which names no machine. Name some: a,b,user@c:2; in a file one a line."
         )
-    return tuple(found.values())
+    return tuple(hosts.values())
 
 
 @dataclass(frozen=True)

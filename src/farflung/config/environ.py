@@ -21,7 +21,7 @@ _OF_SERVICE = re.compile(
 )
 TRUE_WORDS = ("1", "true", "yes", "on", "y", "t")
 FALSE_WORDS = ("0", "false", "no", "off", "n", "f", "")
-SHOWS_ATTEMPTS = "FARFLUNG_SHOWS_ATTEMPTS"  # where the launcher shows how each attempt failed, and not the last alone
+SHOWS_ATTEMPTS = "FARFLUNG_SHOWS_ATTEMPTS"  # if the launcher shows how each attempt failed, and not the last alone
 REPORTS = "FARFLUNG_REPORTS"  # the file descriptor to which a launcher under a tether reports, by its number
 LAUNCHER = "FARFLUNG_LAUNCHER"  # the process that a rank must not outlive, by its number
 RUN_FOLDER = "FARFLUNG_RUN_FOLDER"  # where ranks write of their run
@@ -37,8 +37,8 @@ def text(name: str, default: str | None = None) -> str | None:
 
 def named(prefix: str) -> dict[str, str]:
     """Return the variables whose names begin with `prefix`, except those that describe a Kubernetes service."""
-    found = {name: value for name, value in os.environ.items() if name.startswith(prefix)}
-    return {name: value for name, value in found.items() if not _is_of_service(name, value)}
+    variables = {name: value for name, value in os.environ.items() if name.startswith(prefix)}
+    return {name: value for name, value in variables.items() if not _is_of_service(name, value)}
 
 
 def _is_of_service(name: str, value: str) -> bool:
@@ -47,8 +47,8 @@ def _is_of_service(name: str, value: str) -> bool:
 
 def integer(*names: str) -> int | None:
     """Return the first of the variables `names` that is set, as an integer, or None; raise ConfigError for a word."""
-    found = (_parsed(name, int, "an integer") for name in names)
-    return next((value for value in found if value is not None), None)
+    values = (_parsed(name, int, "an integer") for name in names)
+    return next((value for value in values if value is not None), None)
 
 
 def number(name: str) -> float | None:

@@ -68,14 +68,14 @@ def read_file(path: Path) -> tuple[dict[str, Stated], tuple[str, ...]]:
     problems.raise_all()
     if "fp16" in entries and not _is_idle(entries["fp16"][0], ("false", "no")):
         stated.setdefault("mixed_precision", Stated("fp16", "file", entries["fp16"][1]))
-    sizes = [said for name, said in stated.items() if name.startswith(BLOCKS["parallelism_config"])]
+    sizes = [setting for name, setting in stated.items() if name.startswith(BLOCKS["parallelism_config"])]
     if sizes:  # the block alone asks for it, in Accelerate's files
         stated.setdefault("use_parallelism_config", Stated(True, "file", sizes[0].place))
     return stated, tuple(note for note in notes if note)
 
 
 def _read_foreign(key: str, entries: Mapping[str, tuple[Node, str]]) -> str | None:
-    """Return what to say of a key of something that Farflung does not do; raise Unsupported where it asks for that."""
+    """Return what to say of a key of something that Farflung does not do; raise Unsupported if it asks for that."""
     foreign = FOREIGN_KEYS[key]
     if key not in entries or _is_idle(entries[key][0], ("", "false", *foreign.idle.split())):
         return None
@@ -84,9 +84,9 @@ def _read_foreign(key: str, entries: Mapping[str, tuple[Node, str]]) -> str | No
         return f"{place}: `{key}` asks for {foreign.what}, which Farflung does not do. Results are the same without it."
     if foreign.read_with:
         reader, words = str(foreign.read_with[0]), foreign.read_with[1:]
-        said = _scalar(reader, *entries[reader]) if reader in entries else None
-        if (None if said is None else said.lower()) not in words:
-            why = f"{reader} is {said}" if said else f"there is no {reader}"
+        value = _scalar(reader, *entries[reader]) if reader in entries else None
+        if (None if value is None else value.lower()) not in words:
+            why = f"{reader} is {value}" if value else f"there is no {reader}"
             return f"{place}: `{key}` is not read, as {why}."
     what = f"asks for {foreign.what}, which Farflung does not support"
     raise Unsupported(f"{place}: `{key}` {what}. {foreign.instead}")
@@ -184,7 +184,7 @@ def _is_idle(node: Node, words: tuple[str, ...]) -> bool:
 def _read_distributed_type(node: Node, place: str, stated: dict[str, Stated]) -> None:
     """Take from Accelerate's `distributed_type` what it says of the devices; the counts are stated by other keys."""
     word = (_scalar("distributed_type", node, place) or "NO").upper()
-    word = "NO" if word == "FALSE" else word  # what YAML makes of an unquoted `no`
+    word = "NO" if word == "FALSE" else word  # how YAML reads an unquoted `no`
     if word not in DISTRIBUTED_TYPES:
         raise Unsupported(
             f"{place}: distributed_type is {word}, which Farflung does not support. "

@@ -19,7 +19,7 @@ class Foreign:
 
     what: str
     instead: str  # what to use
-    flags: str  # how the flags begin that ask for it, without `--`; the whole word where it ends in `$`
+    flags: str  # how the flags begin that ask for it, without `--`; the whole word if it ends in `$`
     keys: str = ""  # of Accelerate's configuration file that belong to it
     idle: str = ""  # what those keys hold when they ask for nothing, besides nothing at all and `false`; in lower case
     # A key and its words with which Accelerate reads those keys; None: no such key.

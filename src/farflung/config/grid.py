@@ -132,45 +132,47 @@ class LayoutSettings:
         return (self.parallelism_config_dp_shard_size or 1) if self.use_parallelism_config else 1
 
 
-def check_layout(said: LayoutSettings, num_processes: int | None, num_machines: int, outer_recipe: str | None) -> None:
+def check_layout(
+    settings: LayoutSettings, num_processes: int | None, num_machines: int, outer_recipe: str | None
+) -> None:
     """Check the settings against each other and the number of processes on all machines, if that is known.
 
     Raises ConfigError if they can't work together, Unsupported for other axes than those of the data, and for settings
     of FSDP version 1 without equal in version 2.
     """
-    _check_grid(said, num_processes)
-    if said.use_fsdp:
-        _check_plugin(said)
-    is_sharded = bool(said.use_fsdp) or said.num_shards > 1
-    if is_sharded and outer_recipe is not None and said.num_replicas == 1 and num_processes != 1:
+    _check_grid(settings, num_processes)
+    if settings.use_fsdp:
+        _check_plugin(settings)
+    is_sharded = bool(settings.use_fsdp) or settings.num_shards > 1
+    if is_sharded and outer_recipe is not None and settings.num_replicas == 1 and num_processes != 1:
         half = "N" if num_processes is None else max(1, num_processes // 2)
         raise ConfigError(
             f"--outer {outer_recipe} averages replicas, but with FSDP over all processes there is one copy of the "
             "model. Make several: --use_parallelism_config --parallelism_config_dp_replicate_size 2 "
             f"--parallelism_config_dp_shard_size {half}."
         )
-    if said.island_size is not None:
-        _check_islands(said.island_size, is_sharded, num_processes, num_machines, outer_recipe)
+    if settings.island_size is not None:
+        _check_islands(settings.island_size, is_sharded, num_processes, num_machines, outer_recipe)
 
 
-def _check_grid(said: LayoutSettings, num_processes: int | None) -> None:
+def _check_grid(settings: LayoutSettings, num_processes: int | None) -> None:
     for name, kind in _OTHER_AXES.items():
-        size = getattr(said, GRID + name) or 1
+        size = getattr(settings, GRID + name) or 1
         if size > 1:
             raise Unsupported(
                 f"{GRID}{name} is {size}: {kind} parallelism is not supported yet. Leave it out, and shard the model "
                 f"over more processes with {GRID}dp_shard_size."
             )
-    if not said.use_parallelism_config or num_processes == 1 == said.num_replicas * said.num_shards:
+    if not settings.use_parallelism_config or num_processes == 1 == settings.num_replicas * settings.num_shards:
         return
-    if said.use_fsdp and said.num_shards == 1:
+    if settings.use_fsdp and settings.num_shards == 1:
         raise ConfigError(
             f"{GRID}dp_shard_size is 1, so FSDP has nothing to shard over. Set it above 1, or leave out use_fsdp."
         )
-    product = said.num_replicas * said.num_shards
+    product = settings.num_replicas * settings.num_shards
     if num_processes is not None and product not in (1, num_processes):
         raise ConfigError(
-            f"{GRID}dp_replicate_size ({said.num_replicas}) times {GRID}dp_shard_size ({said.num_shards}) is "
+            f"{GRID}dp_replicate_size ({settings.num_replicas}) times {GRID}dp_shard_size ({settings.num_shards}) is "
             f"{product}, but there {'is' if num_processes == 1 else 'are'} {counted(num_processes, 'process')}. The "
             "product must be the number of processes on all machines."
         )

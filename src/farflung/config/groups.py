@@ -53,7 +53,7 @@ FIRST = (
 
 def group_of(name: str) -> str:
     """Return the group of the setting called `name`; raise KeyError if it has none, or several."""
-    found = [group for group, each in GROUPS.items() if name.startswith(each.begins)]
-    if len(found) != 1:
-        raise KeyError(f"{name} must be in one of GROUPS, and is in {found}.")
-    return found[0]
+    groups = [group for group, each in GROUPS.items() if name.startswith(each.begins)]
+    if len(groups) != 1:
+        raise KeyError(f"{name} must be in one of GROUPS, and is in {groups}.")
+    return groups[0]

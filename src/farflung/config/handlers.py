@@ -241,7 +241,7 @@ class GradientAccumulationPlugin(_CheckedKwargs):
 
     Args:
         num_steps: micro-batches in one accumulation window.
-        adjust_scheduler: kept for Accelerate's sake, where neither value changes what a scheduler does: it ticks when
+        adjust_scheduler: kept for Accelerate's sake, though neither value changes what a scheduler does: it ticks when
             the optimizer steps.
         sync_with_dataloader: the last batch of a loader completes its window, however short that is.
         sync_each_batch: synchronize gradients on each micro-batch, which spares memory under sharding and costs time.
@@ -264,11 +264,11 @@ class DataLoaderConfiguration:
         use_seedable_sampler: shuffle by a seed and the epoch's number alone.
         data_seed: that seed; None takes torch's initial seed.
         non_blocking: copy to the device without waiting; useful with `pin_memory=True`.
-        use_stateful_dataloader: prepared loaders are instances of torchdata's `StatefulDataLoader`, where that is
+        use_stateful_dataloader: prepared loaders are instances of torchdata's `StatefulDataLoader`, if that is
             installed. They have `state_dict` and `load_state_dict` with either value.
         already_sharded: each process's loader reads its own share alone, as with a data set or sampler that takes
             its part by rank, so nothing is shared out any further. False: it does not, and what processes read may
-            differ, as by random changes. None: it does not, and an error where it can be seen that it does.
+            differ, as by random changes. None: it does not, and an error if it can be seen that it does.
     """
 
     split_batches: bool = False
@@ -322,7 +322,7 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | None = None) -> None:
-        """Set `project_dir`, and `logging_dir` to the same where it has no value."""
+        """Set `project_dir`, and `logging_dir` to the same if it has no value."""
         if project_dir is not None:
             check_path("project_dir", project_dir)
         self.project_dir = project_dir

@@ -26,7 +26,7 @@ from farflung.config.setting import Field, Value, accelerates, setting
 DEFAULT_PORT = 29500  # torchrun's and Accelerate's
 _PREFIX = "FARFLUNG_"
 _HOST_PART = re.compile(r"(?!-)[\w-]{1,63}(?<!-)")
-# What torch's rendezvous can be told in `rdzv_conf`, where it would pass over other keys in silence. Times in seconds.
+# The keys of `rdzv_conf` that torch's rendezvous reads; it ignores others without a word. Times are in seconds.
 _RENDEZVOUS_NUMBERS = (
     *("timeout", "read_timeout", "join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout"),
     *("keep_alive_interval", "keep_alive_max_attempt"),
@@ -100,7 +100,7 @@ class LaunchSettings(LayoutSettings, EngineSettings):
     )
     mixed_precision: str = accelerates(
         "no",
-        "Mixed precision: compute in this half-precision type where that is safe.",
+        "Mixed precision: compute in this half-precision type if that is safe.",
         choices=("no", "fp16", "bf16"),
         refused={"fp8": "Use bf16."},
         question="Mixed precision?",
@@ -167,7 +167,7 @@ class LaunchSettings(LayoutSettings, EngineSettings):
         "line, in any order. [the first launcher serves the run]",
     )
     heartbeat_s: float | None = setting(
-        None, "Seconds between two signs of life of a launcher, with --meet. [1 in a folder, 10 in a bucket]"
+        None, "Heartbeat interval of a launcher in seconds, with --meet. [1 in a folder, 10 in a bucket]"
     )
     state_every: int | None = setting(
         None,
@@ -238,9 +238,9 @@ class LaunchSettings(LayoutSettings, EngineSettings):
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> LaunchSettings:
         """Return the settings that `values` states by the names of `FIELDS`."""
-        own = {attribute.name for attribute in fields(cls)}
-        options = {_option(n): value for n, value in values.items() if n not in own and value is not None}
-        return cls(**{name: values[name] for name in values if name in own}, outer_options=options)
+        names = {attribute.name for attribute in fields(cls)}
+        options = {_option(n): value for n, value in values.items() if n not in names and value is not None}
+        return cls(**{name: values[name] for name in values if name in names}, outer_options=options)
 
     def value(self, name: str) -> Value:
         """Return the setting called `name` in `FIELDS`."""
@@ -249,7 +249,7 @@ class LaunchSettings(LayoutSettings, EngineSettings):
 
     @property
     def outer(self) -> OuterSettings | None:
-        """The outer loop that is asked for, None where none is."""
+        """The outer loop that is asked for, None if none is."""
         return outer_config({"recipe": self.outer_recipe, **self.outer_options}, "--outer", OuterSettings)
 
     @property
@@ -403,7 +403,7 @@ class LaunchSettings(LayoutSettings, EngineSettings):
 
 
 def _is_host(text: str) -> bool:
-    """Say whether a text can be a host name or an IP address. Nothing is looked up."""
+    """Return whether a text can be a host name or an IP address. Nothing is looked up."""
     try:
         ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
@@ -477,24 +477,24 @@ def launched_outer(make: Callable[..., Outer] = OuterSettings) -> Outer | None: 
     """Return the outer loop that the environment variables ask for, which `make` makes, or None."""
     check_variables()
     entries = {_option(entry.name): entry for entry in FIELDS if entry.name.startswith("outer_")}
-    said = {option: entry.from_environment() for option, entry in entries.items()}
+    arguments = {option: entry.from_environment() for option, entry in entries.items()}
     try:
-        return outer_config(said, "FARFLUNG_OUTER_RECIPE", make)
+        return outer_config(arguments, "FARFLUNG_OUTER_RECIPE", make)
     except ConfigError as error:
         raise renamed(error, {option: entry.variable for option, entry in entries.items()}) from None
 
 
 def rank_variables(settings: LaunchSettings) -> dict[str, str]:
     """Return the environment variables that tell the ranks what was set; what was left open is left out."""
-    told = {}
+    variables = {}
     for entry in FIELDS:
         value = settings.value(entry.name)
         if entry.told_as is not None and value is not None:
-            told[entry.told_as] = entry.text(value)
+            variables[entry.told_as] = entry.text(value)
     if settings.use_fsdp:
-        told.setdefault("FSDP_VERSION", "2")  # Accelerate, in a script of its, would take version 1
+        variables.setdefault("FSDP_VERSION", "2")  # Accelerate, in a script of its, would take version 1
     if settings.quiet and settings.outer_recipe:
-        told.setdefault(f"{_PREFIX}OUTER_REPORT", "off")
+        variables.setdefault(f"{_PREFIX}OUTER_REPORT", "off")
     if settings.gpu_list:
-        told["CUDA_VISIBLE_DEVICES"] = ",".join(settings.gpu_list)
-    return told
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(settings.gpu_list)
+    return variables

@@ -151,12 +151,12 @@ def _check_report(word: str | float) -> None:
         raise ConfigError(f"report is {word!r}; use auto, round, off, or a number of seconds above zero, such as 30.")
 
 
-def outer_config(said: Mapping[str, Any], called: str, make: Callable[..., Outer]) -> Outer | None:
-    """Build settings with `make` from those in `said` that are not None; return None if there are none.
+def outer_config(settings: Mapping[str, Any], called: str, make: Callable[..., Outer]) -> Outer | None:
+    """Build settings with `make` from those of `settings` that are not None; return None if there are none.
 
     `called` is the flag or variable that sets the recipe: a ConfigError names it if the recipe is missing.
     """
-    given = {name: value for name, value in said.items() if value is not None}
+    given = {name: value for name, value in settings.items() if value is not None}
     if not given:
         return None
     if "recipe" not in given:

@@ -26,7 +26,7 @@ _VARIABLE = "PARALLELISM_CONFIG_"
 class TorchContextParallelConfig:
     """How context parallelism would exchange keys and values: `allgather` or `alltoall`.
 
-    None is read from `PARALLELISM_CONFIG_CP_COMM_STRATEGY`, and is `allgather` where that is not set.
+    None is read from `PARALLELISM_CONFIG_CP_COMM_STRATEGY`, and is `allgather` if that is not set.
     """
 
     cp_comm_strategy: str | None = None
@@ -61,13 +61,13 @@ def _several(doc: str, *axes: str) -> Forward[list[str]]:
 class ParallelismConfig:
     """Ranks as a grid of `dp_replicate_size` rows and `dp_shard_size` columns. Not frozen: trainers set sizes later.
 
-    FSDP shards a model over the ranks of a row, and each row holds a copy: a pure replica where it is one rank (DDP).
+    FSDP shards a model over the ranks of a row, and each row holds a copy: a pure replica if it is one rank (DDP).
     Without an outer loop the rows average gradients in every step (HSDP); with one, they synchronize by its recipe.
 
     The other axes (tensor, context and sequence parallelism) can be described and laid out as a mesh. An `Accelerator`
     refuses a configuration with one of them.
 
-    What is None is read from `PARALLELISM_CONFIG_DP_REPLICATE_SIZE` and so on; 1 where those are not set.
+    What is None is read from `PARALLELISM_CONFIG_DP_REPLICATE_SIZE` and so on; 1 if those are not set.
 
     Raises:
         ConfigError: a size is no whole number, a backend is unknown, or the axes can't be combined.
@@ -171,9 +171,9 @@ class ParallelismConfig:
         return tuple(names), tuple(getattr(self, f"{name}_size") for name in names)
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
-        """Make the mesh of the axes that have several ranks, in the default process group; None where none has.
+        """Make the mesh of the axes that have several ranks, in the default process group; None if none has.
 
-        It has the joint axes `dp`, `dp_shard_cp` and `dp_cp` too; torch warns where a mesh is sliced by one of them.
+        It has the joint axes `dp`, `dp_shard_cp` and `dp_cp` too; torch warns if a mesh is sliced by one of them.
         There is none for sequence parallelism either, whose backend makes its own groups. A collective: all ranks call
         it.
         """

@@ -29,7 +29,7 @@ class Option:
 
     name: str
     kind: type  # int, float, bool or str
-    help: str  # of its flag; of an argument, empty where another recipe has it
+    help: str  # of its flag; of an argument, empty if another recipe has it
     choices: tuple[str, ...] = ()  # the words that it may be; empty: any
     is_needed: bool = False  # an argument without a default
 
@@ -89,18 +89,18 @@ def _texts(docstring: str) -> dict[str, str]:
 def help_of(name: str) -> str:
     """Return what the recipes' docstrings say of an argument, as a flag's help.
 
-    Where they say different things, what one recipe alone says bears its name.
+    If they say different things, what one recipe alone says bears its name.
     """
     helps = {recipe: each.help for recipe, arguments in RECIPES.items() for each in arguments if each.name == name}
     if len(helps) == 1:
         return "".join(f"{recipe} only: {text}" for recipe, text in helps.items() if text)
-    said: dict[str, list[str]] = {}
+    texts: dict[str, list[str]] = {}
     for recipe, text in helps.items():
         if text:
-            said.setdefault(text, []).append(recipe)
-    named = len(said) > 1
+            texts.setdefault(text, []).append(recipe)
+    named = len(texts) > 1
     return " ".join(
-        f"{by[0]}: {text}" if named and len(by) == 1 else text[:1].upper() + text[1:] for text, by in said.items()
+        f"{by[0]}: {text}" if named and len(by) == 1 else text[:1].upper() + text[1:] for text, by in texts.items()
     )
 
 

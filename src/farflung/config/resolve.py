@@ -18,7 +18,7 @@ from farflung.config.setting import Field, Stated
 from farflung.config.sharding import without_effect
 from farflung.config.tasks import Task, read_processes, read_task
 
-# What fsdp_sharding_strategy and fsdp_reshard_after_forward hold where they say the same.
+# What fsdp_sharding_strategy and fsdp_reshard_after_forward hold if they say the same.
 _ALIKE = [(word, "true") for word in ("FULL_SHARD", "1")] + [(word, "false") for word in ("SHARD_GRAD_OP", "2")]
 _STRATEGIES = ("fsdp_sharding_strategy", "fsdp_reshard_after_forward")
 _HYBRID = {"HYBRID_SHARD": "true", "4": "true", "HYBRID_SHARD_ZERO2": "false", "5": "false"}
@@ -75,7 +75,7 @@ def resolve(flags: Mapping[str, str | bool]) -> Resolved:
 
 
 def _read(path: Path) -> tuple[dict[str, Stated], tuple[str, ...]]:
-    """Read a file. What reads YAML is loaded where there is one: it takes longer than all the rest."""
+    """Read a file. What reads YAML is loaded if there is one: it takes longer than all the rest."""
     found: tuple[dict[str, Stated], tuple[str, ...]] = import_module("farflung.config.files").read_file(path)
     return found
 
@@ -91,70 +91,70 @@ def _first(entry: Field, flags: Mapping[str, str | bool], stated: Mapping[str, S
     return stated.get(entry.name) or Stated(entry.default, "default")
 
 
-def _choose_the_device(found: dict[str, Stated]) -> list[str]:
-    """Decide between the CPU and GPUs (`multi_gpu`, `gpu_ids`) where both are asked for; return notes for the user.
+def _choose_the_device(settings: dict[str, Stated]) -> list[str]:
+    """Decide between the CPU and GPUs (`multi_gpu`, `gpu_ids`) if both are asked for; return notes for the user.
 
-    A variable that asks for the CPU is obeyed even where a flag asks for GPUs, as in Accelerate: that is how a command
-    line for GPUs is tried on a machine without. Otherwise a flag or variable overrules what is weaker. Where both are
+    A variable that asks for the CPU is obeyed even if a flag asks for GPUs, as in Accelerate: that is how a command
+    line for GPUs is tried on a machine without. Otherwise a flag or variable overrules what is weaker. If both are
     equally strong the settings refuse them.
     """
     notes = []
     for gpus, idle in (("multi_gpu", False), ("gpu_ids", "all")):
-        cpu, gpu = found["use_cpu"], found[gpus]
+        cpu, gpu = settings["use_cpu"], settings[gpus]
         if cpu.value and gpu.value != idle:
             by_variable = (cpu.kind, gpu.kind) == ("environment", "flag")
             if by_variable:
                 notes.append(f"{cpu.place} asks for the CPU, so {gpu.place} starts processes on the CPU.")
             if by_variable or _STRENGTH[cpu.kind] > _STRENGTH[gpu.kind]:
-                found[gpus] = replace(cpu, value=idle)
+                settings[gpus] = replace(cpu, value=idle)
             elif _STRENGTH[gpu.kind] > _STRENGTH[cpu.kind]:
-                found["use_cpu"] = replace(gpu, value=False)
+                settings["use_cpu"] = replace(gpu, value=False)
     return notes
 
 
-def _take_place(found: dict[str, Stated]) -> list[str]:
-    """Where srun, mpirun or a cluster started this launcher as one of several, take its place among them from there.
+def _take_place(settings: dict[str, Stated]) -> list[str]:
+    """If srun, mpirun or a cluster started this launcher as one of several, take its place among them from there.
 
-    What a flag or a variable of ours states stays. Returns a note for the user where something was taken.
+    What a flag or a variable of ours states stays. Returns a note for the user if something was taken.
     """
-    stated = {name for name in _PLACE if found[name].kind in ("flag", "environment")}
+    stated = {name for name in _PLACE if settings[name].kind in ("flag", "environment")}
     # An engine starts launchers with places of their own.
-    if found["engine"].value not in (None, LOCAL) or found["hosts"].value:
+    if settings["engine"].value not in (None, LOCAL) or settings["hosts"].value:
         return []
-    if "num_machines" in stated and found["num_machines"].value == 1:
+    if "num_machines" in stated and settings["num_machines"].value == 1:
         return []
-    notes = _take_machine(found, stated)
-    _take_processes(found)
+    notes = _take_machine(settings, stated)
+    _take_processes(settings)
     return notes
 
 
-def _take_machine(found: dict[str, Stated], stated: Set[str]) -> list[str]:
-    if {"num_machines", "machine_rank"} <= stated or found["join"].value or found["meet"].value:
+def _take_machine(settings: dict[str, Stated], stated: Set[str]) -> list[str]:
+    if {"num_machines", "machine_rank"} <= stated or settings["join"].value or settings["meet"].value:
         return []
     task = read_task()
     if task is None:
         return []
-    many, is_elastic = f"one of {task.size.value} tasks ({task.size.place})", bool(found["elastic"].value)
+    many, is_elastic = f"one of {task.size.value} tasks ({task.size.place})", bool(settings["elastic"].value)
     if not is_elastic:
-        _check_task(found, task, many)
+        _check_task(settings, task, many)
     for name, one in zip(_PLACE, (task.size, task.rank, task.host, task.port), strict=True):
         if one is not None and name not in stated:
-            found[name] = one
-    if not found["main_process_ip"].value:
+            settings[name] = one
+    if not settings["main_process_ip"].value:
         raise ConfigError(
             f"This launcher is {many}, but no variable tells where the first one runs. Give its host as "
             f"--main_process_ip or in MASTER_ADDR. {_ALONE}"
         )
-    place = [f"{name} {found[name].value} ({found[name].place})" for name in _PLACE[1:] if found[name].place]
+    place = [f"{name} {settings[name].value} ({settings[name].place})" for name in _PLACE[1:] if settings[name].place]
     if is_elastic:
-        _take_replicas(found, task)
+        _take_replicas(settings, task)
     return [f"{many}: {', '.join(place)}. {_ALONE}"]
 
 
-def _take_processes(found: dict[str, Stated]) -> None:
-    """Start as many processes on each machine as torchrun would; raise ConfigError where more are asked for."""
-    each, asked, machines = read_processes(), found["num_processes"], int(found["num_machines"].value or 1)
-    if each is None or found["elastic"].value or found["join"].value:
+def _take_processes(settings: dict[str, Stated]) -> None:
+    """Start as many processes on each machine as torchrun would; raise ConfigError if more are asked for."""
+    each, asked, machines = read_processes(), settings["num_processes"], int(settings["num_machines"].value or 1)
+    if each is None or settings["elastic"].value or settings["join"].value:
         return
     world = each.value * machines
     if asked.value is not None and asked.value > world:
@@ -164,19 +164,19 @@ def _take_processes(found: dict[str, Stated]) -> None:
             f"start all here, whatever {each.place} is."
         )
     if asked.kind not in ("flag", "environment"):
-        found["num_processes"] = replace(each, value=world)
+        settings["num_processes"] = replace(each, value=world)
 
 
-def _check_task(found: Mapping[str, Stated], task: Task, many: str) -> None:
-    """Raise ConfigError where the tasks can't be the machines of one run."""
+def _check_task(settings: Mapping[str, Stated], task: Task, many: str) -> None:
+    """Raise ConfigError if the tasks can't be the machines of one run."""
     if task.local_size.value > 1:
         once = f"With one task per machine, `{task.one_each} farflung launch ...`, all become one run. "
         raise ConfigError(
             f"This launcher is {many}, several of them on this machine ({task.local_size.place}). It starts all "
-            f"processes of its machine itself. {once}To let {task.one_each.split()[0]} start each process, leave out "
+            f"processes of its machine itself. {once}To have {task.one_each.split()[0]} start each process, leave out "
             f"`farflung launch`: `python train.py`. {_ALONE}"
         )
-    machines, processes = found["num_machines"], found["num_processes"]
+    machines, processes = settings["num_machines"], settings["num_processes"]
     if machines.kind in ("flag", "environment") and machines.value != task.size.value:
         raise ConfigError(
             f"This launcher is {many}, but num_machines is {machines.value} ({machines.place}). Leave it out, or give "
@@ -189,24 +189,24 @@ def _check_task(found: Mapping[str, Stated], task: Task, many: str) -> None:
         )
 
 
-def _take_replicas(found: dict[str, Stated], task: Task) -> None:
+def _take_replicas(settings: dict[str, Stated], task: Task) -> None:
     """Make the first task's launcher serve the run and the others join it; together they start the least."""
-    host, port = str(found["main_process_ip"].value), found["main_process_port"].value or DEFAULT_PORT
-    rank, bounds = found["machine_rank"], found["elastic"]
+    host, port = str(settings["main_process_ip"].value), settings["main_process_port"].value or DEFAULT_PORT
+    rank, bounds = settings["machine_rank"], settings["elastic"]
     least = str(bounds.value).partition(":")[0]
-    if found["replicas"].value is None and least.isdecimal():
+    if settings["replicas"].value is None and least.isdecimal():
         share = (int(least) + task.size.value - 1 - rank.value) // task.size.value
-        found["replicas"] = replace(bounds, value=max(1, share))
-    found["num_machines"], found["machine_rank"] = Stated(1, "default"), Stated(0, "default")
+        settings["replicas"] = replace(bounds, value=max(1, share))
+    settings["num_machines"], settings["machine_rank"] = Stated(1, "default"), Stated(0, "default")
     if rank.value == 0:
-        found["main_process_port"] = replace(found["main_process_port"], value=port)
+        settings["main_process_port"] = replace(settings["main_process_port"], value=port)
     else:
-        found["join"] = replace(rank, value=f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        settings["join"] = replace(rank, value=f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
         for name in ("elastic", "main_process_ip", "main_process_port"):
-            found[name] = Stated(None, "default")
+            settings[name] = Stated(None, "default")
 
 
-def _check_used(found: Mapping[str, Stated]) -> list[str]:
+def _check_used(settings: Mapping[str, Stated]) -> list[str]:
     """Refuse flags and keys of a file that nothing reads: FSDP or a grid is described, and nobody asks for it.
 
     A file that names another `distributed_type` may keep its block for FSDP; the note that is returned says so.
@@ -214,11 +214,11 @@ def _check_used(found: Mapping[str, Stated]) -> list[str]:
     """
     notes = []
     for switch, prefix in (("use_fsdp", "fsdp_"), ("use_parallelism_config", "parallelism_config_")):
-        stated = [name for name in found if name.startswith(prefix) and found[name].kind in ("flag", "file")]
-        stated.sort(key=lambda name: -_STRENGTH[found[name].kind])
+        stated = [name for name in settings if name.startswith(prefix) and settings[name].kind in ("flag", "file")]
+        stated.sort(key=lambda name: -_STRENGTH[settings[name].kind])
         if not stated:
             continue
-        where, asked = found[stated[0]], found[switch]
+        where, asked = settings[stated[0]], settings[switch]
         what = f"{where.place} ({stated[0]})" if where.kind == "file" else where.place
         if asked.value is None or (not asked.value and asked.kind == "file" != where.kind):
             raise ConfigError(f"{what} is read only with --{switch}, which is not set. Set it too.")
@@ -227,47 +227,47 @@ def _check_used(found: Mapping[str, Stated]) -> list[str]:
     return notes
 
 
-def _without_effect(found: dict[str, Stated]) -> list[str]:
+def _without_effect(settings: dict[str, Stated]) -> list[str]:
     """Take out settings of FSDP version 1 that change no result with version 2, and return what to say of them."""
-    if not found["use_fsdp"].value:
+    if not settings["use_fsdp"].value:
         return []
     notes = []
     for argument in ("backward_prefetch", "forward_prefetch", "limit_all_gathers"):
         name = f"fsdp_{argument}"
-        note = without_effect(argument, found[name].value, _written(name, found[name]))
+        note = without_effect(argument, settings[name].value, _written(name, settings[name]))
         if note is not None:
             notes.append(note)
-            found[name] = replace(found[name], value=None)
-    name, version = "fsdp_sharding_strategy", found["fsdp_version"]
-    strategy = found[name].value
+            settings[name] = replace(settings[name], value=None)
+    name, version = "fsdp_sharding_strategy", settings["fsdp_version"]
+    strategy = settings[name].value
     if strategy is not None and version.value == 2:
-        reshard = found["fsdp_reshard_after_forward"].value or "true"
+        reshard = settings["fsdp_reshard_after_forward"].value or "true"
         if (str(strategy).upper(), str(reshard).lower()) not in _ALIKE:
             notes.append(
-                f"{_written(name, found[name])} is {strategy}, which is for version 1: with {version.place} "
+                f"{_written(name, settings[name])} is {strategy}, which is for version 1: with {version.place} "
                 f"(fsdp_version: 2), fsdp_reshard_after_forward counts, which is {reshard}."
             )
-        found[name] = replace(found[name], value=None)
+        settings[name] = replace(settings[name], value=None)
     return notes
 
 
-def _arrange_hybrid(found: dict[str, Stated]) -> list[str]:
+def _arrange_hybrid(settings: dict[str, Stated]) -> list[str]:
     """Turn version 1's HYBRID_SHARD (shards in a machine, copies on each) into the grid that it is, and say so."""
-    names = _STRATEGIES if found["fsdp_version"].value == 1 else _STRATEGIES[:1]
-    said = next((found[name] for name in names if str(found[name].value).upper() in _HYBRID), None)
-    machines, processes = found["num_machines"].value, found["num_processes"].value
+    names = _STRATEGIES if settings["fsdp_version"].value == 1 else _STRATEGIES[:1]
+    said = next((settings[name] for name in names if str(settings[name].value).upper() in _HYBRID), None)
+    machines, processes = settings["num_machines"].value, settings["num_processes"].value
     is_known = machines == 1 or (isinstance(processes, int) and processes % int(machines or 1) == 0)
-    if said is None or not found["use_fsdp"].value or found["use_parallelism_config"].value or not is_known:
+    if said is None or not settings["use_fsdp"].value or settings["use_parallelism_config"].value or not is_known:
         return []
     for name in _STRATEGIES:
-        found[name] = replace(said, value=None)
-    found["fsdp_reshard_after_forward"] = replace(said, value=_HYBRID[str(said.value).upper()])
+        settings[name] = replace(said, value=None)
+    settings["fsdp_reshard_after_forward"] = replace(said, value=_HYBRID[str(said.value).upper()])
     if machines == 1:
         return [f"{said.place} says {said.value}: on one machine, models are sharded over all processes."]
     shards = int(processes or 1) // int(machines or 1)
-    found["use_parallelism_config"] = replace(said, value=True)
-    found["parallelism_config_dp_replicate_size"] = replace(said, value=machines)
-    found["parallelism_config_dp_shard_size"] = replace(said, value=shards)
+    settings["use_parallelism_config"] = replace(said, value=True)
+    settings["parallelism_config_dp_replicate_size"] = replace(said, value=machines)
+    settings["parallelism_config_dp_shard_size"] = replace(said, value=shards)
     return [f"{said.place} says {said.value}: {machines} copies of the model, each sharded over {shards} processes."]
 
 

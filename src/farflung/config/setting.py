@@ -21,7 +21,7 @@ class Field:
     name: str  # in `LaunchSettings`, and its key in a configuration file
     group: str  # in `--help` and pages
     kind: type  # int, float, bool or str
-    default: Value  # where no flag, variable or file sets it
+    default: Value  # if no flag, variable or file sets it
     help: str
     variable: str  # of the environment, that sets it
     told_as: str | None  # the environment variable in which the ranks find it; None: they need not know
@@ -54,14 +54,14 @@ class Field:
         return value
 
     def from_environment(self) -> Value:
-        """Return what its environment variable says, None where that is not set."""
+        """Return what its environment variable says, None if that is not set."""
         text = environ.text(self.variable)
         called = f"The environment variable {self.variable}"
         return self.parse(text, called) if text else None
 
     def _parse_word(self, text: str, called: str) -> str:
         word = text.lower()
-        if word == "false" and "no" in self.choices:  # what YAML makes of an unquoted `no`
+        if word == "false" and "no" in self.choices:  # how YAML reads an unquoted `no`
             word = "no"
         if word in self.refused:
             raise Unsupported(f"{called} is {text!r}, which Farflung does not support. {self.refused[word]}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How models are sharded: Accelerate's `FullyShardedDataParallelPlugin`, whose version 2 (FSDP2) Farflung supports.
 
-Settings of version 1 are translated where FSDP2 does the same, and refused by name where it does not. torch is loaded
+Settings of version 1 are translated if FSDP2 does the same, and refused by name if it does not. torch is loaded
 only when a plugin needs an object of its, so that the launcher can check settings without it.
 """
 
@@ -36,8 +36,8 @@ _RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
 _PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")  # from 1 on
 _IDLE = {"forward_prefetch": False, "limit_all_gathers": True}
 _WHY_NOT = {
-    "backward_prefetch": "FSDP2 always prefetches as BACKWARD_PRE does, unless the prepared model's modules are told "
-    "otherwise by set_modules_to_backward_prefetch",
+    "backward_prefetch": "FSDP2 always prefetches as BACKWARD_PRE does, unless set_modules_to_backward_prefetch on "
+    "the prepared model's modules changes that",
     "forward_prefetch": "FSDP2 has it as set_modules_to_forward_prefetch on the prepared model's modules",
     "limit_all_gathers": "FSDP2 always limits them",
 }
@@ -59,7 +59,7 @@ class FullyShardedDataParallelPlugin:
     so on, which `farflung launch --use_fsdp` sets. Each value is checked, and the attributes hold what was made of it.
 
     Args:
-        fsdp_version: 2; with 1, the other settings are read as those of version 1 where they differ.
+        fsdp_version: 2; with 1, the other settings are read as those of version 1 if they differ.
         sharding_strategy: version 1's word for `reshard_after_forward`: FULL_SHARD is True, SHARD_GRAD_OP is False.
         reshard_after_forward: free the gathered parameters between forward and backward; a number of ranks, which
             divides the shard axis, keeps them sharded over so many ranks only. True unless said otherwise.
@@ -72,7 +72,7 @@ class FullyShardedDataParallelPlugin:
         cpu_offload: keep parameters, gradients and optimizer states in host memory; or torch's `CPUOffloadPolicy`.
         ignored_modules: modules whose parameters are not sharded; or a regular expression that their names match.
         state_dict_type: what `save_state` writes: SHARDED_STATE_DICT (each rank its shards) or FULL_STATE_DICT (rank 0
-            the whole). The latter is the default where `fsdp_version` is 1.
+            the whole). The latter is the default if `fsdp_version` is 1.
         state_dict_config, optim_state_dict_config: version 1's. Where a state dict is gathered is Farflung's choice.
         use_orig_params, sync_module_states: version 1's. FSDP2 always has the original parameters, and `prepare` always
             gives all ranks those of rank 0, so both ask for nothing.
@@ -274,7 +274,7 @@ class FullyShardedDataParallelPlugin:
 
 
 def fsdp_from_environment() -> FullyShardedDataParallelPlugin | None:
-    """Return the plugin that `ACCELERATE_USE_FSDP` and `FSDP_*` ask for, None where they do not."""
+    """Return the plugin that `ACCELERATE_USE_FSDP` and `FSDP_*` ask for, None if they do not."""
     return FullyShardedDataParallelPlugin() if environ.flag("ACCELERATE_USE_FSDP") else None
 
 
@@ -307,17 +307,17 @@ def _flag(name: str, value: Any, variable: str = "", default: bool = False) -> b
 
 def _version(given: Any) -> int:
     """Return 1 or 2; 2 by default."""
-    said, called = _asked("fsdp_version", given, "FSDP_VERSION")
-    if said is None:
+    value, called = _asked("fsdp_version", given, "FSDP_VERSION")
+    if value is None:
         return 2
-    if isinstance(said, bool) or str(said) not in ("1", "2"):
-        raise ConfigError(f"{called} is {shown(said)}; it must be 2, or 1 to have its settings translated.")
-    return int(said)
+    if isinstance(value, bool) or str(value) not in ("1", "2"):
+        raise ConfigError(f"{called} is {shown(value)}; it must be 2, or 1 to have its settings translated.")
+    return int(value)
 
 
-def _word(said: Any, numbered: tuple[str, ...] = ()) -> str:
+def _word(value: Any, numbered: tuple[str, ...] = ()) -> str:
     """Return a word in capitals: a text, the number of one, or the name of a member of torch's enumeration."""
-    word = said.name if isinstance(said, Enum) else str(said)
+    word = value.name if isinstance(value, Enum) else str(value)
     word = word.upper().removeprefix("_")
     return numbered[int(word) - 1] if word.isdigit() and 0 < int(word) <= len(numbered) else word
 
@@ -339,41 +339,41 @@ def _reshards(version: int, strategy: Any, given: Any) -> bool | int:
     if by_strategy is not None:
         return by_strategy
     word, called = _asked("", None, "FSDP_SHARDING_STRATEGY")
-    said, called_newer = _asked("", None, "FSDP_RESHARD_AFTER_FORWARD")
-    if said is not None and (version == 2 or word is None):
-        return parse_reshard(version, said, called_newer)
+    value, called_newer = _asked("", None, "FSDP_RESHARD_AFTER_FORWARD")
+    if value is not None and (version == 2 or word is None):
+        return parse_reshard(version, value, called_newer)
     return True if word is None else _strategy(word, called)
 
 
-def _strategy(said: Any, called: str) -> bool:
-    word = _word(said, _STRATEGIES)
+def _strategy(value: Any, called: str) -> bool:
+    word = _word(value, _STRATEGIES)
     if word == "NO_SHARD":
-        raise Unsupported(f"{called} is {shown(said)}, which is not sharding. Leave out FSDP: DDP replicates models.")
+        raise Unsupported(f"{called} is {shown(value)}, which is not sharding. Leave out FSDP: DDP replicates models.")
     if word.startswith("HYBRID_SHARD"):
         reshards = word == "HYBRID_SHARD"
         raise Unsupported(
-            f"{called} is {shown(said)}, which FSDP2 has as a grid of ranks. Use reshard_after_forward={reshards} and "
+            f"{called} is {shown(value)}, which FSDP2 has as a grid of ranks. Use reshard_after_forward={reshards} and "
             "ParallelismConfig(dp_replicate_size=..., dp_shard_size=...), whose product is the number of processes."
         )
     check_word(called, word, _RESHARDS)
     return _RESHARDS[word]
 
 
-def parse_reshard(version: int, said: Any, called: str) -> bool | int:
+def parse_reshard(version: int, value: Any, called: str) -> bool | int:
     """Return what `fully_shard` takes for a `reshard_after_forward` of version 1 or 2, named `called` in errors."""
-    if isinstance(said, bool):
-        return said
-    is_number = isinstance(said, int) or (isinstance(said, str) and said.isdigit())
-    if isinstance(said, str) and (version == 2 or not is_number):
-        word = said.strip().lower()
+    if isinstance(value, bool):
+        return value
+    is_number = isinstance(value, int) or (isinstance(value, str) and value.isdigit())
+    if isinstance(value, str) and (version == 2 or not is_number):
+        word = value.strip().lower()
         if word in environ.TRUE_WORDS + environ.FALSE_WORDS:
             return word in environ.TRUE_WORDS
     if version == 2 and is_number:
-        check_whole(f"{called} (a number of ranks)", int(said), least=2)
-        return int(said)
-    if isinstance(said, (str, int, Enum)):
-        return _strategy(said, called)
-    raise wrong_type(called, said, "True, False, or a number of ranks")
+        check_whole(f"{called} (a number of ranks)", int(value), least=2)
+        return int(value)
+    if isinstance(value, (str, int, Enum)):
+        return _strategy(value, called)
+    raise wrong_type(called, value, "True, False, or a number of ranks")
 
 
 def without_effect(name: str, value: Any, called: str) -> str | None:
@@ -382,34 +382,34 @@ def without_effect(name: str, value: Any, called: str) -> str | None:
     return None if idle else f"{called} is {shown(value)}, which changes nothing: {_WHY_NOT[name]}."
 
 
-def _prefetch(said: Any) -> str:
-    return "NO_PREFETCH" if said is None else _word(said, _PREFETCHES)
+def _prefetch(value: Any) -> str:
+    return "NO_PREFETCH" if value is None else _word(value, _PREFETCHES)
 
 
-def _policy(said: Any) -> MixedPrecisionPolicy:
+def _policy(value: Any) -> MixedPrecisionPolicy:
     """Return torch's policy for a word, a dtype, a dictionary, or a policy of version 1 or 2."""
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     called = f"{_NAME}: mixed_precision_policy"
-    if isinstance(said, MixedPrecisionPolicy):
-        return said
-    if isinstance(said, (str, torch.dtype)):
+    if isinstance(value, MixedPrecisionPolicy):
+        return value
+    if isinstance(value, (str, torch.dtype)):
         known: dict[Any, torch.dtype] = {word: getattr(torch, name) for word, name in _PRECISIONS.items()}
         known |= {kind: kind for kind in known.values()}
-        if said not in known:
-            raise ConfigError(f"{called} is {shown(said)}; use one of {', '.join(_PRECISIONS)}, or their dtypes.")
-        return MixedPrecisionPolicy(param_dtype=known[said], reduce_dtype=known[said], output_dtype=known[said])
-    if hasattr(said, "buffer_dtype"):  # version 1's MixedPrecision
-        said = {name: getattr(said, name) for name in ("param_dtype", "reduce_dtype", "buffer_dtype")}
-    if not isinstance(said, Mapping):
-        raise wrong_type(called, said, "a MixedPrecisionPolicy, a dictionary of dtypes, or a word such as 'bf16'")
-    if said.get("buffer_dtype") not in (None, torch.float32):
+        if value not in known:
+            raise ConfigError(f"{called} is {shown(value)}; use one of {', '.join(_PRECISIONS)}, or their dtypes.")
+        return MixedPrecisionPolicy(param_dtype=known[value], reduce_dtype=known[value], output_dtype=known[value])
+    if hasattr(value, "buffer_dtype"):  # version 1's MixedPrecision
+        value = {name: getattr(value, name) for name in ("param_dtype", "reduce_dtype", "buffer_dtype")}
+    if not isinstance(value, Mapping):
+        raise wrong_type(called, value, "a MixedPrecisionPolicy, a dictionary of dtypes, or a word such as 'bf16'")
+    if value.get("buffer_dtype") not in (None, torch.float32):
         raise Unsupported(
-            f"{called}: buffer_dtype is {said['buffer_dtype']}, but FSDP2 leaves buffers as they are. Leave it out, "
+            f"{called}: buffer_dtype is {value['buffer_dtype']}, but FSDP2 leaves buffers as they are. Leave it out, "
             "and convert the model's buffers yourself."
         )
-    dtypes = {name: kind for name, kind in said.items() if name != "buffer_dtype"}
+    dtypes = {name: kind for name, kind in value.items() if name != "buffer_dtype"}
     for name, kind in dtypes.items():
         check_word(f"{called}: a key", name, (*_DTYPES, "cast_forward_inputs"))
         if name in _DTYPES and kind is not None and not isinstance(kind, torch.dtype):
@@ -418,51 +418,51 @@ def _policy(said: Any) -> MixedPrecisionPolicy:
 
 
 def _ignored(given: Any) -> list[Any] | str | None:
-    said, called = _asked("ignored_modules", given)
-    if said is None:
+    value, called = _asked("ignored_modules", given)
+    if value is None:
         return None
-    if isinstance(said, str):
+    if isinstance(value, str):
         try:
-            re.compile(said)
+            re.compile(value)
         except re.error as error:
-            raise ConfigError(f"{called} is {said!r}, which is no regular expression: {error}.") from None
-        return said
-    modules = list(said) if isinstance(said, Iterable) else [None]
+            raise ConfigError(f"{called} is {value!r}, which is no regular expression: {error}.") from None
+        return value
+    modules = list(value) if isinstance(value, Iterable) else [None]
     if not all(hasattr(module, "named_parameters") for module in modules):
-        raise wrong_type(called, said, "a list of modules, or a regular expression of their names")
+        raise wrong_type(called, value, "a list of modules, or a regular expression of their names")
     return modules
 
 
 def _state_dict_type(version: int, given: Any) -> str:
-    said, called = _asked("state_dict_type", given)
-    if said is None:
+    value, called = _asked("state_dict_type", given)
+    if value is None:
         return "SHARDED_STATE_DICT" if version == 2 else "FULL_STATE_DICT"
-    word = _word(said, _NUMBERED_STATES)
+    word = _word(value, _NUMBERED_STATES)
     if word == "LOCAL_STATE_DICT":
-        raise Unsupported(f"{called} is {shown(said)}, which FSDP2 does not have. Use SHARDED_STATE_DICT.")
+        raise Unsupported(f"{called} is {shown(value)}, which FSDP2 does not have. Use SHARDED_STATE_DICT.")
     check_word(called, word, STATE_DICT_TYPES)
     return word
 
 
 def _wrap_policy(given: Any) -> Any:
-    said, called = _asked("auto_wrap_policy", given)
-    if callable(said):
-        return _TORCH_POLICIES.get(getattr(said, "__name__", ""), said)
-    if said is None:
+    value, called = _asked("auto_wrap_policy", given)
+    if callable(value):
+        return _TORCH_POLICIES.get(getattr(value, "__name__", ""), value)
+    if value is None:
         return None
-    word = said.lower() if isinstance(said, str) else said
+    word = value.lower() if isinstance(value, str) else value
     check_word(called, word, WRAP_POLICIES)
     return None if word == "no_wrap" else word
 
 
 def _class_names(given: Any) -> list[str] | None:
-    said, called = _asked("transformer_cls_names_to_wrap", given, "FSDP_TRANSFORMER_CLS_TO_WRAP")
-    if said is None:
+    value, called = _asked("transformer_cls_names_to_wrap", given, "FSDP_TRANSFORMER_CLS_TO_WRAP")
+    if value is None:
         return None
-    names = said.split(",") if isinstance(said, str) else list(said) if isinstance(said, Iterable) else []
+    names = value.split(",") if isinstance(value, str) else list(value) if isinstance(value, Iterable) else []
     names = [name.strip() if isinstance(name, str) else "" for name in names]
     if not names or not all(names):
-        raise wrong_type(called, said, "a list of class names, such as ['LlamaDecoderLayer']")
+        raise wrong_type(called, value, "a list of class names, such as ['LlamaDecoderLayer']")
     return names
 
 
@@ -472,4 +472,4 @@ def _least_params(given: Any) -> int:
     if given is None:
         return MIN_NUM_PARAMS
     check_whole(f"{_NAME}: min_num_params", given, least=0)
-    return int(given) or MIN_NUM_PARAMS  # 0 is what Accelerate's plugin and config files have where nothing is said
+    return int(given) or MIN_NUM_PARAMS  # Accelerate's plugin and config files have 0 by default

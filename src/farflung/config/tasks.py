@@ -69,7 +69,7 @@ class Task:
 
 
 def in_slurm_step() -> bool:
-    """Say whether srun has started this process as a task.
+    """Return whether srun has started this process as a task.
 
     The batch script sees SLURM_NTASKS and SLURM_PROCID too, but is one process. So is the shell of `srun --pty`: the
     other tasks have no terminal, and have ended.
@@ -79,7 +79,7 @@ def in_slurm_step() -> bool:
 
 
 def read_task() -> Task | None:
-    """Return which of several tasks this process is, or None where it is the only one.
+    """Return which of several tasks this process is, or None if it is the only one.
 
     The variables that torchrun would read (`PET_*`) come first, then jsrun's, Open MPI's, PMI's, MVAPICH's, those of
     SkyPilot and dstack, Slurm's and pbsdsh's.
@@ -142,7 +142,7 @@ def _refuse_blaunch() -> None:
 
 
 def _refuse_ranks() -> None:
-    """Raise ConfigError where RANK and WORLD_SIZE number this launcher, and may count machines or processes.
+    """Raise ConfigError if RANK and WORLD_SIZE number this launcher, and may count machines or processes.
 
     What torch's agent or a launcher of ours has started is a rank: what its script starts is the script's own affair.
     """
@@ -164,9 +164,9 @@ def on_each_node(size: int) -> Stated:
 
 
 def read_processes() -> Stated | None:
-    """Return how many processes torchrun would start on each machine, None where no variable states a number."""
-    told = environ.text("PET_NPROC_PER_NODE") or ""
-    return _number("PET_NPROC_PER_NODE") if told.isdecimal() and int(told) > 0 else None  # else auto, gpu or cpu
+    """Return how many processes torchrun would start on each machine, None if no variable states a number."""
+    count = environ.text("PET_NPROC_PER_NODE") or ""
+    return _number("PET_NPROC_PER_NODE") if count.isdecimal() and int(count) > 0 else None  # else auto, gpu or cpu
 
 
 def _task(size: Stated, rank_variable: str, local_size: Stated, one_each: str, first: Stated | None = None) -> Task:
@@ -195,8 +195,8 @@ def _number(*variables: str) -> Stated | None:
 
 
 def _several(*variables: str) -> Stated | None:
-    told = _number(*variables)
-    return told if told is not None and told.value > 1 else None
+    count = _number(*variables)
+    return count if count is not None and count.value > 1 else None
 
 
 def _address(variable: str) -> Stated | None:
@@ -213,18 +213,18 @@ def _lsf_hosts() -> list[str]:
 
 
 def _pbs_hosts() -> list[str]:
-    """Return the hosts of a PBS job, each once; empty where their file can't be read: it may lie on the first alone."""
+    """Return the hosts of a PBS job, each once; empty if their file can't be read: it may lie on the first alone."""
     file = Path(environ.text("PBS_NODEFILE") or "/")
     return list(dict.fromkeys(file.read_text(encoding="utf-8").split())) if file.is_file() else []
 
 
 def _has_step_of(size: Stated) -> bool:
-    """Say whether srun has started just the tasks that another variable counts, as with `--mpi=pmi2`."""
+    """Return whether srun has started just the tasks that another variable counts, as with `--mpi=pmi2`."""
     return in_slurm_step() and environ.integer("SLURM_STEP_NUM_TASKS") == size.value
 
 
 def _is_step(size: Stated) -> bool:
-    """Say whether the tasks are those of a step of srun, and not of an mpirun that starts its helpers by one."""
+    """Return whether the tasks are those of a step of srun, and not of an mpirun that starts its helpers by one."""
     return _has_step_of(size) or size.place.startswith("SLURM")
 
 

@@ -61,7 +61,7 @@ class Forecast:
         if as_json:
             click.echo(json.dumps(self.as_dict(), indent=2))
             return
-        from rich.console import Console  # where a help text or a question is all, it isn't needed
+        from rich.console import Console  # if a help text or a question is all, it isn't needed
 
         Console().print(self.table())
         if self.meeting is not None:
@@ -108,7 +108,7 @@ class Forecast:
         return f"No method is fast enough; the closest is {row.method.name}, with {share} ({rate})."
 
     def needed(self, cost: Cost) -> float:
-        """Return the bits a second from which the method of `cost` is fast enough; `math.inf` where none are."""
+        """Return the bits a second from which the method of `cost` is fast enough; `math.inf` if none are."""
         return needed_bandwidth(self.run, cost.method, self.utilization)
 
     def as_dict(self) -> dict[str, Any]:
@@ -257,7 +257,7 @@ _FROM_ONE = click.IntRange(1, 1_000_000)
 
 
 class _NamesAllMissing(click.Command):
-    """Names all missing options at once, where click would name the first."""
+    """Names all missing options at once; click would name the first alone."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -265,7 +265,7 @@ class _NamesAllMissing(click.Command):
         except click.MissingParameter:
             given, _, _ = self.make_parser(ctx).parse_args(list(args))
             there = given.keys() | (ctx.default_map or {}).keys()
-            needed = [one for one in self.params if one.required and one.name not in there]
+            needed = [param for param in self.params if param.required and param.name not in there]
             names = ", ".join(one.opts[0] for one in needed)
             raise click.UsageError(f"Missing {names}. For example: {_EXAMPLE}", ctx) from None
 

@@ -27,7 +27,7 @@ _GB = 1e9
 class _Form(NamedTuple):
     scheme: str
     request_s: float  # by default
-    sign_s: float  # between two signs of life of a launcher
+    sign_s: float  # between two heartbeats of a launcher
 
 
 FORMS = {
@@ -53,7 +53,7 @@ class Traffic:
 
     writes_per_round: float  # by one replica, in the `Method.every` steps in which each fragment is exchanged once
     reads_per_round: float
-    records_per_round: float  # signs of life of its launcher, and its part of the looks for newcomers
+    records_per_round: float  # heartbeats of its launcher, and its part of the looks for newcomers
     bytes_written_per_round: float
     bytes_read_per_round: float
     bytes_stored: float  # of all replicas, at most
@@ -98,7 +98,7 @@ class Meeting:
         return f"--meet {self.address if form is None else f'{form.scheme}://{path}'}"
 
     def traffic(self, run: Run, cost: Cost, steps: int) -> Traffic:
-        """Return what a run of so many steps asks, where one replica sends nothing."""
+        """Return what a run of so many steps asks, if one replica sends nothing."""
         method, others = cost.method, run.replicas - 1
         writes = float(num_collectives(run, method)) if others else 0.0
         round_s, rounds = method.every * cost.seconds_per_step, steps / method.every

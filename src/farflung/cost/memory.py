@@ -7,7 +7,7 @@ while gradients are reduced. A rank that shards holds N/S of everything; one tha
 
     at rest     = (weights w + gradients w + optimizer) / S
     gathered    = p (root + 2L)           one group computes while the next one arrives; the root's stays
-                  p N                     where nothing is resharded after the forward pass
+                  p N                     if nothing is resharded after the forward pass
     reducing    = p (root + L) + r L      a group's gradients, and the buffer that is reduced; the root's gradients wait
     row, a step = (S-1)/S (p N, p (N - root) again for the backward pass, r N for gradients)
     column      = 2(R-1)/R r N/S a step   or what the outer loop sends of N/S parameters in a round
@@ -67,14 +67,14 @@ class RankLayout:
     """How a model is spread over a grid of ranks, and which ranks communicate."""
 
     dp_replicate_size: int = 1  # rows: ranks of a column, which hold the same values
-    dp_shard_size: int = 1  # columns: ranks of a row, an island where there is an outer loop
+    dp_shard_size: int = 1  # columns: ranks of a row, an island if there is an outer loop
     sharded: bool = False  # a row shards one copy of the model (FSDP); otherwise each rank holds all of it (DDP)
     # Sharded weights are given back after the forward pass and gathered again for the backward pass: all but the
     # root's, unless there are no others. (`reshard_after_forward`)
     reshard: bool = True
     param_bytes: int | None = None  # of a gathered weight and of its gradient; None: as at rest. (`param_dtype`)
     reduce_bytes: int | None = None  # of a gradient that is reduced; None: as gathered. (`reduce_dtype`)
-    micro_batches: int = 1  # backward passes of a step, of which the last one reduces the gradients (`accumulate`)
+    micro_batches: int = 1  # backward passes of a step; the last one reduces the gradients (`accumulate`)
     outer: Method | None = None  # the outer loop between rows; None: they average gradients in every step (DDP, HSDP)
     gloo: bool = False  # the backend is gloo, which reduces a copy of all of a row's gradients and sends each twice
 
@@ -108,7 +108,7 @@ class Estimate:
     reducing: float  # gradients on their way: what waits, a group's and the buffer that is reduced; or DDP's buckets
     peak: float  # the most that is there at one time, which not all of the above are
     row_bytes: float  # sent to the other ranks of the row in a step
-    # Sent to the other ranks of the column in a step; on the average, where they meet every H steps.
+    # Sent to the other ranks of the column in a step; on the average, if they meet every H steps.
     column_bytes: float
 
 

@@ -40,7 +40,7 @@ class Row:
 
     @property
     def flags(self) -> str:
-        """The flags of `farflung launch` that select it; empty where it is what happens without any."""
+        """The flags of `farflung launch` that select it; empty if it is what happens without any."""
         if self.outer is None:
             return ""
         options = {"outer": self.outer.recipe, **{f"outer-{name}": value for name, value in self.outer.given().items()}}
@@ -61,7 +61,7 @@ class _Kind:
 
     recipe: str
     codec: str = ""  # as the evidence names it; "" for fp32
-    flag: str | None = None  # the codec where it isn't the recipe's own
+    flag: str | None = None  # the codec if it isn't the recipe's own
     wire_bytes: Callable[[int], int] = _fp32  # of so many values
     numbers: Mapping[str, Any] = field(default_factory=dict)
 

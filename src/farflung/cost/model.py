@@ -46,7 +46,7 @@ class Run:
     bandwidth_bps: float  # bits a second of each replica's line, each way at the same time; `math.inf` for no limit
     latency_s: float = 0.0  # seconds from one replica to another, one way: half of what `ping` shows
     island_size: int = 1  # ranks that train one replica; of several, each keeps a round until all of them have it
-    # Seconds of a request, where replicas meet at an address (`meeting.py`); `latency_s` has no effect then.
+    # Seconds of a request, if replicas meet at an address (`meeting.py`); `latency_s` has no effect then.
     request_s: float | None = None
     # Bytes of the model's buffers, such as tables of positions: DDP broadcasts them before each forward pass.
     buffer_bytes: float = 0.0
@@ -72,8 +72,8 @@ class Method:
     name: str  # for people
     every: int = 1  # H, the steps in which each parameter is exchanged once: 1 for data-parallel training
     fragments: int = 1  # P, the parts in which the model is exchanged, at equal distances within those steps
-    delay: int = 0  # steps that go on between a fragment's launch and its landing
-    bits: float = 32  # that travel for each parameter, with its share of scales and indices
+    delay: int = 0  # steps between a fragment's launch and its landing
+    bits: float = 32  # sent for each parameter, with its share of scales and indices
     # Reduced on the way (all-reduce, or reduce-scatter and all-gather), gathered from all by all, or paired with one
     # other replica.
     exchange: Exchange = "reduced"
@@ -82,7 +82,7 @@ class Method:
     during_backward: bool = False
     voted: bool = False  # a vote comes before each fragment, which is not sent until all have voted
     confirmed: bool = False  # a fragment lands once all of more than two replicas have said that they received it
-    anchor: bool = False  # an agreed point is kept beside the weights
+    anchor: bool = False  # an agreed point is kept in addition to the weights
     outer_state: int = 0  # fp32 values that the outer optimizer keeps for each parameter: 1 is momentum
     feedback: bool = False  # another fp32 value is kept for each parameter, such as what the codec left out
     bucket_bytes: int = CAP_BYTES  # fp32 bytes in one collective
@@ -165,7 +165,7 @@ def cost_of(run: Run, method: Method) -> Cost:
 def needed_bandwidth(run: Run, method: Method, utilization: float) -> float:
     """Return the bits a second from which `method` reaches `utilization`, whatever the bandwidth of `run`.
 
-    It is `math.inf` where no bandwidth is enough, as latency or codec alone cost too much, and 0 where nothing is sent.
+    It is `math.inf` if no bandwidth is enough, as latency or codec alone cost too much, and 0 if nothing is sent.
     """
     if not (0 < utilization < 1):
         raise ConfigError(f"utilization={utilization!r} must be above 0 and below 1.")

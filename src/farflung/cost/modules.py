@@ -27,7 +27,7 @@ def size_of(model: nn.Module, classes: Iterable[str] | None = None, *, state_val
     if len(dtypes) != 1:
         raise ConfigError(
             f"size_of: the trained parameters of this {type(model).__name__} have {len(dtypes)} dtypes {dtypes}; an "
-            "estimate needs one. Convert the model first, or let some parameter require gradients."
+            "estimate needs one. Convert the model first, or have some parameter require gradients."
         )
     seen: set[int] = set()
     groups = [_numel_of_new(module, seen) for module in _groups(model, classes)]

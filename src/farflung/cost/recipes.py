@@ -38,7 +38,7 @@ def method_of(
     Args:
         parameters: number of trainable parameters.
         name: shown to people.
-        every: steps in a round, needed where the schedule does not determine it (`ByTime`), or for longer ones of
+        every: steps in a round, needed if the schedule does not determine it (`ByTime`), or for longer ones of
             `Quadratic`.
         bucket_bytes: as for `OuterLoop`; None is its default for this many fp32 parameters.
         state_tensors: tensors per parameter in the inner optimizer's state, if the recipe averages them; Adam has 2.
@@ -57,7 +57,7 @@ def method_of(
         delay=schedule.delay,
         bits=bits_on_the_wire(recipe.codec.wire_bytes, parameters, schedule.fragments, bucket_bytes),
         exchange=_exchange(recipe),
-        # Elsewhere the vote travels with the values, or beside them.
+        # Elsewhere the vote travels with the values, or in a message of its own.
         voted=recipe.votes_first,
         confirmed=True,
         anchor=recipe.optimizer is not None,

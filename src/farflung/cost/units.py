@@ -31,16 +31,16 @@ def parse_rate(text: str, called: str) -> float:
     # `Mbit` alone is how networks are sold; `MB` alone is an amount, not a rate.
     is_rate = unit.endswith(("/s", "ps"))
     lowered = "".join(letter if letter == "B" else letter.lower() for letter in unit)  # B differs from b
-    found = _RATE.fullmatch(lowered if is_rate else f"{lowered}/s")
-    if found is None or not number > 0 or (found[2] and not is_rate):
+    match = _RATE.fullmatch(lowered if is_rate else f"{lowered}/s")
+    if match is None or not number > 0 or (match[2] and not is_rate):
         raise ConfigError(
             f"{called} is {text!r}; it must be a rate above zero with its unit, such as 100Mbit, 1Gbit/s or 12.5MB/s."
         )
-    return number * _STEPS[found[1]] * (8 if found[2] else 1)
+    return number * _STEPS[match[1]] * (8 if match[2] else 1)
 
 
 def parse_seconds(text: str, called: str, *, bare: bool = False) -> float:
-    """Parse a time: `50ms`, `0.5 s`, `200us`; `0` needs no unit, and where `bare`, seconds need none."""
+    """Parse a time: `50ms`, `0.5 s`, `200us`; `0` needs no unit, and if `bare`, seconds need none."""
     number, unit = _split(text)
     scale = 1.0 if unit == "" and (bare or number == 0) else _SECONDS.get(unit)
     if scale is None or not number >= 0:
@@ -50,6 +50,6 @@ def parse_seconds(text: str, called: str, *, bare: bool = False) -> float:
 
 def _split(text: str) -> tuple[float, str]:
     """Split a text into its number, NaN if it has no finite one, and its unit."""
-    found = _WRITTEN.fullmatch(text)
-    number = math.nan if found is None else float(found[1])
-    return (number, found[2]) if found is not None and math.isfinite(number) else (math.nan, text)
+    match = _WRITTEN.fullmatch(text)
+    number = math.nan if match is None else float(match[1])
+    return (number, match[2]) if match is not None and math.isfinite(number) else (math.nan, text)

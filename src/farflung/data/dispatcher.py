@@ -22,7 +22,7 @@ from farflung.data.torch_loaders import Source, made_loader, refuse_mesh
 from farflung.process.bootstrap import join_world
 
 SliceFn: TypeAlias = Callable[..., Any]
-# The parts by rank, NOTHING where one gets none; how many samples are no padding (0: all, -1: not known).
+# The parts by rank, NOTHING if one gets none; how many samples are no padding (0: all, -1: not known).
 _Round: TypeAlias = tuple[list[Any], int]
 
 _NO_PART, _PART, _LAST_PART = range(3)
@@ -211,7 +211,7 @@ class DataLoaderDispatcher(PreparedLoader):
         return 1 if self.split_batches else self._group.size
 
     def _dealt(self, group: list[Any], first: list[Any]) -> _Round:
-        """Share out a round: a whole batch for each rank where that is fair, or equal parts of all of them together."""
+        """Share out a round: a whole batch for each rank if that is fair, or equal parts of all of them together."""
         lengths = [length_of(batch) for batch in group]
         if self.split_batches:
             if lengths[0] is None:
@@ -227,19 +227,19 @@ class DataLoaderDispatcher(PreparedLoader):
         return self._cut(concatenated(batches), first)
 
     def _dealt_whole(self, group: list[Any], lengths: list[int | None]) -> _Round:
-        """Give each rank a whole batch, again from the first one on where there are too few."""
+        """Give each rank a whole batch, again from the first one on if there are too few."""
         missing = self._group.size - len(group)
         if missing == 0:
             return group, 0
         if not self.even_batches:
             return group + [NOTHING] * missing, 0
-        # An item of unknown length is one sample where the loader makes no batches.
+        # An item of unknown length is one sample if the loader makes no batches.
         is_known = None not in lengths or not self.base_source.makes_batches
         real = sum(1 if length is None else length for length in lengths) if is_known else -1
         return filled(group, group, self._group.size), real
 
     def _cut(self, batch: BatchView, first: list[Any]) -> _Round:
-        """Cut a round's batch into one part for each rank, completed with samples of the first round where it must."""
+        """Cut a round's batch into one part for each rank, completed with samples of the first round if it must."""
         size, length = self._group.size, batch.length
         assert length is not None
         part = -(-length // size)

@@ -67,7 +67,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         return self._own(len(self.dataset))  # type: ignore[arg-type]
 
     def num_batches(self, num_workers: int) -> int:
-        """Return the batches of this process where each of `num_workers` reads every `num_workers`-th sample.
+        """Return the batches of this process if each of `num_workers` reads every `num_workers`-th sample.
 
         Each worker's samples end in a batch of their own, so there may be more batches than in one stream.
         """

@@ -54,7 +54,7 @@ class LoaderSettings:
 class PreparedLoader(LoaderView):
     """Base of sharding and dispatching loaders: epochs, the device, and reports to the loop."""
 
-    share: Any = None  # this replica's, where replicas come and go
+    share: Any = None  # this replica's, if replicas come and go
 
     def __init__(
         self,

@@ -84,7 +84,7 @@ def prepare_loader(
         settings,
         total_batch_size=None if batch_size is None else batch_size * factor,
         may_be_uneven=not config.even_batches,
-        # Ranks share whole rounds of one order; not where files are shared out, or each worker has a last round of its
+        # Ranks share whole rounds of one order; not if files are shared out, or each worker has a last round of its
         # own.
         ends_apart=batch_size is None or (source.streams and not dispatches),
         agree=_agreement(source, exchange, [str(kind) for kind in rng_types], dispatches),
@@ -107,13 +107,13 @@ def _refuse_in_slots(config: DataLoaderConfiguration) -> None:
     """Raise ConfigError for settings that replicas that come and go can't follow."""
     if config.dispatch_batches:
         raise ConfigError(
-            "dispatch_batches=True lets one rank read all the data, but the replicas of this run come and go, and "
+            "with dispatch_batches=True one rank reads all the data, but the replicas of this run come and go, and "
             "share it by index. Use dispatch_batches=None."
         )
     if config.already_sharded:
         raise ConfigError(
             "already_sharded=True, but the replicas of this run come and go, and share the data by index. Leave it "
-            "out, and let the data set have all samples."
+            "out, and give each process the whole data set."
         )
 
 

@@ -39,7 +39,7 @@ def rounds(
     """Cut a stream into lists of `size`, each with its number of items that are no padding.
 
     A shorter last list is left out (`drop_last`), or filled up with the items of the first one (`even`), which is
-    given where the stream starts behind it.
+    given if the stream starts behind it.
     """
     stream = iter(items)
     while group := list(islice(stream, size)):
@@ -123,7 +123,7 @@ class BatchSamplerShard(SamplerView):
     """The share of one process in the batches of a batch sampler.
 
     Args:
-        batch_sampler: yields batches of indices, the same ones on every process. Where it has no `batch_size`, its
+        batch_sampler: yields batches of indices, the same ones on every process. If it has no `batch_size`, its
             batches may be of any size and are never completed or cut: processes get whole batches, as many each.
         num_processes, process_index: how many share them, and which of them this is.
         split_batches: each process gets a part of each batch, instead of every `num_processes`-th batch. The batch size
@@ -226,7 +226,7 @@ class BatchSamplerShard(SamplerView):
             if len(batch) > batch_size:
                 raise ConfigError(
                     f"split_batches: the batch sampler has batch_size {batch_size} but yielded a batch of "
-                    f"{counted(len(batch), 'sample')}. Let its batch_size be the size of its longest batch, or use "
+                    f"{counted(len(batch), 'sample')}. Set its batch_size to the size of its longest batch, or use "
                     "split_batches=False."
                 )
             share = batch[self.process_index * part : (self.process_index + 1) * part]

@@ -80,7 +80,7 @@ class Claim(NamedTuple):
 
 
 def num_slots(batches: int, most: int) -> int:
-    """Return into how many slots so many batches are cut: one for each of the most replicas, where there are enough."""
+    """Return into how many slots so many batches are cut: one for each of the most replicas, if there are enough."""
     return min(batches, max(most, min(_SLOTS_EACH * most, batches // _BATCHES_EACH)))
 
 

@@ -97,7 +97,7 @@ class Source:
         return found
 
     def set_generators(self, states: list[Tensor]) -> None:
-        """Set the generators' states; where there are none, as in one process, a sampler gets one."""
+        """Set the generators' states; if there are none, as in one process, a sampler gets one."""
         own = self.generators
         if len(states) == 1 and not own:
             for sampler in self.present_samplers:
@@ -116,7 +116,7 @@ class Source:
 
     @property
     def keeps_workers(self) -> bool:
-        """Whether workers stay from one iteration to the next: they do not where they would miss its epoch.
+        """Whether workers stay from one iteration to the next: they do not if they would miss its epoch.
 
         Each has a copy of the data set. Only an epoch that lies in shared memory, as in Hugging Face's streams, changes
         in all copies.

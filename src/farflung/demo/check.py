@@ -17,7 +17,7 @@ _SAMPLES, _BATCH, _PASSES = 96, 4, 3
 
 
 def main() -> None:
-    """Check this process together with the others; AssertionError where something is not as it must be."""
+    """Check this process together with the others; AssertionError if something is not as it must be."""
     accelerator = Accelerator()
     accelerator.print(f"{accelerator.num_processes} process(es), {accelerator.distributed_type}, {accelerator.device}")
     _check_collectives(accelerator)

@@ -25,7 +25,7 @@ AT_LEAST_ONE = click.IntRange(min=1)
 @click.option("--batch", default=8, type=AT_LEAST_ONE, help="Sequences per step, per process.")
 @click.option("--bandwidth", default="20Mbit", metavar="RATE", help="Line to compute times for: 100Mbit, 1Gbit.")
 @click.option("--seed", default=0, help="Seed of weights, data order and generated text.")
-@click.option("--generate", metavar="TEXT", help="Don't train; let the saved model continue TEXT.")
+@click.option("--generate", metavar="TEXT", help="Don't train; have the saved model continue TEXT.")
 @click.option("--length", default=400, type=AT_LEAST_ONE, help="Number of bytes to generate.")
 def demo(generate: str | None, length: int, output: str, seed: int, bandwidth: str, **knobs: Any) -> None:
     """Train a small GPT on text by DDP, Local SGD, DiLoCo, streaming DiLoCo and alone, and compare them.

@@ -96,7 +96,7 @@ def _conclude(settings: DemoSettings, results: Sequence[Result]) -> None:
 def own_name() -> list[str]:
     """Return what to type in this folder to run this very command again."""
     program = sys.argv[0]
-    found = shutil.which("farflung")
-    if found is not None and os.path.realpath(program) == os.path.realpath(found):
+    command = shutil.which("farflung")
+    if command is not None and os.path.realpath(program) == os.path.realpath(command):
         return ["farflung"]
     return [program] if os.access(program, os.X_OK) else [sys.executable, "-m", "farflung"]

@@ -32,14 +32,14 @@ def table_of(results: Sequence[Result], rate: str) -> Table:
     table.caption = (
         "Validation loss in nats a byte; gain kept is the share of DDP's gain over one replica alone; bytes of each "
         f"process. The time on a line of {rate} is computed, not "
-        "measured: it is the CPU time here, and what the bytes sent take on that line beyond the computing that goes "
+        "measured: it is the CPU time here, and what the bytes sent take on that line beyond the computing done "
         "on meanwhile (by the model of `farflung plan`)."
     )
     return table
 
 
 def gain_kept(result: Result, results: Sequence[Result]) -> str:
-    """Return the share of the first way's gain over one replica alone that a way keeps; a dash where there is none."""
+    """Return the share of the first way's gain over one replica alone that a way keeps; a dash if there is none."""
     alone = next((one.loss for one in results if one.way == ALONE), -math.inf)
     if alone <= results[0].loss:
         return "-"

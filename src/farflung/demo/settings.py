@@ -122,5 +122,5 @@ def save_results(settings: DemoSettings, results: list[Result]) -> None:
 
 def load_results(settings: DemoSettings) -> list[Result]:
     """Read what `save_results` wrote."""
-    found = json.loads(settings.path(RESULTS_FILE).read_text(encoding="utf-8"))
-    return [Result(**{**values, "curve": [Point(**point) for point in values["curve"]]}) for values in found]
+    results = json.loads(settings.path(RESULTS_FILE).read_text(encoding="utf-8"))
+    return [Result(**{**values, "curve": [Point(**point) for point in values["curve"]]}) for values in results]

@@ -90,10 +90,10 @@ def check_length(text: Text, *, context: int, sequences: int) -> None:
     """Check that the text is long enough for one step of `sequences` sequences, and for one to validate on."""
     needs = {"train": sequences * context + 1, "validate": context + 1}
     for part, least in needs.items():
-        found = len(text.train if part == "train" else text.validation)
-        if found < least:
+        length = len(text.train if part == "train" else text.validation)
+        if length < least:
             raise ConfigError(
-                f"The text to {part} on has {found} bytes, and {least} are the least for sequences of {context}. "
+                f"The text to {part} on has {length} bytes, and {least} are the least for sequences of {context}. "
                 "Bring more text, or take a smaller --size, --batch or --processes."
             )
 

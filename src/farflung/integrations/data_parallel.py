@@ -204,7 +204,7 @@ class DDPTakeover:
         make(*given.args, **given.kwargs)
         ddp = given.arguments["self"]
         self._followed.append(FollowedModel(ddp, self._recipe.warmup > 0, mesh))
-        if mesh.device_mesh is not None:  # DDP has let the ranks of each island begin alike
+        if mesh.device_mesh is not None:  # DDP has made the ranks of each island equal
             broadcast_values([*ddp.module.parameters(), *ddp.module.buffers()], mesh.replicas)
 
     def _islands(self, module: nn.Module) -> Mesh:
@@ -256,7 +256,7 @@ class DDPTakeover:
         if not dist.is_initialized() or (dist.get_world_size() == 1 and self._place.member is None):
             raise ConfigError(
                 f"{asked}: this process trains alone, so there are no replicas to average. Start at least two with "
-                "--num_processes, and let the script call torch.distributed.init_process_group."
+                "--num_processes, and call torch.distributed.init_process_group in the script."
             )
         if any(map(is_flattened, trained)):
             raise ConfigError(

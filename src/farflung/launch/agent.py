@@ -65,7 +65,7 @@ def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = No
         from torch.distributed.elastic.rendezvous import RendezvousError
         from torch.distributed.launcher.api import elastic_launch
 
-    is_ours = meeting.backend == "static"  # torch's `c10d` has one store for all attempts too, unless it is told not to
+    is_ours = meeting.backend == "static"  # torch's `c10d` too has one store for all attempts by default
     told = {environ.SHOWS_ATTEMPTS: "true"} if is_ours else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with ExitStack() as around:
         saves = settings.save_on_signal is not None and isinstance(entrypoint, str)  # not a notebook's

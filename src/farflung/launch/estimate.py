@@ -118,7 +118,7 @@ def create_empty_model(
 
 
 def verify_on_hub(repo: str, token: str | None = None) -> Any:
-    """Return what the hub knows of a model; `gated` where it may not be read, `repo` where there is none."""
+    """Return what the hub knows of a model; `gated` where it may not be read, `repo` if there is none."""
     if not is_installed("huggingface_hub"):
         raise ImportError("The hub is asked by huggingface_hub. Install it: pip install huggingface_hub")
     import huggingface_hub as hub
@@ -142,7 +142,7 @@ def _library_of(model_name: str, token: str | None) -> str:
         raise OSError(f"There is no model {model_name} on the hub that you may read. Log in with `hf auth login`.")
     library = getattr(found, "library_name", None)
     if not library:
-        raise ConfigError(f"The hub does not say of which library {model_name} is. Give --library_name.")
+        raise ConfigError(f"The hub does not name the library of {model_name}. Give --library_name.")
     return str(library)
 
 

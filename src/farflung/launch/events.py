@@ -17,7 +17,7 @@ from farflung.config.launch import LaunchSettings
 from farflung.launch.report import show_box
 from farflung.process.run_files import write_event
 
-_NOT_IN_FOLDERS = {"report", "goes_on"}  # reports, and the ends of launchers whose runs go on
+_NOT_IN_FOLDERS = {"report", "goes_on"}  # reports, and the ends of launchers whose runs continue
 _UNSPOKEN = (Kind.STARTED, Kind.ENDED)  # between what a script prints, unless the event says how to join
 
 

@@ -114,7 +114,7 @@ def loopback_interface() -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Say whether `address` is one, and leads back to the machine itself."""
+    """Return whether `address` is one, and leads back to the machine itself."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -161,7 +161,7 @@ def refuse_busy_port(port: int) -> None:
 
 
 def is_port_in_use(port: int | None = None) -> bool:
-    """Say whether some program of this machine listens on `port`, by default on torch's 29500."""
+    """Return whether some program of this machine listens on `port`, by default on torch's 29500."""
     with socket.socket() as probe:
         return probe.connect_ex(("localhost", DEFAULT_PORT if port is None else port)) == 0
 

@@ -64,7 +64,7 @@ class FreshStores(RendezvousHandler):
         return RendezvousInfo(store, self._rank, self._params.max_nodes, RendezvousStoreInfo(self._host, port))
 
     def _serve(self) -> int:
-        """Put a new store in the place of the former one; return its port, any free one where none was named."""
+        """Put a new store in the place of the former one; return its port, any free one if none was named."""
         self._server = None  # it listens at the same port
         listen = self._params.config["listen"] or self._host
         try:

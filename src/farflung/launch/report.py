@@ -89,7 +89,7 @@ def in_order(failures: Sequence[Failure]) -> tuple[list[Failure], list[Failure]]
     told = [one for one in failures if one.exit_code < 0 and not one.has_reported]
     ended = [one for one in told if one.exit_code == -signal.SIGTERM or one.time_s > first_s + _GRACE_S]
     own = [failure for failure in failures if failure not in ended]
-    if not own:  # each was told to end; the agent lists the one first that was not told by itself
+    if not own:  # each was asked to end; the agent lists first the one that another program asked
         own, ended = ended[:1], ended[1:]
     return sorted(own, key=lambda failure: (_distance(failure), failure.time_s)), ended
 

@@ -67,7 +67,7 @@ class Accumulate:
 
 
 def explain_loss(loss: object, kwargs: Mapping[str, Any], error: Exception) -> None:
-    """Raise what says which fault of `loss` led to `error` in its backward pass; return where it has none."""
+    """Raise what says which fault of `loss` led to `error` in its backward pass; return if it has none."""
     if not isinstance(loss, Tensor):
         advice = ": without .item(), which makes a plain number of it" if isinstance(loss, float) else ""
         raise wrong_type("backward: loss", loss, f"a tensor of one number{advice}") from error
@@ -133,12 +133,12 @@ def _summed(value: float, group: Group, state: LoopState) -> float:
 
 def _gradients(window: Window, state: LoopState) -> list[Tensor]:
     """The gradients that a window has gathered so far, also those that FSDP has not reduced yet."""
-    trained = (parameter for one in state.optimizers for parameter in parameters_of(one))
-    found = [parameter.grad for parameter in (window.parameters() if window.models else trained)]
+    trained = (parameter for optimizer in state.optimizers for parameter in parameters_of(optimizer))
+    gradients = [parameter.grad for parameter in (window.parameters() if window.models else trained)]
     for part in sharded_parts(module for model in window.models for module in model.modules()):
         for kept in sharded_parameters(part):
-            found += [kept.sharded_param.grad, unreduced_gradient(kept)]
-    return list({id(gradient): gradient for gradient in found if gradient is not None}.values())
+            gradients += [kept.sharded_param.grad, unreduced_gradient(kept)]
+    return list({id(gradient): gradient for gradient in gradients if gradient is not None}.values())
 
 
 def rescale(gradients: list[Tensor], factor: float) -> None:

@@ -76,7 +76,7 @@ def clip_grad_value_(
             return
         if clip_value >= 0:
             listed = [parameter for parameter in _listed(listed) if parameter.grad is not None]
-            return torch_clip_grad_value_(listed, clip_value) if listed else None  # torch fails where there is none
+            return torch_clip_grad_value_(listed, clip_value) if listed else None  # torch fails if there is none
     except (TypeError, AttributeError, ValueError) as error:
         _explain("clip_grad_value_", parameters, error, clip_value=clip_value)
         raise
@@ -88,7 +88,7 @@ def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 
 def _explain(call: str, parameters: object, error: Exception, **numbers: object) -> None:
-    """Raise what says which argument led to `error`; return where none did."""
+    """Raise what says which argument led to `error`; return if none did."""
     wanted = "tensors, such as model.parameters()"
     if isinstance(parameters, type) or not isinstance(parameters, Iterable):
         raise wrong_type(f"{call}: parameters", parameters, wanted) from error

@@ -52,7 +52,7 @@ class AcceleratedOptimizer(Optimizer):
         # Outer loops count with these, in the order of their opening: called after each attempted step, True if done.
         self.attached: list[Callable[[bool], None]] = []
         self.window: Window | None = None  # that it follows; None: the one that was entered last
-        # Under an outer loop a skipped step is this replica's own, and schedulers tick all the same: the replicas'
+        # Under an outer loop a skipped step is this replica's own, and schedulers tick nevertheless: the replicas'
         # learning rates must not drift apart.
         self.in_lockstep = False
         self.is_own = False  # its state differs from that of other ranks, since it has trained a replica alone

@@ -123,19 +123,19 @@ class AcceleratedScheduler:
 
 
 def horizon_of(scheduler: Any) -> int | None:
-    """Return after how many ticks a schedule has run its course, or None where it has no end or does not tell."""
+    """Return after how many ticks a schedule has run its course, or None if it has no end or does not tell."""
     for kind, name in ((CosineAnnealingLR, "T_max"), (OneCycleLR, "total_steps"), (PolynomialLR, "total_iters")):
         if isinstance(scheduler, kind):
             return int(getattr(scheduler, name))
-    if isinstance(scheduler, LinearLR):  # where it rises it is a warm-up, after which training goes on at full rate
+    if isinstance(scheduler, LinearLR):  # one that rises is a warm-up, after which training continues at the full rate
         return int(scheduler.total_iters) if scheduler.end_factor < scheduler.start_factor else None
     if isinstance(scheduler, SequentialLR):
         schedulers, milestones = sequence_of(scheduler)
         last = horizon_of(schedulers[-1])
         return None if last is None else int(milestones[-1]) + last
     if isinstance(scheduler, LambdaLR):
-        told = _variables(scheduler.lr_lambdas[0]).get("num_training_steps")  # as transformers' schedules call it
-        return told if isinstance(told, int) else None
+        num_steps = _variables(scheduler.lr_lambdas[0]).get("num_training_steps")  # as transformers' schedules call it
+        return num_steps if isinstance(num_steps, int) else None
     return None
 
 
@@ -146,8 +146,8 @@ def planned_updates(schedulers: Iterable[LRScheduler]) -> int | None:
     continues another run.
     """
     most_ticks = dist.get_world_size() if dist.is_initialized() else 1
-    told = [(horizon_of(one), one.last_epoch) for one in schedulers]
-    return max((end // ticks for end, ticks in told if end is not None and 0 < ticks <= most_ticks), default=None)
+    horizons = [(horizon_of(scheduler), scheduler.last_epoch) for scheduler in schedulers]
+    return max((end // ticks for end, ticks in horizons if end is not None and 0 < ticks <= most_ticks), default=None)
 
 
 def _variables(function: Any) -> dict[str, Any]:

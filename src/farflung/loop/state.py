@@ -24,7 +24,7 @@ class ActiveLoader(Protocol):
 
     @property
     def position(self) -> str | None:
-        """Which batch is in hand, where ranks may have different numbers of them."""
+        """Which batch is in hand, if ranks may have different numbers of them."""
 
 
 class Observer(Protocol):
@@ -83,7 +83,7 @@ class LoopState:
         self.sync_with_dataloader = sync_with_dataloader
         self.sync_each_batch = sync_each_batch
         self.joined: JoinedRanks | None = None  # the ranks to agree with, inside `join_uneven_inputs`
-        self.ends: UnevenDataCheck | None = None  # where ranks say that their data end; None: there is one rank
+        self.ends: UnevenDataCheck | None = None  # if ranks say that their data end; None: there is one rank
         self._observers: WeakKeyDictionary[Observer, None] = WeakKeyDictionary()  # in the order they came
         self.counts_samples = False  # `samples_of` is wanted
         self.backwards = 0  # passes; what an optimizer has not stepped on since is unfinished
@@ -194,7 +194,7 @@ class LoopState:
         """
         if loader is not self.stepped_in:
             return
-        if loader.position is None or not any(one.in_lockstep for one in self.optimizers):
+        if loader.position is None or not any(optimizer.in_lockstep for optimizer in self.optimizers):
             self.boundary()
 
     def boundary(self) -> None:
@@ -249,7 +249,7 @@ class LoopState:
         }
 
     def load_state_dict(self, saved: dict[str, Any], models: Sequence[nn.Module]) -> None:
-        """Take over what `state_dict` returned; LookupError or TypeError where it is of other models, or no state."""
+        """Take over what `state_dict` returned; LookupError or TypeError if it is of other models, or no state."""
         chosen = [tuple(models[place] for place in one["models"]) for one in saved["windows"]]
         values = [{name: one[name] for name in _KEPT} for one in saved["windows"]]
         for key, kept, one in zip(chosen, values, saved["windows"], strict=True):
@@ -279,7 +279,7 @@ class LoopState:
             optimizer.follow(window)
 
     def advance(self, window: Window | None = None) -> bool:
-        """Count one micro-batch of `window` (of the one entered last when None); say whether it completes it."""
+        """Count one micro-batch of `window` (of the one entered last when None); return whether it completes it."""
         if window is None:
             window = self.window
         self.window = window
@@ -292,7 +292,7 @@ class LoopState:
         source = self.around(window)
         ends = self.sync_with_dataloader and source is not None and source.end_of_dataloader
         if self.joined is not None and num_steps > 1:
-            # All ranks synchronize or none does, so where one rank's data end the windows of all are complete.
+            # All ranks synchronize or none does, so if one rank's data end the windows of all are complete.
             ends = self.joined.any(ends or window.step % num_steps == 0)
         if ends:
             window.step = 0
@@ -361,5 +361,5 @@ class LoopView:
     )
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
-        """Say whether the micro-batch in hand completes its window, for loops that count on their own."""
+        """Return whether the micro-batch in hand completes its window, for loops that count on their own."""
         self._loop.sync_gradients = sync_gradients

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks with different data where they must be alike: other numbers of batches, or other orders and streams.
+"""Ranks whose data differ though they must not: in number of batches, in order, or in stream.
 
 Different numbers are detected before one rank waits for the others for ever, or joined.
 
 A loader knows its last batch when it hands it out, and each rank publishes that in the store. A rank whose forward or
 backward pass waits for others looks there: with its last batch, as ranks that share the rounds of one order differ by
-one batch at most; with every batch where they read streams of their own. Loaders that are even publish nothing.
+one batch at most; with every batch if they read streams of their own. Loaders that are even publish nothing.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class EvenCheck:
 class JoinedRanks:
     """Ranks that sum two numbers each: a value, and whether they have data.
 
-    `group` is used for nothing else. `everyone` are the same ranks as they train; where a rank fails, it is aborted,
+    `group` is used for nothing else. `everyone` are the same ranks as they train; if a rank fails, it is aborted,
     which ends their waits.
     """
 

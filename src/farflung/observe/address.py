@@ -60,7 +60,7 @@ def _measure(board: ObjectBoard, address: str) -> Found:
                 board.patient(0).delete(key)
     todo = []
     if not creates_once:
-        why = f"meet: {address} overwrites objects that are to be created only where there are none"
+        why = f"meet: {address} overwrites objects that are to be created only if there are none"
         todo.append(f"{why}, so several replicas would take themselves for the one that decides. Use another store.")
     if not is_whole:
         todo.append(f"meet: {address} gave back other bytes than were written.")

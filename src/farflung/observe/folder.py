@@ -58,7 +58,7 @@ def make_folder(resolved: Resolved, script: str, arguments: Sequence[str], world
         world: how many processes or replicas there are, and on which machine these are.
 
     Raises:
-        ConfigError: the folder that was named can't be written. Where none was named, a line says so instead.
+        ConfigError: the folder that was named can't be written. If none was named, a line says so instead.
     """
     settings = resolved.settings
     if settings.run_dir == NONE:

@@ -72,7 +72,7 @@ def measure(site: Site, facts: Mapping[str, str], timeout_s: float) -> Found:
         except Unreachable as error:
             at = f"{site.host}:{site.port}"
             why = f"machine {site.rank} does not reach machine 0 at {at}, over {site.interface}"
-            fix = "Start the doctor on all machines at about the same time, and let the port through the firewall."
+            fix = "Start the doctor on all machines at about the same time, and open the port in the firewall."
             return unknown(f"{why}. {error}", f"lines: {why} within {in_seconds(timeout_s)}. {fix}")
 
 

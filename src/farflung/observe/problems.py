@@ -10,7 +10,7 @@ from farflung.base.words import numbered
 from farflung.observe.run import Rank, Run
 from farflung.process.preemption import REQUEUE
 
-_LATE_S = 10.0  # in one call, before it is called late where nobody waits for it
+_LATE_S = 10.0  # in one call, before it is called late if nobody waits for it
 _WAITED = 0.2  # of the time
 
 

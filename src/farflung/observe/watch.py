@@ -158,7 +158,7 @@ def _events(run: Run, width: int) -> Text:
 
 @contextmanager
 def _keys() -> Iterator[bool]:
-    """Have keys read one by one for a block; False where there is no keyboard."""
+    """Have keys read one by one for a block; False if there is no keyboard."""
     if not sys.stdin.isatty():
         yield False
         return

@@ -52,7 +52,7 @@ class Admission:
 
         Raises:
             ConfigError: this replica is not like the members.
-            RankFailure: the run has ended; or the replicas that hold the trained state give no sign of life.
+            RankFailure: the run has ended; or the replicas that hold the trained state send no heartbeat.
         """
         peers = self._peers
         last = 0 if peers.record is None else peers.record.number
@@ -151,7 +151,7 @@ class Admission:
         """Print what this replica waits for, unless it has `told` so before; return that in a word."""
         what = "lost" if all(holders.values()) else "admission"
         if what != told:
-            why = f"the others let it in with one of their next rounds, unless there are {self._most} already"
+            why = f"the others admit it with one of their next rounds, unless there are {self._most} already"
             why = self._peers.describe_missing(holders) if what == "lost" else why
             self._notes.send(Event.now(Kind.WAITS, self._notes.name_of(self._member), why=why))
         return what

@@ -36,7 +36,7 @@ class Payload:
     """A rank's part of one bucket."""
 
     values: Tensor  # `[n]`; under error feedback they have become the residual, once there is a wire
-    wire: Tensor | None  # what goes on the wire, encoded. None: it is encoded when the exchange starts
+    wire: Tensor | None  # the encoded bytes to send. None: they are encoded when the exchange starts
     out: Tensor  # `[n]`, where the result goes; it may be `values`
     weight: float = 1.0  # this rank's; with 0 nothing of it counts, so error feedback keeps it for a later round
     anchor: Tensor | None = None  # `[n]`, what the values are deltas from, where they are; maybe in the host's memory
@@ -87,7 +87,7 @@ class Mean(Aggregator):
     def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
         x = payload.values
         if payload.weight == 0:
-            x.zero_()  # not a product, which would let a NaN through
+            x.zero_()  # not a product, which would keep a NaN
         elif payload.weight != 1:
             x.mul_(payload.weight)
         wire = codec.encode(x)
@@ -181,10 +181,10 @@ class Averaged:
         return self.buckets.pieces(k)
 
     def adopt(self) -> None:
-        """local <- anchor, where there is one."""
+        """local <- anchor, if there is one."""
 
     def reset_anchor(self) -> None:
-        """anchor <- local, where there is one."""
+        """anchor <- local, if there is one."""
 
     def rows(self) -> dict[str, list[Tensor]]:
         """Return the state that each element has between rounds, by name: one flat tensor per bucket."""
@@ -201,7 +201,7 @@ class Averaged:
         """Take over the state that `replicated` returned on another rank, including the values.
 
         Args:
-            keeps: where there is an anchor, continue as far from the new one as from the one before.
+            keeps: if there is an anchor, continue as far from the new one as from the one before.
         """
         for k, pieces in enumerate(replicated):
             foreach_copy_(self.buckets.pieces(k), pieces)

@@ -161,7 +161,7 @@ class Island:
         description, tensors: see `Voters`.
 
     Attributes:
-        shard: which of them this rank holds; 0 where there are none.
+        shard: which of them this rank holds; 0 if there are none.
     """
 
     def __init__(self, group: Group, is_sharded: bool, description: str, tensors: Sequence[str]) -> None:

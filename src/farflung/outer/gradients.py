@@ -51,7 +51,7 @@ class LocalDDP:
         except RuntimeError as error:
             raise Unsupported(
                 "This DDP has a communication hook already, which compresses gradients. An outer loop sends none of "
-                "them: remove the hook, and let the recipe's codec= compress what is sent."
+                "them: remove the hook, and set codec= of the recipe to compress what is sent."
             ) from error
         self._keeps_graph = False
         self._ranks()

@@ -24,7 +24,7 @@ class OddMembers(RankFailure):
         self.why = dict(why)
 
 
-_BESIDE = "an average beside rounds of "
+_OUTSIDE = "an average outside the rounds of "
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Generation:
     def describe(self, description: str, tensors: Sequence[str]) -> None:
         for voters in (*self.levels, self.island.voters, self.in_round.voters):
             voters.describe(description, tensors)
-        self.beside.describe(_BESIDE + description, tensors)
+        self.beside.describe(_OUTSIDE + description, tensors)
 
     def leave(self, reason: str) -> None:
         for group in (self.group, *(voters.group for voters in self.levels[1:])):
@@ -115,7 +115,7 @@ def open_generation(
     tally = voters.begin(alone.ballot(Ballot(0, 1.0, position=needs.num_votes)))()
     levels = [background, *(group.split(size) for size in needs.levels)]
     by_level = tuple(Voters(one, *said, noun) for one in levels)
-    voters.describe(_BESIDE + needs.description, needs.tensors)
+    voters.describe(_OUTSIDE + needs.description, needs.tensors)
     return Generation(number, tuple(ids), voters, by_level, alone, in_round, tally.position, tuple(newcomers))
 
 

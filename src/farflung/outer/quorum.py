@@ -241,7 +241,7 @@ class Quorum:
         """Take the state that members share, as a newcomer; at the start all get that of the first member."""
         generation, joins = self.generation, self.generation.joins
         if generation.newcomers or not had_state:
-            there = range(generation.group.size)  # all are newcomers where a run goes on from what lies at its address
+            there = range(generation.group.size)  # all are newcomers if a run continues from a state at its address
             giver = next((rank for rank in there if rank not in generation.newcomers), 0)
             self._replica.synchronize(giver, takes=joins or not generation.newcomers)
             self._meter.add("bytes_voting", (self.group.size - 1) * FINGERPRINT_BYTES)

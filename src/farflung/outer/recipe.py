@@ -96,7 +96,7 @@ class Recipe:
         residual = torch.zeros(1) if isinstance(self.codec, ErrorFeedback) else None
         self.aggregator.prepare(torch.zeros(1), self.codec, SoloGroup(), residual)
         if self.eager and isinstance(self.codec, ErrorFeedback):
-            raise ConfigError("eager replaces this rank's stale term, part of which ErrorFeedback() has not sent.")
+            raise ConfigError("eager replaces this rank's stale term, and ErrorFeedback() has not sent all of it.")
         if self.inner != KeepState() and self.schedule.delay:
             raise ConfigError(f"{self.inner} needs rounds that block training, so it can't be used with a delay.")
 

@@ -49,7 +49,7 @@ __all__ = [
 # Below this many rounds a constant outer momentum of 0.9 has no time to pay back: benchmarks/bench_outer_momentum.py.
 _MANY_ROUNDS = 100
 
-# Steps between two rounds where nobody says how many: 8 where the weights themselves are averaged, as in the guide to
+# Steps between two rounds if nobody says how many: 8 where the weights themselves are averaged, as in the guide to
 # Local SGD that most scripts follow, and 32 where replicas send what has changed since an anchor.
 _OFTEN, _SELDOM = 8, 32
 

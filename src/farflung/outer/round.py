@@ -257,7 +257,7 @@ class OpenRound:
             self._fragment.num_landed = 0
             return True
         if common > self.num_complete:
-            raise StateError(f"Others have applied {common} buckets of a round, of which {self.num_complete} are here.")
+            raise StateError(f"Others have applied {common} buckets of a round; only {self.num_complete} are here.")
         with torch.no_grad():
             self._pipeline.land(common)
         self.give_back()

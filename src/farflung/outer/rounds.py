@@ -91,7 +91,7 @@ class Rounds:
                 if level == 0 and fragment.pending_weight[0] and self.twins.are_looked_for(quorum.generation.ids):
                     mark = fragment.fingerprint()
             claimed = fragment.claim(level)
-        # As it goes on the wire.
+        # As it is sent.
         weight = torch.tensor(claimed[level] / request.action.steps, dtype=torch.float32).item()
         digest = fragment.comparison.digest if level == 0 and not request.is_empty else -1
         is_awaited = quorum.membership.is_awaited(quorum.needs_now())

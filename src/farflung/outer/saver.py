@@ -111,9 +111,9 @@ class Saver:
             states.finish(saved)
             self.has_kept = True
         except (OSError, ConfigError, Unreachable) as error:
-            return f"What the replicas share could not be written to {folder} either: {error}"
+            return f"The shared state of the replicas could not be written to {folder} either: {error}"
         return (
-            f"What the replicas share lies in {folder}, as of step {saved.position}. Continue with --meet "
+            f"The shared state of the replicas lies in {folder}, from step {saved.position}. Continue with --meet "
             f"{folder.as_uri()}, where only replicas that can use this folder take part, or get the weights by "
             f"`farflung checkpoint pull {folder.as_uri()} model.safetensors`."
         )

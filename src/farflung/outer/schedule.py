@@ -262,7 +262,7 @@ class Levels(_AtOnce):
 
 
 def after_warmup(schedule: Schedule) -> Schedule:
-    """Return the schedule that follows the warm-up, or `schedule` where there is none."""
+    """Return the schedule that follows the warm-up, or `schedule` if there is none."""
     return schedule.then if isinstance(schedule, Warmup) else schedule
 
 

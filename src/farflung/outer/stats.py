@@ -12,7 +12,7 @@ from typing import Any
 
 from farflung.base.words import in_bytes, in_seconds
 
-# Each round of each loop, at level DEBUG, with the attributes `round` and `rounds` (of which loop): a handler writes
+# Each round of each loop, at level DEBUG, with the attributes `round` and `rounds` (the loop's): a handler writes
 # them to the run's folder.
 ROUNDS = logging.getLogger("farflung.rounds")
 
@@ -34,7 +34,7 @@ class Stats:
     bytes_received: int = 0  # the same of what came
     bytes_voting: int = 0  # what this rank sent in votes
     seconds_exposed: float = 0.0  # that the training loop waited in rounds
-    seconds_hidden: float = 0.0  # that rounds were under way while training went on
+    seconds_hidden: float = 0.0  # of rounds that overlapped with training
     seconds_voting: float = 0.0  # in votes: mostly waiting for slower ranks; hidden or not, as the next two
     seconds_encoding: float = 0.0  # copying values into buffers and encoding them
     # Waiting for buckets under way, decoding them, the outer optimizer, writing back. On CUDA these last two only count

@@ -121,7 +121,7 @@ class Sync:
     def average(self) -> None:
         """local <- the mean of all ranks, weights and floating buffers: a collective outside of rounds.
 
-        All ranks count alike, but those with a value that is not finite: these get the mean of the others. Where none
+        All ranks count alike, but those with a value that is not finite: these get the mean of the others. If none
         is left nothing happens.
 
         Raises:

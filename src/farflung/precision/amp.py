@@ -119,18 +119,18 @@ class ScaledFp16(Autocast):
             if saved["found_inf"] is not None:
                 device = torch.device(self._device_type)
                 ready_scaler(self.scaler, device)
-                found = {device: saved["found_inf"].to(device)}
+                found_inf = {device: saved["found_inf"].to(device)}
                 stage = OptState[saved["stage"]]
-                scaler_stages(self.scaler)[id(optimizer)] = {"stage": stage, "found_inf_per_device": found}
+                scaler_stages(self.scaler)[id(optimizer)] = {"stage": stage, "found_inf_per_device": found_inf}
 
     def _state_of(self, optimizer: Optimizer) -> dict[str, Any]:
         known = scaler_stages(self.scaler).get(id(optimizer))
-        found = [] if known is None else [x.cpu() for x in known["found_inf_per_device"].values()]
+        found_inf = [] if known is None else [x.cpu() for x in known["found_inf_per_device"].values()]
         return {
             "unscaled": id(optimizer) in self._unscaled,
             "stepped": id(optimizer) in self._stepped,
             "stage": None if known is None else known["stage"].name,
-            "found_inf": torch.stack(found).amax(0) if found else None,
+            "found_inf": torch.stack(found_inf).amax(0) if found_inf else None,
         }
 
     def _state_after_update(self) -> dict[str, Any]:
@@ -142,8 +142,8 @@ class ScaledFp16(Autocast):
         later.load_state_dict(state)
         ready_scaler(later, torch.device(self._device_type))
         for key, known in scaler_stages(self.scaler).items():
-            found = {device: x.clone() for device, x in known["found_inf_per_device"].items()}
-            scaler_stages(later)[key] = {**known, "found_inf_per_device": found}
+            found_inf = {device: x.clone() for device, x in known["found_inf_per_device"].items()}
+            scaler_stages(later)[key] = {**known, "found_inf_per_device": found_inf}
         later.update()
         return later.state_dict()
 
@@ -170,7 +170,7 @@ def choose_precision(
 ) -> Precision:
     """Return the precision for one of `no`, `bf16`, `fp16`; that for `fp8` is `precision.fp8.Float8`.
 
-    Raises Unsupported where the device does not have it, ConfigError for another word and for a scaler without fp16.
+    Raises Unsupported if the device does not have it, ConfigError for another word and for a scaler without fp16.
     """
     if name not in ("no", "bf16", "fp16", "fp8"):
         raise ConfigError(f"mixed_precision is {name!r}; it must be one of no, fp16, bf16, fp8.")

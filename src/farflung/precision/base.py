@@ -24,7 +24,7 @@ class Precision:
     """
 
     name = "no"  # or `bf16`, `fp16`, `fp8`
-    dtype: torch.dtype | None = None  # what forward passes compute in, where that is not what the model is in
+    dtype: torch.dtype | None = None  # what forward passes compute in, if that is not what the model is in
     scaler: Any = None  # the `torch.amp.GradScaler`, or None
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -55,13 +55,13 @@ class Precision:
         return {}
 
     def load_state_dict(self, state: dict[str, Any], optimizers: Sequence[Optimizer]) -> None:
-        """Take over what `state_dict` returned, for the same optimizers; KeyError where it is something else."""
+        """Take over what `state_dict` returned, for the same optimizers; KeyError if it is something else."""
 
 
 class GivenScaler(Precision):
     """Numbers as they are, but for losses that a script scales with a `torch.amp.GradScaler` of its own.
 
-    The scaler unscales gradients where a step needs it, and is updated after each step.
+    The scaler unscales gradients if a step needs it, and is updated after each step.
     """
 
     def __init__(self, scaler: Any) -> None:

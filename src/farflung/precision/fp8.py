@@ -80,13 +80,13 @@ def convert_model_to_fp8_ao(model: nn.Module, config: Any = None, module_filter_
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
-    """Return the names of the first and the last linear layer, which lose most by 8 bits; None where there is none."""
+    """Return the names of the first and the last linear layer, which lose most by 8 bits; None if there is none."""
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     return (names[0], names[-1]) if names else (None, None)
 
 
 def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Any) -> bool:
-    """Say whether fp8 hardware takes `module`, and its name is not in `layers_to_filter`.
+    """Return whether fp8 hardware takes `module`, and its name is not in `layers_to_filter`.
 
     Only linear layers are looked at: torchao leaves all others alone, whatever the answer.
     """
@@ -95,12 +95,12 @@ def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Any) -> 
 
 
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
-    """Say whether `fqn` names neither the first nor the last linear layer inside `module`, which itself fits."""
+    """Return whether `fqn` names neither the first nor the last linear layer inside `module`, which itself fits."""
     return filter_linear_layers(module, fqn, find_first_last_linear_layers(module))
 
 
 def has_ao_layers(model: nn.Module) -> bool:
-    """Say whether a layer of `model` multiplies in fp8."""
+    """Return whether a layer of `model` multiplies in fp8."""
     from torchao.float8.float8_linear import Float8Linear
 
     return any(isinstance(module, Float8Linear) for module in model.modules())

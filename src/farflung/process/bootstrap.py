@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a process learns who it is: the launcher's variables, a device, and a process group where there are several.
+"""How a process learns who it is: the launcher's variables, a device, and a process group if there are several.
 
 Where `WORLD_SIZE > 1` there is a group in the end, or an error; never several copies that train for themselves.
 """
@@ -46,7 +46,7 @@ _MEET_WITHIN = timedelta(minutes=30)  # torch's own
 
 _ENGINES = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM"}
 
-# A worker thread of gloo lets go of the tensors of its last collective after the caller has been told that it is done,
+# A worker thread of gloo lets go of the tensors of its last collective after the caller has returned,
 # and needs Python's lock for that. If the group is destroyed meanwhile by a thread that holds the lock (as a DDP model
 # does that outlives it), both wait for ever; if the interpreter ends meanwhile, the process aborts. Nothing tells when
 # the worker is through, so it is given time, with the lock free.
@@ -233,7 +233,7 @@ def _initialize(info: RankInfo, device: torch.device, init: InitProcessGroupKwar
     if allowed_s != 0:
         _await_all(PrefixStore("came", store), info.rank, info.size, allowed_s or timeout.total_seconds())
     arguments["store"] = store
-    # DDP loads it, and its default arguments keep the group that there is then for ever; at the top it would delay all.
+    # DDP loads it, and its default arguments keep the group of that moment for ever; at the top it would delay all.
     from torch.distributed.nn import functional  # noqa: F401  see above
 
     dist.init_process_group(**arguments)

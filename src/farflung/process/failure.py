@@ -78,7 +78,7 @@ def install_failure_report(
 
 
 def record_failure(error: BaseException) -> None:
-    """Write `error` and its traceback to the file that the elastic agent named, where there is an agent.
+    """Write `error` and its traceback to the file that the elastic agent named, if there is an agent.
 
     The first report stays: later failures are its consequences. For Farflung's own errors the traceback has the
     script's frames only, and not the errors that caused them.

@@ -40,7 +40,7 @@ def process_state(pid: int, identity: str | None, begun: float) -> str:
 
     Args:
         identity: as `process_identity` returned it; None: a former release has not written it.
-        begun: a time after its start, in seconds since 1970, which tells it from others where there is no identity.
+        begun: a time after its start, in seconds since 1970, which tells it from others if there is no identity.
     """
     import psutil
 

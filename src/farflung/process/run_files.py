@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of a launched run write into its folder: lines of JSON, a log each, and a sign of life each second.
+"""What the ranks of a launched run write into its folder: lines of JSON, a log each, and a heartbeat each second.
 
 Writers only append, one whole line at a time, so a rank that is killed leaves whole lines. The folder is for people
 who look: where it can't be written, training continues without it.
@@ -299,7 +299,7 @@ def _stack(frame: FrameType) -> list[str]:
 
 @contextmanager
 def recorded() -> Iterator[None]:
-    """Keep the log of this rank and its signs of life in the run's folder, where there is one, for a block."""
+    """Keep the log of this rank and its heartbeat in the run's folder, if there is one, for a block."""
     folder = run_folder()
     if folder is None:
         yield

@@ -23,7 +23,7 @@ from farflung.config import environ
 
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>; it also holds for a program that takes this process's place
 
-SIGN_S = 5.0  # between two signs of life of the other end
+SIGN_S = 5.0  # between two heartbeats of the other end
 _SILENCE_S = 30.0  # after which the connection is dead
 _END_WITHIN_S = 10.0
 _LOOK_S = 0.1
@@ -102,7 +102,7 @@ class _Merged:
 def run_tethered(command: Sequence[str], token: str | None = None) -> int:
     """Run a command until it ends, and end it and what it has started when stdin closes or falls silent.
 
-    Each byte on stdin is the number of a signal for it, SIGKILL for its whole group; or 0, a sign of life that is to
+    Each byte on stdin is the number of a signal for it, SIGKILL for its whole group; or 0, a heartbeat that is to
     come every `SIGN_S`. A closed connection is a request to end, by SIGTERM and 10 s later by SIGKILL.
 
     Args:

@@ -297,7 +297,7 @@ class Watchdog:
 
 
 def _find_late(needs: dict[str, int], answers: dict[int, Any]) -> set[int]:
-    """Return the ranks that hold up a wait in the end and wait for nobody; where there are none, those it waits for."""
+    """Return the ranks that hold up a wait in the end and wait for nobody; if there are none, those it waits for."""
     ranks = _holding_up(needs, answers)
     return {rank for rank in ranks if _is_elsewhere(answers[rank])} or _behind(needs, answers)
 
@@ -323,7 +323,7 @@ def _behind(needs: dict[str, int], answers: dict[int, Any]) -> set[int]:
 
 
 def _publish(text: str) -> None:
-    """Report a failure to the launcher, or print it where there is none."""
+    """Report a failure to the launcher, or print it if there is none."""
     if has_report():
         record_failure(RankFailure(text, Cause.LATE))
     else:

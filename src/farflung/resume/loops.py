@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The outer loops: each rank's own states, which are merged where another number of ranks continues."""
+"""The outer loops: each rank's own states, which are merged if another number of ranks continues."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class OuterLoops(Part):
 
     def fill(self) -> None:
         used: list[nn.Module] = []
-        for weights in self._weights:  # the mean, where the model's file has those of one replica
+        for weights in self._weights:  # the mean, if the model's file has those of one replica
             model = max(self.run.bare_models, key=lambda model: (_in_common(weights, model), -used.count(model)))
             used.append(model)
             names = model.state_dict().keys()

@@ -175,8 +175,8 @@ def read_model(model: nn.Module, checkpoint: Checkpoint, index: int, strict: boo
     if paths.SHARDS.fullmatch(path.name):
         return _read_shards(model, path, strict)
     named = fitted(model, read_weights(path), path, strict)
-    own = model.state_dict()
-    return {name: cut(value, own.get(name)) for name, value in named.items()}
+    state = model.state_dict()
+    return {name: cut(value, state.get(name)) for name, value in named.items()}
 
 
 def cut(value: Any, own: Any) -> Any:
@@ -191,20 +191,20 @@ def _read_shards(model: nn.Module, folder: Path, strict: bool) -> dict[str, Any]
     likes = {short: stored.like(name, "meta") for short, name in flat.items()}
     shapes = {short: object() if like is None else like for short, like in likes.items()}
     named = fitted(model, shapes, folder, strict)
-    own = model.state_dict()
+    state = model.state_dict()
     source = {id(value): flat[short] for short, value in shapes.items()}
-    here = {name: value for name, value in named.items() if name in own}
+    here = {name: value for name, value in named.items() if name in state}
     sources = {name: source[id(value)] for name, value in here.items()}
-    found = stored.read(
-        {sources[name]: own[name] if isinstance(value, Tensor) else None for name, value in here.items()}
+    values = stored.read(
+        {sources[name]: state[name] if isinstance(value, Tensor) else None for name, value in here.items()}
     )
-    return {name: found[sources[name]] for name in here}
+    return {name: values[sources[name]] for name in here}
 
 
 def load(model: nn.Module, weights: Mapping[str, Any], strict: bool) -> Any:
     """Give a model the weights that `read_model` returned, and return what `load_state_dict` does."""
-    own = model.state_dict()
-    shards = {name: value for name, value in own.items() if isinstance(value, Tensor) and is_sharded(value)}
+    state = model.state_dict()
+    shards = {name: value for name, value in state.items() if isinstance(value, Tensor) and is_sharded(value)}
     with torch.no_grad():
         for name in shards.keys() & weights.keys():
             local(shards[name]).copy_(weights[name])
@@ -214,28 +214,30 @@ def load(model: nn.Module, weights: Mapping[str, Any], strict: bool) -> Any:
 
 def fitted(model: nn.Module, weights: dict[str, Any], path: Path, strict: bool) -> dict[str, Any]:
     """Return `weights` under the names of `model`, if they fit, whatever wrapper they are from; tied ones twice."""
-    own = model.state_dict()
-    named = _renamed(weights, {bare_name(name): name for name in own})
+    state = model.state_dict()
+    named = _renamed(weights, {bare_name(name): name for name in state})
     names: dict[Any, str] = {}
     ties = _ties(model)
     for name in named:
-        if isinstance(own.get(name), Tensor):
-            names.setdefault(_identity(own[name], ties.get(bare_name(name))), name)
-    for name, value in own.items():
+        if isinstance(state.get(name), Tensor):
+            names.setdefault(_identity(state[name], ties.get(bare_name(name))), name)
+    for name, value in state.items():
         twin = names.get(_identity(value, ties.get(bare_name(name)))) if isinstance(value, Tensor) else None
         if name not in named and twin is not None:
             named[name] = named[twin]
     hooked = any(changes_what_it_loads(module) for module in model.modules())
-    missing, odd = own.keys() - named.keys(), named.keys() - own.keys()
+    missing, odd = state.keys() - named.keys(), named.keys() - state.keys()
     if strict and not hooked and (missing or odd):
         raise CheckpointError(
             f"{path} is of another model: {counted(len(missing), 'name')} missing ({', '.join(sorted(missing)[:3])}), "
             f"{len(odd)} unknown here ({', '.join(sorted(odd)[:3])})."
         )
-    for name in own.keys() & named.keys():
+    for name in state.keys() & named.keys():
         shape = getattr(named[name], "shape", ())
-        if isinstance(own[name], Tensor) and not hooked and own[name].shape != shape:
-            raise CheckpointError(f"{path} is of another model: {name} is {list(shape)}, here {list(own[name].shape)}.")
+        if isinstance(state[name], Tensor) and not hooked and state[name].shape != shape:
+            raise CheckpointError(
+                f"{path} is of another model: {name} is {list(shape)}, here {list(state[name].shape)}."
+            )
     return named
 
 
@@ -251,14 +253,14 @@ def _renamed(weights: dict[str, Any], own: dict[str, str]) -> dict[str, Any]:
 
 
 def _ties(model: nn.Module) -> dict[str, int]:
-    """Return which parameter each name is, where parts on this rank may be empty and have no memory."""
+    """Return which parameter each name is, even if its part on this rank is empty and has no memory."""
     if not model_has_dtensor(model):
         return {}
     return {bare_name(name): id(p) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def _identity(tensor: Tensor, tie: int | None) -> Any:
-    """Return what is the same for two names of one parameter: its tie, where it has one, else its memory."""
+    """Return what is the same for two names of one parameter: its tie, if it has one, else its memory."""
     if tie is not None or not tensor.numel():
         return id(tensor) if tie is None else tie
     return memory_of(tensor)

@@ -37,7 +37,7 @@ class Schedulers(Part):
     def per_rank(self, saving: Saving) -> Mapping[str, dict[str, Any]]:
         if saving.leads or not self.run.replicas_differ:
             return {}
-        states = [one.state_dict() for one in self.run.schedulers]
+        states = [scheduler.state_dict() for scheduler in self.run.schedulers]
         return {paths.outer_state(self.run.world.rank): {"schedulers": states}}
 
     def read(self, source: Loading) -> None:
@@ -79,8 +79,8 @@ def _state_of(registered: Any) -> Any:
     state = registered.state_dict()
     if any(isinstance(leaf, Tensor) and is_sharded(leaf) for leaf in leaves_of(state)):
         raise ConfigError(
-            f"The state of the registered {type(registered).__name__} holds sharded tensors, of which its file would "
-            "have one rank's part. Let it keep whole ones (tensor.full_tensor(), called on all ranks), or keep a copy "
+            f"The state of the registered {type(registered).__name__} holds sharded tensors, and its file would "
+            "have one rank's part of them. Keep whole ones (tensor.full_tensor(), called on all ranks), or keep a copy "
             "of the weights in a model that is prepared too."
         )
     return state

@@ -25,7 +25,7 @@ from farflung.resume.models import bare_name
 from farflung.resume.part import Loading, Part, Saving
 from farflung.resume.run import Run
 
-_KEYS = "optimizer_keys"  # in a folder of shards, beside the optimizer's state
+_KEYS = "optimizer_keys"  # in a folder of shards, next to the optimizer's state
 
 
 class Optimizers(Part):
@@ -37,8 +37,8 @@ class Optimizers(Part):
         self._optimizers = run.optimizers
 
     def check(self) -> None:
-        for one in self._optimizers:
-            check_optimizer(self.run.bare_models, one)
+        for optimizer in self._optimizers:
+            check_optimizer(self.run.bare_models, optimizer)
 
     def gather(self, saving: Saving) -> None:
         self._gathered = {
@@ -64,7 +64,7 @@ class Optimizers(Part):
     def per_rank(self, saving: Saving) -> Mapping[str, dict[str, Any]]:
         if saving.leads or not self.run.replicas_differ:
             return {}
-        states = [local_optimizer(one) if one.is_own else None for one in self._optimizers]
+        states = [local_optimizer(optimizer) if optimizer.is_own else None for optimizer in self._optimizers]
         return {paths.outer_state(self.run.world.rank): {"optimizers": states}}
 
     def read(self, source: Loading) -> None:
@@ -103,7 +103,7 @@ def _check_groups(state: Any, optimizer: AcceleratedOptimizer, path: Path) -> No
 
 
 def has_shards(optimizer: Any) -> bool:
-    """Say whether an optimizer trains sharded parameters."""
+    """Return whether an optimizer trains sharded parameters."""
     return any(map(is_sharded, parameters_of(optimizer)))
 
 
@@ -137,12 +137,12 @@ def for_shards(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _other_keys(node: Any, path: tuple[Any, ...]) -> list[tuple[tuple[Any, ...], list[Any]]]:
     """Return where dictionaries stand whose keys are not all text, each with its keys."""
-    own: list[tuple[tuple[Any, ...], list[Any]]] = []
+    others: list[tuple[tuple[Any, ...], list[Any]]] = []
     inner: Iterable[tuple[Any, Any]] = enumerate(node) if isinstance(node, list) else ()
     if isinstance(node, Mapping):
         inner = ((str(key), value) for key, value in node.items())
-        own = [] if all(isinstance(key, str) for key in node) else [(path, list(node))]
-    return own + [found for key, value in inner for found in _other_keys(value, (*path, key))]
+        others = [] if all(isinstance(key, str) for key in node) else [(path, list(node))]
+    return others + [found for key, value in inner for found in _other_keys(value, (*path, key))]
 
 
 def _with_keys(node: Any, keys: Mapping[tuple[Any, ...], list[Any]], path: tuple[Any, ...] = ()) -> Any:
@@ -156,7 +156,7 @@ def _with_keys(node: Any, keys: Mapping[tuple[Any, ...], list[Any]], path: tuple
 
 
 def by_number(state: Mapping[str, Any], names: Sequence[str], optimizer: Any, path: Path) -> dict[str, Any]:
-    """Undo `by_name`, with the parameters' numbers here; CheckpointError where parameters or groups are others."""
+    """Undo `by_name`, with the parameters' numbers here; CheckpointError if parameters or groups are others."""
     group_of = {name: k for k, group in enumerate(state["param_groups"]) for name in group["params"]}
     missing, odd = set(names) - group_of.keys(), group_of.keys() - set(names)
     if missing or odd:
@@ -184,7 +184,7 @@ def _mapped(state: Mapping[str, Any], change: Callable[[int, Any], Any]) -> dict
 
 
 def check_optimizer(models: Sequence[nn.Module], optimizer: Any) -> None:
-    """Raise ConfigError where an optimizer keeps a plain tensor, or a partly sharded list, of this rank's shard."""
+    """Raise ConfigError if an optimizer keeps a plain tensor, or a partly sharded list, of this rank's shard."""
     mine = parameters_of(optimizer)
     for number, kept in optimizer.state_dict()["state"].items() if has_shards(optimizer) else ():
         own = local(mine[number]).shape

@@ -40,7 +40,7 @@ class Loading:
 
     @property
     def old_size(self) -> int:
-        """How many ranks wrote it; as many as here, where it does not say."""
+        """How many ranks wrote it; as many as here, if it does not say."""
         return self.size if self.checkpoint.manifest is None else self.checkpoint.manifest.world_size
 
     @cached_property
@@ -62,7 +62,7 @@ class Loading:
 
     @cached_property
     def own(self) -> dict[str, Any] | None:
-        """What this rank alone knew; None where another number of ranks, or another program, wrote the checkpoint."""
+        """What this rank alone knew; None if another number of ranks, or another program, wrote the checkpoint."""
         return None if self.is_other else self.checkpoint.read_if_there(paths.loop_state(self.rank))
 
     @cached_property
@@ -77,8 +77,8 @@ class Loading:
     @cached_property
     def apart(self) -> dict[str, Any]:
         """What this rank had of its own because replicas train apart: outer loops, and states that are usually one."""
-        found = None if self.is_other else self.checkpoint.read_if_there(paths.outer_state(self.rank))
-        return found or {}
+        state = None if self.is_other else self.checkpoint.read_if_there(paths.outer_state(self.rank))
+        return state or {}
 
     def apart_of(self, kind: str, index: int) -> Any:
         """Return the state that this rank had of its own of something that is usually one; None: it had none."""
@@ -118,7 +118,7 @@ class Part:
         """Raise ConfigError if something here can't be saved."""
 
     def gather(self, saving: Saving) -> None:
-        """Gather what is sharded, to be written whole: a collective, called where the run asks for that."""
+        """Gather what is sharded, to be written whole: a collective, called if the run asks for that."""
 
     def replicated(self, saving: Saving) -> Iterable[Entry]:
         """Return the files of what is the same on all ranks, those that this rank writes."""
@@ -136,9 +136,9 @@ class Part:
         """Make hooks of the script load what they keep by themselves, before anything is read."""
 
     def read(self, source: Loading) -> None:
-        """Read and check all of it, changing nothing; CheckpointError where it is missing, damaged or of other objects.
+        """Read and check all of it, changing nothing; CheckpointError if it is missing, damaged or of other objects.
 
-        Where another number of ranks wrote the checkpoint, take what comes nearest, and note what is not the same.
+        If another number of ranks wrote the checkpoint, take what comes nearest, and note what is not the same.
         """
 
     def load(self, undo: ExitStack) -> None:

@@ -34,7 +34,7 @@ class Run:
     """What one Accelerator was made with, what it has prepared, in order, and which wrapper stands for which original.
 
     `evaluated` are those of `models` that were prepared for evaluation alone; `slots` are the shares of a replica that
-    comes and goes, None where the replicas of the run are fixed.
+    comes and goes, None if the replicas of the run are fixed.
     """
 
     world: World
@@ -56,8 +56,8 @@ class Run:
 
     def find(self, thing: Any) -> Any:
         """Return the prepared form of `thing`, which may be that form itself, or None."""
-        found = self._known.get(id(thing))
-        return None if found is None else found[1]
+        name = self._known.get(id(thing))
+        return None if name is None else name[1]
 
     def resolve(self, model: Any) -> Any:
         """Return the prepared form of a model that was unwrapped or compiled since; `model` itself if it is unknown."""

@@ -38,7 +38,9 @@ class AccumulationWindow(Part):
             "world_size": run.world.size,
             "spread": run.spread,
             "loop": run.loop.state_dict(run.modules),
-            "optimizers": [{"is_own": one.is_own, "was_skipped": one.step_was_skipped} for one in optimizers],
+            "optimizers": [
+                {"is_own": optimizer.is_own, "was_skipped": optimizer.step_was_skipped} for optimizer in optimizers
+            ],
             **_gradients_of(run),
         }
         return {paths.loop_state(run.world.rank): state}
@@ -97,7 +99,7 @@ def _redistributed(owns: Sequence[dict[str, Any]], notes: list[str]) -> dict[str
 
 
 def _has_reduced(owns: Iterable[dict[str, Any]]) -> bool:
-    """Say whether there are gradients that were reduced, and are in shards on each rank."""
+    """Return whether there are gradients that were reduced, and are in shards on each rank."""
     return any(part is not None for own in owns for parts in own.get("reduced") or () for part in parts or ())
 
 
@@ -109,7 +111,7 @@ def _without_gradients(own: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mean_gradients(owns: Sequence[dict[str, Any]], notes: list[str]) -> list[Any] | None:
-    """Return the mean over the ranks of each optimizer's unfinished gradients; None where they can't be combined."""
+    """Return the mean over the ranks of each optimizer's unfinished gradients; None if they can't be combined."""
     scales = {window["scale"] for own in owns for window in own["loop"]["windows"]}
     if scales != {None}:
         notes.append("the unfinished accumulation window was weighted by num_items: it starts over")
@@ -140,7 +142,9 @@ def _gradients_of(run: Run) -> dict[str, list[Gradients | None]]:
         return None if gradient is None or not is_sharded(parameter) else local(gradient)
 
     def each(get: Callable[[Tensor], Tensor | None]) -> list[Gradients | None]:
-        return [list(map(get, parameters_of(one))) if one.is_unfinished else None for one in optimizers]
+        return [
+            list(map(get, parameters_of(optimizer))) if optimizer.is_unfinished else None for optimizer in optimizers
+        ]
 
     return {"gradients": each(whole), "reduced": each(part)}
 

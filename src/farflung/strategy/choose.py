@@ -26,9 +26,9 @@ def choose_strategy(
     fsdp: FullyShardedDataParallelPlugin | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> Strategy:
-    """Return how the processes of `world` train together: FSDP where a plugin asks for it, DDP, or nothing at all.
+    """Return how the processes of `world` train together: FSDP if a plugin asks for it, DDP, or nothing at all.
 
-    FSDP computes in `compute_dtype` where its plugin does not say.
+    FSDP computes in `compute_dtype` if its plugin does not say.
     """
     is_alone = world.kind == DistributedType.NO
     strategy: Strategy

@@ -29,24 +29,24 @@ from farflung.base.torch_internals import (
 )
 from farflung.config.compile import TorchDynamoPlugin
 
-# Regions share the code object of one function of ours, of which torch compiles eight forms before it gives up. Where
-# torch can count for each of them apart (2.13), it does: a model of 12 blocks and 10 heads is compiled whole.
+# Regions share the code object of one function of ours, and torch compiles eight forms of a code object before it gives
+# up. If torch can count for each region apart (2.13), it does: a model of 12 blocks and 10 heads is compiled whole.
 _APART = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Say whether calls of `module`, or of what DDP holds in it, run compiled code."""
+    """Return whether calls of `module`, or of what DDP holds in it, run compiled code."""
     module = _held(module)
     return compiled_from(module) is not None or calls_compiled(module)
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Say whether `module` or a module in it was compiled."""
+    """Return whether `module` or a module in it was compiled."""
     return any(map(is_compiled_module, module.modules()))
 
 
 def has_repeated_blocks(module: nn.Module) -> bool:
-    """Say whether `module` or a module in it is a list of repeated blocks."""
+    """Return whether `module` or a module in it is a list of repeated blocks."""
     return any(map(is_repeated_blocks, module.modules()))
 
 
@@ -101,7 +101,7 @@ def _regions(module: nn.Module) -> Iterator[list[nn.Module]]:
 
 
 def is_repeated_blocks(module: nn.Module) -> bool:
-    """Say whether `module` is a `ModuleList` of modules of one class, which are compiled as one region."""
+    """Return whether `module` is a `ModuleList` of modules of one class, which are compiled as one region."""
     if not isinstance(module, nn.ModuleList) or len(module) == 0:
         return False
     kind = type(module[0])
@@ -109,7 +109,7 @@ def is_repeated_blocks(module: nn.Module) -> bool:
 
 
 def _compile(regions: Iterable[list[nn.Module]], compile_kwargs: dict[str, Any]) -> None:
-    """Compile the calls of modules; those of one region share their compiled code where they are equal."""
+    """Compile the calls of modules; those of one region share their compiled code if they are equal."""
     for region in regions:
         compiled = torch.compile(plain_call, **{**_APART, **compile_kwargs})
         for module in region:

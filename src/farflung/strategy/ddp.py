@@ -31,7 +31,7 @@ from farflung.strategy.sharded import ShardedModels, refuse_muon
 class DDP(ShardedModels):
     """Replicas that average their gradients in each backward pass. Models that come sharded stay as they are.
 
-    The `kind` is the device's word for it (MULTI_CPU, MULTI_GPU ...). Where rows of the mesh are of several processes,
+    The `kind` is the device's word for it (MULTI_CPU, MULTI_GPU ...). If rows of the mesh are of several processes,
     gradients are averaged over a row alone inside `local`.
     """
 
@@ -64,7 +64,7 @@ class DDP(ShardedModels):
             return model
         on_accelerator = self._device.type != "cpu" and all(p.device == self._device for p in model.parameters())
         row = self.mesh.row.get_group() if self._has_rows else None
-        if self._has_rows:  # each row's DDP lets it begin alike, so the first ranks of the rows must
+        if self._has_rows:  # each row's DDP copies its first rank, so the first ranks of the rows must be equal
             broadcast_values([*model.parameters(), *model.buffers()], self.mesh.replicas)
         handler = self._handler or DistributedDataParallelKwargs()
         ddp = DistributedDataParallel(
@@ -123,7 +123,7 @@ class DDP(ShardedModels):
     def _ddp_synchronized(self, ddp: DistributedDataParallel) -> Iterator[None]:
         before = ddp.require_backward_grad_sync
         ddp.require_backward_grad_sync = True
-        ddp.reducer.prepare_for_backward([])  # as the forward pass does where gradients are to be synchronized
+        ddp.reducer.prepare_for_backward([])  # as the forward pass does if gradients are to be synchronized
         try:
             yield
         finally:

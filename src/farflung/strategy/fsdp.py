@@ -67,7 +67,7 @@ class FSDP(ShardedModels):
         if None not in (given, compute_dtype) and given != compute_dtype:
             raise ConfigError(
                 f"mixed_precision_policy has param_dtype={given}, but mixed_precision computes in {compute_dtype}. "
-                'Give both the same dtype, or let the policy decide: mixed_precision="no".'
+                'Give both the same dtype, or leave it to the policy: mixed_precision="no".'
             )
         self._device = device
         self._plugin = plugin
@@ -144,14 +144,14 @@ class FSDP(ShardedModels):
     def _policy(self, model: nn.Module) -> MixedPrecisionPolicy:
         given: MixedPrecisionPolicy | None = self._plugin.mixed_precision_policy
         kinds = [p.dtype for p in model.parameters() if p.requires_grad]
-        own = max(kinds, key=lambda dtype: dtype.itemsize, default=torch.float32)
+        widest = max(kinds, key=lambda dtype: dtype.itemsize, default=torch.float32)
         if given is None:
             # Said in so many words: what None means for reductions is another thing in torch 2.15 than before.
             return MixedPrecisionPolicy(
-                param_dtype=self._compute_dtype, reduce_dtype=torch.float32 if self._compute_dtype else own
+                param_dtype=self._compute_dtype, reduce_dtype=torch.float32 if self._compute_dtype else widest
             )
         if given.reduce_dtype is None:
-            return replace(given, reduce_dtype=given.param_dtype or own)
+            return replace(given, reduce_dtype=given.param_dtype or widest)
         return given
 
     def _fill(self, model: nn.Module, before: dict[str, nn.Parameter], whole: dict[str, Any]) -> None:
@@ -181,7 +181,7 @@ def _refuse_strange(became: Any, seen: weakref.WeakSet[Optimizer], optimizer: Op
 
 
 def _recompute(model: nn.Module, wrapped: Sequence[nn.Module], plugin: FullyShardedDataParallelPlugin) -> None:
-    """Make modules keep only their inputs between forward and backward, where the plugin asks for it.
+    """Make modules keep only their inputs between forward and backward, if the plugin asks for it.
 
     Names of parameters stay as they are.
     """
@@ -224,17 +224,17 @@ def _is_on_meta(model: nn.Module, mesh: Mesh) -> bool:
 
 def _ignored(model: nn.Module, asked: Any) -> list[nn.Module]:
     """Return the modules that stay whole: given themselves, or by a pattern that their names match."""
-    found = list(asked or ())
+    parameters = list(asked or ())
     if isinstance(asked, str):
-        found = [module for name, module in model.named_modules() if name and re.fullmatch(asked, name)]
-        if not found:
+        parameters = [module for name, module in model.named_modules() if name and re.fullmatch(asked, name)]
+        if not parameters:
             raise ConfigError(f"ignored_modules={asked!r} matches no module's name in this {type(model).__name__}.")
-    if any(parameter.requires_grad for module in found for parameter in module.parameters()):
+    if any(parameter.requires_grad for module in parameters for parameter in module.parameters()):
         raise Unsupported(
             "ignored_modules has a module that is trained, and nothing would average its gradients. Shard it too, or "
             "freeze it."
         )
-    return found
+    return parameters
 
 
 def _spread(value: Any, old: Tensor, shard: Tensor) -> Any:

@@ -126,7 +126,7 @@ class ShardedModels(Strategy):
 
 
 def _reshard_after_evaluation(model: nn.Module, inputs: Any, outputs: Any) -> None:
-    """Make the parameters of `model` shards again, as they are after a backward pass, where none will come."""
+    """Make the parameters of `model` shards again, as they are after a backward pass, if none will come."""
     if not torch.is_grad_enabled():
         reshard(model.modules())
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replicas as threads of one process: the whole of an outer loop without a network, the same bits each time.
 
-One replica runs at a time. It passes the turn on where it has to wait for the others, so runs are deterministic, and
+One replica runs at a time. It passes the turn on if it has to wait for the others, so runs are deterministic, and
 a wait that no one can end is an error at once instead of a hang. In a `TimedGroup` collectives take time, on a virtual
 line and virtual clocks.
 """
@@ -120,7 +120,7 @@ class _Stage:
         alive = [other for other in others if other not in self.exited]
         able = (other for other in alive if other not in self._waiting or self._waiting[other]())
         if alive:
-            self._turns[next(able, alive[0])].release()  # where all wait, one is woken to find that out
+            self._turns[next(able, alive[0])].release()  # if all wait, one is woken to find that out
 
     def missing(self, call: _Call, rank: int) -> dict[int, str]:
         """Return the ranks that have not come to `call` and never will, with their reasons."""

@@ -269,7 +269,7 @@ class SimulateArguments:
 
 def _summary(replicas: Sequence[_Replica]) -> Simulation:
     there = [rank for rank, replica in enumerate(replicas) if not replica.is_lost]
-    # Where all were lost the last one to go tells most.
+    # If all were lost the last one to go tells most.
     number = there[0] if there else max(range(len(replicas)), key=lambda rank: len(replicas[rank].losses))
     first = replicas[number]
     evaluations = sorted({e for one in replicas for e in one.evaluations}, key=lambda e: (e.step, e.seconds))
@@ -330,7 +330,7 @@ class _Replica:
         self.losses: list[Tensor] = []
         self.evaluations: list[Evaluation] = []
         self.rounds: list[Round] = []
-        self._aloft = 0.0  # when the line is done with what flies while training goes on
+        self._aloft = 0.0  # when the line has sent what overlaps with training
         self._arrivals: dict[int, float] = {}  # of what was sent after a step
         self._landed = 0.0
         self.members = _Members(group, task, self.clock)

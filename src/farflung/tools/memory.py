@@ -48,7 +48,7 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
-    """Say whether `exception` says that memory is out, or that cuDNN does not take the sizes that it was given."""
+    """Return whether `exception` says that memory is out, or that cuDNN does not take the sizes that it was given."""
     if not isinstance(exception, RuntimeError) or len(exception.args) != 1:
         return False
     return any(words in str(exception.args[0]) for words in _OUT_OF_MEMORY)

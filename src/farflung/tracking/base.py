@@ -69,7 +69,7 @@ class GeneralTracker:
         """Record the settings that the run begins with."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record values, of the optimizer step `step` where that is given."""
+        """Record values, of the optimizer step `step` if that is given."""
 
     def finish(self) -> None:
         """End the run."""
@@ -115,9 +115,9 @@ def taken(
 
     The warning names the type, not the value, which differs from step to step: Python shows equal warnings once.
     """
-    found = {key: value for key, value in values.items() if takes(value)}
-    for key in values.keys() - found.keys():
+    kept = {key: value for key, value in values.items() if takes(value)}
+    for key in values.keys() - kept.keys():
         kind = type(values[key]).__name__
-        said = f"The tracker {tracker.name} does not record {key!r} of type {kind}: it takes {what}."
-        warnings.warn(said, stacklevel=7)  # the line of the script that calls the Accelerator
-    return found
+        message = f"The tracker {tracker.name} does not record {key!r} of type {kind}: it takes {what}."
+        warnings.warn(message, stacklevel=7)  # the line of the script that calls the Accelerator
+    return kept

@@ -42,7 +42,7 @@ class TensorBoardTracker(ClientTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Record hyperparameters, and write them to `hparams.yml`; what is no number or text becomes its text.
 
-        torch writes events to a bucket too; where `logging_dir` is the address of one, there is no such file.
+        torch writes events to a bucket too; if `logging_dir` is the address of one, there is no such file.
         """
         plain = {key: value if _is_hyperparameter(value) else str(value) for key, value in values.items()}
         self.writer.add_hparams(plain, metric_dict={})

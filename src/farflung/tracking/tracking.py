@@ -41,7 +41,7 @@ def get_available_trackers() -> list[str]:
 
 
 def has_client(name: str) -> bool:
-    """Say whether the library of the built-in tracker `name` is installed."""
+    """Return whether the library of the built-in tracker `name` is installed."""
     if name == "tensorboard":
         return is_installed("tensorboard") or is_installed("tensorboardX")
     return name == "jsonl" or is_installed(name, *(["mlflow", "mlflow-skinny"] if name == "mlflow" else []))
@@ -76,7 +76,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     """Make `log_with` accept the name of a tracker of yours, from the next `Accelerator` on.
 
     The class has a `name` and `requires_logging_directory`. It is made with the name of the project, the logging
-    directory where it requires one, and its part of `init_kwargs`.
+    directory if it requires one, and its part of `init_kwargs`.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise wrong_type("tracker_class", tracker_class, "a class derived from GeneralTracker")
@@ -97,19 +97,19 @@ def filter_trackers(
     """Return the trackers that `log_with` asks for, each once; raise ConfigError for one that can't be used.
 
     It takes names of trackers, members of `LoggerType`, trackers of your own, or `"all"`: those whose client is
-    installed, those of plugins, and JSON lines where there is a `logging_dir`.
+    installed, those of plugins, and JSON lines if there is a `logging_dir`.
     """
     asked = log_with if isinstance(log_with, (list, tuple)) else [] if log_with is None else [log_with]
     wants_all = any(isinstance(each, str) and str(each) == "all" for each in asked)
     chosen: list[Any] = [each for each in asked if not isinstance(each, str)] if wants_all else list(asked)
     if wants_all:
         chosen += [kind for kind in get_available_trackers() if kind != "jsonl" or logging_dir is not None]
-    found: list[Any] = []
+    trackers: list[Any] = []
     for each in chosen:
         tracker = _checked(each, logging_dir)
-        if tracker not in found:
-            found.append(tracker)
-    return found
+        if tracker not in trackers:
+            trackers.append(tracker)
+    return trackers
 
 
 def _checked(asked: Any, logging_dir: str | os.PathLike[str] | None) -> Any:
@@ -149,7 +149,7 @@ class Tracking:
                 check_word(called, name, [*LOGGER_TYPE_TO_CLASS, *_plugins(), *own])
 
     def start(self, project: str | None, config: Any, arguments: Arguments) -> None:
-        """Make the trackers that are named, start all, and have them store `config` where there is one."""
+        """Make the trackers that are named, start all, and have them store `config` if there is one."""
         self.started.clear()
         self.is_running = True
         for asked in self.asked:

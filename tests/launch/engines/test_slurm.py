@@ -221,7 +221,7 @@ def test_ctrl_c_ends_the_following_alone(slurm):
         run.process.send_signal(signal.SIGINT)
         code, said = ended(run)
     assert code == INTERRUPTED
-    assert "the run goes on: `farflung follow run` shows it again, `farflung cancel run` ends it" in said
+    assert "still running: `farflung follow run` reattaches, `farflung cancel run` ends it" in said
     assert asked("squeue", "--noheader", "--states=RUNNING", "--format=%j") == "run\n"
 
 

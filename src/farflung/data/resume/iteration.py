@@ -30,7 +30,7 @@ from farflung.data.resume.workers import RecordingCollate, WorkerHistory, Worker
 from farflung.data.torch_loaders import Source
 from farflung.process.world import current_world
 
-NOTHING: Any = object()  # where there is no batch
+NOTHING: Any = object()  # stands for a missing batch
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ class Progress:
         whole: Any = copy.copy(loader)
         whole.__dict__.update(skip_batches=0, skips_exactly=False)
         for _ in whole:
-            raise AssertionError("an iteration that had ended went on")
+            raise AssertionError("an iteration that had ended continued")
         if chosen is not None:
             self.choose(chosen)
 

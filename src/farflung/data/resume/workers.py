@@ -86,13 +86,13 @@ class WorkerPlan:
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> WorkerPlan:
-        """Undo `to_dict`; KeyError, TypeError or ValueError where it is something else."""
+        """Undo `to_dict`; KeyError, TypeError or ValueError if it is something else."""
         workers = [(int(number), states) for number, states in saved["workers"]]
         checked([states for _, states in workers])
         return cls(int(saved["start"]), workers)
 
     def to_dict(self) -> dict[str, Any] | None:
-        """Return it as plain data, None where states are not known."""
+        """Return it as plain data, None if states are not known."""
         states = known([states for _, states in self.workers])
         if states is None:
             return None
@@ -170,7 +170,7 @@ class Workers:
         if world is None or world.is_main:
             tell(
                 "farflung: persistent workers start again with each epoch, as the data set has a set_epoch that they "
-                "would not see. Where it keeps the epoch in shared memory, such as "
+                "would not see. If it keeps the epoch in shared memory, such as "
                 "self.epoch = torch.tensor(0).share_memory_(), they stay."
             )
 
@@ -193,7 +193,7 @@ def can_record(source: Source) -> bool:
 
 
 def known(states: list[States] | None) -> list[Any] | None:
-    """Return the states of workers as plain data, None where those of one are not known."""
+    """Return the states of workers as plain data, None if those of one are not known."""
     if states is None or None in states:
         return None
     return [rng.unpack_host(one) if isinstance(one, bytes) else one for one in states]

@@ -61,7 +61,7 @@ class Connection:
         raise NotImplementedError
 
     def send_signal(self, number: int = 0) -> None:
-        """Send a signal to the launcher; 0 is a sign of life alone."""
+        """Send a signal to the launcher; 0 is a heartbeat alone."""
         raise NotImplementedError
 
     def kill(self) -> None:
@@ -218,7 +218,7 @@ class Connections(Generic[L]):
                 self._print(f"[{connection.host}] farflung: {event['message']}\n".encode(), out)
 
     def _print(self, line: bytes, out: TextIO) -> None:
-        with self._lock, suppress(OSError, ValueError):  # a terminal that was closed; reading goes on
+        with self._lock, suppress(OSError, ValueError):  # a terminal that was closed; reading continues
             if hasattr(out, "buffer"):
                 out.flush()
                 out.buffer.write(line)

@@ -178,7 +178,7 @@ class Engine(Protocol):
         job: the run. ConfigError is raised for settings and options that can't work with this engine.
     """
 
-    outlives_launch: ClassVar[bool]  # whether the job goes on when the command that follows it is interrupted
+    outlives_launch: ClassVar[bool]  # whether the job survives Ctrl-C of the command that follows it
 
     def __init__(self, job: Job) -> None: ...
 

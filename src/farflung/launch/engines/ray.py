@@ -29,7 +29,7 @@ OPTIONS = {
     "folder": "the working folder on the nodes [the path of this one]",
     "wait": "seconds to wait until enough nodes are free [300]",
 }
-_RESTARTS = 3  # of replicas that are lost with their node, as of one in its launcher
+_RESTARTS = 3  # of a replica that is lost with its node, equal to those under a launcher
 _LOOK_S = 1.0
 
 

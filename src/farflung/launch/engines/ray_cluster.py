@@ -69,7 +69,7 @@ class LauncherActor:
         return lines, self._process.wait() if is_all and self._process else None
 
     def send_signal(self, number: int) -> None:
-        """Send the launcher a signal; 0 is a sign of life alone."""
+        """Send the launcher a signal; 0 is a heartbeat alone."""
         if self._process and self._process.stdin:
             with suppress(OSError):
                 self._process.stdin.write(bytes([number]))

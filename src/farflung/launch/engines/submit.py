@@ -85,7 +85,7 @@ def _followed(engine: Engine, job: Job) -> int:
     except KeyboardInterrupt:
         if not engine.outlives_launch:
             raise
-        words = f"the run goes on: `farflung follow {job.name}` shows it again, `farflung cancel {job.name}` ends it"
+        words = f"still running: `farflung follow {job.name}` reattaches, `farflung cancel {job.name}` ends it"
         record(Kind.LEFT, level=logging.ERROR, message=words)
         return INTERRUPTED
 
