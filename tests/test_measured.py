@@ -119,8 +119,8 @@ def test_the_page_of_evidence_has_the_figures_of_its_runs(monkeypatch):
     tables = importlib.import_module("evidence.tables")
     results = tables.Results()
     shown = {title: "\n".join(lines) for title, lines in tables.all_tables(results).items()}
-    for title, table in shown.items():
-        assert table in EVIDENCE, title
+    for title, lines in tables.page_tables(results).items():
+        assert "\n".join(lines) in EVIDENCE, title
     text = " ".join(word for line in EVIDENCE.splitlines() if not line.startswith("|") for word in line.split())
     for said in headlines(tables, results) + tables.phrases(results):
         assert said in text, said
@@ -142,10 +142,7 @@ FROM_SCRATCH = (
     ("100k", "sparse_loco(8)"),
     ("385k", "diloco(8) e3m0"),
 )
-AFTER_A_START = (
-    *((size, "diloco(8) e3m0") for size in ("1M", "385k", "100k", "34k")),
-    *((size, "diloco(32)") for size in ("385k", "100k", "34k")),
-)
+AFTER_A_START = (("100k", "diloco(8) e3m0"), ("100k", "diloco(32)"))
 
 
 def headlines(tables, results):

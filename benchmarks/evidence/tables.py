@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of docs/evidence.md, from results/evidence.jsonl alone. From `benchmarks`: python -m evidence.tables"""
+"""The tables of docs/evidence.md, from results/evidence.jsonl alone.
+
+From `benchmarks`, `python -m evidence.tables` prints them in full, with standard errors.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -312,6 +316,41 @@ def all_tables(results: Results) -> dict[str, list[str]]:
     tables |= {"rates": rates_table(results), "defaults": defaults_table(results)}
     tables["uneven"] = methods_table(collect(results, "5", TUNED_AT))
     return {title: lines for title, lines in tables.items() if len(lines) > 2}
+
+
+def by_size_table(results: Results) -> list[str]:
+    """Experiments 1 and 2: the share that is kept at each size, and the bytes at the smallest that has the method."""
+    found = {size: methods(results, size) for size in SHAPES}
+    found = {size: by_name for size, by_name in found.items() if by_name}
+    lines = [f"| method | {' | '.join(found)} | fewer bytes than DDP |", "|---|" + "---|" * (len(found) + 1)]
+    named: dict[str, list[Row]] = {}
+    for by_name in found.values():
+        for row in sorted(by_name.values(), key=lambda row: -statistics.mean(row.shares)):
+            named.setdefault(row.name, []).append(row)
+    for name, [row, *_] in named.items():
+        shares = [by_name[name].share if name in by_name else "-" for by_name in found.values()]
+        fewer = "sends nothing" if math.isnan(row.fewer_bytes) else as_times(row.fewer_bytes)
+        lines.append(f"| `{name}` | {' | '.join(shares)} | {fewer} |")
+    return lines
+
+
+def defaults_by_length(results: Results) -> list[str]:
+    """Experiment 7: how far above the tuned loss the defaults of a recipe end, by the number of steps."""
+    by_name: dict[str, list[str]] = {}
+    for line in defaults_table(results)[2:]:
+        name, _, _, _, above, _ = line.strip("| ").split(" | ")
+        by_name.setdefault(name, []).append(above)
+    lines = ["| defaults above tuned, after | 500 steps | 2,000 | 4,000 |", "|---|---|---|---|"]
+    return lines + [f"| {name} | {' | '.join(cells)} |" for name, cells in by_name.items() if cells[0] != "-"]
+
+
+def page_tables(results: Results) -> dict[str, list[str]]:
+    """Return the tables of docs/evidence.md: without standard errors, sizes side by side, and without the tuning."""
+    tables = all_tables(results)
+    for title in ("tuning", "defaults", *SHAPES):
+        tables.pop(title, None)
+    tables = {title: [re.sub(r" ± [\d.]+", "", line) for line in lines] for title, lines in tables.items()}
+    return tables | {"by size": by_size_table(results), "defaults": defaults_by_length(results)}
 
 
 if __name__ == "__main__":
