@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run outlives its members: the state at its address, what it is good for, and what damages it."""
 
+import os
 import re
 import signal
+import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,11 +17,11 @@ from torch.distributed.fsdp import fully_shard
 from farflung.base.errors import ConfigError, RankFailure, Unreachable
 from farflung.comm.address import transport_at
 from farflung.comm.board import Log
-from farflung.comm.member_store import LauncherNotes
+from farflung.comm.member_store import LauncherNotes, MemberStore, Record
 from farflung.comm.packed import Damaged
 from farflung.comm.saved_state import Saved, SavedStates, pull
 from farflung.comm.torch_group import TorchGroup
-from farflung.outer import OuterLoop, diloco, local_sgd, streaming_diloco
+from farflung.outer import OuterLoop, diloco, local_sgd, replica, streaming_diloco
 from farflung.outer.elastic import Elastic
 from farflung.testing.ranks import run_ranks
 from tests.outer.elastic_run import EVERY, ElasticRun, wrong
@@ -88,14 +91,14 @@ def test_a_damaged_part_is_never_taken(board, change):
         states.read(next(states.newest()), 0)
 
 
-def trained(address, recipe, steps, model=None, logs=()):
+def trained(address, recipe, steps, model=None, logs=(), **options):
     """Train one replica that moves by -1 in each step, as if its process ended afterwards; return its loop."""
     transport = transport_at(address)
     member = LauncherNotes(transport.board).enroll("replica")
     model = model or nn.Linear(3, 2)
     membership = Elastic(transport, member, grace_s=5.0, state_every=2)
     membership.keep_logs(logs)
-    outer = OuterLoop(model, recipe, membership=membership)
+    outer = OuterLoop(model, recipe, membership=membership, **options)
     step(outer, steps)
     return outer, member
 
@@ -105,7 +108,7 @@ def step(outer, steps):
     saver = outer._quorum.membership.saver
     for _ in range(steps):
         with torch.no_grad():
-            for parameter in outer._model.parameters():
+            for parameter in filter(lambda one: one.requires_grad, outer._model.parameters()):
                 parameter -= 1
         outer.step()
         for task in filter(None, (saver._saving, saver._noting)):
@@ -195,6 +198,8 @@ def test_where_the_address_is_gone_the_state_lies_here_and_a_run_can_go_on_with_
     with pytest.raises(RankFailure, match=why) as failed:
         outer._quorum.run(lambda: membership.lost(RankFailure("a test")))
     where = re.search(r"--meet (\S+),", str(failed.value))[1]
+    with pytest.raises(ConfigError, match="the run alone has bias float32"):
+        trained(where, diloco(4, lr=1.0, momentum=0.5), 0, nn.Linear(3, 2, bias=False))
     again, _ = trained(where, diloco(4, lr=1.0, momentum=0.5), 0, nn.Linear(3, 2))
     rows = [one._rounds.replica.fragments[0].weights.rows()["anchor"] for one in (outer, again)]
     assert all(map(torch.equal, *rows))
@@ -202,7 +207,7 @@ def test_where_the_address_is_gone_the_state_lies_here_and_a_run_can_go_on_with_
     again.close()
 
 
-@pytest.mark.parametrize("act", ["end", "exception"])
+@pytest.mark.parametrize("act", ["end", ValueError, KeyboardInterrupt])
 def test_a_lone_replica_that_is_asked_to_end_or_fails_leaves_its_newest_state(tmp_path, act):
     """A run of one that trained to step 12 begins again there, as if nobody had stopped it."""
     outer, _ = trained(tmp_path.as_uri(), diloco(4, lr=1.0, momentum=0.5), 4)
@@ -213,7 +218,7 @@ def test_a_lone_replica_that_is_asked_to_end_or_fails_leaves_its_newest_state(tm
     if act == "end":
         outer._leave_after_a_round(outer._leaving)
     else:
-        outer.__exit__(ValueError, ValueError("a test"), None)
+        outer.__exit__(act, act("a test"), None)
     again, _ = trained(tmp_path.as_uri(), diloco(4, lr=1.0, momentum=0.5), 0, nn.Linear(3, 2))
     assert again.position == (11 if act == "end" else 12)
     again.close()
@@ -237,34 +242,81 @@ def test_a_state_of_a_replica_that_was_excluded_as_it_wrote_is_not_taken(board, 
     assert {key.split("/")[1] for key in board.list("state/")} == {"2.30.a"}
 
 
+def test_a_thread_that_writes_on_after_its_replica_was_left_out_leaves_nothing(tmp_path):
+    outer, _ = trained(tmp_path.as_uri(), diloco(4), 3)
+    saver = outer._quorum.membership.saver
+    write, goes_on = saver._states.write, threading.Event()
+
+    def late(*arguments):
+        assert goes_on.wait(60)
+        write(*arguments)
+
+    saver._states.write = late
+    outer.step()  # a state is due
+    members = MemberStore(saver._loop)
+    assert members.append(Record(members.record().number + 1, 7, (7,)))  # the others have continued without it
+    goes_on.set()
+    saver._saving.result()
+    assert [*saver._states.newest()] == []
+    assert not saver._loop.list("state/")
+    outer._quorum.free(reusable=False)
+
+
 class Swapped(nn.Module):
-    """Two layers of one shape, in one order or the other."""
+    """Layers of one shape in an order; those whose names are capital letters are frozen."""
 
     def __init__(self, *names):
         super().__init__()
         for name in names:
-            setattr(self, name, nn.Linear(3, 3))
+            setattr(self, name.lower(), nn.Linear(3, 3).requires_grad_(name.islower()))
+
+
+def killed(address, model):
+    """Train a replica that leaves a state at step 8."""
+    outer, member = trained(address, diloco(4), 9, model)
+    LauncherNotes(transport_at(address).board).note_end(member, "killed")
+    outer._quorum.free(reusable=False)
 
 
 @pytest.mark.parametrize(
-    ("recipe", "model", "says"),
+    ("recipe", "names", "options", "says"),
     [
-        (diloco(4), lambda: Swapped("b", "a"), "outer loop is .*layout"),
-        (diloco(4), lambda: Swapped("a", "c"), "it alone has c.weight"),
-        (local_sgd(4), lambda: Swapped("a", "b"), "outer loop is "),
-        (diloco(8), lambda: Swapped("a", "b"), "every=8"),
+        (diloco(4), "ba", {}, "outer loop is .*layout"),
+        (diloco(4), "ac", {}, "it alone has c.weight"),
+        (local_sgd(4), "ab", {}, "outer loop is "),
+        (diloco(8), "ab", {}, "every=8"),
+        (diloco(4), "ab", {"bucket_bytes": 16}, "buckets of 16 bytes"),
+        (diloco(4), "Ab", {}, "the run alone has a.weight"),
     ],
-    ids=["order", "names", "recipe", "schedule"],
+    ids=["order", "names", "recipe", "schedule", "buckets", "frozen"],
 )
-def test_one_that_continues_is_compared_as_one_that_joins(tmp_path, recipe, model, says):
-    outer, member = trained(tmp_path.as_uri(), diloco(4), 9, Swapped("a", "b"))
-    LauncherNotes(transport_at(tmp_path.as_uri()).board).note_end(member, "killed")
-    outer._quorum.free(reusable=False)
+def test_one_that_continues_is_compared_as_one_that_joins(tmp_path, recipe, names, options, says):
+    killed(tmp_path.as_uri(), Swapped("a", "b"))
     with pytest.raises(ConfigError, match=f"This replica can't join the run: .*{says}"):
-        trained(tmp_path.as_uri(), recipe, 0, model())
+        trained(tmp_path.as_uri(), recipe, 0, Swapped(*names), **options)
     again, _ = trained(tmp_path.as_uri(), diloco(4), 0, Swapped("a", "b"))
     assert again.position == 8
     again.close()
+
+
+def test_a_version_that_cuts_weights_otherwise_does_not_copy_them_by_position(tmp_path, monkeypatch):
+    killed(tmp_path.as_uri(), Swapped("a", "b"))
+    cut = replica._buckets
+    monkeypatch.setattr(replica, "_buckets", lambda places, cap_bytes, count: cut(places, 16, count))
+    with pytest.raises(ConfigError, match=r"cut into \[24\].*\[4, 4, 4, 4, 4\]"):
+        trained(tmp_path.as_uri(), diloco(4), 0, Swapped("a", "b"))
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_frozen_weights_that_are_not_those_of_the_state_are_named(tmp_path, caplog, is_same):
+    model = Swapped("A", "b")
+    killed(tmp_path.as_uri(), model)
+    again = Swapped("A", "b")
+    if is_same:
+        again.load_state_dict(model.state_dict())
+    outer, _ = trained(tmp_path.as_uri(), diloco(4), 0, again)
+    outer.close()
+    assert ("other values of frozen weights: a.weight, a.bias." in caplog.text) == (not is_same)
 
 
 @pytest.mark.parametrize("door", ["enter", "agree"])
@@ -307,6 +359,35 @@ def trained_in_shards(address):
                     parameter.to_local().add_(1.0)
             outer.step()
     return {name: x.full_tensor() for name, x in model.state_dict().items()}
+
+
+def stranded_in_shards(address):
+    """Train a replica of two ranks until its address is gone; return why it ends."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    membership = Elastic(transport_at(address, 0.0), 1, state_every=100, island=TorchGroup())
+    outer = OuterLoop(model, diloco(2, lr=1.0, momentum=0.0), membership=membership)
+    for _ in range(5):
+        outer.step()
+    if dist.get_rank() == 0:
+        os.rename("run", "away")
+    dist.barrier()
+    with pytest.raises(RankFailure) as failed:
+        outer._quorum.enter()
+    return str(failed.value), {name: x.full_tensor() for name, x in model.state_dict().items()}
+
+
+def test_a_replica_of_several_ranks_keeps_its_state_too_if_the_address_is_gone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    address = (tmp_path / "run").as_uri()
+    assert LauncherNotes(transport_at(address).board).enroll("replica") == 1
+    (why, weights), (again, _) = run_ranks(stranded_in_shards, 2, address)
+    assert again == why
+    where = re.search(r"lies in \S+, as of step 4. Continue with --meet (\S+),", why)[1]
+    pull(where, tmp_path / "x.safetensors")
+    found = load_file(tmp_path / "x.safetensors")
+    assert all(torch.equal(found[name], x) for name, x in weights.items())
 
 
 def test_the_weights_of_shards_are_pulled_as_whole_tensors(tmp_path):

@@ -78,21 +78,22 @@ class SavedStates:
             self._board.write(_key(name, rank, part), packed(header, list(tensors.values())))
         self._board.put(_key(name, rank, "done"), b"1")
 
-    def finish(self, saved: Saved, is_current: Callable[[], bool] | None = None) -> bool:
+    def finish(self, saved: Saved, is_current: Callable[[], bool] | None = None, within_s: float = _RANKS_S) -> bool:
         """Wait for all ranks, record that a state is whole, and delete those before the last one.
 
         Args:
             is_current: whether the writer still may. None: the state counts, whatever lies there.
+            within_s: how long a rank may take longer than this one.
 
         Returns:
             False if the writer was excluded, or has been overtaken by a newer state: its own is deleted.
         """
-        deadline = time.monotonic() + _RANKS_S
+        deadline = time.monotonic() + within_s
         while not self._board.has(_key(saved.name, rank, "done") for rank in range(saved.ranks)):
             if is_current is not None and not is_current():
                 break  # the other ranks have stopped writing too
             if time.monotonic() > deadline:
-                raise Unreachable(f"Some ranks have not written their parts of it within {_RANKS_S:g} s.")
+                raise Unreachable(f"Some ranks have not written their parts of it within {within_s:g} s.")
             time.sleep(_PAUSES * self._board.pause_s)
         while True:
             number, content = self._log.last()  # before the question: whoever excluded this one has appended since

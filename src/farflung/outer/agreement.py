@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
@@ -203,6 +204,7 @@ class Averaged:
         Args:
             keeps: if there is an anchor, continue as far from the new one as from the one before.
         """
+        _check_cut([*chain(*replicated)], [*chain(*map(self.buckets.pieces, range(len(self.buckets))))])
         for k, pieces in enumerate(replicated):
             foreach_copy_(self.buckets.pieces(k), pieces)
 
@@ -395,6 +397,7 @@ class Anchored(Averaged):
 
     def join(self, replicated: Any, keeps: bool = False) -> None:
         """Residuals go with what this rank keeps: of what it doesn't, others may have applied a part."""
+        _check_cut(replicated["chunks"], self._chunks)
         for k, (chunk, saved) in enumerate(zip(self._chunks, replicated["chunks"], strict=True) if keeps else ()):
             way = saved.to(chunk.device) - chunk.detach()
             local = self.buckets.pack(k)
@@ -420,6 +423,15 @@ class Anchored(Averaged):
         self._load_anchor(state["anchor"])
         for residual, saved in zip(self._residuals, state["residuals"], strict=True):
             residual.copy_(saved)
+
+
+def _check_cut(given: Sequence[Tensor], here: Sequence[Tensor]) -> None:
+    """Raise ConfigError unless both are cut into the same pieces: values are copied by position."""
+    if [x.shape for x in given] != [x.shape for x in here]:
+        raise ConfigError(
+            f"The given state is cut into {[x.numel() for x in given[:5]]} values, and so on, here it would be "
+            f"{[x.numel() for x in here[:5]]}. Continue with the version of Farflung that wrote it."
+        )
 
 
 def average(tensors: Sequence[Tensor], group: Group, decision: Decision, cap_bytes: int = CAP_BYTES) -> int:

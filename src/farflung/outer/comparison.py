@@ -127,6 +127,12 @@ def moved(model: nn.Module, group: Group) -> list[Tensor]:
     return _differing({k: one for k, one in frozen.items() if one.is_floating_point() and one.itemsize > 1}, group)
 
 
+def frozen_fingerprints(model: nn.Module) -> dict[str, int]:
+    """Return a number for each frozen weight, by its name."""
+    frozen = {name: one for name, one in _unexchanged(model).items() if isinstance(one, nn.Parameter)}
+    return {name.removeprefix("."): fingerprint(local(one)) for name, one in frozen.items()}
+
+
 def _unexchanged(model: nn.Module) -> dict[str, Tensor]:
     """Return the frozen parameters and unsaved buffers of a model by name, as far as they are plain memory."""
     found: dict[str, Tensor] = {}

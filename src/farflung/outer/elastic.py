@@ -133,11 +133,13 @@ class Elastic:
         keeps = bool(given) and self.has_kept
         self._generation = replace(generation, lost=record.lost, may_lose=True, given=given, keeps=keeps)
         self._num_failed = 0
-        if self.island.rank == 0:
-            peers.notes.put("in", self.member)
-            if rank == 0:
-                peers.members.forget_before(record.number)
+        from_first(self._share_group, lambda: self._note_entry(record))
         return self._generation
+
+    def _note_entry(self, record: Record) -> None:
+        self.peers.notes.put("in", self.member)
+        if record.ids[0] == self.member:
+            self.peers.members.forget_before(record.number)
 
     def is_awaited(self, needs: Needs) -> bool:
         self.peers.note_round()
@@ -234,7 +236,7 @@ class Elastic:
 
     def stranded(self, error: Unreachable) -> Exception:
         how = "Start the run again from its newest checkpoint."
-        if self.saver is not None and self._needs is not None and self._needs.has_state and self.island.size == 1:
+        if self.saver is not None and self._needs is not None and self._needs.has_state:
             how = self.saver.keep_here(self.member, self._needs)
         return RankFailure(f"The replicas can't agree on how to continue, as the run's store is gone. {error} {how}")
 

@@ -7,6 +7,7 @@ again, and repeat the interrupted action. With a fixed membership a loss ends th
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,6 +32,8 @@ from farflung.outer.schedule import Action, Apply, Launch
 from farflung.outer.stats import Meter
 from farflung.outer.timetable import Timetable
 from farflung.outer.weighting import Decision, in_proportion
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -253,13 +256,26 @@ class Quorum:
             self.welcome, self.joined_in = _welcome(generation.given), generation.number
             self._timetable.take(self.welcome.position, self.welcome.began)
             self.return_to_welcome(generation.keeps)
+            if len(generation.newcomers) == generation.group.size:
+                self._compare_frozen(generation.given["place"].get("frozen", {}))
         if generation.newcomers:
             self._replica.note_newcomers()
+
+    def _compare_frozen(self, saved: Mapping[str, int]) -> None:
+        """Warn of frozen weights that are not those with which the state was written: it has only what is trained."""
+        now = self._replica.frozen()
+        if odd := [name for name, number in saved.items() if now.get(name, number) != number]:
+            _logger.warning(
+                f"The state at step {self._timetable.position} was written with other values of frozen weights: "
+                f"{', '.join(odd[:5])}{', and more' if odd[5:] else ''}. It contains only what is trained. Start with "
+                "the run's frozen weights; if your script changes them, load them from a checkpoint."
+            )
 
     def _shared_state(self, due: Sequence[Action], is_whole: bool) -> dict[str, Any]:
         """Return the place in the schedule, and copies of all else that a newcomer needs, fragment by fragment."""
         actions = [(type(one).__name__, asdict(one)) for one in due]
         place = {"position": self._timetable.position, "began": self._timetable.began, "due": actions}
+        place |= {"frozen": self._replica.frozen()} if is_whole else {}
         return {"place": place} | _parts(self._replica, range(len(self._replica.fragments) * is_whole))
 
     def offer(self, *numbers: int) -> None:

@@ -24,7 +24,7 @@ from farflung.comm.group import Group, SoloGroup
 from farflung.comm.shards import addresses, local, model_has_dtensor, part_of, reshard
 from farflung.outer.agreement import Anchored, Averaged, Max, Mean
 from farflung.outer.ballot import digest_of
-from farflung.outer.comparison import Comparison, moved, synchronize
+from farflung.outer.comparison import Comparison, frozen_fingerprints, moved, synchronize
 from farflung.outer.eager import Eager
 from farflung.outer.fragments import Fragment, Place, without_masks
 from farflung.outer.membership import Generation
@@ -260,6 +260,11 @@ class Replica:
         """Return the frozen weights that are not the same on all ranks any more: a collective."""
         reshard(self._model.modules())
         return moved(self._model, self._group)
+
+    def frozen(self) -> dict[str, int]:
+        """Return a number for each frozen weight, which tells whether it has changed."""
+        reshard(self._model.modules())
+        return frozen_fingerprints(self._model)
 
     def _bound(self, fragment: Fragment, group: Group, is_new: bool) -> BoundFragment:
         return BoundFragment(fragment, self._recipe, group, self.cap_bytes, self._num_buffers, is_new)

@@ -31,6 +31,7 @@ from farflung.outer.membership import Needs
 
 _logger = logging.getLogger(__name__)
 
+_KEEP_WITHIN_S = 20.0  # how long a rank waits for those that keep the rest of the state
 _LOG_KEEPS = 128  # as many records as the logs of a run keep at most
 
 
@@ -97,18 +98,24 @@ class Saver:
         has_all = self.has_kept or not (self._place and self._since)
         if reason and from_first(self._share_group, lambda: has_all):
             return
-        if not self._begin(generation, needs).result() and self._share_group.size == 1:
+        is_written = self._begin(generation, needs).result()
+        if not from_first(self._share_group, lambda: is_written):
             _logger.warning(self.keep_here(member, needs))
 
     def keep_here(self, member: int, needs: Needs) -> str:
-        """Write the state to a folder of this process, as the address is gone; return how to continue, in words."""
+        """Write the state to a folder of this process, as the address is gone; return how to continue, in words.
+
+        The other ranks of this replica may not answer any more, so they meet in the folder alone.
+        """
+        rank = self._share_group.rank
         folder = Path(f"farflung-state-{member}").absolute()
         try:
             folder.mkdir(exist_ok=True)
             states = SavedStates(FolderTransport(folder, 0).board.part("loop1"))
-            saved, parts = self._state(0, needs)
-            states.write(saved.name, 0, parts)
-            states.finish(saved)
+            saved, parts = self._state(0, needs, "kept")
+            states.write(saved.name, rank, parts)
+            if rank == 0:
+                states.finish(saved, within_s=_KEEP_WITHIN_S)
             self.has_kept = True
         except (OSError, ConfigError, Unreachable) as error:
             return f"The shared state of the replicas could not be written to {folder} either: {error}"
@@ -119,19 +126,22 @@ class Saver:
         )
 
     def _begin(self, generation: int, needs: Needs) -> Task[bool]:
-        saved, parts = self._state(generation, needs)
+        word = from_first(self._share_group, lambda: secrets.token_hex(4))
+        saved, parts = self._state(generation, needs, word)
         return Task(partial(self._write, generation, saved, parts), "write a state")
 
-    def _state(self, generation: int, needs: Needs) -> tuple[Saved, dict[str, Any]]:
+    def _state(self, generation: int, needs: Needs, word: str) -> tuple[Saved, dict[str, Any]]:
         found = needs.state(True)
-        parts = {**found, "place": self._place or {**found["place"], "due": []}}
+        place = self._place or {**found["place"], "due": []}
+        parts = {**found, "place": {**place, "frozen": found["place"]["frozen"]}}
         position, self._num_fragments = parts["place"]["position"], len(parts) - 1
         # What others have recorded of rounds that are under way here is not in the state.
         if needs.overlaps and self._values.maxlen != len(parts):
             self._values = deque(self._values, maxlen=len(parts))
         logs = self._values[0] if self._values else {}
-        name = f"{generation}.{position}.{from_first(self._share_group, lambda: secrets.token_hex(4))}"
-        return Saved(name, position, self._share_group.size, tuple(parts), logs, self.description), parts
+        return Saved(
+            f"{generation}.{position}.{word}", position, self._share_group.size, tuple(parts), logs, self.description
+        ), parts
 
     def _write(self, generation: int, saved: Saved, parts: Mapping[str, Any]) -> bool:
         """Write a state, unless this replica has been excluded meanwhile; return False if it could not be written."""

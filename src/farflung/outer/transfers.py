@@ -130,7 +130,10 @@ class Transfers:
 
     def receive(self, receiver: StateReceiver, record: Record) -> dict[str, Any]:
         """Return the state, once all of it has come to all ranks of the island; RankFailure if its giver is lost."""
-        why = self._awaited(receiver, record)
+        try:
+            why = self._awaited(receiver, record)
+        except Unreachable as error:  # of this rank, while the others may wait for it
+            why = str(error)
         for said in gather_object(self._share_group, [why]):
             if said:
                 raise RankFailure(said)
