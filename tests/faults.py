@@ -26,6 +26,7 @@ PHASES = {
     "local step": "the script trains",
     "saving": "the script asks for a state dict",
     "admission": "a generation has newcomers, who have got nothing yet",
+    "a state": "it is about to be written to the run's address",
     "encoding": "a bucket is encoded",
     "vote": "the ballot is on its way",
     "after the vote": "all ballots have come",
@@ -35,7 +36,7 @@ PHASES = {
     "confirmed": "all ranks have sent that word",
     "landing": "the anchor has taken a bucket, which the weights have not",
 }
-IN_A_ROUND = set(list(PHASES)[3:])
+IN_A_ROUND = set(list(PHASES)[4:])
 
 
 def kill(group: Any = None) -> None:
@@ -81,7 +82,10 @@ class Fault:
         return same
 
     def membership(self, membership: Any) -> Any:
-        """Return the same membership, in the groups of which this rank may fail."""
+        """Return the same membership, in the groups of which this rank may fail, or as it writes a state."""
+        if saver := getattr(membership, "saver", None):
+            write = saver._states.write
+            saver._states.write = lambda *parts: (self.reach("a state"), write(*parts))
         return _Membership(membership, self)
 
 

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import threading
 import time
 import uuid
 
@@ -16,6 +19,7 @@ from farflung.comm import address
 from farflung.comm.c10d_transport import C10dTransport
 from farflung.config.launch import LaunchSettings
 from farflung.launch import elastic, replicas, run_store
+from farflung.launch.codes import BY_SIGNAL, REQUEUE
 from farflung.launch.events import showing
 from farflung.launch.run_store import RunStore
 from farflung.process.sockets import serve_store
@@ -73,6 +77,15 @@ def test_it_counts_as_gone_after_a_while_and_is_there_again_once_it_answers(cut,
     assert len(said) == 2
     assert store.ask(is_reached, False)
     assert (len(said), store.is_gone) == (3, False)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_launcher_that_waits_for_its_address_still_ends_when_it_is_asked_to(number, said, tmp_path, monkeypatch):
+    transport = address.transport_at(tmp_path.as_uri())
+    launcher = replicas._Launcher(LaunchSettings(use_cpu=True), ["false"], {}, transport, 1)
+    monkeypatch.setattr(launcher._store, "ask", lambda act, otherwise: otherwise)  # no answer comes
+    threading.Timer(0.5, os.kill, (os.getpid(), number)).start()
+    assert launcher.run() == (REQUEUE if number == signal.SIGUSR1 else BY_SIGNAL + number)
 
 
 def test_launchers_of_containers_with_one_host_name_and_one_process_id_have_names_of_their_own(monkeypatch):

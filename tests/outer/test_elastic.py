@@ -7,13 +7,14 @@ import signal
 import pytest
 
 from farflung.comm.member_store import MemberStore
+from farflung.comm.saved_state import SavedStates
 from farflung.outer import diloco, local_sgd, streaming_diloco
 from farflung.testing.patience import patience
-from tests.faults import PHASES
+from tests.faults import PHASES, stop
 from tests.outer.elastic_run import EVERY, ElasticRun, wrong
 
 
-@pytest.mark.parametrize("phase", [one for one in PHASES if one != "admission"])
+@pytest.mark.parametrize("phase", [one for one in PHASES if one not in ("admission", "a state")])
 def test_a_replica_may_die_at_any_time_and_come_back(phase, address):
     with ElasticRun(address=address, expected=3, grace_s=20.0) as run:
         first, second = run.start(0), run.start(1)
@@ -100,6 +101,39 @@ def test_one_that_is_stopped_is_left_out_after_the_grace_and_comes_back_as_a_new
         assert stats.keys() == set(members)
         assert all(stats[one]["replicas_lost"] >= 1 for one in members[:2])
         assert 0 <= stats[members[2]]["steps_lost"] <= EVERY  # more than 0 if it was stopped in a round
+
+
+def newest(run):
+    """The step of the newest state that lies at the address of a run."""
+    return next(SavedStates(run.board.part("loop1")).newest()).position
+
+
+@pytest.mark.law("a-run-outlives-its-members")
+def test_one_that_is_stopped_as_it_writes_a_state_and_wakes_after_the_end_replaces_nothing(tmp_path):
+    options = {"expected": 2, "grace_s": patience(2.0), "state_every": 2}
+    with ElasticRun(address=tmp_path.as_uri(), **options) as run:
+        late, other = run.start(0, dies=("a state", 2, stop)), run.start(1)
+        run.until(lambda: any("replica 0 is out" in event for event in run.events))
+        furthest = max(one["position"] for one in list(run.said) if "position" in one)
+        run.board.put("last", str(furthest + 10).encode())
+        run.until(lambda: run.has_ended(other))
+        end = newest(run)
+        assert end == furthest + 10
+        run.signal(late, signal.SIGCONT)
+        run.until(lambda: run.has_ended(late))
+        assert newest(run) == end
+
+
+@pytest.mark.law("a-run-outlives-its-members")
+def test_where_all_are_told_to_end_at_once_what_they_have_trained_lies_at_the_address(tmp_path):
+    with ElasticRun(address=tmp_path.as_uri(), expected=2, grace_s=20.0, state_every=1000) as run:
+        members = [run.start(name) for name in range(2)]
+        run.until(lambda: run.at(3 * EVERY + 1))
+        for member in members:
+            run.signal(member, signal.SIGTERM)
+        run.until(lambda: run.has_ended(*members))
+        run.until(lambda: not run._pipes)
+        assert newest(run) == max(one["step"] for one in run.said if "round" in one) > 3 * EVERY
 
 
 def test_replicas_come_and_go_beside_rounds_that_overlap_with_training(address):
