@@ -90,13 +90,14 @@ def test_a_recipes_section_shows_its_arguments_their_defaults_and_its_paper(name
 
 
 def test_the_guide_names_the_recipes_that_need_options_and_the_default_intervals():
+    guide = " ".join(GUIDE.split())
     needing = [name for name, arguments in RECIPES.items() if any(each.is_needed for each in arguments)]
-    (sentence,) = re.findall(r"([^.]*) have\s+required options", GUIDE)
+    (sentence,) = re.findall(r"([^.]*) have required options", guide)
     assert sorted(re.findall(r"`(\w+)`", sentence)) == sorted(needing)
     averaged, anchored = map(
-        int, re.search(r"H is (\d+) if the weights themselves are\s+averaged, (\d+)", GUIDE).groups()
+        int, re.search(r"H is (\d+) if the weights themselves are averaged, (\d+)", guide).groups()
     )
-    sparse = int(re.search(r"and (\d+) for `sparse_loco`", GUIDE)[1])
+    sparse = int(re.search(r"and (\d+) for `sparse_loco`", guide)[1])
     for name in set(RECIPES) - set(needing):
         made = recipe_of(OuterConfig(name), 2)
         interval = sparse if name == "sparse_loco" else averaged if made.optimizer is None else anchored

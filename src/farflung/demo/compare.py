@@ -85,10 +85,8 @@ def _conclude(settings: DemoSettings, results: Sequence[Result]) -> None:
         part.write_text(page([shown(result, rate) for result in results]), encoding="utf-8")
     click.echo(f"report:  {report}, for a browser")
     best = min(results, key=lambda result: result.loss)
-    click.echo(
-        f"model:   {settings.path(MODEL_FILE)}, trained by {best.way}. It is tiny and knows bytes alone: what it"
-    )
-    click.echo("         writes looks like Python from afar, and does not run. See a sample:")
+    click.echo(f"model:   {settings.path(MODEL_FILE)}, trained by {best.way}. It is tiny: a sample resembles Python,")
+    click.echo("         but won't run. Generate one:")
     folder = [] if settings.output == DEFAULT_OUTPUT else ["--output", settings.output]
     click.echo(shlex.join([*own_name(), "demo", "--generate", PROMPT, *folder]))
 
