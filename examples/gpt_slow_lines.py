@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A GPT on machines with slow lines between them: DiLoCo, four bits for each value, a round every 16 steps.
 
-On each machine, with its own rank, and `--model gpt2 --text my.txt` for more than a toy (docs/internet.md has a tunnel
+On each machine, with its own rank, and `--model gpt2 --text my.txt` for more than a toy (docs/meet.md has a tunnel
 for lines across the internet):
 
     farflung launch --num_machines 2 --machine_rank 0 --main_process_ip 10.99.0.1 gpt_slow_lines.py

@@ -3,7 +3,7 @@
 
     farflung launch --num_processes 4 FLAGS layouts.py
 
-with these FLAGS, as on the page docs/layouts.md:
+with these FLAGS, as on the page docs/islands.md:
 
     DDP                        (none)
     outer loop                 --outer diloco --outer_every 8

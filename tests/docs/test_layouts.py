@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`docs/layouts.md`: its numbers are the estimate's, and its picture shows the layouts of its tables."""
+"""`docs/islands.md`: its numbers are the estimate's, and its picture shows the layouts of its tables."""
 
 import re
 import runpy
@@ -14,7 +14,7 @@ from farflung.cost.recipes import method_of
 from farflung.outer import diloco
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "layouts.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "islands.md").read_text(encoding="utf-8")
 SIZE = ModelSize((132_000_000, *[44_000_000] * 22))
 HALF = {"param_bytes": 2, "reduce_bytes": 4}
 

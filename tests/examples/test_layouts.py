@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of `docs/layouts.md` run one script in six layouts on four processes: what each holds, and who meets."""
+"""The commands of `docs/islands.md` run one script in six layouts on four processes: what each holds, and who meets."""
 
 import importlib
 import shlex
@@ -20,7 +20,7 @@ from farflung.testing.ranks import run_ranks
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "features"
 START = "farflung launch --cpu --num_processes 4 "
-PAGE = (ROOT / "docs" / "layouts.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "islands.md").read_text(encoding="utf-8")
 COMMANDS = [line.removeprefix(START) for line in PAGE.splitlines() if line.startswith(START)]
 # In the page's order: in how many parts the model lies, and whether there are rounds of an outer loop.
 EXPECTED = [(1, False), (1, True), (4, False), (2, False), (2, True), (1, True)]

@@ -17,7 +17,7 @@ import pytest
 from farflung.testing.patience import patience
 from tests.launch.machines import DEVICE, NAMES, two_machines, why_impossible
 
-PAGE = (Path(__file__).parents[2] / "docs" / "internet.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "meet.md").read_text(encoding="utf-8")
 FENCES = re.findall(r"^```(\w+ [^\n]+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 PORT = 51820
 SECRET = b"WxY?"  # a finite fp32 number
