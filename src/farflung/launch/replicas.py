@@ -16,10 +16,10 @@ import tempfile
 import time
 import uuid
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,13 +27,14 @@ import psutil  # type: ignore[import-untyped]
 
 from farflung.base.causes import Cause
 from farflung.base.events import EVENTS, FILES_ONLY, Event, Kind, record
-from farflung.base.signals import WARNINGS, Request, handled
+from farflung.base.signals import WARNINGS, handled
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 from farflung.launch.agent import newest_checkpoint, read_report
-from farflung.launch.codes import BY_SIGNAL, CODES, ENGINE, FAILED, HUNG, REQUEUE
+from farflung.launch.codes import CODES, ENGINE, FAILED, HUNG
 from farflung.launch.plan import lone_environment
 from farflung.launch.report import Failure, in_short, show
+from farflung.launch.supervisor import SUPERVISED, Supervisor, max_restarts
 from farflung.process.failure import ERROR_FILE
 from farflung.process.heard import SignalForwarder
 from farflung.process.identity import process_identity
@@ -42,14 +43,10 @@ if TYPE_CHECKING:
     from farflung.comm.member_store import LauncherNotes
     from farflung.comm.transport import Transport
 
-_LOOK_S = 0.05
 _ASK_S = 0.5
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0  # before a replica is started again
-_HOUR_S = 3600.0
 _END_WITHIN_S = 30.0
 _PART_WITHIN_S = 10.0
-_RESTARTS = 3
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, *WARNINGS)
+_LAST = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # at which replicas sign out
 
 
 def supervise(
@@ -60,13 +57,38 @@ def supervise(
     count: int,
 ) -> int:
     """Supervise the replicas of this machine until all have ended; return the exit code."""
-    return _Launcher(settings, command, variables, transport, count).run()
+    with tempfile.TemporaryDirectory(prefix="farflung_") as folder:
+        return _Launcher(settings, command, variables, transport, Path(folder)).run(count)
 
 
 def machine_name() -> str:
     """Return the name of this launcher in the store."""
     own = zlib.crc32(f"{uuid.getnode()} {process_identity(os.getpid())}".encode())  # containers share names and ids
     return f"{socket.gethostname()}:{os.getpid()}.{own & 0xFFFF:04x}"
+
+
+@dataclass(frozen=True, eq=False)
+class _Replica:
+    """A process of a replica. The one that is started in its place is another member.
+
+    Args:
+        report: the file for its error; None if its own launcher shows that.
+    """
+
+    name: str
+    member: int
+    process: subprocess.Popen[bytes]
+    report: Path | None
+    forwarder: SignalForwarder
+
+    def poll(self) -> int | None:
+        return self.process.poll()
+
+    def send(self, number: int) -> None:
+        if number in WARNINGS:
+            self.forwarder.pass_on(number, [self.process.pid])
+        else:
+            self.process.send_signal(number)
 
 
 class _Launcher:
@@ -78,47 +100,36 @@ class _Launcher:
         command: Sequence[str],
         variables: Mapping[str, str],
         transport: Transport,
-        count: int,
+        folder: Path,
     ) -> None:
         self._store = import_module("farflung.launch.run_store").RunStore(transport)
         self._command, self._variables, self._where = command, variables, transport.address
         self._machine = machine_name()
-        self._max_restarts = _RESTARTS if settings.max_restarts is None else settings.max_restarts
-        self._settings, self._is_served = settings, "://" not in transport.address
+        self._is_served = "://" not in transport.address
         self._heartbeat_s = settings.heartbeat_s or transport.board.heartbeat_s
         self._tells = transport.board.get("first") == self._machine.encode()  # and so prints all events
-        where = "" if self._tells else f" of {self._machine}"
-        self._lives = [self._live(f"replica {number}{where}") for number in range(count)]
-        self._running: dict[subprocess.Popen[bytes], int] = {}  # with the ids of their members
+        self._supervisor = Supervisor(self._start, self._ended, _END_WITHIN_S, max_restarts(settings), _LAST)
+        self._members: defaultdict[str, list[int]] = defaultdict(list)  # ids of each replica's last two processes
         self._stopped: set[int] = set()  # of these ids
-        self._reports, self._num_started = Path(), 0
+        self._reports, self._num_started = folder, 0
         self._has_own_launchers = settings.ranks_per_replica > 1
         self._shown: set[str] = set()  # errors
-        self._asked_to_end = 0  # by this signal
-        self._kill_at, self._num_ends = inf, 0
         self._code, self._has_finished, self._is_over = 0, False, False
-        self._untold: dict[int, tuple[int, str]] = {}  # how members' processes have ended, while the store is away
+        self._unrecorded: dict[int, tuple[int, str]] = {}  # ends of members' processes, while the store is away
         self._beat_at = 0.0
 
-    def run(self) -> int:
-        """Return the exit code once all have ended."""
+    def run(self, count: int) -> int:
+        """Start `count` replicas; return the exit code once all have ended."""
         self._store.ask(lambda notes: notes.note_launcher(self._machine), None)
-        with tempfile.TemporaryDirectory(prefix="farflung_") as folder, handled(self._hear, _SIGNALS):
-            self._reports, self._courier = Path(folder), SignalForwarder(Path(folder))
-            while self._lives:
-                if time.monotonic() > self._kill_at:
-                    self._kill_at = inf
-                    for process in self._running:
-                        process.kill()
-                self._lives = [one for one in self._lives if next(one, False)]
-                if time.monotonic() >= self._beat_at:
-                    self._beat_at = time.monotonic() + self._heartbeat_s
-                    self._beat()
-                time.sleep(_LOOK_S)
+        where = "" if self._tells else f" of {self._machine}"
+        with handled(self._supervisor.hear, SUPERVISED):
+            for number in range(count):
+                self._supervisor.add(f"replica {number}{where}")
+            self._supervisor.follow(self._look)
             self._beat()
             self._part()
-        if self._asked_to_end:
-            return REQUEUE if self._asked_to_end == signal.SIGUSR1 else BY_SIGNAL + self._asked_to_end
+        if self._supervisor.code is not None:
+            return self._supervisor.code
         return self._code if self._code or self._has_finished or self._is_over else FAILED
 
     def _part(self) -> None:
@@ -127,116 +138,105 @@ class _Launcher:
         self._store.ask(lambda notes: notes.forget_launcher(self._machine), None)
         others = self._store.ask(lambda notes: notes.num_launchers(), 0)
         waits = self._tells and self._is_served and self._has_finished
-        while waits and others and not self._asked_to_end and time.monotonic() < deadline:
+        while waits and others and not self._supervisor.signal and time.monotonic() < deadline:
             time.sleep(_ASK_S)
             self._beat()
             others = self._store.ask(lambda notes: notes.num_launchers(), 0)
 
-    def _live(self, name: str) -> Iterator[bool]:
-        """Start a replica; if it is lost, restart it after a growing pause, unless it never met the others.
+    def _start(self, name: str) -> _Replica | None:
+        """Start a process of a replica; None if the store can't be reached, which has to know of it."""
+        member = self._store.ask(lambda notes: self._enroll(notes, name), None)
+        if member is None:
+            if self._store.is_gone:
+                self._supervisor.drop(name)
+                self._give_up(name, "", ENGINE)
+            return None
+        report = None
+        variables = dict(zip(environ.MEMBER_VARIABLES, (self._where, str(member)), strict=True))
+        if not self._has_own_launchers:
+            self._num_started += 1
+            report = self._reports / "run" / f"attempt_{self._num_started}" / "0" / "error.json"
+            report.parent.mkdir(parents=True)
+            variables[ERROR_FILE] = str(report)
+        process = subprocess.Popen(self._command, env=lone_environment({**self._variables, **variables}))
+        record(Kind.PROCESS, level=FILES_ONLY, member=member, name=name, pid=process.pid)
+        return _Replica(name, member, process, report, SignalForwarder(self._reports))
 
-        Yields between checks, until the replica has ended for good.
-        """
-        restarts: list[float] = []  # of the last hour
-        members: list[int] = []  # of its last two processes: others may not have read yet how the last one ended
-        while not self._asked_to_end:
-            while (member := self._store.ask(lambda notes: self._enroll(notes, name, members), None)) is None:
-                if self._asked_to_end:
-                    return
-                if self._store.is_gone:
-                    self._give_up(name, "", ENGINE)
-                    return
-                yield True
-            members.append(member)
-            process, report = self._start(member, name)
-            while (code := process.poll()) is None:
-                yield True
-            del self._running[process]
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            was_in, is_late = self._note_end(member, code, how)
-            if code == 0:
-                self._has_finished = True
-                if not was_in:
-                    message = f"warning: {name} has finished, but none of its outer loops ever met the others. Pass "
-                    message += "membership=launched_membership() to an OuterLoop of your own"
-                    record(Kind.WARNING, name, message=message)
-            if is_late:
-                self._is_over = True
-                record(Kind.REFUSED, name, why="the others have finished the work")
-            if code == 0 or is_late or self._asked_to_end:
-                return
-            text, cause = self._said(name, report, code)
-            how += text
-            if self._has_finished:  # so the work is done
-                record(Kind.NOTE, name, message=f"{name} {how}")
-                return
-            now = time.monotonic()
-            restarts = [at for at in restarts if now - at < _HOUR_S]
-            was_killed = code < 0 or code > 128  # a launcher under this one reports a signal by such a code
-            if not (was_in or was_killed) or len(restarts) >= self._max_restarts or self._store.is_gone:
-                is_hung = self._has_own_launchers and code == HUNG
-                self._give_up(name, how, HUNG if is_hung else CODES[cause])
-                return
-            wait_s = min(_FIRST_WAIT_S * 2 ** len(restarts), _LONGEST_WAIT_S)
-            restarts.append(now)
-            limits = {"restart": len(restarts), "max_restarts": self._max_restarts, "wait_s": wait_s}
-            record(Kind.RESTARTED, name, how=how, **limits)
-            while time.monotonic() < now + wait_s and not self._asked_to_end:
-                yield True
+    def _ended(self, replica: _Replica, code: int) -> None:
+        """Record the end of a process; restart its replica if it was lost, unless it never met the others."""
+        name = replica.name
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        was_in, is_late = self._note_end(replica.member, code, how)
+        if code == 0:
+            self._has_finished = True
+            if not was_in:
+                message = f"warning: {name} has finished, but none of its outer loops ever met the others. Pass "
+                message += "membership=launched_membership() to an OuterLoop of your own"
+                record(Kind.WARNING, name, message=message)
+        if is_late:
+            self._is_over = True
+            record(Kind.REFUSED, name, why="the others have finished the work")
+        if code == 0 or is_late or self._supervisor.signal:
+            return
+        text, cause = self._error_of(replica, code)
+        how += text
+        if self._has_finished:  # so the work is done
+            record(Kind.NOTE, name, message=f"{name} {how}")
+            return
+        was_killed = code < 0 or code > 128  # a launcher under this one reports a signal by such a code
+        can_restart = (was_in or was_killed) and not self._store.is_gone
+        if not (can_restart and self._supervisor.restart(name, how)):
+            is_hung = self._has_own_launchers and code == HUNG
+            self._give_up(name, how, HUNG if is_hung else CODES[cause])
 
     def _give_up(self, name: str, how: str, code: int) -> None:
         self._code = code
         record(Kind.FAILED, name, how=how)
 
-    def _enroll(self, notes: LauncherNotes, name: str, members: list[int]) -> int:
-        """Give a process that is about to start an id of its own; delete the records of the last but one before it."""
-        member = notes.enroll(name, self._machine)
+    def _enroll(self, notes: LauncherNotes, name: str) -> int:
+        """Give a process that is about to start an id of its own; delete the records of the last but one before it.
+
+        Those of the last one stay: other replicas may not have read yet how it ended.
+        """
+        member, members = notes.enroll(name, self._machine), self._members[name]
         while len(members) > 1:
             notes.forget(members.pop(0))
+        members.append(member)
         return member
 
     def _note_end(self, member: int, code: int, how: str) -> tuple[bool, bool]:
         """Record how a member's process has ended; return whether it had met others, and whether it came too late."""
-        self._untold[member] = code, how
-        found: tuple[bool, bool] = self._store.ask(lambda notes: self._tell_ends(notes)[member], (True, False))
-        return found
+        self._unrecorded[member] = code, how
+        end: tuple[bool, bool] = self._store.ask(lambda notes: self._record_ends(notes)[member], (True, False))
+        return end
 
-    def _tell_ends(self, notes: LauncherNotes) -> dict[int, tuple[bool, bool]]:
+    def _record_ends(self, notes: LauncherNotes) -> dict[int, tuple[bool, bool]]:
         """Record the ends of members' processes that are not in the store yet; return what `_note_end` does, by id."""
-        told = {}
-        for member, (code, how) in list(self._untold.items()):
-            told[member] = bool(notes.get("in", member)), notes.get("left", member) == "too late"
+        ends = {}
+        for member, (code, how) in list(self._unrecorded.items()):
+            ends[member] = bool(notes.get("in", member)), notes.get("left", member) == "too late"
             if code:
                 notes.note_end(member, how)
             else:
                 notes.put("left", member, "done")
-            del self._untold[member]
-        return told
+            del self._unrecorded[member]
+        return ends
 
-    def _said(self, name: str, report: Path | None, code: int) -> tuple[str, Cause]:
+    def _error_of(self, replica: _Replica, code: int) -> tuple[str, Cause]:
         """Return the error of a replica in brackets, and its cause; show all of it, once if several report the same."""
-        if report is None or not report.exists():
+        if replica.report is None or not replica.report.exists():
             return "", Cause.OWN
-        failure = Failure.of(0, code, read_report(report))
+        failure = Failure.of(0, code, read_report(replica.report))
         line = in_short(failure)
         if not self._has_finished and line not in self._shown:
             self._shown.add(line)
-            show([failure], checkpoint=newest_checkpoint(self._reports), name=name)
+            show([failure], checkpoint=newest_checkpoint(self._reports), name=replica.name)
         return f" ({line})" if failure.traceback else "", failure.cause
 
-    def _start(self, member: int, name: str) -> tuple[subprocess.Popen[bytes], Path | None]:
-        """Start a process; return it, and the file for its error, or None if its own launcher shows that."""
-        report = None
-        told = dict(zip(environ.MEMBER_VARIABLES, (self._where, str(member)), strict=True))
-        if not self._has_own_launchers:
-            self._num_started += 1
-            report = self._reports / "run" / f"attempt_{self._num_started}" / "0" / "error.json"
-            report.parent.mkdir(parents=True)
-            told[ERROR_FILE] = str(report)
-        process = subprocess.Popen(self._command, env=lone_environment({**self._variables, **told}))
-        self._running[process] = member
-        record(Kind.PROCESS, level=FILES_ONLY, member=member, name=name, pid=process.pid)
-        return process, report
+    def _look(self) -> None:
+        if time.monotonic() >= self._beat_at:
+            self._beat_at = time.monotonic() + self._heartbeat_s
+            self._beat()
 
     def _beat(self) -> None:
         for event in self._store.ask(self._heartbeats, []):
@@ -245,9 +245,9 @@ class _Launcher:
     def _heartbeats(self, notes: LauncherNotes) -> list[Event]:
         """Record that this launcher is alive, and the states of its replicas; return events for it to record."""
         notes.beat(self._machine, self._heartbeat_s)
-        self._tell_ends(notes)
-        for process, member in self._running.items():
-            is_stopped = _is_stopped(process.pid)
+        self._record_ends(notes)
+        for replica in self._supervisor.running.values():
+            member, is_stopped = replica.member, _is_stopped(replica.process.pid)
             if is_stopped != (member in self._stopped):
                 self._stopped ^= {member}
                 if is_stopped:
@@ -260,20 +260,6 @@ class _Launcher:
             if not self._tells and self._store.heartbeats.silent_machine_s(first):
                 notes.board.put("first", self._machine.encode())
         return notes.receive() if self._tells else notes.receive(self._machine)
-
-    def _hear(self, request: Request) -> None:
-        """Pass a warning on; forward a request to end to all replicas, and kill those that take too long."""
-        is_warning = request.number in WARNINGS
-        if request.number == signal.SIGUSR1 or not is_warning:
-            self._asked_to_end = self._asked_to_end or request.number
-        if is_warning:
-            self._courier.pass_on(request.number, [process.pid for process in self._running])
-            return
-        self._num_ends += 1
-        for process in self._running:
-            with suppress(ProcessLookupError):
-                process.send_signal(request.number if self._num_ends == 1 else signal.SIGKILL)
-        self._kill_at = time.monotonic() + _END_WITHIN_S
 
 
 def _is_stopped(pid: int) -> bool:

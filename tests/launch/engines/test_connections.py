@@ -13,6 +13,7 @@ import pytest
 from farflung.config.launch import LaunchSettings
 from farflung.launch.codes import DONE, FAILED
 from farflung.launch.engines.connections import Connections, SshConnection
+from farflung.launch.events import Screen, showing
 from farflung.process.tether import mark_of, split_reports
 
 TOKEN = "5" * 32
@@ -62,8 +63,9 @@ def test_nothing_that_a_rank_prints_changes_what_the_launcher_does(fails, home, 
     launch = ["launch", "--cpu", "--json", "--run_dir", "run", "train.py"]
     words = ["-m", "farflung.process.tether", "--reports", TOKEN, sys.executable, "-m", "farflung", *launch]
     connection = SshConnection("a", [sys.executable, *words])
-    connections = Connections(LaunchSettings(), [connection], TOKEN)
-    assert connections.follow() == (FAILED if fails else DONE)
+    with showing(Screen(LaunchSettings())):
+        connections = Connections(LaunchSettings(), TOKEN, {"a": connection}.__getitem__, ["a"])
+        assert connections.follow() == (FAILED if fails else DONE)
     for pipe in (connection._ssh.stdin, *connection.streams):
         pipe.close()
     out, err = (stream.buffer.getvalue() for stream in streams.values())
@@ -74,3 +76,18 @@ def test_nothing_that_a_rank_prints_changes_what_the_launcher_does(fails, home, 
     assert b"\n".join(own) == expected
     assert bool(box) == fails
     assert (b"ValueError: a bad value" in text) == fails
+
+
+@pytest.mark.parametrize("elastic", [None, "1:2"])
+def test_an_exit_code_of_0_is_not_believed_without_the_launchers_own_report(elastic, capfd):
+    command = ["sh", "-c", "echo Welcome; echo a menu >&2"]  # a login shell that runs something else
+    settings = LaunchSettings(elastic=elastic)
+    connection = SshConnection("a", command)
+    with showing(Screen(settings)):
+        assert Connections(settings, TOKEN, {"a": connection}.__getitem__, ["a"]).follow() == FAILED
+    for pipe in (connection._ssh.stdin, *connection.streams):
+        pipe.close()
+    text = " ".join(capfd.readouterr().err.replace("│", "").split())
+    assert "a is gone" in text
+    assert "its exit code is 0, but no launcher has reported its end" in text
+    assert "last line: a menu" in text

@@ -7,6 +7,7 @@ A launcher there reports in JSON on its stderr, between what its ranks print (`f
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -14,45 +15,52 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from math import inf
 from textwrap import shorten
 from typing import Any, ClassVar, Generic, TextIO, TypeVar
 
 from farflung.base.causes import Cause
-from farflung.base.signals import WARNINGS, Request, handled
+from farflung.base.events import Event, Kind, record, words
+from farflung.base.signals import handled
 from farflung.config.launch import LaunchSettings
 from farflung.launch.codes import BY_SIGNAL, DONE, FAILED, EngineFailure
 from farflung.launch.engines.engine import Job
-from farflung.launch.events import say
-from farflung.launch.report import show_box
+from farflung.launch.supervisor import SUPERVISED, Supervisor
 from farflung.process.identity import process_identity, process_state
 from farflung.process.tether import SIGN_S, mark_of, split_reports
 
-GONE = 255  # exit code of ssh where the connection or the machine behind it fails
-_LOOK_S = 0.05
+GONE = 255  # exit code of ssh if the connection or the machine behind it fails
 _OTHERS_END_WITHIN_S, _WITHOUT_GONE_S = 20.0, 5.0  # once a host of a fixed run has failed, or is gone
-_END_WITHIN_S, _KILLED_WITHIN_S = 35.0, 5.0  # ranks have half a minute to end
+_READ_WITHIN_S, _REPORT_WITHIN_S = 1.0, 30.0  # once a connection has ended; until a launcher's report was read
+_END_WITHIN_S = 35.0  # ranks have half a minute to end
 
 
 class Connection:
-    """The connection to a host, or to whatever runs a launcher under `process/tether.py` elsewhere."""
+    """The connection to a launcher under `process/tether.py` elsewhere.
 
-    def __init__(self, host: str) -> None:
-        self.host, self.said = host, "no reason was given"  # last on stderr, by ssh or a rank
-        self.failures: list[dict[str, Any]] = []  # as the launcher has reported them
-        self.is_reported = False  # that it is gone
+    Attributes:
+        name: of what the launcher is.
+        host: what stands before its lines.
+        last_line: on stderr, by ssh or a rank.
+        failures: events, as the launcher has reported them.
+        has_reported_end: the launcher has said that it ends.
+        is_leaving: it was asked to end, so that its end is no loss.
+        code: how the launcher has ended; None: it runs.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = self.host = name
+        self.last_line = "no reason was given"
+        self.failures: list[Event] = []
+        self.has_reported_end = self.is_leaving = False
+        self.code: int | None = None
         self.readers: list[threading.Thread] = []
-
-    @property
-    def code(self) -> int | None:
-        """How its launcher has ended; None: it runs."""
-        raise NotImplementedError
+        self._was_killed, self._ended_at = False, 0.0
 
     @property
     def is_gone(self) -> bool:
-        """Whether the connection has failed, and not what ran at its end."""
+        """Whether the connection has failed, and not the launcher at its end."""
         return self.code is not None and (self.code < 0 or self.code == GONE)
 
     @property
@@ -60,11 +68,41 @@ class Connection:
         """The lines of stdout and of stderr, as they come."""
         raise NotImplementedError
 
-    def send_signal(self, number: int = 0) -> None:
-        """Send a signal to the launcher; 0 is a heartbeat alone."""
+    def poll(self) -> int | None:
+        """Return the launcher's exit code once its lines are read; GONE for a 0 that is not the launcher's own."""
+        code = self.code_of_line()
+        if self.code is not None or code is None:
+            return self.code
+        is_silent = code == DONE and not self.has_reported_end
+        self._ended_at = self._ended_at or time.monotonic()
+        read_within_s = _REPORT_WITHIN_S if is_silent else _READ_WITHIN_S  # what is left there may hold streams open
+        if time.monotonic() < self._ended_at + read_within_s and any(reader.is_alive() for reader in self.readers):
+            return None
+        if is_silent:
+            self.last_line = (
+                "its exit code is 0, but no launcher has reported its end, so the login shell there may have run "
+                f"something else (last line: {self.last_line})"
+            )
+        self.code = GONE if is_silent else code
+        return self.code
+
+    def send(self, number: int) -> None:
+        """Send a signal to the launcher; 0 is a heartbeat alone. The second SIGKILL closes the connection."""
+        if number == signal.SIGKILL and self._was_killed:
+            self.close()
+        else:
+            self.pass_on(number)
+        self._was_killed = self._was_killed or number == signal.SIGKILL
+
+    def code_of_line(self) -> int | None:
+        """Return how the connection has ended; None: it is open."""
         raise NotImplementedError
 
-    def kill(self) -> None:
+    def pass_on(self, number: int) -> None:
+        """Send a signal to the launcher."""
+        raise NotImplementedError
+
+    def close(self) -> None:
         """End the connection."""
         raise NotImplementedError
 
@@ -74,13 +112,9 @@ class SshConnection(Connection):
 
     def __init__(self, host: str, command: Sequence[str]) -> None:
         super().__init__(host)
-        self.said = "ssh gave no reason"
+        self.last_line = "ssh gave no reason"
         pipe = subprocess.PIPE  # a session of its own: Ctrl-C leaves ssh alone, for what is printed at the end
         self._ssh = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
-
-    @property
-    def code(self) -> int | None:
-        return self._ssh.poll()
 
     @property
     def streams(self) -> tuple[Iterable[bytes], Iterable[bytes]]:
@@ -88,13 +122,15 @@ class SshConnection(Connection):
         assert self._ssh.stderr is not None
         return self._ssh.stdout, self._ssh.stderr
 
-    def send_signal(self, number: int = 0) -> None:
+    def code_of_line(self) -> int | None:
+        return self._ssh.poll()
+
+    def pass_on(self, number: int) -> None:
         assert self._ssh.stdin is not None
         with suppress(OSError):
-            self._ssh.stdin.write(bytes([number]))
-            self._ssh.stdin.flush()
+            os.write(self._ssh.stdin.fileno(), bytes([number]))
 
-    def kill(self) -> None:
+    def close(self) -> None:
         self._ssh.kill()
 
 
@@ -102,120 +138,125 @@ L = TypeVar("L", bound=Connection)
 
 
 class Connections(Generic[L]):
-    """All connections of a run."""
+    """All connections of a run, and the supervisor of what they lead to.
 
-    def __init__(self, settings: LaunchSettings, connections: Iterable[L], token: str) -> None:
-        self._mark = mark_of(token)
-        self._settings, self._is_elastic = settings, settings.elastic is not None
+    Args:
+        connect: starts the launcher of a name, and returns the connection to it.
+        names: of those that are started at once.
+
+    Attributes:
+        all: the last connection of each name, but for those that were to leave.
+    """
+
+    def __init__(
+        self,
+        settings: LaunchSettings,
+        token: str,
+        connect: Callable[[str], L],
+        names: Iterable[str],
+        max_restarts: int = 0,
+    ) -> None:
+        self._settings, self._mark, self._connect = settings, mark_of(token), connect
+        self._is_elastic = settings.elastic is not None
         self._lock = threading.Lock()  # around what is printed
-        self._signal, self._num_asked, self._end_at = 0, 0, inf
-        self.all: list[L] = []
-        for connection in connections:
-            self.add(connection)
+        self._sign_at = 0.0
+        self.all: dict[str, L] = {}
+        self.supervisor = Supervisor(self._start, self._ended, _END_WITHIN_S, max_restarts)
+        for name in names:
+            self.supervisor.add(name)
 
-    def add(self, connection: L) -> None:
-        """Print what comes over one more connection."""
-        self.all.append(connection)
-        for source, out in zip(connection.streams, (sys.stdout, sys.stderr), strict=True):
-            connection.readers.append(threading.Thread(target=self._copy, args=(connection, source, out), daemon=True))
-            connection.readers[-1].start()
+    @property
+    def is_done(self) -> bool:
+        """Whether a launcher has ended well."""
+        return any(connection.code == DONE for connection in self.all.values())
 
-    def follow(self) -> int:
-        """Print what comes until all have ended; return the run's exit code."""
-        sign_at = 0.0
-        with handled(self._hear, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *WARNINGS)):
-            while self._is_running():
-                now = time.monotonic()
-                if now >= sign_at:
-                    sign_at = now + SIGN_S
-                    for connection in self.all:
-                        connection.send_signal()
-                self._report_lost()
-                if not self._is_elastic and not self._num_asked and any(connection.code for connection in self.all):
-                    is_gone = any(connection.is_gone for connection in self.all)
-                    self._end_at = min(self._end_at, now + (_WITHOUT_GONE_S if is_gone else _OTHERS_END_WITHIN_S))
-                if now >= self._end_at:
-                    self._end(signal.SIGTERM)
-                time.sleep(_LOOK_S)
-            for reader in (reader for connection in self.all for reader in connection.readers):
-                reader.join(1.0)
-            self._report_lost()
+    def follow(self, look: Callable[[], None] = lambda: None) -> int:
+        """Print what comes until all have ended, and call `look` now and then; return the run's exit code."""
+
+        def look_and_sign() -> None:
+            if time.monotonic() >= self._sign_at:
+                self._sign_at = time.monotonic() + SIGN_S
+                for connection in self.supervisor.running.values():
+                    connection.send(0)
+            look()
+
+        with handled(self.supervisor.hear, SUPERVISED):
+            self.supervisor.follow(look_and_sign)
         return self._exit_code()
 
-    def _is_running(self) -> bool:
-        return any(connection.code is None for connection in self.all)
+    def _start(self, name: str) -> L:
+        connection = self.all[name] = self._connect(name)
+        for source, out in zip(connection.streams, (sys.stdout, sys.stderr), strict=True):
+            reader = threading.Thread(target=self._copy, args=(connection, source, out), daemon=True)
+            connection.readers.append(reader)
+            reader.start()
+        return connection
 
-    def _report_lost(self) -> None:
-        for connection in self.all:
-            if self._is_elastic and connection.is_gone and not connection.is_reported and not self._signal:
-                connection.is_reported = True
-                words = f"{connection.host} is gone: {connection.said}; the others continue"
-                say(self._settings, "lost", words, is_error=True, host=connection.host)
-
-    def _end(self, number: int) -> None:
-        """Have all end: by this signal, the next time by SIGKILL, and then by closing the connections."""
-        self._num_asked += 1
-        for connection in self.all:
-            if connection.code is None and self._num_asked > 2:
-                connection.kill()
-            elif connection.code is None:
-                connection.send_signal(number if self._num_asked == 1 else signal.SIGKILL)
-        self._end_at = time.monotonic() + (_END_WITHIN_S if self._num_asked == 1 else _KILLED_WITHIN_S)
-
-    def _hear(self, request: Request) -> None:
-        """Pass a warning on to all hosts, and a request to end."""
-        if request.number in WARNINGS:
-            for connection in self.all:
-                connection.send_signal(request.number)
-        else:
-            self._signal = request.number
-            self._end(signal.SIGINT if request.number == signal.SIGINT else signal.SIGTERM)
+    def _ended(self, connection: L, code: int) -> None:
+        """End a fixed run with each of its launchers that fails; start lost replicas again, if they may be."""
+        if self.supervisor.signal:
+            return
+        if not self._is_elastic:
+            if code != DONE:
+                self.supervisor.end_within(_WITHOUT_GONE_S if connection.is_gone else _OTHERS_END_WITHIN_S)
+        elif connection.is_leaving:
+            del self.all[connection.name]
+        elif connection.is_gone or code > BY_SIGNAL:
+            how = f"is gone: {connection.last_line}" if connection.is_gone else f"ended with exit code {code}"
+            restarts = not self.is_done and self.supervisor.restart(connection.name, how)
+            if connection.is_gone and not restarts:
+                message = f"{connection.host} {how}; the others continue"
+                record(Kind.LOST, level=logging.ERROR, message=message, host=connection.host)
 
     def _exit_code(self) -> int:
         """Show in one box why a fixed run has failed, and return the exit code."""
-        codes = [connection.code for connection in self.all if not connection.is_gone]
-        if self._signal:
-            return BY_SIGNAL + self._signal
+        if self.supervisor.code is not None:
+            return self.supervisor.code
+        connections = list(self.all.values())
+        codes = [connection.code for connection in connections if not connection.is_gone]
         if self._is_elastic:
             return next(filter(None, codes), DONE if codes else FAILED)
-        failures = [(one, connection) for connection in self.all for one in connection.failures]
-        failures.sort(key=lambda pair: (_has_lost_a_peer(pair[0]), pair[0]["failed_at"]))
-        gone = next((connection for connection in self.all if connection.is_gone), None)
+        failures = [(event, connection) for connection in connections for event in connection.failures]
+        failures.sort(key=lambda pair: (_has_lost_a_peer(pair[0]), pair[0].facts.get("failed_at", 0.0)))
+        gone = next((connection for connection in connections if connection.is_gone), None)
+        facts: dict[str, Any] = {}
         if gone is not None:
-            title, code = f"{gone.host} is gone", FAILED
-            text = f"The connection to it has ended: {gone.said}\nWhat runs there ends by itself."
+            title, code, facts = f"{gone.host} is gone", FAILED, {"host": gone.host}
+            text = f"The connection to it has ended: {gone.last_line}\nWhat runs there ends by itself."
         elif failures:
             first, connection = failures.pop(0)
-            title, text, code = first["message"], first["report"], connection.code or FAILED
+            title, text, code = words(first), first.facts["report"], connection.code or FAILED
         else:
             return next(filter(None, codes), DONE)
-        others = [f"{one['message']}: {shorten(str(one['error']), 150, placeholder=' ...')}" for one, _ in failures]
-        text = "\n".join([text, *(["", "then:", *others[:3]] if others else [])])
-        if not self._settings.json:
-            show_box(title, text)
-        elif gone is not None:
-            say(self._settings, "failed", title, is_error=True, host=gone.host, report=text)
+        others = [
+            f"{words(event)}: {shorten(str(event.facts.get('error')), 150, placeholder=' ...')}"
+            for event, _ in failures[:3]
+        ]
+        if gone is not None or not self._settings.json:  # which has the launchers' own events
+            text = "\n".join([text, *(["", "then:", *others] if others else [])])
+            record(Kind.FAILED, message=title, report=text, **facts)
         return code
 
-    def _copy(self, connection: Connection, source: Iterable[bytes], out: TextIO) -> None:
+    def _copy(self, connection: L, source: Iterable[bytes], out: TextIO) -> None:
         """Print what a host prints, a whole line at a time with its name before it."""
-        own, is_stderr = self._settings, out is sys.stderr
         for is_report, line in split_reports(source, self._mark):
-            event = _event(line) if is_report else None
+            text = line.decode(errors="replace")
+            event = Event.of_json(text) if is_report else None
             if event is None:
-                if is_stderr:
-                    connection.said = line.decode(errors="replace").rstrip()
+                if out is sys.stderr:
+                    connection.last_line = text.rstrip()
                 self._print(b"[%s] %s\n" % (connection.host.encode(), line.removesuffix(b"\n")), out)
                 continue
-            if "report" in event:
-                connection.failures.append(event)
-            if own.json:
-                self._print(f"{json.dumps(event | {'host': connection.host})}\n".encode(), out)
-            elif "report" in event and self._is_elastic:
+            is_failure = "report" in event.facts
+            connection.failures += [event] if is_failure else []
+            connection.has_reported_end = connection.has_reported_end or event.kind is Kind.ENDED
+            if self._settings.json:
+                self._print(f"{json.dumps(json.loads(text) | {'host': connection.host})}\n".encode(), out)
+            elif is_failure and self._is_elastic:
                 with self._lock:
-                    show_box(event["message"], event["report"])
-            elif "report" not in event and "message" in event and not own.quiet:
-                self._print(f"[{connection.host}] farflung: {event['message']}\n".encode(), out)
+                    record(Kind.FAILED, message=words(event), report=event.facts["report"])
+            elif not is_failure and "message" in event.facts and not self._settings.quiet:
+                self._print(f"[{connection.host}] farflung: {words(event)}\n".encode(), out)
 
     def _print(self, line: bytes, out: TextIO) -> None:
         with self._lock, suppress(OSError, ValueError):  # a terminal that was closed; reading continues
@@ -242,7 +283,10 @@ class ForegroundEngine(Generic[L]):
                 f"{by['machine']} shows what it prints, and nobody else gets it. `farflung watch {self._job.name}` "
                 "shows where it is."
             )
-        return self._connections.follow()
+        return self._connections.follow(self._look)
+
+    def _look(self) -> None:
+        """See about the run, many times a second."""
 
     def cancel(self) -> str:
         """End the launcher that holds the connections, if it runs on this machine, and so what it has started."""
@@ -261,14 +305,5 @@ def this_launcher() -> dict[str, Any]:
     return {"pid": pid, "identity": process_identity(pid), "begun": time.time(), "machine": socket.gethostname()}
 
 
-def _event(report: bytes) -> dict[str, Any] | None:
-    """Return what a launcher reports; None for what is cut off, or lacks what its kind needs."""
-    with suppress(ValueError):
-        event = json.loads(report)
-        is_whole = isinstance(event, dict) and ("report" not in event or {"message", "error", "failed_at"} <= {*event})
-        return event if is_whole else None
-    return None
-
-
-def _has_lost_a_peer(failure: Mapping[str, Any]) -> bool:
-    return failure.get("cause") in (Cause.PEER.value, Cause.LATE.value)
+def _has_lost_a_peer(failure: Event) -> bool:
+    return failure.facts.get("cause") in (Cause.PEER.value, Cause.LATE.value)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -92,18 +93,19 @@ class LauncherActor:
 
 
 class RayConnection(Connection):
-    """The connection to an actor."""
+    """The connection to an actor.
 
-    def __init__(self, ray: Any, actor: Any, number: int) -> None:
-        super().__init__(str(number))
-        self._ray, self._actor, self.number = ray, actor, number
-        self.node, self.is_leaving = "", False  # the node's id, once it has one; whether it was asked to leave
+    Attributes:
+        node: the id of the actor's node; empty until it has one.
+    """
+
+    def __init__(self, ray: Any, actor: Any, name: str) -> None:
+        super().__init__(name)
+        self.number = int(name.split()[1])
+        self.host, self.node = str(self.number), ""
+        self._ray, self._actor = ray, actor
         self._code: int | None = None
         self._start: Any = None
-
-    @property
-    def code(self) -> int | None:
-        return self._code
 
     @property
     def streams(self) -> tuple[Iterable[bytes], Iterable[bytes]]:
@@ -119,13 +121,16 @@ class RayConnection(Connection):
         self.host = f"{self.number}@{address}"
         return address, port
 
-    def send_signal(self, number: int = 0) -> None:
+    def code_of_line(self) -> int | None:
+        return self._code
+
+    def pass_on(self, number: int) -> None:
         if number and not self.node:  # it waits for one
-            self.kill()
+            self.close()
         elif number:
             self._actor.send_signal.remote(number)
 
-    def kill(self) -> None:
+    def close(self) -> None:
         self._ray.kill(self._actor)
 
     def _read(self, name: str) -> Iterator[bytes]:
@@ -140,7 +145,7 @@ class RayConnection(Connection):
             except self._ray.exceptions.ActorUnavailableError:  # and it may come back
                 time.sleep(_ANSWER_WITHIN_S)
             except self._ray.exceptions.RayError as error:
-                self.said, code = in_short(error), GONE
+                self.last_line, code = in_short(error), GONE
         self._code = code
 
 
@@ -200,36 +205,42 @@ class RayCluster:
                 f"needed, but the cluster has {len(fit)}; its nodes have {has}. Change cpus and gpus in engine_options."
             )
 
-    def start(self) -> list[RayConnection]:
-        """Start all launchers; return the connections to them."""
-        job = self._job
-        if job.is_elastic:
-            return [self.start_replica(number) for number in range(job.count)]
-        group = self._ray.util.placement_group([dict(self._asked)] * job.count, strategy="STRICT_SPREAD")
-        if not group.wait(self._wait_s):
-            self.leave()
-            raise EngineFailure(
-                f"{counted(job.count, 'node')} with {self._asked} each were not free within {self._wait_s:g} s. Wait "
-                "longer, with wait=SECONDS in engine_options, or ask for fewer."
-            )
-        scheduling = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        connections = [self._actor(number, scheduling(group, number)) for number in range(job.count)]
-        self._first = connections[0].locate()
-        for connection in connections:
-            self._start_launcher(connection)
-        return connections
+    def start(self, name: str) -> RayConnection:
+        """Start the launcher of `machine 0`, say; return the connection to it.
 
-    def start_replica(self, number: int) -> RayConnection:
-        """Start a replica's launcher on a node that is free, now or later; the first may serve the run's store."""
-        connection = self._actor(number, "SPREAD")
-        if not self._first[0] and not self._job.settings.meet:
+        Machines have nodes of their own at once; a replica gets one that is free, now or later. The node of the first
+        launcher is waited for if it serves what the others need.
+        """
+        job, connection = self._job, RayConnection(self._ray, self._actor(name), name)
+        if not self._first[0] and not (job.is_elastic and job.settings.meet):
             try:
                 self._first = connection.locate(self._wait_s)
             except self._ray.exceptions.GetTimeoutError:
                 self.leave()
                 raise EngineFailure(f"No node was free within {self._wait_s:g} s. Use wait=SECONDS.") from None
-        self._start_launcher(connection)
+        words = job.command(json=True, **launcher_settings(job.settings, connection.number, *self._first))
+        connection.start(words, self._folder, self.token)
         return connection
+
+    @cached_property
+    def _nodes(self) -> Any:
+        """A node for each machine of a fixed run: Ray's placement group."""
+        group = self._ray.util.placement_group([dict(self._asked)] * self._job.count, strategy="STRICT_SPREAD")
+        if not group.wait(self._wait_s):
+            self.leave()
+            raise EngineFailure(
+                f"{counted(self._job.count, 'node')} with {self._asked} each were not free within {self._wait_s:g} s. "
+                "Wait longer, with wait=SECONDS in engine_options, or ask for fewer."
+            )
+        return group
+
+    def _actor(self, name: str) -> Any:
+        strategy: Any = "SPREAD"
+        if not self._job.is_elastic:
+            scheduling = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+            strategy = scheduling(self._nodes, int(name.split()[1]))
+        settings = {"num_cpus": self._asked["CPU"], "num_gpus": self._asked["GPU"], "max_concurrency": 8}
+        return self._ray.remote(LauncherActor).options(scheduling_strategy=strategy, **settings).remote()
 
     def draining(self) -> Collection[str]:
         """Return the ids of nodes that are about to end. Ray has no public name for it."""
@@ -237,13 +248,3 @@ class RayCluster:
 
         found: Collection[str] = state.get_draining_nodes()
         return found
-
-    def _actor(self, number: int, strategy: Any) -> RayConnection:
-        actor = self._ray.remote(LauncherActor).options(
-            num_cpus=self._asked["CPU"], num_gpus=self._asked["GPU"], scheduling_strategy=strategy, max_concurrency=8
-        )
-        return RayConnection(self._ray, actor.remote(), number)
-
-    def _start_launcher(self, connection: RayConnection) -> None:
-        words = self._job.command(json=True, **launcher_settings(self._job.settings, connection.number, *self._first))
-        connection.start(words, self._folder, self.token)

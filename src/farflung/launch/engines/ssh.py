@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from farflung.base.errors import ConfigError
+from farflung.base.events import Kind, record
 from farflung.base.words import plural
 from farflung.config.engines import parse_hosts
 from farflung.config.launch import DEFAULT_PORT, LaunchSettings, flags_for
@@ -18,7 +20,6 @@ from farflung.launch.engines import probe
 from farflung.launch.engines.connections import Connections, ForegroundEngine, SshConnection, this_launcher
 from farflung.launch.engines.engine import Job, launcher_command
 from farflung.launch.engines.ssh_client import OPTIONS, SshClient, table_of_differences
-from farflung.launch.events import say
 from farflung.launch.network import is_loopback
 from farflung.launch.shell import shell_line
 
@@ -129,19 +130,20 @@ class Ssh(ForegroundEngine[SshConnection]):
 
     def submit(self) -> Mapping[str, Any]:
         """Start a launcher on each host."""
+        commands = self._commands()
         self._connections = Connections(
-            self._job.settings, [SshConnection(*one) for one in self._commands().items()], self._token
+            self._job.settings, self._token, lambda host: SshConnection(host, commands[host]), commands
         )
         return {**this_launcher(), "hosts": [host.name for host in self._hosts]}
 
     def follow(self) -> int:
         """Print what the hosts print until all have ended; then take over what they have written on disks of theirs."""
         code = super().follow()
-        for host, connection in zip(self._hosts, self._connections.all, strict=True):
+        for host in self._hosts:
             there, into = str(self._folder_there), self._job.folder
-            if not connection.is_gone and (why := self._ssh.collect(host, there, into)):
-                words = f"what {host.name} has in {there} could not be copied to {into}: {why}"
-                say(self._job.settings, "note", words, is_error=True)
+            if not self._connections.all[host.name].is_gone and (why := self._ssh.collect(host, there, into)):
+                message = f"what {host.name} has in {there} could not be copied to {into}: {why}"
+                record(Kind.NOTE, level=logging.ERROR, message=message)
         return code
 
     def scale(self, count: int) -> str:
