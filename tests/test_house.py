@@ -295,7 +295,7 @@ def test_what_serves_accelerates_names_alone_and_the_lowest_room_stay_small():
     lines = {name: (SOURCE / name).read_text().count("\n") for name in NAMES}
     assert sum(count for name, count in lines.items() if room(name) == "compat") <= 1_890
     assert sum(count for name, count in lines.items() if room(name) is None) <= 650
-    assert sum(count for name, count in lines.items() if room(name) == "base") <= 1_900
+    assert sum(count for name, count in lines.items() if room(name) == "base") <= 2_000
 
 
 # Whose words are looked at there: gloo's, NCCL's and torch's; those of transformers, of NVIDIA's driver, of torch.

@@ -10,7 +10,6 @@ import threading
 import time
 from contextlib import redirect_stderr
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -419,16 +418,3 @@ def leaves_in_silence():
 
 def test_a_group_that_the_script_ends_is_no_failure():
     assert len(run_ranks(leaves_in_silence, 2)) == 2
-
-
-def test_a_late_ranks_calls_begin_with_its_script():
-    launcher = Path(watchdog.__file__).parents[1] / "launch" / "rank.py"
-    started_by = {}
-    exec(compile("def start(script):\n    return script()", str(launcher), "exec"), started_by)
-
-    def script():
-        return watchdog._stack(sys._getframe())
-
-    lines = started_by["start"](script).splitlines()
-    assert len(lines) == 2
-    assert "in script" in lines[0]

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from farflung.base.errors import CollectiveMismatch
+from farflung.base.frames import user_call
 from farflung.comm.torch_group import TorchGroup
-from farflung.comm.waits import calls_of_script, describe_call
 
 _POINT = "a call of all ranks or of some"
 _NAME = "call"  # of what is published for this
@@ -44,8 +44,8 @@ def match(group: TorchGroup, name: str, what: str | None = None, required: str |
     Raises:
         CollectiveMismatch: not all ranks make it though they have to; on all that wait in Farflung's calls.
     """
-    frame = sys._getframe()
-    call = _Call(group, name, what, required, describe_call(frame), calls_of_script(frame))
+    made = user_call(sys._getframe())
+    call = _Call(group, name, what, required, str(made), made.lines)
     point = 1 + sum(group.collectives().values())
     with group.waits.noted(group.waits.reach(_POINT, point, name), in_background=True):
         return call.decide() if group.rank == 0 else call.await_decision()

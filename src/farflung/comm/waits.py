@@ -9,30 +9,22 @@ seconds. If two waits exclude each other, all ranks raise the same `CollectiveMi
 from __future__ import annotations
 
 import json
-import linecache
 import sys
-import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from threading import get_ident
-from types import FrameType
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
+from farflung.base.frames import user_call
 from farflung.comm.mismatch import waits_differ
 from farflung.comm.presence import REPORT_S, PresenceStore
 
 _REMEMBERED = 16  # collectives of a group whose kinds are known; ranks are rarely further apart
 _FIRST_CHECK_S = 1.0  # how long a thread waits before it compares its wait with those of other ranks
-
-_OURS = str(Path(__file__).parent.parent)
-TORCH = str(Path(torch.__file__).parent)
-_STDLIB = str(Path(threading.__file__).parent)
 
 
 class Wait(NamedTuple):
@@ -108,7 +100,7 @@ class Waits:
                 "wait": wait,
                 "entered": self.entered,
                 "kinds": {group: list(kinds) for group, kinds in list(self.kinds.items())},  # other threads add some
-                "doing": describe_call(sys._getframe()),
+                "doing": str(user_call(sys._getframe())),
             }
             with suppress(dist.DistError):  # without a store the wait itself ends with an error
                 self._presence.post(json.dumps(mine), "wait")
@@ -149,32 +141,3 @@ def _made_another(wait: Wait, post: Mapping[str, Any]) -> bool:
     ago = post["entered"].get(wait.group, 0) - wait.number
     kinds = post["kinds"].get(wait.group, [])
     return bool(0 <= ago < len(kinds) and kinds[-1 - ago] != wait.kind)
-
-
-def describe_call(frame: FrameType | None) -> str:
-    """Return what the script called: the outermost function of ours or of torch's, and the line that called it."""
-    name = "a collective"
-    while frame is not None:
-        code = frame.f_code
-        path = code.co_filename
-        if path.startswith((_OURS, TORCH)):
-            qualified = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has the bare name only
-            if path.startswith(_OURS) and not code.co_name.startswith("__"):
-                qualified = qualified if "<locals>" in qualified else code.co_name  # not the class that has the method
-            name = name if "<locals>" in qualified else f"`{qualified}`"
-        elif not path.startswith(_STDLIB) or "-packages" in path:
-            line = linecache.getline(path, frame.f_lineno).strip()
-            return f"{name} ({path}:{frame.f_lineno}: `{line}`)"
-        frame = frame.f_back
-    return name
-
-
-def calls_of_script(frame: FrameType | None) -> list[list[str | int]]:
-    """Return the functions of the script that led here, with their lines, the innermost first."""
-    calls: list[list[str | int]] = []
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith((_OURS, TORCH)) and (not path.startswith(_STDLIB) or "-packages" in path):
-            calls.append([frame.f_code.co_name, frame.f_lineno])
-        frame = frame.f_back
-    return calls

@@ -14,18 +14,17 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from io import StringIO
 from numbers import Real
 from pathlib import Path
-from types import FrameType
 from typing import Any, TextIO
 
 from farflung.base.events import Event, Kind, tell
 from farflung.base.files import open_lines
+from farflung.base.frames import innermost_calls, user_call
 from farflung.config import environ
 from farflung.process.identity import process_identity
 from farflung.process.place import Place
@@ -36,9 +35,7 @@ _LOOK_S, _FIRST_LOOK_S = 1.0, 0.02
 _STEPS_S = 5.0  # between two lines about how many steps were made
 _STUCK_S = 3.0  # how long a rank is in one call before its stack is written too
 _RECORD_BYTES, _MOST_WORDS = 4096, 400  # and characters of an error in it, each at most six bytes
-_MAX_FRAMES = 12
 _STRICT = json.JSONEncoder(allow_nan=False)  # made once: json.dumps would make one for each line
-_OURS, _TORCH, _STDLIB = str(Path(__file__).parents[1]), f"{os.sep}torch{os.sep}", str(Path(threading.__file__).parent)
 
 
 def run_folder() -> Path | None:
@@ -239,14 +236,14 @@ class Signs:
     def _tell(self, **more: Any) -> None:
         now, step = time.time(), self._steps.number
         frame = sys._current_frames().get(self._main or 0)
-        call, script = _call(frame)
-        place = (step, call, id(script), script and script.f_lasti)
+        call = user_call(frame)
+        place = (step, call.name, call.place)
         if place != self._place:
             self._place, self._since = place, now
         row = {"time": now, **self._who, "host": self._host, "pid": self._pid, "begun": self._begun, "step": step}
-        row |= {"identity": self._identity, "call": call, "at": _at(script), "since": self._since, **more}
+        row |= {"identity": self._identity, "call": call.name, "at": call.at, "since": self._since, **more}
         if now - self._since > _STUCK_S and frame is not None:
-            row["stack"] = _stack(frame)
+            row["stack"] = [f"{made.filename}:{made.lineno} in {made.name}" for made in innermost_calls(frame)]
         self._told_at = now
         text = json.dumps(row)
         if len(text) >= _RECORD_BYTES:
@@ -272,29 +269,6 @@ def name_of(one: Mapping[str, Any]) -> str:
     if member is None:
         return f"rank{rank}"
     return f"replica{member}" + (f".rank{rank}" if rank else "")
-
-
-def _call(frame: FrameType | None) -> tuple[str, FrameType | None]:
-    """Return the outermost function of ours or of torch's that the script is in, and the script's frame below it."""
-    name = ""
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if path.startswith(_OURS) or _TORCH in path:
-            name = frame.f_code.co_name if not frame.f_code.co_name.startswith("__") else name or "forward"
-        elif not path.startswith((_STDLIB, "<")) or "-packages" in path:
-            return name, frame
-        frame = frame.f_back
-    return name, None
-
-
-def _at(frame: FrameType | None) -> str:
-    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
-def _stack(frame: FrameType) -> list[str]:
-    calls = traceback.extract_stack(frame)
-    begun = max((k + 1 for k, one in enumerate(calls) if one.filename.startswith(f"{_OURS}{os.sep}launch")), default=0)
-    return [f"{one.filename}:{one.lineno} in {one.name}" for one in calls[begun:][-_MAX_FRAMES:]]
 
 
 @contextmanager

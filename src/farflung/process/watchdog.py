@@ -21,7 +21,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -35,10 +34,11 @@ import torch.distributed as dist
 from farflung.base.causes import Cause
 from farflung.base.errors import ConfigError, RankFailure, StateError
 from farflung.base.events import tell
+from farflung.base.frames import innermost_calls, user_call
 from farflung.comm.mismatch import waits_differ
 from farflung.comm.presence import PresenceStore
 from farflung.comm.torch_group import TORCHS, TorchGroup
-from farflung.comm.waits import TORCH, Wait, describe_call
+from farflung.comm.waits import Wait
 from farflung.config import environ
 from farflung.process.failure import has_report, record_failure
 from farflung.process.preemption import PreemptionVote
@@ -48,11 +48,9 @@ _TICK_S = 0.5  # how often a watchdog looks
 _ANSWER_S = 5.0  # how long it waits for answers
 _TURN_S = 2.0  # how long the others leave it to a rank that asks: it has its answers by then, unless a rank is gone
 _CYCLE_S = 5.0  # after which a rank asks for the first time whether it waits for ranks that wait for it
-_MAX_FRAMES = 12  # of a late rank's stack, the innermost ones
-_STARTERS = (str(Path(__file__).parents[1] / "launch"), f"{TORCH}/distributed/elastic")  # whose calls start a script
 
 # Where a thread is when it waits in a collective of torch's own: called by its name, by DDP's forward or in a backward.
-_WAITS_IN = tuple(f"{TORCH}/{part}/" for part in ("distributed", "nn/parallel", "autograd"))
+_WAITS_IN = tuple(f"{Path(dist.__file__).parents[1]}/{part}/" for part in ("distributed", "nn/parallel", "autograd"))
 
 _Tell = Callable[[dict[str, int], dict[int, Any], list[int]], None]  # what a wait needs, answers by rank, silent ranks
 
@@ -169,9 +167,9 @@ class Watchdog:
                 "entered": self._waits.entered | self._entered_torchs(),
                 "needs": self._needs(wait) if wait == self._wait else {},  # a wait of a moment explains nothing
                 "is_overdue": self._waits.overdue is not None,
-                "stack": _stack(self._frame()),
+                "stack": "".join(innermost_calls(self._frame()).format()).rstrip() or "  (it has ended)",
                 "started": {} if self._is_gloo else self._group.collectives_of_torch(),
-                "doing": describe_call(self._frame()),
+                "doing": str(user_call(self._frame())),
             }
             self._presence.post(json.dumps(answer), "answer")
             return
@@ -201,7 +199,7 @@ class Watchdog:
         return (
             f"Rank {self._group.rank} stopped waiting: {self._presence.describe(there)} ({endpoint}, where the run's "
             f"store is) did not answer for {silent_s:.0f} s, so that machine or the line to it is gone. This rank was "
-            f"in {describe_call(self._frame())}."
+            f"in {user_call(self._frame())}."
         )
 
     def _current_wait(self) -> Wait | None:
@@ -277,7 +275,7 @@ class Watchdog:
         return None not in lost and not lost & rest
 
     def _hang_report(self, late: dict[int, str], silent: list[int], seconds: float, is_overdue: bool) -> str:
-        call, named = describe_call(self._frame()), self._presence.describe
+        call, named = user_call(self._frame()), self._presence.describe
         lines = [f"{call} has not ended for {seconds:g} s"]
         if late:
             lines = [f"{named(sorted(late))} did not reach {call} within {seconds:g} s"]
@@ -328,15 +326,6 @@ def _publish(text: str) -> None:
         record_failure(RankFailure(text, Cause.LATE))
     else:
         tell(text)
-
-
-def _stack(frame: FrameType | None) -> str:
-    """Return the innermost calls that the script has made, without those that started it."""
-    if frame is None:
-        return "  (it has ended)"
-    calls = traceback.extract_stack(frame)
-    started = max((i + 1 for i, call in enumerate(calls) if call.filename.startswith(_STARTERS)), default=0)
-    return "".join(traceback.format_list(calls[started:][-_MAX_FRAMES:])).rstrip()
 
 
 def _machine() -> str:
