@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from farflung import Accelerator
+from farflung.base.causes import Cause
 from farflung.base.errors import ConfigError, RankFailure
 from farflung.comm.shards import full
 from farflung.config.parallelism import ParallelismConfig
@@ -149,7 +150,7 @@ def left_for_good(told):
                 optimizer.step()
                 optimizer.zero_grad()
     except RankFailure as error:
-        joined_world().group.leave("RankFailure", for_good=True)
+        joined_world().group.leave("a rank was lost", for_good=True, cause=Cause.PEER)
         (told / str(accelerator.process_index)).touch()
         return str(error), time.monotonic() - began
     except ValueError:

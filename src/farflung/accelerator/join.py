@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from farflung.base.causes import cause_of
 from farflung.base.checks import check_type
 from farflung.base.errors import ConfigError, RankFailure
 from farflung.base.forward import Forward
@@ -93,7 +94,7 @@ def _joined(world: World, loop: LoopState) -> Iterator[JoinedRanks]:
         yield ranks
     except BaseException as error:
         cause = _explained(error, everyone)
-        everyone.leave(f"{type(cause).__name__}: {cause}"[:500])
+        everyone.leave(f"{type(cause).__name__}: {cause}"[:500], cause=cause_of(cause))
         group.abort()
         if cause is not error:
             raise cause from error

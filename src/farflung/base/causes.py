@@ -25,6 +25,11 @@ class Cause(str, Enum):
     PREEMPTED = "preempted"  # a scheduler's signal
     ENGINE = "engine"  # what starts processes and connects machines
 
+    @property
+    def is_of_others(self) -> bool:
+        """Whether another rank's failure explains it."""
+        return self in (Cause.PEER, Cause.LATE)
+
 
 def cause_of(error: BaseException) -> Cause:
     """Return why a process fails with `error`: the cause of the first error of ours, gloo or NCCL that led to it."""

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
+from farflung.base.causes import Cause
 from farflung.base.errors import RankFailure, Unreachable
 from farflung.base.torch_internals import bare_group
 from farflung.base.words import in_seconds
@@ -145,7 +146,7 @@ class GenerationGroup(C10dGroup):
             held, self._connected = [self._connected], None
             self._transport.release(held)
 
-    def leave(self, reason: str, for_good: bool = False) -> None:
+    def leave(self, reason: str, for_good: bool = False, cause: Cause = Cause.OWN) -> None:
         self._watch.break_off(reason)
         self.abort()
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from farflung.base.causes import Cause
 from farflung.base.errors import ConfigError, Unsupported
 
 if TYPE_CHECKING:
@@ -86,12 +87,13 @@ class Members(Protocol):
         """Return the smallest `number` of all ranks that still live, after a failure that all of them hear of."""
         return number
 
-    def leave(self, reason: str, for_good: bool = False) -> None:
+    def leave(self, reason: str, for_good: bool = False, cause: Cause = Cause.OWN) -> None:
         """Tell the ranks that wait, now or later, that this one will not come. Never waits for them.
 
         Args:
             for_good: this process fails, so end their waits in torch's own collectives too, such as DDP's, if there
                 is a connection that can be closed.
+            cause: of the end of this rank; one that is of others explains nothing to those that wait.
         """
         return None
 

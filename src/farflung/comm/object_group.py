@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from farflung.base.causes import Cause
 from farflung.base.errors import RankFailure, Unreachable
 from farflung.comm.board import forget
 from farflung.comm.group import Group, Work
@@ -105,7 +106,7 @@ class ObjectGroup(Group):
                 if self._have_read(self._num_begun) and not self._unread:
                     forget(self._at_once, "")
 
-    def leave(self, reason: str, for_good: bool = False) -> None:
+    def leave(self, reason: str, for_good: bool = False, cause: Cause = Cause.OWN) -> None:
         self._watch.break_off(reason)
         self._mark_left(f"rank {self.rank} has left ({reason})")
 

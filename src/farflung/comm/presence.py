@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from farflung.base.causes import Cause
 from farflung.base.torch_internals import default_store
 from farflung.base.words import numbered
 
@@ -103,12 +105,13 @@ class PresenceStore:
 
     # ---- leaving
 
-    def mark_left(self, reason: str) -> None:
+    def mark_left(self, reason: str, cause: Cause = Cause.OWN) -> None:
         """Publish that this rank will not come to the collectives that the others wait in."""
         # A rank may leave, come back and leave again. Only those that left more often than this one are gone.
         with suppress(dist.DistError):  # if the store is gone, there is nobody to tell
             times = self._store.add(self._key("left", self.rank), 1)
-            for key, text in ((self._key("left", times, self.rank), reason), (self._key("left", "any", times), "")):
+            post = json.dumps({"reason": reason, "cause": cause.value})
+            for key, text in ((self._key("left", times, self.rank), post), (self._key("left", "any", times), "")):
                 self._store.set(key, text)
                 self._read.append((key, times))
 
@@ -118,10 +121,10 @@ class PresenceStore:
             store = self._store
             times = store.add(self._key("left", self.rank), 0) + 1
             if store.check([self._key("left", "any", times)]):
-                gone = self.posts("left", times)
+                gone = {rank: json.loads(post) for rank, post in self.posts("left", times).items()}
                 # Ranks that left because others had left say nothing new.
-                first = {rank: reason for rank, reason in gone.items() if not reason.startswith("RankFailure")} or gone
-                return "; ".join(f"rank {rank} left ({reason})" for rank, reason in first.items())
+                first = {rank: post for rank, post in gone.items() if not Cause(post["cause"]).is_of_others} or gone
+                return "; ".join(f"rank {rank} left ({post['reason']})" for rank, post in first.items())
         return ""
 
     def mark_ended(self) -> None:

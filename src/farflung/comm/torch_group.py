@@ -204,9 +204,9 @@ class TorchGroup(C10dGroup):
     def agree_min(self, number: int, name: str) -> int:
         return self.presence.agree_min(number, f"{self._serial}/{name}")  # not the name: other islands take part
 
-    def leave(self, reason: str, for_good: bool = False) -> None:
+    def leave(self, reason: str, for_good: bool = False, cause: Cause = Cause.OWN) -> None:
         if not self._is_block:
-            self.presence.mark_left(reason)
+            self.presence.mark_left(reason, cause)
         for group in self.with_parts() if for_good else ():
             group.abort()
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from farflung.base.causes import cause_of
 from farflung.base.errors import StateError
 from farflung.base.sizes import num_buffers_among
 from farflung.comm.group import Group
@@ -391,7 +392,7 @@ class OuterLoop:
             raise StateError("This outer loop has ended. Build a new OuterLoop to continue.")
 
     def _leave(self, error: BaseException) -> None:
-        self._quorum.generation.leave(f"{type(error).__name__}: {error}"[:500])
+        self._quorum.generation.leave(f"{type(error).__name__}: {error}"[:500], cause_of(error))
         self._end(is_in_step=False)
 
     def _end(self, is_in_step: bool, reason: str = "its loop has ended") -> None:

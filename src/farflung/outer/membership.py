@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from farflung.base.causes import Cause
 from farflung.base.errors import ConfigError, RankFailure, Unreachable
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.torch_group import TorchGroup
@@ -79,9 +80,9 @@ class Generation:
             voters.describe(description, tensors)
         self.beside.describe(_OUTSIDE + description, tensors)
 
-    def leave(self, reason: str) -> None:
+    def leave(self, reason: str, cause: Cause = Cause.OWN) -> None:
         for group in (self.group, *(voters.group for voters in self.levels[1:])):
-            group.leave(reason)
+            group.leave(reason, cause=cause)
 
     def free(self, reusable: bool) -> None:
         """Give the groups back. They are `reusable` if nothing is under way on any rank."""

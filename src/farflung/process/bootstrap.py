@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
-from farflung.base.causes import Cause
+from farflung.base.causes import Cause, cause_of
 from farflung.base.errors import ConfigError, RankFailure, Unsupported
 from farflung.base.torch_internals import current_accelerator
 from farflung.base.words import counted, numbered
@@ -168,7 +168,7 @@ def _leave(error: BaseException) -> None:
     """
     world = current_world()
     if world is not None and dist.is_initialized():
-        world.group.leave(f"{type(error).__name__}: {error}"[:500], for_good=True)
+        world.group.leave(f"{type(error).__name__}: {error}"[:500], for_good=True, cause=cause_of(error))
 
 
 def _watch(world: World, asked: WatchdogKwargs | None, init: InitProcessGroupKwargs | None = None) -> None:

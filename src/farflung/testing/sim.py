@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farflung.base.causes import Cause
 from farflung.base.checks import check_number, check_whole
 from farflung.base.errors import CollectiveMismatch, RankFailure, Unsupported
 from farflung.base.words import numbered
@@ -218,7 +219,7 @@ class SimGroup(Group):
             raise RankFailure(f"Rank {self.rank} is blocked by {numbered('rank', absent)}, waiting for something else.")
         return SimGroup(stage, self._me, tuple(rank for rank in self.members if stage.regroups[rank] >= age))
 
-    def leave(self, reason: str, for_good: bool = False) -> None:
+    def leave(self, reason: str, for_good: bool = False, cause: Cause = Cause.OWN) -> None:
         if not self._is_block:
             self._stage.departures[self._me].append(reason)
 

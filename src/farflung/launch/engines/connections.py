@@ -306,4 +306,4 @@ def this_launcher() -> dict[str, Any]:
 
 
 def _has_lost_a_peer(failure: Event) -> bool:
-    return failure.facts.get("cause") in (Cause.PEER.value, Cause.LATE.value)
+    return Cause(failure.facts.get("cause", Cause.OWN)).is_of_others
