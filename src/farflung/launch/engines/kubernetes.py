@@ -14,14 +14,15 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-import click
 import yaml
 
 from farflung.base.errors import ConfigError
+from farflung.base.events import Kind, record
 from farflung.config.launch import DEFAULT_PORT
 from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, REQUEUE, USAGE, EngineFailure
 from farflung.launch.engines.engine import Job, launcher_command
 from farflung.launch.engines.kubernetes_api import ApiError, KubernetesApi, PodLog, first_exit_code, name_of, problems
+from farflung.launch.supervisor import max_restarts
 from farflung.observe.folder import NONE, RUNS
 
 OPTIONS = {
@@ -42,7 +43,6 @@ OPTIONS = {
 _MOUNT = "/workspace"
 _CONTAINER, _JOB, _INDEX = "farflung", "batch.kubernetes.io/job-name", "batch.kubernetes.io/job-completion-index"
 _LONGEST_NAME = 41  # of 63, as a digest follows, and pods add their index and a word
-_RESTARTS = 3  # of a pod, equal to those of a replica under its launcher
 _LOOK_S = 1.0
 _AWAY_S = 600.0  # for how long the cluster may give no answer while a job is followed
 _SURE_S = 5.0  # for how long it must refuse, or know no such job, to be believed
@@ -142,7 +142,7 @@ class Kubernetes:
 
     def follow(self) -> int:
         logs: dict[str, PodLog] = {}
-        told: set[str] = set()
+        reported: set[str] = set()
         answered_at = time.monotonic()
         while True:
             try:
@@ -156,11 +156,11 @@ class Kubernetes:
                     continue
                 if error.status != 404:
                     raise
-                click.echo(f"farflung: the job {self._name} was deleted", err=True)
+                record(Kind.FAILED, message=f"the job {self._name} was deleted", job=self._name)
                 ended, code = True, BY_SIGNAL + 15
             else:
                 answered_at = time.monotonic()
-                self._show(pods, logs, told)
+                self._show(pods, logs, reported)
                 ended, code = self._end_of(job, pods)
             if ended:
                 for log in logs.values():
@@ -168,12 +168,12 @@ class Kubernetes:
                 return code
             time.sleep(_LOOK_S)
 
-    def _show(self, pods: Sequence[Any], logs: dict[str, PodLog], told: set[str]) -> None:
+    def _show(self, pods: Sequence[Any], logs: dict[str, PodLog], reported: set[str]) -> None:
         """Print what is new about pods, and have their logs printed."""
         for pod in pods:
-            for line in set(problems(pod)) - told:
-                told.add(line)
-                click.echo(f"farflung: {name_of(pod)} {line}", err=True)
+            for line in set(problems(pod)) - reported:
+                reported.add(line)
+                record(Kind.STATE, name_of(pod), message=f"{name_of(pod)} {line}", job=self._name)
             if pod["status"].get("phase", "Pending") != "Pending":
                 logs.setdefault(pod["metadata"]["name"], PodLog(self._api, pod)).follow(pod)
 
@@ -184,7 +184,8 @@ class Kubernetes:
             return True, DONE
         if "Failed" not in states:
             return False, DONE
-        click.echo(f"farflung: the job {self._name} has failed: {states['Failed'].get('message', '')}", err=True)
+        message = f"the job {self._name} has failed: {states['Failed'].get('message', '')}"
+        record(Kind.FAILED, message=message, job=self._name)
         return True, first_exit_code(pods)
 
     def scale(self, count: int) -> str:
@@ -204,7 +205,6 @@ class Kubernetes:
         """Return what is submitted, the Job first; with several machines, the Service that gives pods names too."""
         labels = {"app.kubernetes.io/managed-by": "farflung"}
         count, is_elastic = self._job.count, self._job.is_elastic
-        restarts = _RESTARTS if self._job.settings.max_restarts is None else self._job.settings.max_restarts
         codes = {"containerName": _CONTAINER, "operator": "In", "values": [USAGE, ENGINE]}
         rules = [
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -216,7 +216,7 @@ class Kubernetes:
             "completionMode": "Indexed",
             "completions": count,
             "parallelism": count,
-            "backoffLimitPerIndex": restarts if is_elastic else 0,
+            "backoffLimitPerIndex": max_restarts(self._job.settings) if is_elastic else 0,
             **({} if is_elastic else {"maxFailedIndexes": 0}),
             "podFailurePolicy": {"rules": rules},
             "template": {"metadata": {"labels": dict(labels)}, "spec": self._pod()},
