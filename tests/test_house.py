@@ -42,30 +42,16 @@ DOOR_FLOOR = 9
 # `config/recipes.py` goes further: it reads a file of a higher floor as text.
 LAZY_TABLES = (
     "__init__.py",
+    "base/lazy.py",
     "comm/address.py",
-    "config/resolve.py",
     "launch/main.py",
-    "launch/checkpoint.py",
     "launch/doctor.py",
     "observe/doctor.py",
-    "launch/estimate.py",
-    "launch/ask.py",
-    "launch/commands.py",
-    "launch/face.py",
-    "launch/run.py",
-    "launch/start.py",
-    "launch/elastic.py",
-    "launch/agent.py",
-    "launch/plan.py",
-    "launch/rank.py",
-    "launch/replicas.py",
     "launch/engines/submit.py",
-    "demo/command.py",
     "accelerator/__init__.py",
     "accelerator/lazy.py",
     "codec/blockwise.py",
     "resume/lazy.py",
-    "strategy/choose.py",
     "tracking/__init__.py",
     "integrations/as_accelerate.py",
     "integrations/spawned.py",
@@ -96,7 +82,9 @@ def own_imports(node: ast.AST) -> list[str]:
     found = []
     for inner in walk(node):
         if isinstance(inner, ast.ImportFrom) and inner.module and inner.module.split(".")[0] == "farflung":
-            found += [inner.module] if inner.module != "farflung" else [f"farflung.{a.name}" for a in inner.names]
+            paths = [f"{inner.module}.{alias.name}" for alias in inner.names]
+            modules = [path for path in paths if f"{path.partition('.')[2].replace('.', '/')}.py" in NAMES]
+            found += modules or ([inner.module] if inner.module != "farflung" else paths)
         elif isinstance(inner, ast.Import):
             found += [alias.name for alias in inner.names if alias.name.split(".")[0] == "farflung"]
         elif isinstance(inner, ast.ImportFrom) and inner.level:
@@ -173,6 +161,12 @@ def test_no_import_of_our_own_inside_a_function(name):
 def test_our_own_modules_are_loaded_by_name_in_few_places_only():
     users = [n for n in NAMES if "import_module" in (SOURCE / n).read_text()]
     assert set(users) <= set(LAZY_TABLES)
+
+
+@in_every_file(NAMES)
+def test_a_lazy_module_is_the_one_that_type_checkers_see(name):
+    names = re.findall(r'LazyModule\("farflung\.([\w.]+)"\)', (SOURCE / name).read_text())
+    assert {module.replace(".", "/") for module in names} <= {*own_imports(tree(name))}
 
 
 def test_only_the_recipes_are_read_as_text():

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.lazy import LazyModule
 from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.engines import LOCAL
@@ -17,6 +18,11 @@ from farflung.config.places import find_file
 from farflung.config.setting import Field, Stated
 from farflung.config.sharding import without_effect
 from farflung.config.tasks import Task, read_processes, read_task
+
+if TYPE_CHECKING:
+    from farflung.config import files
+else:
+    files = LazyModule("farflung.config.files")
 
 # What fsdp_sharding_strategy and fsdp_reshard_after_forward hold if they say the same.
 _ALIKE = [(word, "true") for word in ("FULL_SHARD", "1")] + [(word, "false") for word in ("SHARD_GRAD_OP", "2")]
@@ -76,8 +82,7 @@ def resolve(flags: Mapping[str, str | bool]) -> Resolved:
 
 def _read(path: Path) -> tuple[dict[str, Stated], tuple[str, ...]]:
     """Read a file. What reads YAML is loaded if there is one: it takes longer than all the rest."""
-    found: tuple[dict[str, Stated], tuple[str, ...]] = import_module("farflung.config.files").read_file(path)
-    return found
+    return files.read_file(path)
 
 
 def _first(entry: Field, flags: Mapping[str, str | bool], stated: Mapping[str, Stated]) -> Stated:

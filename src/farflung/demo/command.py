@@ -3,14 +3,20 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from farflung.base.lazy import LazyModule
 from farflung.cost.units import parse_rate
 from farflung.demo.settings import DEFAULT_OUTPUT, SIZES, DemoSettings
+
+if TYPE_CHECKING:
+    from farflung.demo import compare, gpt
+else:
+    compare = LazyModule("farflung.demo.compare")
+    gpt = LazyModule("farflung.demo.gpt")
 
 AT_LEAST_ONE = click.IntRange(min=1)
 
@@ -35,10 +41,7 @@ def demo(generate: str | None, length: int, output: str, seed: int, bandwidth: s
     against bytes, and the best model.
     """
     if generate is not None:
-        gpt = import_module("farflung.demo.gpt")  # which loads torch; the command itself starts without it
         click.echo(gpt.continued(Path(output), generate, length, seed))
     else:
         bandwidth_bps = parse_rate(bandwidth, "--bandwidth")
-        import_module("farflung.demo.compare").run(
-            DemoSettings(output=output, seed=seed, bandwidth_bps=bandwidth_bps, **knobs)
-        )
+        compare.run(DemoSettings(output=output, seed=seed, bandwidth_bps=bandwidth_bps, **knobs))

@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib import import_module
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil  # type: ignore[import-untyped]
 
 from farflung.base.causes import cause_of_meeting
 from farflung.base.events import Kind, record
+from farflung.base.lazy import LazyModule
 from farflung.base.signals import END, PREEMPTION, WARNINGS, Request, handled
 from farflung.base.words import counted
 from farflung.config import environ
@@ -34,6 +34,11 @@ from farflung.launch.plan import Plan, torch_is_loaded
 from farflung.launch.report import Failure, in_order, show
 from farflung.process.failure import CHECKPOINT
 from farflung.process.heard import SignalForwarder
+
+if TYPE_CHECKING:
+    from farflung.launch import rendezvous
+else:
+    rendezvous = LazyModule("farflung.launch.rendezvous")
 
 _PATIENCE_S = 2.0
 _SLOW = "the processes have 30 s to shut down; press Ctrl-C again to kill them now."
@@ -124,7 +129,7 @@ def _agent_settings(plan: Plan, said: LaunchSettings, line_prefix: str | None, l
     machine = int(meeting.conf.get("rank", 0))
     backend, conf = meeting.backend, dict[str, Any](meeting.conf, rank=machine)
     if backend == "static":
-        backend = import_module("farflung.launch.rendezvous").registered()
+        backend = rendezvous.registered()
         begins = partial(_show_attempt, log_dir, machine * plan.num_local, said)
         conf |= {"listen": meeting.listen, "begins": begins}
     return LaunchConfig(

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from farflung.base.checks import check_path
 from farflung.base.errors import ConfigError, FarflungError
+from farflung.base.lazy import LazyModule
 from farflung.base.optional import installed_version
 from farflung.config.grid import HOST
 from farflung.config.launch import FIELDS, LaunchSettings, field_named
@@ -25,6 +25,13 @@ from farflung.cost.units import parse_count, parse_rate, parse_seconds
 from farflung.launch.main import CommandGroup
 from farflung.launch.options import SettingsCommand, given, launch_options
 from farflung.launch.plan import count_gpus, usable_cores
+
+if TYPE_CHECKING:
+    from farflung.config import files
+    from farflung.cost import forecast as forecast_module
+else:
+    forecast_module = LazyModule("farflung.cost.forecast")
+    files = LazyModule("farflung.config.files")
 
 _PACKAGES = ("farflung", "torch", "numpy", "safetensors", "accelerate", "transformers")
 _LAYERS = 24
@@ -130,8 +137,7 @@ def ask_outer(answers: Mapping[str, Value]) -> dict[str, Value]:
     step = _number("How long does one optimizer step take without communication, such as 500ms?", parse_seconds)
     steps = _number("How many optimizer steps does the whole run have, such as 20k?", parse_count)
     run = {"parameters": parameters // shards, "layers": _LAYERS, "step_s": step, "replicas": int(count)}
-    forecasts = import_module("farflung.cost.forecast")  # late: no wrong use of the command needs it
-    forecast = forecasts.Forecast({**run, "bandwidth_bps": rate, "latency_s": latency}, steps, None, _UTILIZATION)
+    forecast = forecast_module.Forecast({**run, "bandwidth_bps": rate, "latency_s": latency}, steps, None, _UTILIZATION)
     row = forecast.rows[0]
     click.echo(forecast.advice())
     if row.outer is None:
@@ -188,8 +194,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
 
 def _write(path: Path, values: Mapping[str, Value]) -> Path:
     """Write a file of settings. What writes YAML takes longer to load than a wrong use takes to answer."""
-    written: Path = import_module("farflung.config.files").write_file(path, values)
-    return written
+    return files.write_file(path, values)
 
 
 def _show(origin: bool, **params: Any) -> None:

@@ -6,34 +6,37 @@ What the commands do needs torch, which is loaded when the arguments have been r
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
 from farflung.base.checks import check_path
 from farflung.base.errors import ConfigError
+from farflung.base.lazy import LazyModule
+
+if TYPE_CHECKING:
+    from farflung.checkpoint import tools
+    from farflung.comm import saved_state
+else:
+    tools = LazyModule("farflung.checkpoint.tools")
+    saved_state = LazyModule("farflung.comm.saved_state")
 
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
-
-
-def _tools() -> Any:
-    return import_module("farflung.checkpoint.tools")
 
 
 @click.command()
 @click.argument("folder", type=_FOLDER)
 def ls(folder: Path) -> None:
     """List the checkpoints in FOLDER or FOLDER/checkpoints, newest first, or the files if FOLDER is a checkpoint."""
-    _tools().ls(folder)
+    tools.ls(folder)
 
 
 @click.command()
 @click.argument("folder", type=_FOLDER)
 def verify(folder: Path) -> None:
     """Read every byte of a checkpoint, or of all those in FOLDER, and check it against what was written."""
-    _tools().verify(folder)
+    tools.verify(folder)
 
 
 @click.command()
@@ -45,7 +48,7 @@ def diff(ctx: click.Context, one: Path, other: Path) -> None:
 
     The exit code is 0 where they are the same, 1 where they differ, and 2 where they can't be compared.
     """
-    ctx.exit(1 if _tools().diff(one, other) else 0)
+    ctx.exit(1 if tools.diff(one, other) else 0)
 
 
 @click.command()
@@ -63,7 +66,7 @@ def convert(source: Path, target: Path, form: str, model: int) -> None:
     """Write the checkpoint SOURCE in another format to TARGET, which must not exist yet."""
     if check_path("TARGET", target).exists():
         raise ConfigError(f"{target} already exists. Name another target.")
-    _tools().convert(source, target, form, model)
+    tools.convert(source, target, form, model)
 
 
 @click.command()
@@ -75,4 +78,4 @@ def pull(address: str, target: Path) -> None:
     The run may be under way, or over. Reading is enough.
     """
     check_path("TARGET", target)
-    click.echo(f"{target} has {import_module('farflung.comm.saved_state').pull(address, target)}")
+    click.echo(f"{target} has {saved_state.pull(address, target)}")

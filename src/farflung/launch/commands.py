@@ -6,13 +6,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import click
 
 from farflung.base.errors import ConfigError, did_you_mean
 from farflung.config.resolve import resolve
+from farflung.launch.plan import Script
+from farflung.launch.start import launch_script
 
 
 def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # noqa: PT028  it is no test
@@ -30,8 +31,7 @@ def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # n
 def test_command(args: argparse.Namespace) -> None:
     """Run the check in the processes that the settings ask for; exit with the code of the one that failed."""
     named = {} if args.config_file is None else {"config_file": args.config_file}
-    start = import_module("farflung.launch.start")
-    code = start.launch_script(resolve({**named, "module": True}), start.Script("farflung.demo.check"))
+    code = launch_script(resolve({**named, "module": True}), Script("farflung.demo.check"))
     if code != 0:
         sys.exit(code)
     print("The test has passed: the processes communicate, and train as one.")

@@ -11,25 +11,36 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from farflung.base.errors import ConfigError, Unreachable
 from farflung.base.events import Kind, record
+from farflung.base.lazy import LazyModule
 from farflung.config.launch import LaunchSettings, flags_for
 from farflung.config.resolve import Resolved
 from farflung.launch.dry_run import described
 from farflung.launch.network import NAME_WAIT_S, choose_interface, is_loopback, resolve_host
-from farflung.launch.plan import check_recipe, make_plan, network_variables, one_machine, one_replica, torch_is_loaded
+from farflung.launch.plan import (
+    Script,
+    check_recipe,
+    make_plan,
+    network_variables,
+    one_machine,
+    one_replica,
+    torch_is_loaded,
+)
 from farflung.launch.replicas import machine_name, supervise
-from farflung.launch.start import Script
 from farflung.observe.folder import RunFolder
 from farflung.process.sockets import serve_store
 
 if TYPE_CHECKING:
+    from farflung.comm import address as comm_address, c10d_transport
     from farflung.comm.transport import Transport
+else:
+    comm_address = LazyModule("farflung.comm.address")
+    c10d_transport = LazyModule("farflung.comm.c10d_transport")
 
 _ASK_S = 0.5
 _FIND_WITHIN_S = 60.0  # torch loads, where all launchers start together
@@ -118,8 +129,7 @@ def _join_command(settings: LaunchSettings, where: str, script: str, arguments: 
 
 
 def _transport_at(address: str, *patience_s: float) -> Transport:
-    found: Transport = import_module("farflung.comm.address").transport_at(address, *patience_s)
-    return found
+    return comm_address.transport_at(address, *patience_s)
 
 
 def _served(settings: LaunchSettings, host: str, port: int, count: int) -> Transport:
@@ -128,7 +138,7 @@ def _served(settings: LaunchSettings, host: str, port: int, count: int) -> Trans
         store = serve_store(host, port, timeout=_MEET_WITHIN, wait_for_workers=False)
     except OSError as error:
         raise ConfigError(f"This machine can't listen at {host}:{port}: {error.strerror}.") from None
-    made: Transport = import_module("farflung.comm.c10d_transport").C10dTransport(store)
+    made = c10d_transport.C10dTransport(store)
     made.board.put("first", machine_name().encode())
     made.board.put("run", _described(settings, count))
     return made

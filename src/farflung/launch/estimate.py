@@ -7,16 +7,21 @@ torch is loaded when the arguments have been read.
 from __future__ import annotations
 
 import argparse
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from farflung.base.errors import ConfigError
+from farflung.base.lazy import LazyModule
 from farflung.base.optional import is_installed
 from farflung.launch.commands import parsed_command
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from farflung.big_model import device_map, tensors
+else:
+    device_map = LazyModule("farflung.big_model.device_map")
+    tensors = LazyModule("farflung.big_model.tensors")
 
 __all__ = [
     "add_timm_hub_prefix",
@@ -72,7 +77,7 @@ def gather_data(args: argparse.Namespace) -> list[list[Any]]:
     `args` are from `estimate_command_parser`. Raises what `create_empty_model` raises.
     """
     model = create_empty_model(args.model_name, args.library_name, args.trust_remote_code)
-    total, (largest, _) = import_module("farflung.big_model.device_map").calculate_maximum_sizes(model)
+    total, (largest, _) = device_map.calculate_maximum_sizes(model)
     return [
         [dtype, largest / _PARTS[dtype], total / _PARTS[dtype], estimate_training_usage(int(total), dtype)]
         for dtype in args.dtypes
@@ -113,7 +118,7 @@ def create_empty_model(
     if not is_installed(library):
         raise ImportError(f"{model_name} is a model of {library}. Install it: pip install {library}")
     make = _of_transformers if library == "transformers" else _of_timm
-    with import_module("farflung.big_model.tensors").init_empty_weights():
+    with tensors.init_empty_weights():
         return make(model_name, trust_remote_code, access_token)
 
 

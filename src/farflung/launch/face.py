@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-from importlib import import_module
 from typing import Any
 
 import click
@@ -16,6 +15,8 @@ from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 from farflung.config.resolve import Resolved, resolve
 from farflung.launch.options import SettingsCommand, given, launch_options
+from farflung.launch.plan import Script
+from farflung.launch.start import launch_script
 
 _HELP = """Run SCRIPT in one or several distributed processes.
 
@@ -30,8 +31,7 @@ def _launch(script: str, script_args: tuple[str, ...], stated: str | None, **par
     if not stated:
         environ.remove(environ.RUN_FOLDER)  # of a run whose rank starts this one
     resolved = Resolved(LaunchSettings(**json.loads(stated)), {}, None) if stated else resolve(given(params))
-    start = import_module("farflung.launch.start")
-    sys.exit(start.launch_script(resolved, start.Script(script, script_args, exec_alone=True, is_inner=bool(stated))))
+    sys.exit(launch_script(resolved, Script(script, script_args, exec_alone=True, is_inner=bool(stated))))
 
 
 launch = SettingsCommand(

@@ -13,13 +13,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from farflung.base.errors import ConfigError, did_you_mean
+from farflung.base.lazy import LazyModule
 from farflung.base.words import counted, numbered, plural
 from farflung.config import environ
 from farflung.config.grid import check_layout
@@ -36,6 +36,11 @@ from farflung.launch.network import (
     resolve_host,
 )
 
+if TYPE_CHECKING:
+    from farflung.outer import arguments as outer_arguments
+else:
+    outer_arguments = LazyModule("farflung.outer.arguments")
+
 RANK_STARTER = ("-m", "farflung.launch.rank")  # between Python and the script: has failures reported, wherever
 
 MAX_PER_CORE = 16  # more than that on a CPU is a slip: each of them takes 0.2 GB before it has done anything
@@ -49,6 +54,21 @@ PLACE_VARIABLES = (
     environ.LAUNCHER,
     *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"),
 )
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a launcher runs.
+
+    Args:
+        exec_alone: one process alone takes the place of this one.
+        is_inner: this launcher is under that of replicas.
+    """
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    exec_alone: bool = False
+    is_inner: bool = False
 
 
 @dataclass(frozen=True)
@@ -324,9 +344,9 @@ def check_recipe(resolved: Resolved, variables: Mapping[str, str]) -> bool:
     if config is None:
         return False
     with torch_is_loaded(variables):
-        named = import_module("farflung.outer.arguments")
+        make = outer_arguments.OuterConfig
     try:
-        made = named.OuterConfig(config.recipe, **config.given())
+        settings = make(config.recipe, **config.given())
     except ConfigError as error:
         raise explained(error, resolved.file, resolved.origins) from None
-    return bool(named.recipe_of(made, local_size=2).codec.linear)
+    return bool(outer_arguments.recipe_of(settings, local_size=2).codec.linear)

@@ -15,12 +15,13 @@ import io
 import os
 import sys
 from contextlib import redirect_stderr
-from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import TYPE_CHECKING
 
 from farflung.base.events import Kind, tell
+from farflung.base.lazy import LazyModule
 from farflung.config import environ
 from farflung.integrations.rounds import record_rounds
 from farflung.process.failure import PREEMPTED, has_note, has_report, record_exit, record_failure
@@ -28,6 +29,13 @@ from farflung.process.heard import record_signals
 from farflung.process.run_files import Metrics, add_event, recorded
 from farflung.process.tether import end_with_launcher
 from farflung.process.trainer_log import keep_trainer_logs
+
+if TYPE_CHECKING:
+    from farflung.data import slots
+    from farflung.integrations import data_parallel
+else:
+    slots = LazyModule("farflung.data.slots")
+    data_parallel = LazyModule("farflung.integrations.data_parallel")
 
 
 def run(arguments: list[str]) -> None:
@@ -43,8 +51,7 @@ def run(arguments: list[str]) -> None:
     outer = None
     try:
         if environ.text("FARFLUNG_OUTER_RECIPE"):
-            slots = import_module("farflung.data.slots").Slots
-            outer = import_module("farflung.integrations.data_parallel").take_over(slots)
+            outer = data_parallel.take_over(slots.Slots)
         code, main = _loaded_module(arguments[1:]) if arguments[0] == "-m" else _loaded_script(arguments)
         own = sys.modules["__main__"]  # kept alive: this very code lives in it
         sys.modules["__main__"] = main

@@ -19,7 +19,6 @@ import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +26,7 @@ import psutil  # type: ignore[import-untyped]
 
 from farflung.base.causes import Cause
 from farflung.base.events import EVENTS, FILES_ONLY, Event, Kind, record
+from farflung.base.lazy import LazyModule
 from farflung.base.signals import WARNINGS, handled
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
@@ -42,6 +42,9 @@ from farflung.process.identity import process_identity
 if TYPE_CHECKING:
     from farflung.comm.member_store import LauncherNotes
     from farflung.comm.transport import Transport
+    from farflung.launch import run_store
+else:
+    run_store = LazyModule("farflung.launch.run_store")
 
 _ASK_S = 0.5
 _END_WITHIN_S = 30.0
@@ -102,7 +105,7 @@ class _Launcher:
         transport: Transport,
         folder: Path,
     ) -> None:
-        self._store = import_module("farflung.launch.run_store").RunStore(transport)
+        self._store = run_store.RunStore(transport)
         self._command, self._variables, self._where = command, variables, transport.address
         self._machine = machine_name()
         self._is_served = "://" not in transport.address

@@ -7,24 +7,25 @@ import dataclasses
 import os
 import sys
 from collections.abc import Collection
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from farflung.base.causes import Cause
 from farflung.base.events import FILES_ONLY, Kind, record
+from farflung.base.lazy import LazyModule
 from farflung.config.launch import LaunchSettings
 from farflung.config.resolve import Resolved
 from farflung.launch.codes import BY_SIGNAL, CODES, DONE, REQUEUE
 from farflung.launch.dry_run import described
-from farflung.launch.plan import Plan, check_recipe, lone_environment, make_plan
+from farflung.launch.plan import Plan, Script, check_recipe, lone_environment, make_plan
 from farflung.launch.report import in_order, in_short, show
-from farflung.launch.start import Script
 from farflung.observe.folder import RunFolder
 from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND, PREEMPTED
 from farflung.process.run_files import LOGS
 
 if TYPE_CHECKING:
-    from farflung.launch.agent import Outcome
+    from farflung.launch import agent
+else:
+    agent = LazyModule("farflung.launch.agent")
 
 
 class Ranks:
@@ -70,7 +71,7 @@ def start(settings: LaunchSettings, plan: Plan, is_inner: bool = False) -> int:
 
     With `is_inner` a rank that a signal killed is 128 + its number, from which the launcher of replicas knows it.
     """
-    outcome: Outcome = import_module("farflung.launch.agent").run_agent(plan, settings)
+    outcome = agent.run_agent(plan, settings)
     for one in outcome.failures:
         record(Kind.LOST, level=FILES_ONLY, rank=one.rank, why=in_short(one), how=one.how)
     if outcome.is_preempted or PREEMPTED in outcome.notes:  # what followed is no failure

@@ -4,35 +4,28 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from importlib import import_module
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
 from farflung.base.errors import FarflungError
 from farflung.base.events import EVENTS, Kind, record
 from farflung.base.files import FORMER_NAME
+from farflung.base.lazy import LazyModule
 from farflung.config.places import former_files
 from farflung.config.resolve import Resolved
 from farflung.launch.codes import DONE, INTERRUPTED, EngineFailure, of_error
 from farflung.launch.events import FolderSink, Screen, showing
+from farflung.launch.plan import Script
 from farflung.observe.folder import RunFolder, make_folder
 
-
-@dataclass(frozen=True)
-class Script:
-    """What a launcher runs.
-
-    Args:
-        exec_alone: one process alone takes the place of this one.
-        is_inner: this launcher is under that of replicas.
-    """
-
-    name: str
-    arguments: tuple[str, ...] = ()
-    exec_alone: bool = False
-    is_inner: bool = False
+if TYPE_CHECKING:
+    from farflung.launch import elastic, run
+    from farflung.launch.engines import submit
+else:
+    elastic = LazyModule("farflung.launch.elastic")
+    run = LazyModule("farflung.launch.run")
+    submit = LazyModule("farflung.launch.engines.submit")
 
 
 class Starter(Protocol):
@@ -55,22 +48,20 @@ class Starter(Protocol):
 
 
 def starter_of(resolved: Resolved, script: Script) -> Starter:
-    """Return what starts a script with these settings: each is loaded only where it is asked for."""
+    """Return what starts a script with these settings."""
     settings = resolved.settings
-    where, name = ("run", "Ranks") if settings.is_local else ("engines.submit", "Submitted")
-    if settings.is_local and (settings.elastic is not None or settings.join is not None):
-        where, name = "elastic", "Replicas"
-    starter: Starter = getattr(import_module(f"farflung.launch.{where}"), name)(resolved, script)
-    return starter
+    if not settings.is_local:
+        return submit.Submitted(resolved, script)
+    is_elastic = settings.elastic is not None or settings.join is not None
+    return elastic.Replicas(resolved, script) if is_elastic else run.Ranks(resolved, script)
 
 
 def launch_script(resolved: Resolved, script: Script) -> int:
     """Run a script to its end and return the exit code."""
-    settings = resolved.settings
-    with showing(Screen(settings)):
+    with showing(Screen(resolved.settings)):
         _record_notes(resolved)
         starter = starter_of(resolved, script)
-        if settings.dry_run:
+        if resolved.settings.dry_run:
             click.echo(starter.described())
             return DONE
         started = starter.prepare()
@@ -82,7 +73,7 @@ def launch_script(resolved: Resolved, script: Script) -> int:
             code = starter.follow(folder)
         except FarflungError as error:
             code = of_error(error)
-            if not (settings.json and isinstance(error, EngineFailure)):
+            if not (resolved.settings.json and isinstance(error, EngineFailure)):
                 raise
             record(Kind.FAILED, message=str(error))
         finally:

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from farflung.base.enums import DistributedType
+from farflung.base.lazy import LazyModule
 from farflung.config.handlers import DistributedDataParallelKwargs
 from farflung.process.mesh import Mesh
 from farflung.process.world import World
@@ -17,6 +17,9 @@ from farflung.strategy.ddp import DDP
 
 if TYPE_CHECKING:
     from farflung.config.sharding import FullyShardedDataParallelPlugin
+    from farflung.strategy import fsdp as fsdp_strategy
+else:
+    fsdp_strategy = LazyModule("farflung.strategy.fsdp")
 
 
 def choose_strategy(
@@ -35,11 +38,10 @@ def choose_strategy(
     if fsdp is None:
         strategy = Single(mesh) if is_alone else DDP(world.kind, mesh, world.device)
     else:
-        sharding: Any = import_module("farflung.strategy.fsdp")  # by name, as torch.distributed.fsdp is slow to import
         strategy = (
-            sharding.OneShard(mesh, world.device, fsdp)
+            fsdp_strategy.OneShard(mesh, world.device, fsdp)
             if is_alone
-            else sharding.FSDP(mesh, world.device, fsdp, compute_dtype)
+            else fsdp_strategy.FSDP(mesh, world.device, fsdp, compute_dtype)
         )
     strategy.ddp_handler = ddp
     return strategy

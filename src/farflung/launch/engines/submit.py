@@ -19,7 +19,7 @@ from farflung.config.setting import BOTH_SPELLINGS
 from farflung.launch.codes import INTERRUPTED
 from farflung.launch.engines.engine import Engine, Job
 from farflung.launch.events import Screen, showing
-from farflung.launch.start import Script
+from farflung.launch.plan import Script
 from farflung.observe.folder import NONE, RUNS, RunFolder, named_run
 
 # By the names of the setting `engine`.
