@@ -71,25 +71,25 @@ def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = No
         from torch.distributed.launcher.api import elastic_launch
 
     is_ours = meeting.backend == "static"  # torch's `c10d` too has one store for all attempts by default
-    told = {environ.SHOWS_ATTEMPTS: "true"} if is_ours else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    variables = {environ.SHOWS_ATTEMPTS: "true"} if is_ours else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with ExitStack() as around:
         saves = settings.save_on_signal is not None and isinstance(entrypoint, str)  # not a notebook's
         around.enter_context(_agent_logs(settings))
-        around.enter_context(environ.patched({**plan.variables, **told, environ.LAUNCHER: str(os.getpid())}))
+        around.enter_context(environ.patched({**plan.variables, **variables, environ.LAUNCHER: str(os.getpid())}))
         log_dir = Path(settings.log_dir or around.enter_context(tempfile.TemporaryDirectory(prefix="farflung_")))
         heard = around.enter_context(_signals(SignalException, saves, log_dir))
         try:
             agent = elastic_launch(_agent_settings(plan, settings, line_prefix, log_dir), entrypoint)
             # The agent puts the rank in for `${local_rank}` in texts; a doubled `$` is how it spells one.
-            returned = agent(*(one.replace("$", "$$") if isinstance(one, str) else one for one in arguments))
+            returned = agent(*(word.replace("$", "$$") if isinstance(word, str) else word for word in arguments))
         except ChildFailedError as error:
-            first = min(rank - int(one.local_rank) for rank, one in error.failures.items())  # of this machine's
+            first = min(rank - int(failure.local_rank) for rank, failure in error.failures.items())  # of this machine's
             failures = [
-                Failure.of(rank, one.exitcode, one.error_file_data, pid=one.pid, seen_s=one.timestamp)
-                for rank, one in error.failures.items()
+                Failure.of(rank, failure.exitcode, failure.error_file_data, pid=failure.pid, seen_s=failure.timestamp)
+                for rank, failure in error.failures.items()
             ]
             if not isinstance(entrypoint, str):  # of several functions that fail, the agent names one
-                failures += [one for one in _reported(log_dir, first) if one.rank not in error.failures]
+                failures += [failure for failure in _reported(log_dir, first) if failure.rank not in error.failures]
                 return Outcome(tuple(failures), checkpoint=newest_checkpoint(log_dir))
             for failed in failures:  # what failed programs have left behind: each has a session of its own
                 with suppress(ProcessLookupError):
@@ -120,7 +120,7 @@ def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = No
     return Outcome(notes=notes)
 
 
-def _agent_settings(plan: Plan, said: LaunchSettings, line_prefix: str | None, log_dir: Path) -> Any:
+def _agent_settings(plan: Plan, settings: LaunchSettings, line_prefix: str | None, log_dir: Path) -> Any:
     """Return torch's `LaunchConfig`."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig
@@ -130,24 +130,26 @@ def _agent_settings(plan: Plan, said: LaunchSettings, line_prefix: str | None, l
     backend, conf = meeting.backend, dict[str, Any](meeting.conf, rank=machine)
     if backend == "static":
         backend = rendezvous.registered()
-        begins = partial(_show_attempt, log_dir, machine * plan.num_local, said)
+        begins = partial(_show_attempt, log_dir, machine * plan.num_local, settings)
         conf |= {"listen": meeting.listen, "begins": begins}
     return LaunchConfig(
         min_nodes=meeting.num_machines,
         max_nodes=meeting.num_machines,
         nproc_per_node=plan.num_local,
         run_id=meeting.run_id,
-        role=said.role,
+        role=settings.role,
         rdzv_endpoint=meeting.endpoint,
         rdzv_backend=backend,
         rdzv_configs=conf,
-        max_restarts=said.max_restarts or 0,
-        monitor_interval=said.monitor_interval,
+        max_restarts=settings.max_restarts or 0,
+        monitor_interval=settings.monitor_interval,
         start_method="fork",
         log_line_prefix_template=line_prefix,
         local_addr=meeting.address,
         logs_specs=DefaultLogsSpecs(
-            log_dir=str(log_dir), tee=Std.from_str(said.tee), local_ranks_filter=_shown(said, machine * plan.num_local)
+            log_dir=str(log_dir),
+            tee=Std.from_str(settings.tee),
+            local_ranks_filter=_shown(settings, machine * plan.num_local),
         ),
         signals_to_handle="SIGRTMAX",  # one that nobody sends: `_signals` hears the others, and none would be an error
     )
@@ -169,8 +171,10 @@ def _reported(log_dir: Path, first_rank: int, before_s: float = inf) -> tuple[Fa
     """Return the failures that stand in the error files of the last attempt and were written before a time."""
     last_attempt = _last_attempt(log_dir)
     files = {first_rank + int(file.parent.name): file for file in last_attempt.glob("*/error.json")}
-    found = (Failure.of(rank, 1, read_report(file)) for rank, file in sorted(files.items()))
-    return tuple(replace(one, exit_code=one.reported_code or 1) for one in found if one.time_s < before_s)
+    failures = (Failure.of(rank, 1, read_report(file)) for rank, file in sorted(files.items()))
+    return tuple(
+        replace(failure, exit_code=failure.reported_code or 1) for failure in failures if failure.time_s < before_s
+    )
 
 
 def _last_attempt(log_dir: Path) -> Path:

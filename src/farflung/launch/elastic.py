@@ -178,8 +178,8 @@ def _tell_differences(settings: LaunchSettings, transport: Transport, count: int
     del mine["expected"]  # each launcher has as many replicas as it likes
     differ = {name: value for name, value in mine.items() if theirs.get(name, value) != value}
     if differ:
-        said = ", ".join(f"{name} is {theirs[name]}, not {value}" for name, value in differ.items())
-        record(Kind.NOTE, message=f"the run at {settings.meet} has settings of its own: {said}")
+        differences = ", ".join(f"{name} is {theirs[name]}, not {value}" for name, value in differ.items())
+        record(Kind.NOTE, message=f"the run at {settings.meet} has settings of its own: {differences}")
 
 
 def _described(settings: LaunchSettings, count: int) -> bytes:

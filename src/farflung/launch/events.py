@@ -9,9 +9,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from farflung.base.events import EVENTS, FILES_ONLY, Event, Kind, Sink, record, tell, words
+from farflung.base.events import EVENTS, FILES_ONLY, Event, Kind, Sink, tell, words
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 from farflung.launch.report import show_box
@@ -67,9 +66,3 @@ def showing(*sinks: Sink) -> Iterator[None]:
         yield
     finally:
         EVENTS.handlers = before
-
-
-def say(settings: LaunchSettings, event: str, words: str | None, *, is_error: bool = False, **facts: Any) -> None:
-    """Record an event whose message is at hand."""
-    facts |= {} if words is None else {"message": words}
-    record(Kind(event), level=logging.ERROR if is_error else logging.INFO, **facts)

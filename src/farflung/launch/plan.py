@@ -199,11 +199,11 @@ def network_variables(meeting: Meeting, settings: LaunchSettings) -> dict[str, s
     if meeting.interface is None:
         is_free = meeting.num_machines == 1 and not environ.text("GLOO_SOCKET_IFNAME")
         return {"GLOO_SOCKET_IFNAME": loopback_interface()} if is_free else {}
-    told = dict.fromkeys(INTERFACE_VARIABLES, meeting.interface.name)
+    variables = dict.fromkeys(INTERFACE_VARIABLES, meeting.interface.name)
     if not settings.debug:
-        told["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it warns at each connection where an address has no name
+        variables["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it warns at each connection where an address has no name
     named = INTERFACE_VARIABLES if settings.network_interface is not None else ()
-    return {name: value for name, value in told.items() if name in named or not environ.text(name)}
+    return {name: value for name, value in variables.items() if name in named or not environ.text(name)}
 
 
 def _count_processes(settings: LaunchSettings) -> tuple[int, bool]:

@@ -66,8 +66,8 @@ def supervise(
 
 def machine_name() -> str:
     """Return the name of this launcher in the store."""
-    own = zlib.crc32(f"{uuid.getnode()} {process_identity(os.getpid())}".encode())  # containers share names and ids
-    return f"{socket.gethostname()}:{os.getpid()}.{own & 0xFFFF:04x}"
+    digest = zlib.crc32(f"{uuid.getnode()} {process_identity(os.getpid())}".encode())  # containers share names and ids
+    return f"{socket.gethostname()}:{os.getpid()}.{digest & 0xFFFF:04x}"
 
 
 @dataclass(frozen=True, eq=False)

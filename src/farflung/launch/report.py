@@ -38,13 +38,13 @@ class Failure:
     @classmethod
     def of(cls, rank: int, exit_code: int, left: Mapping[str, Any], *, pid: int = 0, seen_s: float = 0.0) -> Failure:
         """Return what is known of `rank`: by its error file (`left`, in torch's form), and when its end was seen."""
-        said = left.get("message")
-        if not isinstance(said, Mapping):
+        report = left.get("message")
+        if not isinstance(report, Mapping):
             return cls(rank, exit_code, pid, time_s=seen_s)
-        details = said.get("extraInfo", {})
+        details = report.get("extraInfo", {})
         time_s = float(details.get("precise_timestamp") or details.get("timestamp") or seen_s)
         trace, code = details.get("py_callstack"), details.get("exit_code")
-        message = said.get("message")
+        message = report.get("message")
         cause = Cause(details["cause"]) if "cause" in details else cause_in(message or "")  # torch's reports have none
         return cls(rank, exit_code, pid, message, trace, time_s, code, cause)
 
@@ -86,12 +86,12 @@ def in_order(failures: Sequence[Failure]) -> tuple[list[Failure], list[Failure]]
     Faults come first, then errors by their time, then the errors of ranks that lost another one.
     """
     first_s = min(failure.time_s for failure in failures)
-    told = [one for one in failures if one.exit_code < 0 and not one.has_reported]
-    ended = [one for one in told if one.exit_code == -signal.SIGTERM or one.time_s > first_s + _GRACE_S]
-    own = [failure for failure in failures if failure not in ended]
-    if not own:  # each was asked to end; the agent lists first the one that another program asked
-        own, ended = ended[:1], ended[1:]
-    return sorted(own, key=lambda failure: (_distance(failure), failure.time_s)), ended
+    signalled = [one for one in failures if one.exit_code < 0 and not one.has_reported]
+    ended = [one for one in signalled if one.exit_code == -signal.SIGTERM or one.time_s > first_s + _GRACE_S]
+    failed = [failure for failure in failures if failure not in ended]
+    if not failed:  # each was asked to end; the agent lists first the one that another program asked
+        failed, ended = ended[:1], ended[1:]
+    return sorted(failed, key=lambda failure: (_distance(failure), failure.time_s)), ended
 
 
 def _distance(failure: Failure) -> int:
@@ -113,11 +113,11 @@ def explain(
         others_at: the address of this machine for others, whose names may be the same; None: there are no others.
         name: of what failed first; None: `rank 0`, for example.
     """
-    own, ended = in_order(failures)
-    cause = own[0]
+    failed, ended = in_order(failures)
+    cause = failed[0]
     parts = [cause.traceback.rstrip() if cause.traceback else _without_traceback(cause)]
-    others = [f"rank {other.rank} failed too: {in_short(other)}" for other in own[1:] if _distance(other) < 2]
-    others += _listed([other for other in own[1:] if _distance(other) == 2], "lost the connection to it")
+    others = [f"rank {other.rank} failed too: {in_short(other)}" for other in failed[1:] if _distance(other) < 2]
+    others += _listed([other for other in failed[1:] if _distance(other) == 2], "lost the connection to it")
     others += _listed(ended, "ended by the launcher")
     if finished:
         others.append(
@@ -153,10 +153,10 @@ def _listed(failures: Sequence[Failure], what: str) -> list[str]:
     return [f"then {what}: {numbered('rank', sorted(failure.rank for failure in failures))}"] if failures else []
 
 
-def show(failures: Sequence[Failure], log_dir: str | None = None, **said: Any) -> int:
+def show(failures: Sequence[Failure], log_dir: str | None = None, **details: Any) -> int:
     """Record the report of a failure; return the exit code of the rank that failed first. `said` is for `explain`."""
     cause = in_order(failures)[0][0]
-    title, text = explain(failures, **said)
+    title, text = explain(failures, **details)
     if log_dir is not None:
         text += f"\n\nlogs: {log_dir}"
     facts: dict[str, Any] = {"rank": cause.rank, "how": cause.how, "error": cause.message, "failed_at": cause.time_s}

@@ -72,8 +72,8 @@ def start(settings: LaunchSettings, plan: Plan, is_inner: bool = False) -> int:
     With `is_inner` a rank that a signal killed is 128 + its number, from which the launcher of replicas knows it.
     """
     outcome = agent.run_agent(plan, settings)
-    for one in outcome.failures:
-        record(Kind.LOST, level=FILES_ONLY, rank=one.rank, why=in_short(one), how=one.how)
+    for failure in outcome.failures:
+        record(Kind.LOST, level=FILES_ONLY, rank=failure.rank, why=in_short(failure), how=failure.how)
     if outcome.is_preempted or PREEMPTED in outcome.notes:  # what followed is no failure
         return REQUEUE
     if outcome.failures:
@@ -82,8 +82,8 @@ def start(settings: LaunchSettings, plan: Plan, is_inner: bool = False) -> int:
             return cause.shell_code
         interface = plan.meeting.interface
         others_at = None if settings.num_machines == 1 else interface.address if interface else ""
-        said = {"finished": outcome.finished, "others_at": others_at, "checkpoint": outcome.checkpoint}
-        code = show(outcome.failures, settings.log_dir, **said)
+        details = {"finished": outcome.finished, "others_at": others_at, "checkpoint": outcome.checkpoint}
+        code = show(outcome.failures, settings.log_dir, **details)
         if outcome.signal is None:
             return code if is_inner and code > BY_SIGNAL else CODES[cause.cause]
     if outcome.signal is not None:

@@ -39,6 +39,9 @@ _END_WITHIN_S = 35.0  # ranks have half a minute to end
 class Connection:
     """The connection to a launcher under `process/tether.py` elsewhere.
 
+    Args:
+        streams: the lines of stdout and of stderr, as they come.
+
     Attributes:
         name: of what the launcher is.
         host: what stands before its lines.
@@ -49,8 +52,8 @@ class Connection:
         code: how the launcher has ended; None: it runs.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = self.host = name
+    def __init__(self, name: str, streams: tuple[Iterable[bytes], Iterable[bytes]]) -> None:
+        self.name, self.host, self.streams = name, name, streams
         self.last_line = "no reason was given"
         self.failures: list[Event] = []
         self.has_reported_end = self.is_leaving = False
@@ -62,11 +65,6 @@ class Connection:
     def is_gone(self) -> bool:
         """Whether the connection has failed, and not the launcher at its end."""
         return self.code is not None and (self.code < 0 or self.code == GONE)
-
-    @property
-    def streams(self) -> tuple[Iterable[bytes], Iterable[bytes]]:
-        """The lines of stdout and of stderr, as they come."""
-        raise NotImplementedError
 
     def poll(self) -> int | None:
         """Return the launcher's exit code once its lines are read; GONE for a 0 that is not the launcher's own."""
@@ -111,16 +109,12 @@ class SshConnection(Connection):
     """The connection that a program makes, ssh."""
 
     def __init__(self, host: str, command: Sequence[str]) -> None:
-        super().__init__(host)
-        self.last_line = "ssh gave no reason"
         pipe = subprocess.PIPE  # a session of its own: Ctrl-C leaves ssh alone, for what is printed at the end
         self._ssh = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
-
-    @property
-    def streams(self) -> tuple[Iterable[bytes], Iterable[bytes]]:
         assert self._ssh.stdout is not None
         assert self._ssh.stderr is not None
-        return self._ssh.stdout, self._ssh.stderr
+        super().__init__(host, (self._ssh.stdout, self._ssh.stderr))
+        self.last_line = "ssh gave no reason"
 
     def code_of_line(self) -> int | None:
         return self._ssh.poll()

@@ -66,8 +66,8 @@ class Job:
     @property
     def count(self) -> int:
         """How many launchers there are at the start: replicas or, in a fixed run, machines."""
-        own = self.settings
-        return (own.replicas or own.bounds[0]) if self.is_elastic else own.num_machines
+        settings = self.settings
+        return (settings.replicas or settings.bounds[0]) if self.is_elastic else settings.num_machines
 
     @property
     def name(self) -> str:
@@ -96,8 +96,8 @@ class Job:
         It reads no file of settings, starts the processes itself, and writes into this run's folder.
         """
         inner = replace(self.settings, **{"engine": None, "hosts": None, "sync": False, "engine_options": ""} | changes)
-        own = ("--engine", LOCAL, "--config_file", NO_FILE, "--run_dir", str(self.folder))
-        return "launch", *own, *flags_for(inner, without=_NOT_INNER), self.script, *self.arguments
+        place = ("--engine", LOCAL, "--config_file", NO_FILE, "--run_dir", str(self.folder))
+        return "launch", *place, *flags_for(inner, without=_NOT_INNER), self.script, *self.arguments
 
     def check_options(self, known: Mapping[str, str], numbers: Sequence[str] = ()) -> None:
         """Raise ConfigError for what `engine_options` can't hold.

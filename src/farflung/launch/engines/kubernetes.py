@@ -87,7 +87,7 @@ class Kubernetes:
             self._check_settings()
 
     def _check_settings(self) -> None:
-        own, options = self._job.settings, self._options
+        meet, options = self._job.settings.meet or "", self._options
         if not options.get("image"):
             raise ConfigError(
                 "engine is kubernetes, but no image is named. Add --engine_options image=registry/name:tag, one with "
@@ -97,18 +97,18 @@ class Kubernetes:
             if not re.fullmatch(r"[^=]+=[^=]*", pair):
                 raise ConfigError(f"engine_options has node_selector={pair}; use key=value;key=value.")
         for name in ("main_process_ip", "machine_rank"):
-            if getattr(own, name):
-                raise ConfigError(f"{name} is {getattr(own, name)}, but Kubernetes names and numbers the pods itself.")
-        if self._job.is_elastic and (own.meet is None or own.meet.startswith("tcp://")):
+            if value := getattr(self._job.settings, name):
+                raise ConfigError(f"{name} is {value}, but Kubernetes names and numbers the pods itself.")
+        if self._job.is_elastic and (not meet or meet.startswith("tcp://")):
             raise ConfigError(
-                f"meet is {own.meet}, but pods come and go, the first one too. Have replicas meet in a bucket, --meet "
-                f"s3://bucket/run7, or on a claim: --meet file://{_MOUNT}/run7 --engine_options claim=NAME."
+                f"meet is {meet or None}, but pods come and go, the first one too. Have replicas meet in a bucket, "
+                f"--meet s3://bucket/run7, or on a claim: --meet file://{_MOUNT}/run7 --engine_options claim=NAME."
             )
-        is_mounted = (own.meet or "").startswith(f"file://{_MOUNT}/") and "claim" in options
-        if (own.meet or "").startswith("file://") and not is_mounted:
+        is_mounted = meet.startswith(f"file://{_MOUNT}/") and "claim" in options
+        if meet.startswith("file://") and not is_mounted:
             raise ConfigError(
-                f"meet is {own.meet}, a folder that pods don't share. Mount a claim at {_MOUNT} and meet there: --meet "
-                f"file://{_MOUNT}/run7 --engine_options claim=NAME."
+                f"meet is {meet}, a folder that pods don't share. Mount a claim at {_MOUNT} and meet there: "
+                f"--meet file://{_MOUNT}/run7 --engine_options claim=NAME."
             )
         for word in self._pod()["containers"][0]["command"]:
             if not word.isascii() and os.fsencode(word).decode(errors="replace") != word:
@@ -179,7 +179,8 @@ class Kubernetes:
 
     def _end_of(self, job: Mapping[str, Any], pods: Sequence[Any]) -> tuple[bool, int]:
         """Return whether the job has ended, and its exit code: 0, or that of the first pod that failed."""
-        states = {one["type"]: one for one in job.get("status", {}).get("conditions", []) if one["status"] == "True"}
+        conditions = job.get("status", {}).get("conditions", [])
+        states = {each["type"]: each for each in conditions if each["status"] == "True"}
         if "Complete" in states:
             return True, DONE
         if "Failed" not in states:
@@ -237,7 +238,7 @@ class Kubernetes:
         return [job, {"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": {**names, "ports": [port]}}]
 
     def _pod(self) -> dict[str, Any]:
-        options, own = self._options, self._job.settings
+        options, settings = self._options, self._job.settings
         asked = {name: options[name] for name in ("cpu", "memory") if name in options}
         most = {"memory": options["memory"]} if "memory" in options else {}
         most |= {"nvidia.com/gpu": options["gpus"]} if "gpus" in options else {}
@@ -249,7 +250,7 @@ class Kubernetes:
         main = f"{self._name}-0.{self._name}"
         python = options.get("python", "python3")
         place = {"fieldRef": {"fieldPath": f"metadata.annotations['{_INDEX}']"}}
-        several = own.num_machines > 1
+        several = settings.num_machines > 1
         folder = Path(_MOUNT, RUNS, self._job.name) if claim else Path(NONE)
         changes = {"replicas": 1} if self._job.is_elastic else {"main_process_ip": main} if several else {}
         words = launcher_command(replace(self._job, folder=folder).command(**changes), python)

@@ -205,12 +205,12 @@ def problems(pod: Mapping[str, Any]) -> Sequence[str]:
     """Return why a pod does not run, in sentences without their subject; nothing where all is well."""
     status = pod["status"]
     found = [
-        f"waits for a node: {one.get('message', '')}"
-        for one in status.get("conditions", [])
-        if (one["type"], one["status"]) == ("PodScheduled", "False")
+        f"waits for a node: {condition.get('message', '')}"
+        for condition in status.get("conditions", [])
+        if (condition["type"], condition["status"]) == ("PodScheduled", "False")
     ]
-    for one in (*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])):
-        state = one.get("state", {})
+    for container in (*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])):
+        state = container.get("state", {})
         waits, ended = state.get("waiting", {}), state.get("terminated", {})
         if waits.get("reason", _NORMAL[0]) not in _NORMAL:
             found.append(f"waits: {waits['reason']}: {waits.get('message', '')}")
@@ -222,8 +222,10 @@ def problems(pod: Mapping[str, Any]) -> Sequence[str]:
 def first_exit_code(pods: Sequence[Mapping[str, Any]]) -> int:
     """Return the exit code of a run that failed: that of the container that failed first, if it is one of ours."""
     ends = [
-        one.get("state", {}).get("terminated", {}) for p in pods for one in p["status"].get("containerStatuses", [])
+        container.get("state", {}).get("terminated", {})
+        for p in pods
+        for container in p["status"].get("containerStatuses", [])
     ]
-    failed = sorted((one for one in ends if one.get("exitCode")), key=lambda one: str(one.get("finishedAt", "")))
+    failed = sorted((end for end in ends if end.get("exitCode")), key=lambda end: str(end.get("finishedAt", "")))
     code = failed[0]["exitCode"] if failed else FAILED
     return code if code in (USAGE, FAILED, HUNG, ENGINE) else FAILED

@@ -60,9 +60,9 @@ class Ray(ForegroundEngine[RayConnection]):
 
     def described(self) -> str:
         """Return the launchers' commands; addresses are known once there are nodes."""
-        own, lines = self._job.settings, []
+        settings, lines = self._job.settings, []
         for number in range(self._job.count):
-            place = launcher_settings(own, number, "node-of-0", own.main_process_port or DEFAULT_PORT)
+            place = launcher_settings(settings, number, "node-of-0", settings.main_process_port or DEFAULT_PORT)
             lines.append(f"[{number}] {' '.join(launcher_command(self._job.command(json=True, **place)))}")
         options = {"cpus": "1", "gpus": "0", **self._job.options}
         asked = f"an actor with cpus={options['cpus']} and gpus={options['gpus']}"

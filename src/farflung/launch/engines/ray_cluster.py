@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -100,16 +100,12 @@ class RayConnection(Connection):
     """
 
     def __init__(self, ray: Any, actor: Any, name: str) -> None:
-        super().__init__(name)
+        super().__init__(name, (self._read("stdout"), self._read("stderr")))
         self.number = int(name.split()[1])
         self.host, self.node = str(self.number), ""
         self._ray, self._actor = ray, actor
         self._code: int | None = None
         self._start: Any = None
-
-    @property
-    def streams(self) -> tuple[Iterable[bytes], Iterable[bytes]]:
-        return self._read("stdout"), self._read("stderr")
 
     def start(self, words: Sequence[str], folder: str, token: str) -> None:
         """Have the actor start a launcher, once it has a node."""
@@ -155,13 +151,13 @@ def in_short(error: Exception) -> str:
     return next((line for line in lines if "because" in line), lines[-1] if lines else type(error).__name__)
 
 
-def launcher_settings(own: LaunchSettings, number: int, host: str, port: Any) -> dict[str, Any]:
+def launcher_settings(settings: LaunchSettings, number: int, host: str, port: Any) -> dict[str, Any]:
     """Return the settings of one launcher; `host`, `port`: of the first one, which serves what the others need."""
-    if own.elastic is not None:
-        return {"replicas": 1, "meet": own.meet or f"tcp://{host}:{port}"}
-    if own.num_machines == 1:
+    if settings.elastic is not None:
+        return {"replicas": 1, "meet": settings.meet or f"tcp://{host}:{port}"}
+    if settings.num_machines == 1:
         return {}
-    return {"machine_rank": number, "main_process_ip": host, "main_process_port": own.main_process_port or port}
+    return {"machine_rank": number, "main_process_ip": host, "main_process_port": settings.main_process_port or port}
 
 
 class RayCluster:

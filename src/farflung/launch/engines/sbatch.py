@@ -79,24 +79,24 @@ def _heeds_signals(job: Job) -> bool:
 def batch_script(job: Job) -> str:
     """Return the batch script: on each node a launcher; a job that ends with REQUEUE goes back into the queue."""
     options = job.options
-    own = {key: options[key] for key in _SBATCH if key in options}
+    directives = {key: options[key] for key in _SBATCH if key in options}
     flags = ["--kill-on-bad-exit=0"]
-    if "cpus_per_task" in own:  # which srun does not take over from sbatch
-        flags.append(f"--cpus-per-task={own['cpus_per_task']}")
+    if "cpus_per_task" in directives:  # which srun does not take over from sbatch
+        flags.append(f"--cpus-per-task={directives['cpus_per_task']}")
     if job.is_elastic:
-        own["array"] = f"0-{job.count - 1}"
+        directives["array"] = f"0-{job.count - 1}"
         words = job.command(replicas=1, meet=job.settings.meet or f"file://{job.folder}/meet")
     else:
         words = job.command(engine="slurm")  # which has no need of main_process_ip
         flags += ["--label"] if job.count > 1 else []
     if _heeds_signals(job):  # it would end any other run
-        own["signal"] = f"USR1@{options.get('signal', 90)}"
+        directives["signal"] = f"USR1@{options.get('signal', 90)}"
     return _SCRIPT.substitute(
         name=re.sub(r"[^\w.+-]", "_", job.name, flags=re.ASCII),
         output=f"slurm-{'%A_%a' if job.is_elastic else '%j'}.out",  # in the run's folder, where sbatch is called
         enter=sh_text(f"cd {shlex.quote(os.getcwd())} || exit {ENGINE}"),
         nodes=1 if job.is_elastic else job.count,
-        directives="\n".join(f"#SBATCH --{key.replace('_', '-')}={shlex.quote(own[key])}" for key in own),
+        directives="\n".join(f"#SBATCH --{key.replace('_', '-')}={shlex.quote(directives[key])}" for key in directives),
         setup=options.get("setup", ""),
         flags=shlex.join(flags),
         command=shell_line(launcher_command(words, options.get("python", sys.executable))),

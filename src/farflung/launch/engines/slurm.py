@@ -19,12 +19,11 @@ from typing import Any, ClassVar, NamedTuple
 import click
 
 from farflung.base.errors import did_you_mean
-from farflung.base.events import Kind
+from farflung.base.events import Kind, record
 from farflung.base.words import counted
 from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, FAILED, EngineFailure
 from farflung.launch.engines.engine import Job
 from farflung.launch.engines.sbatch import batch_script, check_options
-from farflung.launch.events import say
 from farflung.launch.plan import command_line
 from farflung.observe.run import Run
 
@@ -80,7 +79,7 @@ class Slurm:
             if not self._job.is_elastic and self._job.count > len(known[name]):
                 there = counted(len(known[name]), "node")
                 raise EngineFailure(f"num_machines is {self._job.count}, but partition {name} has {there}.")
-        other = next((one for hosts in known.values() for one in hosts if one != here), None)
+        other = next((host for hosts in known.values() for host in hosts if host != here), None)
         if other and folder.startswith(_OF_ONE_MACHINE):
             raise EngineFailure(
                 f"The run's folder is {folder}, which {here} does not share with {other}. Name one with --run_dir that "
@@ -166,12 +165,12 @@ class Slurm:
         return found
 
     def _report(self, name: str, job: _JobState) -> None:
-        words = f"job {name} is {job.state.lower().replace('_', ' ')}"
-        words += f", exit code {job.code}" if job.state in _OVER else ""
-        words += f" ({job.why})" if job.why not in ("", "None") else ""
+        message = f"job {name} is {job.state.lower().replace('_', ' ')}"
+        message += f", exit code {job.code}" if job.state in _OVER else ""
+        message += f" ({job.why})" if job.why not in ("", "None") else ""
         if job.code == _NO_OUTPUT:
-            words += f": its node can't write into {self._job.folder}, which all nodes must share"
-        say(self._job.settings, "state", words, job=name, state=job.state)
+            message += f": its node can't write into {self._job.folder}, which all nodes must share"
+        record(Kind.STATE, message=message, job=name, state=job.state)
 
     def _print_output(self, is_last: bool = False) -> None:
         """Print the lines that were added to output files, those of a job of an array with its number."""
@@ -198,7 +197,7 @@ def _run(*words: str) -> str:
         done = subprocess.run(words, capture_output=True, timeout=_ANSWER_WITHIN_S, text=True, errors="replace")
     except (FileNotFoundError, subprocess.TimeoutExpired) as error:
         raise EngineFailure(f"{words[0]}, a command of Slurm's, gave no answer: {error}.") from None
-    said = " ".join(line.removeprefix(f"{words[0]}: error: ") for line in done.stderr.strip().splitlines())
-    if done.returncode and "Invalid job id" not in said:
-        raise EngineFailure(f"{words[0]} refused: {said or f'exit code {done.returncode}'}")
+    message = " ".join(line.removeprefix(f"{words[0]}: error: ") for line in done.stderr.strip().splitlines())
+    if done.returncode and "Invalid job id" not in message:
+        raise EngineFailure(f"{words[0]} refused: {message or f'exit code {done.returncode}'}")
     return done.stdout

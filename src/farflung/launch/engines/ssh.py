@@ -33,13 +33,15 @@ class Ssh(ForegroundEngine[SshConnection]):
         self._hosts = () if job.handle else parse_hosts(job.settings.hosts or "")
         self._counts = [] if job.handle else self._shared_out(job.settings)
 
-    def _shared_out(self, own: LaunchSettings) -> list[int | None]:
+    def _shared_out(self, settings: LaunchSettings) -> list[int | None]:
         """Return how many replicas or processes each host gets; None: one for each GPU."""
         size, counts = len(self._hosts), [host.count for host in self._hosts]
-        name, total = ("replicas", own.replicas) if self._job.is_elastic else ("num_processes", own.num_processes)
+        name, total = (
+            ("replicas", settings.replicas) if self._job.is_elastic else ("num_processes", settings.num_processes)
+        )
         asked = f"hosts asks for {', '.join(f'{host.name}:{host.count or 1}' for host in self._hosts)}"
-        if own.num_machines not in (1, size) or own.machine_rank:
-            words = f"num_machines is {own.num_machines} and machine_rank {own.machine_rank}"
+        if settings.num_machines not in (1, size) or settings.machine_rank:
+            words = f"num_machines is {settings.num_machines} and machine_rank {settings.machine_rank}"
             raise ConfigError(f"{words}, but hosts names {size} in their order. Leave both out.")
         if any(counts):
             counts = [count or 1 for count in counts]
@@ -47,15 +49,15 @@ class Ssh(ForegroundEngine[SshConnection]):
             if total not in (None, stated):
                 raise ConfigError(f"{name} is {total}, but {asked}, which makes {stated}. Leave one of them out.")
         elif self._job.is_elastic:
-            total = total or max(own.bounds[0], size)
+            total = total or max(settings.bounds[0], size)
             counts = [(total + size - 1 - k) // size for k in range(size)]
         elif total is not None:
             if total % size:
                 raise ConfigError(f"num_processes is {total}, but hosts names {size}; use a multiple of {size}.")
             counts = [total // size] * size
-        total, (least, most) = sum(count or 0 for count in counts), own.bounds
+        total, (least, most) = sum(count or 0 for count in counts), settings.bounds
         if self._job.is_elastic and not max(least, size) <= total <= most:
-            limits = f"elastic is {own.elastic}, and each host has at least one"
+            limits = f"elastic is {settings.elastic}, and each host has at least one"
             raise ConfigError(f"{total} {plural('replica')} are to start, but {limits}: {asked}.")
         if not self._job.is_elastic and len(set(counts)) > 1:
             raise ConfigError(
@@ -66,59 +68,59 @@ class Ssh(ForegroundEngine[SshConnection]):
 
     def check(self) -> Job:
         """Ask each host what it has; raise EngineFailure where one can't be reached or has other versions or code."""
-        own = self._job.settings
-        kind = "module" if own.module else "program" if own.no_python else "script"
-        if own.sync:
+        settings = self._job.settings
+        kind = "module" if settings.module else "program" if settings.no_python else "script"
+        if settings.sync:
             self._ssh.rsync(self._hosts)
         try:
             answers = self._ssh.probe(self._hosts, self._job.script, kind)
         except FileNotFoundError:
             raise EngineFailure("There is no program ssh on this machine. Install OpenSSH's client.") from None
-        by_gpus = not (own.use_cpu or self._job.is_elastic or any(self._counts))
+        by_gpus = not (settings.use_cpu or self._job.is_elastic or any(self._counts))
         differences = table_of_differences(probe.probe(self._job.script, kind), answers, ("GPUs",) if by_gpus else ())
         if differences:
             raise EngineFailure(differences)
-        return replace(self._job, settings=self._placed(own, answers[self._hosts[0].name]))
+        return replace(self._job, settings=self._placed(settings, answers[self._hosts[0].name]))
 
-    def _placed(self, own: LaunchSettings, first: Mapping[str, Any]) -> LaunchSettings:
+    def _placed(self, settings: LaunchSettings, first: Mapping[str, Any]) -> LaunchSettings:
         """Return the settings with the number of processes and where the others reach the first host.
 
         Args:
             first: that host's answer. Its address is the one by which ssh has reached it.
         """
-        size, port = len(self._hosts), own.main_process_port or first["port"]
+        size, port = len(self._hosts), settings.main_process_port or first["port"]
         if self._job.is_elastic:
-            own = replace(own, replicas=sum(count or 0 for count in self._counts))
+            settings = replace(settings, replicas=sum(count or 0 for count in self._counts))
         else:
-            each = self._counts[0] or (1 if own.use_cpu else len(own.gpu_list) or first["GPUs"] or 1)
-            own = replace(own, num_machines=size, num_processes=size * each)
-        if size == 1 or own.meet:
-            return own
-        address = own.main_process_ip or first["address"] or self._hosts[0].name
-        if not own.main_process_ip and (is_loopback(address) or address == "localhost"):
+            each = self._counts[0] or (1 if settings.use_cpu else len(settings.gpu_list) or first["GPUs"] or 1)
+            settings = replace(settings, num_machines=size, num_processes=size * each)
+        if size == 1 or settings.meet:
+            return settings
+        address = settings.main_process_ip or first["address"] or self._hosts[0].name
+        if not settings.main_process_ip and (is_loopback(address) or address == "localhost"):
             raise ConfigError(
                 f"{self._hosts[0].name} was reached at {address}, which is each host's own. Give its address on their "
                 "network as --main_process_ip, or in hosts."
             )
         if not self._job.is_elastic:
-            return replace(own, main_process_ip=address, main_process_port=port)
+            return replace(settings, main_process_ip=address, main_process_port=port)
         at = f"[{address}]" if ":" in address else address
-        return replace(own, meet=f"tcp://{at}:{port}", main_process_ip=None, main_process_port=None)
+        return replace(settings, meet=f"tcp://{at}:{port}", main_process_ip=None, main_process_port=None)
 
     @property
     def _folder_there(self) -> Path:
         """The run's folder on the hosts: in the working folder there, if it is in that of this machine."""
-        own = self._job.folder
-        return Path(self._ssh.folder) / own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own
+        folder = self._job.folder
+        return Path(self._ssh.folder) / folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
 
     def _commands(self) -> dict[str, list[str]]:
         """Return ssh's commands by host."""
         job, python, commands = replace(self._job, folder=self._folder_there), self._ssh.python, {}
         for k, (host, count) in enumerate(zip(self._hosts, self._counts, strict=True)):
             place: dict[str, Any] = {"replicas": count} if job.is_elastic else {"machine_rank": k}
-            own = launcher_command(job.command(json=True, **place), python)
+            launcher = launcher_command(job.command(json=True, **place), python)
             tether = (python, "-m", "farflung.process.tether", "--reports", self._token)
-            commands[host.name] = self._ssh.command(host, (*tether, *own))
+            commands[host.name] = self._ssh.command(host, (*tether, *launcher))
         return commands
 
     def described(self) -> str:
@@ -148,10 +150,10 @@ class Ssh(ForegroundEngine[SshConnection]):
 
     def scale(self, count: int) -> str:
         """Raise EngineFailure: replicas are added by one more launch, and end with the launcher that started them."""
-        own = self._job.settings
+        settings = self._job.settings
         without = ("hosts", "replicas", "run_dir", "sync")
-        flags = shell_line([*flags_for(own, without=without), self._job.script, *self._job.arguments])
-        add = f"`farflung launch --hosts HOST:n {flags}`" if own.meet else "the `--join` line that it has printed"
+        flags = shell_line([*flags_for(settings, without=without), self._job.script, *self._job.arguments])
+        add = f"`farflung launch --hosts HOST:n {flags}`" if settings.meet else "the `--join` line that it has printed"
         raise EngineFailure(
             f"{self._job.name} was started by ssh on {', '.join(self._job.handle['hosts'])}, which starts no more by "
             f"itself. To add replicas: {add}. To end some: end that launch, by Ctrl-C or `farflung cancel`."

@@ -51,8 +51,8 @@ class SshClient:
     def __init__(self, options: Mapping[str, str]) -> None:
         self.python = options.get("python", sys.executable)
         self.folder = options.get("folder", os.getcwd())
-        own = (word for option in _SSH for word in ("-o", option))
-        self._words = ("ssh", "-T", *shlex.split(options.get("ssh", "")), *own)
+        flags = (word for option in _SSH for word in ("-o", option))
+        self._words = ("ssh", "-T", *shlex.split(options.get("ssh", "")), *flags)
 
     def command(self, host: Host, words: Sequence[str], more: str = "") -> list[str]:
         """Return ssh's command that runs `words` on `host` in the working folder, whatever its login shell is.
@@ -171,8 +171,8 @@ def _unpack(stream: IO[bytes], into: Path) -> None:
 def _all_of(hosts: Sequence[Host], attempt: Callable[[Host], str], what: str, at_once: int) -> None:
     """Do something for each host; raise EngineFailure with what it returns for those where it does not work."""
     with ThreadPoolExecutor(at_once) as pool:
-        said = zip(hosts, pool.map(attempt, hosts), strict=True)
-        failed = [f"  {host.name}: {why}" for host, why in said if why]
+        results = zip(hosts, pool.map(attempt, hosts), strict=True)
+        failed = [f"  {host.name}: {why}" for host, why in results if why]
     if failed:
         more = [f"  and {len(failed) - _MOST_LINES} more"] if len(failed) > _MOST_LINES else []
         head = f"{len(failed)} of {counted(len(hosts), 'host')} {what}. Nothing was started."
@@ -207,5 +207,5 @@ def table_of_differences(
     console = Console(file=StringIO(), width=100)
     console.print(table)
     advice = " --sync copies the folder to each host." if "script" in columns else ""
-    said = f"The hosts differ in {' and '.join(columns)}; nothing was started.{advice}"
-    return f"{said}\n{console.file.getvalue().rstrip()}"  # type: ignore[attr-defined]
+    message = f"The hosts differ in {' and '.join(columns)}; nothing was started.{advice}"
+    return f"{message}\n{console.file.getvalue().rstrip()}"  # type: ignore[attr-defined]

@@ -74,7 +74,7 @@ class Submitted:
         job.write(handle)
         where = job.settings.engine or "ssh"
         record(Kind.SUBMITTED, message=f"submitted to {where}; the run's folder is {job.folder}", **handle)
-        code = _followed(_engine_of(replace(job, handle=handle)) if engine.outlives_launch else engine, job)
+        code = _followed(engine, job)
         self.goes_on = code == INTERRUPTED and engine.outlives_launch
         return code
 
