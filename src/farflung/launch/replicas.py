@@ -151,7 +151,7 @@ class _Launcher:
         member = self._store.ask(lambda notes: self._enroll(notes, name), None)
         if member is None:
             if self._store.is_gone:
-                self._supervisor.drop(name)
+                del self._supervisor.due[name]
                 self._give_up(name, "", ENGINE)
             return None
         report = None

@@ -59,7 +59,7 @@ class Supervisor(Generic[C]):
 
     Attributes:
         running: the children, by name.
-        due: when those are to start that do not run, by the monotonic clock.
+        due: when the others are to start, by the monotonic clock; by name.
         signal: the first of `last` that came; 0: none.
     """
 
@@ -74,13 +74,8 @@ class Supervisor(Generic[C]):
         self.running: dict[str, C] = {}
         self.due: dict[str, float] = {}
         self.signal = 0
-        self._start, self._ended, self._grace_s, self._max_restarts, self._last = (
-            start,
-            ended,
-            grace_s,
-            max_restarts,
-            last,
-        )
+        self._start, self._ended = start, ended
+        self._grace_s, self._max_restarts, self._last = grace_s, max_restarts, last
         self._restarts: defaultdict[str, list[float]] = defaultdict(list)  # when, within the last hour
         self._sent, self._end_at = 0, inf  # the last signal to end that was sent to all, and when the next is due
 
@@ -88,10 +83,6 @@ class Supervisor(Generic[C]):
         """Start a child, now or as soon as it can be started."""
         self.due[name] = 0.0
         self._start_due()
-
-    def drop(self, name: str) -> None:
-        """Don't start the child of this name, which was to be started."""
-        self.due.pop(name, None)
 
     def restart(self, name: str, how: str) -> bool:
         """Start a child again in a while, if it may be; `how`: it has ended, in words, for the event that tells."""
@@ -151,9 +142,9 @@ class Supervisor(Generic[C]):
     def _start_due(self) -> None:
         for name, at in list(self.due.items()):
             if self.signal:
-                self.drop(name)
+                del self.due[name]
             elif time.monotonic() >= at and (child := self._start(name)) is not None:
-                self.drop(name)
+                del self.due[name]
                 self.running[name] = child
                 if self._sent:  # a signal came while it was started
                     child.send(self._sent)
