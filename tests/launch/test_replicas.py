@@ -24,7 +24,7 @@ from farflung.config.resolve import Resolved
 from farflung.launch import elastic
 from farflung.launch.codes import FAILED
 from farflung.launch.network import get_free_port
-from farflung.launch.start import Script
+from farflung.launch.plan import Script
 from farflung.testing.patience import patience
 from tests.launch.machines import ADDRESSES, two_machines
 from tests.launch.test_two_machines import Screen

@@ -19,7 +19,8 @@ from farflung.config.resolve import resolve
 from farflung.config.setting import Field, underscored
 from farflung.launch import main as command
 from farflung.launch.network import get_free_port
-from farflung.launch.start import Script, launch_script
+from farflung.launch.plan import Script
+from farflung.launch.start import launch_script
 
 
 class _Parser(argparse.ArgumentParser):

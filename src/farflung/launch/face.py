@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from farflung.base.lazy import LazyModule
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 from farflung.config.resolve import Resolved, resolve
 from farflung.launch.options import SettingsCommand, given, launch_options
-from farflung.launch.plan import Script
-from farflung.launch.start import launch_script
+
+if TYPE_CHECKING:
+    from farflung.launch import plan, start
+else:
+    plan, start = LazyModule("farflung.launch.plan"), LazyModule("farflung.launch.start")
 
 _HELP = """Run SCRIPT in one or several distributed processes.
 
@@ -31,7 +35,7 @@ def _launch(script: str, script_args: tuple[str, ...], stated: str | None, **par
     if not stated:
         environ.remove(environ.RUN_FOLDER)  # of a run whose rank starts this one
     resolved = Resolved(LaunchSettings(**json.loads(stated)), {}, None) if stated else resolve(given(params))
-    sys.exit(launch_script(resolved, Script(script, script_args, exec_alone=True, is_inner=bool(stated))))
+    sys.exit(start.launch_script(resolved, plan.Script(script, script_args, exec_alone=True, is_inner=bool(stated))))
 
 
 launch = SettingsCommand(

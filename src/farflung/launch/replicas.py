@@ -242,7 +242,8 @@ class _Launcher:
             self._beat()
 
     def _beat(self) -> None:
-        for event in self._store.ask(self._heartbeats, []):
+        nothing: list[Event] = []
+        for event in self._store.ask(self._heartbeats, nothing):
             EVENTS.log(logging.INFO, event)
 
     def _heartbeats(self, notes: LauncherNotes) -> list[Event]:
