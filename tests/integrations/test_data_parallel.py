@@ -258,7 +258,7 @@ def adversaries(island_size):
             optimizers[which].step()
             for optimizer in optimizers:
                 optimizer.zero_grad()
-    attempts = [one.attempts for one in takeover._followed]
+    attempts = [one.driver.attempts for one in takeover._followed]
     takeover.close()
     ends = [None] * dist.get_world_size()
     dist.all_gather_object(ends, [one.tolist() for model in models for one in model.state_dict().values()])

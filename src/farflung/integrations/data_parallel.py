@@ -5,7 +5,8 @@
     first optimizer step     opens the loop over each DDP model that the optimizer trains: a collective; a rank that
                              makes no step comes to it at the flush
     optimizer step           counts, also one that a GradScaler skips, and runs the rounds that are due
-    sampler.set_epoch()      one flush for each epoch of a sampler that was trained from
+    last batch               of a `DistributedSampler`: one flush, in the optimizer's step; or where the pass ends
+    sampler.set_epoch()      a flush, if that sampler was trained from: of what came after, or was read without a loader
     leaving DDP.join()       a flush: ranks without data stay in the rounds until all have come
     torch.multiprocessing    processes that the script starts are followed, as ranks
     destroy_process_group()  the last flush; or the end of the script
@@ -22,7 +23,7 @@ import inspect
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -47,7 +48,7 @@ from farflung.comm.shards import is_sharded
 from farflung.comm.torch_group import TorchGroup
 from farflung.config import environ
 from farflung.config.launch import launched_outer
-from farflung.integrations.elastic import membership_of, slots_of
+from farflung.integrations.elastic import members_of, slots_of
 from farflung.integrations.patching import around
 from farflung.integrations.rounds import RoundFigures, RoundOutputs
 from farflung.integrations.spawned import follow_processes
@@ -55,9 +56,8 @@ from farflung.integrations.training_data import TrainingData
 from farflung.loop.optimizer import parameters_of
 from farflung.loop.scheduler import planned_updates
 from farflung.outer.arguments import OuterConfig, check_inner, recipe_of
-from farflung.outer.engine import OuterLoop
+from farflung.outer.driver import Driver, EpochTracker
 from farflung.outer.gradients import LocalDDP
-from farflung.outer.inner import Iteration
 from farflung.process.failure import OUTER_ATTACHED, leave_note
 from farflung.process.mesh import Mesh, make_mesh, replicas_here, require_replicas, stated_island_size
 from farflung.process.place import FIXED, Place
@@ -66,42 +66,33 @@ from farflung.process.world import current_world
 
 
 class FollowedModel:
-    """A DDP model that keeps its gradients, and the outer loop over it from the first step on.
+    """A DDP model that keeps its gradients, and the driver of the outer loop over it from the first step on.
 
-    `loop` is None before the first step and at the end.
+    `driver` is None before the first step and at the end.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, has_warmup: bool, mesh: Mesh) -> None:
+    def __init__(
+        self, ddp: DistributedDataParallel, has_warmup: bool, mesh: Mesh, flush: Callable[[FollowedModel], None]
+    ) -> None:
         self._averages_without_loop = has_warmup
         self.mesh = mesh
-        self.loop: OuterLoop | None = None
-        self.followed: Any = None  # what the loop's rounds bring into the common weights, of a replica's data
-        self.iteration = Iteration(())
-        self.attempts = 0  # iterations
+        self.driver: Driver | None = None
+        self.epochs = EpochTracker(partial(flush, self))
         self.local = LocalDDP(ddp, self._averages, mesh.island)
         ddp.register_comm_hook = _no_second_hook  # type: ignore[method-assign]
 
     def _averages(self) -> bool:
-        return self._averages_without_loop if self.loop is None else self.loop.is_warming
+        return self._averages_without_loop if self.driver is None else self.driver.loop.is_warming
 
     def holds(self, module: nn.Module) -> bool:
         """Whether `module` is the model, or what it was compiled from; a copy of it has its hooks too."""
         return module is self.local.module or module is compiled_from(self.local.module)
 
-    def count(self, iterations: Iterable[bool]) -> None:
-        """Count iterations that are over, without communication: True for each in which an optimizer has stepped."""
-        for done in iterations:
-            assert self.loop is not None
-            self.attempts += 1
-            self.loop.count(done)
-            if self.followed is not None:
-                self.followed.step_attempted(self.loop.position)
-
-    def end(self) -> OuterLoop | None:
-        """Restore DDP's gradient synchronization; return the loop, which has to be ended."""
-        loop, self.loop, self._averages_without_loop = self.loop, None, True
+    def end(self) -> Driver | None:
+        """Restore DDP's gradient synchronization; return the driver, whose loop has to be ended."""
+        driver, self.driver, self._averages_without_loop = self.driver, None, True
         self.local.end()
-        return loop
+        return driver
 
 
 class DDPTakeover:
@@ -117,7 +108,7 @@ class DDPTakeover:
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()  # as they were made
         self._schedulers: weakref.WeakSet[LRScheduler] = weakref.WeakSet()
         self._joins: weakref.WeakSet[Join] = weakref.WeakSet()  # that hand over to the rounds
-        self._data = TrainingData(lambda: any(one.local.module.training for one in self._followed))
+        self._data = TrainingData(lambda: any(one.local.module.training for one in self._followed), self)
         self.read_ranks()
         self.forget()
 
@@ -148,48 +139,42 @@ class DDPTakeover:
         around(DistributedSampler, "set_epoch", self._set_epoch)
         around(Join, "__init__", self._make_join)
         around(Join, "__exit__", self._leave_join)
+        around(dist, "barrier", self._barrier)
         around(dist, "destroy_process_group", self._destroy_group)
         around(DistributedDataParallel, "__init__", self._make_ddp)
         around(torch.amp.GradScaler, "step", self._scaler_step)
 
     def close(self) -> None:
         """End all loops with a last flush: a collective of all ranks."""
-        self._open_all()
-        for one in self._followed if dist.is_initialized() else ():
-            one.count(one.iteration.close())
-        with self._ending() as loops:
-            for loop in loops:
-                with self._in_round():
-                    loop.close()
-                self._say(loop.advice(by_flags=True))
+        if dist.is_initialized():
+            self._open_all()
+            for one in self._followed:
+                one.epochs.flush_owed()
+        for driver in self._ended():
+            with self._in_round():
+                driver.end()
+            self._say(driver.loop.advice(by_flags=True))
 
     def leave(self, error: BaseException) -> None:
         """End all loops because of an error, and notify the other ranks. Nothing is exchanged."""
-        with self._ending() as loops:
-            for loop in loops:
-                loop.__exit__(type(error), error, error.__traceback__)
+        for driver in self._ended():
+            driver.end(error)
 
-    @contextmanager
-    def _ending(self) -> Iterator[list[OuterLoop]]:
-        """Restore the gradient synchronization of all DDP models; the block has to end their loops."""
+    def _ended(self) -> list[Driver]:
+        """Restore the gradient synchronization of all DDP models; return the drivers whose loops have to be ended."""
         followed, self._followed, self._has_ended = self._followed, [], True
         self._driven.clear()
         self._mesh = None
-        loops = [one.end() for one in followed]
-        try:
-            yield [loop for loop in loops if loop is not None and dist.is_initialized()]
-        finally:
-            for one in followed:
-                if one.followed is not None:
-                    one.followed.end()
+        drivers = [one.end() for one in followed]
+        return [driver for driver in drivers if driver is not None and dist.is_initialized()]
 
     @contextmanager
     def _in_round(self) -> Iterator[None]:
-        self._is_in_round = True
+        before, self._is_in_round = self._is_in_round, True
         try:
             yield
         finally:
-            self._is_in_round = False
+            self._is_in_round = before
 
     def _make_ddp(self, make: Callable[..., None], *args: Any, **options: Any) -> None:
         """Follow a DDP model that the script makes; if there are islands, make it over this rank's."""
@@ -203,7 +188,7 @@ class DDPTakeover:
             given.arguments["process_group"] = mesh.row.get_group()
         make(*given.args, **given.kwargs)
         ddp = given.arguments["self"]
-        self._followed.append(FollowedModel(ddp, self._recipe.warmup > 0, mesh))
+        self._followed.append(FollowedModel(ddp, self._recipe.warmup > 0, mesh, self._flush_model))
         if mesh.device_mesh is not None:  # DDP has made the ranks of each island equal
             broadcast_values([*ddp.module.parameters(), *ddp.module.buffers()], mesh.replicas)
 
@@ -221,7 +206,8 @@ class DDPTakeover:
                 self._watchdog.start(math.inf)
             if self._place.member is not None and self._make_slots is not None and self._data.slots is None:
                 self._data.num_parts = everyone.size
-                self._data.slots = slots_of(self._place, self._make_slots, Exchange(everyone), self._data.is_training)
+                slots = slots_of(self._place, self._make_slots, Exchange(everyone), self._data.is_training)
+                self._data.slots = slots
         return self._mesh
 
     def _about_to_step(self, optimizer: Optimizer) -> None:
@@ -233,11 +219,8 @@ class DDPTakeover:
         self._check(optimizer, parameters_of(optimizer), bool(models))
         self._driven[optimizer] = models
         for one in models:
-            if one.loop is None:
-                for other in self._optimizers:
-                    if one in self._trained_by(other):
-                        one.iteration.expect(other)
-                self._open(one, optimizer)
+            if one.driver is None:
+                one.driver = self._opened(one, optimizer)
             else:
                 check_inner(f"--outer {self._config.recipe}", self._recipe, 2)
 
@@ -281,26 +264,33 @@ class DDPTakeover:
             "nothing would average them. Wrap their model in torch.nn.parallel.DistributedDataParallel."
         )
 
-    def _open(self, one: FollowedModel, optimizer: Optimizer) -> None:
+    def _opened(self, one: FollowedModel, optimizer: Optimizer) -> Driver:
+        """Open the loop over a model at the first step of `optimizer`, and say so."""
         module, mesh = one.local.module, one.mesh
-        membership = membership_of(self._place, mesh.island)
-        group, island = (None, None) if membership else (mesh.replicas, mesh.island)
-        if membership is not None and self._data.slots is not None:
-            membership.keep_logs(self._data.slots.log_names)
+        members = members_of(self._place, mesh, self._data.slots)
         with self._in_round():
-            one.loop = OuterLoop(module, self._recipe, group, island=island, membership=membership, inner=optimizer)
-        if membership is not None and self._data.slots is not None:
-            one.followed = self._data.slots.follow(membership, self._recipe.schedule.fragments)
-            one.loop.listeners.append(one.followed.round_ended)
-        self._outputs.listen(one.loop, self._followed.index(one))
-        self._show_trainer(RoundFigures(one.loop, self._followed.index(one)))
+            driver = Driver(
+                module,
+                self._recipe,
+                members,
+                optimizer,
+                lambda: planned_updates(each for each in self._schedulers if each.optimizer is optimizer),
+                lambda advice: self._say(f"farflung: as the learning rate schedule has it, {advice}"),
+            )
+        driver.epochs = one.epochs
+        for other in self._optimizers:
+            if one in self._trained_by(other):
+                driver.iteration.expect(other)
+        self._outputs.listen(driver.loop, self._followed.index(one))
+        self._show_trainer(RoundFigures(driver.loop, self._followed.index(one)))
         for whole in filter(None, (module, compiled_from(module))):
             hooks: Any = whole  # whose types are not complete in torch
             hooks.register_state_dict_post_hook(functools.partial(_put_agreed, weakref.ref(one)))
             hooks.register_load_state_dict_post_hook(functools.partial(_begin_anew, weakref.ref(one)))
         leave_note(OUTER_ATTACHED)
         trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-        size = mesh.replicas.size if membership is None or membership.record is None else len(membership.record.ids)
+        record = None if members.membership is None else members.membership.record
+        size = mesh.replicas.size if record is None else len(record.ids)
         each, where = "", "on their rank"
         if mesh.island.size > 1:
             each, where = f", each on {mesh.island.size} ranks,", "within their replica"
@@ -308,11 +298,12 @@ class DDPTakeover:
             f"farflung: {self._config.recipe} over {counted(size, 'replica')}{each} of a DDP model with {trained:,} "
             f"parameters: {self._recipe.schedule}; its gradients stay {where}"
         )
+        return driver
 
     def _open_all(self) -> None:
         """Open the loops that this rank has not opened yet, because it skipped all its steps or got no data."""
-        for optimizer in list(self._optimizers) if dist.is_initialized() else ():
-            if any(one.loop is None for one in self._trained_by(optimizer)):
+        for optimizer in list(self._optimizers):
+            if any(one.driver is None for one in self._trained_by(optimizer)):
                 self._about_to_step(optimizer)
 
     def _show_trainer(self, figures: RoundFigures) -> None:
@@ -322,23 +313,14 @@ class DDPTakeover:
             around(trainer, "log", functools.partial(_log_with, figures))
 
     def _stepped(self, optimizer: Optimizer, done: bool = True) -> None:
-        if not self._is_in_round and optimizer in self._driven:
-            self._is_skipped = False
-            self._data.stepped()
-        for one in () if self._is_in_round else self._driven.get(optimizer, ()):
-            assert one.loop is not None
-            before = one.attempts
-            with self._in_round():
-                one.count(one.iteration.step_attempted(optimizer, done))
-                if not one.iteration.is_open:
-                    one.loop.sync_if_due()
-            if before < 2 <= one.attempts:  # schedulers have followed the first step by now
-                self._say_if_short(optimizer)
-
-    def _say_if_short(self, optimizer: Optimizer) -> None:
-        steps = planned_updates(each for each in self._schedulers if each.optimizer is optimizer)
-        said = "" if steps is None else self._recipe.few_rounds(steps)
-        self._say(said and f"farflung: as the learning rate schedule has it, {said}")
+        if self._is_in_round or optimizer not in self._driven:
+            return
+        self._is_skipped = False
+        around = self._data.stepped()
+        with self._in_round():
+            for one in self._driven[optimizer]:
+                assert one.driver is not None
+                one.driver.step_attempted(optimizer, done, around)
 
     def _make_scheduler(self, make: Callable[..., None], scheduler: LRScheduler, *args: Any, **options: Any) -> None:
         make(scheduler, *args, **options)
@@ -353,20 +335,26 @@ class DDPTakeover:
         self, set_epoch: Callable[..., None], sampler: DistributedSampler[Any], *args: Any, **options: Any
     ) -> None:
         if sampler in self._data and not self._data.is_inside:
-            self._flush()
+            for one in self._followed:
+                one.epochs.flush_owed()
+                if self._data.slots is None:  # a script may read ahead, and step after the last batch was handed out
+                    one.epochs.flush()
         set_epoch(sampler, *args, **options)
 
-    def _flush(self) -> None:
-        """Stay in the rounds of all loops until all ranks have come here: a collective."""
-        if self._data.is_past():
-            return
-        self._open_all()
+    def iteration_starts(self, loader: Any) -> None:
         for one in self._followed:
-            if one.loop is not None:
-                with self._in_round():
-                    one.count(one.iteration.close())
-                    one.loop.flush()
-        self._data.synchronized()
+            one.epochs.iteration_starts(loader)
+
+    def iteration_ended(self, ended: Any, at_end: bool) -> None:
+        for one in self._followed:
+            one.epochs.iteration_ended(ended, at_end, may_train=ended.may_train)
+
+    def _flush_model(self, one: FollowedModel) -> None:
+        """Stay in the rounds of a loop until all ranks have come here: a collective."""
+        self._open_all()
+        if one.driver is not None:
+            with self._in_round():
+                one.driver.flush()
 
     def _make_join(self, make: Callable[..., None], join: Join, joinables: Any, *args: Any, **options: Any) -> None:
         """Keep torch's `join()` from sending: in rounds ranks wait for those without data anyway."""
@@ -392,9 +380,18 @@ class DDPTakeover:
         make(*given.args, **given.kwargs)
 
     def _leave_join(self, leave: Callable[..., None], join: Join, kind: Any, *error: Any) -> None:
-        if kind is None and join in self._joins:
-            self._flush()
+        for one in self._followed if kind is None and join in self._joins else ():
+            one.epochs.flush()
         leave(join, kind, *error)
+
+    def _barrier(
+        self, wait: Callable[..., Any], group: dist.ProcessGroup | None = None, *args: Any, **more: Any
+    ) -> Any:
+        if group in (None, dist.group.WORLD) and not self._is_in_round:
+            for one in self._followed:
+                if one.driver is not None:
+                    one.epochs.flush_owed()
+        return wait(group, *args, **more)
 
     def _destroy_group(self, destroy: Callable[..., None], group: dist.ProcessGroup | None = None) -> None:
         if group is None or group == dist.group.WORLD:
@@ -449,10 +446,10 @@ def _put_agreed(
 ) -> None:
     """Put copies of the agreed weights into a state dict of a followed model."""
     one = reference()
-    loop = one.loop if one is not None and one.holds(module) else None
-    if loop is None or not loop.has_anchor or loop.is_warming:
+    driver = one.driver if one is not None and one.holds(module) else None
+    if driver is None or not driver.lends:
         return
-    with loop.synced():
+    with driver.agreed():
         own = {key: value for key, value in state.items() if key.startswith(prefix) and torch.is_tensor(value)}
         state.update({key: value.clone() for key, value in own.items()})
 
@@ -460,5 +457,5 @@ def _put_agreed(
 def _begin_anew(reference: weakref.ref[FollowedModel], module: nn.Module, keys: Any) -> None:
     """Treat loaded weights as a new starting point, not as a step of training."""
     one = reference()
-    if one is not None and one.holds(module) and one.loop is not None:
-        one.loop.reset_anchor()
+    if one is not None and one.holds(module) and one.driver is not None:
+        one.driver.loop.reset_anchor()

@@ -11,14 +11,67 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import length_hint
 from typing import Any
 
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from farflung.integrations.patching import around
+from farflung.loop.state import LoopState, Observer, Trace
 
-_END = object()
+
+@dataclass(eq=False)
+class Pass:
+    """A pass over a loader that has a `DistributedSampler`."""
+
+    base_dataloader: DataLoader[Any]
+    share: Any  # of a replica that comes and goes
+    may_train: bool  # it began with a model in train mode
+    num_batches: int = 0
+    end_of_dataloader: bool = False
+    remainder: int = -1
+    position: None = None
+
+    @property
+    def loader(self) -> Pass:
+        return self
+
+
+class FollowedIterator(Iterator[Any]):
+    """A loader's iterator, which reports its batches and its end.
+
+    Args:
+        batches: the iterator itself, which has what is not here.
+        length: how many batches it has; -1: unknown.
+    """
+
+    def __init__(self, batches: Iterator[Any], length: int, current: Pass, loop: LoopState) -> None:
+        self._batches, self._length, self._pass, self._loop = batches, length, current, loop
+        loop.enter(current)
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._loop.leave(self._pass, at_end=True)
+            raise
+        self._pass.num_batches += 1
+        self._pass.end_of_dataloader = self._pass.num_batches == self._length
+        self._loop.enter(self._pass, batch)
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_batches":  # not set yet
+            raise AttributeError(name)
+        return getattr(self._batches, name)
+
+    def __del__(self) -> None:
+        self._loop.leave(self._pass)
 
 
 class TrainingData:
@@ -28,23 +81,26 @@ class TrainingData:
 
     Args:
         is_training: whether a model that is trained is in train mode.
+        observer: is notified of passes; see `LoopState`.
 
     Attributes:
         slots: the shares of a replica that comes and goes, a `farflung.data.slots.Slots`; None: there are no shares.
         num_parts: among how many ranks of this replica a sampler shares out the data.
     """
 
-    def __init__(self, is_training: Callable[[], bool]) -> None:
+    def __init__(self, is_training: Callable[[], bool], observer: Observer) -> None:
         self.is_training = is_training
         self.slots: Any = None
         self.num_parts = 1
+        self._loop = LoopState()
+        self._loop.observe(observer)
+        self._trace = Trace()
         self._trained: weakref.WeakSet[DistributedSampler[Any]] = weakref.WeakSet()
         self._begun: weakref.WeakSet[DistributedSampler[Any]] = weakref.WeakSet()  # in train mode
         self._latest: weakref.ref[DistributedSampler[Any]] | None = None  # of these
         self._shares: weakref.WeakKeyDictionary[DataLoader[Any], tuple[DataLoader[Any], Any]] = (
             weakref.WeakKeyDictionary()
         )
-        self._under_way: list[Any] = []  # shares of passes
         self._epochs: weakref.WeakKeyDictionary[DataLoader[Any], int] = weakref.WeakKeyDictionary()  # of latest passes
         self.is_inside = False  # a share is drawn, which tells samplers their epochs
 
@@ -53,26 +109,15 @@ class TrainingData:
         around(DataLoader, "__iter__", self._iterate)
         around(DataLoader, "__len__", self._length)
 
-    def stepped(self) -> None:
-        """Record that a step was made in the latest pass; StateError if other replicas train on the same batches."""
+    def stepped(self) -> Any:
+        """Record that a step was made in the latest pass of training; return the pass whose loop it is in, if any."""
         sampler = None if self._latest is None else self._latest()
         if sampler is not None:
             self._trained.add(sampler)
-        if self._under_way:
-            self._under_way[-1].check_trains()
+        return self._loop.around(self._trace)
 
     def __contains__(self, sampler: DistributedSampler[Any]) -> bool:
         return sampler in (self._trained or self._begun)
-
-    def is_past(self) -> bool:
-        """Whether the others are in the middle of a later epoch than that of the latest pass of training."""
-        return any(share.is_past for _, share in self._shares.values() if share.is_shared)
-
-    def synchronized(self) -> None:
-        """Record that all replicas have come to the end of the epoch."""
-        for _, share in self._shares.values():
-            if share.has_begun:
-                share.synchronized()
 
     def _begin(self, sampler: DistributedSampler[Any]) -> None:
         if self.is_training():
@@ -88,8 +133,18 @@ class TrainingData:
         sampler = sampler_of(loader)
         if sampler is None or self.is_inside:
             return iterate(loader)
+        copy = share = None
+        if self._is_shared(sampler):
+            if loader not in self._shares:
+                self._shares[loader] = self.slots.shared_as_it_is(loader, self.num_parts)
+            copy, share = self._shares[loader]
+        current = Pass(loader, share, self.is_training())
+        self._loop.begin(current)
         self._begin(sampler)  # whose class may draw in a function of its own
-        return iterate(loader) if not self._is_shared(sampler) else self._shared(loader, sampler)
+        if copy is not None:
+            return FollowedIterator(self._shared(loader, sampler, copy, share), -1, current, self._loop)
+        batches: Any = iterate(loader)
+        return FollowedIterator(batches, length_hint(batches, -1), current, self._loop)
 
     def _length(self, length: Callable[..., int], loader: DataLoader[Any]) -> int:
         """Return the share of one of the replicas that the run begins with, by which schedules are planned."""
@@ -110,29 +165,27 @@ class TrainingData:
         finally:
             self.is_inside = before
 
-    def _shared(self, loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> Iterator[Any]:
+    def _shared(
+        self, loader: DataLoader[Any], sampler: DistributedSampler[Any], copy: DataLoader[Any], share: Any
+    ) -> Iterator[Any]:
         """Yield the batches of this replica's share of an epoch, or of all the data in an evaluation."""
         with self._inside():
-            if loader not in self._shares:
-                self._shares[loader] = self.slots.shared_as_it_is(loader, self.num_parts)
-            copy, share = self._shares[loader]
             epoch = max(sampler.epoch, self._epochs.get(loader, -1) + 1) if self.is_training() else sampler.epoch
             share.begin(epoch)
             if share.is_shared:
                 self._epochs[loader] = epoch
             batches = iter(copy)
-        self._under_way.append(share)
-        try:
-            while True:
-                with self._inside():
-                    batch = next(batches, _END)
-                if batch is _END:
-                    break
-                if share.hands_out():
-                    yield batch
-            share.close()
-        finally:
-            self._under_way.remove(share)
+        while True:
+            with self._inside():
+                batch = next(batches, _END)
+            if batch is _END:
+                break
+            if share.hands_out():
+                yield batch
+        share.close()
+
+
+_END = object()
 
 
 def sampler_of(loader: DataLoader[Any]) -> DistributedSampler[Any] | None:

@@ -17,10 +17,13 @@ from farflung.loop.uneven import JoinedRanks, UnevenDataCheck
 class ActiveLoader(Protocol):
     """What the loop needs to know of an iteration of a loader that is under way."""
 
-    loader: Any  # the one that is iterated
     num_batches: int  # that it has handed out
     end_of_dataloader: bool  # the batch handed out last was the final one
     remainder: int  # samples of the final global batch that are no padding; 0: all of them, -1: not known
+
+    @property
+    def loader(self) -> Any:
+        """The loader that is iterated."""
 
     @property
     def position(self) -> str | None:

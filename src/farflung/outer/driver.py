@@ -22,41 +22,31 @@ from farflung.outer.elastic import Elastic
 from farflung.outer.engine import OuterLoop
 from farflung.outer.inner import Iteration
 from farflung.outer.recipe import Recipe
-from farflung.outer.stats import Round
 
 
 class Pass(Protocol):
     """A pass over data that is under way."""
 
-    loader: Any  # `loader.base_dataloader` identifies the data, `loader.share` is an elastic replica's share of them
     num_batches: int  # handed out so far
     end_of_dataloader: bool  # the latest batch was the last one
 
-
-class FollowedData(Protocol):
-    """The batches of an elastic replica, by the rounds that bring them into the common weights."""
-
-    def step_attempted(self, step: int) -> None: ...
-
-    def round_ended(self, this: Round) -> None: ...
-
-    def end(self) -> None: ...
-
-
-class Slots(Protocol):
-    """The data that elastic replicas share."""
-
-    def follow(self, membership: Elastic, num_fragments: int) -> FollowedData: ...
+    @property
+    def loader(self) -> Any:
+        """Its `base_dataloader` identifies the data; its `share` is an elastic replica's part of them, or None."""
 
 
 @dataclass(frozen=True)
 class Members:
-    """The replicas of a loop: a fixed `group` of islands, or a `membership` that shares the data in `slots`."""
+    """The replicas of a loop: a fixed `group` of islands, or a `membership`.
+
+    Attributes:
+        slots: the data that elastic replicas share, a `farflung.data.slots.Slots`; None: they share none.
+    """
 
     group: Group | None = None
     island: Group | None = None
     membership: Elastic | None = None
-    slots: Slots | None = None
+    slots: Any = None
 
 
 class Driver:
@@ -93,8 +83,8 @@ class Driver:
         self.epochs: EpochTracker | None = None
         membership = members.membership
         self.loop = OuterLoop(model, recipe, members.group, island=members.island, membership=membership, inner=inner)
-        self._data: FollowedData | None = None
-        if members.slots is not None and membership is not None:
+        self._data: Any = None  # the batches that rounds bring into the common weights
+        if members.slots is not None:
             self._data = members.slots.follow(membership, recipe.schedule.fragments)
             self.loop.listeners.append(self._data.round_ended)
 
@@ -114,8 +104,7 @@ class Driver:
     def flush(self) -> None:
         """Count an iteration that some optimizers have not ended, and flush the loop: a collective."""
         self._count(self.iteration.close())
-        if not self.loop.is_warming:  # while gradients are averaged the replicas are equal
-            self.loop.flush()
+        self.loop.flush()
 
     @property
     def lends(self) -> bool:
@@ -189,15 +178,19 @@ class EpochTracker:
         if self._knows(loader):
             self.flush_owed()
 
-    def iteration_ended(self, ended: Pass, at_end: bool) -> None:
+    def iteration_ended(self, ended: Pass, at_end: bool, may_train: bool = False) -> None:
+        """Called after a pass; if it `may_train`, this rank may have skipped all of its steps."""
+        is_known = self._knows(ended.loader)
         if ended is self._pass:
             self._pass = None
             if not self._is_flushed and at_end:
                 self.flush()
             self.is_owed = not self._is_flushed
-        elif at_end and ended.num_batches == 0 and (not self._data or self._knows(ended.loader)):
+        elif at_end and ((may_train and is_known) or (ended.num_batches == 0 and (is_known or not self._data))):
             self._share = ended.loader.share
             self.flush()
+        elif at_end and may_train and not self._data:
+            self.is_owed = True
 
     def step_attempted(self, around: Pass | None, is_open: bool) -> None:
         """Called after an attempted step, with the pass whose loop stands around it.

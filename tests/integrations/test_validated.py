@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a pass over the data ends, replicas are equal, and what is validated there is what is saved."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from farflung.integrations.data_parallel import DDPTakeover
+from farflung.outer.arguments import OuterConfig
+from farflung.testing.ranks import run_ranks
+
+CONFIGS = {every: OuterConfig("diloco", every=every, report="off") for every in (3, 1000)}
+STEPS = 5  # of a pass, on each rank
+
+
+def are_equal(model):
+    """Whether all ranks have the same weights in memory and in the state dict, and these are the same."""
+    live = {name: one.detach().tolist() for name, one in model.named_parameters()}
+    saved = {name: one.tolist() for name, one in model.state_dict().items()}
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, live)
+    return all(each == live for each in everyone), saved == live
+
+
+def trained(model, optimizer, batch):
+    model(batch).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def simple(loader):
+    yield from loader
+
+
+def left_on_its_last_batch(loader):
+    for number, batch in enumerate(loader, 1):
+        yield batch
+        if number == STEPS:
+            break
+
+
+def read_ahead(loader):
+    """As prefetchers do: the next batch is fetched before the one in hand is used."""
+    batches = iter(loader)
+    batch = next(batches)
+    while batch is not None:
+        following = next(batches, None)
+        yield batch
+        batch = following
+
+
+def without_a_loader(loader):
+    data = loader.dataset.tensors[0]
+    for index in loader.sampler:
+        yield (data[index : index + 1],)
+
+
+READERS = {
+    simple: "last batch",
+    left_on_its_last_batch: "last batch",
+    read_ahead: "set_epoch",
+    without_a_loader: "set_epoch",
+}
+
+
+def taken_over(every, workers):
+    """For each way to read: whether replicas are equal after the last step, after `set_epoch`, and at the end."""
+    takeover = DDPTakeover(CONFIGS[every])
+    takeover.install()
+    outcomes = []
+    for reader in READERS:
+        takeover.forget()
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        data = TensorDataset(torch.randn(2 * STEPS, 4))
+        sampler = DistributedSampler(data)
+        loader = DataLoader(data, 1, sampler=sampler, num_workers=workers, persistent_workers=workers > 0)
+        seen = []
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            if epoch:
+                seen.append(are_equal(model))
+            for (batch,) in reader(loader):
+                trained(model, optimizer, batch)
+            seen.append(are_equal(model))
+        del loader
+        outcomes.append(seen)
+    return outcomes
+
+
+@pytest.mark.parametrize(("every", "workers"), [(3, 0), (1000, 0), (3, 1)])
+def test_a_pass_of_a_script_ends_with_equal_replicas_that_are_what_is_saved(every, workers):
+    both = (True, True)
+    for outcomes in run_ranks(taken_over, 2, every, workers):
+        for when, (first, between, last) in zip(READERS.values(), outcomes, strict=True):
+            assert between == both, when
+            if when == "last batch":
+                assert (first, last) == (both, both)
+
+
+def left_early():
+    """Whether replicas are equal after a pass that was left in its middle, and after a barrier that follows it."""
+    takeover = DDPTakeover(CONFIGS[1000])
+    takeover.install()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(2 * STEPS, 4))
+    loader = DataLoader(data, 1, sampler=DistributedSampler(data))
+    if dist.get_rank() == 0:
+        list(loader)  # alone, in train mode, before there is a loop: nothing may wait for the others
+    dist.barrier()
+    for number, (batch,) in enumerate(loader, 1):
+        trained(model, optimizer, batch)
+        if number == 3:
+            break
+    before = are_equal(model)
+    dist.barrier()
+    return before, are_equal(model)
+
+
+def test_a_pass_that_is_left_is_made_up_for_at_a_barrier_of_all_ranks():
+    assert run_ranks(left_early, 2) == [((False, False), (True, True))] * 2
