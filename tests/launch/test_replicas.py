@@ -48,7 +48,8 @@ time.sleep(float(sys.argv[1]) if sys.argv[1:] else 0)
 """
 UNCHANGED = {
     "DDP": """
-import torch, torch.distributed as dist
+import os, torch, torch.distributed as dist
+assert {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} <= os.environ.keys()  # frameworks want all or none
 dist.init_process_group("gloo")
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
 optimizer, backward = torch.optim.SGD(model.parameters(), lr=0.01), torch.Tensor.backward

@@ -161,6 +161,7 @@ class _Launcher:
             report = self._reports / "run" / f"attempt_{self._num_started}" / "0" / "error.json"
             report.parent.mkdir(parents=True)
             variables[ERROR_FILE] = str(report)
+            variables |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # frameworks want all of a rank's names or none
         process = subprocess.Popen(self._command, env=lone_environment({**self._variables, **variables}))
         record(Kind.PROCESS, level=FILES_ONLY, member=member, name=name, pid=process.pid)
         return _Replica(name, member, process, report, SignalForwarder(self._reports))
