@@ -38,10 +38,6 @@ PAGES = {
     "test_utils": (ACCELERATE, "test_utils"),
 }
 TITLES = {"farflung": "farflung", "other": "Accelerate's other doors"}
-VARIES = (
-    *("cache_dir", "default_config_file", "default_json_config_file", "default_yaml_config_file", "__version__"),
-    *("DEFAULT_LAUNCH_COMMAND", "device_count", "torch_device"),
-)  # whose values are others on each machine, or in each release
 PLAIN = (bool, int, float, str, tuple, list, dict, set, frozenset, type(None))
 
 
@@ -69,15 +65,16 @@ class Entry(NamedTuple):
     def own(self):
         return f"{self.door}.{self.name}"
 
-    def row(self):
-        """A row, for a constant or what exists for Accelerate's names alone: its value, or its first sentences."""
-        if self.name in VARIES:
-            return f'| <a id="{self.own}"></a>`{self.name}` | a {type(self.value).__name__} |'
-        said = repr(self.value) if isinstance(self.value, PLAIN) else (self.value.__doc__ or "-").partition("\n\n")[0]
-        said = " ".join(said.split()).replace("|", "\\|")
-        if isinstance(self.value, PLAIN):
-            said = f"`{said if len(said) < 80 else said[:76] + ' ...'}`"
-        return f'| <a id="{self.own}"></a>`{self.name}` | {said} |'
+    @property
+    def anchored(self):
+        return f'<a id="{self.own}"></a>`{self.name}`'
+
+    @property
+    def summary(self):
+        """The first sentences about what exists for Accelerate's names alone, unless the name says it all."""
+        is_plain = isinstance(self.value, PLAIN) or self.name.startswith(("is_", "require_"))
+        said = "" if is_plain else (self.value.__doc__ or "").partition("\n\n")[0]
+        return " ".join(said.split()).replace("|", "\\|")
 
 
 def entries():
@@ -102,15 +99,19 @@ def pages():
         parts = [f"# {TITLES.get(page, f'farflung.{page}')}", about]
         for door, group in groupby(entered, lambda each: each.door):
             parts += [f"## {door}"] * (" " in doors)
-            rows, known = [], []
+            rows, names, known = [], [], []
             for each in group:
                 if each.there != each.own:
                     known.append(f"[`{each.name}`]({each.page}.md#{each.there})")
                 elif isinstance(each.value, PLAIN) or "compat" in getattr(each.value, "__module__", ""):
-                    rows.append(each.row())
+                    if each.summary:
+                        rows.append(f"| {each.anchored} | {each.summary} |")
+                    else:
+                        names.append(each.anchored)
                 else:
                     parts.append(f"::: {each.own}")
             parts += ["\n".join(["| name | what it is |", "| --- | --- |", *rows])] * bool(rows)
+            parts += ["By name alone: " + ",\n".join(names) + "."] * bool(names)
             parts += ["Also here: " + ",\n".join(known) + "."] * bool(known)
         found[FOLDER / f"{page}.md"] = "\n\n".join(parts) + "\n"
     return found

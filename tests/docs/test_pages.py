@@ -57,7 +57,7 @@ def prose(text):
 def anchors(text):
     """The anchors of a page's headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE)
-    names = re.findall(r"""^(?:::: |\| <a id=")([\w.]+)""", text, re.MULTILINE)  # of the reference, on the site
+    names = re.findall(r"""(?:^::: |<a id=")([\w.]+)""", text, re.MULTILINE)  # of the reference, on the site
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles} | set(names)
 
 
