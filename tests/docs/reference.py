@@ -9,6 +9,7 @@ from itertools import groupby
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from tests.docs.examples import EXAMPLES
 from tests.docs.test_pages import ROOT
 
 FOLDER = ROOT / "docs" / "reference"
@@ -110,6 +111,8 @@ def pages():
                         names.append(each.anchored)
                 else:
                     parts.append(f"::: {each.own}")
+                    if each.own in EXAMPLES:
+                        parts.append(f"```python run\n{EXAMPLES[each.own]}```")
             parts += ["\n".join(["| name | what it is |", "| --- | --- |", *rows])] * bool(rows)
             parts += ["By name alone: " + ",\n".join(names) + "."] * bool(names)
             parts += ["Also here: " + ",\n".join(known) + "."] * bool(known)

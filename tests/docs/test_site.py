@@ -11,8 +11,10 @@ from urllib.parse import unquote, urldefrag
 
 import pytest
 
+from farflung.config.recipes import RECIPES
 from farflung.testing.patience import patience
 from tests.docs import reference
+from tests.docs.examples import EXAMPLES
 from tests.docs.test_pages import REPOSITORY, ROOT, TEXTS
 from tests.python import run_python
 
@@ -145,3 +147,11 @@ def test_a_browser_finds_words_and_copies_code_without_a_complaint(site, size, t
     assert found["wide"] <= 0, "the page is wider than the screen"
     assert found["copies"] == 0, "a block of code without a button to copy it"
     assert any("outer" in hit or "quickstart" in hit for hit in found["hits"]), found
+
+
+def test_names_that_people_call_have_an_example():
+    called = [f"farflung.outer.{name}" for name in ("OuterLoop", *RECIPES)] + ["farflung.Accelerator"]
+    called += [f"farflung.elastic.{name}" for name in ("launched_membership", "place")]
+    assert set(EXAMPLES) == set(called)
+    entered = {each.own for entries in reference.entries().values() for each in entries if each.there == each.own}
+    assert set(EXAMPLES) <= entered

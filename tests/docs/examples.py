@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Examples of the names that people call: each page of reference shows its own, and a test runs them from there."""
+
+RECIPE = """import torch
+from farflung.outer import OuterLoop, {name}
+
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with OuterLoop(model, {call}).attach(optimizer) as outer:
+    for _ in range(4):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+assert outer.stats().steps == 4
+"""
+CALLS = {
+    "diloco": 'diloco(every=2, codec="e3m0")',
+    "edit": "edit(every=2)",
+    "eager_diloco": "eager_diloco(every=2)",
+    "gossip": "gossip(every=2)",
+    "hierarchical": "hierarchical({4: 2, 64: None})",
+    "local_sgd": "local_sgd(2)",
+    "noloco": "noloco(every=2)",
+    "post_local_sgd": "post_local_sgd(warmup=2, every=2)",
+    "quadratic": "quadratic(every=2, alpha=0.1)",
+    "slowmo": "slowmo(every=2)",
+    "sparse_loco": "sparse_loco(every=2)",
+    "streaming_diloco": "streaming_diloco(every=2, fragments=2, delay=0)",
+}
+EXAMPLES = {f"farflung.outer.{name}": RECIPE.format(name=name, call=call) for name, call in CALLS.items()}
+EXAMPLES["farflung.outer.OuterLoop"] = """import torch
+from farflung.outer import OuterLoop, diloco
+
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with OuterLoop(model, diloco(every=2)) as outer:  # after init_process_group, if there are several processes
+    for _ in range(4):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        outer.step()
+    with outer.synced():  # the weights that all replicas agreed on
+        model(torch.ones(1, 2))
+assert outer.stats().rounds == 2
+"""
+EXAMPLES["farflung.Accelerator"] = """import torch
+from farflung import Accelerator
+from farflung.outer import diloco
+
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(2, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+with accelerator.outer(model, diloco(every=2)) as outer:  # the prepared optimizer drives it
+    for _ in range(4):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+assert outer.stats().rounds == 2
+accelerator.end_training()
+"""
+EXAMPLES["farflung.elastic.launched_membership"] = """import torch
+from farflung.elastic import launched_membership
+from farflung.outer import OuterLoop, diloco
+
+membership = launched_membership()  # None without `farflung launch --elastic`
+model = torch.nn.Linear(2, 1)
+with OuterLoop(model, diloco(every=2), membership=membership) as outer:
+    while outer.position < 4:  # a newcomer takes the position over from the others
+        outer.step()
+"""
+EXAMPLES["farflung.elastic.place"] = """from farflung.elastic import place
+
+part, parts = place()  # 0 of 1 without `farflung launch --elastic`
+assert ["a", "b"][part::parts] == ["a", "b"]
+"""
