@@ -95,7 +95,9 @@ class Replicas:
             elif settings.meet is not None:
                 self._transport = _met(settings, count)
             elif settings.join is not None:
-                self._transport = _found(_transport_at(settings.join, _FIND_WITHIN_S), "join", settings.join)
+                self._transport = _found(
+                    comm_address.transport_at(settings.join, _FIND_WITHIN_S), "join", settings.join
+                )
             else:
                 self._transport = _served(settings, host, settings.main_process_port or 0, count)
         address, how = self._transport.address, ""
@@ -128,20 +130,16 @@ def _join_command(settings: LaunchSettings, where: str, script: str, arguments: 
     return shlex.join(["farflung", "launch", "--join", where, *flags, script, *arguments])
 
 
-def _transport_at(address: str, *patience_s: float) -> Transport:
-    return comm_address.transport_at(address, *patience_s)
-
-
 def _served(settings: LaunchSettings, host: str, port: int, count: int) -> Transport:
     """Serve the store of a run that begins."""
     try:
         store = serve_store(host, port, timeout=_MEET_WITHIN, wait_for_workers=False)
     except OSError as error:
         raise ConfigError(f"This machine can't listen at {host}:{port}: {error.strerror}.") from None
-    made = c10d_transport.C10dTransport(store)
-    made.board.put("first", machine_name().encode())
-    made.board.put("run", _described(settings, count))
-    return made
+    transport = c10d_transport.C10dTransport(store)
+    transport.board.put("first", machine_name().encode())
+    transport.board.put("run", _described(settings, count))
+    return transport
 
 
 def _served_or_found(settings: LaunchSettings, host: str, port: int, count: int) -> Transport:
@@ -149,7 +147,7 @@ def _served_or_found(settings: LaunchSettings, host: str, port: int, count: int)
     try:
         return _served(settings, host, port, count)
     except ConfigError:
-        transport = _found(_transport_at(f"{host}:{port}", _FIND_WITHIN_S), "meet", f"tcp://{host}:{port}")
+        transport = _found(comm_address.transport_at(f"{host}:{port}", _FIND_WITHIN_S), "meet", f"tcp://{host}:{port}")
     _tell_differences(settings, transport, count)
     return transport
 
@@ -160,7 +158,7 @@ def _met(settings: LaunchSettings, count: int) -> Transport:
     if settings.meet.startswith("file://"):
         with suppress(OSError):  # then the transport tells why
             Path(unquote(settings.meet.removeprefix("file://"))).mkdir(exist_ok=True)
-    transport = _transport_at(settings.meet)
+    transport = comm_address.transport_at(settings.meet)
     try:
         transport.board.put_new("run", _described(settings, count))  # first: no launcher dies between the two
         transport.board.put_new("first", machine_name().encode())

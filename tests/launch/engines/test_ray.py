@@ -15,6 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from farflung.config.launch import LaunchSettings
+from farflung.launch.codes import ENGINE
+from farflung.launch.engines.engine import Job
 from farflung.testing.patience import patience
 from tests.launch.test_two_machines import Screen
 from tests.python import call_farflung
@@ -234,6 +237,19 @@ def test_a_missing_package_is_named_and_a_dry_run_needs_none(home, monkeypatch, 
     assert call_farflung(*words, "--dry-run", "train.py") == 0
     shown = capsys.readouterr().out
     assert re.search(r"\[1\] .*--machine_rank 1 .*train.py", shown)
+
+
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [("follow", "process 7 on elsewhere shows what it prints"), ("cancel", "was started on elsewhere")],
+)
+def test_a_run_of_another_launcher_is_answered_without_a_cluster(word, answer, home, monkeypatch, capsys):
+    (home / "run").mkdir()
+    (home / "run" / "run.json").write_text("{}")
+    Job(LaunchSettings(engine="ray"), "train.py", (), home / "run").write({"pid": 7, "machine": "elsewhere"})
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert call_farflung(word, "run") == ENGINE
+    assert answer in capsys.readouterr().err
 
 
 @pytest.mark.server

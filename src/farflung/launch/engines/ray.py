@@ -81,7 +81,8 @@ class Ray(ForegroundEngine[RayConnection]):
         try:
             return super().follow()
         finally:
-            self._cluster.leave()
+            if not self._job.handle:  # it is this launcher's run
+                self._cluster.leave()
 
     def scale(self, count: int) -> str:
         """Leave the number where the launcher that submitted the run looks for it."""
