@@ -133,7 +133,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         self.project_configuration = project_config or handlers.ProjectConfiguration()
         if project_dir is not None and self.project_configuration.project_dir is None:
             self.project_configuration.set_directories(os.fspath(project_dir))
-        self._tracking = None if log_with is None else lazy.Tracking(log_with, self.logging_dir)
+        self._tracking = None if log_with is None else lazy.tracking.Tracking(log_with, self.logging_dir)
         self.dataloader_config = settings.resolve_data(dataloader_config, split_batches)
         world = join_world(cpu, self.init_handler, given.get(handlers.WatchdogKwargs))
         self._metrics = Metrics.of_run() if world.is_main else None
@@ -149,7 +149,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         self._distributed = world.size > 1
         self._run = run = Run(world, self._loop, self._precision, self._strategy, layout.fsdp)
         if world.place.member is not None:
-            run.slots = lazy.slots_of(world.place, lazy.Slots, world.exchange, lambda: run.is_training)
+            run.slots = lazy.elastic.slots_of(world.place, lazy.slots.Slots, world.exchange, lambda: run.is_training)
         self._controller = OuterController(asked, run)
         session.controllers[self._controller] = None
         self.state, self.gradient_state = AcceleratorState(), GradientState()
@@ -331,7 +331,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
                 stacklevel=2,
             )
             return nullcontext()
-        return lazy.join_uneven_inputs(joinables, even_batches, self._run, self._controller.has)
+        return lazy.join.join_uneven_inputs(joinables, even_batches, self._run, self._controller.has)
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which `backward` synchronizes the gradients of `model`, though its forward pass ran
@@ -421,7 +421,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         self._controller.drop()
         self._run.clear()
         self._loop.reset()
-        released: list[None] = lazy.release_memory(*objects)
+        released: list[None] = lazy.memory.release_memory(*objects)
         return released
 
     clear = free_memory

@@ -20,6 +20,7 @@ from farflung.accelerator.session import Session, flushed
 from farflung.base.checks import check_callable, check_optional, check_path, check_protocol, check_type, check_word
 from farflung.base.errors import CheckpointError, ConfigError, Unsupported, WrongType
 from farflung.base.events import tell
+from farflung.base.lazy import LazyModule
 from farflung.comm.matching import match
 from farflung.comm.shards import model_has_dtensor
 from farflung.comm.torch_group import TorchGroup
@@ -29,9 +30,11 @@ from farflung.process.preemption import REQUEUE, PreemptionVote
 from farflung.resume.run import Run
 
 if TYPE_CHECKING:
-    from farflung.accelerator.checkpointer import Checkpointer
+    from farflung.accelerator import checkpointer
     from farflung.accelerator.controller import OuterController
     from farflung.checkpoint.manager import Busy
+else:
+    checkpointer = LazyModule("farflung.accelerator.checkpointer")
 
 Path_ = str | os.PathLike[str]
 
@@ -49,10 +52,8 @@ class Checkpointing:
     _is_resumed = False  # the script has loaded a checkpoint, or has asked for the newest
 
     @cached_property
-    def _checkpointer(self) -> Checkpointer:
-        run = replace(self._run, outers=self._controller)
-        made: Checkpointer = lazy.Checkpointer(run, self.project_configuration)
-        return made
+    def _checkpointer(self) -> checkpointer.Checkpointer:
+        return checkpointer.Checkpointer(replace(self._run, outers=self._controller), self.project_configuration)
 
     def _settle_checkpoints(self) -> None:
         """Wait for a checkpoint that is being written in the background."""
@@ -261,10 +262,12 @@ class Checkpointing:
 
         def write() -> None:
             if self._writes:
-                lazy.save_sharded(state, directory, max_shard_size, safe_serialization)
+                lazy.export.save_sharded(state, directory, max_shard_size, safe_serialization)
 
         if model_has_dtensor(model):  # all ranks are here, and none continues while another one fails
-            lazy.CheckpointGroup(self._run.world.exchange, 0, "save_model").agree(f"Writing {save_directory}", write)
+            lazy.manager.CheckpointGroup(self._run.world.exchange, 0, "save_model").agree(
+                f"Writing {save_directory}", write
+            )
         else:
             write()
 
@@ -276,7 +279,7 @@ class Checkpointing:
         if not hasattr(f, "write"):
             f = check_path("save: f", f)
         if self._writes:
-            lazy.save_object(obj, f, safe_serialization)
+            lazy.writer.save_object(obj, f, safe_serialization)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the state of a prepared model, with the names of the bare one unless `unwrap` is False.
@@ -299,10 +302,10 @@ class Checkpointing:
             flushed(world.exchange)
         state = self._controller.state_of(inner)
         if is_sharded:
-            return lazy.gathered_model(inner, state, keep)
+            return lazy.models.gathered_model(inner, state, keep)
         has_hooks = any(hasattr(module, "_hf_hook") for module in inner.modules())
         if has_hooks and any(isinstance(value, Tensor) and value.is_meta for value in state.values()):
-            state = lazy.get_state_dict_offloaded_model(inner)
+            state = lazy.load.get_state_dict_offloaded_model(inner)
         return state
 
     @property

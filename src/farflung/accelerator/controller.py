@@ -51,7 +51,7 @@ class OuterController:
         self._figures: list[RoundFigures] = []
         if config is None:
             return
-        self._recipe = lazy.recipe_of(config, self.replicas_here)
+        self._recipe = lazy.arguments.recipe_of(config, self.replicas_here)
         leave_note(OUTER_ASKED)
         self._outputs = RoundOutputs(config, run.world.rank, run.world.place.member)
         run.loop.keeps_loss |= self._outputs.reports
@@ -79,7 +79,7 @@ class OuterController:
             attached = self._open(model, self._recipe, each_step=True)
             leave_note(OUTER_ATTACHED)
             self._outputs.listen(attached.loop, len(self._epochs), attached.loss)
-            attached.epochs = lazy.EpochTracker(attached.flush)
+            attached.epochs = lazy.driver.EpochTracker(attached.flush)
             attached.loop.open_end.is_silent = True  # `exit_report` has a line of its own
 
     def outer(
@@ -92,7 +92,7 @@ class OuterController:
                 "This model already has an outer loop: Accelerator(outer=), --outer or FARFLUNG_OUTER_RECIPE opened "
                 "one when it was prepared, or a `with` block around this one has. Leave one of them out."
             )
-        lazy.driving(model, self._run.optimizers)
+        lazy.outer.driving(model, self._run.optimizers)
         return self._attached(model, recipe, each_step)
 
     @contextmanager
@@ -109,7 +109,7 @@ class OuterController:
 
     def _open(self, model: nn.Module, recipe: Recipe, each_step: bool) -> AttachedLoop:
         """Open a loop; it continues from a loaded state, if one is waiting for it."""
-        attached = lazy.AttachedLoop(model, recipe, self._run)
+        attached = lazy.outer.AttachedLoop(model, recipe, self._run)
         attached.each_step = each_step
         if self.waiting:
             attached.load_state_dict(self.waiting.pop(0))
@@ -241,8 +241,10 @@ class OuterMethods:
         Raises:
             ConfigError: no optimizer has parameters of the model, or the model already has an outer loop.
         """
-        lazy.check_model(model)
-        return self._controller.outer(model, lazy.chosen_recipe(recipe, self._controller.replicas_here), each_step=True)
+        lazy.arguments.check_model(model)
+        return self._controller.outer(
+            model, lazy.arguments.chosen_recipe(recipe, self._controller.replicas_here), each_step=True
+        )
 
     outer_loops = Forward["list[OuterLoop]"](
         "_controller.live", "The outer loops that are open, in the order of their opening."

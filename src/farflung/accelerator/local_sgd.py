@@ -35,10 +35,10 @@ class LocalSGD:
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         check_type("accelerator", accelerator, Accelerator, "the Accelerator that prepared the model")
-        lazy.check_model(model)
+        lazy.arguments.check_model(model)
         check_whole("local_sgd_steps", local_sgd_steps, least=1)
         check_flag("enabled", enabled)
-        recipe = lazy.local_sgd(local_sgd_steps)
+        recipe = lazy.recipes.local_sgd(local_sgd_steps)
         self.enabled = enabled and accelerator.use_distributed
         self.local_sgd_steps = local_sgd_steps
         self._outer = accelerator._controller.outer(model, recipe, each_step=False) if self.enabled else None

@@ -118,10 +118,10 @@ def check_layout(fsdp_plugin: Any, parallelism_config: Any, island_size: Any) ->
     """Check the types of the arguments of `Accelerator` that say how ranks share models."""
     if fsdp_plugin is not None:
         wanted = "a FullyShardedDataParallelPlugin(...)"
-        check_type("fsdp_plugin", fsdp_plugin, lazy.FullyShardedDataParallelPlugin, wanted)
+        check_type("fsdp_plugin", fsdp_plugin, lazy.sharding.FullyShardedDataParallelPlugin, wanted)
     if parallelism_config is not None:
         wanted = "a ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)"
-        check_type("parallelism_config", parallelism_config, lazy.ParallelismConfig, wanted)
+        check_type("parallelism_config", parallelism_config, lazy.parallelism.ParallelismConfig, wanted)
     if island_size is not None and island_size != "host":
         check_whole("island_size", island_size, least=1)
 
@@ -158,7 +158,7 @@ def resolve_layout(
         # transformers loads weights on rank 0 alone then; variables that were not set before go with the session.
         names = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
         session.announced = tuple(name for name in names if environ.text(name) is None)
-        lazy.enable_fsdp_ram_efficient_loading()
+        lazy.sharding.enable_fsdp_ram_efficient_loading()
     session.layout = layout
     return layout
 
@@ -171,11 +171,11 @@ def _resolved(
 ) -> Layout:
     world = session.world
     if fsdp_plugin is None and environ.flag("ACCELERATE_USE_FSDP"):
-        fsdp_plugin = lazy.fsdp_from_environment()
+        fsdp_plugin = lazy.sharding.fsdp_from_environment()
     if parallelism_config is None and environ.flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        parallelism_config = lazy.parallelism_from_environment()
+        parallelism_config = lazy.parallelism.parallelism_from_environment()
     if fsdp_plugin is None and parallelism_config is not None and parallelism_config.dp_shard_size > 1:
-        fsdp_plugin = lazy.FullyShardedDataParallelPlugin()
+        fsdp_plugin = lazy.sharding.FullyShardedDataParallelPlugin()
     islands = stated_island_size(world.local_size, island_size, world.group, world.place)
     device_mesh = None
     if parallelism_config is not None:

@@ -134,9 +134,9 @@ def resolve_outer(outer: OuterConfig | str | None) -> OuterConfig | None:
 
     If both ask, they must ask for the same; then a report that only one of them names is used.
     """
-    launched = lazy.launched_outer(lambda **said: lazy.OuterConfig(**said))
+    launched = lazy.launch.launched_outer(lambda **said: lazy.arguments.OuterConfig(**said))
     if outer is not None:
-        outer = lazy.named_outer("outer", outer)
+        outer = lazy.arguments.named_outer("outer", outer)
     if outer is None or launched is None:
         return outer or launched
     ours, theirs = outer.given(), launched.given()
@@ -146,14 +146,14 @@ def resolve_outer(outer: OuterConfig | str | None) -> OuterConfig | None:
             f"The script asks for {outer.recipe} with {ours} (Accelerator(outer=)), the launcher for "
             f"{launched.recipe} with {theirs} (--outer, FARFLUNG_OUTER_*). Leave one of them out."
         )
-    return lazy.OuterConfig(outer.recipe, **outputs | ours)
+    return lazy.arguments.OuterConfig(outer.recipe, **outputs | ours)
 
 
 def resolve_precision(name: str, device: torch.device, handlers: Mapping[type, Any]) -> Precision:
     """Return the precision of this name, with the arguments that `handlers` has for it, and no others."""
     autocast, scaler = handlers.get(AutocastKwargs), handlers.get(GradScalerKwargs)
     if name == "fp8" and scaler is None:
-        precision: Precision = lazy.Float8(device, autocast, handlers.get(AORecipeKwargs))
+        precision: Precision = lazy.fp8.Float8(device, autocast, handlers.get(AORecipeKwargs))
         return precision
     if AORecipeKwargs in handlers:
         raise ConfigError(f"An AORecipeKwargs was given, but mixed_precision is {name!r}. Give mixed_precision='fp8'.")

@@ -107,4 +107,4 @@ class TrackerMethods:
         if self.trackers:
             known = ", ".join(tracker.name for tracker in self.trackers)
             raise ConfigError(f"get_tracker: there is no tracker {name!r}; there is {known}.")
-        return lazy.GeneralTracker(_blank=True)
+        return lazy.base.GeneralTracker(_blank=True)

@@ -149,7 +149,7 @@ def merge_fsdp_weights(
 
     def merge() -> None:
         if world.is_main:
-            lazy.merge_shards(source, target, safe_serialization, remove_checkpoint_dir)
+            lazy.sharded.merge_shards(source, target, safe_serialization, remove_checkpoint_dir)
 
     CheckpointGroup(world.exchange, 0, "merge_fsdp_weights").agree(f"Merging {checkpoint_dir}", merge)
 
@@ -187,7 +187,7 @@ def _write_shards(group: CheckpointGroup, folder: Path, state: dict[str, Any]) -
     planners: list[ShardPlanner] = []
 
     def plan() -> Any:
-        planners.append(lazy.ShardPlanner("", state, saver.group.leads))
+        planners.append(lazy.sharded.ShardPlanner("", state, saver.group.leads))
         return planners[0].plan
 
     with saver.begin(request) as staged:

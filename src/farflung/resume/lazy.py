@@ -3,21 +3,12 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from farflung.base.lazy import LazyModule
 
 if TYPE_CHECKING:
-    from farflung.checkpoint.sharded import (
-        ShardPlanner as ShardPlanner,
-        ShardReader as ShardReader,
-        merge_shards as merge_shards,
-        nested as nested,
-    )
-    from farflung.outer.merge_states import MergedState as MergedState, merge_states as merge_states
-
-
-_WHERE = {"merge_states": "farflung.outer.merge_states"}
-
-
-def __getattr__(name: str) -> Any:
-    return getattr(import_module(_WHERE.get(name, "farflung.checkpoint.sharded")), name)
+    from farflung.checkpoint import sharded as sharded
+    from farflung.outer import merge_states as merge_states
+else:
+    sharded, merge_states = LazyModule("farflung.checkpoint.sharded"), LazyModule("farflung.outer.merge_states")

@@ -186,7 +186,7 @@ def cut(value: Any, own: Any) -> Any:
 
 
 def _read_shards(model: nn.Module, folder: Path, strict: bool) -> dict[str, Any]:
-    stored = lazy.ShardReader(folder)
+    stored = lazy.sharded.ShardReader(folder)
     flat = {".".join(map(str, path[1:])): name for name, path in stored.paths.items() if path[0] == "model"}
     likes = {short: stored.like(name, "meta") for short, name in flat.items()}
     shapes = {short: object() if like is None else like for short, like in likes.items()}

@@ -252,11 +252,11 @@ def read_optimizer(models: Sequence[nn.Module], optimizer: Any, folder: Path, in
 
 
 def _read_optimizer_shards(models: Sequence[nn.Module], optimizer: Any, folder: Path) -> dict[str, Any]:
-    stored = lazy.ShardReader(folder)
+    stored = lazy.sharded.ShardReader(folder)
     paths = {name: path[1:] for name, path in stored.paths.items() if path[0] == "optimizer" and len(path) > 2}
     groups = {name: path for name, path in paths.items() if path[0] == "param_groups"}
     described = stored.read(dict.fromkeys(groups))
-    param_groups = lazy.nested({groups[name][1:]: value for name, value in described.items()})
+    param_groups = lazy.sharded.nested({groups[name][1:]: value for name, value in described.items()})
     names = parameter_names(models, optimizer)
     of_name = dict(zip(names, parameters_of(optimizer), strict=True))
     kept = {name: path for name, path in paths.items() if path[0] == "state" and path[1] in of_name}
@@ -265,7 +265,7 @@ def _read_optimizer_shards(models: Sequence[nn.Module], optimizer: Any, folder: 
     values = stored.read({name: alike.get(name) for name in kept})
     for name, shard in alike.items():
         values[name] = with_local(values[name], shard)
-    state = lazy.nested({kept[name][1:]: value for name, value in values.items()})
+    state = lazy.sharded.nested({kept[name][1:]: value for name, value in values.items()})
     keys = dict(stored.read({_KEYS: None})[_KEYS]) if _KEYS in stored.paths else {}
     whole = _with_keys({"state": state, "param_groups": param_groups}, keys)
     return by_number(whole, names, optimizer, folder)

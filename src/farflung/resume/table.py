@@ -60,7 +60,7 @@ def collect(run: Run, group: CheckpointGroup, doing: str, saving: Saving) -> lis
         if run.spread is not None and not run.gathers:
             takes_part = not run.replicas_differ or group.leader in run.spread[0]
             folders = {name: state for part in parts for name, state in part.sharded().items()}
-            planners.extend(lazy.ShardPlanner(*folder, saving.leads, takes_part) for folder in folders.items())
+            planners.extend(lazy.sharded.ShardPlanner(*folder, saving.leads, takes_part) for folder in folders.items())
         return [planner.plan for planner in planners]
 
     plans = group.agree(doing, look)
