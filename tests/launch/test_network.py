@@ -10,9 +10,11 @@ import pytest
 from farflung.base.errors import ConfigError
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
-from farflung.launch import network
+from farflung.config.resolve import Resolved
+from farflung.launch import elastic, network
 from farflung.launch.network import Interface, choose_interface, interfaces, loopback_interface
 from farflung.launch.plan import make_plan
+from farflung.launch.start import Script
 
 LO, ETH, IB = Interface("lo", "127.0.0.1"), Interface("eth0", "10.0.0.2"), Interface("ib0", "10.1.0.2")
 
@@ -96,7 +98,7 @@ def names(monkeypatch):
 
     def make(since: float) -> tuple[list[float], list[str]]:
         def look_up(host, port, **options):
-            if now[0] < since:
+            if now[0] < since and host != "127.0.0.1":
                 raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
             return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.1", 0))]
 
@@ -114,6 +116,15 @@ def test_the_name_of_machine_0_may_resolve_later(names):
     assert network.resolve_host("job-0.svc", network.NAME_WAIT_S) == "10.0.0.1"
     assert 12 <= now[0] <= 14
     assert told == ["waiting up to 60 s for the name of machine 0, job-0.svc: Name or service not known"]
+
+
+@pytest.mark.parametrize("option", [{"join": "job-0.svc:29500"}, {"elastic": "1:2", "meet": "tcp://job-0.svc:29500"}])
+def test_replicas_wait_for_the_name_of_the_machine_that_they_join(option, names, home):
+    now, told = names(1e9)
+    replicas = elastic.Replicas(Resolved(LaunchSettings(use_cpu=True, **option), {}, None), Script(__file__))
+    with pytest.raises(ConfigError, match="can't resolve even after 60 s"):
+        replicas.prepare()
+    assert (now[0], len(told)) == (60, 1)
 
 
 def test_a_name_that_never_resolves_is_waited_for_only_where_it_is_another_machines(names, home):

@@ -22,6 +22,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from farflung.base.errors import ConfigError
+from farflung.observe import folder
 from farflung.observe.folder import named_run
 from farflung.observe.problems import problems
 from farflung.observe.report import report
@@ -185,6 +186,16 @@ def test_a_run_is_found_by_its_name_and_the_newest_one_without(home):
     assert named_run(None).name.endswith("-b")
     with pytest.raises(ConfigError, match=r"nothing is no folder of a run: .* There are: 2026-01-01T00-00-00-a, 2026"):
         named_run("nothing")
+
+
+def test_a_link_to_the_newest_run_that_can_not_be_renewed_is_removed(home, monkeypatch):
+    for name in ("a", "b"):
+        write_run(home / "farflung-runs" / name, [])
+    latest = home / "farflung-runs" / "latest"
+    latest.symlink_to("a")
+    monkeypatch.setattr(Path, "symlink_to", lambda *_: os.stat("a file system without links"))
+    folder._point(latest, "b")
+    assert named_run(None).name == "b"
 
 
 def farflung(*words, **more):

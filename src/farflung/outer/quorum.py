@@ -264,7 +264,7 @@ class Quorum:
     def _compare_frozen(self, saved: Mapping[str, int]) -> None:
         """Warn of frozen weights that are not those with which the state was written: it has only what is trained."""
         now = self._replica.frozen()
-        if odd := [name for name, number in saved.items() if now.get(name, number) != number]:
+        if odd := [name for name, number in saved.items() if now.get(name) != number]:
             _logger.warning(
                 f"The state at step {self._timetable.position} was written with other values of frozen weights: "
                 f"{', '.join(odd[:5])}{', and more' if odd[5:] else ''}. It contains only what is trained. Start with "

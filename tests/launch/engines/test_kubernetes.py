@@ -187,11 +187,12 @@ def test_lines_of_one_time_and_of_a_clock_that_goes_back_are_all_shown(monkeypat
     assert capsys.readouterr().out.split("\n")[:-1] == [f"[pod x] {line}" for line in "abbcd"]
 
 
-def test_names_that_differ_in_their_ends_are_names_of_different_jobs(home):
+def test_runs_of_long_names_or_of_one_name_in_two_folders_are_different_jobs(home):
     runs = [home / f"2026-01-01T00-00-00-{'long' * 20}{end}" for end in ("", "-2")]
+    runs += [home / "of another user" / runs[0].name]
     settings = LaunchSettings(engine="kubernetes", engine_options="image=a")
     names = {Kubernetes(Job(settings, "train.py", (), run))._name for run in runs}
-    assert len(names) == 2
+    assert len(names) == 3
     assert all(len(name) <= 50 for name in names)
 
 
