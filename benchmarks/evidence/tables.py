@@ -345,11 +345,12 @@ def defaults_by_length(results: Results) -> list[str]:
 
 
 def page_tables(results: Results) -> dict[str, list[str]]:
-    """Return the tables of docs/evidence.md: without standard errors, sizes side by side, and without the tuning."""
+    """Return the tables of docs/evidence.md: without standard errors, sizes side by side, without the tuning."""
     tables = all_tables(results)
     for title in ("tuning", "defaults", *SHAPES):
         tables.pop(title, None)
     tables = {title: [re.sub(r" ± [\d.]+", "", line) for line in lines] for title, lines in tables.items()}
+    tables["inner"] = [line for line in tables["inner"] if not line.endswith("| 1 |")]  # a single seed
     return tables | {"by size": by_size_table(results), "defaults": defaults_by_length(results)}
 
 

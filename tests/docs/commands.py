@@ -25,7 +25,9 @@ def flag_row(entry):
     known = entry.kind is not bool and entry.default not in (None, "")
     text = f"{entry.help} [{entry.default}]" if known else entry.help
     words += "" if entry.in_file else " *"
-    return [f"{words}{takes}".replace("|", "\\|"), text.replace("|", "\\|"), f"`{entry.variable}`"]
+    is_usual = f"--{entry.variable.removeprefix('FARFLUNG_').lower()}" in entry.flags
+    variable = "" if is_usual else f"`{entry.variable}`"
+    return [f"{words}{takes}".replace("|", "\\|"), text.replace("|", "\\|"), variable]
 
 
 def generated():
@@ -37,8 +39,8 @@ def generated():
     ]
     parts.append("## The flags of `farflung launch`")
     parts.append(
-        "Each has an environment variable and, without a `*`, a key of the same name in a file of settings. `_` and\n"
-        "`-` are alike: `--num_processes`, `--num-processes`."
+        "Each has an environment variable, `FARFLUNG_` and its name if none is shown, and, without a `*`, a key of\n"
+        "the same name in a file of settings. `_` and `-` are alike: `--num_processes`, `--num-processes`."
     )
     for group, about in GROUPS.items():
         rows = [flag_row(entry) for entry in FIELDS if entry.group == group]

@@ -2,8 +2,8 @@
 """A fact has one page that owns it; the others link there.
 
 An option of `farflung launch` is explained if a sentence or a row of a table has it as its subject: "`--x` sets ...",
-"With `--x` ...", or a row that begins with it. docs/commands.md, written from the settings, has a line on each; one page
-more may say the rest. Naming an option in a command, or in passing, explains nothing.
+"With `--x` ...", or a row that begins with it. docs/commands.md, written from the settings, has a line on each; one
+page more may say the rest. Naming an option in a command, or in passing, explains nothing.
 """
 
 import re
