@@ -78,16 +78,24 @@ def test_nothing_that_a_rank_prints_changes_what_the_launcher_does(fails, home, 
     assert (b"ValueError: a bad value" in text) == fails
 
 
+ENDED = '{"event": "ended", "time": 1.0, "code": 0}'
+
+
 @pytest.mark.parametrize("elastic", [None, "1:2"])
-def test_an_exit_code_of_0_is_not_believed_without_the_launchers_own_report(elastic, capfd):
-    command = ["sh", "-c", "echo Welcome; echo a menu >&2"]  # a login shell that runs something else
+@pytest.mark.parametrize(
+    ("report", "code"),
+    [("", FAILED), (ENDED, DONE), (ENDED.replace("{", '{"v": 1, '), DONE), (ENDED[:-9], FAILED)],
+    ids=["none", "of the version before", "whole", "cut off"],
+)
+def test_an_exit_code_of_0_is_not_believed_without_the_launchers_own_report(report, code, elastic, home, capfd):
+    (home / "report").write_bytes(mark_of(TOKEN) + report.encode() + b"\n" if report else b"")
+    command = ["sh", "-c", "echo Welcome; cat report >&2; echo a menu >&2"]  # no report: the shell runs another thing
     settings = LaunchSettings(elastic=elastic)
     connection = SshConnection("a", command)
     with showing(Screen(settings)):
-        assert Connections(settings, TOKEN, {"a": connection}.__getitem__, ["a"]).follow() == FAILED
+        assert Connections(settings, TOKEN, {"a": connection}.__getitem__, ["a"]).follow() == code
     for pipe in (connection._ssh.stdin, *connection.streams):
         pipe.close()
     text = " ".join(capfd.readouterr().err.replace("│", "").split())
-    assert "a is gone" in text
-    assert "its exit code is 0, but no launcher has reported its end" in text
-    assert "last line: a menu" in text
+    words = ("a is gone", "its exit code is 0, but no launcher has reported its end", "last line: a menu")
+    assert [sentence in text for sentence in words] == [code == FAILED] * 3

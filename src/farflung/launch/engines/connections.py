@@ -235,8 +235,9 @@ class Connections(Generic[L]):
         """Print what a host prints, a whole line at a time with its name before it."""
         for is_report, line in split_reports(source, self._mark):
             text = line.decode(errors="replace")
-            event = Event.of_json(text) if is_report else None
-            if event is None:
+            row = _row_of(text) if is_report else None
+            event = None if row is None else Event.of_row(row)
+            if row is None or event is None:
                 if out is sys.stderr:
                     connection.last_line = text.rstrip()
                 self._print(b"[%s] %s\n" % (connection.host.encode(), line.removesuffix(b"\n")), out)
@@ -245,7 +246,7 @@ class Connections(Generic[L]):
             connection.failures += [event] if is_failure else []
             connection.has_reported_end = connection.has_reported_end or event.kind is Kind.ENDED
             if self._settings.json:
-                self._print(f"{json.dumps(json.loads(text) | {'host': connection.host})}\n".encode(), out)
+                self._print(f"{json.dumps(row | {'host': connection.host})}\n".encode(), out)
             elif is_failure and self._is_elastic:
                 with self._lock:
                     record(Kind.FAILED, message=words(event), report=event.facts["report"])
@@ -297,6 +298,14 @@ def this_launcher() -> dict[str, Any]:
     """Return the handle by which `cancel` finds this process."""
     pid = os.getpid()
     return {"pid": pid, "identity": process_identity(pid), "begun": time.time(), "machine": socket.gethostname()}
+
+
+def _row_of(report: str) -> dict[str, Any] | None:
+    """Return the JSON object that a launcher, of this version or another, reports; None for a line that is cut off."""
+    with suppress(ValueError):
+        row = json.loads(report)
+        return row if isinstance(row, dict) else None
+    return None
 
 
 def _has_lost_a_peer(failure: Event) -> bool:
