@@ -178,19 +178,24 @@ class EpochTracker:
         if self._knows(loader):
             self.flush_owed()
 
-    def iteration_ended(self, ended: Pass, at_end: bool, may_train: bool = False) -> None:
-        """Called after a pass; if it `may_train`, this rank may have skipped all of its steps."""
+    def iteration_ended(self, ended: Pass, at_end: bool, may_train: bool | None = None) -> None:
+        """Called after a pass.
+
+        Args:
+            may_train: whether it trains, though this rank made no step in it; None: unknown, so only if it was empty.
+        """
         is_known = self._knows(ended.loader)
         if ended is self._pass:
             self._pass = None
             if not self._is_flushed and at_end:
                 self.flush()
             self.is_owed = not self._is_flushed
-        elif at_end and ((may_train and is_known) or (ended.num_batches == 0 and (is_known or not self._data))):
-            self._share = ended.loader.share
-            self.flush()
-        elif at_end and may_train and not self._data:
-            self.is_owed = True
+        elif at_end and (ended.num_batches == 0 if may_train is None else may_train):
+            if is_known or (ended.num_batches == 0 and not self._data):
+                self._share = ended.loader.share
+                self.flush()
+            elif not self._data:  # perhaps an evaluation by this rank alone, before it trains
+                self.is_owed = True
 
     def step_attempted(self, around: Pass | None, is_open: bool) -> None:
         """Called after an attempted step, with the pass whose loop stands around it.
