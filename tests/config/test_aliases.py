@@ -3,19 +3,23 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import io
+from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from farflung.base.errors import FarflungError
+from farflung.compat.cluster import ClusterConfig
 from farflung.config.files import read_file
+from farflung.launch.codes import DONE, ENGINE, USAGE
+from tests.python import call_farflung
 
 _LEVELS = [f"  b{k}: &b{k} {{{', '.join(f'x{n}: *b{k - 1}' for n in range(9))}}}\n" for k in range(1, 12)]
 _BOMB = f"deepspeed_config:\n  b0: &b0 {{x: no}}\n{''.join(_LEVELS)}"
-_LEAVES = st.sampled_from(["1", "no", "*a", "*b", "&a 1", "&b no", "~", "'x'", "&a [*a]", "{<<: *b}", "1e3"])
+_LEAVES = ["1", "no", "*a", "*b", "&a 1", "&b no", "~", "'x'", "&a [*a]", "{<<: *b}", "1e3", "2001-99-99", "{[1]: 2}"]
 _NODES = st.recursive(
-    _LEAVES,
+    st.sampled_from([*_LEAVES, "[" * 99]),
     lambda inner: st.one_of(
         st.lists(inner, max_size=3).map(lambda parts: f"[{', '.join(parts)}]"),
         st.lists(inner, max_size=3).map(lambda parts: f"&b [{', '.join(parts)}]"),
@@ -26,6 +30,16 @@ _NODES = st.recursive(
     max_leaves=12,
 )
 _KEYS = st.sampled_from(["num_processes", "mixed_precision", "outer", "fsdp_config", "deepspeed_config", "<<", "zz"])
+_LINES = st.lists(st.tuples(_KEYS, _NODES), max_size=5)
+# All commands that read a file of settings.
+_COMMANDS = {
+    "launch": ["launch", "--dry-run", "--config_file", "x.yaml", "train.py"],
+    "env": ["env", "--config_file", "x.yaml"],
+    "show": ["config", "show", "--config_file", "x.yaml"],
+    "test": ["test", "--config_file", "x.yaml"],
+    "doctor": ["doctor", "--config_file", "x.yaml"],
+    "to-fsdp2": ["to-fsdp2", "--config_file", "x.yaml", "--output_file", "y.yaml", "--overwrite"],
+}
 
 
 @pytest.mark.parametrize(
@@ -43,10 +57,54 @@ def test_an_alias_is_refused_with_its_line(tmp_path, text):
         read_file(tmp_path / "x.yaml")
 
 
-@settings(max_examples=300, deadline=None)
-@given(lines=st.lists(st.tuples(_KEYS, _NODES), max_size=5))
-def test_any_file_is_read_or_refused_in_a_sentence(tmp_path_factory, lines):
-    path = tmp_path_factory.mktemp("yaml") / "x.yaml"
-    path.write_text("".join(f"{key}: {node}\n" for key, node in lines))
-    with suppress(FarflungError):
-        read_file(path)
+def called(*words):
+    """Return the exit code of a command, and what it prints on stderr."""
+    with redirect_stderr(io.StringIO()) as said, redirect_stdout(io.StringIO()):
+        return call_farflung(*words), said.getvalue()
+
+
+@pytest.fixture
+def folder(home, monkeypatch):
+    """A folder with a script, where commands that would start processes or measure machines only read settings."""
+    (home / "train.py").touch()
+    monkeypatch.setattr("farflung.launch.start.starter_of", lambda resolved, script: Nothing())
+    monkeypatch.setattr("farflung.observe.doctor.examine", lambda asked, tell: Nothing())
+    monkeypatch.setattr("farflung.launch.ask.count_gpus", lambda: 0)
+    return home
+
+
+class Nothing:
+    """Starts nothing, and reports nothing."""
+
+    goes_on, todo = False, ()
+
+    def described(self):
+        return ""
+
+    as_text = described
+
+    def prepare(self):
+        return {}
+
+    def follow(self, folder):
+        return DONE
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lines=_LINES)
+@pytest.mark.parametrize("command", _COMMANDS)
+def test_each_command_reads_any_file_or_refuses_it_in_a_sentence(command, folder, lines):
+    (folder / "x.yaml").write_text("".join(f"{key}: {node}\n" for key, node in lines))
+    code, said = called(*_COMMANDS[command])
+    assert code in (DONE, USAGE, ENGINE), said
+    assert code == DONE or "Error: " in said or "Unsupported: " in said, said
+
+
+@pytest.mark.parametrize("command", _COMMANDS)
+@pytest.mark.parametrize("text", [_BOMB, "a: " + "[" * 50_000, "fsdp_config: [1]\n", "x: &a {<<: *a}\n"])
+def test_each_command_answers_a_hostile_file_in_a_sentence(command, text, folder):
+    (folder / "x.yaml").write_text(text)
+    code, said = called(*_COMMANDS[command])
+    assert (code, said.startswith("ConfigError: ")) == (USAGE, True), said
+    with pytest.raises(FarflungError):
+        ClusterConfig.from_yaml_file(folder / "x.yaml")

@@ -92,8 +92,11 @@ def _read_foreign(key: str, entries: Mapping[str, tuple[Node, str]]) -> str | No
     raise Unsupported(f"{place}: `{key}` {what}. {foreign.instead}")
 
 
-def _entries(path: Path) -> Iterator[tuple[str, tuple[Node, str]]]:
-    """Yield each key of the file with its value's node and its place; those of a block by their settings' names."""
+def read_mapping(path: Path) -> MappingNode | None:
+    """Return what a file of YAML holds, without aliases, tags and deep nesting; None if it is empty.
+
+    Raises ConfigError, with file and line, for everything else.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         _check_events(path, text)
@@ -105,10 +108,16 @@ def _entries(path: Path) -> Iterator[tuple[str, tuple[Node, str]]]:
         raise ConfigError(f"{path}: this is not YAML: {error}.") from None
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}. Name another file with --config_file.") from None
+    if root is not None and not isinstance(root, MappingNode):
+        raise ConfigError(f"{path}:1: the file must be a mapping of `key: value` lines.")
+    return root
+
+
+def _entries(path: Path) -> Iterator[tuple[str, tuple[Node, str]]]:
+    """Yield each key of the file with its value's node and its place; those of a block by their settings' names."""
+    root = read_mapping(path)
     if root is None:
         return
-    if not isinstance(root, MappingNode):
-        raise ConfigError(f"{path}:1: the file must be a mapping of `key: value` lines.")
     seen: dict[str, tuple[int, Node]] = {}
     for word, line, value in _lines(root):
         first, other = seen.setdefault(word, (line, value))

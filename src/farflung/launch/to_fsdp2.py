@@ -11,6 +11,8 @@ from typing import Any
 import yaml
 
 from farflung.base.errors import ConfigError
+from farflung.base.files import atomic_file
+from farflung.config.files import read_mapping
 from farflung.config.sharding import parse_reshard
 from farflung.launch.commands import parsed_command
 
@@ -53,17 +55,19 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     if Path(output).exists() and not args.overwrite:
         raise FileExistsError(f"The output file {output} exists. Give --overwrite to replace it.")
     text = yaml.safe_dump(convert_config_to_fsdp2(load_config(args.config_file)))
-    Path(output).write_text(text, encoding="utf-8")
+    with atomic_file(output) as part:
+        part.write_text(text, encoding="utf-8")
 
 
 def load_config(config_file: str) -> dict[str, Any]:
     """Return the entries of a configuration file; ConfigError if there are none."""
-    try:
-        config = yaml.safe_load(Path(config_file).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{config_file} is not YAML: {str(error).splitlines()[0]}.") from None
-    if not isinstance(config, dict):
+    root = read_mapping(Path(config_file))
+    if root is None:
         raise ConfigError(f"{config_file} has no settings to convert.")
+    try:
+        config: dict[str, Any] = yaml.SafeLoader("").construct_document(root)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
+        raise ConfigError(f"{config_file} has values that can't be read: {str(error).splitlines()[0]}.") from None
     return config
 
 
@@ -76,6 +80,8 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
     block = config.get("fsdp_config")
     if not block:
         return config
+    if not isinstance(block, dict):
+        raise ConfigError(f"fsdp_config is {block!r}; it must be a mapping of `key: value` lines.")
     if block.get("fsdp_version", 1) == 2:
         _log.warning("Config already specifies FSDP2, skipping conversion...")
         return config
