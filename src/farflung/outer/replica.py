@@ -19,7 +19,7 @@ from farflung.base.torch_internals import own_buffers, own_parameters, passing_b
 from farflung.base.words import counted
 from farflung.codec.base import Identity
 from farflung.comm.bucket import Buckets, broadcast_values
-from farflung.comm.fingerprint import fingerprint
+from farflung.comm.fingerprint import fingerprints
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.shards import addresses, local, model_has_dtensor, part_of, reshard
 from farflung.outer.agreement import Anchored, Averaged, Max, Mean
@@ -136,7 +136,7 @@ class BoundFragment:
 
     def fingerprint(self) -> int:
         """Return a number that differs for weights with different bits."""
-        return digest_of(str([fingerprint(local(one)) for one in self.parameters()]))
+        return digest_of(str(fingerprints(map(local, self.parameters()))))
 
     def count(self, amount: float) -> None:
         self.pending_weight = [done + amount for done in self.pending_weight]
