@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -26,8 +27,10 @@ from farflung.launch.codes import FAILED
 from farflung.launch.network import get_free_port
 from farflung.launch.plan import Script
 from farflung.testing.patience import patience
+from tests.launch.engines.test_connections import RANK, WORST
 from tests.launch.machines import ADDRESSES, two_machines
 from tests.launch.test_two_machines import Screen
+from tests.python import call_farflung
 from tests.waits import until
 
 TRAINS = """
@@ -360,6 +363,19 @@ def test_a_sampler_of_an_unchanged_ddp_script_hands_out_each_epoch_once(farflung
     for epoch in "01":
         indices = [number for lines in files for line in lines if line[0] == epoch for number in line.split()[1:]]
         assert sorted(map(int, indices)) == list(range(96))
+
+
+@pytest.mark.usefixtures("warm")
+def test_with_tee_files_have_what_each_replica_prints_byte_by_byte(home):
+    lines = [*random.Random(1).choices(WORST, k=2000), b"x" * 1_000_000 + b"\n", b"no newline at the end"]
+    (home / "lines").write_text(repr(lines))
+    (home / "train.py").write_text(RANK)
+    words = ["launch", "--cpu", "--elastic", "1:2", "--replicas", "2", "--tee", "3", "--run-dir", "run", "train.py"]
+    assert call_farflung(*words) == 0
+    files = sorted((home / "run" / "logs").rglob("std*.log"))
+    assert [file.name for file in files].count("stdout.log") == 2
+    for file in files:
+        assert file.read_bytes() == b"".join(lines)
 
 
 @pytest.mark.long

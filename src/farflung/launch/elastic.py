@@ -25,11 +25,13 @@ from farflung.launch.network import NAME_WAIT_S, choose_interface, is_loopback, 
 from farflung.launch.plan import (
     Script,
     check_recipe,
+    has_launchers,
     make_plan,
     network_variables,
     one_machine,
     one_replica,
     torch_is_loaded,
+    with_log_dir,
 )
 from farflung.launch.replicas import machine_name, supervise
 from farflung.observe.folder import RunFolder
@@ -117,8 +119,10 @@ class Replicas:
                 "says more"
             )
             record(Kind.NOTE, message=message)
-        if settings.ranks_per_replica > 1:
-            stated = json.dumps(dataclasses.asdict(self._replica))  # whatever files and variables say
+        if has_launchers(settings):
+            stated = json.dumps(
+                dataclasses.asdict(with_log_dir(self._replica, folder))
+            )  # whatever files and variables say
             start = (sys.executable, "-m", "farflung", "launch", "--stated", stated)
             command = (*start, script.name, *script.arguments)
         return supervise(settings, command, {**self._variables, **folder.variables}, self._transport, self._count)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -14,7 +15,7 @@ import click
 from farflung.base.errors import FarflungError, Unsupported, did_you_mean
 from farflung.base.events import flush_streams, tell
 from farflung.base.words import shortened
-from farflung.launch.codes import INTERRUPTED, USAGE, of_error
+from farflung.launch.codes import BY_SIGNAL, INTERRUPTED, USAGE, of_error
 
 # name -> where it lives, and what it does.
 COMMANDS = {
@@ -101,7 +102,7 @@ checkpoint = LazyGroup("checkpoint", table=CHECKPOINT, help="List, verify, compa
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command with these arguments or this process's own; an error ends it with one clear line and its code."""
     try:
-        code = farflung.main(args=arguments, prog_name="farflung", standalone_mode=False)
+        sys.exit(farflung.main(args=arguments, prog_name="farflung", standalone_mode=False))
     except click.ClickException as error:
         message = error.format_message()
         if isinstance(error, click.NoSuchOption) and error.possibilities:  # the nearest first; click sorts them
@@ -116,13 +117,15 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except FarflungError as error:
         _show(type(error).__name__, str(error))
         sys.exit(of_error(error))
+    except BrokenPipeError:  # who read this command's output has ended
+        sys.exit(BY_SIGNAL + signal.SIGPIPE)
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
         _show("ConfigError", f"{shortened(str(error.filename))} can't name a file: it is too long.")
         sys.exit(USAGE)
-    flush_streams()
-    sys.exit(code)
+    finally:
+        flush_streams()
 
 
 def _show(kind: str, message: str) -> None:

@@ -35,6 +35,8 @@ from farflung.launch.network import (
     refuse_busy_port,
     resolve_host,
 )
+from farflung.observe.folder import RunFolder
+from farflung.process.run_files import LOGS
 
 if TYPE_CHECKING:
     from farflung.outer import arguments as outer_arguments
@@ -132,6 +134,18 @@ def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str], r
     reported = reported or not alone or settings.run_dir != "none"
     command = command_line(settings, script, arguments, reported)
     return Plan(command, num_local, variables, meeting, alone)
+
+
+def has_launchers(settings: LaunchSettings) -> bool:
+    """Return whether each replica has a launcher of its own: for several ranks, or for files of what they print."""
+    return settings.ranks_per_replica > 1 or settings.tee != "0" or settings.log_dir is not None
+
+
+def with_log_dir(settings: LaunchSettings, folder: RunFolder) -> LaunchSettings:
+    """Return the settings with the place of the files that `tee` writes: the run's folder, unless one is named."""
+    if settings.tee == "0" or settings.log_dir is not None or folder.path is None:
+        return settings
+    return replace(settings, log_dir=str(folder.path / LOGS))
 
 
 def one_replica(settings: LaunchSettings) -> LaunchSettings:

@@ -26,7 +26,7 @@ from farflung.config import environ
 from farflung.integrations.rounds import record_rounds
 from farflung.process.failure import PREEMPTED, has_note, has_report, record_exit, record_failure
 from farflung.process.heard import record_signals
-from farflung.process.run_files import Metrics, add_event, recorded
+from farflung.process.run_files import Metrics, add_event, lossy, recorded
 from farflung.process.tether import end_with_launcher
 from farflung.process.trainer_log import keep_trainer_logs
 
@@ -127,6 +127,7 @@ def _loaded(spec: ModuleSpec | None, name: str) -> tuple[CodeType, ModuleType]:
 
 
 if __name__ == "__main__":
+    sys.stdout, sys.stderr = lossy(sys.stdout, "stdout"), lossy(sys.stderr, "stderr")
     for stream in (sys.stdout, sys.stderr):  # `-u` has `print` write a line and its end apart, and ranks share a pipe
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)

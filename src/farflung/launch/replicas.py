@@ -32,7 +32,7 @@ from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 from farflung.launch.agent import newest_checkpoint, read_report
 from farflung.launch.codes import CODES, ENGINE, FAILED, HUNG
-from farflung.launch.plan import lone_environment
+from farflung.launch.plan import has_launchers, lone_environment
 from farflung.launch.report import Failure, in_short, show
 from farflung.launch.supervisor import SUPERVISED, Supervisor, max_restarts
 from farflung.process.failure import ERROR_FILE
@@ -115,7 +115,7 @@ class _Launcher:
         self._members: defaultdict[str, list[int]] = defaultdict(list)  # ids of each replica's last two processes
         self._stopped: set[int] = set()  # of these ids
         self._reports, self._num_started = folder, 0
-        self._has_own_launchers = settings.ranks_per_replica > 1
+        self._has_own_launchers = has_launchers(settings)
         self._shown: set[str] = set()  # errors
         self._code, self._has_finished, self._is_over = 0, False, False
         self._unrecorded: dict[int, tuple[int, str]] = {}  # ends of members' processes, while the store is away

@@ -16,11 +16,10 @@ from farflung.config.launch import LaunchSettings
 from farflung.config.resolve import Resolved
 from farflung.launch.codes import BY_SIGNAL, CODES, DONE, REQUEUE
 from farflung.launch.dry_run import described
-from farflung.launch.plan import Plan, Script, check_recipe, lone_environment, make_plan
+from farflung.launch.plan import Plan, Script, check_recipe, lone_environment, make_plan, with_log_dir
 from farflung.launch.report import in_order, in_short, show
 from farflung.observe.folder import RunFolder
 from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND, PREEMPTED
-from farflung.process.run_files import LOGS
 
 if TYPE_CHECKING:
     from farflung.launch import agent
@@ -50,10 +49,8 @@ class Ranks:
         return {"processes": plan.num_local, **machines, **row, "command": [str(word) for word in plan.command]}
 
     def follow(self, folder: RunFolder) -> int:
-        settings, plan = self._settings, self._plan
+        settings, plan = with_log_dir(self._settings, folder), self._plan
         plan = dataclasses.replace(plan, variables={**plan.variables, **folder.variables})
-        if settings.tee != "0" and settings.log_dir is None and folder.path is not None:
-            settings = dataclasses.replace(settings, log_dir=str(folder.path / LOGS))
         if plan.alone and self._script.exec_alone:
             become(plan)
         return start(settings, plan, self._script.is_inner)

@@ -17,7 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
-from io import StringIO
+from io import BufferedWriter, FileIO, StringIO, TextIOWrapper
 from numbers import Real
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,6 +26,7 @@ from farflung.base.events import Event, Kind, tell
 from farflung.base.files import open_lines
 from farflung.base.frames import innermost_calls, user_call
 from farflung.config import environ
+from farflung.process.failure import ERROR_FILE
 from farflung.process.identity import process_identity
 from farflung.process.place import Place
 
@@ -160,6 +161,29 @@ class OutputLog:
         file, self._file = self._file, -1  # writing to it later is an OSError
         with suppress(OSError):
             os.close(file)
+
+
+class _Tee(FileIO):
+    """The file that a launcher with `--tee` has a rank write to. What a full disk refuses is lost, not tried again."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def lossy(stream: Any, name: str) -> Any:
+    """Return a stream of this rank, `stdout` or `stderr`; of a `--tee`, one that loses text if the disk is full."""
+    path = environ.text(ERROR_FILE)
+    try:
+        is_tee = path is not None and os.path.samefile(stream.fileno(), Path(path).with_name(f"{name}.log"))
+    except (OSError, ValueError, AttributeError):  # a terminal, a pipe
+        is_tee = False
+    if not is_tee:
+        return stream
+    file = BufferedWriter(_Tee(stream.fileno(), "w", closefd=False))
+    return TextIOWrapper(file, stream.encoding, stream.errors)
 
 
 class _Copied:

@@ -26,6 +26,7 @@ import yaml
 from tests.launch.engines.kubelet import expanded
 
 VERSION = "1.33"
+CUT = -1  # in place of a status: the connection breaks in the middle of the answer
 NAMESPACE, CLAIM = "training", "work"
 JOBS, PODS = kmock.resource("batch", "v1", "jobs"), kmock.resource("", "v1", "pods")
 CLAIMS, INDEX = kmock.resource("", "v1", "persistentvolumeclaims"), "batch.kubernetes.io/job-completion-index"
@@ -67,7 +68,7 @@ class Cluster(kmock.KubernetesEmulator):
         self.containers: list[threading.Thread] = []
         self.folder, self.cut_after = starts, None
         self.asked: list[tuple[str, dict]] = []  # of what changes something
-        self.answers: list[int] = []  # statuses of the next answers, instead of what was asked for
+        self.answers: list[int] = []  # statuses of the next answers, instead of what was asked for; CUT, or 0: none
         self.loop = asyncio.get_running_loop()
         self.resources[PODS] = self.resources[JOBS] = {}
         self.objects[CLAIMS, NAMESPACE, CLAIM] = {"metadata": {"name": CLAIM}}
@@ -79,8 +80,14 @@ class Cluster(kmock.KubernetesEmulator):
     async def _handle(self, request):
         if request.headers.get("Authorization") != "Bearer a-token":
             raise kmock.KubernetesError(401, "Unauthorized", "Unauthorized", {})
-        if self.answers:
-            raise kmock.KubernetesError(self.answers.pop(0), "Injected", "one bad answer", {})
+        if (status := self.answers.pop(0) if self.answers else 0) == CUT:
+            answer = aiohttp.web.StreamResponse(headers={"Content-Length": "100"})
+            await answer.prepare(request._raw_request)
+            await answer.write(b'{"items": [')
+            request._raw_request.transport.close()
+            return answer
+        if status:
+            raise kmock.KubernetesError(status, "Injected", "one bad answer", {})
         if request.namespace != NAMESPACE:
             words = f'namespaces "{request.namespace}" not found'
             raise kmock.KubernetesError(404, "NotFound", words, {})

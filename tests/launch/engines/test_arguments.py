@@ -27,6 +27,7 @@ from tests.python import call_farflung, run_farflung
 SHELLS = ("sh", "bash", "dash", "fish", "tcsh")
 PARTS = rb"""' " $ \ ! ` * ~ # ; && | { } %s -x 1e-3 $$(HOME) $(HOME) ${HOME} $$ \n !! ^a^b [ ] < >""".split(b" ")
 PARTS += [b" ", b"\n", b"\t", b"\r\n", b"\x01", b"\x7f", b"\x81", b"\xff", "\u00e9\u2028".encode(), b"\\\n", b""]
+HOSTILE = "it's\n$(touch injected) \\ !x"  # the name of a folder
 # The script, and what a shell or srun starts in place of Python: each writes its arguments, with a NUL after each.
 DUMP = "import os, sys\nopen('seen', 'wb').write(b''.join(os.fsencode(word) + b'\\0' for word in sys.argv[1:]))\n"
 
@@ -53,7 +54,7 @@ def dump(home, monkeypatch):
     for file in (home / "bin").iterdir():
         file.chmod(0o755)
     monkeypatch.setenv("PATH", f"{home}/bin:{os.environ['PATH']}")
-    folder = home / "it's\n$(touch injected) \\ !x"
+    folder = home / HOSTILE
     folder.mkdir()
     monkeypatch.chdir(folder)
     return program
@@ -115,12 +116,20 @@ def test_in_the_manifest_of_kubernetes(home):
         assert words[-201:] == ["train.py", *arguments]
 
 
-def test_what_the_api_of_kubernetes_cannot_carry_is_refused(home, capsys):
+REFUSED = [
+    ("kubernetes", "image=a", "run", os.fsdecode(b"a\xffb"), "is not valid UTF-8, and the API of Kubernetes"),
+    ("ray", "cpus=1", "run", os.fsdecode(b"a\xffb"), "is not valid UTF-8, and Ray takes"),
+    ("slurm", "partition=cpu", "a\\b", "1", r"takes \ in names of output files for patterns of its own"),
+]
+
+
+@pytest.mark.parametrize(("engine", "options", "folder", "argument", "words"), REFUSED)
+def test_what_an_engine_cannot_carry_is_refused(engine, options, folder, argument, words, home, capsys):
     (home / "train.py").touch()
-    words = ["launch", "--engine", "kubernetes", "--engine-options", "image=a", "--run-dir", "run", "train.py"]
-    assert call_farflung(*words, os.fsdecode(b"a\xffb")) == 2
-    assert "is not valid UTF-8" in capsys.readouterr().err
-    assert not (home / "run").exists()
+    launch = ["launch", "--engine", engine, "--engine-options", options, "--run-dir", folder, "train.py"]
+    assert call_farflung(*launch, argument) == 2
+    assert words in capsys.readouterr().err
+    assert not (home / folder).exists()
 
 
 @pytest.mark.parametrize("word", ["a\0b", "\ud800"])

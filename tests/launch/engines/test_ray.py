@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import subprocess
@@ -19,6 +20,8 @@ from farflung.config.launch import LaunchSettings
 from farflung.launch.codes import ENGINE
 from farflung.launch.engines.engine import Job
 from farflung.testing.patience import patience
+from tests.launch.engines.test_arguments import DUMP, make_arguments, seen
+from tests.launch.engines.test_connections import RANK, WORST
 from tests.launch.test_two_machines import Screen
 from tests.python import call_farflung
 from tests.waits import until
@@ -183,6 +186,37 @@ def test_a_fixed_run_has_a_node_for_each_machine_and_a_failure_is_one_box(home, 
     assert launched.code() == 3, launched.text
     assert launched.text.count("ValueError: a bad value") >= 1
     assert launched.text.count("rank 1 failed") == 1, launched.text
+
+
+@pytest.mark.server
+def test_every_argument_reaches_an_actor_as_it_was(home, cluster, started):
+    (home / "train.py").write_text(DUMP)
+    cluster.more()
+    arguments = make_arguments(is_text=True)
+    launched = started("train.py", *arguments)
+    assert launched.code() == 0, launched.text
+    assert seen(home) == arguments
+
+
+@pytest.mark.server
+def test_lines_of_the_worst_kind_come_from_an_actor_once_and_as_they_were(home, cluster):
+    draw = random.Random(1)
+    lines = [*draw.choices(WORST, k=10_000), b"x" * 1_000_000 + b"\n", b"no newline at the end"]
+    (home / "lines").write_text(repr(lines))
+    (home / "train.py").write_text(RANK)
+    cluster.more()
+    words = [sys.executable, "-m", "farflung", "launch", "--engine", "ray", "--cpu", "--run-dir", "run", "train.py"]
+    env = os.environ | {"RAY_ADDRESS": cluster.address}
+    done = subprocess.run(words, cwd=home, env=env, capture_output=True, timeout=patience(120))
+    for node in list(cluster.worker_nodes):
+        cluster.remove_node(node)
+    assert done.returncode == 0, done.stderr[-2000:]
+    head = done.stdout.partition(b"] ")[0] + b"] "
+    expected = b"".join(head + line.removesuffix(b"\n") + b"\n" for line in lines)
+    assert done.stdout == expected
+    own = head + b"farflung: "
+    printed = [line for line in done.stderr.split(b"\n") if line.startswith(head) and not line.startswith(own)]
+    assert b"\n".join(printed) + b"\n" == expected
 
 
 @pytest.mark.server

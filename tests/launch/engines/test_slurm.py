@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import random
 import re
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,10 +20,11 @@ from pathlib import Path
 import pytest
 
 from farflung.config.launch import LaunchSettings
-from farflung.launch.codes import DONE, ENGINE, FAILED, INTERRUPTED, USAGE
+from farflung.launch.codes import DONE, ENGINE, FAILED, INTERRUPTED, USAGE, EngineFailure
 from farflung.launch.engines.engine import Job
 from farflung.testing.patience import patience
 from tests.launch.engines.slurm_cluster import slurm_cluster, why_impossible
+from tests.launch.engines.test_arguments import DUMP, HOSTILE, make_arguments, seen
 from tests.launch.test_run import CONNECTED, seen_by
 from tests.launch.test_two_machines import Screen
 from tests.python import call_farflung, run_farflung
@@ -201,6 +206,23 @@ def test_srun_starts_launchers_or_ranks_that_find_their_places_by_themselves(slu
 
 
 @pytest.mark.server
+def test_every_argument_arrives_as_it_was_by_srun_and_in_a_batch_script(slurm, monkeypatch):
+    folder, arguments = slurm / HOSTILE, make_arguments()
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    Path("train.py").write_text(DUMP)
+    program = [sys.executable, "-m", "farflung", "launch", "--cpu", "--num_processes", "1", "train.py"]
+    asked("srun", "--nodes=1", *program, *arguments)
+    assert seen(folder) == arguments
+    for flags in ((), ("--elastic", "1:1")):
+        Path("seen").unlink()
+        with launched(*flags, run=f"{slurm}/{len(flags)}\n$(touch injected) it's !x", arguments=arguments) as run:
+            code, said = ended(run)
+        assert code == DONE, said
+        assert seen(folder) == arguments
+
+
+@pytest.mark.server
 @pytest.mark.parametrize("lines", ["import sys\nsys.exit(7)", "import time\ntime.sleep(60)"])
 def test_a_job_that_fails_or_is_cancelled_ends_with_its_code(slurm, lines):
     (slurm / "train.py").write_text(f"open('up', 'w').close()\n{lines}")
@@ -330,6 +352,7 @@ WRONG = [
     ("--num_machines 2 --machine_rank 1", 2, "machine_rank is 1, but Slurm chooses the nodes. Leave it out"),
     ("--elastic 2:4 --main_process_ip node0", 2, "main_process_ip is node0, .*--meet says where replicas meet"),
     ("--hosts a,b", 2, "hosts is for --engine ssh, but engine is slurm"),
+    ("--run-dir a%j", 2, "takes % in names of output files for patterns of its own. Name a folder without"),
     ("--run-dir none", 2, "run_dir is none"),
 ]
 
@@ -404,3 +427,52 @@ def test_of_a_job_that_slurm_has_forgotten_the_folder_tells_how_it_ended(command
     said = capsys.readouterr()
     assert said.out == "the last line\n"
     assert f"job 12 is {'failed' if code else 'completed'}, exit code {code} (forgotten)" in said.err
+
+
+LINES = b"".join(b"%d\rof a \xff bar\xe2\x80\xa8\x1b[1m\n" % k for k in range(20))
+
+
+@pytest.mark.parametrize("trouble", ["none", "pipe", "disk", "file"])
+def test_a_job_that_ends_well_is_followed_to_its_end_whatever_happens_here(trouble, home, monkeypatch):
+    draw, answers, limit = random.Random(trouble), iter(range(20)), resource.getrlimit(resource.RLIMIT_FSIZE)
+    output = home / "run" / "slurm-12.out"
+
+    def run(name, *words):
+        if name == "sbatch":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0 if trouble == "disk" else limit[0], limit[1]))
+            return "12"
+        if name == "sinfo":
+            return f"cpu*|{socket.gethostname()}"
+        if draw.random() < 0.5:
+            raise EngineFailure("squeue refused: Unable to contact slurm controller")
+        number = next(answers)
+        if trouble == "file" and number == 9:
+            output.unlink()
+            output.mkdir()
+        elif trouble != "disk":
+            if output.is_dir():
+                output.rmdir()
+            output.write_bytes(LINES[: len(LINES) * (number + 1) // 20])
+        return f"12|{'COMPLETED' if number == 19 else 'RUNNING'}|0|None|"
+
+    for name, value in {"_run": run, "_ASK_S": 0.02, "_LOOK_S": 0.01}.items():
+        monkeypatch.setattr(f"farflung.launch.engines.slurm.{name}", value)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    (home / "train.py").touch()
+    streams = {name: io.TextIOWrapper(io.BytesIO()) for name in ("stdout", "stderr")}  # no files, which have a limit
+    if trouble == "pipe":
+        read, write = os.pipe()
+        os.close(read)
+        streams["stdout"] = os.fdopen(write, "w")
+    for name, stream in streams.items():
+        monkeypatch.setattr(sys, name, stream)
+    try:
+        code = call_farflung("launch", "--engine", "slurm", "--cpu", "--run-dir", "run", "train.py")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    said = streams["stderr"].buffer.getvalue()
+    assert code == DONE, said
+    if trouble in ("none", "file"):
+        assert streams["stdout"].buffer.getvalue() == LINES
+    assert (b"Later commands won't find the run: jobs ['12']" in said) == (trouble == "disk")
+    streams["stdout"].close()

@@ -24,11 +24,12 @@ from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, FAILED, USAGE, Engine
 from farflung.launch.engines.engine import Job
 from farflung.launch.engines.ssh_client import SshClient
 from farflung.testing.patience import patience
+from tests.launch.engines.test_arguments import DUMP, HOSTILE, SHELLS, make_arguments, seen
 from tests.launch.machines import ADDRESSES
-from tests.launch.sshd import two_hosts, why_no_sshd
+from tests.launch.sshd import host_with_shell, two_hosts, why_no_sshd
 from tests.launch.test_replicas import TRAINS, until_further
 from tests.launch.test_two_machines import Screen
-from tests.python import call_farflung
+from tests.python import call_farflung, run_farflung
 from tests.waits import until
 
 COUNTS = """
@@ -130,6 +131,23 @@ def test_two_hosts_are_one_world_and_one_log_of_whole_lines(on_lab, home):
     assert {log.name for log in (run / "logs").iterdir()} == {f"rank{rank}.log" for rank in range(4)}
     assert not (run / ".copied").exists()  # it is one disk
     assert json.loads((run / "run.json").read_text())["world"] == {"engine": "ssh", "machines": 2}
+
+
+@pytest.mark.server
+@pytest.mark.skipif(bool(why_no_sshd()), reason=why_no_sshd() or "-")
+@pytest.mark.parametrize("shell", SHELLS)
+def test_every_argument_arrives_as_it_was_whatever_the_login_shell_is(shell, home, tmp_path_factory, monkeypatch):
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    folder, arguments = home / HOSTILE, make_arguments()
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    Path("train.py").write_text(DUMP)
+    with host_with_shell(tmp_path_factory.mktemp("sshd"), shell) as config:
+        options = f"python={sys.executable},ssh=-F {config}"
+        words = ("--cpu", "--hosts", "node0", "--run-dir", "the run", "--engine-options", options)
+        done = run_farflung("launch", *words, "train.py", *arguments)
+    assert seen(folder) == arguments, done.stderr
 
 
 @in_lab

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
@@ -116,6 +116,12 @@ class Job:
                 )
             if key in numbers and not value.isdecimal():
                 raise ConfigError(f"engine_options has {key}={value}; use a whole number.")
+
+    def check_unicode(self, reader: str, words: Iterable[str] = ()) -> None:
+        """Raise ConfigError if the script, its arguments or other `words` are no text, and `reader` takes only text."""
+        for word in (self.script, *self.arguments, *words):
+            if not word.isascii() and os.fsencode(word).decode(errors="replace") != word:
+                raise ConfigError(f"{word!r} is not valid UTF-8, and {reader} takes no other text.")
 
     def write(self, handle: Mapping[str, Any]) -> None:
         """Write into the run's folder what was submitted, for later commands about it."""

@@ -110,9 +110,7 @@ class Kubernetes:
                 f"meet is {meet}, a folder that pods don't share. Mount a claim at {_MOUNT} and meet there: "
                 f"--meet file://{_MOUNT}/run7 --engine_options claim=NAME."
             )
-        for word in self._pod()["containers"][0]["command"]:
-            if not word.isascii() and os.fsencode(word).decode(errors="replace") != word:
-                raise ConfigError(f"{word!r} is not valid UTF-8, and the API of Kubernetes takes no other text.")
+        self._job.check_unicode("the API of Kubernetes", self._pod()["containers"][0]["command"])
 
     @cached_property
     def _api(self) -> KubernetesApi:

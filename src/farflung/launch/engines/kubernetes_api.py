@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import click
-
+from farflung.base.events import pass_on
 from farflung.launch.codes import ENGINE, FAILED, HUNG, USAGE, EngineFailure
 
 _TIMES_S = (10.0, 60.0)  # to connect, and to be answered
@@ -62,13 +62,15 @@ class KubernetesApi:
         Raises:
             EngineFailure: the cluster can't be reached; ApiError: it has answered, and refuses.
         """
+        from urllib3.exceptions import HTTPError
+
         give_up_at, wait_s = time.monotonic() + patience_s, _FIRST_WAIT_S
         while True:
             try:
                 answer = json.loads(self._answer(method, path, body, query, _TIMES_S).read())
                 self._has_answered = True
                 return answer
-            except (EngineFailure, ValueError) as error:
+            except (EngineFailure, ValueError, HTTPError) as error:  # HTTPError: the connection breaks in the answer
                 failure = (
                     error if isinstance(error, EngineFailure) else EngineFailure(f"No JSON answers {path}: {error}")
                 )
@@ -93,14 +95,14 @@ class KubernetesApi:
                 raise
             return found
 
-    def lines(self, path: str, is_whole: bool) -> Iterator[str]:
+    def lines(self, path: str, is_whole: bool) -> Iterator[bytes]:
         """Yield the lines of a log while it grows; a last one without its end only where the log `is_whole`."""
         rest, query = b"", {"follow": "true", "timestamps": "true"}
         for part in self._answer("GET", path, None, query, None).response.stream(amt=None, decode_content=False):
             *lines, rest = (rest + part).split(b"\n")
-            yield from (line.decode(errors="replace") for line in lines)
+            yield from lines
         if rest and is_whole:
-            yield rest.decode(errors="replace")
+            yield rest
 
     def _answer(self, method: str, path: str, body: Any, query: Mapping[str, Any], times_s: Any) -> Any:
         """Send a request once; return the answer, or raise EngineFailure."""
@@ -181,7 +183,7 @@ class PodLog:
             if not is_whole:
                 time.sleep(_FIRST_WAIT_S)
 
-    def _show(self, lines: Iterable[str]) -> None:
+    def _show(self, lines: Iterable[bytes]) -> None:
         """Print the lines after those that were shown. A log begins with its first line, until kubelet rotates it."""
         known: int | None = None  # how many of the lines to come were shown
         for line in lines:
@@ -192,7 +194,7 @@ class PodLog:
                 known -= 1
                 continue
             self._shown.append(key)
-            click.echo(f"[{self._label}] {line.partition(' ')[2]}")
+            pass_on(b"[%s] %s\n" % (self._label.encode(), line.partition(b" ")[2]), sys.stdout)
 
 
 def name_of(pod: Mapping[str, Any]) -> str:

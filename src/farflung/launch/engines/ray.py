@@ -38,6 +38,7 @@ class Ray(ForegroundEngine[RayConnection]):
     def __init__(self, job: Job) -> None:
         job.check_options(OPTIONS, numbers=("cpus", "gpus", "wait"))
         self._job, self._look_at = job, 0.0
+        job.check_unicode("Ray")
         if job.options.get("cpus") == "0":
             raise ConfigError("engine_options has cpus=0; a launcher needs at least one.")
         address = job.options.get("address") or environ.text("RAY_ADDRESS") or ""

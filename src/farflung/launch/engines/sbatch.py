@@ -67,6 +67,13 @@ def check_options(job: Job) -> None:
         if value := getattr(job.settings, name):
             instead = " --meet says where replicas meet." if job.is_elastic else ""
             raise ConfigError(f"{name} is {value}, but Slurm chooses the nodes. Leave it out.{instead}")
+    if odd := {*"\\%"} & {
+        *str(job.folder)
+    }:  # it reads them in the path of a job's folder too, where nothing quotes them
+        raise ConfigError(
+            f"The run's folder is {str(job.folder)!r}, but Slurm takes {' and '.join(sorted(odd))} in names of output "
+            "files for patterns of its own. Name a folder without by --run_dir."
+        )
     for key, value in job.options.items():
         if key in _SBATCH and not value.isprintable():
             raise ConfigError(f"engine_options has {key}={value!r}; a directive of sbatch is one line.")
@@ -85,7 +92,7 @@ def batch_script(job: Job) -> str:
         flags.append(f"--cpus-per-task={directives['cpus_per_task']}")
     if job.is_elastic:
         directives["array"] = f"0-{job.count - 1}"
-        words = job.command(replicas=1, meet=job.settings.meet or f"file://{job.folder}/meet")
+        words = job.command(replicas=1, meet=job.settings.meet or (job.folder / "meet").as_uri())
     else:
         words = job.command(engine="slurm")  # which has no need of main_process_ip
         flags += ["--label"] if job.count > 1 else []

@@ -11,15 +11,16 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-import click
-
-from farflung.base.errors import did_you_mean
-from farflung.base.events import Kind, record
+from farflung.base.errors import FarflungError, did_you_mean
+from farflung.base.events import Kind, pass_on, record
 from farflung.base.words import counted
 from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, FAILED, EngineFailure
 from farflung.launch.engines.engine import Job
@@ -93,7 +94,9 @@ class Slurm:
     def submit(self) -> Mapping[str, Any]:
         """Submit a job or, of replicas, an array."""
         (self._job.folder / "slurm.sh").write_text(batch_script(self._job), encoding="utf-8")
-        return {"jobs": [self._submitted()], "next": self._job.count}
+        handle = {"jobs": [self._submitted()], "next": self._job.count}
+        self._job = replace(self._job, handle=handle)
+        return handle
 
     def follow(self) -> int:
         """Print what the jobs print, and their states whenever these change."""
@@ -141,7 +144,9 @@ class Slurm:
     @property
     def _handle(self) -> Mapping[str, Any]:
         """What was submitted so far: another command may have scaled the run meanwhile."""
-        return Job.read(self._job.folder).handle or self._job.handle
+        with suppress(FarflungError):  # a disk that was full when it was to be written
+            return Job.read(self._job.folder).handle or self._job.handle
+        return self._job.handle
 
     def _submitted(self, *flags: str) -> str:
         folder = self._job.folder  # where output files are, as names of files have patterns in a directive
@@ -176,14 +181,15 @@ class Slurm:
         """Print the lines that were added to output files, those of a job of an array with its number."""
         files = [file for job in self._jobs for file in self._job.folder.glob(f"slurm-{job}[._]*")]
         for path in sorted(files, key=lambda path: _numbers(path.stem)):
-            with path.open("rb") as file:
+            new = b""
+            with suppress(OSError), path.open("rb") as file:  # the next look may find it again
                 file.seek(self._shown.get(path, 0))
                 new = file.read()
             whole = new if is_last else new[: new.rfind(b"\n") + 1]
             self._shown[path] = self._shown.get(path, 0) + len(whole)
             number = f"{path.stem.rpartition('_')[2]}: " if "_" in path.stem else ""
-            for line in whole.decode(errors="replace").splitlines():
-                click.echo(number + line)
+            for line in whole.removesuffix(b"\n").split(b"\n") if whole else ():
+                pass_on(b"%s%s\n" % (number.encode(), line), sys.stdout)
 
 
 def _numbers(name: str) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from farflung.base.errors import ConfigError
 from farflung.base.events import Kind, record
 from farflung.config.resolve import Resolved
 from farflung.config.setting import BOTH_SPELLINGS
-from farflung.launch.codes import INTERRUPTED
+from farflung.launch.codes import INTERRUPTED, EngineFailure
 from farflung.launch.engines.engine import Engine, Job
 from farflung.launch.events import Screen, showing
 from farflung.launch.plan import Script
@@ -68,11 +68,18 @@ class Submitted:
                 "An engine keeps in the run's folder what it has submitted. Name one that can be written."
             )
         job = replace(self._job, folder=folder.path)
-        job.write({})  # before anything of it can start
-        engine = _engine_of(job)
-        handle = engine.submit()
-        job.write(handle)
-        where = job.settings.engine or "ssh"
+        engine, where = _engine_of(job), job.settings.engine or "ssh"
+        try:
+            job.write({})  # before anything of it can start
+            handle = engine.submit()
+        except OSError as error:
+            raise EngineFailure(f"Nothing was submitted to {where}: {error}.") from None
+        try:
+            job.write(handle)
+        except OSError as error:
+            known = " ".join(f"{name} {value}" for name, value in handle.items())
+            message = f"{job.folder} can't be written: {error.strerror}. Later commands won't find the run: {known}"
+            record(Kind.WARNING, message=f"warning: {message}", **handle)
         record(Kind.SUBMITTED, message=f"submitted to {where}; the run's folder is {job.folder}", **handle)
         code = _followed(engine, job)
         self.goes_on = code == INTERRUPTED and engine.outlives_launch

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The law of a good end: a run that trains well ends with 0, whatever disks, pipes, links and clocks do meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from tests.python import call_farflung
+
+# What happens to a rank, at a step: its disk takes no more than `size` bytes a file, and so on.
+TRAINS = """
+import json, os, random, resource, shutil, sys, time
+from pathlib import Path
+import torch
+from farflung import Accelerator
+
+def disk(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+def folder(size):
+    shutil.rmtree("run", ignore_errors=True)
+
+def links(size):
+    for path in Path("run").rglob("*"):
+        if not path.is_dir():
+            path.unlink(missing_ok=True)
+            path.symlink_to("/dev/full" if size % 2 else "no/where")
+
+def clock(size):
+    real, draw = time.time, random.Random(size)
+    time.time = lambda: real() + draw.choice((-1, 1)) * size * 1000
+
+torch.set_num_threads(1)
+accelerator, model = Accelerator(), torch.nn.Linear(4, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+for step in range(12):
+    for at, trouble, size in json.loads(os.environ["TROUBLES"]):
+        if at == step and trouble in globals():
+            globals()[trouble](size)
+    accelerator.backward(model(torch.randn(8, 4)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    accelerator.log({"loss": step}, step=step)
+    print("step", step, "x" * 100)
+    print("step", step, file=sys.stderr)
+    time.sleep(0.02)
+accelerator.end_training()
+Path(f"trained{os.environ.get('FARFLUNG_MEMBER', os.environ['RANK'])}").touch()
+"""
+WAYS = {
+    "one": (1, []),
+    "two": (2, ["--num_processes", "2"]),
+    "tee": (2, ["--num_processes", "2", "--tee", "3"]),
+    "elastic": (2, ["--elastic", "2:2"]),
+    "elastic tee": (1, ["--elastic", "1:1", "--tee", "3"]),
+}
+TROUBLES = ("disk", "folder", "links", "clock", "pipe")
+
+
+@contextmanager
+def launcher_in(troubles: list[tuple[int, str, int]]) -> Iterator[None]:
+    """Have the same happen to the launcher, which is this process: at a moment for each step, until the block ends."""
+    limit, real, streams = resource.getrlimit(resource.RLIMIT_FSIZE), time.time, (sys.stdout, sys.stderr)
+    pipes = [os.pipe() for _ in streams]
+    sys.stdout, sys.stderr = (os.fdopen(write, "w", buffering=1) for _, write in pipes)
+    open_ends = [read for read, _ in pipes]
+
+    def clock(size):
+        draw = random.Random(size)
+        time.time = lambda: real() + draw.choice((-1, 1)) * size * 1000
+
+    def pipe(size):
+        while open_ends:
+            os.close(open_ends.pop())
+
+    acts = {"disk": lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, limit[1])), "clock": clock}
+    timers = [
+        threading.Timer(0.1 * step, {**acts, "pipe": pipe}[name], [size])
+        for step, name, size in troubles
+        if name in {**acts, "pipe": pipe}
+    ]
+    for timer in timers:
+        timer.start()
+    try:
+        yield
+    finally:
+        for timer in timers:
+            timer.join()
+        time.time = real
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(BrokenPipeError):
+                stream.close()
+        sys.stdout, sys.stderr = streams
+        pipe(0)
+
+
+def drawn(seed: str) -> list[tuple[int, str, int]]:
+    """Return some troubles, each with its step and a size."""
+    draw = random.Random(seed)
+    names = draw.sample(TROUBLES, draw.randrange(1, 4))
+    return [(draw.randrange(1, 11), name, draw.choice([0, 1, 100, 999, 5000])) for name in names]
+
+
+def check(way, seed, home, monkeypatch):
+    count, flags = WAYS[way]
+    troubles = drawn(f"{way} {seed}")
+    monkeypatch.setenv("TROUBLES", json.dumps(troubles))
+    (home / "train.py").write_text(TRAINS)
+    with launcher_in(troubles):
+        code = call_farflung(
+            "launch", "--cpu", "--outer", "diloco", "--outer-every", "4", "--run-dir", "run", *flags, "train.py"
+        )
+    assert (code, len(list(home.glob("trained*")))) == (0, count), troubles
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_that_trains_well_ends_well(way, home, monkeypatch):
+    check(way, 0, home, monkeypatch)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("seed", range(1, 9))
+@pytest.mark.parametrize("way", WAYS)
+def test_more_runs_that_train_well_end_well(way, seed, home, monkeypatch):
+    check(way, seed, home, monkeypatch)
