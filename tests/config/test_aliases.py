@@ -76,7 +76,7 @@ def folder(home, monkeypatch):
 class Nothing:
     """Starts nothing, and reports nothing."""
 
-    goes_on, todo = False, ()
+    goes_on, is_lone, todo = False, False, ()
 
     def described(self):
         return ""

@@ -9,7 +9,6 @@ script's business, unless there is an outer loop to run.
 
 from __future__ import annotations
 
-import importlib.abc
 import importlib.util
 import io
 import os
@@ -117,12 +116,12 @@ def _loaded_module(arguments: list[str]) -> tuple[CodeType, ModuleType]:
 
 
 def _loaded(spec: ModuleSpec | None, name: str) -> tuple[CodeType, ModuleType]:
-    loader = None if spec is None else spec.loader
-    code = loader.get_code(spec.name) if spec and isinstance(loader, importlib.abc.InspectLoader) else None
+    get_code = None if spec is None else getattr(spec.loader, "get_code", None)
+    code = get_code(spec.name) if spec and get_code else None
     if spec is None or code is None:
         raise ImportError(f"{name} has no Python code to run.", name=name)
     main = ModuleType("__main__")
-    main.__dict__.update(__file__=spec.origin, __loader__=loader, __spec__=spec, __package__=spec.parent)
+    main.__dict__.update(__file__=spec.origin, __loader__=spec.loader, __spec__=spec, __package__=spec.parent)
     return code, main
 
 

@@ -35,6 +35,7 @@ class Ranks:
     def __init__(self, resolved: Resolved, script: Script) -> None:
         self._resolved, self._settings, self._script = resolved, resolved.settings, script
         self._plan = make_plan(self._settings, script.name, script.arguments)
+        self.is_lone = self._plan.alone and script.exec_alone
         check_recipe(resolved, self._plan.variables)
 
     def described(self) -> str:
@@ -51,7 +52,7 @@ class Ranks:
     def follow(self, folder: RunFolder) -> int:
         settings, plan = with_log_dir(self._settings, folder), self._plan
         plan = dataclasses.replace(plan, variables={**plan.variables, **folder.variables})
-        if plan.alone and self._script.exec_alone:
+        if self.is_lone:
             become(plan)
         return start(settings, plan, self._script.is_inner)
 

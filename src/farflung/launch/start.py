@@ -33,9 +33,11 @@ class Starter(Protocol):
 
     Attributes:
         goes_on: the run outlives its launcher, which was interrupted.
+        is_lone: one process alone takes the place of this one.
     """
 
     goes_on: bool
+    is_lone: bool
 
     def described(self) -> str:
         """Return what would be started, as `--dry-run` shows it."""
@@ -65,7 +67,7 @@ def launch_script(resolved: Resolved, script: Script) -> int:
             click.echo(starter.described())
             return DONE
         started = starter.prepare()
-        folder = make_folder(resolved, script.name, script.arguments, started)
+        folder = make_folder(resolved, script.name, script.arguments, started, starter.is_lone)
         EVENTS.addHandler(FolderSink(folder.path))
         record(Kind.STARTED, **started)
         code = INTERRUPTED

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -51,11 +51,14 @@ class RunFolder:
 NO_FOLDER = RunFolder(None)
 
 
-def make_folder(resolved: Resolved, script: str, arguments: Sequence[str], world: Mapping[str, Any]) -> RunFolder:
+def make_folder(
+    resolved: Resolved, script: str, arguments: Sequence[str], world: Mapping[str, Any], is_lone: bool = False
+) -> RunFolder:
     """Make the folder that the settings ask for and write how the run was started; point `latest` at it.
 
     Args:
         world: how many processes or replicas there are, and on which machine these are.
+        is_lone: the script is about to take the place of this process, so what takes longer is found out beside it.
 
     Raises:
         ConfigError: the folder that was named can't be written. If none was named, a line says so instead.
@@ -69,8 +72,10 @@ def make_folder(resolved: Resolved, script: str, arguments: Sequence[str], world
         path = path if settings.run_dir else _new(path, Path(script).stem)
         if (path / SUBMITTED).exists():
             return RunFolder(path)
-        with atomic_file(path / FACTS) as part:
-            part.write_text(json.dumps(_facts(resolved, script, arguments, world), indent=1), encoding="utf-8")
+        facts = _facts(resolved, script, arguments, world)
+        _write(path, facts if is_lone else facts | _environment(script))
+        if is_lone:
+            _beside(lambda: _complete(path, facts, script))
         if not settings.run_dir:
             _point(path.parent / LATEST, path.name)
     except OSError as error:
@@ -80,6 +85,32 @@ def make_folder(resolved: Resolved, script: str, arguments: Sequence[str], world
         tell(f"farflung: {said}, so there is none; --run-dir names another place")
         return NO_FOLDER
     return RunFolder(path)
+
+
+def _write(path: Path, facts: Mapping[str, Any]) -> None:
+    with atomic_file(path / FACTS) as part:
+        part.write_text(json.dumps(facts, indent=1), encoding="utf-8")
+
+
+def _complete(path: Path, facts: Mapping[str, Any], script: str) -> None:
+    """Add what takes longer, unless another run has begun in the folder meanwhile."""
+    complete = {**facts, **_environment(script)}
+    if json.loads((path / FACTS).read_text(encoding="utf-8"))["started"] == facts["started"]:
+        _write(path, complete)
+
+
+def _beside(act: Callable[[], None]) -> None:
+    """Do something in a process of its own, which is no child of this one when it becomes another program."""
+    if child := os.fork():
+        os.waitpid(child, 0)
+        return
+    with suppress(BaseException):  # nobody would hear of it
+        if os.fork() == 0:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            for stream in range(3):  # whoever reads what the script prints does not wait for this
+                os.dup2(nowhere, stream)
+            act()
+    os._exit(0)
 
 
 def _new(runs: Path, name: str) -> Path:
@@ -117,6 +148,12 @@ def _facts(resolved: Resolved, script: str, arguments: Sequence[str], world: Map
         "identity": process_identity(os.getpid()),
         "world": dict(world),
         "settings": {name: {"value": value, "from": origin} for name, value, origin in resolved.rows()},
+    }
+
+
+def _environment(script: str) -> dict[str, Any]:
+    """Return what takes longer than to start a script: versions, and the commit of its repository."""
+    return {
         "versions": {"python": platform.python_version()}
         | {name: installed_version(name) or None for name in ("farflung", "torch")},
         "system": platform.platform(),

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
@@ -18,7 +17,7 @@ def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
         sys.meta_path.insert(0, _AfterImport(name, act))
 
 
-class _AfterImport(MetaPathFinder):
+class _AfterImport:  # no MetaPathFinder: `importlib.abc` takes longer to load than the rest of a rank's start
     """Finds a module as Python does, and calls `act` with it when it has been loaded."""
 
     def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:

@@ -52,7 +52,7 @@ class Submitted:
         folder = Path(settings.run_dir or f"{RUNS}/{Path(script.name).stem}").absolute()
         self._job = Job(settings, script.name, script.arguments, folder)
         self._engine = _engine_of(self._job)
-        self.goes_on = False
+        self.goes_on = self.is_lone = False
 
     def described(self) -> str:
         return self._engine.described()
