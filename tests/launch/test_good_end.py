@@ -17,6 +17,8 @@ import pytest
 
 from tests.python import call_farflung
 
+# torch's agent, which is in this process here, leaves its log files open.
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 # What happens to a rank, at a step: its disk takes no more than `size` bytes a file, and so on.
 TRAINS = """
 import json, os, random, resource, shutil, sys, time
@@ -63,6 +65,7 @@ WAYS = {
     "tee": (2, ["--num_processes", "2", "--tee", "3"]),
     "elastic": (2, ["--elastic", "2:2"]),
     "elastic tee": (1, ["--elastic", "1:1", "--tee", "3"]),
+    "ssh": (1, ["--hosts", "a"]),
 }
 TROUBLES = ("disk", "folder", "links", "clock", "pipe")
 
@@ -117,6 +120,9 @@ def check(way, seed, home, monkeypatch):
     troubles = drawn(f"{way} {seed}")
     monkeypatch.setenv("TROUBLES", json.dumps(troubles))
     (home / "train.py").write_text(TRAINS)
+    (home / "ssh").write_text('#!/bin/bash\nexec sh -c "${!#}"\n')  # to this machine
+    (home / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{home}:{os.environ['PATH']}")
     with launcher_in(troubles):
         code = call_farflung(
             "launch", "--cpu", "--outer", "diloco", "--outer-every", "4", "--run-dir", "run", *flags, "train.py"
@@ -125,7 +131,7 @@ def check(way, seed, home, monkeypatch):
 
 
 @pytest.mark.usefixtures("warm")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.long] if way == "ssh" else []) for way in WAYS])
 def test_a_run_that_trains_well_ends_well(way, home, monkeypatch):
     check(way, 0, home, monkeypatch)
 

@@ -64,7 +64,7 @@ class Replicas:
         ConfigError: the settings can't work on this machine, or there is no run to join.
     """
 
-    goes_on = False
+    goes_on = is_lone = False
 
     def __init__(self, resolved: Resolved, script: Script) -> None:
         self._resolved, self._settings, self._script = resolved, resolved.settings, script
@@ -120,9 +120,8 @@ class Replicas:
             )
             record(Kind.NOTE, message=message)
         if has_launchers(settings):
-            stated = json.dumps(
-                dataclasses.asdict(with_log_dir(self._replica, folder))
-            )  # whatever files and variables say
+            replica = with_log_dir(self._replica, folder)
+            stated = json.dumps(dataclasses.asdict(replica))  # whatever files and variables say
             start = (sys.executable, "-m", "farflung", "launch", "--stated", stated)
             command = (*start, script.name, *script.arguments)
         return supervise(settings, command, {**self._variables, **folder.variables}, self._transport, self._count)
