@@ -9,10 +9,11 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
-from farflung.base.errors import ConfigError
+from farflung.base.errors import ConfigError, FarflungError
 from farflung.base.events import Kind, record
 from farflung.base.words import counted
 from farflung.config import environ
@@ -109,7 +110,9 @@ class Ray(ForegroundEngine[RayConnection]):
             elif self._connections.is_done and not connection.node:  # it waits for a node, and the work is done
                 connection.is_leaving = True
                 connection.close()
-        wanted = int(Job.read(self._job.folder).handle.get("replicas", self._wanted))
+        wanted = self._wanted
+        with suppress(FarflungError):  # a folder that is gone or damaged ends no run
+            wanted = int(Job.read(self._job.folder).handle.get("replicas", wanted))
         if wanted != self._wanted:
             staying = [connection for connection in supervisor.running.values() if not connection.is_leaving]
             for _ in range(wanted - len(staying) - len(supervisor.due)):
