@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pyte
 # What happens to a rank, at a step: its disk takes no more than `size` bytes a file, and so on.
 TRAINS = """
 import json, os, random, resource, shutil, sys, time
+from contextlib import suppress
 from pathlib import Path
 import torch
 from farflung import Accelerator
@@ -35,13 +37,15 @@ def folder(size):
 def links(size):
     for path in Path("run").rglob("*"):
         if not path.is_dir():
-            path.unlink(missing_ok=True)
-            path.symlink_to("/dev/full" if size % 2 else "no/where")
+            with suppress(OSError):  # another rank is faster
+                path.unlink()
+                path.symlink_to("/dev/full" if size % 2 else "no/where")
 
 def clock(size):
     real, draw = time.time, random.Random(size)
     time.time = lambda: real() + draw.choice((-1, 1)) * size * 1000
 
+Path("began").touch()
 torch.set_num_threads(1)
 accelerator, model = Accelerator(), torch.nn.Linear(4, 1)
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
@@ -72,11 +76,16 @@ TROUBLES = ("disk", "folder", "links", "clock", "pipe")
 
 @contextmanager
 def launcher_in(troubles: list[tuple[int, str, int]]) -> Iterator[None]:
-    """Have the same happen to the launcher, which is this process: at a moment for each step, until the block ends."""
+    """Have the same happen to the launcher, which is this process, once the script has begun; until the block ends.
+
+    What the launcher prints goes to pipes, and what ranks print nowhere: the files that pytest keeps have limits too.
+    """
     limit, real, streams = resource.getrlimit(resource.RLIMIT_FSIZE), time.time, (sys.stdout, sys.stderr)
-    pipes = [os.pipe() for _ in streams]
-    sys.stdout, sys.stderr = (os.fdopen(write, "w", buffering=1) for _, write in pipes)
-    open_ends = [read for read, _ in pipes]
+    pipes, kept, nowhere = [os.pipe() for _ in streams], [os.dup(1), os.dup(2)], os.open(os.devnull, os.O_WRONLY)
+    open_ends, is_over = [read for read, _ in pipes], threading.Event()
+
+    def disk(size):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limit[1]))
 
     def clock(size):
         draw = random.Random(size)
@@ -86,25 +95,33 @@ def launcher_in(troubles: list[tuple[int, str, int]]) -> Iterator[None]:
         while open_ends:
             os.close(open_ends.pop())
 
-    acts = {"disk": lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, limit[1])), "clock": clock}
-    timers = [
-        threading.Timer(0.1 * step, {**acts, "pipe": pipe}[name], [size])
-        for step, name, size in troubles
-        if name in {**acts, "pipe": pipe}
-    ]
-    for timer in timers:
-        timer.start()
+    def act():
+        while not Path("began").exists() and not is_over.wait(0.01):
+            pass
+        for step, (at, name, size) in enumerate(sorted(troubles)):
+            if name in acts and not is_over.wait(0.05 * (at - step)):
+                acts[name](size)
+
+    acts, thread = {"disk": disk, "clock": clock, "pipe": pipe}, threading.Thread(target=act)
+    sys.stdout, sys.stderr = (os.fdopen(write, "w", buffering=1) for _, write in pipes)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+    thread.start()
     try:
         yield
     finally:
-        for timer in timers:
-            timer.join()
+        is_over.set()
+        thread.join()
         time.time = real
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         for stream in (sys.stdout, sys.stderr):
             with suppress(BrokenPipeError):
                 stream.close()
         sys.stdout, sys.stderr = streams
+        for number, before in zip((1, 2), kept, strict=True):
+            os.dup2(before, number)
+            os.close(before)
+        os.close(nowhere)
         pipe(0)
 
 
