@@ -257,21 +257,6 @@ def tell(text: str) -> None:
         pass
 
 
-def pass_on(line: bytes, stream: TextIO) -> None:
-    """Print a line of another program as it is; if `stream` can't be written to, the work continues without it."""
-    try:
-        stream.flush()
-        if hasattr(stream, "buffer"):
-            stream.buffer.write(line)
-        else:  # a notebook's, or a test's
-            stream.write(line.decode(errors="replace"))
-        stream.flush()
-    except BrokenPipeError:
-        _let_go(stream)
-    except (OSError, ValueError, AttributeError):
-        pass
-
-
 def flush_streams() -> None:
     """Write what stdout and stderr still hold, before the interpreter does, which ends with code 120 if it can't."""
     for stream in (sys.stdout, sys.stderr):

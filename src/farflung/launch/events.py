@@ -7,8 +7,9 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 from farflung.base.events import EVENTS, FILES_ONLY, Event, Kind, Sink, tell, words
 from farflung.config import environ
@@ -66,3 +67,14 @@ def showing(*sinks: Sink) -> Iterator[None]:
         yield
     finally:
         EVENTS.handlers = before
+
+
+def pass_on(line: bytes, stream: TextIO) -> None:
+    """Print a line of another program as it is; a stream that can't be written to ends no work."""
+    with suppress(OSError, ValueError):
+        if hasattr(stream, "buffer"):
+            stream.flush()
+            stream.buffer.write(line)
+        else:  # a notebook's
+            stream.write(line.decode(errors="replace"))
+        stream.flush()

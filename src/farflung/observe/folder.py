@@ -58,7 +58,7 @@ def make_folder(
 
     Args:
         world: how many processes or replicas there are, and on which machine these are.
-        is_lone: the script is about to take the place of this process, so what takes longer is found out beside it.
+        is_lone: the script is about to take the place of this process, so what takes longer is left to another one.
 
     Raises:
         ConfigError: the folder that was named can't be written. If none was named, a line says so instead.

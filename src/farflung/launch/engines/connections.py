@@ -26,6 +26,7 @@ from farflung.base.signals import handled
 from farflung.config.launch import LaunchSettings
 from farflung.launch.codes import BY_SIGNAL, DONE, FAILED, EngineFailure
 from farflung.launch.engines.engine import Job
+from farflung.launch.events import pass_on
 from farflung.launch.supervisor import SUPERVISED, Supervisor
 from farflung.process.identity import process_identity, process_state
 from farflung.process.tether import SIGN_S, mark_of, split_reports
@@ -254,13 +255,8 @@ class Connections(Generic[L]):
                 self._print(f"[{connection.host}] farflung: {words(event)}\n".encode(), out)
 
     def _print(self, line: bytes, out: TextIO) -> None:
-        with self._lock, suppress(OSError, ValueError):  # a terminal that was closed; reading continues
-            if hasattr(out, "buffer"):
-                out.flush()
-                out.buffer.write(line)
-            else:
-                out.write(line.decode(errors="replace"))
-            out.flush()
+        with self._lock:
+            pass_on(line, out)
 
 
 class ForegroundEngine(Generic[L]):

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from farflung.base.events import pass_on
 from farflung.launch.codes import ENGINE, FAILED, HUNG, USAGE, EngineFailure
+from farflung.launch.events import pass_on
 
 _TIMES_S = (10.0, 60.0)  # to connect, and to be answered
 _LAST_WORDS_S = 10.0

@@ -67,9 +67,7 @@ def check_options(job: Job) -> None:
         if value := getattr(job.settings, name):
             instead = " --meet says where replicas meet." if job.is_elastic else ""
             raise ConfigError(f"{name} is {value}, but Slurm chooses the nodes. Leave it out.{instead}")
-    if odd := {*"\\%"} & {
-        *str(job.folder)
-    }:  # it reads them in the path of a job's folder too, where nothing quotes them
+    if odd := {*"\\%"} & {*str(job.folder)}:  # also in the path of a job's folder, which can't be quoted
         raise ConfigError(
             f"The run's folder is {str(job.folder)!r}, but Slurm takes {' and '.join(sorted(odd))} in names of output "
             "files for patterns of its own. Name a folder without by --run_dir."

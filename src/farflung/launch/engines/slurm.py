@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from farflung.base.errors import FarflungError, did_you_mean
-from farflung.base.events import Kind, pass_on, record
+from farflung.base.events import Kind, record
 from farflung.base.words import counted
 from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, FAILED, EngineFailure
 from farflung.launch.engines.engine import Job
 from farflung.launch.engines.sbatch import batch_script, check_options
+from farflung.launch.events import pass_on
 from farflung.launch.plan import command_line
 from farflung.observe.run import Run
 
