@@ -77,7 +77,7 @@ def asked_of_a_folder(folder, recipe, replicas, steps, bucket_bytes):
         for _ in range(steps):
             with torch.no_grad():
                 for parameter in model.parameters():
-                    parameter -= member
+                    parameter -= 1 + members.index(member)
             outer.step()
         outer.close()
 

@@ -37,7 +37,7 @@ for epoch in range(2):
         accelerator.backward(model(batch).square().mean())
         unsent.append(f"{int(batch)}\\n")
         optimizer.step()
-        if member == "2" and loop.position == 19:
+        if loop.position == 19 and int(member) != loop._quorum.generation.ids[0]:
             os.kill(os.getpid(), signal.SIGKILL)
 accelerator.end_training()
 """

@@ -244,10 +244,10 @@ def test_launchers_of_the_same_line_meet_at_an_address_and_outlive_the_first_one
         assert len(begun) == 1
         first, second = (one, another) if begun == [one] else (another, one)
         first.printed(r"training begins with 2 replicas$|joined; 2 replicas train$")
-        board = transport_at(where).board
+        board = transport_at(where).of_run(b"").board
         machine = board.get("first")
-        (member,) = [one for one in "12" if board.get(f"machine/{one}") == machine]
-        (replica,) = until(lambda: list(home.glob(f"in{member}_*")))
+        (member,) = [key for key in board.list("machine/") if board.get(key) == machine]
+        (replica,) = until(lambda: list(home.glob(f"in{member.partition('/')[2]}_*")))
         until(lambda: len(list(home.glob("in*"))) == 2)  # the newcomer has the state
         for pid in (machine.rpartition(b":")[2].partition(b".")[0], replica.name.partition("_")[2]):
             os.kill(int(pid), signal.SIGKILL)

@@ -9,7 +9,6 @@ import re
 import signal
 import threading
 import time
-import uuid
 
 import pytest
 
@@ -82,21 +81,19 @@ def test_it_counts_as_gone_after_a_while_and_is_there_again_once_it_answers(cut,
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_launcher_that_waits_for_its_address_still_ends_when_it_is_asked_to(number, said, tmp_path, monkeypatch):
     transport = address.transport_at(tmp_path.as_uri())
-    launcher = replicas._Launcher(LaunchSettings(use_cpu=True), ["false"], {}, transport, 1)
+    launcher = replicas._Launcher(LaunchSettings(use_cpu=True), ["false"], {}, transport, tmp_path, "mine")
     monkeypatch.setattr(launcher._store, "ask", lambda act, otherwise: otherwise)  # no answer comes
     threading.Timer(0.5, os.kill, (os.getpid(), number)).start()
-    assert launcher.run() == (REQUEUE if number == signal.SIGUSR1 else BY_SIGNAL + number)
+    assert launcher.run(1) == (REQUEUE if number == signal.SIGUSR1 else BY_SIGNAL + number)
 
 
-def test_launchers_of_containers_with_one_host_name_and_one_process_id_have_names_of_their_own(monkeypatch):
-    names = {replicas.machine_name() for _ in range(2)}
-    monkeypatch.setattr(uuid, "getnode", lambda: 1)
-    assert len(names | {replicas.machine_name()}) == len(names) + 1 == 2
+def test_launchers_of_containers_with_one_host_name_and_one_process_id_have_names_of_their_own():
+    assert len({replicas.new_machine_name() for _ in range(10)}) == 10
 
 
 def test_a_run_begins_where_a_launcher_died_as_it_began_one(tmp_path):
     address.transport_at(tmp_path.as_uri()).board.put("first", b"another")
-    board = elastic._met(LaunchSettings(meet=tmp_path.as_uri(), elastic="1:2"), 1).board
+    board = elastic._met(LaunchSettings(meet=tmp_path.as_uri(), elastic="1:2"), 1, "mine").board
     assert json.loads(board.get("run"))["most"] == 2
 
 
@@ -117,5 +114,6 @@ def test_where_nobody_listens_any_more_it_is_gone_and_nothing_else_is_printed(ca
     for _ in range(3):
         assert not store.ask(is_reached, False)
     where = store._address
-    assert said == [f"the run's store at {where} is gone; replicas train on, but none is started again"]
+    why = f"The store of this run at {where} is gone: the launcher that serves it has probably ended."
+    assert said == [f"the run's store at {where} is gone; replicas train on, but none is started again: {why}"]
     assert "Exception raised from" not in capfd.readouterr().err

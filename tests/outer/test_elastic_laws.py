@@ -189,8 +189,7 @@ def test_one_that_is_late_again_and_again_hears_what_helps_and_waits_longer():
 
 
 def test_without_a_grace_given_it_follows_from_the_rounds():
-    board = Members().transport.board
-    peers = Peers(board, "loop1", None)
+    peers = Peers(Members().transport, "loop1", None)
     assert peers.grace_s == 30.0
     peers._gap_s = 100.0
     assert peers.grace_s == 200.0

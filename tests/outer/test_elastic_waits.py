@@ -19,8 +19,7 @@ from farflung.process.sockets import serve_store
 @pytest.fixture
 def waiting():
     """A member that waits in a generation with another one, whose launcher has given a sign; and its watch."""
-    board = C10dTransport(serve_store("127.0.0.1", 0, wait_for_workers=False)).board
-    peers = Peers(board, "loop1", 3.0)
+    peers = Peers(C10dTransport(serve_store("127.0.0.1", 0, wait_for_workers=False)), "loop1", 3.0)
     peers.notes.put("name", 2, "replica 1")
     peers.notes.put("machine", 2, "node1")
     peers.notes.beat("node1", 0.05)

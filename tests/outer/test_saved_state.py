@@ -91,9 +91,13 @@ def test_a_damaged_part_is_never_taken(board, change):
         states.read(next(states.newest()), 0)
 
 
-def trained(address, recipe, steps, model=None, logs=(), **options):
-    """Train one replica that moves by -1 in each step, as if its process ended afterwards; return its loop."""
-    transport = transport_at(address)
+def trained(place, recipe, steps, model=None, logs=(), **options):
+    """Train one replica that moves by -1 in each step, as if its process ended afterwards; return its loop.
+
+    Args:
+        place: an address, or how replicas meet there.
+    """
+    transport = transport_at(place) if isinstance(place, str) else place
     member = LauncherNotes(transport.board).enroll("replica")
     model = model or nn.Linear(3, 2)
     membership = Elastic(transport, member, grace_s=5.0, state_every=2)
@@ -205,6 +209,33 @@ def test_where_the_address_is_gone_the_state_lies_here_and_a_run_can_go_on_with_
     assert all(map(torch.equal, *rows))
     assert again.position == 8
     again.close()
+
+
+@pytest.mark.parametrize("address", ["folder", pytest.param("bucket", marks=pytest.mark.long)], indirect=True)
+@pytest.mark.parametrize("deletes", [True, False], ids=["deleted", "begun beside"])
+def test_a_replica_whose_run_was_begun_again_by_others_keeps_its_state_and_ends(
+    address, tmp_path, monkeypatch, deletes
+):
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    root = transport_at(address)
+    outer, _ = trained(root.of_run(b"{}"), diloco(4, lr=1.0, momentum=0.5), 9)
+    root.board.delete(*(root.board.list("") if deletes else ["run"]))
+    root.board.put("run", b'{"in": "run-00000000"}')
+    there = set(root.board.list("run-00000000/"))
+    outer._quorum.membership._look_at = outer._quorum.membership._check_at = 0.0
+    with pytest.raises(RankFailure, match=r"Another run has begun in (.|\n)* lies in \S+, from step 8. Continue with"):
+        step(outer, 3)
+    assert list((tmp_path / "cwd").glob("farflung-state-*"))
+    assert set(root.board.list("run-00000000/")) == there
+
+
+def test_one_that_waits_to_join_a_run_that_others_have_begun_again_ends(tmp_path):
+    root = transport_at(tmp_path.as_uri())
+    run = root.of_run(b"{}")
+    root.board.put("run", b'{"in": "run-00000000"}')
+    with pytest.raises(RankFailure, match="Another run has begun in "):
+        trained(run, diloco(4), 0)
 
 
 @pytest.mark.parametrize("act", ["end", ValueError, KeyboardInterrupt])
@@ -345,13 +376,13 @@ def test_a_last_state_that_can_not_be_written_is_kept_here(tmp_path, monkeypatch
     assert re.search(r"lies in \S+, from step 9. Continue with --meet", caplog.text)
 
 
-def trained_in_shards(address):
+def trained_in_shards(address, member):
     """Train a replica of two ranks over FSDP, alone in its run; return its whole weights in the end."""
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))  # 5 rows and 1, which two ranks do not share evenly
     fully_shard(model, mesh=mesh)
-    membership = Elastic(transport_at(address), 1, state_every=2, island=TorchGroup())
+    membership = Elastic(transport_at(address), member, state_every=2, island=TorchGroup())
     with OuterLoop(model, diloco(2, lr=1.0, momentum=0.0), membership=membership) as outer:
         for _ in range(5):
             with torch.no_grad():
@@ -361,11 +392,11 @@ def trained_in_shards(address):
     return {name: x.full_tensor() for name, x in model.state_dict().items()}
 
 
-def stranded_in_shards(address):
+def stranded_in_shards(address, member):
     """Train a replica of two ranks until its address is gone; return why it ends."""
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    membership = Elastic(transport_at(address, 0.0), 1, state_every=100, island=TorchGroup())
+    membership = Elastic(transport_at(address, 0.0), member, state_every=100, island=TorchGroup())
     outer = OuterLoop(model, diloco(2, lr=1.0, momentum=0.0), membership=membership)
     for _ in range(5):
         outer.step()
@@ -381,10 +412,10 @@ def test_a_replica_of_several_ranks_keeps_its_state_too_if_the_address_is_gone(t
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     address = (tmp_path / "run").as_uri()
-    assert LauncherNotes(transport_at(address).board).enroll("replica") == 1
-    (why, weights), (again, _) = run_ranks(stranded_in_shards, 2, address)
+    member = LauncherNotes(transport_at(address).board).enroll("replica")
+    (why, weights), (again, _) = run_ranks(stranded_in_shards, 2, address, member)
     assert again == why
-    where = re.search(r"lies in \S+, as of step 4. Continue with --meet (\S+),", why)[1]
+    where = re.search(r"lies in \S+, from step 4. Continue with --meet (\S+),", why)[1]
     pull(where, tmp_path / "x.safetensors")
     found = load_file(tmp_path / "x.safetensors")
     assert all(torch.equal(found[name], x) for name, x in weights.items())
@@ -393,8 +424,7 @@ def test_a_replica_of_several_ranks_keeps_its_state_too_if_the_address_is_gone(t
 def test_the_weights_of_shards_are_pulled_as_whole_tensors(tmp_path):
     (tmp_path / "run").mkdir()
     address = (tmp_path / "run").as_uri()
-    assert LauncherNotes(transport_at(address).board).enroll("replica") == 1
-    weights = run_ranks(trained_in_shards, 2, address)[0]
+    weights = run_ranks(trained_in_shards, 2, address, LauncherNotes(transport_at(address).board).enroll("replica"))[0]
     pull(address, tmp_path / "x.safetensors")
     found = load_file(tmp_path / "x.safetensors")
     assert found.keys() == weights.keys()

@@ -213,7 +213,8 @@ def _of_a_launcher(event: Event) -> str:
         case Kind.FAILED:
             return f"{who} {facts['how']}; it is not started again" if facts["how"] else f"{who} is not started again"
         case Kind.CUT_OFF if facts.get("is_gone"):
-            return f"the run's store at {facts['address']} is gone; replicas train on, but none is started again"
+            why = f": {facts['why']}" if facts.get("why") else ""
+            return f"the run's store at {facts['address']} is gone; replicas train on, but none is started again{why}"
         case Kind.CUT_OFF if "gives_up_s" in facts:
             times = f"for {in_seconds(facts['cut_s'])}; it gives up after {in_seconds(facts['gives_up_s'])}"
             return f"still cut off from the run's store at {facts['address']}, {times}"

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The address of a run: `host:port` of a store that a launcher serves, `file:///path` of a folder, or a bucket's."""
+"""The address of a run: `host:port` of a store that a launcher serves, `file:///path` of a folder, or a bucket's.
+
+Launchers give their replicas the address of a part of it, `file:///path#run-...`: see `run_record`.
+"""
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from types import ModuleType
 from urllib.parse import unquote
@@ -10,19 +14,31 @@ from urllib.parse import unquote
 from farflung.base.errors import ConfigError
 from farflung.comm.c10d_transport import PATIENCE_S, C10dTransport
 from farflung.comm.folder import FolderTransport, folder_at
+from farflung.comm.object_group import ObjectTransport
 from farflung.comm.objects import ObjectBoard
+from farflung.comm.run_record import PART
 from farflung.comm.transport import Transport
+
+_IN_PART = re.compile(rf"(.*)#({PART})")
 
 
 def transport_at(address: str, patience_s: float = PATIENCE_S) -> Transport:
     """Return how replicas meet at an address; ConfigError where it is a folder or a bucket that can't be used."""
-    if path := _path(address):
-        return FolderTransport(path, patience_s)
     if "://" in address:
-        transport: Transport = _of_buckets(address).BucketTransport(address, patience_s)
-        return transport
+        return transport_of(address, patience_s)
     host, _, port = address.rpartition(":")
     return C10dTransport((host.strip("[]"), int(port)), patience_s)
+
+
+def transport_of(address: str, patience_s: float = PATIENCE_S) -> ObjectTransport:
+    """Return the same for an address of objects, or of a part of it."""
+    found = _IN_PART.fullmatch(address)
+    where, part = found.groups() if found else (address, "")
+    if path := _path(where):
+        there: ObjectTransport = FolderTransport(path, patience_s)
+    else:
+        there = _of_buckets(where).BucketTransport(where, patience_s)
+    return there.in_part(part) if part else there
 
 
 def objects_at(address: str) -> ObjectBoard:

@@ -60,6 +60,15 @@ class Board(Protocol):
         """Return the keys that begin with a prefix."""
 
 
+def vanished(key: str) -> Unreachable:
+    """Return the error for a record that was there and is not, though no member or launcher has deleted it."""
+    return Unreachable(
+        f"Records of the run have vanished: {key} was written, and is not there any more. Did something purge old "
+        "files, or a lifecycle rule old objects?",
+        is_gone=True,
+    )
+
+
 def forget(board: Board, prefix: str) -> None:
     """Delete all keys that begin with a prefix."""
     board.delete(*board.list(prefix))
@@ -103,12 +112,18 @@ class Log:
             if found == number and content == value:
                 return self._known  # another writer had overwritten it for a moment
             if time.monotonic() > until:
-                raise Unreachable(
-                    f"Records of the run have vanished: {self._key(number)} was the latest one of its log, or newer, "
-                    "and is not there any more. Did something purge old files, or a lifecycle rule old objects?",
-                    is_gone=True,
-                )
+                raise vanished(self._key(number))
             time.sleep(_PAUSES * self._board.pause_s)
+
+    def renew(self) -> None:
+        """Write the latest two decisions again, unless others have deleted them: a purge deletes what is old."""
+        last, _ = self.last()
+        rows = {number: self._get(number) for number in (0, last - 1, last) if number >= 0}
+        for number, content in rows.items():
+            if content is not None:
+                self._board.put(self._key(number), content)
+        if Log(self._board, self._name).last()[0] >= last + self._keep // 2:  # this process was stopped meanwhile
+            self._board.delete(*(self._key(number) for number in rows if number))
 
     def get(self, number: int) -> bytes | None:
         """Return a decision, the latest or one before it; None if it is not there, or not any more."""

@@ -76,6 +76,12 @@ class C10dTransport:
         self._releasing = [thread for thread in self._releasing if thread.is_alive()]
         self._releasing.append(start_until_exit(held.clear, "release a process group"))
 
+    def check(self) -> None:
+        return None  # each request does
+
+    def renew(self) -> None:
+        return None  # nothing is purged there
+
     def close(self) -> None:
         until = time.monotonic() + _RELEASE_S
         for thread in self._releasing:

@@ -51,6 +51,10 @@ class FolderTransport(ObjectTransport):
                 "and delete files and to create hard links."
             ) from None
         super().__init__(board, folder.as_uri())
+        self._path = folder
+
+    def _below(self, name: str) -> ObjectTransport:
+        return FolderTransport(self._path / name, self.board.patience_s)  # if it vanishes, nothing makes it again
 
 
 def folder_at(path: str | os.PathLike[str], patience_s: float = PATIENCE_S) -> FolderBoard:

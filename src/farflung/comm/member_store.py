@@ -10,17 +10,20 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from farflung.base.events import Event, Kind
 from farflung.base.words import in_seconds
-from farflung.comm.board import Board, Log, forget
+from farflung.comm.board import Board, Log, forget, vanished
 
 DONE = "done"  # why a member has left whose work is done
 _HEARTBEATS_LOST, _LEAST_LOST_S = 2.5, 2.5  # intervals without a heartbeat of a launcher; minimum in seconds
 _OF_GENERATION = re.compile(r"g(\d+)/")
+# What is written once and needed for as long as the run lasts.
+_OF_LOG = re.compile(r"(ends|loops/\d+|place/\d+|loop\d+/(?:generation|saved)|data/\d+/epochs)/\d+")
+_LASTING = re.compile(r"run|(?:name|machine|process|in|gone|left|lates)/\d+|launchers/.+|loop\d+/g\d+/ready/\d+")
 _FIRST = "first"  # the launcher that prints all events
 
 _Row = TypeVar("_Row")
@@ -83,20 +86,21 @@ def decode(kind: type[_Row], content: bytes) -> _Row:
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()})
 
 
-Note: TypeAlias = Literal["name", "machine", "gone", "stopped", "in", "left"]
+Note: TypeAlias = Literal["name", "machine", "process", "gone", "stopped", "in", "left"]
 
 
 class LauncherNotes:
     """Records of members and launchers by the ids of the members: of launchers about processes they have started, too.
 
         name, machine      how a member is called; which launcher looks after it, if any does
+        process            its process, as its launcher identifies it
         gone, stopped      how its process has ended; there while it is stopped
         in, left           there once it has been in a generation; why it no longer takes part: `done` if its work is,
                            `too late` if it asked to be admitted after the run had ended
         lates              how often it was excluded because it was late
         loops              its outer loops, which are numbered as other members number theirs
-        ids, ends          logs in which each member gets its id, and each end of a process a number
-        launchers          those that are at work
+        ends               a log in which each end of a process gets a number
+        launchers          those that are at work, each with the identity of its process
         beat               the latest heartbeat of the launcher of a machine
         events             those that the first launcher has yet to record, or that of a machine
         first              the machine of the first launcher, or of its successor
@@ -107,7 +111,7 @@ class LauncherNotes:
 
     def __init__(self, board: Board) -> None:
         self.board = board
-        self._ids, self._ends = Log(board, "ids"), Log(board, "ends")
+        self._ends = Log(board, "ends")
 
     def read(self, key: str) -> str:
         """Return a text; empty if there is none."""
@@ -116,9 +120,13 @@ class LauncherNotes:
     # ---- of members
 
     def enroll(self, name: str, machine: str = "") -> int:
-        """Give a process that is about to start an id that no other has had."""
-        member = self._ids.count()
-        self.put("name", member, name)
+        """Give a process that is about to start an id that no other has had, whatever records have vanished.
+
+        It is the time in milliseconds, as the oldest of those that ask for admission comes first.
+        """
+        member = time.time_ns() // 1_000_000
+        while not self.board.put_new(f"name/{member}", f"{name}\n{secrets.token_hex(4)}".encode()):
+            member += 1  # another one was enrolled in the same moment
         if machine:
             self.put("machine", member, machine)
         return member
@@ -136,7 +144,10 @@ class LauncherNotes:
 
     def number_of_loop(self, member: int) -> int:
         """Return a number for one more outer loop of a member."""
-        return Log(self.board, f"loops/{member}").count()
+        number = Log(self.board, f"loops/{member}").count()
+        if number == 1 and self.get("in", member):
+            raise vanished(f"loops/{member}")
+        return number
 
     def note_end(self, member: int, how: str) -> None:
         self.put("gone", member, how)
@@ -156,18 +167,46 @@ class LauncherNotes:
         return num_lates
 
     def name_of(self, member: int) -> str:
-        return self.get("name", member) or f"member {member}"
+        return self.get("name", member).partition("\n")[0] or f"member {member}"
 
     # ---- of launchers
 
-    def note_launcher(self, machine: str) -> None:
-        self.board.put(f"launchers/{machine}", b"1")
+    def note_launcher(self, machine: str, process: str) -> None:
+        self.board.put(f"launchers/{machine}", (process or "unknown").encode())
 
     def forget_launcher(self, machine: str) -> None:
         self.board.delete(f"launchers/{machine}")
 
     def num_launchers(self) -> int:
         return len(self.board.list("launchers/"))
+
+    def take_over(self, machine: str, has_ended: Callable[[str], bool]) -> None:
+        """Record ends of members that no launcher has seen, and take the place of the first launcher if it has ended.
+
+        Args:
+            has_ended: returns whether the process of an identity is known to have ended.
+        """
+        for key in self.board.list("process/"):
+            member = int(key.rpartition("/")[2])
+            if has_ended(self.read(key)):
+                if not self.get("gone", member) and not self.get("left", member):
+                    self.note_end(member, "ended after its launcher")
+                self.forget(member, "process")
+        for key in self.board.list("launchers/"):
+            if has_ended(self.read(key)):
+                ended = key.partition("/")[2]
+                if self.read("first") == ended:
+                    self.board.put("first", machine.encode())
+                self.forget_launcher(ended)
+
+    def renew(self) -> None:
+        """Write again what is needed for as long as the run lasts, as a purge or a rule on old objects deletes it."""
+        keys = self.board.list("")
+        for name in {found[1] for key in keys if (found := _OF_LOG.fullmatch(key))}:
+            Log(self.board, name).renew()
+        for key in filter(_LASTING.fullmatch, keys):
+            if content := self.board.get(key):
+                self.board.put(key, content)
 
     def beat(self, machine: str, every_s: float) -> None:
         """Write a heartbeat of a launcher, which writes one every `every_s` seconds."""
@@ -203,6 +242,12 @@ class Heartbeats:
     def __init__(self, notes: LauncherNotes) -> None:
         self._notes = notes
         self._beats: dict[str, tuple[str, float]] = {}  # by machine: the latest one, and since when it is there
+
+    def over(self, notes: LauncherNotes) -> Heartbeats:
+        """Return the same, read from a board with another patience."""
+        found = Heartbeats(notes)
+        found._beats = self._beats
+        return found
 
     def ended(self, member: int) -> str:
         """Return how a member has ended or left; empty while no record says that it has."""

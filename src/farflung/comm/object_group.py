@@ -19,6 +19,7 @@ from farflung.comm.board import forget
 from farflung.comm.group import Group, Work
 from farflung.comm.objects import ObjectBoard
 from farflung.comm.packed import Damaged, packed, unpack
+from farflung.comm.run_record import begin, check_pointer, renew_pointer
 from farflung.comm.threads import Task, side_by_side
 from farflung.comm.transport import Entered, Watch
 
@@ -42,6 +43,29 @@ class ObjectTransport:
 
     def __init__(self, board: ObjectBoard, address: str) -> None:
         self.board, self.address = board, address
+        self._pointer: tuple[ObjectBoard, str] | None = None  # where the run's record is, and what it names
+
+    def of_run(self, settings: bytes) -> ObjectTransport:
+        """Return how replicas meet in the run at this address, which begins with these settings if there is none."""
+        name = begin(self.board, self.address, settings)
+        return self.in_part(name) if name else self
+
+    def in_part(self, name: str) -> ObjectTransport:
+        """Return how replicas meet in the run that lies in a part of this address."""
+        found = self._below(name)
+        found.address, found._pointer = f"{self.address}#{name}", (self.board.patient(0), name)
+        return found
+
+    def _below(self, name: str) -> ObjectTransport:
+        return ObjectTransport(self.board.part(name), self.address)
+
+    def check(self) -> None:
+        if self._pointer is not None:
+            check_pointer(*self._pointer)
+
+    def renew(self) -> None:
+        if self._pointer is not None:
+            renew_pointer(*self._pointer)
 
     def connect(self, name: str, rank: int, size: int, watch: Watch) -> Group:
         return ObjectGroup(self.board, name, rank, size, watch)

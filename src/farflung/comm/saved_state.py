@@ -26,6 +26,7 @@ from farflung.comm.address import objects_at
 from farflung.comm.board import Log, forget
 from farflung.comm.objects import ObjectBoard
 from farflung.comm.packed import Damaged, packed, unpack
+from farflung.comm.run_record import part_of_run
 from farflung.comm.state_transfer import filled, form_of
 
 _KEPT = 2
@@ -186,7 +187,8 @@ def pull(address: str, target: Path) -> str:
     """
     board = objects_at(address).patient(_PATIENCE_S)
     try:
-        states = SavedStates(board.part("loop1"))
+        name = part_of_run(board, address)
+        states = SavedStates((board.part(name) if name else board).part("loop1"))
         why = "No state was written there yet"
         for saved in states.newest():
             try:

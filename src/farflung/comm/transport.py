@@ -61,5 +61,13 @@ class Transport(Protocol):
                 there are any.
         """
 
+    def check(self) -> None:
+        """Raise Unreachable once another run has begun at the address."""
+        return None
+
+    def renew(self) -> None:
+        """Write the way to the run again, as a purge or a rule on old objects deletes what is old."""
+        return None
+
     def close(self) -> None:
         """Release all that groups have left behind."""

@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 from farflung.comm.address import transport_at
-from farflung.comm.board import Log
+from farflung.comm.board import Log, vanished
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group
 from farflung.comm.member_store import LauncherNotes
@@ -109,4 +109,6 @@ def place() -> tuple[int, int]:
 def _run_of(here: Place) -> tuple[Transport, dict[str, Any]]:
     """Connect to the run of a replica; return how its replicas meet, and its settings."""
     transport = transport_at(here.address)
-    return transport, json.loads(transport.board.get("run") or b"{}")
+    if (content := transport.board.get("run")) is None:
+        raise vanished("run")
+    return transport, json.loads(content)

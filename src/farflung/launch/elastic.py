@@ -33,16 +33,18 @@ from farflung.launch.plan import (
     torch_is_loaded,
     with_log_dir,
 )
-from farflung.launch.replicas import machine_name, supervise
+from farflung.launch.replicas import new_machine_name, supervise
 from farflung.observe.folder import RunFolder
+from farflung.process.identity import has_ended
 from farflung.process.sockets import serve_store
 
 if TYPE_CHECKING:
-    from farflung.comm import address as comm_address, c10d_transport
+    from farflung.comm import address as comm_address, c10d_transport, member_store
     from farflung.comm.transport import Transport
 else:
     comm_address = LazyModule("farflung.comm.address")
     c10d_transport = LazyModule("farflung.comm.c10d_transport")
+    member_store = LazyModule("farflung.comm.member_store")
 
 _ASK_S = 0.5
 _FIND_WITHIN_S = 60.0  # torch loads, where all launchers start together
@@ -71,7 +73,9 @@ class Replicas:
         self._replica = one_replica(self._settings)
         self._plan = make_plan(self._replica, script.name, script.arguments, reported=True)
         self._count = self._settings.replicas or self._settings.bounds[0]
+        self._machine = new_machine_name()
         self._transport: Transport | None = None  # once it is prepared
+        self._address = ""  # as it is printed
         self._variables = dict(self._plan.variables)
         self._has_sums = False
 
@@ -93,16 +97,17 @@ class Replicas:
         self._has_sums = check_recipe(self._resolved, self._variables)
         with torch_is_loaded(self._variables):
             if at_port:
-                self._transport = _served_or_found(settings, host, int(port), count)
+                self._transport = _served_or_found(settings, host, int(port), count, self._machine)
             elif settings.meet is not None:
-                self._transport = _met(settings, count)
+                self._transport = _met(settings, count, self._machine)
             elif settings.join is not None:
                 self._transport = _found(
                     comm_address.transport_at(settings.join, _FIND_WITHIN_S), "join", settings.join
                 )
             else:
-                self._transport = _served(settings, host, settings.main_process_port or 0, count)
-        address, how = self._transport.address, ""
+                self._transport = _served(settings, host, settings.main_process_port or 0, count, self._machine)
+        self._address = address = self._transport.address if at_port else settings.meet or self._transport.address
+        how = ""
         if settings.meet:
             how = "the same line on any machine adds more"
         elif not settings.join:
@@ -114,7 +119,7 @@ class Replicas:
         assert self._transport is not None
         if self._has_sums and (settings.meet or "tcp://").partition("://")[0] != "tcp":
             message = (
-                f"nothing is summed on the way through {self._transport.address}: in a round each replica reads all "
+                f"nothing is summed on the way through {self._address}: in a round each replica reads all "
                 "values of each other one. --outer-codec int4 or e3m0 makes them an eighth; `farflung plan --meet` "
                 "says more"
             )
@@ -124,7 +129,8 @@ class Replicas:
             stated = json.dumps(dataclasses.asdict(replica))  # whatever files and variables say
             start = (sys.executable, "-m", "farflung", "launch", "--stated", stated)
             command = (*start, script.name, *script.arguments)
-        return supervise(settings, command, {**self._variables, **folder.variables}, self._transport, self._count)
+        variables = {**self._variables, **folder.variables}
+        return supervise(settings, command, variables, self._transport, self._count, self._machine)
 
 
 def _join_command(settings: LaunchSettings, where: str, script: str, arguments: Sequence[str]) -> str:
@@ -133,42 +139,42 @@ def _join_command(settings: LaunchSettings, where: str, script: str, arguments: 
     return shlex.join(["farflung", "launch", "--join", where, *flags, script, *arguments])
 
 
-def _served(settings: LaunchSettings, host: str, port: int, count: int) -> Transport:
+def _served(settings: LaunchSettings, host: str, port: int, count: int, machine: str) -> Transport:
     """Serve the store of a run that begins."""
     try:
         store = serve_store(host, port, timeout=_MEET_WITHIN, wait_for_workers=False)
     except OSError as error:
         raise ConfigError(f"This machine can't listen at {host}:{port}: {error.strerror}.") from None
     transport = c10d_transport.C10dTransport(store)
-    transport.board.put("first", machine_name().encode())
+    transport.board.put("first", machine.encode())
     transport.board.put("run", _described(settings, count))
     return transport
 
 
-def _served_or_found(settings: LaunchSettings, host: str, port: int, count: int) -> Transport:
+def _served_or_found(settings: LaunchSettings, host: str, port: int, count: int, machine: str) -> Transport:
     """Serve the store of a run, if it is this machine's to do so and nobody does it yet; else find it."""
     try:
-        return _served(settings, host, port, count)
+        return _served(settings, host, port, count, machine)
     except ConfigError:
         transport = _found(comm_address.transport_at(f"{host}:{port}", _FIND_WITHIN_S), "meet", f"tcp://{host}:{port}")
     _tell_differences(settings, transport, count)
     return transport
 
 
-def _met(settings: LaunchSettings, count: int) -> Transport:
+def _met(settings: LaunchSettings, count: int, machine: str) -> Transport:
     """Begin the run in a folder or a bucket, or find the one that another launcher has begun there."""
     assert settings.meet is not None
     if settings.meet.startswith("file://"):
         with suppress(OSError):  # then the transport tells why
             Path(unquote(settings.meet.removeprefix("file://"))).mkdir(exist_ok=True)
-    transport = comm_address.transport_at(settings.meet)
     try:
-        transport.board.put_new("run", _described(settings, count))  # first: no launcher dies between the two
-        transport.board.put_new("first", machine_name().encode())
-        _found(transport, "meet", settings.meet)
+        transport = comm_address.transport_of(settings.meet).of_run(_described(settings, count))
+        transport.board.put_new("first", machine.encode())
+        member_store.LauncherNotes(transport.board).take_over(machine, has_ended)
         _tell_differences(settings, transport, count)
     except Unreachable as error:
-        raise ConfigError(f"meet is {settings.meet}, but {error}") from None
+        remedy = " Delete all of it, or give another address, to begin a run." if error.is_gone else ""
+        raise ConfigError(f"meet is {settings.meet}, but {error}{remedy}") from None
     return transport
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import tempfile
 import time
-import uuid
-import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from farflung.launch.report import Failure, in_short, show
 from farflung.launch.supervisor import SUPERVISED, Supervisor, max_restarts
 from farflung.process.failure import ERROR_FILE
 from farflung.process.heard import SignalForwarder
-from farflung.process.identity import process_identity
+from farflung.process.identity import address_of
 
 if TYPE_CHECKING:
     from farflung.comm.member_store import LauncherNotes
@@ -49,6 +48,7 @@ else:
 _ASK_S = 0.5
 _END_WITHIN_S = 30.0
 _PART_WITHIN_S = 10.0
+_RENEW_S = 6 * 3600.0  # what is written once; purges and rules delete objects that are a day old, at the earliest
 _LAST = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # at which replicas sign out
 
 
@@ -58,16 +58,20 @@ def supervise(
     variables: Mapping[str, str],
     transport: Transport,
     count: int,
+    machine: str,
 ) -> int:
-    """Supervise the replicas of this machine until all have ended; return the exit code."""
+    """Supervise the replicas of this machine until all have ended; return the exit code.
+
+    Args:
+        machine: the name of this launcher in the store.
+    """
     with tempfile.TemporaryDirectory(prefix="farflung_") as folder:
-        return _Launcher(settings, command, variables, transport, Path(folder)).run(count)
+        return _Launcher(settings, command, variables, transport, Path(folder), machine).run(count)
 
 
-def machine_name() -> str:
-    """Return the name of this launcher in the store."""
-    digest = zlib.crc32(f"{uuid.getnode()} {process_identity(os.getpid())}".encode())  # containers share names and ids
-    return f"{socket.gethostname()}:{os.getpid()}.{digest & 0xFFFF:04x}"
+def new_machine_name() -> str:
+    """Return a name for a launcher in the store; containers share names of hosts and ids of processes."""
+    return f"{socket.gethostname()}:{os.getpid()}.{secrets.token_hex(4)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,10 +108,11 @@ class _Launcher:
         variables: Mapping[str, str],
         transport: Transport,
         folder: Path,
+        machine: str,
     ) -> None:
         self._store = run_store.RunStore(transport)
         self._command, self._variables, self._where = command, variables, transport.address
-        self._machine = machine_name()
+        self._machine = machine
         self._is_served = "://" not in transport.address
         self._heartbeat_s = settings.heartbeat_s or transport.board.heartbeat_s
         self._tells = transport.board.get("first") == self._machine.encode()  # and so prints all events
@@ -119,11 +124,11 @@ class _Launcher:
         self._shown: set[str] = set()  # errors
         self._code, self._has_finished, self._is_over = 0, False, False
         self._unrecorded: dict[int, tuple[int, str]] = {}  # ends of members' processes, while the store is away
-        self._beat_at = 0.0
+        self._beat_at, self._renew_at = 0.0, time.monotonic() + _RENEW_S
 
     def run(self, count: int) -> int:
         """Start `count` replicas; return the exit code once all have ended."""
-        self._store.ask(lambda notes: notes.note_launcher(self._machine), None)
+        self._store.ask(lambda notes: notes.note_launcher(self._machine, address_of(os.getpid())), None)
         where = "" if self._tells else f" of {self._machine}"
         with handled(self._supervisor.hear, SUPERVISED):
             for number in range(count):
@@ -163,6 +168,7 @@ class _Launcher:
             variables[ERROR_FILE] = str(report)
             variables |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # frameworks want all of a rank's names or none
         process = subprocess.Popen(self._command, env=lone_environment({**self._variables, **variables}))
+        self._store.ask(lambda notes: notes.put("process", member, address_of(process.pid) or "unknown"), None)
         record(Kind.PROCESS, level=FILES_ONLY, member=member, name=name, pid=process.pid)
         return _Replica(name, member, process, report, SignalForwarder(self._reports))
 
@@ -264,6 +270,9 @@ class _Launcher:
             self._tells = first == self._machine
             if not self._tells and self._store.heartbeats.silent_machine_s(first):
                 notes.board.put("first", self._machine.encode())
+            if self._tells and time.monotonic() >= self._renew_at:
+                self._renew_at = time.monotonic() + _RENEW_S
+                self._store.renew()
         return notes.receive() if self._tells else notes.receive(self._machine)
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from farflung.base.errors import Unreachable
 from farflung.base.events import Kind, record
 from farflung.comm.member_store import Heartbeats, LauncherNotes
+from farflung.comm.threads import Task
 from farflung.comm.transport import Transport
 
 _Answer = TypeVar("_Answer")
@@ -29,6 +31,8 @@ class RunStore:
 
     def __init__(self, transport: Transport) -> None:
         self.is_gone = False
+        self._transport = transport
+        self._renewing: Task[None] | None = None
         self._notes = LauncherNotes(transport.board.patient(0))
         self.heartbeats = Heartbeats(self._notes)
         self._address = transport.address
@@ -41,24 +45,36 @@ class RunStore:
             return otherwise
         began = time.monotonic()
         try:
+            self._transport.check()
             found = act(self._notes)
         except Unreachable as error:
-            self._lose(began, error.is_gone)
+            self._lose(began, error)
             return otherwise
         if self._cut_at is not None:
             record(Kind.REACHED, address=self._address, cut_s=began - self._cut_at)
             self._cut_at, self.is_gone = None, False
         return found
 
-    def _lose(self, since: float, is_gone: bool) -> None:
+    def renew(self) -> None:
+        """Write again what is needed for as long as the run lasts, in the background."""
+
+        def act() -> None:
+            with suppress(Unreachable):
+                self._transport.renew()
+                LauncherNotes(self._transport.board).renew()
+
+        if self._renewing is None or self._renewing.is_over:
+            self._renewing = Task(act, "renew records")
+
+    def _lose(self, since: float, error: Unreachable) -> None:
         now = time.monotonic()
         self._ask_at = now + _ASK_AGAIN_S
         was_gone, is_first = self.is_gone, self._cut_at is None
         self._cut_at = since if self._cut_at is None else self._cut_at
-        self.is_gone = was_gone or is_gone or now > self._cut_at + _CUT_OFF_S
+        self.is_gone = was_gone or error.is_gone or now > self._cut_at + _CUT_OFF_S
         if self.is_gone:
             if not was_gone:
-                record(Kind.CUT_OFF, address=self._address, is_gone=True)
+                record(Kind.CUT_OFF, address=self._address, is_gone=True, why=str(error))
         elif is_first:
             self._say_at = now + _SAY_AGAIN_S
             record(Kind.CUT_OFF, address=self._address, since=time.time() - (now - since))

@@ -68,6 +68,7 @@ class Admission:
             if not question and now >= began + pause_s:
                 question = self._members.ask(mine, tensors)
             if now >= looked_at + _ASK_S:
+                peers.check()
                 looked_at, asks = now, self._members.asks()
                 self._heed(question)
                 if question and question not in asks:  # it was admitted, and left out as it did not come

@@ -51,6 +51,7 @@ class Elastic:
     Attributes:
         data: a description of the data, set before the first generation, which must be the same on all replicas.
         joined: the number of the generation that it entered as a newcomer; 0 if it belonged to the first one.
+        round_listeners: called when a round begins, before anything is sent.
         has_kept: it had been a member before that, and has kept its steps since its last round.
     """
 
@@ -70,10 +71,11 @@ class Elastic:
     ) -> None:
         self.island, self.member, self.most = island or SoloGroup(), member, most
         self.data, self.joined, self.has_kept = "", 0, False
+        self.round_listeners: list[Callable[[], None]] = []
         self._transport = transport
         self._share_group = Exchange(self.island.duplicate())
         number = from_first(self._share_group, lambda: LauncherNotes(transport.board).number_of_loop(member))
-        self.peers = Peers(transport.board, f"loop{number}", grace_s)
+        self.peers = Peers(transport, f"loop{number}", grace_s)
         board = transport.board.part(self.peers.loop)
         # What the first members write to the run's address, where it stays.
         self.saver: Saver | None = None
@@ -83,6 +85,7 @@ class Elastic:
         self._decided: Record | None = None  # the next generation, where this one is over
         self._generation: Generation | None = None
         self._needs: Needs | None = None
+        self._check_at = time.monotonic()  # whether the run is still there
         self._look_at = time.monotonic()  # who asks to be admitted
         self._num_failed = 0  # generations that did not come about, one after the other
         self._is_unapplied = False  # nobody has applied what it had on the way when it was left out last
@@ -143,6 +146,8 @@ class Elastic:
 
     def is_awaited(self, needs: Needs) -> bool:
         self.peers.note_round()
+        for listener in self.round_listeners:
+            listener()
         if self.record is None or self.record.ids[0] != self.member:
             return False
         asking = from_first(self._share_group, lambda: self._look(needs))
@@ -170,11 +175,16 @@ class Elastic:
         now = time.monotonic()
         if now >= self._look_at and self.record is not None:
             try:
+                if now >= self._check_at:
+                    self._check_at = now + self._transport.board.heartbeat_s
+                    self.peers.check()
+                    self.peers.at_once.record()  # it may have vanished
                 there = self.peers.at_once.has_asks()
                 asking = self._admission.waiting(self.record, self._description(needs), needs.tensors) if there else {}
                 self._asking = dict([*asking.items()][: self.most - len(self.record.ids)])
-            except Unreachable:
-                pass
+            except Unreachable as error:
+                if error.is_gone and self.saver is not None:
+                    raise
             took_s = time.monotonic() - now
             self._look_at = now + max(_ASK_S, 10 * took_s)  # seldom, where the board gives no answer
         return self._asking

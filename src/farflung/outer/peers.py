@@ -18,11 +18,12 @@ import torch
 
 from farflung.base.errors import RankFailure
 from farflung.base.words import in_seconds
-from farflung.comm.board import Board
 from farflung.comm.member_store import Heartbeats, LauncherNotes, MemberStore, Record
+from farflung.comm.transport import Transport
 from farflung.outer.membership import Needs
 
 _GAPS = 2  # times between two rounds, for which a late one is awaited by default: a machine 3 times slower is kept
+_SOON_S = 2.0  # for an answer
 _READY_S = 5.0  # a newcomer that is admitted looks for it many times a second
 _HOLDER_GRACES = 20  # how long replicas without a state wait for the one that holds the trained state
 _SLOWEST_BPS = 125_000  # bytes per second; slower values count as lost, until a speed was measured
@@ -37,22 +38,28 @@ class Peers:
     """The members of one outer loop, as one of them sees them.
 
     Args:
-        board: the run's.
+        transport: the run's.
         loop: the name of the outer loop, whose own keys begin with it.
         grace_s: see `Elastic`.
 
     Attributes:
         record: the generation that this replica is in, or was in last.
+        check: raises Unreachable once another run has begun where this one was.
+        needs_store: rounds can't go on without the run's store, as values travel through it.
         at_once: `members`, for questions that training must not wait for.
+        members_soon, notes_soon, heartbeats_soon: the same for waits that have a limit of their own, and ask again.
         is_admitting: newcomers of this generation may still be on their way into it.
         slowest_bps: values that arrive at fewer bytes per second count as lost, after `grace_s`.
     """
 
-    def __init__(self, board: Board, loop: str, grace_s: float | None) -> None:
+    def __init__(self, transport: Transport, loop: str, grace_s: float | None) -> None:
+        self.check, self.needs_store, board = transport.check, transport.is_lasting, transport.board
         own = board.part(loop)
         self.loop = loop
         self.notes = LauncherNotes(board)
         self.heartbeats = Heartbeats(self.notes)
+        self.members_soon, self.notes_soon = MemberStore(own.patient(_SOON_S)), LauncherNotes(board.patient(_SOON_S))
+        self.heartbeats_soon = self.heartbeats.over(self.notes_soon)
         self.members, self.at_once = MemberStore(own), MemberStore(own.patient(0))
         self.pause_s = board.pause_s
         self.record: Record | None = None

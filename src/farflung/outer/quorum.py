@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from enum import Enum, auto
 from functools import partial
@@ -147,9 +148,15 @@ class Quorum:
         Raises:
             RankFailure: nothing can continue.
         """
-        try:
+        with self._keeping():
             self._run(deque(actions), again, raises)
-        except Unreachable as error:  # wherever the store was needed: what was trained is kept in one way
+
+    @contextmanager
+    def _keeping(self) -> Iterator[None]:
+        """Keep what was trained, wherever the store was needed and is gone."""
+        try:
+            yield
+        except Unreachable as error:
             self._state = _State.LOST
             raise self.membership.stranded(error) from None
 
@@ -311,6 +318,11 @@ class Quorum:
     def needs_now(self) -> Needs:
         """Return what this rank requires of the others, with its model as it is now."""
         return replace(self.needs, description=self._replica.description, tensors=self._replica.tensors)
+
+    def is_awaited(self) -> bool:
+        """Return whether a replica is known to wait for admission; see `Membership`."""
+        with self._keeping():
+            return self.membership.is_awaited(self.needs_now())
 
     def next_vote(self) -> int:
         """Return the number of this rank's next vote, which it casts now."""

@@ -94,7 +94,7 @@ class Rounds:
         # As it is sent.
         weight = torch.tensor(claimed[level] / request.action.steps, dtype=torch.float32).item()
         digest = fragment.comparison.digest if level == 0 and not request.is_empty else -1
-        is_awaited = quorum.membership.is_awaited(quorum.needs_now())
+        is_awaited = quorum.is_awaited()
         said = (weight, norm, largest, sound, request.finished, request.position, digest, is_awaited, mark)
         ballot = Ballot(quorum.next_vote(), *said)
         self._open[number] = OpenRound(fragment, quorum.generation, self.recipe, ballot, request, claimed)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -53,3 +54,26 @@ def process_state(pid: int, identity: str | None, begun: float) -> str:
     if status == psutil.STATUS_ZOMBIE:
         return "gone"
     return "stopped" if status == psutil.STATUS_STOPPED else "running"
+
+
+def address_of(pid: int) -> str:
+    """Return the container, number and identity of a process, for `has_ended`; empty if it is gone."""
+    with suppress(ProcessLookupError):
+        return f"{_container()} {pid} {process_identity(pid)}"
+    return ""
+
+
+def has_ended(address: str) -> bool:
+    """Return whether a process has ended, given its `address_of`; False if it ran elsewhere, or before a reboot."""
+    container, _, process = address.partition(" ")
+    number, _, identity = process.partition(" ")
+    boot = identity.partition(":")[0]
+    is_here = bool(boot) and container == _container() and process_identity(os.getpid()).startswith(f"{boot}:")
+    return is_here and process_state(int(number), identity, 0.0) == "gone"
+
+
+def _container() -> str:
+    """Return the name of the container in which the numbers of processes are those that this one sees."""
+    with suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""

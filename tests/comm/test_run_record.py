@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run has a name of its own: one that begins where another was deleted has none of its records, and takes none."""
+
+import json
+import os
+import shutil
+import subprocess
+import threading
+import time
+
+import pytest
+
+from farflung.base.errors import ConfigError, Unreachable
+from farflung.comm.address import objects_at, transport_at
+from farflung.comm.member_store import LauncherNotes, MemberStore, Record
+from farflung.comm.saved_state import Saved, SavedStates, pull
+from farflung.process.identity import address_of, has_ended
+
+SETTINGS = json.dumps({"expected": 1}).encode()
+
+
+@pytest.fixture(params=["folder", pytest.param("bucket", marks=pytest.mark.long)])
+def place(request, tmp_path):
+    """An address, with a function that deletes all that lies there."""
+    if request.param == "bucket":
+        address = request.getfixturevalue("bucket")
+        board = objects_at(address)
+        return address, lambda: board.delete(*board.list(""))
+    run = tmp_path / "run"
+    run.mkdir()
+    return run.as_uri(), lambda: (shutil.rmtree(run), run.mkdir())
+
+
+def begun(address):
+    return transport_at(address).of_run(SETTINGS)
+
+
+def with_state(transport):
+    """Write a state, and what a member needs."""
+    notes = LauncherNotes(transport.board)
+    member = notes.enroll("replica 0", "node")
+    assert notes.number_of_loop(member) == 1
+    notes.put("in", member)
+    notes.note_end(notes.enroll("replica 1"), "killed")
+    assert MemberStore(transport.board.part("loop1")).append(Record(1, member, (member,)))
+    states = SavedStates(transport.board.part("loop1"))
+    states.write("1.8.a", 0, {"place": {"position": 8}})
+    assert states.finish(Saved("1.8.a", 8, 1, ("place",)))
+    return member
+
+
+def test_a_run_that_begins_where_another_was_deleted_is_not_that_of_a_forgotten_machine(place):
+    address, empty = place
+    old = begun(address)
+    with_state(old)
+    assert transport_at(old.address).board == old.board
+    empty()
+    new = begun(address)
+    assert LauncherNotes(new.board).num_ends() == 0
+    there = set(new.board.list(""))
+    with pytest.raises(Unreachable, match="Another run has begun in the ") as told:
+        old.check()
+    assert told.value.is_gone
+    if address.startswith("file"):  # nothing makes its folder again
+        with pytest.raises(Unreachable, match="No such file"):
+            old.board.patient(0).put("first", b"old")
+    old.renew()
+    new.check()
+    assert set(new.board.list("")) == there
+    with pytest.raises(ConfigError, match="No state was written there yet"):
+        pull(address, "x.safetensors")
+
+
+def test_launchers_that_begin_at_once_begin_one_run(place):
+    found, (address, _) = [], place
+    threads = [threading.Thread(target=lambda: found.append(begun(address).address)) for _ in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert len(found) == 4
+    assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, b""], ids=["former release", "kept by a replica"])
+def test_records_without_a_name_of_the_run_are_continued(place, settings):
+    address, _ = place
+    transport = transport_at(address)
+    if settings:
+        transport.board.put("run", settings)
+    with_state(transport)
+    found = begun(address)
+    assert found.board == transport.board
+    assert found.board.get("run") == SETTINGS
+    found.check()
+    assert [one.position for one in SavedStates(found.board.part("loop1")).newest()] == [8]
+
+
+def test_a_run_whose_own_record_has_vanished_is_named_and_not_begun_again(place, tmp_path):
+    address, _ = place
+    old = begun(address)
+    with_state(old)
+    root = transport_at(address).board
+    root.delete("run")
+    where = f"{address}/{old.address.partition('#')[2]}"
+    for act in (lambda: begun(address), lambda: pull(address, tmp_path / "x.safetensors")):
+        with pytest.raises(ConfigError, match=f"has vanished, but states .*Continue with --meet {where}, or delete"):
+            act()
+    assert [one.position for one in SavedStates(begun(where).board.part("loop1")).newest()] == [8]
+    old.renew()
+    assert begun(address).address == old.address
+
+
+def test_a_run_whose_settings_have_vanished_says_so(place):
+    address, _ = place
+    begun(address).board.delete("run")
+    with pytest.raises(Unreachable, match="Records of the run have vanished: run-"):
+        begun(address)
+
+
+def test_what_is_needed_for_ever_outlives_a_purge_of_old_files(tmp_path):
+    transport = begun(tmp_path.as_uri())
+    member, notes = with_state(transport), LauncherNotes(transport.board)
+    files = [one for one in tmp_path.rglob("*.value") if "/state/" not in str(one)]
+    for file in files:
+        os.utime(file, (0, 0))
+    transport.renew()
+    notes.renew()
+    for file in files:
+        if file.exists() and file.stat().st_mtime < 1:
+            file.unlink()
+    again = begun(tmp_path.as_uri())
+    assert again.address == transport.address
+    notes = LauncherNotes(again.board)
+    assert (notes.name_of(member), notes.get("machine", member), notes.num_ends()) == ("replica 0", "node", 1)
+    assert MemberStore(again.board.part("loop1")).record().ids == (member,)
+    assert [one.position for one in SavedStates(again.board.part("loop1")).newest()] == [8]
+    assert notes.number_of_loop(member) == 2
+
+
+def test_no_id_is_given_twice_whatever_has_vanished(place, monkeypatch):
+    address, empty = place
+    given = []
+    for names in (("ids", "name"), ("name", "machine", "in", "left", "gone"), ()):
+        notes = LauncherNotes(begun(address).board)
+        given += [notes.enroll("replica", "node") for _ in range(3)]
+        time.sleep(0.005)
+        notes.board.delete(*(key for one in names for key in notes.board.list(f"{one}/")))
+    empty()
+    monkeypatch.setattr(time, "time_ns", lambda: 10**18)  # as many in one moment
+    notes = LauncherNotes(begun(address).board)
+    threads = [threading.Thread(target=lambda: given.append(notes.enroll("replica", "node"))) for _ in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert len(given) == len(set(given)) == 13
+
+
+def test_a_member_whose_count_of_loops_has_vanished_does_not_take_the_first_one_again(tmp_path):
+    notes = LauncherNotes(begun(tmp_path.as_uri()).board)
+    member = notes.enroll("replica")
+    assert notes.number_of_loop(member) == 1
+    notes.put("in", member)
+    notes.board.delete(*notes.board.list("loops/"))
+    with pytest.raises(Unreachable, match="have vanished: loops/"):
+        notes.number_of_loop(member)
+
+
+def test_one_that_begins_records_the_ends_that_no_launcher_has_seen(tmp_path):
+    notes = LauncherNotes(begun(tmp_path.as_uri()).board)
+    processes = [subprocess.Popen(["sleep", "100"]) for _ in range(3)]
+    addresses = [address_of(one.pid) for one in processes]
+    for number in (1, 2):
+        processes[number].kill()
+        processes[number].wait()
+    container, rest = addresses[1].split(" ", 1)
+    addresses += [f"pid:[1] {rest}", f"{container} {rest.replace('-', 'f', 1)}", "unknown"]
+    members = [notes.enroll(f"replica {number}", "old") for number in range(6)]
+    for member, address in zip(members, addresses, strict=True):
+        notes.put("process", member, address)
+    notes.put("left", members[2], "done")
+    notes.board.put("first", b"old")
+    notes.note_launcher("old", addresses[1])
+    notes.note_launcher("other", addresses[0])
+    notes.take_over("new", has_ended)
+    processes[0].kill()
+    processes[0].wait()
+    assert [bool(notes.get("gone", one)) for one in members] == [False, True] + 4 * [False]
+    assert (notes.num_ends(), notes.read("first"), notes.num_launchers()) == (1, "new", 1)
+    notes.take_over("third", has_ended)
+    assert (notes.num_ends(), notes.num_launchers(), notes.read("first")) == (2, 0, "new")
