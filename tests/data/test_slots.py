@@ -36,7 +36,7 @@ class Membership:
 
     def __init__(self, joined=0):
         self.record, self.joined = SimpleNamespace(ids=(), number=0), joined
-        self.has_kept = False
+        self.has_kept, self.round_listeners = False, []
 
 
 class Replica:
@@ -112,8 +112,14 @@ class Run:
         one.unsent.clear()
         self.members_changed()
 
+    def begin_round(self):
+        for one in self.live:
+            for listener in one.membership.round_listeners:
+                listener()
+
     def round(self, dies=None):
         """Let all meet, at the furthest position; one may die after the others have applied it."""
+        self.begin_round()
         position = max(one.position for one in self.live)
         for one in self.live:
             for which, epoch, batch in one.unsent:
@@ -176,6 +182,39 @@ def test_an_order_is_drawn_anew_in_each_epoch_and_is_the_same_for_all_whatever_t
     orders = [[batch for when, batch in first.taken if when == epoch] for epoch in range(2)]
     assert orders[0] != orders[1]
     assert all(order != sorted(order) for order in orders)
+
+
+@pytest.mark.parametrize("steps_later", [0, 1, 3])
+def test_what_is_in_a_round_that_lands_later_counts_though_its_replica_died_in_between(steps_later):
+    run = Run()
+    one, dying = run.join(), run.join()
+    for _ in range(4):
+        assert one.take()
+        assert dying.take()
+    run.begin_round()
+    landed = {id(each): list(each.unsent) for each in run.live}
+    for _ in range(steps_later):
+        assert dying.take()
+    for which, epoch, batch in (row for rows in landed.values() for row in rows):
+        run.counted[which, epoch, batch] += 1
+    one.unsent.clear()
+    one.followed.round_ended(ended(4, 2))
+    run.lose(dying)
+    finish(run)
+    run.expect([0])
+
+
+def test_what_is_in_rounds_is_written_once_a_round_and_not_in_each_step(monkeypatch):
+    writes = []
+    put = type(Run().board).put
+    monkeypatch.setattr(type(Run().board), "put", lambda self, key, value: writes.append(key) or put(self, key, value))
+    run = Run()
+    one = run.join()
+    for _ in range(4):
+        for _ in range(8):
+            assert one.take()
+        run.round()
+    assert [key for key in writes if key.startswith("sent/")] == [f"sent/{one.member}"] * 4
 
 
 def test_threads_that_claim_at_once_share_an_epoch():

@@ -28,13 +28,18 @@ class Followed:
     sent: Sent
     joined: int  # the generation in which this replica came in last, as far as the claims know
 
+    def __post_init__(self) -> None:
+        self.membership.round_listeners.append(self._round_begins)
+
     def step_attempted(self, step: int) -> None:
-        """Record the batches that rounds sent after this step would contain; called before the rounds due then."""
+        """Count the batches that rounds sent after this step would contain; called before the rounds due then."""
         self._meet()
-        claims = self.claims
-        claims.ledger.send(self.sent, step)
-        claims.num_steps += 1
-        steps = claims.ledger.steps()
+        self.claims.ledger.send(self.sent, step)
+        self.claims.num_steps += 1
+
+    def _round_begins(self) -> None:
+        """Record the batches in the round, for others to know if this replica doesn't live to see it land."""
+        claims, steps = self.claims, self.claims.ledger.steps()
         for loader, done in claims.ledger.open.items():
             if done:
                 claims.write(claims.boards[loader].record_sent, steps, done)
@@ -50,6 +55,7 @@ class Followed:
 
     def end(self) -> None:
         """Forget this loop."""
+        self.membership.round_listeners.remove(self._round_begins)
         self.claims.loops.remove(self)
         self.claims.ledger.loops.remove(self.sent)
 
