@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import re
-import secrets
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -53,8 +52,6 @@ class BucketTransport(ObjectTransport):
 
     def __init__(self, address: str, patience_s: float = PATIENCE_S) -> None:
         board = bucket_at(address, patience_s)
-        if not board.deletes_many():
-            board = bucket_at(address, patience_s, one_by_one=True)
         try:
             try_out(board)
         except (Unreachable, ValueError) as error:
@@ -62,22 +59,19 @@ class BucketTransport(ObjectTransport):
         super().__init__(board, board.root)
 
 
-def bucket_at(address: str, patience_s: float = PATIENCE_S, one_by_one: bool = False) -> BucketBoard:
-    """Return the objects at an address, which nothing has been asked of; ConfigError if it is none.
-
-    Args:
-        one_by_one: each object is deleted by a request of its own.
-    """
+def bucket_at(address: str, patience_s: float = PATIENCE_S) -> BucketBoard:
+    """Return the objects at an address, which nothing has been asked of; ConfigError if it is none."""
     address = address.rstrip("/")
-    config: Any = {"aws_disable_bulk_delete": "true"} if one_by_one and address.startswith("s3") else None
 
-    def made(answer_s: timedelta) -> ObjectStore:
+    def made(answer_s: timedelta, config: Any = None) -> ObjectStore:
         # Only an endpoint that someone has given can be one of http://.
         client: ClientConfig = {"timeout": answer_s, "connect_timeout": _CONNECT_S, "allow_http": True}
         return from_url(address, config=config, client_options=client, retry_config={"max_retries": 0})
 
     try:
-        return BucketBoard(address, patience_s=patience_s, quick=made(_ANSWER_S), slow=made(_PART_S))
+        quick, slow = made(_ANSWER_S), made(_PART_S)
+        single = made(_ANSWER_S, {"aws_disable_bulk_delete": "true"}) if address.startswith("s3") else quick
+        return BucketBoard(address, patience_s=patience_s, quick=quick, slow=slow, single=single)
     except (errors.BaseError, ValueError) as error:
         raise ConfigError(f"Replicas can't meet at {address}. {_words(error)}.") from None
 
@@ -88,10 +82,12 @@ class BucketBoard(ObjectBoard):
 
     Args:
         quick, slow: obstore's stores of the bucket, for small requests and for large ones.
+        single: for requests that delete one object; S3's own deletes several, which some stores don't have.
     """
 
     quick: ObjectStore = field(kw_only=True)
     slow: ObjectStore = field(kw_only=True)
+    single: ObjectStore = field(kw_only=True)
     pause_s: ClassVar[float] = 0.2
     heartbeat_s: ClassVar[float] = 10.0
     grace_s: ClassVar[float] = 60.0
@@ -99,21 +95,19 @@ class BucketBoard(ObjectBoard):
 
     def delete(self, *keys: str) -> None:
         def delete() -> None:
-            with suppress(FileNotFoundError):  # only of one, or from stores that take one at a time
+            try:
                 return obstore.delete(self.quick, [self.name(key) for key in keys])
-            for key in keys if len(keys) > 1 else ():
-                self.delete(key)
+            except FileNotFoundError:
+                pass  # from a store that takes one at a time
+            except errors.BaseError as error:
+                if _status(str(error)) not in _UNABLE:
+                    raise  # or else it has no request that deletes several
+            for key in keys:
+                with suppress(FileNotFoundError):
+                    obstore.delete(self.single, self.name(key))
 
         if keys:
             self.ask(delete, "delete")
-
-    def deletes_many(self) -> bool:
-        """Return whether one request can delete several objects; some stores have none such."""
-        try:
-            obstore.delete(self.quick, [self.name(secrets.token_hex(8)) for _ in range(2)])
-        except (FileNotFoundError, errors.BaseError) as error:
-            return isinstance(error, FileNotFoundError) or not self._remedy(str(error), "delete")
-        return True
 
     def write(self, key: str, parts: Sequence[bytes | memoryview], is_new: bool = False) -> None:
         is_small = sum(map(len, parts)) <= _SMALL
@@ -165,8 +159,7 @@ class BucketBoard(ObjectBoard):
         for pattern, remedy in _REMEDIES:
             if re.search(pattern, said):
                 return remedy
-        found = _STATUS.search(said)
-        status = "403" if "AccessDenied" in said else found[1] if found else "500"  # of one of several objects
+        status = _status(said)
         if status in ("401", "403"):
             permission = _PERMISSIONS.get(self.root.partition(":")[0], {}).get(act, f"one to {act} objects")
             return f"The credentials may lack a permission: {permission}"
@@ -188,7 +181,7 @@ class BucketBoard(ObjectBoard):
 
 _STATUS = re.compile(r"status code: (\d+)")
 _PASSING = {"408", "409", "425", "429"}  # of those below 500; and RequestTimeout, which is a 400
-_UNABLE = {"501", "505"}
+_UNABLE = {"400", "405", "501", "505"}
 # What stores say, and what to do about it: error codes of S3, which others share, and obstore's own words.
 _REMEDIES = (
     ("RequestTimeout|IncompleteBody|BadDigest", ""),
@@ -249,6 +242,12 @@ class _Body(io.RawIOBase):
         count = min(len(self._left), len(into))
         into[:count], self._left = self._left[:count], self._left[count:]
         return count
+
+
+def _status(said: str) -> str:
+    """Return the status code of an answer, which is not that of each object that it concerns."""
+    found = _STATUS.search(said)
+    return "403" if "AccessDenied" in said else found[1] if found else "500"
 
 
 def _words(error: Exception) -> str:

@@ -10,7 +10,7 @@ import secrets
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, MutableSequence, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from io import BufferedReader
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, TypeVar
 from urllib.parse import quote, unquote
@@ -26,6 +26,31 @@ Act: TypeAlias = Literal["write", "create", "read", "list", "delete"]
 
 PATIENCE_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0  # before a failed request is sent again
+_APART_S = 10.0  # between two failed requests of one outage, at most
+
+
+class Outages:
+    """Since when the requests of all parts of a board have failed, of any kind or of one: they share one patience.
+
+    Whoever has waited for an answer in one place thus doesn't wait again in the next one.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[str, tuple[float, float]] = {}  # since when, and the latest failure
+
+    def failed_s(self, act: Act, began: float) -> float:
+        """Note that a request has failed, which began at a time; return for how long such ones have."""
+        now, longest_s = time.monotonic(), 0.0
+        for key in ("any", act):
+            since, latest = self._rows.get(key, (began, began))
+            since = since if began - latest < _APART_S else began
+            self._rows[key] = since, now
+            longest_s = max(longest_s, now - since)
+        return longest_s
+
+    def succeeded(self, act: Act) -> None:
+        self._rows.pop("any", None)
+        self._rows.pop(act, None)
 
 
 class Refused(OSError):
@@ -38,7 +63,7 @@ class ObjectBoard(Board):
 
     Args:
         root: the address, as errors name it.
-        patience_s: how long requests may fail before `Unreachable` is raised; 0: one attempt.
+        patience_s: how long requests may fail, one after the other, before `Unreachable` is raised; 0: one attempt.
         is_strict: refused requests are not repeated, as none has succeeded yet. Later on credentials may be about to be
             renewed.
 
@@ -50,6 +75,7 @@ class ObjectBoard(Board):
     prefix: str = ""
     patience_s: float = PATIENCE_S
     is_strict: bool = False
+    outages: Outages = field(default_factory=Outages, compare=False, repr=False, kw_only=True)
     num_at_once: ClassVar[int] = 1
 
     def part(self, name: str) -> Self:
@@ -71,7 +97,7 @@ class ObjectBoard(Board):
                     raise OSError("the store refuses to create an object that it can't read") from None
                 return found == value
 
-        return self.ask(decide)
+        return self.ask(decide, "create")
 
     def get(self, key: str) -> bytes | None:
         return self.read(key, lambda file, size: file.read())
@@ -114,12 +140,15 @@ class ObjectBoard(Board):
         began, pause_s = time.monotonic(), _FIRST_PAUSE_S
         while True:
             try:
-                return request()
+                found = request()
+                self.outages.succeeded(act)
+                return found
             except FileExistsError:
+                self.outages.succeeded(act)
                 raise
             except OSError as error:
                 is_final = self.is_strict and isinstance(error, Refused)
-                if is_final or time.monotonic() - began >= self.patience_s:
+                if self.outages.failed_s(act, began) >= self.patience_s or is_final:
                     at = f" ({error.filename})" if error.filename else ""
                     raise self.unreachable(f"{error.strerror or error}{at}") from None
             time.sleep(pause_s)

@@ -37,36 +37,37 @@ class GenerationWatch:
         try:
             why = self._why_over(entered, waited_s)
         except Unreachable as error:  # the generation continues as long as all are there
-            is_late = waited_s > self._longest_s(entered)
+            is_over = error.is_gone and self._peers.needs_store
+            is_late = is_over or waited_s > self._longest_s(entered)
             why = f"no values came for {in_seconds(waited_s)}. {error}" if is_late else ""
         if why:
             raise self.break_off(why)
 
     def _why_over(self, entered: Entered, waited_s: float) -> str:
         peers, number = self._peers, self._record.number
-        if why := peers.at_once.broken(number):
+        if why := peers.members_soon.broken(number):
             return why
         if entered.place:
-            peers.members.put(number, self._what, self._member, entered.place)  # before others ask who is late
+            peers.members_soon.put(number, self._what, self._member, entered.place)  # before others ask who is late
         if waited_s < _LOOK_S:
             return ""
-        now = peers.members.record()
+        now = peers.members_soon.record()
         if now is not None and now.number > number:
             return "the others have entered a later generation"
-        places = peers.members.get(number, self._what, self._record.ids)
+        places = peers.members_soon.get(number, self._what, self._record.ids)
         late = [one for one in self._record.ids if places.get(one) != entered.place]
-        num_ends, before = peers.notes.num_ends(), self._num_ends
+        num_ends, before = peers.notes_soon.num_ends(), self._num_ends
         self._num_ends = num_ends
         for one in self._record.ids if num_ends != before else ():
-            if ended := peers.notes.get("gone", one):
-                return f"{peers.notes.name_of(one)}: {ended}"
+            if ended := peers.notes_soon.get("gone", one):
+                return f"{peers.notes_soon.name_of(one)}: {ended}"
         for one in self._record.ids:
-            if silent_s := peers.heartbeats.silent_s(one):
-                return f"{peers.notes.name_of(one)}: its machine gave no sign for {in_seconds(silent_s)}"
+            if silent_s := peers.heartbeats_soon.silent_s(one):
+                return f"{peers.notes_soon.name_of(one)}: its machine gave no sign for {in_seconds(silent_s)}"
         if late and waited_s > (limit_s := max(map(peers.limit_s, late))):
             for one in late:
-                peers.members.put(number, "late", one)
-            return f"{', '.join(map(peers.notes.name_of, late))}: late by more than {in_seconds(limit_s)}"
+                peers.members_soon.put(number, "late", one)
+            return f"{', '.join(map(peers.notes_soon.name_of, late))}: late by more than {in_seconds(limit_s)}"
         if not late and waited_s > self._longest_s(entered):
             return f"no values came for {in_seconds(waited_s)}, though all wait for them"
         return ""
