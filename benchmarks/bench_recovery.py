@@ -14,6 +14,7 @@ import multiprocessing as mp
 import os
 import signal
 import statistics
+import subprocess
 import sys
 import time
 from contextlib import ExitStack
@@ -22,6 +23,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import psutil
 import torch
 import torch.distributed as dist
 from _measure import report
@@ -129,13 +131,65 @@ def with_farflung(replicas, address=None):
     return max(gap(ends, killed) for ends in rounds.values())
 
 
+TRAINS = """
+import time, torch
+from farflung.elastic import launched_membership
+from farflung.outer import OuterLoop, diloco
+with OuterLoop(torch.nn.Linear(4, 1), diloco(4), membership=launched_membership()) as outer:
+    while True:
+        time.sleep(0.01)
+        outer.step()
+"""
+
+
+def restarted(address):
+    """Kill a launcher of two replicas, and these; return after how long they train on, once it is started again."""
+    line = ["launch", "--cpu", "--elastic", "2:2", "--state_every", "2", "--meet"]
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "train.py").write_text(TRAINS)
+
+        def launch(until):
+            began = time.time()
+            command = [sys.executable, "-m", "farflung", *line, address, "train.py"]
+            process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
+            for row in process.stderr:
+                print(row, end="", flush=True)
+                if until in row:
+                    return process, time.time() - began
+            raise SystemExit("the launcher has ended")
+
+        process, _ = launch("training begins")
+        time.sleep(5.0)
+        seconds = []
+        for _ in range(2):
+            below = psutil.Process(process.pid).children(recursive=True)
+            for one in (process, *below):
+                one.kill()
+            process.wait()
+            psutil.wait_procs(below, 10.0)
+            if not seconds:
+                process, took_s = launch("training continues")
+                seconds.append(took_s)
+        return seconds[0]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--events", type=int, default=10)
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--meet", action="store_true", help="in a folder and in a bucket, in place of torchft")
+    parser.add_argument("--restart", action="store_true", help="all are killed, and started again on the same machine")
     parser.add_argument("--write", action="store_true")
     chosen = parser.parse_args()
+    write_to = "recovery.jsonl" if chosen.write else None
+    if chosen.restart:
+        with s3_server() as server, TemporaryDirectory() as folder:
+            os.environ.update(server.variables)
+            figures = {"in a folder": restarted(f"file://{folder}"), "in a bucket": restarted(server.address())}
+        figures = {name: {"seconds": round(took_s, 1)} for name, took_s in figures.items()}
+        return report(
+            "When do replicas train on once all were killed and started again?", figures, seed=0, write_to=write_to
+        )
     waits = {}
     with ExitStack() as stack:
         if chosen.meet:
@@ -159,7 +213,7 @@ def main():
             for name, one in waits.items()
         },
         seed=0,
-        write_to="recovery.jsonl" if chosen.write else None,
+        write_to=write_to,
         replicas=chosen.replicas,
         events=chosen.events,
     )
