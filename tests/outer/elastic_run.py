@@ -22,7 +22,7 @@ from torch import nn
 
 from farflung.base.errors import Unreachable
 from farflung.comm import address
-from farflung.comm.c10d_transport import C10dTransport
+from farflung.comm.c10d_transport import PATIENCE_S, C10dTransport
 from farflung.comm.member_store import LauncherNotes
 from farflung.outer import OuterLoop, diloco
 from farflung.outer.elastic import Elastic
@@ -44,18 +44,28 @@ class Blocks(nn.Module):
         self.register_buffer("unsaved", torch.tensor(os.getpid()), persistent=False)
 
 
-def transport_at(place):
+def transport_at(place, patience_s=PATIENCE_S):
     """How replicas meet: at the port of a store on this machine, or at an address."""
     if not isinstance(place, int):
-        return address.transport_at(place)
+        return address.transport_at(place, patience_s)
     return C10dTransport(dist.TCPStore("127.0.0.1", place, is_master=False, timeout=timedelta(seconds=60)))
 
 
-def replica(pipe, place, variables, member, step_s, numel, dies, recipe, saves, damages, moves, options):
+def replica(pipe, place, folder, member, *row):
+    """Train as `train` does, in a working folder; an error is said, too."""
+    os.chdir(folder)
+    try:
+        train(pipe, place, member, *row)
+    except Exception as error:
+        pipe.send({"member": member, "at": time.time(), "error": f"{type(error).__name__}: {error}"})
+        raise
+
+
+def train(pipe, place, member, variables, step_s, numel, dies, recipe, saves, damages, moves, options):
     os.environ.update(variables, GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)
-    transport = transport_at(place)
+    transport = transport_at(*place)
     board = transport.board.patient(0)
     model, membership = Blocks(numel), Elastic(transport, member, **options)
     fault = fail_at(*dies or ("local step", 0))
@@ -123,20 +133,22 @@ class ElasticRun:
 
     Args:
         address: where replicas meet; None: at a store that a process serves.
+        patience_s: how long requests to an address may fail.
+        folder: where replicas write files.
         options: those of `Elastic`.
     """
 
-    def __init__(self, step_s=0.005, numel=64, recipe=None, address=None, **options):
-        self._row = (step_s, numel)
+    def __init__(self, step_s=0.005, numel=64, recipe=None, address=None, patience_s=PATIENCE_S, folder=".", **options):
+        self._folder, self._row = os.path.abspath(folder), (step_s, numel)
         self._recipe, self._options = recipe, options
         self._context = fork_context()
-        self._place, self._server = address, None
+        self._place, self._server = (address, patience_s), None
         if address is None:
             here, there = self._context.Pipe(duplex=False)
             self._server = self._context.Process(target=serve, args=(there,))
             self._server.start()
-            self._place = here.recv()
-        self.board = transport_at(self._place).board
+            self._place = (here.recv(),)
+        self.board = transport_at(*self._place).board
         self.notes = LauncherNotes(self.board)
         self.processes, self.said, self.events, self._pipes = {}, [], [], {}
         self.codes = {}  # exit codes of replicas, which one thread alone may ask for
@@ -167,8 +179,8 @@ class ElasticRun:
         member = self.notes.enroll(f"replica {name}")
         here, there = self._context.Pipe(duplex=False)
         (step_s, numel), recipe = self._row, recipe or self._recipe
-        row = (slower * step_s, numel, dies, recipe, saves, damages, moves, self._options)
-        row = (there, self._place, given_variables(), member, *row)
+        row = (given_variables(), slower * step_s, numel, dies, recipe, saves, damages, moves, self._options)
+        row = (there, self._place, self._folder, member, *row)
         process = self._context.Process(target=replica, args=row)
         process.start()
         there.close()
@@ -187,8 +199,12 @@ class ElasticRun:
 
     def close_store(self):
         """End the store, as its launcher would."""
-        self._has_store = False
+        self.leave_store()
         self._server.kill()
+
+    def leave_store(self):
+        """Ask nothing more of the store."""
+        self._has_store = False
 
     def _read(self):
         """Collect what replicas say, and tell the others at once when one has ended."""
