@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from farflung.base.errors import RankFailure
 from farflung.integrations.data_parallel import DDPTakeover
 from farflung.outer.arguments import OuterConfig
 from farflung.testing.ranks import run_ranks
@@ -125,3 +126,26 @@ def left_early():
 
 def test_a_pass_that_is_left_is_made_up_for_at_a_barrier_of_all_ranks():
     assert run_ranks(left_early, 2) == [((False, False), (True, True))] * 2
+
+
+def failing():
+    """What each rank sees if rank 1 fails, and the group is destroyed on the way of the error, as frameworks do."""
+    takeover = DDPTakeover(CONFIGS[3])
+    takeover.install()
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        try:
+            for step in range(6):
+                if step == 4 and dist.get_rank() == 1:
+                    raise ValueError("step 4")
+                trained(model, optimizer, torch.randn(2, 4))
+        finally:
+            dist.destroy_process_group()
+    except (ValueError, RankFailure) as error:
+        return type(error).__name__, "step 4" in str(error)
+    return None
+
+
+def test_an_error_that_destroys_the_group_on_its_way_ends_no_run_as_if_it_were_done():
+    assert run_ranks(failing, 2) == [("RankFailure", True), ("ValueError", True)]

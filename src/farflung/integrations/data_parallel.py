@@ -395,7 +395,8 @@ class DDPTakeover:
 
     def _destroy_group(self, destroy: Callable[..., None], group: dist.ProcessGroup | None = None) -> None:
         if group is None or group == dist.group.WORLD:
-            self.close()
+            error = sys.exc_info()[1]  # frameworks clean up on the way of an error
+            self.close() if error is None else self.leave(error)
             if self._watchdog is not None:
                 self._watchdog.stop()
         destroy(group)
