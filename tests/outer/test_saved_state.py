@@ -421,6 +421,32 @@ def test_a_replica_of_several_ranks_keeps_its_state_too_if_the_address_is_gone(t
     assert all(torch.equal(found[name], x) for name, x in weights.items())
 
 
+def failing_in_shards(address, failing):
+    """Train a replica of two ranks, of which one fails; return what each ends with."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    membership = Elastic(transport_at(address), 1, state_every=100, island=TorchGroup())
+    try:
+        with OuterLoop(model, diloco(2), membership=membership) as outer:
+            for number in range(8):
+                if number == 5 and dist.get_rank() == failing:
+                    raise ValueError("a test")
+                outer.step()
+    except (ValueError, RankFailure) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_waits_for_no_other_and_the_last_one_finishes_their_state(tmp_path, failing):
+    board = transport_at(tmp_path.as_uri()).board
+    LauncherNotes(board).enroll("replica")
+    ends = run_ranks(failing_in_shards, 2, tmp_path.as_uri(), failing)
+    assert ends[failing] == "a test"
+    assert f"rank {failing} " in ends[1 - failing]
+    assert [one.position for one in SavedStates(board.part("loop1")).newest()] == [4, 2]
+
+
 def test_the_weights_of_shards_are_pulled_as_whole_tensors(tmp_path):
     (tmp_path / "run").mkdir()
     address = (tmp_path / "run").as_uri()

@@ -90,7 +90,7 @@ class SavedStates:
             False if the writer was excluded, or has been overtaken by a newer state: its own is deleted.
         """
         deadline = time.monotonic() + within_s
-        while not self._board.has(_key(saved.name, rank, "done") for rank in range(saved.ranks)):
+        while not self.is_whole(saved):
             if is_current is not None and not is_current():
                 break  # the other ranks have stopped writing too
             if time.monotonic() > deadline:
@@ -98,7 +98,10 @@ class SavedStates:
             time.sleep(_PAUSES * self._board.pause_s)
         while True:
             number, content = self._log.last()  # before the question: whoever excluded this one has appended since
-            is_newer = content is None or _order(json.loads(content)["name"]) <= _order(saved.name)
+            name = saved.name if content is None else json.loads(content)["name"]
+            if content is not None and name == saved.name:
+                return True
+            is_newer = _order(name) <= _order(saved.name)
             if is_current is not None and not (is_newer and is_current()):
                 forget(self._board, f"state/{saved.name}/")
                 return False
@@ -110,6 +113,10 @@ class SavedStates:
             if _order(name) < _order(saved.name):  # other ranks may be writing the next one
                 forget(self._board, f"state/{name}/")
         return True
+
+    def is_whole(self, saved: Saved) -> bool:
+        """Return whether all ranks have written their parts of a state."""
+        return self._board.has(_key(saved.name, rank, "done") for rank in range(saved.ranks))
 
     def newest(self) -> Iterator[Saved]:
         """Return the states that were kept, the newest first."""

@@ -96,10 +96,12 @@ class Saver:
             with suppress(Unreachable):  # of a note
                 _ = task and task.result()
         has_all = self.has_kept or not (self._place and self._since)
-        if reason and from_first(self._share_group, lambda: has_all):
-            return
-        is_written = self._begin(generation, needs).result()
-        if not from_first(self._share_group, lambda: is_written):
+        if reason:  # the other ranks of this replica come here one by one, or not at all
+            is_written = has_all or self._begin(generation, needs, "end").result()
+        else:
+            was_written = self._begin(generation, needs).result()
+            is_written = from_first(self._share_group, lambda: was_written)
+        if not is_written:
             _logger.warning(self.keep_here(member, needs))
 
     def keep_here(self, member: int, needs: Needs) -> str:
@@ -125,10 +127,11 @@ class Saver:
             f"`farflung checkpoint pull {folder.as_uri()} model.safetensors`."
         )
 
-    def _begin(self, generation: int, needs: Needs) -> Task[bool]:
-        word = from_first(self._share_group, lambda: secrets.token_hex(4))
-        saved, parts = self._state(generation, needs, word)
-        return Task(partial(self._write, generation, saved, parts), "write a state")
+    def _begin(self, generation: int, needs: Needs, word: str = "") -> Task[bool]:
+        """Begin to write a state. Given a `word` for its name, no rank waits for another, and the last one finishes."""
+        name = word or from_first(self._share_group, lambda: secrets.token_hex(4))
+        saved, parts = self._state(generation, needs, name)
+        return Task(partial(self._write, generation, saved, parts, waits=not word), "write a state")
 
     def _state(self, generation: int, needs: Needs, word: str) -> tuple[Saved, dict[str, Any]]:
         found = needs.state(True)
@@ -143,7 +146,7 @@ class Saver:
             f"{generation}.{position}.{word}", position, self._share_group.size, tuple(parts), logs, self.description
         ), parts
 
-    def _write(self, generation: int, saved: Saved, parts: Mapping[str, Any]) -> bool:
+    def _write(self, generation: int, saved: Saved, parts: Mapping[str, Any], waits: bool) -> bool:
         """Write a state, unless this replica has been excluded meanwhile; return False if it could not be written."""
 
         def is_current() -> bool:
@@ -152,7 +155,7 @@ class Saver:
 
         try:
             self._states.write(saved.name, self._share_group.rank, parts, is_current)
-            if self._share_group.rank == 0:
+            if self._share_group.rank == 0 if waits else self._states.is_whole(saved):
                 self._states.finish(saved, is_current)
             return True
         except Unreachable as error:
