@@ -30,6 +30,7 @@ FLOORS = {
     "data": 5,
     "integrations": 5,
     "observe": 5,
+    "doctor": 5,
     "resume": 6,
     "launch": 6,
     "accelerator": 7,
@@ -46,7 +47,7 @@ LAZY_TABLES = (
     "comm/address.py",
     "launch/main.py",
     "launch/doctor.py",
-    "observe/doctor.py",
+    "doctor/report.py",
     "launch/engines/submit.py",
     "accelerator/__init__.py",
     "codec/blockwise.py",
@@ -141,6 +142,18 @@ def test_imports_go_down(name):
         there = module.split("/")[0]
         floor = FLOORS.get(there, DOOR_FLOOR)
         assert there == here or floor < FLOORS[here], f"{name} (floor {FLOORS[here]}) imports {module} ({floor})"
+
+
+@in_every_file([name for name in NAMES if room(name) == "observe"])
+def test_what_shows_a_run_reads_files_alone(name):
+    """It asks no process's port and no line: those are the doctor's."""
+    imported = {alias.name for node in walk(tree(name)) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module for node in walk(tree(name)) if isinstance(node, ast.ImportFrom) and node.module}
+    for module in imported:
+        assert module.split(".")[0] not in ("asyncio", "http", "ssl", "torch", "urllib"), f"it imports {module}"
+        assert not module.startswith(("farflung.comm", "farflung.process.sockets", "farflung.doctor")), module
+    asked = {node.attr for node in walk(tree(name)) if getattr(getattr(node, "value", None), "id", "") == "socket"}
+    assert asked <= {"gethostname"}, f"it asks sockets for {asked}"
 
 
 @in_every_file([name for name in NAMES if room(name) == "outer"])
@@ -291,7 +304,7 @@ def test_what_serves_accelerates_names_alone_and_the_lowest_room_stay_small():
 
 
 # Whose words are looked at there: gloo's, NCCL's and torch's; those of transformers, of NVIDIA's driver, of torch.
-FOREIGN_WORDS = {"base/causes.py", "launch/estimate.py", "observe/machine.py", "loop/accumulation.py"}
+FOREIGN_WORDS = {"base/causes.py", "launch/estimate.py", "doctor/machine.py", "loop/accumulation.py"}
 FOREIGN_WORDS |= {
     "launch/engines/slurm.py",
     "launch/engines/ssh_client.py",

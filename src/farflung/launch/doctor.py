@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`farflung doctor`: what is wrong with a machine, with the lines between machines, or with an address where they meet.
 
-The probes are those of the room `observe`; they are loaded, and torch with them, when the arguments have been read.
+The probes are those of the room `doctor`; they are loaded, and torch with them, when the arguments have been read.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def _doctor(folder: str, parameters: str, timeout: float, as_json: bool, **param
             "with --num_machines, --machine_rank and --main_process_ip."
         )
     place = _place(settings) if settings.num_machines > 1 else None
-    doctor = import_module("farflung.observe.doctor")
-    asked = doctor.Asked(Path(folder).absolute(), count, timeout, usable_cores(), settings.meet, place)
-    report = doctor.examine(asked, lambda line: click.echo(f"farflung: {line}", err=True))
+    room = import_module("farflung.doctor.report")
+    asked = room.Asked(Path(folder).absolute(), count, timeout, usable_cores(), settings.meet, place)
+    report = room.examine(asked, lambda line: click.echo(f"farflung: {line}", err=True))
     click.echo(report.as_json() if as_json else report.as_text())
     sys.stdout.flush()
     sys.exit(1 if report.todo else 0)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be seen of machines and runs from outside."""
+"""What can be seen of runs from outside, in their folders alone."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from farflung.base.optional import installed_version
 from farflung.base.words import counted, in_bytes
-from farflung.observe.probe import Found, unknown
+from farflung.doctor.probe import Found, unknown
 
 PROBED_BYTES = 64_000_000
 _NVIDIA = Path("/proc/driver/nvidia/version")

@@ -1,38 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """Probes of the lines between machines: whether each reaches each, round trips, bandwidth, and how clocks differ.
 
-Machine 0 serves a c10d store, in which each machine writes what it is and where it listens. Then each one in turn
-connects to each other one, at any port as gloo does, and writes down what it has measured.
+Machine 0 serves a c10d store, in which each machine writes what it is, where it listens, and which others it reaches
+there. Then each pair in turn makes a group of gloo's, as replicas do, and measures what training would see of the line.
 """
 
 from __future__ import annotations
 
 import json
-import select
 import socket
-import struct
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import permutations
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from farflung.base.errors import Unreachable
+from farflung.base.torch_internals import bare_group
 from farflung.base.words import in_rate, in_seconds, numbered
 from farflung.comm.board import Board
+from farflung.comm.c10d_group import transport_said
 from farflung.comm.c10d_transport import C10dTransport
-from farflung.comm.threads import start_until_exit
-from farflung.observe.probe import Found, unknown
+from farflung.config import environ
+from farflung.doctor.probe import Found, unknown
 from farflung.process.sockets import serve_store
 
-_PING, _FILL = b"p", b"f"
-_TIME, _COUNT = struct.Struct("!d"), struct.Struct("!Qd")
-_ABORT = struct.pack("ii", 1, 0)  # SO_LINGER: what was not sent yet is dropped when a connection closes
 _PINGS_S = 0.6  # longer than what an earlier measurement has left in the buffers of a line
-_FILL_S = 2.0
-_SLOW_START = 0.25  # of the time, in which TCP finds out how much the line takes
-_BLOCK = bytes(64 * 1024)
+_FILL_S = 1.0  # TCP has found out by then how much the line takes
+_FIRST_BYTES, _MOST_BYTES = 1 << 14, 1 << 28
 _MARGIN_S = 2.0
 _POLL_S = 0.02
 _MOST_SKEW_S = 1.0
@@ -50,10 +50,6 @@ class Site:
     address: str  # of this machine, for the others
     interface: str
 
-    @property
-    def others(self) -> list[int]:
-        return [rank for rank in range(self.size) if rank != self.rank]
-
 
 def measure(site: Site, facts: Mapping[str, str], timeout_s: float) -> Found:
     """Find the other machines, compare `facts` with theirs, and measure the lines between all of them."""
@@ -65,8 +61,8 @@ def measure(site: Site, facts: Mapping[str, str], timeout_s: float) -> Found:
         except OSError as error:
             why = f"{site.listen or site.address}: {error.strerror}"
             return unknown(why, f"lines: this machine, number {site.rank}, can't listen at {why}.")
-        start_until_exit(lambda: _answer_all(listener, timeout_s), "answer the other machines")
         own = {"address": site.address, "port": listener.getsockname()[1], "interface": site.interface, "facts": facts}
+        stack.enter_context(environ.patched({"GLOO_SOCKET_IFNAME": site.interface}))
         try:
             return _measure(site, own, timeout_s)
         except Unreachable as error:
@@ -77,39 +73,49 @@ def measure(site: Site, facts: Mapping[str, str], timeout_s: float) -> Found:
 
 
 def _measure(site: Site, own: Mapping[str, Any], timeout_s: float) -> Found:
-    board = _meet(site, timeout_s)
-    board.put(f"site/{site.rank}", json.dumps(own).encode())
-    until = time.monotonic() + timeout_s
-    sites = {rank: _read(board, f"site/{rank}", until) for rank in range(site.size)}
-    came = {rank: one for rank, one in sites.items() if one is not None}
+    transport = _meet(site, timeout_s)
+    board = transport.board.part("doctor")
+    came = _from_all(board, "site", site, own, time.monotonic() + timeout_s)
+    others = [rank for rank in came if rank != site.rank]
+    mine = {str(rank): _refusal(came[rank]["address"], came[rank]["port"], timeout_s) for rank in others}
+    until = time.monotonic() + timeout_s * len(came) + _MARGIN_S
+    refusals = _from_all(board, "refusals", site, mine, until)
     measured: dict[str, dict[str, Any]] = {}
     for here, there in permutations(came, 2):
         key = f"{here} -> {there}"
-        if here == site.rank:
-            line = _line(came[there]["address"], came[there]["port"], timeout_s)
-            board.put(key, json.dumps(line).encode())
-        found = _read(board, key, time.monotonic() + timeout_s + _MARGIN_S)
-        measured[key] = found or {"not_known": f"machine {here} has written nothing about it"}
-    board.put(f"done/{site.rank}", b"1")
-    if site.rank == 0:
-        until = time.monotonic() + timeout_s
-        for rank in came:
-            _read(board, f"done/{rank}", until)
+        refusal = refusals.get(here, {}).get(str(there))
+        if refusal is not None:
+            measured[key] = {"unreachable": refusal}
+            continue
+        if site.rank in (here, there):
+            line = _line(transport, key, int(site.rank == there), timeout_s)
+            if site.rank == here:
+                board.put(key, json.dumps(line).encode())
+        until = time.monotonic() + 2 * timeout_s + _MARGIN_S
+        measured[key] = _read(board, key, until) or {"not_known": f"machine {here} has written nothing about it"}
+    _from_all(board, "done", site, {}, time.monotonic() + (timeout_s if site.rank == 0 else 0.0))
     return _described(site, came, measured, timeout_s)
 
 
-def _meet(site: Site, timeout_s: float) -> Board:
-    """Return the records of all machines; Unreachable if machine 0 can't be reached for so long."""
+def _meet(site: Site, timeout_s: float) -> C10dTransport:
+    """Return the store of all machines; Unreachable if machine 0 can't be reached for so long."""
     until = time.monotonic() + timeout_s
     while True:
         try:
-            board = C10dTransport((site.host, site.port), timeout_s).board.part("doctor")
-            board.has(["site/0"])
-            return board
+            transport = C10dTransport((site.host, site.port), timeout_s)
+            transport.board.has(["doctor/site/0"])
+            return transport
         except Unreachable:
             if time.monotonic() >= until:
                 raise
         time.sleep(_POLL_S)
+
+
+def _from_all(board: Board, name: str, site: Site, row: Mapping[str, Any], until: float) -> dict[int, dict[str, Any]]:
+    """Write this machine's row; return the rows of all that have written theirs by then."""
+    board.put(f"{name}/{site.rank}", json.dumps(row).encode())
+    rows = {rank: _read(board, f"{name}/{rank}", until) for rank in range(site.size)}
+    return {rank: found for rank, found in rows.items() if found is not None}
 
 
 def _read(board: Board, key: str, until: float) -> dict[str, Any] | None:
@@ -127,109 +133,75 @@ def _read(board: Board, key: str, until: float) -> dict[str, Any] | None:
 # ---- one line, from here to there
 
 
-def _line(address: str, port: int, timeout_s: float) -> dict[str, Any]:
-    try:
-        with _connected(address, port, timeout_s) as line:
-            round_trip_s, skew_s = _ping(line, min(_PINGS_S, timeout_s / 4))
-        with _connected(address, port, timeout_s) as line:
-            rate = _fill(line, min(_FILL_S, timeout_s / 4), timeout_s)
-    except OSError as error:
-        return {"unreachable": error.strerror or f"no answer within {in_seconds(timeout_s)}"}
-    return {"round_trip_s": round_trip_s, "skew_s": skew_s, "bits_per_s": rate}
-
-
-def _connected(address: str, port: int, timeout_s: float) -> socket.socket:
-    line = socket.create_connection((address, port), timeout_s)
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _ABORT)
-    return line
-
-
-def _ping(line: socket.socket, seconds: float) -> tuple[float, float]:
-    """Return the shortest round trip, and by how much the other clock is ahead: NTP's rule (RFC 5905), at most half
-    that round trip off.
-    """
-    trips: list[tuple[float, float]] = []
-    line.sendall(_PING)
-    until = time.monotonic() + seconds
-    while time.monotonic() < until or not trips:
-        began, sent = time.perf_counter(), time.time()
-        line.sendall(_PING)
-        (there,) = _TIME.unpack(_received(line, _TIME.size))
-        trip_s = time.perf_counter() - began
-        trips.append((trip_s, there - (sent + trip_s / 2)))
-        time.sleep(_POLL_S)
-    return min(trips)
-
-
-def _fill(line: socket.socket, seconds: float, timeout_s: float) -> float:
-    """Send until the other machine has counted for long enough; return the bits a second that arrived there."""
-    line.sendall(_FILL + _TIME.pack(seconds))
-    until = time.monotonic() + timeout_s
-    line.settimeout(_POLL_S)
-    while not select.select([line], [], [], 0)[0]:
-        if time.monotonic() >= until:
-            raise TimeoutError
-        with suppress(TimeoutError):  # its buffer is full
-            line.send(_BLOCK)
-    line.settimeout(timeout_s)
-    count, took_s = _COUNT.unpack(_received(line, _COUNT.size))
-    return float(8 * count / took_s)
-
-
-def _received(line: socket.socket, size: int) -> bytes:
-    found = b""
-    while len(found) < size:
-        more = line.recv(size - len(found))
-        if not more:
-            raise ConnectionError(0, "the connection was closed")
-        found += more
-    return found
-
-
-# ---- the other end
-
-
 def _listening(address: str) -> socket.socket:
+    """Listen at any port, as gloo does. The system accepts connections, so nobody has to answer."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family)
 
 
-def _answer_all(listener: socket.socket, timeout_s: float) -> None:
-    with suppress(OSError):  # it is closed at the end
+def _refusal(address: str, port: int, timeout_s: float) -> str | None:
+    """Return why a machine can't be reached at a port; None if it can."""
+    try:
+        socket.create_connection((address, port), timeout_s).close()
+    except OSError as error:
+        return error.strerror or f"no answer within {in_seconds(timeout_s)}"
+    return None
+
+
+def _line(transport: C10dTransport, key: str, rank: int, timeout_s: float) -> dict[str, Any]:
+    """Measure the line from rank 0 of a pair to rank 1, or answer there; return what is known of it."""
+    try:
+        group = bare_group(transport.board.lend(f"doctor/{key}"), rank, 2, timeout_s)
+        pair = _Pair(group, 1 - rank, timedelta(seconds=timeout_s))
+        return pair.answer() if rank else pair.measure(timeout_s)
+    except RuntimeError as error:
+        return {"unreachable": transport_said(error)}
+
+
+class _Pair:
+    """Two machines, of which one sends bytes, and the other answers with its clock once they have arrived."""
+
+    def __init__(self, group: dist.ProcessGroup, other: int, timeout: timedelta) -> None:
+        self._send: Callable[..., Any] = lambda x: group.send([x], other, 0).wait(timeout)
+        self._receive: Callable[..., Any] = lambda x: group.recv([x], other, 0).wait(timeout)
+        self._number = torch.zeros(1, dtype=torch.float64)
+
+    def measure(self, timeout_s: float) -> dict[str, Any]:
+        until, trips = time.monotonic() + min(_PINGS_S, timeout_s / 4), [self._trip(torch.empty(0))]
+        while time.monotonic() < until:
+            time.sleep(_POLL_S)
+            trips.append(self._trip(torch.empty(0)))
+        round_trip_s, skew_s = min(trips)
+        size, took_s = _FIRST_BYTES, 0.0
+        while took_s < min(_FILL_S, timeout_s / 4) and size < _MOST_BYTES:
+            size *= 2
+            took_s, _ = self._trip(torch.empty(size, dtype=torch.uint8))
+        self._send(self._number.fill_(-1))
+        rate = 8 * size / max(took_s - round_trip_s, 1e-9)
+        return {"round_trip_s": round_trip_s, "skew_s": skew_s, "bits_per_s": rate}
+
+    def _trip(self, block: torch.Tensor) -> tuple[float, float]:
+        """Return how long it takes until an answer to these bytes is here, and by how much the other clock is ahead.
+
+        That is at most half of that time off: NTP's rule (RFC 5905).
+        """
+        began, sent = time.perf_counter(), time.time()
+        self._send(self._number.fill_(block.numel()))
+        if block.numel():
+            self._send(block)
+        self._receive(self._number)
+        trip_s = time.perf_counter() - began
+        return trip_s, float(self._number) - (sent + trip_s / 2)
+
+    def answer(self) -> dict[str, Any]:
         while True:
-            line, _ = listener.accept()
-            start_until_exit(lambda line=line: _answer(line, timeout_s), "answer a machine")  # type: ignore[misc]
-
-
-def _answer(line: socket.socket, timeout_s: float) -> None:
-    with line, suppress(OSError):
-        line.settimeout(timeout_s)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if _received(line, 1) == _PING:
-            while line.recv(1):
-                line.sendall(_TIME.pack(time.time()))
-            return
-        (seconds,) = _TIME.unpack(_received(line, _TIME.size))
-        line.sendall(_COUNT.pack(*_counted(line, seconds)))
-        while line.recv(len(_BLOCK)):  # what is still under way: closing now would drop the answer, too
-            pass
-
-
-def _counted(line: socket.socket, seconds: float) -> tuple[int, float]:
-    """Return how many bytes arrive, and in how many seconds, once TCP has found out what the line takes."""
-    line.recv(len(_BLOCK))
-    began = since = time.monotonic()
-    count, now = 0, began
-    while now < began + seconds or not count:
-        size = len(line.recv(len(_BLOCK)))
-        now = time.monotonic()
-        count += size
-        if now < began + _SLOW_START * seconds:
-            count, since = 0, now
-        if not size:
-            raise ConnectionError(0, "the connection was closed")
-    return count, now - since
+            self._receive(self._number)
+            size = int(self._number)
+            if size < 0:
+                return {}
+            if size:
+                self._receive(torch.empty(size, dtype=torch.uint8))
+            self._send(self._number.fill_(time.time()))
 
 
 # ---- what it means

@@ -16,7 +16,7 @@ from farflung.base.errors import ConfigError, Unreachable
 from farflung.base.words import in_bytes, in_seconds
 from farflung.comm.address import objects_at, transport_at
 from farflung.comm.objects import ObjectBoard
-from farflung.observe.probe import Found, unknown
+from farflung.doctor.probe import Found, unknown
 
 LARGE_BYTES = 4_000_000
 _TIMES = 5

@@ -17,11 +17,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from farflung.doctor import line, machine
+from farflung.doctor.probe import Found, within
+from farflung.doctor.report import Asked, Report, _plan_for_a_line
 from farflung.launch.main import farflung
 from farflung.launch.network import get_free_port
-from farflung.observe import line, machine
-from farflung.observe.doctor import Asked, Report, _plan_for_a_line
-from farflung.observe.probe import Found, within
 from farflung.testing.patience import patience
 from tests.launch.machines import ADDRESSES, DEVICE, Machines, two_machines
 from tests.python import run_farflung
@@ -34,7 +34,7 @@ RUN = "from farflung.launch.main import main; import sys; main(sys.argv[1:])"
 OLDER = "import platform; platform.python_version = lambda: '3.9.0'"
 BEHIND_A_FIREWALL = """
 import socket
-from farflung.observe import line
+from farflung.doctor import line
 
 class Nobody(socket.socket):
     def accept(self):

@@ -15,8 +15,8 @@ from typing import Any
 from farflung.base.words import in_rate, in_seconds
 from farflung.cost.methods import synchronizations
 from farflung.cost.model import Run
-from farflung.observe import machine
-from farflung.observe.probe import Found, unknown, within
+from farflung.doctor import machine
+from farflung.doctor.probe import Found, unknown, within
 
 _WIDTH = 15
 _LAYERS = 24  # as in `farflung plan`
@@ -94,13 +94,13 @@ def examine(asked: Asked, say: Callable[[str], None]) -> Report:
 
 
 def _lines(asked: Asked, facts: Mapping[str, str]) -> Found:
-    line = import_module("farflung.observe.line")
+    line = import_module("farflung.doctor.line")
     found: Found = line.measure(line.Site(**(asked.place or {})), facts, asked.timeout_s)
     return found
 
 
 def _requests(asked: Asked) -> Found:
-    found: Found = import_module("farflung.observe.address").measure(asked.meet, asked.timeout_s)
+    found: Found = import_module("farflung.doctor.address").measure(asked.meet, asked.timeout_s)
     return found
 
 
