@@ -19,7 +19,7 @@ from farflung.compat import free_functions
 from farflung.config import places
 from farflung.config.launch import LaunchSettings
 from farflung.launch.checkpoint import convert, pull
-from farflung.tracking.jsonl import JSONLTracker
+from farflung.trackers.jsonl import JSONLTracker
 from farflung.utils import ProfileKwargs, ProjectConfiguration
 
 SRC = Path(farflung.__file__).parent

@@ -3,7 +3,7 @@
 
 import pytest
 
-from farflung.tracking.jsonl import JSONLTracker
+from farflung.trackers.jsonl import JSONLTracker
 
 
 def test_a_full_disk_ends_neither_a_step_nor_the_run(tmp_path):

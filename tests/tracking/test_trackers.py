@@ -14,6 +14,7 @@ import yaml
 
 from farflung import Accelerator
 from farflung.base.errors import ConfigError, Unsupported
+from farflung.trackers import tracking
 from farflung.tracking import (
     LOGGER_TYPE_TO_CLASS,
     CometMLTracker,
@@ -26,7 +27,6 @@ from farflung.tracking import (
     get_available_trackers,
     on_main_process,
     register_tracker_class,
-    tracking,
 )
 from farflung.utils import LoggerType
 from tests.tracking.fakes import fake_client

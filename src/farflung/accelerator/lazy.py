@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from farflung.precision import fp8 as fp8
     from farflung.resume import models as models
     from farflung.tools import memory as memory
-    from farflung.tracking import base as base, tracking as tracking
+    from farflung.trackers import base as base, tracking as tracking
 else:
     join = LazyModule("farflung.accelerator.join")
     outer = LazyModule("farflung.accelerator.outer")
@@ -40,5 +40,5 @@ else:
     fp8 = LazyModule("farflung.precision.fp8")
     models = LazyModule("farflung.resume.models")
     memory = LazyModule("farflung.tools.memory")
-    base = LazyModule("farflung.tracking.base")
-    tracking = LazyModule("farflung.tracking.tracking")
+    base = LazyModule("farflung.trackers.base")
+    tracking = LazyModule("farflung.trackers.tracking")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from farflung.accelerator.controller import OuterController
     from farflung.process.run_files import Metrics
     from farflung.process.world import World
-    from farflung.tracking.tracking import Arguments, Tracking
+    from farflung.trackers.tracking import Arguments, Tracking
 
 
 class TrackerMethods:

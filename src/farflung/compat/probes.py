@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from farflung.base.optional import compare_release, compare_versions, is_installed
 from farflung.compat import defined_in
-from farflung.tracking.tracking import has_client
+from farflung.trackers.tracking import has_client
 
 _logger = logging.getLogger("farflung.utils.environment")
 

@@ -26,7 +26,7 @@ from farflung.base.torch_internals import current_accelerator
 from farflung.compat import defined_in, probes
 from farflung.compat.variables import parse_flag_from_env
 from farflung.config import environ
-from farflung.tracking.tracking import get_available_trackers
+from farflung.trackers.tracking import get_available_trackers
 
 # ---- what a test needs: without it the test is skipped, and says what it needs
 

@@ -1,28 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers `import accelerate` with Farflung's modules, in this process and in the processes that it starts.
+"""Has `import accelerate` answered with Farflung's modules, in this process and in the processes that it starts.
 
-The folder `path` next to this file holds a package `accelerate`, which calls `answer_imports`, and the metadata of a
-distribution of that name. If the folder comes first on Python's path, Python finds that package before an installed
-Accelerate; otherwise nothing finds it. Only this metadata states the version that Farflung is compatible with.
+The room `as_accelerate` holds a package `accelerate`, which answers, and the metadata of a distribution of that name.
+If that folder comes first on Python's path, Python finds that package before an installed Accelerate; otherwise nothing
+finds it. Only this metadata states the version that Farflung is compatible with.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import sys
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import CodeType, ModuleType
-from typing import Any
 
 from farflung.base.errors import StateError
 from farflung.config import environ
 
-FOLDER = Path(__file__).with_name("path")
+FOLDER = Path(__file__).parents[1] / "as_accelerate"
 _NAME = "accelerate"
 
 
@@ -60,58 +54,3 @@ def compatible_version() -> str:
     from importlib.metadata import Distribution  # here, as it takes the command 16 ms
 
     return Distribution.at(FOLDER / f"{_NAME}.dist-info").version
-
-
-def answer_imports() -> None:
-    """Answer the imports of Accelerate's submodules in this process; called when `accelerate` itself is imported."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
-
-
-def attribute(name: str) -> Any:
-    """Return what `accelerate.<name>` is: Farflung's object of that name, or its module."""
-    try:
-        return getattr(importlib.import_module("farflung"), name)
-    except AttributeError:
-        raise AttributeError(f"module '{_NAME}' has no attribute {name!r} ({_who_answers()})") from None
-
-
-def names() -> list[str]:
-    """Return the public names of Farflung, which `accelerate` has too."""
-    return [name for name in importlib.import_module("farflung").__all__ if name != "__version__"]
-
-
-class _Finder(MetaPathFinder):
-    """Finds Farflung's module for each submodule of `accelerate`."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        package, _, inner = fullname.partition(".")
-        if package != _NAME or not inner:
-            return None
-        own = importlib.util.find_spec(f"farflung.{inner}")
-        if own is None:
-            raise ModuleNotFoundError(f"No module named {fullname!r}: {_who_answers()}", name=fullname)
-        return ModuleSpec(
-            fullname, _Alias(own), origin=own.origin, is_package=own.submodule_search_locations is not None
-        )
-
-
-class _Alias(Loader):
-    """Loads a module under another name: the same object, not a copy."""
-
-    def __init__(self, own: ModuleSpec) -> None:
-        self._own = own
-
-    def exec_module(self, module: ModuleType) -> None:
-        # What is in `sys.modules` afterwards is what the import returns.
-        sys.modules[module.__name__] = importlib.import_module(self._own.name)
-
-    def get_code(self, fullname: str) -> CodeType | None:
-        """Raise ImportError for `python -m`: Farflung has a command."""
-        raise ImportError(f"{fullname} can't be run where Farflung answers for {_NAME}. Use `farflung launch`.")
-
-
-def _who_answers() -> str:
-    return f"Farflung answers for accelerate {compatible_version()} here, and does not have it"

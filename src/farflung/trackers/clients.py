@@ -17,7 +17,7 @@ import yaml
 from farflung.base.checks import is_address
 from farflung.base.tree import listify
 from farflung.config import environ
-from farflung.tracking.base import ClientTracker, is_number, taken
+from farflung.trackers.base import ClientTracker, is_number, taken
 
 
 class TensorBoardTracker(ClientTracker):

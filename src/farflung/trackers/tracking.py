@@ -15,14 +15,14 @@ from farflung.base.enums import LoggerType
 from farflung.base.errors import ConfigError, did_you_mean
 from farflung.base.optional import is_installed
 from farflung.base.words import counted
-from farflung.tracking.base import GeneralTracker
-from farflung.tracking.clients import (
+from farflung.trackers.base import GeneralTracker
+from farflung.trackers.clients import (
     MLflowTracker,
     TensorBoardTracker,
     TrackioTracker,
     WandBTracker,
 )
-from farflung.tracking.jsonl import JSONLTracker
+from farflung.trackers.jsonl import JSONLTracker
 
 _BUILT_IN = {
     kind.name: kind for kind in (JSONLTracker, MLflowTracker, TensorBoardTracker, TrackioTracker, WandBTracker)

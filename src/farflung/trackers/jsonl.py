@@ -14,7 +14,7 @@ from typing import Any
 from farflung.base.checks import check_path
 from farflung.base.files import open_lines
 from farflung.process.run_files import plain
-from farflung.tracking.base import ClientTracker
+from farflung.trackers.base import ClientTracker
 
 
 class JSONLTracker(ClientTracker):
