@@ -107,9 +107,9 @@ def main() -> None:
         )
 
 
-def the_run(chosen: argparse.Namespace, megabits: float) -> cost.Run:
+def the_run(chosen: argparse.Namespace, megabits: float) -> cost.Workload:
     parameters = sum(parameter.numel() for parameter in GPT(SIZES[chosen.size]).parameters())
-    return cost.Run(parameters, SIZES[chosen.size].depth, chosen.plan, replicas=2, bandwidth_bps=1e6 * megabits)
+    return cost.Workload(parameters, SIZES[chosen.size].depth, chosen.plan, replicas=2, bandwidth_bps=1e6 * megabits)
 
 
 def planned_rows(chosen: argparse.Namespace, megabits: float) -> dict[str, Row]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from farflung.base.words import in_rate
 from farflung.cost.methods import Rows
-from farflung.cost.model import Run, cost_of
+from farflung.cost.model import Workload, cost_of
 from farflung.cost.recipes import method_of
 from farflung.demo.gpt import GPT
 from farflung.demo.report import gain_kept, verdicts
@@ -111,7 +111,7 @@ def test_the_page_of_the_demo_says_how_real_lines_compare_with_what_the_demo_com
     methods = {name: method_of(recipe, PARAMETERS, name=name) for name, recipe in recipes.items()}
     tokens = run["batch"] * SIZES["small"].context
     alone_s = tokens / run["figures"]["alone"]["tokens_per_s"]
-    computed = Run(PARAMETERS, SIZES["small"].depth, alone_s, replicas=2, bandwidth_bps=1e6 * run["megabits"])
+    computed = Workload(PARAMETERS, SIZES["small"].depth, alone_s, replicas=2, bandwidth_bps=1e6 * run["megabits"])
     for name, method in {"ddp": DDP, **methods}.items():
         sent = cost_of(computed, method).bytes_sent_per_step
         real_s = tokens / run["figures"][name]["tokens_per_s"]
@@ -224,7 +224,7 @@ def test_the_page_of_costs_has_the_rows_of_the_plan_that_were_run():
         figures = dict(line["figures"])
         alone, ddp = figures.pop("alone"), figures.pop("ddp", None)
         first = next(iter(line["forecast"]))
-        run = Run(PARAMETERS, SIZES["small"].depth, line["plan_step_s"], 2, bandwidth_bps=1e6 * line["megabits"])
+        run = Workload(PARAMETERS, SIZES["small"].depth, line["plan_step_s"], 2, bandwidth_bps=1e6 * line["megabits"])
         assert Rows(run, steps, 0.9).chosen[0].method.name == first
         assert min(figures, key=lambda name: figures[name]["final_loss"]) == first
         assert figures[first]["of_throughput_alone"] >= 0.9

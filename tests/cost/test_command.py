@@ -17,7 +17,7 @@ from farflung.cost import forecast
 from farflung.cost.evidence import GAIN_KEPT
 from farflung.cost.forecast import Forecast
 from farflung.cost.methods import Rows
-from farflung.cost.model import Method, Run, cost_of
+from farflung.cost.model import Method, Workload, cost_of
 from farflung.cost.recipes import method_of
 from farflung.cost.units import (
     parse_count,
@@ -41,7 +41,7 @@ USUAL = [
     "--latency",
     "1ms",
 ]
-RUN = Run(124_000_000, 24, 0.5, replicas=4, bandwidth_bps=1e9, latency_s=0.001)
+RUN = Workload(124_000_000, 24, 0.5, replicas=4, bandwidth_bps=1e9, latency_s=0.001)
 
 
 def planned(*arguments):
@@ -141,7 +141,7 @@ def test_bytes_are_written_with_three_digits(count, text):
 
 def test_json_is_what_the_model_says():
     found = json.loads(planned(*USUAL, "--json", "--bucket", "1MiB").output)
-    assert Run(**found["run"]) == RUN
+    assert Workload(**found["run"]) == RUN
     rows = Rows(RUN, 20_000, 0.9, bucket_bytes=2**20).chosen
     costs = [cost_of(RUN, row.method) for row in rows]
     assert [row["method"] for row in found["methods"]] == [cost.method.name for cost in costs]
@@ -204,12 +204,12 @@ def test_a_row_that_needs_a_line_of_the_script_shows_it_above_the_command():
 
 # The model, step and line, and the steps of the run: short and long ones, slow and fast lines.
 QUESTIONS = [
-    (Run(390_000, 3, 0.076, replicas=2, bandwidth_bps=20e6), 120),
-    (Run(390_000, 3, 0.076, replicas=2, bandwidth_bps=20e6), 300),
-    (Run(1_000_000, 4, 0.05, replicas=2, bandwidth_bps=100e6), 1000),
-    (Run(124_000_000, 12, 0.5, replicas=2, bandwidth_bps=1e9), 20_000),
-    (Run(14_000_000, 8, 2.0, replicas=2, bandwidth_bps=5e6), 1000),
-    (Run(14_000_000, 8, 2.0, replicas=4, bandwidth_bps=1e11, latency_s=1e-5), 1000),
+    (Workload(390_000, 3, 0.076, replicas=2, bandwidth_bps=20e6), 120),
+    (Workload(390_000, 3, 0.076, replicas=2, bandwidth_bps=20e6), 300),
+    (Workload(1_000_000, 4, 0.05, replicas=2, bandwidth_bps=100e6), 1000),
+    (Workload(124_000_000, 12, 0.5, replicas=2, bandwidth_bps=1e9), 20_000),
+    (Workload(14_000_000, 8, 2.0, replicas=2, bandwidth_bps=5e6), 1000),
+    (Workload(14_000_000, 8, 2.0, replicas=4, bandwidth_bps=1e11, latency_s=1e-5), 1000),
 ]
 
 
@@ -241,7 +241,7 @@ def measured(run, name, every):
 @settings(max_examples=50)
 @given(
     st.builds(
-        Run,
+        Workload,
         parameters=st.integers(10_000, 10**9),
         layers=st.integers(1, 60),
         step_s=st.floats(0.01, 2),
@@ -271,7 +271,7 @@ def test_the_delay_is_chosen_for_the_line():
     """14M values over 100, 20 and 5 Mbit/s: on a slower line fragments land later, and rounds are rarer."""
     chosen = []
     for megabits in (100, 20, 5):
-        run = Run(14_000_000, 8, 0.22, replicas=2, bandwidth_bps=megabits * 1e6)
+        run = Workload(14_000_000, 8, 0.22, replicas=2, bandwidth_bps=megabits * 1e6)
         (row,) = [row for row in Rows(run, 2000, 0.9).chosen if row.method.fragments > 1]
         assert cost_of(run, row.method).utilization >= 0.9
         chosen.append((row.method.delay, row.method.every))
@@ -289,7 +289,7 @@ def test_what_a_run_has_too_few_steps_for_is_left_out_and_never_advised():
 
 
 def test_rounds_longer_than_measured_ones_have_a_bound():
-    run = Run(124_000_000, 12, 0.5, replicas=4, bandwidth_bps=1e7)
+    run = Workload(124_000_000, 12, 0.5, replicas=4, bandwidth_bps=1e7)
     for row in Rows(run, 20_000, 0.9).chosen:
         if row.outer is not None:
             name = next(name for name in GAIN_KEPT if name.split()[0] == row.outer.recipe)
@@ -298,7 +298,7 @@ def test_rounds_longer_than_measured_ones_have_a_bound():
 
 
 def test_a_bound_comes_after_shares_that_were_measured_and_before_losses():
-    rows = Rows(Run(1_100_000_000, 24, 0.5, replicas=2, bandwidth_bps=1e8, latency_s=0.05), 20_000, 0.9)
+    rows = Rows(Workload(1_100_000_000, 24, 0.5, replicas=2, bandwidth_bps=1e8, latency_s=0.05), 20_000, 0.9)
     places = [row.is_bound if row.gain_kept > 0 else 2 for row in rows.chosen if rows.suffices(row)]
     assert places == sorted(places)
     assert set(places) == {0, 1, 2}
@@ -306,7 +306,7 @@ def test_a_bound_comes_after_shares_that_were_measured_and_before_losses():
 
 @pytest.mark.parametrize(("layers", "fragments"), [(1, None), (2, 2), (4, 3), (5, 3), (6, 2), (24, 8)])
 def test_streaming_is_shown_with_fragments_that_were_tried(layers, fragments):
-    rows = Rows(Run(1_000_000, layers, 0.5, replicas=2, bandwidth_bps=1e9), 20_000, 0.9).chosen
+    rows = Rows(Workload(1_000_000, layers, 0.5, replicas=2, bandwidth_bps=1e9), 20_000, 0.9).chosen
     assert [row.method.fragments for row in rows if row.method.fragments > 1] == ([fragments] if fragments else [])
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from farflung.cost.model import Method, Run, cost_of
+from farflung.cost.model import Method, Workload, cost_of
 
 PUBLISHED = json.loads((Path(__file__).parent / "foreign.json").read_text(encoding="utf-8"))
 POINTS = PUBLISHED["points"]
@@ -50,7 +50,7 @@ def forecast(point, bits_per_s):
     step_s = point["step_ms"] / 1000
     size = {name: PUBLISHED[name] for name in ("parameters", "layers", "replicas")}
     buffer_bytes = BUFFER_BYTES if is_ddp else 0  # the others leave buffers alone
-    run = Run(**size, step_s=step_s, bandwidth_bps=bits_per_s, buffer_bytes=buffer_bytes)
+    run = Workload(**size, step_s=step_s, bandwidth_bps=bits_per_s, buffer_bytes=buffer_bytes)
     cost = cost_of(run, Method(point["method"], every=point["every"], during_backward=is_ddp, bucket_bytes=25 * 2**20))
     round_s = point["every"] * (cost.seconds_per_step - step_s)
     start_s = PUBLISHED["start_s"][point["method"]] if point.get("has_first") else 0.0
@@ -114,7 +114,7 @@ def test_an_all_reduce_never_beats_the_forecast(line):
 
 def test_without_the_buffers_ddp_would_be_a_third_too_rosy():
     point = next(point for point in POINTS if key(point) == ("ddp", 1, "1g"))
-    run = Run(PUBLISHED["parameters"], 6, point["step_ms"] / 1000, 4, of_the_line("1g"))
+    run = Workload(PUBLISHED["parameters"], 6, point["step_ms"] / 1000, 4, of_the_line("1g"))
     method = Method("DDP", during_backward=True, bucket_bytes=25 * 2**20)
     assert cost_of(run, method).utilization / point["utilization"] - 1 > 0.3
     assert abs(forecast(point, of_the_line("1g")) / point["utilization"] - 1) < CLOSE

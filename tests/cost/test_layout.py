@@ -10,7 +10,7 @@ from torch import nn
 
 from farflung.base.errors import ConfigError
 from farflung.cost.memory import ModelSize, RankLayout, estimate
-from farflung.cost.model import Method, Run, cost_of
+from farflung.cost.model import Method, Workload, cost_of
 from farflung.cost.modules import size_of
 from farflung.demo.gpt import GPT
 from farflung.demo.settings import Shape
@@ -74,7 +74,7 @@ def test_an_outer_loop_costs_a_rank_what_it_costs_for_the_values_that_it_holds(s
     cost = estimate(size, RankLayout(rows, shards, sharded=True, outer=DILOCO))
     inside = estimate(size, RankLayout(1, shards, sharded=True))
     held = -(-size.parameters // shards)
-    alone = cost_of(Run(held, max(1, len(size.groups) - 1), 1.0, rows, 1e9, island_size=shards), DILOCO)
+    alone = cost_of(Workload(held, max(1, len(size.groups) - 1), 1.0, rows, 1e9, island_size=shards), DILOCO)
     assert cost.outer == alone.memory.total >= 8 * held
     assert cost.peak == pytest.approx(inside.peak + cost.outer)
     assert cost.row_bytes == inside.row_bytes

@@ -16,8 +16,8 @@ from farflung.base.errors import ConfigError
 from farflung.comm.folder import FolderBoard, FolderTransport
 from farflung.comm.member_store import LauncherNotes
 from farflung.cost import forecast
-from farflung.cost.meeting import Meeting, Prices
-from farflung.cost.model import Method, Run, cost_of
+from farflung.cost.meeting import MeetingPlace, Prices
+from farflung.cost.model import Method, Workload, cost_of
 from farflung.cost.recipes import method_of
 from farflung.outer import OuterLoop, diloco, local_sgd, sparse_loco, streaming_diloco
 from farflung.outer.elastic import Elastic
@@ -103,9 +103,9 @@ def test_the_requests_of_a_round_are_those_of_a_run_in_a_folder(name, replicas, 
     fewer, more = (
         asked_of_a_folder(tmp_path / str(steps), recipe, replicas, steps, bucket_bytes) for steps in (8, 8 + 4 * rounds)
     )
-    run = Run(4 * 4096, 4, 0.01, replicas, 1e9, request_s=0.001)
+    run = Workload(4 * 4096, 4, 0.01, replicas, 1e9, request_s=0.001)
     method = method_of(recipe, run.parameters, name=name, bucket_bytes=bucket_bytes)
-    traffic = Meeting("folder").traffic(run, cost_of(run, method), 1000)
+    traffic = MeetingPlace("folder").traffic(run, cost_of(run, method), 1000)
     assert more["writes"] - fewer["writes"] == rounds * replicas * traffic.writes_per_round
     assert more["reads"] - fewer["reads"] == rounds * replicas * traffic.reads_per_round
     written = (more["writes bytes"] - fewer["writes bytes"]) / rounds / replicas
@@ -119,7 +119,7 @@ def test_the_requests_of_a_round_are_those_of_a_run_in_a_folder(name, replicas, 
 
 
 METHOD = Method("plain", every=10, confirmed=True, bucket_bytes=4 * 10**5)
-RUN = Run(10**6, 1, 1.0, 4, 8e6, request_s=0.05)
+RUN = Workload(10**6, 1, 1.0, 4, 8e6, request_s=0.05)
 
 
 def test_a_round_at_an_address_takes_its_requests_and_all_payloads_one_after_the_other():
@@ -136,9 +136,9 @@ def test_money_is_requests_bytes_moved_and_bytes_kept():
     cost = cost_of(RUN, METHOD)
 
     def usd(*prices):
-        return Meeting("s3", Prices(*prices)).traffic(RUN, cost, 1000).usd
+        return MeetingPlace("s3", Prices(*prices)).traffic(RUN, cost, 1000).usd
 
-    traffic = Meeting("s3").traffic(RUN, cost, 1000)
+    traffic = MeetingPlace("s3").traffic(RUN, cost, 1000)
     assert traffic.usd is None
     assert traffic.records_per_round == pytest.approx(10 * cost.seconds_per_step / 10 + 1 / 4)
     rounds = 100

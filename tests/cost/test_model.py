@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from farflung.base.errors import ConfigError
 from farflung.cost.methods import Rows
-from farflung.cost.model import Method, Run, cost_of, needed_bandwidth
+from farflung.cost.model import Method, Workload, cost_of, needed_bandwidth
 
 GRID = np.logspace(-1, 3, 50)  # Gbit/s
 UTILIZATIONS = (0.5, 0.8, 0.9, 0.95, 0.99)
@@ -60,7 +60,7 @@ def grid_point(run, method, utilization):
 def differences():
     """How many points of the grid lie between the model and each published cell."""
     for (parameters, layers, step_s), rows in PUBLISHED.items():
-        run = Run(parameters, layers, step_s, replicas=2, bandwidth_bps=math.inf)
+        run = Workload(parameters, layers, step_s, replicas=2, bandwidth_bps=math.inf)
         for method, row in zip(published_methods(layers), rows.strip().splitlines(), strict=True):
             for utilization, cell in zip(UTILIZATIONS, row.split(), strict=True):
                 published = int(np.argmin(abs(np.log(GRID / float(cell)))))  # the paper rounds to a tenth
@@ -81,7 +81,7 @@ def test_the_published_table_of_bandwidths_is_reproduced():
     [((109, 0.88, 0.67), 24_300), ((438, 3.5, 2.7), 97_200), ((1097, 8.75, 6.75), 243_000)],
 )
 def test_the_published_hours_are_reproduced(published, steps):
-    run = Run(1_000_000_000, 24, 0.1, replicas=2, bandwidth_bps=1e9)
+    run = Workload(1_000_000_000, 24, 0.1, replicas=2, bandwidth_bps=1e9)
     data_parallel, *_, streaming = published_methods(24)
     costs = [
         cost_of(run, data_parallel),
@@ -107,7 +107,7 @@ METHODS = st.builds(
     decode_s=st.floats(0, 1e-8),
 )
 RUNS = st.builds(
-    Run,
+    Workload,
     parameters=st.integers(1000, 10**10),
     layers=st.integers(4, 40),
     step_s=st.floats(1e-3, 10),
@@ -191,7 +191,7 @@ def test_the_bandwidth_needed_is_where_the_utilization_is_reached(run, method):
         assert cost_of(replace(run, bandwidth_bps=0.999 * needed), method).utilization < 0.9
 
 
-RUN = Run(parameters=10**9, layers=10, step_s=1.0, replicas=4, bandwidth_bps=8e9, latency_s=0.01)
+RUN = Workload(parameters=10**9, layers=10, step_s=1.0, replicas=4, bandwidth_bps=8e9, latency_s=0.01)
 
 
 @pytest.mark.parametrize(

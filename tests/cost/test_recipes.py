@@ -13,7 +13,7 @@ from farflung.config import environ
 from farflung.config.launch import launched_outer, rank_variables
 from farflung.config.resolve import resolve
 from farflung.cost.methods import Rows
-from farflung.cost.model import Method, Run, cost_of
+from farflung.cost.model import Method, Workload, cost_of
 from farflung.cost.recipes import method_of
 from farflung.launch.options import SettingsCommand, given, launch_options
 from farflung.outer import (
@@ -90,7 +90,7 @@ def test_bytes_are_those_that_a_run_counts(name):
     parameters = sum(parameter.numel() for parameter in model().parameters())
     method = method_of(recipe, parameters, name=name)
     found = run_replicas(rounds, 4, recipe, ROUNDS * method.every + method.delay)[0]
-    cost = cost_of(Run(parameters, 4, 1.0, replicas=4, bandwidth_bps=1e9), method)
+    cost = cost_of(Workload(parameters, 4, 1.0, replicas=4, bandwidth_bps=1e9), method)
     assert ROUNDS * cost.bytes_sent_per_round == pytest.approx(found.bytes_sent, rel=0.005)
     assert ROUNDS * cost.bytes_sent_per_round == pytest.approx(found.bytes_received, rel=0.005)
 
@@ -132,7 +132,7 @@ def test_a_schedule_by_time_needs_to_be_told_its_steps():
 @pytest.mark.parametrize(("parameters", "layers"), [(366_000, 4), (124_000_000, 12), (1_100_000_000, 1000)])
 def test_the_rows_of_a_forecast_are_their_recipes(parameters, layers, bucket_bytes):
     """They are written in plain numbers so that a forecast needs no torch; here they are held to the recipes."""
-    run = Run(parameters, layers, step_s=0.1, replicas=4, bandwidth_bps=1e9)
+    run = Workload(parameters, layers, step_s=0.1, replicas=4, bandwidth_bps=1e9)
     for row in Rows(run, 20_000, 0.9, bucket_bytes).chosen:
         if row.outer is not None:
             recipe = recipe_of(row.outer, local_size=1)
@@ -143,7 +143,7 @@ def test_the_rows_of_a_forecast_are_their_recipes(parameters, layers, bucket_byt
 
 @pytest.mark.parametrize("bucket_bytes", [None, 2**20])
 def test_the_flags_of_a_row_ask_for_it(bucket_bytes):
-    run = Run(124_000_000, 12, step_s=0.1, replicas=4, bandwidth_bps=1e9)
+    run = Workload(124_000_000, 12, step_s=0.1, replicas=4, bandwidth_bps=1e9)
     for row in Rows(run, 20_000, 0.9, bucket_bytes).chosen:
         command = SettingsCommand("launch", params=launch_options())
         settings = resolve(given(command.make_context("launch", row.flags.split()).params)).settings
@@ -153,7 +153,7 @@ def test_the_flags_of_a_row_ask_for_it(bucket_bytes):
 
 def test_what_a_row_writes_into_the_script_is_an_accelerator():
     names = {"Accelerator": Accelerator, **vars(utils)}
-    run = Run(124_000_000, 12, step_s=0.1, replicas=4, bandwidth_bps=1e9)
+    run = Workload(124_000_000, 12, step_s=0.1, replicas=4, bandwidth_bps=1e9)
     for row, bucket in [(row, size) for size in (None, 2**20) for row in Rows(run, 20_000, 0.9, size).chosen]:
         if row.outer is None and row.script:
             handler = eval(row.script.replace("Accelerator(", "Accelerator(cpu=True, "), names).ddp_handler

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from farflung.cost.model import Method, Run, cost_of
+from farflung.cost.model import Method, Workload, cost_of
 from farflung.demo.train import seconds_on_line
 
-RUN = Run(parameters=1000, layers=2, step_s=0.05, replicas=2, bandwidth_bps=8000.0)
+RUN = Workload(parameters=1000, layers=2, step_s=0.05, replicas=2, bandwidth_bps=8000.0)
 
 
 def test_what_nothing_hides_is_computing_and_bytes_over_the_line():

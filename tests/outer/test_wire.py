@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from farflung.cost.memory import ModelSize, RankLayout, estimate
-from farflung.cost.model import Run, cost_of, hops
+from farflung.cost.model import Workload, cost_of, hops
 from farflung.cost.recipes import method_of
 from farflung.outer import (
     Int8,
@@ -134,7 +134,7 @@ def measured():
 @pytest.mark.parametrize("name", RECIPES)
 def test_bytes_at_the_interface_are_those_of_the_cost_model(measured, name):
     method = method_of(RECIPES[name], LAYERS * WIDTH**2, name=name, bucket_bytes=BUCKET_BYTES)
-    run = Run(LAYERS * WIDTH**2, LAYERS, 1.0, replicas=RANKS, bandwidth_bps=1e9)
+    run = Workload(LAYERS * WIDTH**2, LAYERS, 1.0, replicas=RANKS, bandwidth_bps=1e9)
     forecast = ROUNDS * RANKS * cost_of(run, method).bytes_sent_per_round
     buckets = math.ceil(4 * run.parameters / method.fragments / BUCKET_BYTES)
     meetings = 2 * (RANKS - 1)  # a vote, and the word that all has arrived

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from farflung.base.errors import ConfigError
-from farflung.cost.model import Run, cost_of
+from farflung.cost.model import Workload, cost_of
 from farflung.cost.recipes import method_of
 from farflung.outer import (
     ByTime,
@@ -145,7 +145,7 @@ def test_by_the_clock_the_wait_for_slower_replicas_does_not_grow():
     assert found.waited[0] <= 1.2 * len(found.rounds) + 0.9
 
 
-RUN = Run(parameters=10_000, layers=4, step_s=1.0, replicas=4, bandwidth_bps=1e5, latency_s=0.01)
+RUN = Workload(parameters=10_000, layers=4, step_s=1.0, replicas=4, bandwidth_bps=1e5, latency_s=0.01)
 
 
 class Wide(nn.Module):

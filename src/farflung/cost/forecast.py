@@ -19,9 +19,9 @@ from farflung.base.words import counted, in_bytes, in_rate, in_seconds
 from farflung.config.outer import FEW_ROUNDS
 from farflung.config.setting import BOTH_SPELLINGS
 from farflung.cost.evidence import TESTS
-from farflung.cost.meeting import Meeting, Prices
+from farflung.cost.meeting import MeetingPlace, Prices
 from farflung.cost.methods import Row, Rows
-from farflung.cost.model import Cost, Run, cost_of, needed_bandwidth
+from farflung.cost.model import Cost, Workload, cost_of, needed_bandwidth
 from farflung.cost.units import parse_count, parse_rate, parse_seconds
 
 if TYPE_CHECKING:
@@ -40,10 +40,10 @@ class Forecast:
         steps: int,
         bucket_bytes: int | None,
         utilization: float,
-        meeting: Meeting | None = None,
+        meeting: MeetingPlace | None = None,
     ) -> None:
-        """Forecast `steps` steps of `Run(**settings)`; buckets are each method's own by default."""
-        self.run = Run(**settings)
+        """Forecast `steps` steps of `Workload(**settings)`; buckets are each method's own by default."""
+        self.run = Workload(**settings)
         self.meeting = meeting  # where replicas meet, if not with each other
         rows = Rows(self.run, steps, utilization, bucket_bytes)
         self.rows = rows.chosen
@@ -188,7 +188,7 @@ class Forecast:
         )
         return table
 
-    def address_table(self, meeting: Meeting) -> Table:
+    def address_table(self, meeting: MeetingPlace) -> Table:
         """Lay out what each method asks of the address where replicas meet."""
         from rich import box
         from rich.table import Table
@@ -337,7 +337,7 @@ def plan(
     }
     if meet is None and (request is not None or prices is not None):
         raise ConfigError("--request and --prices are of an address where replicas meet: give --meet too.")
-    meeting = None if meet is None else Meeting(meet, None if prices is None else Prices(*prices))
+    meeting = None if meet is None else MeetingPlace(meet, None if prices is None else Prices(*prices))
     if meeting is not None:
         settings["request_s"] = meeting.request_s if request is None else parse_seconds(request, "--request")
     bucket_bytes = None if bucket is None else num_bytes(bucket, "--bucket")

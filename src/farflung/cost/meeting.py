@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from farflung.base.checks import check_number, check_word
-from farflung.cost.model import Cost, Run, num_collectives
+from farflung.cost.model import Cost, Workload, num_collectives
 
 _MONTH_S = 30 * 86_400.0
 _GB = 1e9
@@ -61,7 +61,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class MeetingPlace:
     """An address at which replicas meet.
 
     Args:
@@ -97,7 +97,7 @@ class Meeting:
         path = "/shared/run" if self.address == "folder" else "bucket/run"
         return f"--meet {self.address if form is None else f'{form.scheme}://{path}'}"
 
-    def traffic(self, run: Run, cost: Cost, steps: int) -> Traffic:
+    def traffic(self, run: Workload, cost: Cost, steps: int) -> Traffic:
         """Return what a run of so many steps asks, if one replica sends nothing."""
         method, others = cost.method, run.replicas - 1
         writes = float(num_collectives(run, method)) if others else 0.0

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from farflung.base.checks import check_whole
 from farflung.base.errors import ConfigError
-from farflung.cost.model import Cost, Method, Run, copies, cost_of
+from farflung.cost.model import Cost, Method, Workload, copies, cost_of
 
 _SIZES = (1, 2, 4, 8)  # bytes of a value
 
@@ -191,7 +191,7 @@ def _meeting(size: ModelSize, layout: RankLayout) -> Cost | None:
     layers = max(len(size.groups) - 1, layout.outer.fragments)
     parameters = math.ceil(size.num_trained / layout.shards)
     rows, row = layout.dp_replicate_size, layout.dp_shard_size
-    run = Run(parameters, layers, step_s=1.0, replicas=rows, bandwidth_bps=math.inf, island_size=row)
+    run = Workload(parameters, layers, step_s=1.0, replicas=rows, bandwidth_bps=math.inf, island_size=row)
     return cost_of(run, layout.outer)
 
 

@@ -18,7 +18,7 @@ from farflung.base.sizes import bucket_bytes_for
 from farflung.codec.wire_sizes import blockwise_bytes, top_k_bytes
 from farflung.config.outer import FEW_ROUNDS, OuterSettings
 from farflung.cost.evidence import GAIN_KEPT
-from farflung.cost.model import Method, Run, cost_of
+from farflung.cost.model import Method, Workload, cost_of
 
 _MIB = 2**20
 _DDP_BUCKET_BYTES = 25 * _MIB  # torch's own
@@ -98,7 +98,7 @@ class Rows:
         left_out: the names of methods that had fewer than ten rounds of the shortest interval that was measured.
     """
 
-    def __init__(self, run: Run, steps: int, utilization: float, bucket_bytes: int | None = None) -> None:
+    def __init__(self, run: Workload, steps: int, utilization: float, bucket_bytes: int | None = None) -> None:
         self._run, self._steps, self._utilization, self._given = run, steps, utilization, bucket_bytes
         self._bucket_bytes = bucket_bytes or bucket_bytes_for(_FP32_BYTES * run.parameters)
         kinds = [kind for kind in _KINDS if kind.recipe != _STREAMING or run.layers > 1]
@@ -161,7 +161,7 @@ class Rows:
         return Row(method, config, *gain_kept(kind.name + _LATE * is_late, every))
 
 
-def synchronizations(run: Run) -> dict[str, float]:
+def synchronizations(run: Workload) -> dict[str, float]:
     """Return how many seconds a synchronization of all parameters takes by each recipe, if nothing hides it."""
     bucket_bytes = bucket_bytes_for(_FP32_BYTES * run.parameters)
     found = {}

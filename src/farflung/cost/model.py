@@ -36,7 +36,7 @@ _UNDER_WAY = 2  # collectives at a time, which wait for the line together: the o
 
 
 @dataclass(frozen=True)
-class Run:
+class Workload:
     """What is trained, on what."""
 
     parameters: int  # trainable ones; they are taken to be spread evenly over the layers
@@ -145,7 +145,7 @@ class Cost:
         return self.bytes_sent_per_round / self.method.every
 
 
-def cost_of(run: Run, method: Method) -> Cost:
+def cost_of(run: Workload, method: Method) -> Cost:
     """Forecast what `method` costs in `run`, whose model must have a layer for each fragment."""
     if method.fragments > run.layers:
         raise ConfigError(
@@ -162,7 +162,7 @@ def cost_of(run: Run, method: Method) -> Cost:
     return Cost(method, seconds, run.step_s / seconds, travels, came, near, _memory(run, method))
 
 
-def needed_bandwidth(run: Run, method: Method, utilization: float) -> float:
+def needed_bandwidth(run: Workload, method: Method, utilization: float) -> float:
     """Return the bits a second from which `method` reaches `utilization`, whatever the bandwidth of `run`.
 
     It is `math.inf` if no bandwidth is enough, as latency or codec alone cost too much, and 0 if nothing is sent.
@@ -191,7 +191,7 @@ def copies(exchange: Exchange, replicas: int) -> float:
     return hops(exchange, replicas) / (replicas if exchange == "reduced" else 1)
 
 
-def num_collectives(run: Run, method: Method) -> int:
+def num_collectives(run: Workload, method: Method) -> int:
     """Return how many collectives a round has at an address, with votes and words that all has arrived."""
     layers = [len(range(fragment, run.layers, method.fragments)) for fragment in range(method.fragments)]
     buckets = sum(_num_buckets(method, run.parameters * count / run.layers) for count in layers)
@@ -205,7 +205,7 @@ def hops(exchange: Exchange, replicas: int) -> int:
     return replicas - 1 if exchange == "gathered" else int(replicas > 1)
 
 
-def _exposed_s(run: Run, method: Method) -> float:
+def _exposed_s(run: Workload, method: Method) -> float:
     """Seconds of a round in which nothing is computed."""
     if run.replicas == 1:
         return 0.0
@@ -227,12 +227,12 @@ def _exposed_s(run: Run, method: Method) -> float:
     return max(stalls, busy - method.every * run.step_s) + averaging + broadcasts
 
 
-def _broadcast_bytes(run: Run, method: Method) -> float:
+def _broadcast_bytes(run: Workload, method: Method) -> float:
     """Return the bytes of buffers that a replica sends in a step: once along a chain. Rounds take weights alone."""
     return run.buffer_bytes * (method.during_backward and run.replicas > 1)
 
 
-def _transfers(run: Run, method: Method, fragment: int) -> Iterator[tuple[float, float]]:
+def _transfers(run: Workload, method: Method, fragment: int) -> Iterator[tuple[float, float]]:
     """Yield when each send of a fragment is ready, in seconds from when the first could be, and how long it takes.
 
     Fragment p of P is the layers p, p + P, p + 2P ..., strided as in the paper: that spreads over the backward pass.
@@ -247,7 +247,7 @@ def _transfers(run: Run, method: Method, fragment: int) -> Iterator[tuple[float,
         yield (run.layers - together[-1]) / run.layers * _BACKWARD * run.step_s, _seconds(run, method, len(together))
 
 
-def _seconds(run: Run, method: Method, num_layers: int) -> float:
+def _seconds(run: Workload, method: Method, num_layers: int) -> float:
     """How long the values of some layers take from one replica's memory to all others'."""
     values = run.parameters * num_layers / run.layers
     waiting = _waits(run, method, method.exchange, values)
@@ -256,18 +256,18 @@ def _seconds(run: Run, method: Method, num_layers: int) -> float:
     return waiting + sending + values * (method.encode_s + wires * method.decode_s)
 
 
-def _waits(run: Run, method: Method, exchange: Exchange, values: float) -> float:
+def _waits(run: Workload, method: Method, exchange: Exchange, values: float) -> float:
     under_way = _UNDER_WAY if run.is_direct else 1
     turns = math.ceil(_FP32 * values / method.bucket_bytes / under_way)
     return turns * _turn_s(run, exchange)
 
 
-def _turn_s(run: Run, exchange: Exchange) -> float:
+def _turn_s(run: Workload, exchange: Exchange) -> float:
     """Seconds of a collective without its bytes: at an address a write, and a read of each other replica's share."""
     return hops(exchange, run.replicas) * run.latency_s if run.request_s is None else run.replicas * run.request_s
 
 
-def _passes(run: Run, exchange: Exchange) -> float:
+def _passes(run: Workload, exchange: Exchange) -> float:
     """How often a payload is on a replica's line: at an address its own, and then those of the others."""
     return copies(exchange, run.replicas) if run.is_direct else run.replicas
 
@@ -276,7 +276,7 @@ def _num_buckets(method: Method, values: float) -> int:
     return math.ceil(_FP32 * values / method.bucket_bytes)
 
 
-def _near_bits(run: Run, method: Method) -> float:
+def _near_bits(run: Workload, method: Method) -> float:
     """Bits that are sent to neighbours for each parameter, while each is exchanged with all once."""
     bits = 0.0
     for every, size in method.levels:
@@ -287,7 +287,7 @@ def _near_bits(run: Run, method: Method) -> float:
     return bits
 
 
-def _memory(run: Run, method: Method) -> Memory:
+def _memory(run: Workload, method: Method) -> Memory:
     everything = _FP32 * run.parameters
     fragment = everything * math.ceil(run.layers / method.fragments) / run.layers
     if method.delay or method.during_backward:  # all that is under way waits in memory of its own
@@ -308,6 +308,6 @@ def _memory(run: Run, method: Method) -> Memory:
     )
 
 
-def _check_counts(owner: Run | Method, **least: int) -> None:
+def _check_counts(owner: Workload | Method, **least: int) -> None:
     for name, smallest in least.items():
         check_whole(name, getattr(owner, name), least=smallest)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from farflung import Accelerator
 from farflung.checkpoint.writer import FileWriter, write_safetensors
 from farflung.comm.ddp_hook import average_hook
-from farflung.cost.model import Method, Run, copies, cost_of
+from farflung.cost.model import Method, Workload, copies, cost_of
 from farflung.cost.recipes import method_of
 from farflung.demo.gpt import GPT, loss_per_sequence
 from farflung.demo.settings import ALONE, MODEL_FILE, DemoSettings, Point, Result, save_results
@@ -167,12 +167,12 @@ class Trial:
         method = DDP if self.recipe is None else method_of(self.recipe, parameters, name=self.way)
         # Computing takes CPU seconds, which other programs hardly change.
         step_s = self.cpu_seconds / self.step
-        run = Run(parameters, settings.shape.depth, step_s, settings.processes, settings.bandwidth_bps)
+        run = Workload(parameters, settings.shape.depth, step_s, settings.processes, settings.bandwidth_bps)
         line_seconds = seconds_on_line(method, run, self.step, self.bytes_sent)
         return Result(self.way, self.curve, self.seconds, self.bytes_sent, line_seconds)
 
 
-def seconds_on_line(method: Method, run: Run, steps: int, bytes_sent: float) -> float:
+def seconds_on_line(method: Method, run: Workload, steps: int, bytes_sent: float) -> float:
     """Return the seconds that `steps` steps take by the cost model, for the bytes measured in place of the method's."""
     exchanges = steps / method.every * copies(method.exchange, run.replicas)
     measured = replace(method, bits=8 * bytes_sent / (exchanges * run.parameters))

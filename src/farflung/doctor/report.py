@@ -14,7 +14,7 @@ from typing import Any
 
 from farflung.base.words import in_rate, in_seconds
 from farflung.cost.methods import synchronizations
-from farflung.cost.model import Run
+from farflung.cost.model import Workload
 from farflung.doctor import machine
 from farflung.doctor.probe import Found, unknown, within
 
@@ -130,7 +130,7 @@ def _plan_for_an_address(report: Report, asked: Asked, address: str) -> None:
 
 
 def _forecast(report: Report, asked: Asked, line: str, **settings: Any) -> None:
-    run = Run(parameters=asked.parameters, layers=_LAYERS, step_s=_STEP_S, **settings)
+    run = Workload(parameters=asked.parameters, layers=_LAYERS, step_s=_STEP_S, **settings)
     found = synchronizations(run)
     text = "\n".join(f"{name}: {in_seconds(seconds)}" for name, seconds in found.items())
     text = f"{asked.parameters:,} parameters once, as forecast, with nothing computed meanwhile\n{text}"
