@@ -19,11 +19,11 @@ from typing import Any
 from _lab import _SPACES, ADDRESSES, DEVICE, is_possible, line
 from _measure import report, seeded
 
-from farflung.cost.model import Run as Costed, cost_of
+from farflung.cost.model import Workload, cost_of
 from farflung.cost.recipes import method_of
-from farflung.observe.figures import own_rounds, writers
+from farflung.observe.figures import writers
 from farflung.observe.planned import measured
-from farflung.observe.run import Run
+from farflung.observe.run import ObservedRun
 from farflung.outer import diloco
 
 SEED = 0
@@ -76,7 +76,7 @@ def main() -> None:
     report(question, figures, seed=SEED, write_to=write_to, steps=options.steps, every=options.every)
 
 
-def trained(folder: Path, rate: float, steps: int, every: int) -> Run:
+def trained(folder: Path, rate: float, steps: int, every: int) -> ObservedRun:
     """Train on two machines with a line of so many Mbit/s; return the run of the first one."""
     words = ["launch", "--cpu", "--num_machines", "2", "--num_processes", "2", "--main_process_ip", ADDRESSES[0]]
     words += ["--network_interface", DEVICE, "--outer", "diloco", "--outer-every", str(every)]
@@ -95,20 +95,20 @@ def trained(folder: Path, rate: float, steps: int, every: int) -> Run:
         codes = [rank.wait() for rank in ranks]
     if any(codes):
         raise SystemExit(f"the ranks ended with {codes}")
-    return Run(folder / f"{rate:g}-0")
+    return ObservedRun(folder / f"{rate:g}-0")
 
 
-def step_seconds(run: Run) -> float:
+def step_seconds(run: ObservedRun) -> float:
     """Return how long a step took, rounds included: from the first round's end to the last one's."""
-    rows = own_rounds(run, writers(run)[0])
-    return float((rows[-1]["time"] - rows[0]["time"]) / (rows[-1]["step"] - rows[0]["step"]))
+    rows = run.rounds_of(writers(run)[0].row.get("member"))
+    return float((rows[-1].time - rows[0].time) / (rows[-1].step - rows[0].step))
 
 
 def forecast_s(found: dict[str, Any], rate: float, every: int) -> float:
     """Return the seconds of a step at another rate, with what was measured."""
     numbers = {"parameters": int(found["parameters"]), "layers": 2, "step_s": float(found["step_seconds"])}
     latency_s = float(found["latency"].removesuffix("ms")) / 1000
-    costed = Costed(**numbers, replicas=2, bandwidth_bps=rate * 1e6, latency_s=latency_s)
+    costed = Workload(**numbers, replicas=2, bandwidth_bps=rate * 1e6, latency_s=latency_s)
     return cost_of(costed, method_of(diloco(every), numbers["parameters"], name="diloco")).seconds_per_step
 
 

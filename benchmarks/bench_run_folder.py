@@ -22,7 +22,7 @@ import torch
 from _measure import interleave, medians_us, report, seeded
 from torch import nn
 
-from farflung.process.run_files import Metrics, Signs, Steps
+from farflung.process.run_files import Heartbeat, Metrics, Steps
 
 SEED = 0
 STEP_MS = 10
@@ -43,13 +43,13 @@ def main() -> None:
 def measure(rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        metrics, signs = Metrics(folder), Signs(folder)
+        metrics, heartbeat = Metrics(folder), Heartbeat(folder)
         metrics._writer = Timer(0, metrics.write)  # never started: steps here log a hundred times as often as real ones
         steps = Steps()
         turns = {"without": stepping(None, None), "with": stepping(steps._count, metrics.add)}
         us = medians_us(interleave(turns, rounds, calls=100))
-        in_thread = {"sign": busy_us(signs._tell), "metrics": busy_us(lambda: kept(metrics))}
-        signs.close(0)
+        in_thread = {"sign": busy_us(heartbeat._tell), "metrics": busy_us(lambda: kept(metrics))}
+        heartbeat.close(0)
     added = us["with"] - us["without"] + sum(in_thread.values()) * STEP_MS / 1000
     return {
         "us_of_a_step": us,

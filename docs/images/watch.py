@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from farflung.base.errors import ConfigError
-from farflung.observe.run import Run
+from farflung.observe.run import ObservedRun
 from farflung.observe.watch import screen
 
 TARGET = Path(__file__).with_suffix(".svg")
@@ -57,15 +57,17 @@ def record() -> None:
         while launcher.poll() is None:
             time.sleep(0.2)
             with suppress(ConfigError):
-                run = Run(folder / "run")
-                since = {event["event"]: run.now - event["time"] for event in run.events}
+                run = ObservedRun(folder / "run")
+                since = {event.kind.value: run.now - event.time for event in run.events}
                 for key in [key for key in MOMENTS if since.get(key[0], 0.0) > key[1] and key not in looks]:
                     signs = [json.loads(path.read_text()) for path in (folder / "run" / "ranks").glob("*.json")]
                     looks[key] = {"at": run.now, "signs": [sign | {"host": "node1"} for sign in signs]}
-        run = Run(folder / "run")
-        rows = {"events": run.events[1:], "steps": run.steps}
-        rows["rounds"] = [{key: row[key] for key in SEEN} for row in run.rounds]
-    facts = {"script": "elastic.py", "started": run.facts["started"], "host": "node1", "pid": 1, "world": {}}
+        facts = json.loads((folder / "run" / "run.json").read_text())
+        files = {name: (folder / "run" / f"{name}.jsonl").read_text().splitlines() for name in FILES}
+        rows = {name: [json.loads(line) for line in lines] for name, lines in files.items()}
+        rows["events"] = rows["events"][1:]
+        rows["rounds"] = [{key: row[key] for key in SEEN} for row in rows["rounds"]]
+    facts = {"script": "elastic.py", "started": facts["started"], "host": "node1", "pid": 1, "world": {}}
     kept = {"facts": facts, "looks": list(looks.values()), **rows}
     text = json.dumps(json.loads(json.dumps(kept), parse_float=lambda word: round(float(word), 3)))
     KEPT.write_text(text.replace(", {", ",\n{") + "\n", encoding="utf-8")
@@ -87,7 +89,7 @@ def frames(kept: dict[str, Any]) -> list[Console]:
                 path.write_text(json.dumps(sign))
                 os.utime(path, (sign["time"], sign["time"]))
             console = Console(file=io.StringIO(), width=_WIDTH, record=True, color_system="truecolor")
-            console.print(screen(Run(folder, clock=partial(float, look["at"])), _WIDTH))
+            console.print(screen(ObservedRun(folder, clock=partial(float, look["at"])), _WIDTH))
         found.append(console)
     return found
 

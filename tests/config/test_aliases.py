@@ -68,7 +68,7 @@ def folder(home, monkeypatch):
     """A folder with a script, where commands that would start processes or measure machines only read settings."""
     (home / "train.py").touch()
     monkeypatch.setattr("farflung.launch.start.starter_of", lambda resolved, script: Nothing())
-    monkeypatch.setattr("farflung.observe.doctor.examine", lambda asked, tell: Nothing())
+    monkeypatch.setattr("farflung.doctor.report.examine", lambda asked, tell: Nothing())
     monkeypatch.setattr("farflung.launch.ask.count_gpus", lambda: 0)
     return home
 

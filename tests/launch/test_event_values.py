@@ -15,6 +15,7 @@ from hypothesis import given, strategies as st
 from farflung.base.events import Event, Kind, record, tell, words
 from farflung.config.launch import LaunchSettings
 from farflung.launch.events import FolderSink, Screen, showing
+from farflung.launch.folder import RunFolder
 from farflung.testing.patience import patience
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -180,7 +181,7 @@ def test_a_screen_that_can_not_be_written_to_ends_no_work_and_the_folder_has_all
 ):
     stream = Broken(number, first)
     monkeypatch.setattr(sys, "stderr", stream)
-    with showing(Screen(LaunchSettings(json=is_json)), FolderSink(tmp_path)):
+    with showing(Screen(LaunchSettings(json=is_json)), FolderSink(RunFolder(tmp_path))):
         for k in range(3):
             record(Kind.NOTE, message=f"note {k}")
         record(Kind.FAILED, message="rank 0 failed", report="why")  # in a box
@@ -191,7 +192,7 @@ def test_a_screen_that_can_not_be_written_to_ends_no_work_and_the_folder_has_all
 
 
 def test_a_folder_that_is_gone_ends_no_work(tmp_path, capsys):
-    with showing(FolderSink(tmp_path / "gone"), Screen(LaunchSettings())):
+    with showing(FolderSink(RunFolder(tmp_path / "gone")), Screen(LaunchSettings())):
         record(Kind.NOTE, message="words")
     assert capsys.readouterr().err == "farflung: words\n"
 

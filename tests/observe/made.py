@@ -11,6 +11,10 @@ def write_lines(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def a_round(number, member, members, at, lost=None, joined=(), **more):
     return {
         "model": 0,

@@ -13,7 +13,7 @@ import pytest
 from farflung.config.launch import LaunchSettings
 from farflung.launch.engines.connections import ForegroundEngine
 from farflung.launch.engines.engine import Job
-from farflung.observe.run import Run
+from farflung.observe.run import ObservedRun
 from farflung.process.identity import process_identity, process_state
 from tests.observe.made import T0, sign, write_run
 
@@ -55,7 +55,7 @@ def test_a_rank_of_this_machine_lives_after_the_clock_was_set(process, tmp_path,
     begun = psutil.Process(process.pid).create_time() - 3600
     here = {"host": socket.gethostname(), "pid": process.pid, "begun": begun}
     write_run(tmp_path / "run", [sign(1, 8, 190, **here, identity=process_identity(process.pid))])
-    assert [one.status for one in Run(tmp_path / "run").ranks] == ["running"]
+    assert [one.status for one in ObservedRun(tmp_path / "run").ranks] == ["running"]
 
 
 def test_a_process_that_is_gone_has_no_identity(process):
@@ -70,7 +70,7 @@ def test_a_process_that_is_gone_has_no_identity(process):
 @pytest.mark.parametrize("ahead", [900.0, -900.0])
 def test_a_rank_whose_sign_changes_lives_whatever_the_clocks_say(tmp_path, ahead):
     at = write_run(tmp_path / "run", [sign(1, 8, 190)]) + ahead
-    run = Run(tmp_path / "run", lambda: at)
+    run = ObservedRun(tmp_path / "run", lambda: at)
     assert run.lasted_s >= 0
     write_run(tmp_path / "later", [sign(1, 9, 191)])
     (tmp_path / "later" / "ranks" / "replica1.json").replace(tmp_path / "run" / "ranks" / "replica1.json")
@@ -87,4 +87,4 @@ def test_a_rank_that_began_again_from_a_checkpoint_has_no_negative_speed(tmp_pat
     at = write_run(tmp_path / "run", [sign(1, 8, 190)])
     with (tmp_path / "run" / "steps.jsonl").open("a") as file:
         file.write(f'{{"time": {T0 + 180}, "member": 1, "rank": 0, "step": 900}}\n')
-    assert Run(tmp_path / "run", lambda: at).ranks[0].rate == 0
+    assert ObservedRun(tmp_path / "run", lambda: at).ranks[0].rate == 0

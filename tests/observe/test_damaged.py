@@ -11,9 +11,11 @@ from click.testing import CliRunner
 
 from farflung.base.errors import ConfigError
 from farflung.cost.forecast import plan
+from farflung.doctor import address, machine
+from farflung.launch.doctor import doctor
 from farflung.observe import planned
 from farflung.observe.report import report
-from farflung.observe.run import Run
+from farflung.observe.run import ObservedRun
 from farflung.observe.watch import watch
 from tests.observe.made import T0, sign, write_run
 
@@ -70,14 +72,30 @@ def test_no_damaged_folder_is_a_traceback(tmp_path, first):
             assert done.exit_code in (0, 1, 2), (seed, command.name)
 
 
+@pytest.mark.long
+def test_the_doctor_probes_any_damaged_folder_and_leaves_it_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "PROBED_BYTES", 1_000_000)
+    monkeypatch.setattr(address, "LARGE_BYTES", 100_000)
+    for seed in range(100):
+        folder, rng = tmp_path / str(seed), random.Random(seed)
+        write_run(folder, [sign(member, 1280, 190) for member in (1, 2, 4)])
+        damage(folder, rng)
+        before = {path: path.is_dir() or path.read_bytes() for path in folder.rglob("*")}
+        words = ["--folder", str(folder), "--meet", folder.as_uri(), "--parameters", "1M", "--json"]
+        done = CliRunner().invoke(doctor, words)
+        assert isinstance(done.exception, (SystemExit, type(None))), (seed, done.output)
+        assert {"put_s", "creates_once"} <= json.loads(done.stdout)["meet"].keys(), seed
+        assert {path: path.is_dir() or path.read_bytes() for path in folder.rglob("*")} == before, seed
+
+
 def test_what_can_not_be_read_is_counted_and_the_rest_is_shown(tmp_path):
     write_run(tmp_path / "run", [sign(member, 1280, 190) for member in (1, 2)])
-    whole = len(Run(tmp_path / "run").rounds)
+    whole = len(ObservedRun(tmp_path / "run").rounds)
     for name in ("rounds.jsonl", "events.jsonl"):
         with (tmp_path / "run" / name).open("a") as file:
             file.write(json.dumps({"event": "ended", "time": T0, "code": [0]}) + "\n7\n")
     (tmp_path / "run" / "ranks" / "replica2.json").write_text('{"step": "many"}')
-    run = Run(tmp_path / "run")
+    run = ObservedRun(tmp_path / "run")
     assert (len(run.rounds), run.code, [one.name for one in run.ranks]) == (whole, None, ["replica 0"])
     done = CliRunner().invoke(watch, [str(tmp_path / "run")])
     assert "2 of events.jsonl, 2 of rounds.jsonl, replica2.json" in " ".join(done.output.split())
@@ -87,7 +105,7 @@ def test_a_line_of_the_next_release_ends_nothing(tmp_path):
     write_run(tmp_path / "run", [sign(1, 1280, 190)])
     with (tmp_path / "run" / "events.jsonl").open("a") as file:
         file.write(json.dumps({"event": "merged", "v": 2, "time": T0 + 1, "message": "two runs became one"}) + "\n")
-    run = Run(tmp_path / "run")
+    run = ObservedRun(tmp_path / "run")
     assert (str(run.events[-1]), run.unread) == ("two runs became one", "")
 
 
@@ -95,7 +113,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):
     write_run(tmp_path / "run", [sign(1, 1280, 190)])
     (tmp_path / "run" / "steps.jsonl").unlink()
     os.mkfifo(tmp_path / "run" / "steps.jsonl")
-    assert Run(tmp_path / "run").steps == []
+    assert ObservedRun(tmp_path / "run").steps_of(sign(1, 1280, 190)) is None
 
 
 @pytest.mark.parametrize(
@@ -106,4 +124,4 @@ def test_an_integer_beyond_every_float_is_not_finite(tmp_path, logged, value):
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         row = {"time": T0 + 199, "member": 1, "rank": 0, "step": 9999, "values": {"loss": logged}}
         file.write(json.dumps(row) + "\n")
-    assert [*Run(tmp_path / "run").series()][-1][2] == value
+    assert ObservedRun(tmp_path / "run").curves.loss.last == value

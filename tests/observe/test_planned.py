@@ -6,14 +6,14 @@ from click.testing import CliRunner
 
 from farflung.base.errors import ConfigError
 from farflung.observe.planned import measured, plan
-from farflung.observe.run import Run
+from farflung.observe.run import ObservedRun
 from tests.observe.made import sign, write_run
 
 
 @pytest.fixture
 def run(tmp_path):
     write_run(tmp_path / "one", [sign(1, 1280, 201, ended=0), sign(2, 1280, 201, ended=0)])
-    return Run(tmp_path / "one")
+    return ObservedRun(tmp_path / "one")
 
 
 def test_step_line_and_size_are_those_of_the_run(run):
@@ -39,4 +39,4 @@ def test_a_flag_takes_precedence_and_what_no_run_knows_is_asked_for(run):
 def test_a_run_without_steps_has_measured_nothing(tmp_path):
     write_run(tmp_path / "one", [sign(1, 0, 201)])
     with pytest.raises(ConfigError, match="made no step"):
-        measured(Run(tmp_path / "one"))
+        measured(ObservedRun(tmp_path / "one"))

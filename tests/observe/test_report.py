@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from farflung.base.errors import ConfigError
 from farflung.observe.figures import SHARES, figures, round_spans, spans, writers
 from farflung.observe.report import data_of, page, report, trace
-from farflung.observe.run import Run
+from farflung.observe.run import ObservedRun
 from farflung.testing.patience import patience
 from tests.observe.made import T0, a_round, sign, write_lines, write_run
 
@@ -40,7 +40,7 @@ CHROMIUM = shutil.which("chromium")
 @pytest.fixture
 def run(tmp_path):
     write_run(tmp_path / "one", [sign(1, 1280, 201, ended=0), sign(2, 1280, 201, ended=0), sign(4, 600, 201, ended=0)])
-    return Run(tmp_path / "one")
+    return ObservedRun(tmp_path / "one")
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def ddp(tmp_path):
         (path / "ranks" / f"rank{rank}.json").write_text(json.dumps(row) + "\n")
     values = [{"time": T0 + 10 + k, "rank": 0, "step": k, "values": {"loss": 1 / (k + 1)}} for k in range(90)]
     write_lines(path / "metrics.jsonl", values)
-    return Run(path)
+    return ObservedRun(path)
 
 
 def test_figures_are_the_sums_of_what_the_files_say(run):
@@ -92,14 +92,14 @@ def test_of_two_launched_runs_the_folders_alone_tell_what_an_outer_loop_saves(fa
     for name, flags in ways.items():
         done = farflung("launch", "--cpu", "--num_processes", "2", "--run-dir", name, *flags, "train.py")
         assert done.returncode == 0, done.stderr
-    ddp, streaming = (Run(home / name) for name in ways)
+    ddp, streaming = (ObservedRun(home / name) for name in ways)
     theirs, ours = figures(ddp), figures(streaming)
     gradients = 2 * 48 * 4 * 4_000  # both ranks' in each step, in fp32
     assert theirs.bytes_sent == theirs.bytes_ddp == ours.bytes_ddp == gradients
     assert theirs.rounds == 0
     assert ours.rounds >= 6
     assert ours.bytes_sent < gradients / 20
-    assert min(len(list(run.series())) for run in (ddp, streaming)) == 48
+    assert min(len(run.curves.loss.points) for run in (ddp, streaming)) == 48
     said = CliRunner().invoke(report, ["ddp", "streaming", "--out", "both.html"]).output
     assert re.search(r"^streaming: .* sent [\d.]+ kB, DDP would have sent 1.54 MB", said, re.MULTILINE), said
     assert (home / "both.html").stat().st_size > 50_000
@@ -154,7 +154,7 @@ def test_perfetto_drops_no_span_of_rounds_that_overlap_or_of_a_machine_whose_clo
     write_lines(run.path / "rounds.jsonl", rounds)
     late = sign(1, 1280, 190) | {"begun": run.begun - 3.3}
     (run.path / "ranks" / "replica1.json").write_text(json.dumps(late))
-    found = [one for one in trace([Run(run.path)])["traceEvents"] if one["ph"] == "X"]
+    found = [one for one in trace([ObservedRun(run.path)])["traceEvents"] if one["ph"] == "X"]
     assert len(kept_by_perfetto(found)) == len(found)
     mine = [one for one in found if one["pid"] == 1 and one["cat"] == "rounds"]
     assert [one["name"] for one in mine].count("round") == 200

@@ -14,11 +14,12 @@ import time
 import pytest
 
 from farflung.base.events import Kind
-from farflung.observe import folder
+from farflung.launch import folder
 from farflung.observe.folder import named_run
-from farflung.observe.run import Run
+from farflung.observe.run import ObservedRun
 from farflung.process import run_files
 from farflung.testing.patience import patience
+from tests.observe.made import rows_of
 from tests.waits import until
 
 TRAINS = """
@@ -70,7 +71,7 @@ def launched(farflung, home, monkeypatch):
 
     def launch(*words, flags=()):
         done = farflung("launch", "--cpu", *flags, "train.py", *words)
-        return done, Run(named_run(None))
+        return done, ObservedRun(named_run(None))
 
     return launch
 
@@ -89,11 +90,12 @@ def test_two_ranks_leave_settings_logs_rounds_metrics_and_events(launched):
         assert [line[9:] for line in log if "at " in line and "RANK" not in line] == [
             f"rank {rank} at {step}" for step in range(12)
         ]
-    assert [(row["step"], row["members"]) for row in run.rounds] == [(4, [0, 1]), (8, [0, 1]), (12, [0, 1])]
-    assert all(run.begun <= row["time"] <= time.time() for row in run.rounds)
-    assert [row["step"] for row in run.metrics] == list(range(12))
-    assert all(row["values"].keys() == {"loss", "lr", "note"} for row in run.metrics)
-    assert all(isinstance(row["values"]["loss"], float) for row in run.metrics)
+    assert [(row.step, row.members) for row in run.rounds] == [(4, (0, 1)), (8, (0, 1)), (12, (0, 1))]
+    assert all(run.begun <= row.time <= time.time() for row in run.rounds)
+    logged = rows_of(run.path / "metrics.jsonl")
+    assert [row["step"] for row in logged] == list(range(12))
+    assert all(row["values"].keys() == {"loss", "lr", "note"} for row in logged)
+    assert all(isinstance(row["values"]["loss"], float) for row in logged)
     kinds = [event.kind for event in run.events]
     assert kinds == ["started", "model", "checkpoint", "saving", "ended"]
     assert (run.events[1].facts["parameters"], run.events[1].facts["strategy"]) == (5, "MULTI_CPU")
@@ -107,8 +109,8 @@ def test_rounds_of_bare_loops_between_fixed_ranks_are_there_once_and_shown(farfl
     monkeypatch.delenv("FARFLUNG_RUN_DIR")
     done = farflung("launch", "--cpu", "--num_processes", "2", "train.py")
     assert done.returncode == 0, done.stderr
-    rounds = [(row["model"], row["number"], row["step"], row["members"]) for row in Run(named_run(None)).rounds]
-    assert rounds == [(0, 1, 4, [0, 1]), (0, 2, 8, [0, 1]), *((1, k, s, [0, 1]) for k, s in ((1, 3), (2, 6), (3, 8)))]
+    rounds = [(row.model, row.number, row.step, row.members) for row in ObservedRun(named_run(None)).rounds]
+    assert rounds == [(0, 1, 4, (0, 1)), (0, 2, 8, (0, 1)), *((1, k, s, (0, 1)) for k, s in ((1, 3), (2, 6), (3, 8)))]
     assert "5 rounds" in farflung("watch", "--once").stdout
 
 
@@ -154,18 +156,17 @@ def test_what_is_there_is_whole_after_a_kill(home, monkeypatch):
     launcher = subprocess.Popen([sys.executable, "-m", "farflung", "launch", "--cpu", "train.py", "1000"])
     deadline = time.monotonic() + patience(60)
     run = None
-    while run is None or not run.ranks or run.ranks[0].step < 110 or len(run.metrics) < 50:
+    while run is None or not run.ranks or run.ranks[0].step < 110 or run.curves.loss is None:
         assert time.monotonic() < deadline
         time.sleep(0.1)
         if (home / "farflung-runs" / "latest").exists():
-            run = Run(named_run(None))
+            run = ObservedRun(named_run(None))
     os.kill(run.ranks[0].row["pid"], signal.SIGKILL)
     launcher.wait()
     run.look()
-    for file in run.path.glob("*.jsonl"):
-        for line in file.read_text().splitlines():
-            json.loads(line)
-    assert [row["step"] for row in run.metrics] == list(range(len(run.metrics)))
+    written = {file.name: rows_of(file) for file in run.path.glob("*.jsonl")}
+    logged = written["metrics.jsonl"]
+    assert [row["step"] for row in logged] == list(range(len(logged)))
     assert run.state == "dead"
 
 

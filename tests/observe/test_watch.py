@@ -22,15 +22,15 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from farflung.base.errors import ConfigError
-from farflung.observe import folder
+from farflung.launch import folder
 from farflung.observe.folder import named_run
 from farflung.observe.problems import problems
 from farflung.observe.report import report
-from farflung.observe.run import Run
+from farflung.observe.run import ObservedRun
 from farflung.observe.watch import screen
 from farflung.testing.patience import patience
 from tests.launch.machines import ADDRESSES, Machines, two_machines
-from tests.observe.made import T0, a_round, sign, write_lines, write_run
+from tests.observe.made import T0, a_round, rows_of, sign, write_lines, write_run
 from tests.waits import until
 
 PAGE = Path(__file__).parents[2] / "docs" / "watch.md"
@@ -68,7 +68,7 @@ def utc(monkeypatch):
 
 def made(path, signs, **more):
     now = write_run(path, signs, **more)
-    return Run(path, clock=lambda: now)
+    return ObservedRun(path, clock=lambda: now)
 
 
 def late_replica(path):
@@ -129,7 +129,7 @@ def test_all_is_well_where_ranks_move_on_and_where_a_run_has_ended_well(tmp_path
 
 def test_a_run_whose_launcher_and_ranks_are_gone_is_dead(tmp_path):
     now = write_run(tmp_path / "run", [sign(1, 1216, 100), sign(2, 1216, 100)])
-    run = Run(tmp_path / "run", clock=lambda: now)
+    run = ObservedRun(tmp_path / "run", clock=lambda: now)
     assert run.state == "dead"
     assert "nobody gives a sign any more" in problems(run)[0]
     assert "dead" in shown(run, 80)
@@ -140,17 +140,18 @@ def test_lines_that_are_torn_or_are_being_written_are_left_out(tmp_path):
     (tmp_path / "run" / "ranks" / "replica1.json").write_text('{"time": 17')
     with (tmp_path / "run" / "rounds.jsonl").open("a") as file:
         file.write('\x00\x00{"mod\n{"model": 0, "num')
-    run = Run(tmp_path / "run")
+    run = ObservedRun(tmp_path / "run")
     assert (len(run.voted), run.ranks) == (40, [])
     shown(run, 80)
 
 
 def test_a_loss_that_is_no_number_is_said_in_the_curve_the_figures_and_json(tmp_path):
     run = made(tmp_path / "run", [sign(1, 1216, 199)])
+    logged = rows_of(run.path / "metrics.jsonl")
     for word, place in (("NaN", 90), ("Infinity", 120), ("-Infinity", 121)):
-        rows = [row | {"values": {"loss": word if k >= place else 2.0}} for k, row in enumerate(run.metrics)]
+        rows = [row | {"values": {"loss": word if k >= place else 2.0}} for k, row in enumerate(logged)]
         write_lines(run.path / "metrics.jsonl", rows)
-        again = Run(run.path)
+        again = ObservedRun(run.path)
         text = shown(again, 100)
         assert "!" in re.search("loss (.*) 2 to (nan|inf|-inf)", text)[1]
         assert f"loss is not finite in {180 - place} of 180 values, first at step {8 * place}" in text
@@ -163,7 +164,7 @@ def test_older_rounds_can_be_looked_at(tmp_path):
     path = tmp_path / "run"
     now = write_run(path, [sign(1, 1216, 200)], rounds=0)
     write_lines(path / "rounds.jsonl", [a_round(k, 1, [1], k, dropped=k < 5) for k in range(200)])
-    run = Run(path, clock=lambda: now)
+    run = ObservedRun(path, clock=lambda: now)
 
     def cells(back):
         return set(re.search("(?m)^replica 0 ([■x]+)$", shown(run, 80, back=back))[1])
@@ -212,7 +213,9 @@ def watched(width, one, fate):
     watch.expect("rounds: ")
     watch.expect("waiting")
     # A record that is being written is found the next time.
-    pid = until(lambda: [each.row["pid"] for each in Run(named_run(None)).ranks if re.fullmatch(one, each.name)])[0]
+    pid = until(
+        lambda: [each.row["pid"] for each in ObservedRun(named_run(None)).ranks if re.fullmatch(one, each.name)]
+    )[0]
     os.kill(pid, signal.SIGSTOP)
     stopped = time.monotonic()
     watch.expect(rf"{one}\s+on\s+\S+\s+{fate}", timeout=patience(5))

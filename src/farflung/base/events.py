@@ -207,7 +207,8 @@ def _of_a_launcher(event: Event) -> str:
             which = f"restart {facts['restart']} of {facts['max_restarts']} within an hour"
             return f"{who} {facts['how']}; it starts again in {facts['wait_s']:g} s ({which})"
         case Kind.RESTARTED:
-            return f"the processes start again (restart {facts['attempt'] - 1} of {facts['max_restarts']})"
+            restart = facts["restart"] if "restart" in facts else facts["attempt"] - 1  # as 0.1 wrote it
+            return f"the processes start again (restart {restart} of {facts['max_restarts']})"
         case Kind.FAILED if "why" in facts:
             return f"{who} failed: {(facts['why'].splitlines() or [''])[0]}"
         case Kind.FAILED:

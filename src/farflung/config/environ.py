@@ -25,7 +25,8 @@ SHOWS_ATTEMPTS = "FARFLUNG_SHOWS_ATTEMPTS"  # if the launcher shows how each att
 REPORTS = "FARFLUNG_REPORTS"  # the file descriptor to which a launcher under a tether reports, by its number
 LAUNCHER = "FARFLUNG_LAUNCHER"  # the process that a rank must not outlive, by its number
 RUN_FOLDER = "FARFLUNG_RUN_FOLDER"  # where ranks write of their run
-OF_LAUNCHERS = (SHOWS_ATTEMPTS, REPORTS, LAUNCHER, RUN_FOLDER)
+RUN_ATTEMPT = "FARFLUNG_RUN_ATTEMPT"  # which one it is in that folder, by its number
+OF_LAUNCHERS = (SHOWS_ATTEMPTS, REPORTS, LAUNCHER, RUN_FOLDER, RUN_ATTEMPT)
 MEMBER_VARIABLES = ("FARFLUNG_STORE", "FARFLUNG_MEMBER")  # of a replica that comes and goes: the run's address, its id
 
 

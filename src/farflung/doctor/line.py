@@ -159,7 +159,7 @@ def _line(transport: C10dTransport, key: str, rank: int, timeout_s: float) -> di
 
 
 class _Pair:
-    """Two machines, of which one sends bytes, and the other answers with its clock once they have arrived."""
+    """One of two machines: the first sends bytes, the other answers with its clock once they have arrived."""
 
     def __init__(self, group: dist.ProcessGroup, other: int, timeout: timedelta) -> None:
         self._send: Callable[..., Any] = lambda x: group.send([x], other, 0).wait(timeout)
@@ -232,7 +232,9 @@ def _described(
             ahead = f"the second clock is {one['skew_s']:+.3g} s ahead"
             todo.append(f"lines: {key}: {ahead}. Have NTP keep both, or logs can't be compared.")
     figures = {"port": site.port, "machines": came, "missing": missing, "lines": measured, "differing": differing}
-    return Found("\n".join([*lines, *_table(differing)]), figures, tuple(todo))
+    if not differing:
+        lines.append("versions: the same on all machines that came")
+    return Found("\n".join(lines), figures, tuple(todo))
 
 
 def _in_words(one: Mapping[str, Any]) -> str:
@@ -248,14 +250,3 @@ def _differing(facts: Mapping[int, Mapping[str, str]]) -> Iterator[tuple[str, di
         by_machine = {rank: one.get(name, "not known") for rank, one in facts.items()}
         if len(set(by_machine.values())) > 1:
             yield name, by_machine
-
-
-def _table(differing: Mapping[str, Mapping[int, str]]) -> list[str]:
-    rows = [[name, *by_machine.values()] for name, by_machine in differing.items()]
-    if not rows:
-        return ["versions: the same on all machines that came"]
-    ranks = next(iter(differing.values()))
-    return [
-        " ".join(f"{cell:<12}" for cell in row).rstrip()
-        for row in [["differs", *(f"machine {rank}" for rank in ranks)], *rows]
-    ]

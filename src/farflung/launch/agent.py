@@ -164,7 +164,13 @@ def _show_attempt(log_dir: Path, first_rank: int, settings: LaunchSettings, atte
     """Show why the attempt before this one failed."""
     if attempt > 1 and (failures := _reported(log_dir, first_rank)):
         show(failures, checkpoint=newest_checkpoint(log_dir))
-        record(Kind.RESTARTED, level=logging.ERROR, attempt=attempt, max_restarts=settings.max_restarts)
+        record(
+            Kind.RESTARTED,
+            level=logging.ERROR,
+            attempt=attempt,
+            restart=attempt - 1,
+            max_restarts=settings.max_restarts,
+        )
 
 
 def _reported(log_dir: Path, first_rank: int, before_s: float = inf) -> tuple[Failure, ...]:

@@ -21,6 +21,7 @@ from farflung.base.lazy import LazyModule
 from farflung.config.launch import LaunchSettings, flags_for
 from farflung.config.resolve import Resolved
 from farflung.launch.dry_run import described
+from farflung.launch.folder import RunFolder
 from farflung.launch.network import NAME_WAIT_S, choose_interface, is_loopback, resolve_host
 from farflung.launch.plan import (
     Script,
@@ -34,7 +35,6 @@ from farflung.launch.plan import (
     with_log_dir,
 )
 from farflung.launch.replicas import new_machine_name, supervise
-from farflung.observe.folder import RunFolder
 from farflung.process.identity import has_ended
 from farflung.process.sockets import serve_store
 

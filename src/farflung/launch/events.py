@@ -8,14 +8,13 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import TextIO
 
 from farflung.base.events import EVENTS, FILES_ONLY, Event, Kind, Sink, tell, words
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
+from farflung.launch.folder import RunFolder
 from farflung.launch.report import show_box
-from farflung.process.run_files import write_event
 
 _NOT_IN_FOLDERS = {"report", "goes_on"}  # reports, and the ends of launchers whose runs continue
 _UNSPOKEN = (Kind.STARTED, Kind.ENDED)  # between what a script prints, unless the event says how to join
@@ -49,13 +48,13 @@ class Screen(Sink):
 class FolderSink(Sink):
     """The run's folder, which has the reports of failures as the ranks have written them."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, folder: RunFolder) -> None:
         super().__init__(FILES_ONLY)
-        self._path = path
+        self._folder = folder
 
     def show(self, event: Event) -> None:
-        if self._path is not None and not event.facts.keys() & _NOT_IN_FOLDERS:
-            write_event(self._path, event)
+        if not event.facts.keys() & _NOT_IN_FOLDERS:
+            self._folder.write(event)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from farflung.config.grid import check_layout
 from farflung.config.launch import DEFAULT_PORT, LaunchSettings, rank_variables
 from farflung.config.resolve import Resolved, explained
 from farflung.integrations.as_accelerate import path_variables
+from farflung.launch.folder import RunFolder
 from farflung.launch.network import (
     NAME_WAIT_S,
     Interface,
@@ -35,7 +36,6 @@ from farflung.launch.network import (
     refuse_busy_port,
     resolve_host,
 )
-from farflung.observe.folder import RunFolder
 from farflung.process.run_files import LOGS
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from farflung.config.launch import LaunchSettings
 from farflung.config.resolve import Resolved
 from farflung.launch.codes import BY_SIGNAL, CODES, DONE, REQUEUE
 from farflung.launch.dry_run import described
+from farflung.launch.folder import RunFolder
 from farflung.launch.plan import Plan, Script, check_recipe, lone_environment, make_plan, with_log_dir
 from farflung.launch.report import in_order, in_short, show
-from farflung.observe.folder import RunFolder
 from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND, PREEMPTED
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from farflung.config.places import former_files
 from farflung.config.resolve import Resolved
 from farflung.launch.codes import DONE, INTERRUPTED, EngineFailure, of_error
 from farflung.launch.events import FolderSink, Screen, showing
+from farflung.launch.folder import RunFolder, make_folder
 from farflung.launch.plan import Script
-from farflung.observe.folder import RunFolder, make_folder
 
 if TYPE_CHECKING:
     from farflung.launch import elastic, run
@@ -68,7 +68,7 @@ def launch_script(resolved: Resolved, script: Script) -> int:
             return DONE
         started = starter.prepare()
         folder = make_folder(resolved, script.name, script.arguments, started, starter.is_lone)
-        EVENTS.addHandler(FolderSink(folder.path))
+        EVENTS.addHandler(FolderSink(folder))
         record(Kind.STARTED, **started)
         code = INTERRUPTED
         try:

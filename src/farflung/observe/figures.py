@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from farflung.base.events import Kind
 from farflung.base.words import in_bytes
-from farflung.observe.records import Row
-from farflung.observe.run import Rank, Run
+from farflung.observe.records import RoundLine, Row
+from farflung.observe.run import ObservedRun, Rank
 
 SHARES = ("computing", "waiting", "saving", "recovering", "starting")
 _GB = 1e9
@@ -26,7 +26,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Figures:
-    """A run in figures. Sums are over all replicas that write into its folder."""
+    """The latest attempt of a run in figures. Sums are over all replicas that write into its folder."""
 
     seconds: dict[str, float]  # of replicas, by what they did (`SHARES`)
     replica_hours: float
@@ -54,58 +54,55 @@ class Figures:
         return "; ".join(said)
 
 
-def figures(run: Run, price_hour: float | None = None, price_gb: float | None = None) -> Figures:
+def figures(run: ObservedRun, price_hour: float | None = None, price_gb: float | None = None) -> Figures:
     """Return a run's figures; prices in US dollars, of an hour of one replica and of a GB sent."""
     seconds = dict.fromkeys(SHARES, 0.0)
     for one in writers(run):
         for span in spans(run, one):
             seconds[span.name] += span.end - span.begin
-    leaders = [one for one in run.ranks if one.row.get("rank", 0) % _island(run) == 0]
+    island = _island(run)
+    leaders = [one for one in run.ranks if one.row["rank"] % island == 0]
     hours = sum(one.row["time"] - one.row["begun"] for one in leaders) / 3600
     sent, ddp = _bytes(run, leaders)
     usd = None
     if price_hour is not None or price_gb is not None:
         usd = hours * (price_hour or 0.0) + (sent or 0.0) / _GB * (price_gb or 0.0)
-    voted = [lines[0] for lines in run.voted]
-    values = [value for _, _, value in run.series()]
+    voted, loss = run.voted, run.curves.loss
     return Figures(
         seconds=seconds,
         replica_hours=hours,
         steps=max((one.step for one in run.ranks), default=0),
         rounds=len(voted),
-        dropped=sum(row["dropped"] for row in voted),
-        lost=sum(len(row["lost"]) for row in voted),
-        joined=sum(len(row["joined"]) for row in voted),
+        dropped=sum(row.dropped for row in voted),
+        lost=sum(len(row.lost) for row in voted),
+        joined=sum(len(row.joined) for row in voted),
         bytes_sent=sent,
         bytes_ddp=ddp,
-        loss=values[-1] if values else None,
+        loss=None if loss is None else loss.last,
         usd=usd,
     )
 
 
-def writers(run: Run) -> list[Rank]:
+def writers(run: ObservedRun) -> list[Rank]:
     """Return the ranks that write about rounds: the first one of each replica that comes and goes, else rank 0."""
-    return [one for one in run.ranks if one.row.get("rank", 0) == 0]
+    return [one for one in run.ranks if one.row["rank"] == 0]
 
 
-def own_rounds(run: Run, one: Rank) -> list[Row]:
-    """Return the lines about rounds that a rank has written."""
-    return [row for row in run.rounds if row.get("member") == one.row.get("member")]
-
-
-def spans(run: Run, one: Rank) -> list[Span]:
+def spans(run: ObservedRun, one: Rank) -> list[Span]:
     """Return what a rank did from its start to its last sign, without a gap and without an overlap."""
     begun, last = float(one.row["begun"]), float(one.row["time"])
     marks = []
-    own = [line for line in run.steps if all(line.get(name) == one.row.get(name) for name in ("member", "rank"))]
-    if own or not one.step:
-        marks.append(Span("starting", begun, own[0]["time"] - own[0]["step"] / max(one.rate, 1e-9) if own else last))
-    for row in own_rounds(run, one):
-        since = row["time"] - row["seconds_exposed"]
-        marks += [Span("waiting", since, row["time"]), Span("recovering", since - row["seconds_recovering"], since)]
-    for event in run.events:
-        if event.kind is Kind.SAVING and event.facts.get("member") == one.row.get("member"):
-            marks.append(Span("saving", event.time - event.facts["seconds"], event.time))
+    member, steps = one.row.get("member"), run.steps_of(one.row)
+    if steps is not None:
+        first = steps.first
+        marks.append(Span("starting", begun, first["time"] - first["step"] / max(one.rate, 1e-9)))
+    elif not one.step:
+        marks.append(Span("starting", begun, last))
+    for row in run.rounds_of(member):
+        since = row.time - row.seconds_exposed
+        marks += [Span("waiting", since, row.time), Span("recovering", since - row.seconds_recovering, since)]
+    for event in run.saving.get(member, ()):
+        marks.append(Span("saving", event.time - event.facts["seconds"], event.time))
     return list(_filled(sorted(marks, key=lambda span: span.end), begun, last))
 
 
@@ -123,38 +120,38 @@ def _filled(marks: list[Span], begin: float, end: float) -> Iterator[Span]:
         yield Span("computing", begin, end)
 
 
-def round_spans(row: Row) -> list[Span]:
+def round_spans(row: RoundLine) -> list[Span]:
     """Return a round as its writer saw it: the whole, and within it the vote, encoding, and the exchange until it has
     landed, which are one wait."""
-    end, vote, encode = row["time"], row["seconds_voting"], row["seconds_encoding"]
-    whole = max(row["seconds_exposed"] + row["seconds_hidden"], vote + encode + row["seconds_landing"])
+    end, vote, encode = row.time, row.seconds_voting, row.seconds_encoding
+    whole = max(row.seconds_exposed + row.seconds_hidden, vote + encode + row.seconds_landing)
     edges = [min(edge, end) for edge in (end - whole, end - whole + vote, end - whole + vote + encode, end)]
     return [Span("round", end - whole, end), *map(Span, ("vote", "encode", "exchange"), edges, edges[1:])]
 
 
-def ddp_bytes_per_step(run: Run, replicas: float) -> float | None:
+def ddp_bytes_per_step(run: ObservedRun, replicas: float) -> float | None:
     """Return what one of so many replicas sends in a step of DDP: a ring all-reduce of its gradients."""
     model = model_of(run)
     return None if model is None or replicas < 1 else 2 * (replicas - 1) / replicas * model["bytes"]
 
 
-def _bytes(run: Run, leaders: list[Rank]) -> tuple[float | None, float | None]:
+def _bytes(run: ObservedRun, leaders: list[Rank]) -> tuple[float | None, float | None]:
     """Return what all replicas have sent, and what DDP would have."""
-    voted = [lines[0] for lines in run.voted]
-    many = sum(len(row["members"]) for row in voted) / len(voted) if voted else float(len(leaders))
+    voted = run.voted
+    many = sum(len(row.members) for row in voted) / len(voted) if voted else float(len(leaders))
     each = ddp_bytes_per_step(run, many)
     ddp = None if each is None else each * sum(one.step for one in leaders)
     if not voted:
         return ddp, ddp  # without rounds, the gradients of each step
-    is_elastic = "member" in voted[0]
-    return sum(row["bytes_sent"] * (1 if is_elastic else len(row["members"])) for row in run.rounds), ddp
+    is_elastic = voted[0].member is not None
+    return sum(row.bytes_sent * (1 if is_elastic else len(row.members)) for row in run.rounds), ddp
 
 
-def model_of(run: Run) -> Row | None:
+def model_of(run: ObservedRun) -> Row | None:
     """Return the facts of the model that the run trains; None before a rank has prepared it."""
-    return next((event.facts for event in run.events if event.kind is Kind.MODEL), None)
+    return next((event.facts for event in run.current if event.kind is Kind.MODEL), None)
 
 
-def _island(run: Run) -> int:
+def _island(run: ObservedRun) -> int:
     model = model_of(run)
     return 1 if model is None else max(1, int(model["island"]))

@@ -7,28 +7,29 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from farflung.base.events import Event, words
-from farflung.observe.records import Row
-from farflung.observe.run import Run
+from farflung.observe.records import RoundLine
+from farflung.observe.run import ObservedRun
+
+KINDS = ("lost", "dropped", "joined", "ran", "away")  # what a round was for a replica, the most notable first
 
 
-def rows_of(run: Run, rounds: Sequence[Sequence[Row]]) -> dict[str, list[int]]:
-    """Return the replicas that took part in rounds, by name: one that was started again is a new member."""
-    rows: dict[str, list[int]] = {}
-    for member in sorted({member for lines in rounds for member in lines[0]["members"]}):
-        rows.setdefault(run.title({"member" if "member" in run.rounds[0] else "rank": member}), []).append(member)
+def timeline(run: ObservedRun, rounds: Sequence[RoundLine]) -> dict[str, list[str]]:
+    """Return what each round was for each replica that took part in one, by name: one of `KINDS`.
+
+    A replica that was started again is a new member of its name.
+    """
+    members = sorted({member for this in rounds for member in this.members})
+    noun = "rank" if rounds and rounds[0].member is None else "member"
+    names = {member: run.title({noun: member}) for member in members}
+    rows = {name: ["away"] * len(rounds) for name in names.values()}
+    for k, this in enumerate(rounds):
+        lost = rounds[k + 1].lost if k + 1 < len(rounds) else {}
+        for member in sorted(this.members, reverse=True):
+            kind = "joined" if member in this.joined else "dropped" if this.dropped else "ran"
+            rows[names[member]][k] = "lost" if str(member) in lost else kind
     return rows
 
 
-def cell(this: Row, members: Sequence[int], following: Row | None) -> str:
-    """Return what a round was for a replica: `ran`, `dropped`, `lost`, `joined` or `away`."""
-    here = [member for member in members if member in this["members"]]
-    if not here:
-        return "away"
-    if following is not None and str(here[0]) in following["lost"]:
-        return "lost"
-    return "joined" if here[0] in this["joined"] else "dropped" if this["dropped"] else "ran"
-
-
-def described(run: Run, event: Event) -> str:
+def described(run: ObservedRun, event: Event) -> str:
     """Return what happened, in words."""
     return words(event if event.who else replace(event, who=run.title(event.facts)))

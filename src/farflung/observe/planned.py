@@ -9,12 +9,12 @@ import click
 
 from farflung.base.errors import ConfigError
 from farflung.cost.forecast import plan
-from farflung.observe.figures import model_of, own_rounds, round_spans, spans, writers
+from farflung.observe.figures import model_of, round_spans, spans, writers
 from farflung.observe.folder import named_run
-from farflung.observe.run import Run
+from farflung.observe.run import ObservedRun
 
 
-def measured(run: Run) -> dict[str, str | int]:
+def measured(run: ObservedRun) -> dict[str, str | int]:
     """Return the flags of `farflung plan` that a run gives, by name.
 
     A step is the time in which its first replica computed, by its steps. The line's rate is the bytes of a round by the
@@ -28,27 +28,27 @@ def measured(run: Run) -> dict[str, str | int]:
     if first is None or not first.step:
         raise ConfigError(f"{run.path} is of a run that made no step, so it has measured nothing.")
     computed = sum(span.end - span.begin for span in spans(run, first) if span.name == "computing")
-    own = own_rounds(run, first)
+    own = run.rounds_of(first.row.get("member"))
     found: dict[str, str | int] = {"step_seconds": f"{computed / first.step:.6g}", "steps": str(first.step)}
-    found["replicas"] = max((len(row["members"]) for row in own), default=len(run.ranks))
+    found["replicas"] = max((len(row.members) for row in own), default=len(run.ranks))
     model = model_of(run)
     if model is not None:
         found["parameters"] = str(model["parameters"])
     rates = []
     for row in own:
         exchange = round_spans(row)[3]
-        if row["bytes_sent"] and exchange.end > exchange.begin:
-            rates.append(8 * row["bytes_sent"] / (exchange.end - exchange.begin))
+        if row.bytes_sent and exchange.end > exchange.begin:
+            rates.append(8 * row.bytes_sent / (exchange.end - exchange.begin))
     if rates:
         found["bandwidth"] = f"{median(rates) / 1e6:.6g}Mbit"
-        found["latency"] = f"{500 * min(row['seconds_voting'] for row in own):.4g}ms"
+        found["latency"] = f"{500 * min(row.seconds_voting for row in own):.4g}ms"
     return found
 
 
 def _take(context: click.Context, option: click.Parameter, name: str | None) -> None:
     if name is None:
         return
-    found = measured(Run(named_run(name)))
+    found = measured(ObservedRun(named_run(name)))
     context.default_map = {**found, **(context.default_map or {})}
     flags = " ".join(f"--{key} {value}" for key, value in found.items())
     click.echo(f"farflung: as measured: {flags}", err=True)

@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from farflung.base.events import Kind
 from farflung.base.words import numbered
-from farflung.observe.run import Rank, Run
+from farflung.observe.run import ObservedRun, Rank
 from farflung.process.preemption import REQUEUE
 
 _LATE_S = 10.0  # in one call, before it is called late if nobody waits for it
 _WAITED = 0.2  # of the time
 
 
-def problems(run: Run) -> list[str]:
+def problems(run: ObservedRun) -> list[str]:
     """Return a line for each problem that the run's folder shows now; none for a run that has ended well."""
     ranks = run.ranks
     lost = [one for one in ranks if one.is_lost]
@@ -23,13 +23,14 @@ def problems(run: Run) -> list[str]:
         who = _list(lost) if lost else "its ranks"
         return [f"nobody gives a sign any more: {who} ended without a word, and so did the launcher"]
     if run.code is not None:
-        failed = [event for event in run.events if event.kind in (Kind.LOST, Kind.FAILED)]
+        failed = [event for event in run.current if event.kind in (Kind.LOST, Kind.FAILED)]
         return (
             []
             if run.code in (0, REQUEUE) or failed
             else [f"it ended with exit code {run.code}; see {run.path / 'logs'}"]
         )
-    said = [f"{one.name} on {one.row['host']} {_fate(one)}{_waits(waiting)}" for one in lost if not _left(run, one)]
+    left = {member for this in run.rounds for member in this.lost} if lost else set()
+    said = [f"{one.name} on {one.row['host']} {_fate(one)}{_waits(waiting)}" for one in lost if not _is_out(one, left)]
     if lost:
         return said
     late = [one for one in ranks if one.stuck_s and one not in waiting]
@@ -46,10 +47,9 @@ def problems(run: Run) -> list[str]:
     return said
 
 
-def _left(run: Run, one: Rank) -> bool:
-    """Return whether the others continue without a replica, as the launcher has said."""
-    member = one.row.get("member")
-    return member is not None and one.status == "gone" and any(str(member) in row["lost"] for row in run.rounds)
+def _is_out(one: Rank, left: Set[str]) -> bool:
+    """Return whether the others continue without a replica that is gone; `left`: the ids of those that rounds lost."""
+    return one.status == "gone" and str(one.row.get("member")) in left
 
 
 def _fate(one: Rank) -> str:

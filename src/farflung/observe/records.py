@@ -14,9 +14,14 @@ import re
 import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import MappingProxyType
+from typing import Any, BinaryIO, NamedTuple
 
+from farflung.base.events import Event
+
+_CHUNK_BYTES = 1 << 13  # fewer rows than make the collector of garbage look at them again and again
 _MOST_BYTES = 1 << 24  # of one line, or of a file that is one record
 _LAST_MOMENT = 253_402_214_400.0  # a day before the year 10000, where calendars end
 _LONGEST_S, _MOST, _LAST_PID = 1e12, 1 << 53, (1 << 31) - 1
@@ -29,7 +34,8 @@ Row = Mapping[str, Any]
 _Read = Callable[[Any], Any]
 
 
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
+    """Read a text, without what a terminal would obey."""
     if type(value) is not str:
         raise TypeError(value)
     return value if value.isprintable() else _UNPRINTABLE.sub("\ufffd", value)
@@ -76,7 +82,7 @@ def _object(read: _Read) -> _Read:
     def fields(value: Any) -> dict[str, Any]:
         if type(value) is not dict:
             raise TypeError(value)
-        return {_text(name): read(item) for name, item in value.items()}
+        return {text(name): read(item) for name, item in value.items()}
 
     return fields
 
@@ -87,36 +93,52 @@ def _any(value: Any) -> Any:
         return _object(_any)(value)
     if isinstance(value, list):
         return [_any(item) for item in value]
-    return _text(value) if isinstance(value, str) else value
+    return text(value) if isinstance(value, str) else value
 
 
-def _logged(value: Any) -> Any:
+def logged(value: Any) -> Any:
     """Read what a script has logged: NaN and infinities are texts in these files."""
     if isinstance(value, str):
-        return NOT_FINITE.get(value, _text(value))
+        return NOT_FINITE.get(value, text(value))
     try:
         return float(value) if isinstance(value, (int, float)) else _any(value)
     except OverflowError:  # an integer of more than 308 digits
         return math.inf if value > 0 else -math.inf
 
 
-_moment, _seconds, _count = _number(_LAST_MOMENT), _number(_LONGEST_S), _integer(_MOST)
+moment, _seconds, _count = _number(_LAST_MOMENT), _number(_LONGEST_S), _integer(_MOST)
+
+
+def optional_count(value: Any) -> int | None:
+    """Read a whole number from 0 on, or none."""
+    return None if value is None else _count(value)
+
+
+@lru_cache(1024)
+def _same(value: tuple[int, ...]) -> tuple[int, ...]:
+    """Return one tuple for all that are equal: rounds have the same few members."""
+    return value
+
+
+def _counts(value: Any) -> tuple[int, ...]:
+    return _same(tuple(_list(_count)(value)))
+
+
 _READ: Mapping[str, _Read] = {
-    **dict.fromkeys(("time", "begun", "since", "started"), _moment),
+    **dict.fromkeys(("time", "begun", "since", "started"), moment),
     **dict.fromkeys(("number", "step", "model", "rank", "bytes_sent", "parameters", "bytes", "island"), _count),
-    **dict.fromkeys(("member", "generation", "v"), _count),
-    **dict.fromkeys(("host", "call", "at", "why", "script", "name", "message", "strategy", "folder"), _text),
-    **dict.fromkeys(("event", "git", "identity", "replica"), _text),
+    **dict.fromkeys(("member", "generation", "v", "attempt", "restart"), _count),
+    **dict.fromkeys(("host", "call", "at", "why", "script", "name", "message", "strategy", "folder"), text),
+    **dict.fromkeys(("event", "git", "identity", "replica", "launcher"), text),
     **dict.fromkeys(("world", "settings", "versions"), _object(_any)),
-    **dict.fromkeys(("members", "joined"), _list(_count)),
-    **dict.fromkeys(("arguments", "stack"), _list(_text)),
+    **dict.fromkeys(("members", "joined"), _counts),
+    **dict.fromkeys(("arguments", "stack"), _list(text)),
     **dict.fromkeys((f"seconds_{part}" for part in ("exposed", "hidden", "voting", "encoding", "landing")), _seconds),
     **dict.fromkeys(("seconds", "seconds_recovering"), _seconds),
     **dict.fromkeys(("ended", "code"), _integer(255, -255)),
     "pid": _integer(_LAST_PID),
     "dropped": _flag,
-    "lost": _object(_text),
-    "values": _object(_logged),
+    "lost": _object(text),
 }
 _NEEDED = {  # of events; the others are shown by their message, or by their name and facts
     "process": ("member", "name"),
@@ -133,32 +155,51 @@ def _known(row: Any, needed: Mapping[str, Any]) -> dict[str, Any]:
     return {name: read(row[name]) for name, read in _READ.items() if name in row}
 
 
-def event(row: Any) -> Row:
+def event(row: Any) -> Event:
     """Read a line of `events.jsonl`: facts that are not known are only shown."""
     needed = _NEEDED.get(row["event"], ())
     facts = {name: _READ.get(name, _any)(value) for name, value in row.items() if value is not None}
-    return {name: facts[name] for name in ("event", "time", *needed)} | facts
-
-
-def logged_round(row: Any) -> Row:
-    """Read a line of `rounds.jsonl`; what former releases did not write has a default."""
-    optional = dict.fromkeys(("seconds_voting", "seconds_encoding", "seconds_landing", "seconds_recovering"), 0)
-    found = _known(row, {"model": 0, "step": 0, "lost": {}, "joined": [], "seconds_hidden": 0, **optional})
-    for name in ("time", "number", "members", "dropped", "bytes_sent", "seconds_exposed"):
-        found[name]  # KeyError: it is no round
+    found = Event.of_row({name: facts[name] for name in ("event", "time", *needed)} | facts)
+    if found is None:
+        raise ValueError("it is no event")
     return found
+
+
+class RoundLine(NamedTuple):
+    """A round of the outer loop, as one replica saw it; what former releases did not write has a default."""
+
+    time: float
+    number: int
+    members: tuple[int, ...]
+    dropped: bool
+    bytes_sent: int
+    seconds_exposed: float
+    seconds_hidden: float = 0.0
+    step: int = 0
+    lost: Mapping[str, str] = MappingProxyType({})  # why, by id
+    joined: tuple[int, ...] = ()
+    seconds_voting: float = 0.0
+    seconds_encoding: float = 0.0
+    seconds_landing: float = 0.0
+    seconds_recovering: float = 0.0
+    model: int = 0
+    member: int | None = None  # that wrote it
+    attempt: int | None = None
+    restart: int | None = None
+
+
+def logged_round(row: Any) -> RoundLine:
+    """Read a line of `rounds.jsonl`; TypeError for one that lacks what has no default."""
+    return RoundLine(**{name: read(row[name]) for name, read in _OF_ROUNDS if row.get(name) is not None})
+
+
+_OF_ROUNDS = [(name, _READ[name]) for name in RoundLine._fields]
 
 
 def steps(row: Any) -> Row:
     """Read a line of `steps.jsonl`."""
     found = _known(row, {})
     return {"time": found["time"], "step": found["step"]} | found
-
-
-def metrics(row: Any) -> Row:
-    """Read a line of `metrics.jsonl`."""
-    found = _known(row, {})
-    return {"time": found["time"], "values": found["values"], "step": None} | found
 
 
 def sign(row: Any) -> Row:
@@ -214,19 +255,21 @@ def json_of(path: Path) -> Any:
     return _value(held)
 
 
-def read_sign(path: Path) -> tuple[Row, float] | None:
-    """Return the latest sign of a rank and when it was written; None while it is being written.
+def read_sign(path: Path, known_ns: int | None) -> tuple[Row, int] | None:
+    """Return the latest sign of a rank and when it was written; None for the known one, and while it is being written.
 
     Raises:
         ValueError: it is no sign that this release knows.
     """
     try:
+        written_ns = path.stat().st_mtime_ns
+        if written_ns == known_ns:
+            return None
         held = json_of(path)
-        written = path.stat().st_mtime
     except (OSError, ValueError):
         return None
     try:
-        return sign(held), written
+        return sign(held), written_ns
     except (*_WRONG, AttributeError):
         raise ValueError(path.name) from None
 
@@ -242,22 +285,42 @@ class Lines:
     """A file of JSON lines, each read once: a look begins where the last one ended.
 
     Args:
-        read: returns a row with the types that its callers rely on, or raises.
+        take: is called with each row and returns its time; it raises for what this release can't read.
     """
 
-    def __init__(self, path: Path, read: Callable[[Any], Row]) -> None:
-        self._path, self._read, self._at = path, read, 0
-        self.rows: list[Row] = []
+    def __init__(self, path: Path, take: Callable[[Any], float]) -> None:
+        self._path, self._take, self._at = path, take, 0
+        self.last = 0.0  # the time of the last row
         self.num_unread = 0  # lines that were left out
 
     def look(self) -> None:
         with suppress(OSError), _opened(self._path) as file:
             file.seek(self._at)
-            while line := file.readline(_MOST_BYTES):
-                if not line.endswith(b"\n") and len(line) < _MOST_BYTES:
-                    break  # it is being written
-                self._at += len(line)
-                try:
-                    self.rows.append(self._read(_value(line)))
-                except (*_WRONG, AttributeError):  # torn by a full disk, or of another release
-                    self.num_unread += not line.isspace()
+            while held := file.read(_CHUNK_BYTES):
+                if not (size := held.rfind(b"\n") + 1):
+                    held += file.readline(_MOST_BYTES)
+                    size = len(held)
+                    if not held.endswith(b"\n") and size < _MOST_BYTES:
+                        break  # it is being written
+                self._at += size
+                file.seek(self._at)
+                for row in _rows(held[:size]):
+                    try:
+                        self.last = self._take(row)
+                    except (*_WRONG, AttributeError):  # torn by a full disk, or of another release
+                        self.num_unread += 1
+
+
+def _rows(lines: bytes) -> list[Any]:
+    """Return the rows of whole lines: all at once, which is quicker, or one by one where some are no JSON."""
+    with suppress(ValueError):
+        rows: list[Any] = _value(b"[%s]" % lines.rstrip(b"\n").replace(b"\n", b",\n"))
+        if len(rows) == lines.count(b"\n"):  # or else two half ones may look like one
+            return rows
+    rows = []
+    for line in filter(bytes.strip, lines.split(b"\n")):
+        try:
+            rows.append(_value(line))
+        except ValueError:
+            rows.append(None)  # which is no row
+    return rows

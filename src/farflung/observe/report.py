@@ -21,16 +21,17 @@ from farflung.observe.figures import (
     Span,
     ddp_bytes_per_step,
     figures,
-    own_rounds,
     round_spans,
     spans,
     writers,
 )
 from farflung.observe.folder import named_run
-from farflung.observe.history import cell, described, rows_of
-from farflung.observe.run import Rank, Run
+from farflung.observe.history import KINDS, described, timeline
+from farflung.observe.logged import MOST_POINTS, Curve
+from farflung.observe.records import RoundLine
+from farflung.observe.run import ObservedRun, Rank
 
-_MOST_POINTS = 4000  # of a curve, in the page
+_MOST_CELLS = 2000  # of a replica's row, in the page
 _PICTURES = ("png", "svg", "pdf")
 _TRACKS = 1000  # most replicas of a trace whose tracks have different numbers
 
@@ -58,67 +59,89 @@ def page(data: Sequence[Mapping[str, Any]]) -> str:
     return text
 
 
-def data_of(run: Run, cost: Figures) -> dict[str, Any]:
+def data_of(run: ObservedRun, cost: Figures) -> dict[str, Any]:
     """Return what a page shows of a run."""
-    first = writers(run)[:1]
-    own = own_rounds(run, first[0]) if first else []
-    sent = list(accumulate(row["bytes_sent"] for row in own))
-    steps = [0, *(row["step"] for row in own)]
+    own = run.rounds_of(writers(run)[0].row.get("member")) if writers(run) else []
+    sent = list(accumulate(row.bytes_sent for row in own))
     each = None if own else ddp_bytes_per_step(run, len(run.ranks))
-    curves = {name: _curve(run, name, own, sent, each) for name in _curves(run)}
-    seconds = [row["time"] - run.begun for row in own]
-    gaps = [max(at - before, 1e-9) for at, before in zip(seconds, [0.0, *seconds], strict=False)]
-    places = {"seconds": seconds, "step": steps[1:], "bytes": sent}
-    if own:
-        waited = [min(1.0, row["seconds_exposed"] / gap) for row, gap in zip(own, gaps, strict=True)]
-        per_step = [row["bytes_sent"] / max(a - b, 1) for row, a, b in zip(own, steps[1:], steps, strict=False)]
-        curves["share of time waiting"] = {**places, "values": waited}
-        curves["bytes a step"] = {**places, "values": per_step}
-    shown = run.voted
-    grid = {
-        name: [cell(lines[0], ids, shown[k + 1][0] if k + 1 < len(shown) else None) for k, lines in enumerate(shown)]
-        for name, ids in (rows_of(run, shown) if shown else {}).items()
-    }
-    events = [(event.time - run.begun, described(run, event)) for event in run.events if event.kind is not Kind.PROCESS]
+    curves = {curve.name: _curve(run, curve, own, sent, each) for curve in run.curves.drawn}
+    places = _round_curves(run, own, curves)
+    loss, shown = run.curves.loss, run.voted
+    per = max(1, -(-len(shown) // _MOST_CELLS))
+    grid = {name: _condensed(cells, per) for name, cells in timeline(run, shown).items()}
+    events = [
+        (event.time - run.first_begun, described(run, event)) for event in run.events if event.kind is not Kind.PROCESS
+    ]
     return {
         "name": run.path.name,
         "state": run.state,
-        "summary": "; ".join(filter(None, [str(cost), run.not_finite, run.unread])),
+        "summary": _summary(run, cost),
         "facts": {name: run.facts[name] for name in ("script", "arguments", "host", "settings", "versions", "git")},
         "curves": curves,
-        "loss": run.loss_name,
-        "rounds": places if own else {},
+        "loss": None if loss is None else loss.name,
+        "rounds": places,
         "grid": grid,
+        "rounds_a_cell": per,
         "events": events,
     }
 
 
-def _curves(run: Run) -> list[str]:
-    """Return the metrics that are curves: the loss, and what has a rate in its name."""
-    names = {name for row in run.metrics for name in row["values"]}
-    rates = sorted(name for name in names if name.split("/")[-1] in ("lr", "learning_rate"))
-    return [*filter(None, [run.loss_name]), *rates]
+def _summary(run: ObservedRun, cost: Figures) -> str:
+    number, loss = run.attempts.latest.number, run.curves.loss
+    attempt = f"attempt {number} in this folder" if number > 1 else ""
+    return "; ".join(filter(None, [attempt, str(cost), "" if loss is None else loss.not_finite, run.unread]))
 
 
-def _curve(run: Run, name: str, own: Sequence[Any], sent: Sequence[int], each: float | None) -> dict[str, list[Any]]:
-    """Return a metric over seconds, steps and the bytes that one replica had sent by then."""
-    points = list(run.series(name))
-    points = points[:: max(1, -(-len(points) // _MOST_POINTS))]
-    at, k, sent_by = [row["time"] for row in own], 0, []
-    for number, (when, step, _) in enumerate(points):
-        while k < len(at) and at[k] <= when:
+def _condensed(cells: Sequence[str], per: int) -> list[str]:
+    """Return the most notable of so many rounds in one cell."""
+    return [min(cells[k : k + per], key=KINDS.index) for k in range(0, len(cells), per)]
+
+
+def _round_curves(
+    run: ObservedRun, own: Sequence[RoundLine], curves: dict[str, dict[str, list[Any]]]
+) -> dict[str, Any]:
+    """Add the curves of a replica's rounds, several of them in a point; return where the points lie."""
+    if not own:
+        return {}
+    per = -(-len(own) // MOST_POINTS)
+    waited, rates, sent, step, at = list[float](), list[float](), 0, 0, run.begun
+    places: dict[str, list[float]] = {"seconds": [], "step": [], "bytes": []}
+    for k in range(0, len(own), per):
+        rounds = own[k : k + per]
+        num_bytes, last = sum(row.bytes_sent for row in rounds), rounds[-1]
+        waited.append(min(1.0, sum(row.seconds_exposed for row in rounds) / max(last.time - at, 1e-9)))
+        rates.append(num_bytes / max(last.step - step, 1))
+        sent, step, at = sent + num_bytes, last.step, last.time
+        for place, x in (("seconds", at - run.first_begun), ("step", step), ("bytes", sent)):
+            places[place].append(x)
+    curves["share of time waiting"] = {**places, "values": waited}
+    curves["bytes a step"] = {**places, "values": rates}
+    return places
+
+
+def _curve(
+    run: ObservedRun, curve: Curve, own: Sequence[RoundLine], sent: Sequence[int], each: float | None
+) -> dict[str, list[Any]]:
+    """Return a metric over seconds, steps and the bytes that one replica had sent by then.
+
+    They are not known (None) of earlier attempts.
+    """
+    k, sent_by = 0, list[float | None]()
+    steps = [number if point.step is None else point.step for number, point in enumerate(curve.points)]
+    for point, step in zip(curve.points, steps, strict=True):
+        while k < len(own) and own[k].time <= point.time:
             k += 1
-        done = number if step is None else step
-        sent_by.append(done * each if each is not None else sent[k - 1] if k else 0)
+        by_rounds = sent[k - 1] if k else 0
+        sent_by.append(None if point.time < run.begun else by_rounds if each is None else step * each)
     return {
-        "seconds": [when - run.begun for when, _, _ in points],
-        "step": [number if step is None else step for number, (_, step, _) in enumerate(points)],
+        "seconds": [point.time - run.first_begun for point in curve.points],
+        "step": steps,
         "bytes": sent_by,
-        "values": [value if math.isfinite(value) else None for _, _, value in points],  # None: a gap
+        "values": [point.value if math.isfinite(point.value) else None for point in curve.points],  # None: a gap
     }
 
 
-def trace(runs: Sequence[Run]) -> dict[str, Any]:
+def trace(runs: Sequence[ObservedRun]) -> dict[str, Any]:
     """Return the runs in Chrome's trace format, which Perfetto opens: a process for each replica, times in us.
 
     Perfetto drops a span that begins in another one of its track and ends after it, be it by a nanosecond, and what
@@ -144,10 +167,12 @@ def trace(runs: Sequence[Run]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _round_tracks(run: Run, one: Rank) -> list[list[Span]]:
+def _round_tracks(run: ObservedRun, one: Rank) -> list[list[Span]]:
     """Return the spans of a rank's rounds: each round is in the first row in which all before it have ended."""
     tracks: list[list[Span]] = [[]]
-    for whole, *parts in sorted(map(round_spans, own_rounds(run, one)), key=lambda found: found[0].begin):
+    for whole, *parts in sorted(
+        map(round_spans, run.rounds_of(one.row.get("member"))), key=lambda found: found[0].begin
+    ):
         ends = (track for track in tracks if not track or track[-1].end <= whole.begin)
         if (free := next(ends, None)) is None:
             tracks.append(free := [])
@@ -155,7 +180,7 @@ def _round_tracks(run: Run, one: Rank) -> list[list[Span]]:
     return tracks
 
 
-def draw(runs: Sequence[Run], costs: Sequence[Figures], target: Path) -> None:
+def draw(runs: Sequence[ObservedRun], costs: Sequence[Figures], target: Path) -> None:
     """Draw the curves of runs into a picture: the loss over time, steps and bytes, and the time waiting.
 
     Raises:
@@ -169,12 +194,15 @@ def draw(runs: Sequence[Run], costs: Sequence[Figures], target: Path) -> None:
     axes = figure.subplots(2, 2).flat
     for run, cost in zip(runs, costs, strict=True):
         data = data_of(run, cost)
-        curve, waited = data["curves"].get(run.loss_name), data["curves"].get("share of time waiting")
+        loss, waited = run.curves.loss, data["curves"].get("share of time waiting")
+        curve = None if loss is None else data["curves"][loss.name]
         for axis, place in zip(axes, ("seconds", "step", "bytes"), strict=False):
-            axis.set(xlabel=place, ylabel=run.loss_name or "no loss was logged")
-            if curve is not None:
-                values = [math.nan if value is None else value for value in curve["values"]]
-                axis.plot(curve[place], values, label=" ".join(filter(None, [run.path.name, run.not_finite])))
+            axis.set(xlabel=place, ylabel="no loss was logged" if loss is None else loss.name)
+            if loss is not None and curve is not None:
+                pairs = zip(curve[place], curve["values"], strict=True)
+                known = [(x, math.nan if value is None else value) for x, value in pairs if x is not None]
+                label = " ".join(filter(None, [run.path.name, loss.not_finite]))
+                axis.plot([x for x, _ in known], [value for _, value in known], label=label)
         axes[3].set(xlabel="seconds", ylabel="share of time waiting")
         if waited is not None:
             axes[3].plot(waited["seconds"], waited["values"], label=run.path.name)
@@ -206,11 +234,12 @@ def report(
 
     RUN is a folder of a run, or its name in farflung-runs. [the newest]
     """
-    runs = [Run(named_run(one)) for one in run or (None,)]
+    runs = [ObservedRun(named_run(one)) for one in run or (None,)]
     costs = [figures(one, price_hour, price_gb) for one in runs]
     if as_json:
         rows = [
-            {"run": str(one.path), "state": one.state, **asdict(cost)} for one, cost in zip(runs, costs, strict=True)
+            {"run": str(one.path), "attempt": one.attempts.latest.number, "state": one.state, **asdict(cost)}
+            for one, cost in zip(runs, costs, strict=True)
         ]
         strict = json.loads(json.dumps(rows), parse_constant=str)  # JSON has no word for NaN and infinities
         click.echo(json.dumps(strict, indent=1))
@@ -233,5 +262,5 @@ def report(
     except OSError as error:
         raise ConfigError(f"{target} can't be written: {error.strerror}.") from None
     for one, cost in zip(runs, costs, strict=True):
-        click.echo(f"{one.path.name}: {'; '.join(filter(None, [str(cost), one.not_finite, one.unread]))}")
+        click.echo(f"{one.path.name}: {_summary(one, cost)}")
     click.echo(f"written to {target}")

@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
-import math
 import socket
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from farflung.base.errors import ConfigError
 from farflung.base.events import Event, Kind
 from farflung.observe import records
+from farflung.observe.attempts import Attempts, Life, is_gone
 from farflung.observe.folder import FACTS
-from farflung.observe.records import Row
+from farflung.observe.logged import Curves
+from farflung.observe.records import RoundLine, Row
 from farflung.process.identity import process_state
 from farflung.process.preemption import REQUEUE
 from farflung.process.run_files import EVENTS, METRICS, RANKS, ROUNDS, STEPS, name_of
@@ -23,13 +26,16 @@ SILENT_S = 3.0  # without a sign, which a rank gives each second
 _STUCK_S = 5.0  # in one call
 _DEAD_S = 60.0  # without a sign of anybody
 _ENDS = {0: "finished", REQUEUE: "saved at a signal"}  # other exit codes are failures
-_READERS = {
-    EVENTS: records.event,
-    ROUNDS: records.logged_round,
-    METRICS: records.metrics,
-    STEPS: records.steps,
-}
 _RATE_S = 4.0  # over which steps a second are counted, at least
+
+
+@dataclass
+class StepLines:
+    """How many steps a rank had made, in its latest life: the first line, and the latest ones."""
+
+    life: Life
+    first: Row
+    latest: deque[Row] = field(default_factory=lambda: deque(maxlen=4))
 
 
 @dataclass(frozen=True)
@@ -85,8 +91,18 @@ class Rank:
         return self.row.get("call") or self.row.get("at") or "native code"
 
 
-class Run:
-    """A run, as its folder shows it at the latest `look`.
+class ObservedRun:
+    """The latest attempt of a run, as its folder shows it at the latest `look`.
+
+    Attributes:
+        facts: how the latest launcher was started.
+        events: what happened, in all attempts.
+        current: those of this attempt.
+        curves: what the script has logged, in all attempts; steps that were made again count once.
+        rounds: a line for each round and replica that writes here, since the ranks have started.
+        ranks: those that have given a sign, in order of their replicas' ids.
+        state: `running`, `finished`, `saved at a signal`, `failed (1)`, or `dead`: nobody gives a sign any more.
+        code: the exit code; None while the run has none.
 
     Raises:
         ConfigError: it is no folder of a run, or its file can't be read.
@@ -98,13 +114,26 @@ class Run:
             self.facts, self._odd = records.facts_of(records.json_of(path / FACTS))
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} is no folder of a run: {FACTS} can't be read ({error}).") from None
-        self._files = {name: records.Lines(path / name, read) for name, read in _READERS.items()}
+        self.attempts = Attempts()
+        self.events, self.current = list[Event](), list[Event]()
+        self.saving = defaultdict[int | None, list[Event]](list)  # of this attempt, by member
+        self.curves = Curves(self.attempts)
+        self.rounds: list[RoundLine] = []
+        self._rounds = defaultdict[int | None, list[RoundLine]](list)  # by the replica that wrote them
+        self._voted: dict[tuple[int, int], RoundLine] = {}  # the first line of each, by number and model
+        self._life: Life = (1, 0)  # of the ranks that wrote them
+        self._steps: dict[str, StepLines] = {}
+        readers = {
+            EVENTS: self._take_event,
+            ROUNDS: self._take_round,
+            METRICS: self.curves.take,
+            STEPS: self._take_steps,
+        }
+        self._files = {name: records.Lines(path / name, take) for name, take in readers.items()}
+        self._names: dict[tuple[int, int], str] = {}  # of replicas, by attempt and id
+        self._signs: dict[str, tuple[Row, float]] = {}  # by name of the file, with since when
+        self._ended: dict[str, int] = {}  # when the files of ranks that have ended were written, by name, in ns
         self._odd_signs: set[str] = set()
-        self._events, self._num_read = list[Event](), 0
-        self._ranks: dict[str, tuple[Row, float]] = {}  # by name, with since when
-        self._names: dict[int, str] = {}  # of replicas, by their ids as members, of the first events
-        self._num_named = 0
-        self.now = clock()
         self.look()
 
     def look(self) -> None:
@@ -113,24 +142,31 @@ class Run:
         for file in self._files.values():
             file.look()
         for path in sorted((self.path / RANKS).glob("*.json")):
-            try:
-                found = records.read_sign(path)
-            except ValueError:
-                self._odd_signs.add(path.name)
-                continue
-            if found is not None:  # being written: the one before counts
-                self._note(path.stem, *found)
-                self._odd_signs.discard(path.name)
+            self._look_at_sign(path)
+        self.ranks = self._ranks()
+        self.state, self.code = self._state()
 
-    def _note(self, name: str, row: Row, written: float) -> None:
+    def _look_at_sign(self, path: Path) -> None:
         """Keep a sign, and since when by the clock of this machine it is the latest one.
 
         Another machine's clock tells that at the first look alone, when nothing has been seen to change.
         """
-        if name not in self._ranks:
-            self._ranks[name] = row, min(written, self.now)
-        elif row != self._ranks[name][0]:
-            self._ranks[name] = row, self.now
+        name = path.name
+        try:
+            found = records.read_sign(path, self._ended.get(name))
+        except ValueError:
+            self._odd_signs.add(name)
+            return
+        if found is None:  # being written, or as before
+            return
+        self._odd_signs.discard(name)
+        row, written_ns = found
+        if row.get("ended") is not None:
+            self._ended[name] = written_ns
+        if name not in self._signs:
+            self._signs[name] = row, min(written_ns / 1e9, self.now)
+        elif row != self._signs[name][0]:
+            self._signs[name] = row, self.now
 
     @property
     def unread(self) -> str:
@@ -139,74 +175,151 @@ class Run:
         left_out += [f"{name} of {FACTS}" for name in self._odd] + sorted(self._odd_signs)
         return f"not shown, as this release can't read it: {', '.join(left_out)}" if left_out else ""
 
-    @property
-    def events(self) -> list[Event]:
-        """What happened, oldest first."""
-        rows = self._files[EVENTS].rows
-        self._events += filter(None, map(Event.of_row, rows[self._num_read :]))
-        self._num_read = len(rows)
-        return self._events
+    # ---- lines
 
-    rounds = property(lambda self: self._files[ROUNDS].rows, doc="A line for each round and replica that writes here.")
-    metrics = property(lambda self: self._files[METRICS].rows, doc="What the script logged.")
-    steps = property(lambda self: self._files[STEPS].rows, doc="How many steps each rank had made, now and then.")
+    def _take_event(self, row: Any) -> float:
+        event = records.event(row)
+        before = self.attempts.latest.number
+        attempt = self.attempts.take(event)
+        latest = self.attempts.latest.number
+        if latest != before:
+            self.current = []
+            self.saving.clear()
+            self._begin_rounds((latest, 0))
+        if attempt == latest:
+            self.current.append(event)
+            if event.kind is Kind.SAVING:
+                self.saving[event.facts.get("member")].append(event)
+        if event.kind is Kind.PROCESS:
+            self._names[attempt, event.facts["member"]] = event.facts["name"]
+        self.events.append(event)
+        return event.time
 
-    @property
-    def ranks(self) -> list[Rank]:
-        """Those that have given a sign, in order of their replicas' ids."""
-        found = [self._rank(name, row, at) for name, (row, at) in self._ranks.items()]
-        found.sort(key=lambda one: (one.row.get("member") or 0, one.row.get("rank", 0)))
+    def _take_round(self, row: Any) -> float:
+        this = records.logged_round(row)
+        life = self.attempts.life(this.attempt, this.restart, this.time)
+        self._begin_rounds(life)
+        if life == self._life:
+            self.rounds.append(this)
+            self._rounds[this.member].append(this)
+            self._voted.setdefault((this.number, this.model), this)
+        return this.time
+
+    def _begin_rounds(self, life: Life) -> None:
+        """Forget the rounds of ranks that others have followed."""
+        if life > self._life:
+            self._life = life
+            self.rounds.clear()
+            self._rounds.clear()
+            self._voted.clear()
+
+    def _take_steps(self, row: Any) -> float:
+        line = records.steps(row)
+        name, life = name_of(line), self.attempts.life(line.get("attempt"), line.get("restart"), line["time"])
+        if name not in self._steps or self._steps[name].life < life:
+            self._steps[name] = StepLines(life, line)
+        if self._steps[name].life == life:
+            self._steps[name].latest.append(line)
+        return float(line["time"])
+
+    # ---- ranks
+
+    def _ranks(self) -> list[Rank]:
+        number = self.attempts.latest.number
+        found = [self._rank(row, since) for row, since in self._signs.values() if self._life_of(row)[0] == number]
+        found.sort(key=lambda one: (one.row.get("member") or 0, one.row["rank"]))
         latest = {one.name: one for one in found}  # a replica that was started again is a new member of its name
         return [one for one in found if latest[one.name] is one or not (one.is_lost or one.ended)]
 
-    def _rank(self, name: str, row: Row, since: float) -> Rank:
-        is_here = row.get("host") == socket.gethostname()
+    def _life_of(self, row: Row) -> Life:
+        return self.attempts.life(row.get("attempt"), row.get("restart"), row["begun"])
+
+    def _rank(self, row: Row, since: float) -> Rank:
+        is_here = row["host"] == socket.gethostname()
         ended = row.get("ended") is not None
         silent_s = 0.0 if ended else max(0.0, self.now - since)
         status = process_state(row["pid"], row.get("identity"), row["begun"]) if is_here and not ended else ""
-        return Rank(self.title(row), row, silent_s, is_here, status, self._rate(name, row))
+        return Rank(self.title(row), row, silent_s, is_here, status, self._rate(row))
+
+    def steps_of(self, row: Row) -> StepLines | None:
+        """Return how many steps the rank of a sign has made by when; None if that is not known."""
+        steps = self._steps.get(name_of(row))
+        return steps if steps is not None and steps.life == self._life_of(row) else None
+
+    def _rate(self, row: Row) -> float:
+        """Return the steps a second: since the latest line that is some seconds older than the sign."""
+        begun, done, steps = row["begun"], 0, self.steps_of(row)
+        for line in steps.latest if steps is not None else ():
+            if row["time"] - line["time"] >= _RATE_S:
+                begun, done = line["time"], line["step"]
+        return float(max(row["step"] - done, 0) / max(row["time"] - begun, 1e-9))
 
     def title(self, row: Row) -> str:
         """Return what people call the rank of a line: replicas as their launcher calls them, which started them."""
         member, rank = row.get("member"), row.get("rank", 0)
         if member is None:
             return f"rank {rank}"
-        for event in self.events[self._num_named :]:
-            if event.kind is Kind.PROCESS:
-                self._names[event.facts["member"]] = event.facts["name"]
-        self._num_named = len(self.events)
-        return self._names.get(member, f"member {member}") + (f", rank {rank}" if rank else "")
+        attempt = row.get("attempt", self.attempts.latest.number)
+        return self._names.get((attempt, member), f"member {member}") + (f", rank {rank}" if rank else "")
 
-    def _rate(self, name: str, row: Row) -> float:
-        """Return the steps a second: since the latest line that is some seconds older than the sign."""
-        begun, done = float(row["begun"]), 0
-        for line in reversed(self.steps):
-            if name_of(line) == name and row["time"] - line["time"] >= _RATE_S:
-                begun, done = line["time"], line["step"]
-                break
-        return float(max(row["step"] - done, 0) / max(row["time"] - begun, 1e-9))
+    # ---- the whole
 
-    @property
-    def code(self) -> int | None:
-        """The launcher's exit code, or that of a rank alone; None while the run has none."""
-        for event in reversed(self.events):
-            if event.kind is Kind.ENDED:
-                return int(event.facts["code"])
-        alone = self.facts["world"].get("processes") == 1 and len(self._ranks) == 1
-        code: int | None = next(iter(self._ranks.values()))[0].get("ended") if alone else None
-        return code
+    def _codes(self) -> tuple[dict[str, int], list[Row]]:
+        """Return how launchers have ended, by id, and those that have not, as far as is known."""
+        attempt = self.attempts.latest
+        codes, others = dict(attempt.codes), []
+        former = {"": {**self.facts, "processes": self.facts["world"].get("processes")}}
+        for name, launcher in (attempt.launchers or former).items():
+            code = codes.get(name, self._code_of_a_rank_alone(launcher))
+            if code is None:
+                others.append(launcher)
+            else:
+                codes[name] = code
+        return codes, others
 
-    @property
-    def state(self) -> str:
-        """`running`, `finished`, `saved at a signal`, `failed (1)`, or `dead`: nobody gives a sign any more."""
-        if self.code is not None:
-            return _ENDS.get(self.code, f"failed ({self.code})")
-        if self.facts["host"] == socket.gethostname():  # a launcher may wait before it starts a rank again
-            has_launcher = process_state(self.facts["pid"], self.facts["identity"], self.begun) != "gone"
-        else:
-            has_launcher = not self._ranks and self.now - self.begun < _DEAD_S
+    def _code_of_a_rank_alone(self, launcher: Row) -> int | None:
+        """Return how the only rank of a launcher has ended, if it took the place of the launcher."""
+        ranks = [one for one in self.ranks if one.row["host"] == launcher["host"]]
+        if launcher.get("processes") != 1 or len(ranks) != 1:
+            return None
+        is_it = all(ranks[0].row.get(name) == launcher.get(name) for name in ("pid", "identity"))
+        return ranks[0].ended if is_it or not self._may_live(launcher) else None
+
+    def _state(self) -> tuple[str, int | None]:
+        attempt = self.attempts.latest
+        codes, others = self._codes()
         living = [one for one in self.ranks if one.ended is None and one.status != "gone" and one.silent_s < _DEAD_S]
-        return "running" if living or has_launcher else "dead"
+        if attempt.whole_code is None and others and (living or any(map(self._may_live, others))):
+            return "running", None
+        code = attempt.combined(codes)
+        return "dead" if code is None else _ENDS.get(code, f"failed ({code})"), code
+
+    def _may_live(self, launcher: Row) -> bool:
+        """Return whether a launcher may be about to start ranks, again or for the first time."""
+        if launcher["host"] == socket.gethostname():
+            return not is_gone(launcher)
+        has_ranks = any(one.row["host"] == launcher["host"] for one in self.ranks)
+        return not has_ranks and self.now - launcher["started"] < _DEAD_S
+
+    @property
+    def code_so_far(self) -> int | None:
+        """The exit code by the launchers that have ended, though others may run; None if none has."""
+        return self.attempts.latest.combined(self._codes()[0])
+
+    @property
+    def begun(self) -> float:
+        return self.attempts.latest.begun or float(self.facts["started"])
+
+    @property
+    def first_begun(self) -> float:
+        """When the first attempt began."""
+        return self.attempts.all[0].begun or float(self.facts["started"])
+
+    @property
+    def last(self) -> float:
+        """When the last thing happened that is known."""
+        times = [one.row["time"] for one in self.ranks] + [file.last for file in self._files.values()]
+        return float(max(times) or self.begun)
 
     @property
     def lasted_s(self) -> float:
@@ -214,47 +327,16 @@ class Run:
         silent_s = min((one.silent_s for one in self.ranks), default=0.0) if self.state == "running" else 0.0
         return max(0.0, self.last - self.begun + silent_s)
 
-    @property
-    def begun(self) -> float:
-        return float(self.facts["started"])
+    def rounds_of(self, member: int | None) -> list[RoundLine]:
+        """Return the lines about rounds that a replica has written; None: the first rank of a run without replicas."""
+        return self._rounds.get(member, [])
 
     @property
-    def last(self) -> float:
-        """When the last thing happened that is known."""
-        times = [row["time"] for row, _ in self._ranks.values()]
-        times += [file.rows[-1]["time"] for file in self._files.values() if file.rows]
-        return float(max(times, default=self.begun))
-
-    def series(self, name: str | None = None) -> Iterator[tuple[float, int | None, float]]:
-        """Yield (time, step, value) of a metric of the first replica that logs it; None: of the loss."""
-        name = name or self.loss_name
-        writers = [(row.get("member"), row["rank"]) for row in self.metrics if name in row["values"]]
-        for row in self.metrics:
-            value = row["values"].get(name)
-            if isinstance(value, float) and (row.get("member"), row["rank"]) == writers[0]:
-                yield row["time"], row["step"], value
+    def longest(self) -> list[RoundLine]:
+        """The lines about rounds of the replica that wrote the most."""
+        return max(self._rounds.values(), key=len, default=[])
 
     @property
-    def not_finite(self) -> str:
-        """Which values of the loss are no numbers, in words; empty if all are."""
-        values = list(self.series())
-        odd = [(step, value) for _, step, value in values if not math.isfinite(value)]
-        if not odd:
-            return ""
-        step = odd[0][0]
-        since = "" if step is None else f", first at step {step:,}"
-        return f"{self.loss_name} is not finite in {len(odd):,} of {len(values):,} values{since}"
-
-    @property
-    def loss_name(self) -> str | None:
-        """The metric that is the loss: of those with that word in their names, the shortest."""
-        names = {name for row in self.metrics for name in row["values"] if "loss" in name.lower()}
-        return min(names, key=lambda name: (len(name), name), default=None)
-
-    @property
-    def voted(self) -> list[list[Row]]:
-        """The rounds, oldest first: of each, the lines of those that write here."""
-        by_number: dict[tuple[int, int], list[Row]] = {}
-        for row in self.rounds:
-            by_number.setdefault((row["model"], row["number"]), []).append(row)
-        return [by_number[key] for key in sorted(by_number, key=lambda key: (key[1], key[0]))]
+    def voted(self) -> list[RoundLine]:
+        """The rounds, oldest first: of each the first line."""
+        return [self._voted[key] for key in sorted(self._voted)]

@@ -23,10 +23,10 @@ from rich.text import Text
 from farflung.base.events import Kind
 from farflung.base.words import counted, in_bytes, in_seconds
 from farflung.observe.folder import named_run
-from farflung.observe.history import cell, described, rows_of
+from farflung.observe.history import described, timeline
 from farflung.observe.problems import problems
-from farflung.observe.records import Row
-from farflung.observe.run import Run
+from farflung.observe.records import RoundLine
+from farflung.observe.run import ObservedRun
 
 _LOOK_S = 0.5
 _SIGN_S = 2.5  # within which a rank that is alive, which gives a sign each second, has given one
@@ -42,7 +42,7 @@ _NUM_EVENTS = 5
 _STYLES = {"training": "green", "finished": "green", "starting": "dim"}
 
 
-def screen(run: Run, width: int = 80, back: int = 0, chosen: int | None = None) -> RenderableType:
+def screen(run: ObservedRun, width: int = 80, back: int = 0, chosen: int | None = None) -> RenderableType:
     """Return what there is to see of a run.
 
     Args:
@@ -69,16 +69,18 @@ def screen(run: Run, width: int = 80, back: int = 0, chosen: int | None = None) 
     return Group(*parts)
 
 
-def _head(run: Run) -> Text:
+def _head(run: ObservedRun) -> Text:
     facts, lasted = run.facts, run.lasted_s
     said = Text(f"{facts['script']}  ", style="bold")
     said.append(run.state, style="green" if run.state in ("running", "finished", "saved at a signal") else "bold red")
     begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.begun))
-    said.append(f"  {in_seconds(lasted)} since {begun} on {facts['host']}", style="dim")
+    attempt = run.attempts.latest.number
+    number = f", attempt {attempt} in this folder" if attempt > 1 else ""
+    said.append(f"  {in_seconds(lasted)} since {begun} on {facts['host']}{number}", style="dim")
     return said
 
 
-def _ranks(run: Run, width: int, chosen: int | None) -> Table:
+def _ranks(run: ObservedRun, width: int, chosen: int | None) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name, side in (("", "left"), ("host", "left"), ("step", "right"), ("steps/s", "right"), ("sign", "right")):
         table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
@@ -94,57 +96,54 @@ def _ranks(run: Run, width: int, chosen: int | None) -> Table:
     return table
 
 
-def _rounds(run: Run, width: int, back: int) -> Table:
+def _rounds(run: ObservedRun, width: int, back: int) -> Table:
     """Return a row of cells for each replica, one for each round."""
     rounds = run.voted
     end = max(len(rounds) - back, min(len(rounds), 1))
     shown = rounds[max(0, end - max(10, width - 16)) : end]
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for name, members in rows_of(run, shown).items():
+    for name, kinds in timeline(run, shown).items():
         cells = Text()
-        for k, lines in enumerate(shown):
-            cells.append(*_CELLS[cell(lines[0], members, shown[k + 1][0] if k + 1 < len(shown) else None)])
+        for kind in kinds:
+            cells.append(*_CELLS[kind])
         table.add_row(Text(name), cells)
-    figures = round_figures(run.rounds)
+    figures = round_figures(run.longest)
     legend = f"{counted(len(rounds), 'round')}: " + "  ".join(f"{sign} {name}" for name, (sign, _) in _CELLS.items())
     said = f"{figures['waiting']:.0%} of the time waiting, {in_bytes(figures['bytes_sent'])} sent by each"
     table.add_row("", Text(f"{legend}; {said}", style="dim", overflow="fold"))
     return table
 
 
-def round_figures(rounds: Sequence[Row]) -> dict[str, float]:
-    """Return the share of time in which training waited for rounds, and the bytes, of the replica that wrote most."""
-    if not rounds:
+def round_figures(lines: Sequence[RoundLine]) -> dict[str, float]:
+    """Return the share of time in which training waited for a replica's rounds, and the bytes that it has sent."""
+    if not lines:
         return {"waiting": 0.0, "bytes_sent": 0}
-    own: dict[int | None, list[Row]] = {}
-    for row in rounds:
-        own.setdefault(row.get("member"), []).append(row)
-    lines = max(own.values(), key=len)
-    whole = lines[-1]["time"] - lines[0]["time"] + lines[0]["seconds_exposed"]
-    waited = sum(row["seconds_exposed"] for row in lines)
-    return {"waiting": min(1.0, waited / max(whole, 1e-9)), "bytes_sent": sum(row["bytes_sent"] for row in lines)}
+    whole = lines[-1].time - lines[0].time + lines[0].seconds_exposed
+    waited = sum(row.seconds_exposed for row in lines)
+    return {"waiting": min(1.0, waited / max(whole, 1e-9)), "bytes_sent": sum(row.bytes_sent for row in lines)}
 
 
-def _curve(run: Run, width: int) -> Text | None:
-    values = [value for _, _, value in run.series()]
-    if len(values) < 2:
+def _curve(run: ObservedRun, width: int) -> Text | None:
+    loss = run.curves.loss
+    values = [] if loss is None else [point.value for point in loss.points]
+    if loss is None or len(values) < 2:
         return None
     wide = min(len(values), max(10, width - 34))
     cuts = [len(values) * k // wide for k in range(wide + 1)]
     means = [sum(part) / len(part) for a, b in pairwise(cuts) if (part := values[a:b])]
     finite = [value for value in means if isfinite(value)] or [0.0]
     low, high = min(finite), max(finite)
-    said = Text(f"{run.loss_name} ", style="dim")
+    said = Text(f"{loss.name} ", style="dim")
     for value in means:
         if isfinite(value):
             said.append(_BARS[int((value - low) / max(high - low, 1e-30) * (len(_BARS) - 1))], style="cyan")
         else:
             said.append("!", style="bold red")
-    said.append(f" {values[0]:.4g} to {values[-1]:.4g}", style="dim")
-    return said.append(f"\n! {run.not_finite}", style="bold red") if run.not_finite else said
+    said.append(f" {loss.first:.4g} to {loss.last:.4g}", style="dim")
+    return said.append(f"\n! {loss.not_finite}", style="bold red") if loss.not_finite else said
 
 
-def _events(run: Run, width: int) -> Text:
+def _events(run: ObservedRun, width: int) -> Text:
     said = Text()
     for event in [event for event in run.events if event.kind is not Kind.PROCESS][-_NUM_EVENTS:]:
         when = time.strftime("%H:%M:%S", time.localtime(event.time))
@@ -183,7 +182,7 @@ def _pressed(has_keys: bool) -> str:
     return key[-1]
 
 
-def follow(run: Run, console: Console) -> None:
+def follow(run: ObservedRun, console: Console) -> None:
     """Show a run until it has ended or somebody presses q."""
     back, chosen, is_paused = 0, None, False
     help_line = Text("q quit  p pause  arrows: rounds, stacks", style="dim")
@@ -214,7 +213,7 @@ def watch(run: str | None, once: bool) -> None:
 
     RUN is a folder of a run, or its name in farflung-runs. [the newest]
     """
-    found, console = Run(named_run(run)), Console()
+    found, console = ObservedRun(named_run(run)), Console()
     if found.state == "dead":  # by the clocks of two machines, unless nothing changes while one looks
         time.sleep(_SIGN_S)
         found.look()

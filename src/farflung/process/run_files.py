@@ -46,22 +46,19 @@ def run_folder() -> Path | None:
 
 
 def who() -> dict[str, Any]:
-    """Return the numbers of this rank and of its replica, as its lines have them."""
-    member = Place.launched().member
-    rank = {"rank": environ.integer("RANK") or 0}
-    return rank if member is None else {"member": member} | rank
+    """Return the numbers of this rank, its replica and its life, as its lines have them."""
+    numbers = {"attempt": environ.integer(environ.RUN_ATTEMPT), "member": Place.launched().member}
+    numbers["restart"] = environ.integer("TORCHELASTIC_RESTART_COUNT") or None
+    return {name: number for name, number in numbers.items() if number is not None} | {
+        "rank": environ.integer("RANK") or 0
+    }
 
 
 def add_event(kind: Kind, **facts: Any) -> None:
     """Add an event of this rank to the run's folder, if there is one."""
     folder = run_folder()
     if folder is not None:
-        write_event(folder, Event.now(kind, **who(), **facts))
-
-
-def write_event(folder: Path, event: Event) -> None:
-    """Add an event to a run's folder."""
-    add_lines(folder / EVENTS, [event.row()])
+        add_lines(folder / EVENTS, [Event.now(kind, **who(), **facts).row()])
 
 
 def add_lines(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -228,7 +225,7 @@ class Steps:
         return max(list(self._counts.values()), default=0)
 
 
-class Signs:
+class Heartbeat:
     """Writes each second where this rank is: its step, and what its main thread has been in since when.
 
     A record has one size and place, so that it is replaced by one write; it has the stack of a rank that stays where it
@@ -248,7 +245,7 @@ class Signs:
         (folder / RANKS).mkdir(exist_ok=True)
         self._file = os.open(folder / RANKS / f"{self._name}.json", os.O_WRONLY | os.O_CREAT, 0o644)
         self._steps.look()
-        self._thread = threading.Thread(target=self._run, name="farflung signs", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="farflung heartbeat", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
@@ -304,12 +301,12 @@ def recorded() -> Iterator[None]:
         return
     out, err = sys.stdout, sys.stderr
     with ExitStack() as kept:
-        signs: Signs | None = None
+        heartbeat: Heartbeat | None = None
         try:
             (folder / LOGS).mkdir(exist_ok=True)
             log = kept.enter_context(closing(OutputLog(folder / LOGS / f"{name_of(who())}.log")))
             sys.stdout, sys.stderr = _Copied(out, log), _Copied(err, log)
-            signs = Signs(folder)
+            heartbeat = Heartbeat(folder)
         except OSError as error:
             tell(f"farflung: the run's folder {folder} can't be written: {error.strerror}")
         code, why = 0, ""
@@ -323,5 +320,5 @@ def recorded() -> Iterator[None]:
             raise
         finally:
             sys.stdout, sys.stderr = out, err
-            if signs is not None:
-                signs.close(code, why)
+            if heartbeat is not None:
+                heartbeat.close(code, why)

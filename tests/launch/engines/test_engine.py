@@ -5,13 +5,19 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from farflung.base.errors import ConfigError
 from farflung.config.launch import LaunchSettings
+from farflung.config.resolve import Resolved
+from farflung.launch.codes import EngineFailure
+from farflung.launch.engines import submit
 from farflung.launch.engines.engine import Job
+from farflung.launch.folder import RunFolder
+from farflung.launch.plan import Script
 from tests.python import call_farflung
 
 PAGES = Path(__file__).parents[3] / "docs" / "engines"
@@ -127,6 +133,30 @@ def test_a_run_whose_submission_was_refused_is_an_answer_in_words(engine, words,
     job(home / "run", engine=engine, hosts="a" if engine == "ssh" else None).write({})
     assert call_farflung(words[0], "run", *words[1:]) == 5
     assert "was not submitted" in capsys.readouterr().err
+
+
+def test_a_submission_that_is_refused_leaves_the_job_before_it_in_reach(tmp_path, monkeypatch):
+    class Refuses:
+        def __init__(self, handle):
+            self.handle = handle
+
+        def submit(self):
+            if self.handle is None:
+                raise EngineFailure("no")
+            return self.handle
+
+        def follow(self):
+            return 0
+
+        outlives_launch = True
+
+    settings = LaunchSettings(engine="slurm")
+    for handle, jobs in (({"jobs": ["12"], "next": 1}, "12"), (None, "12"), ({"jobs": ["13"], "next": 1}, "13")):
+        monkeypatch.setattr(submit, "_engine_of", lambda job, handle=handle: Refuses(handle))
+        submitted = submit.Submitted(Resolved(settings, {}, None), Script("train.py"))
+        with pytest.raises(EngineFailure) if handle is None else nullcontext():
+            submitted.follow(RunFolder(tmp_path))
+        assert Job.read(tmp_path).handle["jobs"] == [jobs]
 
 
 def test_a_job_of_another_release_is_found_whatever_became_of_its_settings(tmp_path):

@@ -17,7 +17,7 @@ from farflung.config.launch import LaunchSettings
 from farflung.launch.engines.engine import Job
 from farflung.launch.engines.kubernetes import Kubernetes
 from farflung.launch.engines.kubernetes_api import PodLog
-from farflung.observe.folder import SUBMITTED
+from farflung.launch.folder import SUBMITTED
 from farflung.testing.patience import patience
 from tests.python import call_farflung
 from tests.waits import until

@@ -18,7 +18,7 @@ from farflung.config.engines import LOCAL
 from farflung.config.launch import LaunchSettings, flags_for
 from farflung.config.places import NO_FILE
 from farflung.launch.codes import EngineFailure
-from farflung.observe.folder import SUBMITTED
+from farflung.launch.folder import SUBMITTED
 
 _NOT_INNER = ("engine", "hosts", "sync", "engine_options", "dry_run", "config_file", "run_dir", "quiet")
 _TO_FIND = ("engine", "hosts", "engine_options", "elastic", "replicas", "meet", "json")  # a job that was submitted

@@ -22,8 +22,9 @@ from farflung.config.launch import DEFAULT_PORT
 from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, REQUEUE, USAGE, EngineFailure
 from farflung.launch.engines.engine import Job, launcher_command
 from farflung.launch.engines.kubernetes_api import ApiError, KubernetesApi, PodLog, first_exit_code, name_of, problems
+from farflung.launch.folder import NONE
 from farflung.launch.supervisor import max_restarts
-from farflung.observe.folder import NONE, RUNS
+from farflung.observe.folder import RUNS
 
 OPTIONS = {
     "image": "the container image, with Python, farflung and the script in it; required",

@@ -27,7 +27,7 @@ from farflung.launch.engines.engine import Job
 from farflung.launch.engines.sbatch import batch_script, check_options
 from farflung.launch.events import pass_on
 from farflung.launch.plan import command_line
-from farflung.observe.run import Run
+from farflung.observe.run import ObservedRun
 
 _LOOK_S, _ASK_S, _ANSWER_WITHIN_S = 0.2, 2.0, 60.0  # at output files; for states
 _AWAY_S = 600.0  # for how long slurmctld may be away, such as while it is started again
@@ -163,10 +163,8 @@ class Slurm:
             found[name] = _JobState.of(*row)
         forgotten = {*self._jobs} - {name.partition("_")[0] for name in found}
         if forgotten:
-            codes = [
-                int(event.facts["code"]) for event in Run(self._job.folder).events if event.kind is Kind.ENDED
-            ] or [FAILED]
-            code = DONE if self._job.is_elastic and DONE in codes else codes[-1]
+            known = ObservedRun(self._job.folder).code_so_far
+            code = FAILED if known is None else known
             found |= dict.fromkeys(forgotten, _JobState("FAILED" if code else "COMPLETED", code, "forgotten"))
         return found
 

@@ -23,8 +23,9 @@ from farflung.config.engines import Host
 from farflung.launch.codes import EngineFailure
 from farflung.launch.engines import probe
 from farflung.launch.engines.connections import GONE
+from farflung.launch.folder import SUBMITTED
 from farflung.launch.shell import shell_line
-from farflung.observe.folder import RUNS, SUBMITTED
+from farflung.observe.folder import RUNS
 from farflung.process.run_files import LOGS, RANKS
 from farflung.process.tether import SIGN_S
 

@@ -19,8 +19,9 @@ from farflung.config.setting import BOTH_SPELLINGS
 from farflung.launch.codes import INTERRUPTED, EngineFailure
 from farflung.launch.engines.engine import Engine, Job
 from farflung.launch.events import Screen, showing
+from farflung.launch.folder import NONE, SUBMITTED, RunFolder
 from farflung.launch.plan import Script
-from farflung.observe.folder import NONE, RUNS, RunFolder, named_run
+from farflung.observe.folder import RUNS, named_run
 
 # By the names of the setting `engine`.
 _ENGINES = {
@@ -70,7 +71,8 @@ class Submitted:
         job = replace(self._job, folder=folder.path)
         engine, where = _engine_of(job), job.settings.engine or "ssh"
         try:
-            job.write({})  # before anything of it can start
+            if not (job.folder / SUBMITTED).exists():  # if this one is refused, the job before stays in reach
+                job.write({})  # before anything of it can start
             handle = engine.submit()
         except OSError as error:
             raise EngineFailure(f"Nothing was submitted to {where}: {error}.") from None

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes a run's folder, and writes what its launcher knows: settings and their origins, versions, events."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from farflung.base.errors import ConfigError
+from farflung.base.events import Event, Kind, tell
+from farflung.base.files import atomic_file
+from farflung.base.optional import installed_version
+from farflung.config import environ
+from farflung.observe.attempts import next_attempt
+from farflung.observe.folder import FACTS, LATEST, RUNS
+from farflung.process.identity import process_identity
+from farflung.process.run_files import EVENTS, add_lines
+
+if TYPE_CHECKING:
+    from farflung.config.resolve import Resolved
+
+NONE = "none"  # in place of a folder
+SUBMITTED = "engine.json"  # what was submitted to an engine, whose launchers write into the folder of whoever did it
+_GIT_WITHIN_S = 2.0
+
+
+class RunFolder:
+    """The folder of one run on this machine, as its launcher has it; without a path nothing is written.
+
+    Args:
+        path: None: there is none.
+        attempt: which one of this folder's it belongs to.
+        launcher: its id among those that write there; None: it submits a run, and others launch it.
+    """
+
+    def __init__(self, path: Path | None, attempt: int = 1, launcher: str | None = None) -> None:
+        self.path, self._attempt, self._launcher = path, attempt, launcher
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Those of the environment by which ranks find it."""
+        if self.path is None:
+            return {}
+        return {environ.RUN_FOLDER: str(self.path), environ.RUN_ATTEMPT: str(self._attempt)}
+
+    def write(self, event: Event) -> None:
+        """Add an event of this launcher to the folder, if there is one."""
+        row = event.row()
+        if self._launcher is not None:
+            row |= {"attempt": self._attempt, "launcher": self._launcher}
+        if event.kind is Kind.STARTED:
+            row |= {"attempt": self._attempt, **_process()}
+        if self.path is not None:
+            add_lines(self.path / EVENTS, [row])
+
+
+NO_FOLDER = RunFolder(None)
+
+
+def make_folder(
+    resolved: Resolved, script: str, arguments: Sequence[str], world: Mapping[str, Any], is_lone: bool = False
+) -> RunFolder:
+    """Make the folder that the settings ask for and write how the run was started; point `latest` at it.
+
+    Args:
+        world: how many processes or replicas there are, and on which machine these are.
+        is_lone: the script is about to take the place of this process, so what takes longer is left to another one.
+
+    Raises:
+        ConfigError: the folder that was named can't be written. If none was named, a line says so instead.
+    """
+    settings = resolved.settings
+    if settings.run_dir == NONE:
+        return NO_FOLDER
+    path = Path(settings.run_dir or RUNS).absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        path = path if settings.run_dir else _new(path, Path(script).stem)
+        launcher = None if "engine" in world else secrets.token_hex(4)
+        made = RunFolder(path, next_attempt(path, world), launcher)
+        if launcher is not None and (path / SUBMITTED).exists():
+            return made
+        facts = _facts(resolved, script, arguments, world)
+        _write(path, facts if is_lone else facts | _environment(script))
+        if is_lone:
+            _beside(lambda: _complete(path, facts, script))
+        if not settings.run_dir:
+            _point(path.parent / LATEST, path.name)
+    except OSError as error:
+        said = f"the run's folder {path} can't be written: {error.strerror}"
+        if settings.run_dir:
+            raise ConfigError(f"run_dir is {settings.run_dir!r}, but {said}. Name another one, or none.") from None
+        tell(f"farflung: {said}, so there is none; --run-dir names another place")
+        return NO_FOLDER
+    return made
+
+
+def _write(path: Path, facts: Mapping[str, Any]) -> None:
+    with atomic_file(path / FACTS) as part:
+        part.write_text(json.dumps(facts, indent=1), encoding="utf-8")
+
+
+def _complete(path: Path, facts: Mapping[str, Any], script: str) -> None:
+    """Add what takes longer, unless another run has begun in the folder meanwhile."""
+    complete = {**facts, **_environment(script)}
+    if json.loads((path / FACTS).read_text(encoding="utf-8"))["started"] == facts["started"]:
+        _write(path, complete)
+
+
+def _beside(act: Callable[[], None]) -> None:
+    """Do something in a process of its own, which is no child of this one when it becomes another program."""
+    if child := os.fork():
+        os.waitpid(child, 0)
+        return
+    with suppress(BaseException):  # nobody would hear of it
+        if os.fork() == 0:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            for stream in range(3):  # whoever reads what the script prints does not wait for this
+                os.dup2(nowhere, stream)
+            act()
+    os._exit(0)
+
+
+def _new(runs: Path, name: str) -> Path:
+    """Make a folder that nobody else has: of this second, with a number if need be."""
+    stem = f"{time.strftime('%Y-%m-%dT%H-%M-%S')}-{name}"
+    for number in count(1):
+        made = runs / (stem if number == 1 else f"{stem}-{number}")
+        with suppress(FileExistsError):
+            made.mkdir()
+            break
+    return made
+
+
+def _point(link: Path, target: str) -> None:
+    """Point `latest` at the newest run, or remove it: without it, `watch` and `report` find the newest themselves."""
+    aside = link.with_name(f".{link.name}-{os.getpid()}")
+    try:
+        aside.symlink_to(target)
+        aside.replace(link)
+    except OSError:  # a file system without links, or a copy of a run that came back in place of the link
+        for path in (aside, link):
+            with suppress(OSError):
+                path.unlink()
+
+
+def _facts(resolved: Resolved, script: str, arguments: Sequence[str], world: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "script": script,
+        "arguments": list(arguments),
+        "started": time.time(),
+        "command": sys.argv,
+        "folder": os.getcwd(),
+        **_process(),
+        "world": dict(world),
+        "settings": {name: {"value": value, "from": origin} for name, value, origin in resolved.rows()},
+    }
+
+
+def _process() -> dict[str, Any]:
+    pid = os.getpid()
+    return {"host": socket.gethostname(), "pid": pid, "identity": process_identity(pid)}
+
+
+def _environment(script: str) -> dict[str, Any]:
+    """Return what takes longer than to start a script: versions, and the commit of its repository."""
+    return {
+        "versions": {"python": platform.python_version()}
+        | {name: installed_version(name) or None for name in ("farflung", "torch")},
+        "system": platform.platform(),
+        "git": _commit(Path(script)),
+    }
+
+
+def _commit(script: Path) -> str | None:
+    """Return the commit of the script's repository, with a `+` where something was changed since; None without git."""
+    where = script.parent if script.exists() else Path()
+    with suppress(OSError, subprocess.SubprocessError):
+        asked = ["git", "-C", str(where), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=_GIT_WITHIN_S, check=True)
+        return done.stdout.strip() or None
+    return None

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The work of a report and of a look grows with what is new, not with its square: counted in lines of Python."""
+
+import io
+import json
+import sys
+
+import pytest
+from rich.console import Console
+
+from farflung.observe import records
+from farflung.observe.figures import figures
+from farflung.observe.logged import MOST_POINTS
+from farflung.observe.report import data_of, trace
+from farflung.observe.run import ObservedRun
+from farflung.observe.watch import screen
+from tests.observe.made import T0, a_round, sign, write_lines, write_run
+
+
+def lines_of_python(act):
+    """How many lines of Python the call of `act` takes."""
+    count = 0
+
+    def trace_line(_frame, event, _argument):
+        nonlocal count
+        count += event == "line"
+        return trace_line
+
+    before = sys.gettrace()
+    sys.settrace(trace_line)
+    try:
+        act()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def churning(path, number):
+    """A run of which a replica is lost and started again in each round: as many events, rounds, signs and names."""
+    write_run(path, [sign(member, 8, 190, ended=0 if member % 2 else None) for member in range(1, number)])
+    members = [[1, k + 2] for k in range(number)]
+    rounds = [a_round(k, m, pair, k, {str(k + 1): "gone"}, [k + 2]) for k, pair in enumerate(members) for m in pair]
+    write_lines(path / "rounds.jsonl", rounds)
+    names = [{"event": "process", "time": T0, "member": k, "name": f"replica {k % 2}"} for k in range(number)]
+    saving = [{"event": "saving", "time": T0 + k, "member": k, "rank": 0, "seconds": 0.1} for k in range(number)]
+    write_lines(path / "events.jsonl", names + saving)
+    steps = [{"time": T0 + k, "member": k, "rank": 0, "step": 8} for k in range(number)]
+    write_lines(path / "steps.jsonl", steps)
+    return ObservedRun(path, lambda: T0 + 200)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda run: data_of(run, figures(run)),
+        lambda run: trace([run]),
+        lambda run: Console(file=io.StringIO(), width=100).print(screen(run, 100)),
+        lambda run: ObservedRun(run.path),
+    ],
+    ids=["page", "trace", "screen", "reading"],
+)
+def test_twice_as_much_of_all_takes_no_more_than_twice_as_long(tmp_path, act):
+    few, many = (churning(tmp_path / str(number), number) for number in (100, 200))
+    act(few)  # what is loaded late
+    assert lines_of_python(lambda: act(many)) < 2.5 * lines_of_python(lambda: act(few))
+
+
+def test_a_look_reads_what_is_new_alone(tmp_path, monkeypatch):
+    write_run(tmp_path / "run", [sign(member, 1280, 190, ended=0) for member in (1, 2, 4)])
+    run, read = ObservedRun(tmp_path / "run"), []
+    for name in ("_rows", "json_of"):
+        real = getattr(records, name)
+        monkeypatch.setattr(records, name, lambda held, real=real: read.append(held) or real(held))
+    run.look()
+    assert read == []
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"time": T0 + 300, "member": 1, "step": 2000, "values": {"loss": 0.25}}) + "\n")
+    run.look()
+    assert [held.count(b"\n") for held in read] == [1]
+    assert run.curves.loss.last == 0.25
+
+
+def test_a_curve_has_a_bounded_number_of_points_and_loses_no_value_that_is_not_finite(tmp_path):
+    write_run(tmp_path / "run", [sign(1, 8, 190)])
+    values = [float("nan") if k == 777 else 1.0 if k % 2 else 3.0 for k in range(9 * MOST_POINTS // 2)]
+    rows = [{"time": T0 + k, "member": 1, "rank": 0, "step": k, "values": {"loss": v}} for k, v in enumerate(values)]
+    write_lines(tmp_path / "run" / "metrics.jsonl", rows)
+    loss = ObservedRun(tmp_path / "run").curves.loss
+    assert MOST_POINTS // 2 <= len(loss.points) <= MOST_POINTS
+    assert sum(point.size for point in loss.points) == len(values)
+    assert {point.value for point in loss.points if not point.num_odd} == {2.0}
+    assert (loss.first, loss.last, loss.points[-1].step) == (3.0, 1.0, len(values) - 1)
+    assert loss.not_finite == f"loss is not finite in 1 of {len(values):,} values, first at step 777"
+
+
+@pytest.mark.parametrize("cut", [1, 7, 60, 1 << 18])
+def test_a_file_is_read_the_same_in_pieces_of_any_size(tmp_path, monkeypatch, cut):
+    """A chunk may end within a line; one that is torn, no JSON or two halves of a row costs itself alone."""
+    good = [{"time": T0 + k, "number": k} for k in range(9)]
+    texts = [json.dumps(row) for row in good]
+    lines = [*texts[:3], "[1", "2]", "1, 2", texts[3], '{"time": 1', "", "\x00\x00", *texts[4:]]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + '\n{"time": 5')
+    monkeypatch.setattr(records, "_CHUNK_BYTES", cut)
+    rows = []
+
+    def take(row):
+        rows.append({"time": row["time"], "number": row["number"]})
+        return row["time"]
+
+    file = records.Lines(tmp_path / "a.jsonl", take)
+    file.look()
+    file.look()
+    assert (rows, file.num_unread, file.last) == (good, 5, T0 + 8)
