@@ -113,6 +113,57 @@ def test_a_create_that_conflicts_with_another_one_is_sent_again(board, s3):
     assert len(board.list("key")) == 8
 
 
+@pytest.mark.parametrize("act", ["put", "put_new", "get", "list", "delete"])
+def test_a_conflict_passes_whatever_was_asked(board, s3, act):
+    board.put("key", b"1")
+    s3.set(then="ConditionalRequestConflict", for_s=0.5)
+    arguments = {
+        "put": ("key", b"2"),
+        "put_new": ("new", b"1"),
+        "get": ("key",),
+        "list": ("",),
+        "delete": ("key", "new"),
+    }
+    getattr(board, act)(*arguments[act])
+    s3.set(then="ConditionalRequestConflict", for_s=60.0)
+    with pytest.raises(Unreachable, match="conflicting operation"):
+        getattr(board.patient(0), act)(*arguments[act])
+    s3.set()
+
+
+def test_a_storm_while_one_object_is_deleted_at_a_time_passes(bucket, s3):
+    s3.set(bulk="InvalidArgument", storm=0.4, seed=3)
+    board = transport_at(bucket, 10.0).board
+    names = [f"key{number}" for number in range(12)]
+    for name in names:
+        board.put(name, b"1")
+    board.delete(*names)
+    s3.set()
+    assert not any(map(board.get, names))
+
+
+@pytest.mark.parametrize("then", ["AccessDenied", "InternalError"])
+def test_those_that_wait_one_after_the_other_for_an_address_that_is_gone_share_one_patience(board, s3, then):
+    patient = board.patient(1.5)
+    patient.put("key", b"1")
+    s3.set(then=then, for_s=600.0)
+    with pytest.raises(Unreachable):
+        patient.get("key")
+    counts = sum(s3.counts().values())
+    for act in (
+        lambda: patient.put("key", b"2"),
+        lambda: patient.part("a").put_new("b", b"1"),
+        lambda: patient.list(""),
+    ):
+        with pytest.raises(Unreachable):
+            act()
+    assert sum(s3.counts().values()) <= counts + 4  # each is asked once
+    s3.set()
+    assert patient.get("key") == b"1"
+    s3.set(then=then, for_s=0.5)  # another outage
+    assert patient.get("key") == b"1"
+
+
 def test_a_refusal_in_mid_run_may_pass_and_callers_without_patience_hear_its_remedy(board, s3):
     board.put("key", b"1")
     for told, remedy in (("AccessDenied", "s3:GetObject"), ("ExpiredToken", "credentials have expired")):

@@ -14,7 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from io import BufferedReader
+from threading import Event
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import obstore
@@ -82,32 +84,40 @@ class BucketBoard(ObjectBoard):
 
     Args:
         quick, slow: obstore's stores of the bucket, for small requests and for large ones.
-        single: for requests that delete one object; S3's own deletes several, which some stores don't have.
+        single: for requests that delete one object.
+        has_no_bulk: the store has no request that deletes several, as was found.
     """
 
     quick: ObjectStore = field(kw_only=True)
     slow: ObjectStore = field(kw_only=True)
     single: ObjectStore = field(kw_only=True)
+    has_no_bulk: Event = field(default_factory=Event, compare=False, repr=False, kw_only=True)
     pause_s: ClassVar[float] = 0.2
     heartbeat_s: ClassVar[float] = 10.0
     grace_s: ClassVar[float] = 60.0
     num_at_once: ClassVar[int] = 8
 
     def delete(self, *keys: str) -> None:
-        def delete() -> None:
+        def delete_all() -> bool:
             try:
-                return obstore.delete(self.quick, [self.name(key) for key in keys])
+                obstore.delete(self.quick, [self.name(key) for key in keys])
+                return True
             except FileNotFoundError:
-                pass  # from a store that takes one at a time
+                return False  # from a store that takes one at a time
             except errors.BaseError as error:
                 if _status(str(error)) not in _UNABLE:
-                    raise  # or else it has no request that deletes several
-            for key in keys:
-                with suppress(FileNotFoundError):
-                    obstore.delete(self.single, self.name(key))
+                    raise
+                self.has_no_bulk.set()
+                return False
 
-        if keys:
-            self.ask(delete, "delete")
+        def delete(name: str) -> None:
+            with suppress(FileNotFoundError):
+                obstore.delete(self.single, name)
+
+        if len(keys) > 1 and not self.has_no_bulk.is_set() and self.ask(delete_all, "delete"):
+            return
+        for key in keys:
+            self.ask(partial(delete, self.name(key)), "delete")
 
     def write(self, key: str, parts: Sequence[bytes | memoryview], is_new: bool = False) -> None:
         is_small = sum(map(len, parts)) <= _SMALL
@@ -146,9 +156,9 @@ class BucketBoard(ObjectBoard):
         def translated() -> _T:
             try:
                 return request()
-            except (errors.AlreadyExistsError, errors.PreconditionError):
-                raise FileExistsError from None
             except (FileNotFoundError, errors.BaseError) as error:
+                if act == "create" and isinstance(error, (errors.AlreadyExistsError, errors.PreconditionError)):
+                    raise FileExistsError from None  # of other requests, a conflict that passes
                 why, remedy = _words(error), self._remedy(str(error), act)
                 raise Refused(f"{why}. {remedy}") if remedy else OSError(why) from None
 

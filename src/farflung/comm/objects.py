@@ -26,7 +26,7 @@ Act: TypeAlias = Literal["write", "create", "read", "list", "delete"]
 
 PATIENCE_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0  # before a failed request is sent again
-_APART_S = 10.0  # between two failed requests of one outage, at most
+_APART_S = 2.0  # between two failed requests of one outage, at most
 
 
 class Outages:
