@@ -73,11 +73,13 @@ def train(pipe, place, member, variables, step_s, numel, dies, recipe, saves, da
     def say(**what):
         pipe.send({"member": member, "at": time.time(), "generation": membership.record.number} | what)
 
+    known = 10**9
+
     def last():
-        try:
-            return int(board.get("last") or 10**9)
-        except Unreachable:
-            return 10**9
+        nonlocal known
+        with suppress(Unreachable):
+            known = int(board.get("last") or known)
+        return known
 
     def weight():
         values = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])

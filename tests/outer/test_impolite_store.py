@@ -19,7 +19,7 @@ from farflung.testing.patience import patience
 from tests.outer.elastic_run import EVERY, START, ElasticRun
 
 FIRST, _, LAST = os.environ.get("FARFLUNG_IMPOLITE_SEEDS", "0:10").rpartition(":")
-ROUNDS, GRACE_S, PATIENCE_S = 4, 10.0, 4.0
+ROUNDS, GRACE_S, PATIENCE_S = 4, 12.0, 8.0
 MOVES = (3, 6, 12)  # of the replicas in each step: the mean of any of them is exact, and no two have the same
 REFUSED = [{"create": one} for one in ("NotImplemented", "InvalidArgument", "ignored")]
 REFUSED += [{"denied": [one]} for one in ("Put", "Get", "List", "Delete")]
@@ -38,7 +38,7 @@ def manners_of(seed):
         "bulk": chance.choice(["", "", "NotImplemented", "InvalidArgument"]),
         "late_s": chance.choice([0.0, 0.0, 0.02, 0.1]),
         "listing_late_s": chance.choice([0.0, 0.0, 0.5, 3.0]),
-        "conflicts": chance.choice([0.0, 0.1, 0.5]),
+        "conflicts": chance.choice([0.0, 0.1, 0.3]),
         "lost": chance.choice([0.0, 0.02, 0.1]),
         "storm": chance.choice([0.0, 0.05, 0.2]),
     }
@@ -102,7 +102,9 @@ def test_each_step_is_counted_or_the_end_says_why(seed, s3, bucket, tmp_path):
             assert event in ("lasting", "vanish"), end["error"]
             check_sentence(end["error"], said, tmp_path, has_state=any("round" in one for one in mine))
     if all("end" in one for one in said if "end" in one or "error" in one):
-        assert weight_at(bucket, tmp_path / "pulled") == (EVERY * ROUNDS, said[-1]["weight"])
+        # Where its records have vanished, the last state is kept by a member.
+        kept = [one.as_uri() for one in tmp_path.glob("farflung-state-*")] if event == "vanish" else []
+        assert weight_at((kept or [bucket])[0], tmp_path / "pulled") == (EVERY * ROUNDS, said[-1]["weight"])
 
 
 def check_steps(mine, moves):
@@ -129,7 +131,9 @@ def check_sentence(error, said, folder, has_state):
     Args:
         has_state: a round of this replica has landed, so there is something to keep.
     """
-    assert re.search(f"{REMEDIES}|status code|InternalError|internal error|have vanished", error), error
+    assert re.search(
+        f"{REMEDIES}|status code|InternalError|internal error|reduce your request rate|have vanished", error
+    ), error
     found = re.search(r"shared state of the replicas lies in (\S+), from step (\d+)\. Continue with --meet file", error)
     if not has_state and found is None:
         assert "Start the run again from its newest checkpoint" in error
