@@ -36,7 +36,10 @@ class Membership:
 
     def __init__(self, joined=0):
         self.record, self.joined = SimpleNamespace(ids=(), number=0), joined
-        self.has_kept, self.round_listeners = False, []
+        self.has_kept, self.round_listeners, self.loop = False, [], "loop1"
+
+    def keep_logs(self, names, landed_in):
+        self.names, self.landed_in = names, landed_in
 
 
 class Replica:

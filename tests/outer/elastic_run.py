@@ -137,12 +137,23 @@ class ElasticRun:
         address: where replicas meet; None: at a store that a process serves.
         patience_s: how long requests to an address may fail.
         folder: where replicas write files.
+        play: what a replica's process does.
         options: those of `Elastic`.
     """
 
-    def __init__(self, step_s=0.005, numel=64, recipe=None, address=None, patience_s=PATIENCE_S, folder=".", **options):
+    def __init__(
+        self,
+        step_s=0.005,
+        numel=64,
+        recipe=None,
+        address=None,
+        patience_s=PATIENCE_S,
+        folder=".",
+        play=replica,
+        **options,
+    ):
         self._folder, self._row = os.path.abspath(folder), (step_s, numel)
-        self._recipe, self._options = recipe, options
+        self._recipe, self._options, self._play = recipe, options, play
         self._context = fork_context()
         self._place, self._server = (address, patience_s), None
         if address is None:
@@ -183,7 +194,7 @@ class ElasticRun:
         (step_s, numel), recipe = self._row, recipe or self._recipe
         row = (given_variables(), slower * step_s, numel, dies, recipe, saves, damages, moves, self._options)
         row = (there, self._place, self._folder, member, *row)
-        process = self._context.Process(target=replica, args=row)
+        process = self._context.Process(target=self._play, args=row)
         process.start()
         there.close()
         with self._lock:

@@ -101,7 +101,7 @@ def trained(place, recipe, steps, model=None, logs=(), **options):
     member = LauncherNotes(transport.board).enroll("replica")
     model = model or nn.Linear(3, 2)
     membership = Elastic(transport, member, grace_s=5.0, state_every=2)
-    membership.keep_logs(logs)
+    membership.keep_logs(logs, lambda value: (int(value), 0))
     outer = OuterLoop(model, recipe, membership=membership, **options)
     step(outer, steps)
     return outer, member
@@ -124,10 +124,10 @@ def step(outer, steps):
 def test_replicas_that_begin_when_all_have_died_go_on_from_the_newest_state_that_is_whole(tmp_path, damage):
     address, notes = tmp_path.as_uri(), LauncherNotes(transport_at(tmp_path.as_uri()).board)
     slots = Log(notes.board, "data/0/epochs")
-    assert slots.append(0, b"before")
+    assert slots.append(0, b"1")
     outer, member = trained(address, diloco(4, lr=1.0, momentum=0.5), 9, logs=["data/0/epochs"])
     anchor = [chunk.clone() for chunk in outer._rounds.replica.fragments[0].weights.rows()["anchor"]]
-    assert slots.append(1, b"after")
+    assert slots.append(1, b"2")
     step(outer, 4)
     notes.note_end(member, "killed")
     outer._quorum.free(reusable=False)
@@ -141,7 +141,7 @@ def test_replicas_that_begin_when_all_have_died_go_on_from_the_newest_state_that
     assert (again.position, again.is_newcomer) == ((8 if damage else 12), True)
     found = again._rounds.replica.fragments[0].weights.rows()["anchor"]
     assert not damage or all(map(torch.equal, found, anchor))
-    assert slots.last()[1] == b"before"
+    assert slots.last()[1] == b"1"
     told = [*map(str, notes.receive())]
     assert any(
         re.search(rf"training continues with 1 replica from the state at step {again.position}, ", one) for one in told
@@ -253,6 +253,35 @@ def test_a_lone_replica_that_is_asked_to_end_or_fails_leaves_its_newest_state(tm
     again, _ = trained(tmp_path.as_uri(), diloco(4, lr=1.0, momentum=0.5), 0, nn.Linear(3, 2))
     assert again.position == (11 if act == "end" else 12)
     again.close()
+
+
+def ends(pipe, place, folder, member, variables, step_s, numel, dies, *_):
+    """Train a replica, which may die once the last state is written, and before it counts."""
+    os.environ.update(variables)
+    finish = SavedStates.finish
+
+    def finish_or_die(states, saved, *args):
+        if saved.is_last and dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return finish(states, saved, *args)
+
+    SavedStates.finish = finish_or_die
+    outer = OuterLoop(nn.Linear(3, 2), diloco(4, lr=1.0), membership=Elastic(transport_at(*place), member, expected=2))
+    step(outer, 6)
+    outer.close()
+    pipe.send({"end": outer.position, "member": member})
+
+
+@pytest.mark.law("a-run-outlives-its-members")
+@pytest.mark.parametrize("dying", [[0], [1], []])
+def test_where_the_first_member_dies_as_it_writes_the_last_state_the_next_one_writes_it(tmp_path, dying):
+    with ElasticRun(address=tmp_path.as_uri(), play=ends) as run:
+        members = [run.start(name, dies=name in dying) for name in range(2)]
+        run.until(lambda: run.has_ended(*members))
+        record = MemberStore(run.board.part("loop1")).record()
+        newest = next(SavedStates(run.board.part("loop1")).newest())
+    assert (newest.position, newest.is_last) == (6, True)
+    assert sum(code == 0 for code in run.codes.values()) == 2 - (members.index(record.ids[0]) in dying)
 
 
 @pytest.mark.parametrize("moment", ["before its first part", "before it is recorded"])

@@ -45,6 +45,11 @@ class Saved:
     parts: tuple[str, ...]
     logs: Mapping[str, str] = field(default_factory=dict)  # values of logs of the run that belong to it, by name
     description: str = ""  # of the replica, as it describes itself when it asks to be admitted
+    is_last: bool = False  # the run has come to its end with it
+
+    @property
+    def generation(self) -> int:
+        return _order(self.name)[0]
 
 
 def _order(name: str) -> list[int]:

@@ -6,13 +6,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from farflung.base.errors import Unreachable
 from farflung.comm.board import Board
 from farflung.comm.exchange import Exchange
 from farflung.data.ledger import Ledger, Sent
-from farflung.data.slot_board import SlotBoard
+from farflung.data.slot_board import Landed, SlotBoard, landed_in
 
 if TYPE_CHECKING:
     from farflung.outer.elastic import Elastic
@@ -48,7 +49,10 @@ class Followed:
         """Record the batches that a round has applied to the common weights, if all members took part in it."""
         self._meet()
         claims, record = self.claims, self.membership.record
-        if record is None or this.dropped or len(this.weights) != len(record.ids):
+        if record is None or len(this.weights) != len(record.ids):
+            return
+        claims.landed[self.membership.loop] = record.number, this.number
+        if this.dropped:
             return
         for loader, done in claims.ledger.land(self.sent, this.fragment, this.step).items():
             claims.write(claims.boards[loader].record, done)
@@ -82,6 +86,7 @@ class Claims:
         self.boards: list[SlotBoard] = []  # one for each loader
         self.log_names: list[str] = []  # of the records of its epochs, one for each loader
         self.loops: list[Followed] = []
+        self.landed: Landed = {}
         self.num_steps = 0
         self.is_gone = False  # the board can't be reached any more
         self._unwritten: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
@@ -91,11 +96,12 @@ class Claims:
         """Return the number of a further loader, and the board of its slots."""
         number = len(self.boards)
         self.log_names.append(f"data/{number}/epochs")
-        self.boards.append(SlotBoard(self.board.part("data").part(str(number)), self.member))
+        self.boards.append(SlotBoard(self.board.part("data").part(str(number)), self.member, self.landed))
         return number, self.boards[-1]
 
     def follow(self, membership: Elastic, num_fragments: int) -> Followed:
         """Record from now on the batches that the rounds of an outer loop apply to the common weights."""
+        membership.keep_logs(self.log_names, partial(landed_in, membership.loop))
         loop = Followed(self, membership, Sent(num_fragments), membership.joined)
         self.loops.append(loop)
         self.ledger.loops.append(loop.sent)

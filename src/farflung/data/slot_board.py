@@ -11,7 +11,7 @@ import json
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -25,6 +25,7 @@ from farflung.data.ledger import Done
 from farflung.data.torch_loaders import Source
 
 _T = TypeVar("_T")
+Landed: TypeAlias = "dict[str, tuple[int, int]]"  # the latest round, by outer loop: its generation and its vote
 
 _GIVEN_UP = 0  # in place of an owner; the ids of members begin at 1
 _SLOTS_EACH = 16  # of each of the most replicas, so that the last one to finish is late by 1/16 of a share at most
@@ -110,22 +111,28 @@ class _State:
     epoch: int = -1  # the furthest that was begun
     ended: int = -1  # the furthest that a replica has come to the end of, and synchronized after
     open: dict[int, _Open] = field(default_factory=dict)
+    landed: Landed = field(default_factory=dict)  # the latest rounds that any writer had applied before its change
 
     def encode(self) -> bytes:
         rows = [
             (number, (one.batches, one.digest, one.slots, one.claimed), list(one.held.items()))
             for number, one in self.open.items()
         ]
-        return json.dumps((self.seed, self.epoch, self.ended, rows)).encode()
+        return json.dumps((self.seed, self.epoch, self.ended, rows, self.landed)).encode()
 
     @classmethod
     def decode(cls, content: bytes) -> _State:
-        seed, epoch, ended, rows = json.loads(content)
+        seed, epoch, ended, rows, *landed = json.loads(content)  # without `landed` before 0.1.0
         opened = {
             number: _Open(batches, digest, slots, claimed, dict(held))
             for number, (batches, digest, slots, claimed), held in rows
         }
-        return cls(seed, epoch, ended, opened)
+        return cls(seed, epoch, ended, opened, {loop: (number, vote) for loop, (number, vote) in dict(*landed).items()})
+
+
+def landed_in(loop: str, content: bytes) -> tuple[int, int]:
+    """Return the latest round of an outer loop of which a record of a loader's epochs may hold batches."""
+    return _State.decode(content).landed.get(loop, (0, 0))
 
 
 class SlotBoard:
@@ -134,13 +141,14 @@ class SlotBoard:
     Args:
         board: for this loader alone.
         member: this replica's id.
+        landed: the latest round that this replica has applied, kept up to date by its owner.
 
     Attributes:
         has_begun: this replica has a seed from here.
     """
 
-    def __init__(self, board: Board, member: int) -> None:
-        self._board, self._member = board, member
+    def __init__(self, board: Board, member: int, landed: Landed) -> None:
+        self._board, self._member, self._landed = board, member, landed
         self._log = Log(board, "epochs", _DECIDED_AT_A_TIME)
         self.has_begun = False
         self._claimed: set[tuple[int, int]] = set()  # epochs and slots that are not done, as far as is known here
@@ -278,6 +286,8 @@ class SlotBoard:
             for epoch, one in list(state.open.items()):
                 if not one.held and (one.claimed == one.slots or epoch < state.epoch):
                     del state.open[epoch]  # it is over
-            new = state.encode()
-            if new == content or self._log.append(number, new):
+            if state.encode() == content:
+                return found
+            state.landed |= {loop: max(last, state.landed.get(loop, last)) for loop, last in self._landed.items()}
+            if self._log.append(number, state.encode()):
                 return found

@@ -59,8 +59,6 @@ def members_of(here: Place, mesh: Mesh, slots: Any) -> Members:
     membership = membership_of(here, mesh.island)
     if membership is None:
         return Members(mesh.replicas, mesh.island)
-    if slots is not None:
-        membership.keep_logs(slots.log_names)
     return Members(membership=membership, slots=slots)
 
 

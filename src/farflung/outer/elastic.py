@@ -32,6 +32,7 @@ from farflung.outer.transfers import Transfers
 
 _ASK_S = 0.5  # how often a member looks who asks to be admitted, at most
 _CONNECT_S = 2.0
+_PAUSES = 4  # of the board, between two looks whether the last state was written
 
 
 class Elastic:
@@ -100,10 +101,19 @@ class Elastic:
         """The generation that this replica is in, or was in last."""
         return self.peers.record
 
-    def keep_logs(self, names: Sequence[str]) -> None:
-        """Have the values of logs of the run, which may become more, belong to the state at its address."""
+    @property
+    def loop(self) -> str:
+        """The name of the outer loop, the same on all replicas."""
+        return self.peers.loop
+
+    def keep_logs(self, names: Sequence[str], landed_in: Callable[[bytes], tuple[int, int]]) -> None:
+        """Make the values of logs of the run, which may become more, part of the state at its address.
+
+        Args:
+            landed_in: returns the latest round, as its generation and its vote, that a value may know of.
+        """
         if self.saver is not None:
-            self.saver.logs = names
+            self.saver.logs, self.saver.landed_in = names, landed_in
 
     def enter(self, needs: Needs) -> Generation:
         self._needs, peers = needs, self.peers
@@ -161,11 +171,12 @@ class Elastic:
             return False
         return bool(ready)
 
-    def landed(self, needs: Needs) -> None:
+    def landed(self, needs: Needs, vote: int) -> None:
         self._needs = needs
         if self.saver is not None and self.record is not None:
             self.saver.description = self._description(needs)
-            self.saver.note_round(self.record.number, needs, is_first=self.record.ids[0] == self.member)
+            is_first = self.record.ids[0] == self.member
+            self.saver.note_round((self.record.number, vote), needs, is_first)
 
     def offer(self, parts: Callable[[], Mapping[str, Any]]) -> None:
         self._transfers.offer(parts)
@@ -216,15 +227,36 @@ class Elastic:
 
     def end(self, reason: str) -> None:
         self._transfers.close()
-        is_first = self.record is not None and self.record.ids[0] == self.member
-        needs, saver = self._needs, self.saver
+        needs, saver, record = self._needs, self.saver, self.record
         has_all = needs is not None and (not reason or needs.is_shared())
-        if saver is not None and is_first and has_all and self.record is not None and needs is not None:
-            saver.finish(self.record.number, self.member, needs, reason)
+        if saver is not None and record is not None and needs is not None and has_all:
+            # Where a rank has failed, the others of its replica may not come to a collective.
+            asks = not reason or self.island.size == 1
+            is_first = record.ids[0] == self.member
+            if from_first(self._share_group, lambda: self._writes_last(saver, record, reason)) if asks else is_first:
+                saver.finish(record.number, self.member, needs, reason)
         self._transport.close()
         if self.island.rank == 0 and not self._admission.is_over:
             with suppress(Unreachable):
                 self.peers.notes.put("left", self.member, reason or DONE)
+
+    def _writes_last(self, saver: Saver, record: Record, reason: str) -> bool:
+        """Return whether this replica writes the last state: no member before it does.
+
+        At the end of the run each waits until those before it have written it, or can't do so any more. One that leaves
+        a run for a `reason` waits for nobody: the others continue.
+        """
+        heartbeats, began = self.peers.heartbeats, time.monotonic()
+        with suppress(Unreachable):  # whoever is the first one keeps it elsewhere
+            while before := [one for one in record.ids[: record.ids.index(self.member)] if not heartbeats.ended(one)]:
+                is_late = time.monotonic() > began + self.peers.grace_s
+                if is_late and all(map(heartbeats.missing, before)):
+                    break
+                if reason or saver.has_last(record.number):
+                    return False
+                time.sleep(_PAUSES * self.peers.pause_s)
+            return bool(reason) or not saver.has_last(record.number)
+        return record.ids[0] == self.member
 
     def _next(self, needs: Needs) -> Record:
         """Return the current generation, as one rank of each replica finds or decides it."""

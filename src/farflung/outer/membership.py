@@ -146,8 +146,12 @@ class Membership(Protocol):
         """Return whether a replica that meets `needs` is known to wait for admission. Called when a round begins."""
         return False
 
-    def landed(self, needs: Needs) -> None:
-        """Hear that a round of all members was applied, when all that they share is consistent."""
+    def landed(self, needs: Needs, vote: int) -> None:
+        """Called after a round of all members was applied and its listeners were: what they share is consistent.
+
+        Args:
+            vote: the number of the round's vote.
+        """
         return None
 
     def offer(self, parts: Callable[[], Mapping[str, Any]]) -> None:

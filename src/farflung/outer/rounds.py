@@ -135,9 +135,9 @@ class Rounds:
         self.quorum.offer(number)
         if this is None:
             return False
-        if this.level == 0:
-            self.quorum.membership.landed(self.quorum.needs_now())
         self._close(number, this)
+        if this.level == 0:
+            self.quorum.membership.landed(self.quorum.needs_now(), this.ballot.number)
         return this.is_dropped
 
     def apply_all(self) -> list[int]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,12 +46,14 @@ class Saver:
 
     Attributes:
         logs: names of the run's logs whose values belong to a state.
+        landed_in: returns the latest round, as its generation and its vote, that a value of a log may know of.
         description: of this replica, as it describes itself when it asks to be admitted.
         has_kept: the address is gone, and the state lies in a folder of this process.
     """
 
     def __init__(self, run: Board, loop: ObjectBoard, share_group: Exchange, every: int) -> None:
         self.logs: Sequence[str] = ()
+        self.landed_in: Callable[[bytes], tuple[int, int]] = lambda _: (0, 0)
         self.description, self.has_kept = "", False
         self._run, self._loop, self._states = run, loop, SavedStates(loop)
         self._members = MemberStore(loop)
@@ -61,13 +63,19 @@ class Saver:
         self._since = self._every  # landings; one that has become the first member writes a state at once
         self._saving: Task[bool] | None = None
         self._noting: Task[None] | None = None
-        self._values: deque[dict[str, str]] = deque(maxlen=1)  # of the logs, before the latest rounds
+        self._landed = 0, 0  # the latest round
+        self._values: dict[str, str] = {}  # of the logs, with nothing of later rounds
         self._read: tuple[str, dict[str, Any]] = "", {}
 
     # ---- of the first member
 
-    def note_round(self, generation: int, needs: Needs, is_first: bool) -> None:
-        """Hear that a round was applied; on the first member, begin to write a state if one is due."""
+    def note_round(self, landed: tuple[int, int], needs: Needs, is_first: bool) -> None:
+        """Called after a round was applied; on the first member, begin to write a state if one is due.
+
+        Args:
+            landed: the round's generation and vote.
+        """
+        self._landed = landed
         self._place = {**needs.state(False)["place"], "due": []}  # nobody has begun the next round with it
         if not is_first:
             self._since = self._every * self._num_fragments
@@ -76,7 +84,7 @@ class Saver:
         is_free, every = self._saving is None or self._saving.is_over, self._every * self._num_fragments
         if from_first(self._share_group, lambda: self._since >= every and is_free):
             self._since = 0
-            self._saving = self._begin(generation, needs)
+            self._saving = self._begin(landed[0], needs)
         elif self._since >= 2 * every and not self._has_warned:
             self._has_warned = True
             _logger.warning(
@@ -84,7 +92,7 @@ class Saver:
                 f"{2 * self._every} are lost if all replicas die. Give --state_every a larger number."
             )
         if self._share_group.rank == 0 and (self._noting is None or self._noting.is_over):
-            self._noting = Task(partial(self._note, generation, self._since), "note a round")
+            self._noting = Task(partial(self._note, landed, self._since), "note a round")
 
     def finish(self, generation: int, member: int, needs: Needs, reason: str) -> None:
         """Write the last state, and wait until it is whole.
@@ -99,7 +107,7 @@ class Saver:
         if reason:  # the other ranks of this replica come here one by one, or not at all
             is_written = has_all or self._begin(generation, needs, "end").result()
         else:
-            was_written = self._begin(generation, needs).result()
+            was_written = self._begin(generation, needs, is_last=True).result()
             is_written = from_first(self._share_group, lambda: was_written)
         if not is_written:
             _logger.warning(self.keep_here(member, needs))
@@ -117,7 +125,7 @@ class Saver:
             saved, parts = self._state(0, needs, "kept")
             states.write(saved.name, rank, parts)
             if rank == 0:
-                states.finish(saved, within_s=_KEEP_WITHIN_S)
+                states.finish(replace(saved, logs=self._values), within_s=_KEEP_WITHIN_S)
             self.has_kept = True
         except (OSError, ConfigError, Unreachable) as error:
             return f"The shared state of the replicas could not be written to {folder} either: {error}"
@@ -127,46 +135,63 @@ class Saver:
             f"`farflung checkpoint pull {folder.as_uri()} model.safetensors`."
         )
 
-    def _begin(self, generation: int, needs: Needs, word: str = "") -> Task[bool]:
+    def has_last(self, generation: int) -> bool:
+        """Return whether the state with which a run has ended in a generation lies at its address."""
+        return any(one.is_last and one.generation == generation for one in self._states.newest())
+
+    def _begin(self, generation: int, needs: Needs, word: str = "", is_last: bool = False) -> Task[bool]:
         """Begin to write a state. Given a `word` for its name, no rank waits for another, and the last one finishes."""
         name = word or from_first(self._share_group, lambda: secrets.token_hex(4))
         saved, parts = self._state(generation, needs, name)
-        return Task(partial(self._write, generation, saved, parts, waits=not word), "write a state")
+        saved = replace(saved, is_last=is_last)
+        return Task(partial(self._write, self._landed, saved, parts, waits=not word), "write a state")
 
     def _state(self, generation: int, needs: Needs, word: str) -> tuple[Saved, dict[str, Any]]:
         found = needs.state(True)
         place = self._place or {**found["place"], "due": []}
         parts = {**found, "place": {**place, "frozen": found["place"]["frozen"]}}
         position, self._num_fragments = parts["place"]["position"], len(parts) - 1
-        # What others have recorded of rounds that are under way here is not in the state.
-        if needs.overlaps and self._values.maxlen != len(parts):
-            self._values = deque(self._values, maxlen=len(parts))
-        logs = self._values[0] if self._values else {}
-        return Saved(
-            f"{generation}.{position}.{word}", position, self._share_group.size, tuple(parts), logs, self.description
-        ), parts
+        name = f"{generation}.{position}.{word}"
+        return Saved(name, position, self._share_group.size, tuple(parts), description=self.description), parts
 
-    def _write(self, generation: int, saved: Saved, parts: Mapping[str, Any], waits: bool) -> bool:
-        """Write a state, unless this replica has been excluded meanwhile; return False if it could not be written."""
+    def _write(self, landed: tuple[int, int], saved: Saved, parts: Mapping[str, Any], waits: bool) -> bool:
+        """Write the state after a round, unless this replica was excluded meanwhile; return False if that failed."""
 
         def is_current() -> bool:
             record = self._members.record()
-            return record is not None and record.number == generation
+            return record is not None and record.number == saved.generation
 
         try:
             self._states.write(saved.name, self._share_group.rank, parts, is_current)
             if self._share_group.rank == 0 if waits else self._states.is_whole(saved):
-                self._states.finish(saved, is_current)
+                # Read now, as the others have recorded their part of the round meanwhile.
+                logs = self._values_at(landed)
+                self._states.finish(replace(saved, logs=logs), is_current)
             return True
         except Unreachable as error:
             self._since = self._every * self._num_fragments  # the next round tries again
             _logger.warning(f"The state at step {saved.position} was not written: {error}")
             return False
 
-    def _note(self, generation: int, since: int) -> None:
-        self._loop.put(f"g{generation}/landings", str(since).encode())  # where one that was excluded does no harm
-        values = {name: Log(self._run, name).last()[1] for name in self.logs}
-        self._values.append({name: value.decode() for name, value in values.items() if value is not None})
+    def _note(self, landed: tuple[int, int], since: int) -> None:
+        self._loop.put(f"g{landed[0]}/landings", str(since).encode())  # where one that was excluded does no harm
+        self._values = self._values_at(landed)
+
+    def _values_at(self, landed: tuple[int, int]) -> dict[str, str]:
+        """Return the newest values of the logs that know of no round after this one; those known before if forgotten.
+
+        The weights after a round hold all batches that are recorded there, and nobody's later ones.
+        """
+        found = dict(self._values)
+        for name in self.logs:
+            log = Log(self._run, name)
+            number, value = log.last()
+            while value is not None and self.landed_in(value) > landed:
+                number -= 1
+                value = log.get(number) if number else None
+            if value is not None:
+                found[name] = value.decode()
+        return found
 
     # ---- of those that begin again
 
