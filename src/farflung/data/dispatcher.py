@@ -136,7 +136,7 @@ class DataLoaderDispatcher(PreparedLoader):
                 following = self._guarded(next, rounds, None)
                 at_end = following is None
                 prefetched += [] if following is None else [following]
-            parts, real = prefetched.pop(0) if prefetched else ([NOTHING for _ in ranks], 0)
+            one.in_hand = parts, real = prefetched.pop(0) if prefetched else ([NOTHING for _ in ranks], 0)
             more = bool(prefetched)
             words = []
             for rank, part in enumerate(parts):

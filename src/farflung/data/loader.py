@@ -121,7 +121,8 @@ class PreparedLoader(LoaderView):
             for batch, last, real in self._stream(under_way):
                 under_way.end_of_dataloader, under_way.remainder = last, real
                 under_way.num_batches += 1
-                state.enter(under_way, batch)
+                at = under_way.resumed_at
+                state.enter(under_way, batch, again=at is not None and at.again and under_way.num_batches == 1)
                 if last is not self.end_of_dataloader or real != self.remainder:
                     self._show(under_way)
                 yield batch
@@ -154,7 +155,7 @@ class PreparedLoader(LoaderView):
 
     def state_dict(self) -> dict[str, Any]:
         """Return where this loader stands, on this rank, as plain data: the epoch, and the position in an iteration."""
-        return self._progress.state_dict(self, self._state.loaders)
+        return self._progress.state_dict(self, self._state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state; if it is no such state, raise KeyError, TypeError or ValueError and change nothing."""
@@ -257,12 +258,13 @@ class DataLoaderShard(PreparedLoader):
                 one.began_with = shard.first
             if move is not None:
                 batch = move(batch)
-            one.prefetched = Marked(batch, real) if real else batch
-            if held is not NOTHING:
+            read, one.prefetched = one.prefetched, [Marked(batch, real) if real else batch]
+            if read:
+                one.in_hand = read[0]
                 yield held, False, held_real
             held, held_real = batch, real
-        one.prefetched = NOTHING
         if held is not NOTHING:
+            one.in_hand, one.prefetched = one.prefetched[0], []
             count = self._count
             yield held, True, held_real if count is None else count(held)
 

@@ -255,7 +255,7 @@ class SlotLoader(DataLoaderShard):
         """Return where this loader stands: the epoch. The run's board records what is done of it."""
         state = super().state_dict()
         if state["position"] is not None and not state["position"]["ended"]:
-            state |= {"position": None, "under_way": False}
+            state |= {"position": None, "under_way": False, "host": None}
         return state
 
     def _stream(self, one: Iteration) -> Iterator[tuple[Any, bool, int]]:

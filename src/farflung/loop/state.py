@@ -98,15 +98,20 @@ class LoopState:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings, windows and optimizers of a copy, in which no loader is under way."""
-        left_out = {
+        left_out: dict[str, Any] = {
             "loaders": [],
             "joined": None,
             "loss": None,
             "at_boundary": None,
             "stepped_in": None,
             "_observers": list(self._observers),
+            "_around": [],
+            "_latest": {},
+            "_starts": {},
+            "_samples": {},
+            "_windows": list(self._windows.values()),
         }
-        return {**self.__dict__, **left_out, "_latest": {}, "_samples": {}, "_windows": list(self._windows.values())}
+        return {**self.__dict__, **left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -119,6 +124,11 @@ class LoopState:
         self.loaders: list[ActiveLoader] = []
         self._handed_out = 0  # batches of all loaders
         self._latest: dict[int, int] = {}  # which of them was a loader's latest, by the loader's id
+        self._starts: dict[int, int] = {}  # how many there were when it started
+        self._around: list[ActiveLoader] = []  # the iterations around that of the latest step, outermost first
+        self._beginning: Any = None  # the loader whose next iteration starts, at a boundary right before it
+        self._is_between = False  # at a boundary
+        self.is_nesting_told = False  # a save has said what is repeated after it
         self._samples: dict[int, int] = {}  # that it has handed out
         self._seen = 0  # how many there were at the last micro-batch
         self.stepped_in: ActiveLoader | None = None  # the iteration of the steps since the last boundary
@@ -183,12 +193,38 @@ class LoopState:
         for observer in list(self._observers):
             observer.iteration_starts(loader)
         if self.stepped_in is not None and self.stepped_in.loader.base_dataloader is loader.base_dataloader:
-            self.boundary()
+            self.boundary(before=loader)
 
     def step_attempted(self) -> None:
         """Called after each attempted step of an optimizer."""
+        source = self.around(self._steps)
         if self.at_boundary is not None:
-            self.stepped_in = self.around(self._steps)
+            self.stepped_in = source
+        start = -1 if source is None else self._starts.get(id(source), -1)
+        self._around = [one for one in self.loaders if self._latest[id(one)] < start]
+
+    def nesting(self) -> tuple[list[ActiveLoader], Any]:
+        """Return the iterations around the loop of the steps, outermost first, and the loader of that loop.
+
+        What each of those has in hand is not done: the loop in it had started when it was handed out. Once that loop is
+        over, the one around it takes its place.
+        """
+        source, seen = self._steps.source, self._steps.seen
+        if self._beginning is not None:  # the loop of the latest step was left, and nothing was done with later batches
+            known = set(map(id, self._around))
+            return [one for one in self.loaders if id(one) in known or self._latest[id(one)] > seen], self._beginning
+        around = [one for one in self._around if any(one is other for other in self.loaders)]
+        if not around:
+            return [], None
+        if source is not None and any(source is one for one in self.loaders):
+            return around, source.loader
+        return around[:-1], around[-1].loader
+
+    @property
+    def is_nesting_unclear(self) -> bool:
+        """Whether a loop over another loader has started in that of the steps so far, which it may make from now on."""
+        last = self._latest.get(id(self._steps.source))
+        return last is not None and not self._is_between and any(self._starts[id(one)] > last for one in self.loaders)
 
     def asked_for_next(self, loader: ActiveLoader) -> None:
         """Called where the loop comes back for another batch. A step since the last one is over, scheduler and all.
@@ -200,21 +236,30 @@ class LoopState:
         if loader.position is None or not any(optimizer.in_lockstep for optimizer in self.optimizers):
             self.boundary()
 
-    def boundary(self) -> None:
+    def boundary(self, before: Any = None) -> None:
         """Pass a boundary between two steps: all of one is done, and nothing of the next.
 
         Ranks that answer each other's collectives pass none.
+
+        Args:
+            before: the loader whose next iteration starts right after it, if one does.
         """
         if self.at_boundary is not None and self.joined is None:
-            self.stepped_in = None
+            self.stepped_in, self._beginning, self._is_between = None, before, True
             self.at_boundary()
+            self._beginning, self._is_between = None, False
 
-    def enter(self, loader: ActiveLoader, batch: Any = None) -> None:
-        """Take `loader` as the current one: it starts, or it hands out a batch."""
+    def enter(self, loader: ActiveLoader, batch: Any = None, *, again: bool = False) -> None:
+        """Take `loader` as the current one: it starts, or it hands out a batch.
+
+        Args:
+            again: the batch was in hand when the run was saved, in a loop inside of this loader's.
+        """
         self._handed_out += 1
+        self._starts.setdefault(id(loader), self._handed_out)
         if self.counts_samples and batch is not None:
             self._samples[id(loader)] = self.samples_of(loader) + (batch_size_of(batch) or 0)
-        self._latest[id(loader)] = self._handed_out
+        self._latest[id(loader)] = 0 if again else self._handed_out  # the first one is no sign of its loop
         if self.ends is not None and batch is not None:
             self.ends.publish(loader)
         if not self.loaders or self.loaders[-1] is not loader:
@@ -224,8 +269,8 @@ class LoopState:
         """Forget `loader`, if that was not done: its iteration came to its end, or was broken off or thrown away."""
         if all(other is not loader for other in self.loaders):
             return
-        self._latest.pop(id(loader), None)
-        self._samples.pop(id(loader), None)
+        for known in (self._latest, self._starts, self._samples):
+            known.pop(id(loader), None)
         self.loaders = [other for other in self.loaders if other is not loader]
         if self.ends is not None and at_end and loader.num_batches == 0:
             self.ends.publish(loader)

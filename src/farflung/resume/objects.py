@@ -7,7 +7,7 @@ import copy
 import os
 import random
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from farflung.base.errors import CheckpointError, ConfigError
+from farflung.base.events import tell
 from farflung.base.tree import leaves_of
 from farflung.base.words import counted
 from farflung.checkpoint import paths, rng
@@ -23,6 +24,7 @@ from farflung.checkpoint.entries import Entry
 from farflung.comm.shards import is_sharded
 from farflung.data.loader import PreparedLoader
 from farflung.data.resume.iteration import with_present_keys
+from farflung.loop.state import LoopState
 from farflung.resume.part import Loading, Part, Saving, change
 
 
@@ -116,6 +118,10 @@ class Loaders(Part):
 
     def per_rank(self, saving: Saving) -> Mapping[str, dict[str, Any]]:
         states = [loader.state_dict() for loader in self.run.loaders]
+        loop, told = self.run.loop, _nesting(self.run.loop, states)
+        if told and self.run.world.is_main and not loop.is_nesting_told:
+            loop.is_nesting_told = True
+            tell(f"farflung: {told}")
         return {paths.loop_state(self.run.world.rank): {"loaders": states}}
 
     def read(self, source: Loading) -> None:
@@ -146,12 +152,35 @@ class Loaders(Part):
             loader.load_state_dict(state)
 
 
+def _nesting(loop: LoopState, states: Sequence[dict[str, Any]]) -> str:
+    """Return what a run repeats that continues from these states of its loaders, saved inside of nested loops."""
+    positions = [(number, state["position"] or {}) for number, state in enumerate(states)]
+    there = [f"batch {at['batches'] + 1} of loader {number}" for number, at in positions if at.get("again")]
+    said = []
+    if there:
+        said.append(
+            f"saved inside of nested loops: {' and '.join(there)} comes again, and what the outer loop does "
+            "with it before the inner one is repeated"
+        )
+    if len(loop.nesting()[0]) > len(there):
+        said.append(
+            "saved inside of a loop over a loader that is iterated in its own loop: only the inner pass continues, in "
+            "place of the outer one"
+        )
+    if loop.is_nesting_unclear:
+        said.append(
+            "saved after the first step of loops over two loaders: if one of them is inside the other one, the rest of "
+            "the inner one is left out. Save after the second step"
+        )
+    return "; ".join(said)
+
+
 def _redistributed(state: dict[str, Any], loader: PreparedLoader, source: Loading) -> dict[str, Any]:
     """Return a loader's state after as many samples, over all ranks."""
     state, total = with_present_keys(state), loader.total_batch_size  # in one step here
     position = state["position"]
     if position is None:
-        return {**state, "worker_states": None}
+        return {**state, "worker_states": None, "host": None}
     before, old, size = state["total_batch_size"], source.old_size, source.size
     samples = position["batches"] * (old if before is None or total is None else before)
     step = size if before is None or total is None else total
@@ -168,7 +197,7 @@ def _redistributed(state: dict[str, Any], loader: PreparedLoader, source: Loadin
             f"the last {counted(rest, unit)} before it will be seen again, as {samples} is no multiple of {step}"
         )
     kept = {key: position[key] for key in ("ended", "host", "generators", "has_workers")}  # nothing has been read
-    return {**state, "worker_states": None, "position": {"batches": batches, **kept}}
+    return {**state, "worker_states": None, "host": None, "position": {"batches": batches, **kept}}
 
 
 class RNGStates(Part):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
@@ -82,8 +82,9 @@ class Position:
     batches: int  # that were handed out, with those that were skipped
     ended: bool  # the last one was among them
     start: RandomStates  # in which it began
-    num_prefetched: int = 0  # how many batches (of a dispatching loader: rounds) had been read, but not handed out
+    num_prefetched: int = 0  # how many batches (of a dispatching loader: rounds) are read, but not handed out by then
     prefetched: Any = None  # those, or None where they are no plain data
+    again: bool = False  # the first of those was in hand, and the loop around it not done with it
     first: Any = None  # of a dispatching loader, its first round, whose samples complete the last one
     dataset: Any = None  # the state of a data set, or of a loader, that keeps one, after what was prefetched
     exhausted: bool = False  # the data set has nothing more
@@ -127,7 +128,8 @@ class Iteration:
     num_batches: int = 0  # that it has handed out
     end_of_dataloader: bool = False  # see `PreparedLoader`
     remainder: int = 0  # see `PreparedLoader`
-    prefetched: Any = NOTHING  # what was read but not handed out: a batch, or the rounds of a dispatching loader
+    prefetched: list[Any] = field(default_factory=list)  # read but not handed out: batches, or a dispatcher's rounds
+    in_hand: Any = NOTHING  # what was handed out last, likewise
     first: Any = None  # the first round of a dispatching loader
     source: Any = None  # the iterator that batches are read from
     history: WorkerHistory | None = None  # of workers whose random states are recorded
@@ -155,25 +157,22 @@ class Iteration:
         return f"batch {self.num_batches} of epoch {self.epoch}" if self.loader.may_be_uneven else None
 
 
-def pack_batch(prefetched: Any) -> tuple[int, Any]:
-    """Return how many batches were prefetched, and the one as plain data; None: it is none."""
-    if prefetched is NOTHING:
-        return 0, None
-    batch, real = prefetched[:2] if type(prefetched) is Marked else (prefetched, 0)
-    content = plain_or_none(batch)
-    return 1, None if content is None else {"content": content, "real": real}
+def pack_batches(batches: list[Any]) -> list[dict[str, Any]] | None:
+    """Return batches as plain data; None: there is none, or one is no plain data."""
+    marked = [one[:2] if type(one) is Marked else (one, 0) for one in batches]
+    packed = [{"content": plain_or_none(batch), "real": real} for batch, real in marked]
+    return packed if packed and all(one["content"] is not None for one in packed) else None
 
 
-def unpack_batch(saved: dict[str, Any]) -> Any:
-    """Undo `pack_batch`."""
-    return Marked(saved["content"], saved["real"]) if saved["real"] else saved["content"]
+def unpack_batches(saved: Any) -> list[Any]:
+    """Undo `pack_batches`."""
+    rows = [saved] if isinstance(saved, dict) else saved  # one alone before 0.1.0
+    return [Marked(one["content"], one["real"]) if one["real"] else one["content"] for one in rows]
 
 
-def pack_rounds(prefetched: Any) -> tuple[int, Any]:
-    """Return how many rounds were prefetched, and those as plain data; None: they are none."""
-    rounds = [] if prefetched is NOTHING else prefetched
-    packed = [([None if part is NOTHING else [part] for part in parts], real) for parts, real in rounds]
-    return len(rounds), plain_or_none(packed)
+def pack_rounds(rounds: list[Any]) -> Any:
+    """Return rounds as plain data; None: they are none."""
+    return plain_or_none([([None if part is NOTHING else [part] for part in parts], real) for parts, real in rounds])
 
 
 def unpack_rounds(saved: Any) -> list[tuple[list[Any], int]]:
@@ -194,9 +193,9 @@ def batches_of(one: Iteration, workers: Workers) -> Iterator[Any]:
     if position is None:
         return one.source if reads else islice(one.source, one.skip, None)
     takes_next = reads or position.dataset is None  # what was prefetched; orders are drawn with it
-    first = list(islice(one.source, 1 if takes_next else 0))
+    first = list(islice(one.source, max(1, position.num_prefetched) if takes_next else 0))
     if position.prefetched is not None:
-        first = [unpack_batch(position.prefetched)]
+        first = unpack_batches(position.prefetched)
     one.arrive()
     return chain(first, one.source)
 

@@ -4,31 +4,34 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from farflung.base.torch_internals import is_exhausted
 from farflung.base.words import counted
+from farflung.checkpoint import rng
 from farflung.data.batches import plain_or_none, state_of
 from farflung.data.resume.iteration import (
+    NOTHING,
     Iteration,
     Position,
     RandomStates,
-    pack_batch,
+    pack_batches,
     with_present_keys,
 )
 from farflung.data.resume.workers import Workers, checked, known
 from farflung.data.torch_loaders import Source
+from farflung.loop.state import LoopState
 
 
 class Progress:
     """Where the iterations of a loader, and of its copies that skip batches, stand.
 
-    `reads` says whether this rank reads the data. `pack` returns how much an iteration has prefetched, and that as
-    plain data, None where it is none.
+    `reads` says whether this rank reads the data. `pack` returns what an iteration has prefetched as plain data, None
+    if it is none.
     """
 
-    def __init__(self, reads: bool = True, pack: Callable[[Any], tuple[int, Any]] = pack_batch) -> None:
+    def __init__(self, reads: bool = True, pack: Callable[[list[Any]], Any] = pack_batches) -> None:
         self._reads = reads
         self._pack = pack
         self.workers = Workers()
@@ -36,6 +39,7 @@ class Progress:
         self.number = 0  # the epoch of the iteration that is under way, or of the next one when none is
         self.under_way = False  # an iteration of epoch `number` has begun; it may have been broken off
         self.position: Position | None = None  # where the next iteration continues, once a state was loaded
+        self.host: dict[str, Any] | None = None  # random states with which it starts, whatever was drawn since then
         self.chosen: int | None = None  # the epoch that was chosen for it, if nothing is left of that of `position`
         self.newest: Iteration | None = None  # the one that began last
         self.run_number: int | None = None  # of the loader among those of its run; None: it is in none
@@ -67,6 +71,9 @@ class Progress:
         """Start an iteration, or continue the loaded one; `agree` makes ranks draw the same random order."""
         source, skip, exactly = loader.base_source, loader.skip_batches, loader.skips_exactly
         position, self.position = self.position, None
+        if self.host is not None:
+            rng.write(self.host)
+            self.host = None
         is_passed = self.chosen is not None or (exactly and position is not None and skip < position.batches)
         if position is not None and position.ended and is_passed:
             self._run_out(loader, position)
@@ -105,16 +112,20 @@ class Progress:
 
     def leave(self, one: Iteration) -> None:
         """Forget an iteration that came to its end, was broken off or thrown away. Its workers end with it."""
-        one.prefetched = one.source = None
+        one.prefetched, one.in_hand, one.source = [], NOTHING, None
         if self.newest is one:
             self.newest = None  # it knows the loader, which is freed at once when nobody else holds it
 
-    def state_dict(self, loader: Any, live: Sequence[Any]) -> dict[str, Any]:
-        """Return the state of a loader; see `PreparedLoader`. `live` are the iterations that are under way."""
+    def state_dict(self, loader: Any, state: LoopState) -> dict[str, Any]:
+        """Return the state of a loader; see `PreparedLoader`. `state` knows the iterations that are under way."""
         source, one, position = loader.base_source, self.newest, self.position
-        if one is not None and position is None and any(one is other for other in live):
-            position = self._position_of(one, source)
+        around, inner = state.nesting()
+        if one is not None and position is None and any(one is other for other in state.loaders):
+            position = self._position_of(one, source, again=any(one is other for other in around))
+        # What a loop does before the one in it is done again, and may draw random numbers again.
+        is_inner = bool(around) and inner.base_dataloader is loader.base_dataloader
         return {
+            "host": rng.read_host() if is_inner else None,
             "epoch": self.number,
             "under_way": self.under_way,
             "position": None if position is None else position.to_dict(),
@@ -124,25 +135,28 @@ class Progress:
             "total_batch_size": loader.total_batch_size,
         }
 
-    def _position_of(self, one: Iteration, source: Source) -> Position:
-        batches = one.skip + one.num_batches
-        num_prefetched, prefetched = self._pack(one.prefetched)
+    def _position_of(self, one: Iteration, source: Source, again: bool) -> Position:
+        """Return the position after the batches that were handed out; before the last of them if it comes `again`."""
+        batches = one.skip + one.num_batches - again
+        read = [one.in_hand] * (again and one.in_hand is not NOTHING) + one.prefetched
+        prefetched = self._pack(read)
         keeper = source.keeper if self._reads else None
         first, dataset = None, None
-        if keeper is not None and (num_prefetched == 0 or prefetched is not None):
+        if keeper is not None and (not read or prefetched is not None):
             first = plain_or_none(one.first)
             dataset = state_of(keeper) if one.first is None or first is not None else None
         return Position(
             batches=batches,
-            ended=one.end_of_dataloader,
+            ended=one.end_of_dataloader and not again,
             start=one.start,
-            num_prefetched=num_prefetched,
+            num_prefetched=len(read),
             prefetched=prefetched,
+            again=again,
             first=first,
             dataset=dataset,
             has_workers=one.has_workers,
             worker_plan=None if one.history is None else one.history.worker_plan(batches),
-            exhausted=is_exhausted(one.source),
+            exhausted=one.end_of_dataloader or is_exhausted(one.source),
         )
 
     def load_state_dict(self, source: Source, state_dict: dict[str, Any]) -> None:
@@ -150,9 +164,12 @@ class Progress:
         saved = with_present_keys(state_dict)
         position = None if saved["position"] is None else Position.from_dict(saved["position"])
         number, under_way, were_started = int(saved["epoch"]), bool(saved["under_way"]), bool(saved["has_workers"])
-        states = checked(saved.get("worker_states"))
+        states, host = checked(saved.get("worker_states")), saved.get("host")
+        if host is not None:
+            rng.check(host)
         _set_orders(source, saved["generators"], saved["seeds"])
         self.number, self.under_way, self.position, self.chosen = number, under_way, position, None
+        self.host = host
         workers = self.workers
         workers.were_started, workers.states, workers.is_loaded = were_started, states, True
 
@@ -179,6 +196,7 @@ class Progress:
         if position.ended:
             return f"continues after the last batch of epoch {epoch}: the first loop over it ends immediately"
         where = f"continues after batch {position.batches}{total} of epoch {epoch}"
+        where += ", with the one that was in hand" if position.again else ""
         now = loader.base_dataloader.num_workers
         then = 0 if position.worker_plan is None else len(position.worker_plan.workers)
         if then and then != now:

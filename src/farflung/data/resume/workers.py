@@ -108,9 +108,9 @@ class WorkerHistory:
     def __init__(self, begun: WorkerPlan) -> None:
         self._begun = begun
         self._number = len(begun.workers)
-        # Of each worker, the newest states, and the batch after which it has them: next to it, those before.
+        # Of each worker, the newest states, and the batch after which it has them: next to it, two before.
         self._recorded = [
-            deque([(begun.start + worker + (made - 1) * self._number, states)], maxlen=2)
+            deque([(begun.start + worker + (made - 1) * self._number, states)], maxlen=3)
             for worker, (made, states) in enumerate(begun.workers)
         ]
         self._arrived = begun.start
@@ -131,7 +131,7 @@ class WorkerHistory:
         return [recorded[-1][1] for recorded in self._recorded]
 
     def worker_plan(self, batch: int) -> WorkerPlan:
-        """Return where workers begin that are to make `batch`, the newest one that has arrived or the one after it."""
+        """Return where workers begin that are to make `batch`: one of the newest two that have arrived, or the next."""
         turn = batch - self._worker(batch)
         known = [next((b, states) for b, states in reversed(recorded) if b < turn) for recorded in self._recorded]
         begin = [b + self._number - worker for worker, (b, _) in enumerate(known)]  # the first turn after it

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loops of many forms that are saved at a random step and continued: they end bit by bit as if nothing had happened.
+
+If a form has to repeat something, which may draw random numbers, the save says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import os
+import random
+import signal
+from contextlib import redirect_stderr
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from farflung import Accelerator, OuterConfig
+from farflung.launch.codes import REQUEUE
+from farflung.testing.ranks import run_ranks
+from farflung.utils import set_seed
+
+MOMENTS = int(os.environ.get("FARFLUNG_TEST_MOMENTS", "1"))  # in each loop at which it is stopped
+EPOCHS, OUTER_ROWS, ROWS = 2, 6, 11
+
+
+class Drawn(Dataset):
+    """Draws random numbers for each sample."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return self.rows
+
+    def __getitem__(self, index):
+        return torch.cat([torch.tensor([float(index)]), torch.rand(3)])
+
+
+class Read(IterableDataset):
+    """Can only be read from its beginning."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        for index in range(self.rows):
+            yield torch.tensor([float(index), 1.0, 2.0, 3.0])
+
+
+class Kept(Read):
+    """A stream that knows how far it was read, and draws."""
+
+    at, was_loaded = 0, False
+
+    def __iter__(self):
+        self.at, self.was_loaded = (self.at, False) if self.was_loaded else (0, False)
+        while self.at < self.rows:
+            self.at += 1
+            yield torch.cat([torch.tensor([float(self.at)]), torch.rand(3)])
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at, self.was_loaded = state["at"], True
+
+
+DATA = {"drawn": Drawn, "stream": Read, "kept": Kept}
+OUTER = {"none": None, "diloco": OuterConfig("diloco", every=5), "streaming": OuterConfig("streaming_diloco", every=6)}
+FORMS = {
+    "form": ["flat", "nested", "three", "zip", "lazy", "early", "early inside"],
+    "data": ["drawn", "stream", "kept"],
+    "workers": ["none", "two", "stay"],
+    "optimizers": ["one", "turns", "both"],
+    "accumulate": [1, 3],
+    "schedule": ["none", "steps"],
+    "evaluation": ["none", "inside", "after"],
+    "outer": ["none", "diloco", "streaming"],
+    "before": ["nothing", "draws", "steps"],
+}
+
+
+def pairwise(number=36):
+    """Return loops in which each two choices come together."""
+    draw, names, found = random.Random(0), list(FORMS), []
+    left = {
+        frozenset([(one, a), (other, b)])
+        for one, other in itertools.combinations(names, 2)
+        for a in FORMS[one]
+        for b in FORMS[other]
+    }
+    while left or len(found) < number:
+        rows = [{name: draw.choice(choices) for name, choices in FORMS.items()} for _ in range(60)]
+        pairs = [{frozenset(pair) for pair in itertools.combinations(row.items(), 2)} for row in rows]
+        best = max(range(len(rows)), key=lambda one: len(pairs[one] & left))
+        left -= pairs[best]
+        found.append(rows[best])
+    return found
+
+
+class Loop:
+    """A training program of one form."""
+
+    def __init__(self, folder, form):
+        self.form, self.steps, self.stop_at, self.how = form, 0, None, "signal"
+        self.own = folder / "own"  # a checkpoint that the script writes by itself
+        self.accelerator = accelerator = Accelerator(
+            cpu=True,
+            save_on_signal=folder,
+            gradient_accumulation_steps=form["accumulate"],
+            outer=OUTER[form["outer"]],
+        )
+        set_seed(3)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Dropout(0.4), torch.nn.Linear(6, 1))
+        parts = [model[0].parameters(), model[2].parameters()] if form["optimizers"] != "one" else [model.parameters()]
+        optimizers = [torch.optim.AdamW(part, lr=0.01) for part in parts]
+        schedulers = [torch.optim.lr_scheduler.StepLR(one, 3, 0.9) for one in optimizers]
+        kind, workers = DATA[form["data"]], 0 if form["workers"] == "none" else 2
+        options = {"batch_size": 2, "num_workers": workers, "persistent_workers": form["workers"] == "stay"}
+        loaders = [
+            DataLoader(kind(ROWS), shuffle=kind is Drawn, **options),
+            DataLoader(Drawn(OUTER_ROWS), batch_size=2, shuffle=True),
+            DataLoader(Drawn(4), batch_size=2),
+            DataLoader(Drawn(4), batch_size=2),
+        ]
+        self.model, *rest = accelerator.prepare(model, *optimizers, *loaders, *schedulers)
+        number = len(optimizers)
+        self.optimizers, self.schedulers = rest[:number], rest[number + 4 :]
+        self.inner, self.outer, self.third, self.held_out = rest[number : number + 4]
+        accelerator.register_for_checkpointing(self)
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+    def step(self, *batches):
+        self.steps += 1
+        turns = self.form["optimizers"] == "turns"
+        mine = [self.optimizers[self.steps % 2]] if turns else self.optimizers
+        with self.accelerator.accumulate(self.model):
+            loss = self.model(sum(one.float().mean(0, keepdim=True) for one in batches)).pow(2).mean()
+            self.accelerator.backward(loss)
+            for optimizer in mine:
+                optimizer.step()
+            for scheduler in self.schedulers if self.form["schedule"] == "steps" else ():
+                scheduler.step()
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+        if self.form["evaluation"] == "inside" and self.steps % 4 == 0:
+            self.evaluate()
+        if self.steps == self.stop_at and self.how == "signal":
+            os.kill(os.getpid(), signal.SIGUSR1)
+        elif self.steps == self.stop_at and self.how == "inner":
+            self.save()
+
+    def save(self):
+        self.accelerator.save_state(self.own)
+        raise SystemExit(REQUEUE)
+
+    def evaluate(self):
+        self.model.eval()
+        for batch in self.held_out:
+            self.model(batch)
+        self.model.train()
+
+    def before(self, batch):
+        """What the body of an outer loop does before the inner one."""
+        if self.form["before"] == "draws":
+            return batch + torch.rand(())
+        if self.form["before"] == "steps":
+            self.step(batch)
+        return batch
+
+    def epoch(self):
+        form = self.form["form"]
+        if form == "flat":
+            for batch in self.inner:
+                self.step(batch)
+        elif form in ("nested", "early inside"):
+            for batch in self.outer:
+                own = self.before(batch)
+                for other in self.inner:
+                    self.step(own, other)
+                    if form == "early inside" and self.steps % 5 == 0:
+                        break
+                if self.stop_at is not None and self.steps >= self.stop_at and self.how == "outer":
+                    self.save()
+        elif form == "three":
+            for batch in self.outer:
+                own = self.before(batch)
+                for other in self.third:
+                    both = self.before(other)
+                    for one in self.inner:
+                        self.step(own, both, one)
+        elif form == "zip":
+            for one, other in zip(self.inner, self.outer, strict=False):
+                self.step(one, other)
+        elif form == "lazy":
+            again = None
+            for batch in self.inner:
+                again = iter(self.outer) if again is None else again
+                other = next(again, None)
+                if other is None:
+                    again = iter(self.outer)
+                    other = next(again)
+                self.step(batch, other)
+        elif form == "early":
+            for batch in self.inner:
+                self.step(batch)
+                if self.steps % 5 == 0:
+                    break
+
+    def train(self):
+        """Return the exit code, None at the end, and a digest of all that was trained."""
+        code = None
+        if self.own.exists():
+            self.accelerator.load_state(self.own)
+        else:
+            self.accelerator.resume()
+        leads = self.outer if self.form["form"] in ("nested", "early inside", "three") else self.inner
+        try:
+            for _ in range(leads.iteration, EPOCHS):
+                self.epoch()
+                if self.form["evaluation"] == "after":
+                    self.evaluate()
+        except SystemExit as end:
+            code = end.code
+        state = [*self.model.parameters(), *(x for one in self.optimizers for x in leaves(one.state_dict()))]
+        values = b"".join(torch.as_tensor(x).detach().double().numpy().tobytes() for x in state)
+        self.accelerator.end_training()
+        return code, self.steps, hashlib.sha256(values).hexdigest()
+
+
+def leaves(node):
+    if isinstance(node, dict | list | tuple):
+        for one in node.values() if isinstance(node, dict) else node:
+            yield from leaves(one)
+    elif isinstance(node, int | float | torch.Tensor):
+        yield node
+
+
+def resumed(folder, form, seed, moments, how="signal"):
+    """Train whole, and stopped at some moments; return for each what is wrong, and what the save has said."""
+    (code, steps, whole), found = Loop(folder / "whole", form).train(), []
+    assert code is None
+    for moment in range(moments):
+        series, said = folder / str(moment), io.StringIO()
+        stopped = Loop(series, form)
+        stopped.how = how
+        stopped.stop_at = random.Random(f"{seed} {moment}").randint(2, steps - 3)
+        with redirect_stderr(said):
+            code, _, digest = stopped.train()
+            if code == REQUEUE:
+                code, total, digest = Loop(series, form).train()
+        what = "same" if digest == whole else "other"
+        found.append((stopped.stop_at, stopped.steps, what, "inside of nested loops" in said.getvalue()))
+    return found
+
+
+def repeats(form):
+    """Whether the body of an outer loop does something before the inner one that is not the same a second time."""
+    return form["form"] in ("nested", "three", "early inside") and form["before"] != "nothing"
+
+
+def is_excepted(form):
+    """Whether `docs/concepts/data.md` says that random numbers differ, of persistent workers."""
+    is_left_early = form["form"] in ("early", "early inside", "zip")
+    return form["workers"] == "stay" and (form["data"] != "drawn" or is_left_early)
+
+
+NESTED = {
+    "form": "nested",
+    "data": "drawn",
+    "workers": "none",
+    "optimizers": "one",
+    "accumulate": 1,
+    "schedule": "steps",
+    "evaluation": "none",
+    "outer": "none",
+    "before": "nothing",
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "how"),
+    [
+        ({}, "signal"),
+        ({}, "inner"),
+        ({}, "outer"),
+        ({"form": "three"}, "signal"),
+        ({"form": "three"}, "inner"),
+        ({"form": "early inside"}, "signal"),
+        ({"data": "kept"}, "signal"),
+        ({"form": "zip"}, "signal"),
+        ({"form": "lazy"}, "inner"),
+        ({"form": "lazy", "outer": "diloco"}, "signal"),
+        ({"form": "zip", "outer": "diloco", "optimizers": "turns", "accumulate": 3}, "signal"),
+    ],
+)
+def test_the_loops_around_that_of_the_steps_continue_with_the_batch_in_hand(tmp_path, change, how):
+    form = NESTED | change
+    (found,) = run_ranks(resumed, 1, tmp_path, form, str(form), 4, how, connect=False)
+    assert [what for _, _, what, _ in found] == ["same"] * 4
+    assert any(has_said for *_, has_said in found) == (form["form"] not in ("zip", "lazy") and how != "outer")
+
+
+@pytest.mark.long
+def test_loops_of_all_forms_continue_bit_by_bit_or_say_what_they_repeat(tmp_path):
+    forms = pairwise()
+    wrong, same, told, excepted = [], 0, 0, 0
+    for number, form in enumerate(forms):
+        (found,) = run_ranks(
+            resumed, 1, tmp_path / str(number), form, number, MOMENTS, connect=False, timeout_s=60 * MOMENTS
+        )
+        for at, stopped, what, has_said in found:
+            same, told = same + (what == "same"), told + has_said
+            excepted += what != "same" and not has_said and is_excepted(form)
+            if what != "same" and not (has_said and repeats(form)) and not is_excepted(form):
+                wrong.append((form, at, stopped, has_said))
+    stops = f"{len(forms)} loops, {MOMENTS * len(forms)} stops"
+    print(f"{stops}: {same} bit by bit, {told} with a sentence, {excepted} excepted, {wrong} wrong")
+    assert not wrong
