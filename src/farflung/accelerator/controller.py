@@ -79,7 +79,7 @@ class OuterController:
             attached = self._open(model, self._recipe, each_step=True)
             leave_note(OUTER_ATTACHED)
             self._outputs.listen(attached.loop, len(self._epochs), attached.loss)
-            attached.epochs = lazy.driver.EpochTracker(attached.flush)
+            attached.follow_epochs()
             attached.loop.open_end.is_silent = True  # `exit_report` has a line of its own
 
     def outer(
@@ -193,6 +193,10 @@ class OuterController:
         values = {name: value for each in self._figures for name, value in each.take().items()}
         self._figures = [each for each in self._figures if each.is_open]
         return values
+
+    def states(self) -> list[dict[str, Any]]:
+        """Return the states of the open loops, in order, and those that still wait for a loop."""
+        return [*(attached.state_dict() for attached in self.attached), *self.waiting]
 
     def load(self, states: Sequence[dict[str, Any]]) -> None:
         """Give the open loops their states, in order; those that are left wait for loops that will be opened."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from farflung.config import launch as launch, parallelism as parallelism, sharding as sharding
     from farflung.data import slots as slots
     from farflung.integrations import elastic as elastic
-    from farflung.outer import arguments as arguments, driver as driver, recipes as recipes
+    from farflung.outer import arguments as arguments, recipes as recipes
     from farflung.precision import fp8 as fp8
     from farflung.resume import models as models
     from farflung.tools import memory as memory
@@ -34,7 +34,6 @@ else:
     sharding = LazyModule("farflung.config.sharding")
     slots = LazyModule("farflung.data.slots")
     elastic = LazyModule("farflung.integrations.elastic")
-    driver = LazyModule("farflung.outer.driver")
     arguments = LazyModule("farflung.outer.arguments")
     recipes = LazyModule("farflung.outer.recipes")
     fp8 = LazyModule("farflung.precision.fp8")

@@ -17,7 +17,7 @@ from farflung.loop.optimizer import AcceleratedOptimizer, parameters_of
 from farflung.loop.scheduler import planned_updates
 from farflung.loop.state import ActiveLoader, Trace
 from farflung.outer.arguments import check_inner
-from farflung.outer.driver import Driver
+from farflung.outer.driver import Driver, EpochTracker
 from farflung.outer.recipe import Recipe
 from farflung.process.log import get_logger
 from farflung.resume.run import Run
@@ -44,6 +44,7 @@ class AttachedLoop(Driver):
         self._num_samples = self._num_items = 0
         self._backwards = optimizer.loop_state.backwards  # at the end of the latest step
         self._alone: ExitStack | None = None
+        self._epochs_state: dict[str, Any] | None = None
         self._has_begun = False
         members = members_of(run.world.place, run.strategy.mesh, run.slots)
         if members.membership is not None and run.slots is not None:
@@ -81,9 +82,30 @@ class AttachedLoop(Driver):
                 optimizer.in_lockstep = optimizer.is_own = True
         check_inner("An outer loop", self.recipe, len(self._owners))
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the loop, and where it stands in an iteration and in the passes over the data."""
+        epochs = None if self.epochs is None else self.epochs.state_dict(self._bases)
+        return {**self.loop.state_dict(), "epochs": epochs, "iteration": self.iteration.state_dict(self._owners)}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loop.load_state_dict(state)
         self._choose_who_averages()
+        if "iteration" in state:
+            self.iteration.load_state_dict(state["iteration"], self._owners)
+        self._epochs_state = state.get("epochs")
+        if self.epochs is not None:
+            self.follow_epochs()
+
+    def follow_epochs(self) -> None:
+        """Flush the loop after each pass over the training data, from where a loaded state stands."""
+        self.epochs = EpochTracker(self.flush)
+        if self._epochs_state is not None:
+            self.epochs.load_state_dict(self._epochs_state, self._bases)
+
+    @property
+    def _bases(self) -> list[Any]:
+        """What identifies the data of each prepared loader."""
+        return [loader.base_dataloader for loader in self._run.loaders]
 
     def end(self, error: BaseException | None = None) -> None:
         self._detach()

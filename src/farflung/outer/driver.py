@@ -9,7 +9,7 @@ next call that all ranks must make.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -168,6 +168,7 @@ class EpochTracker:
         self._flush_loop = flush
         self.is_owed = self.is_behind = False
         self._pass: Pass | None = None  # the one under way
+        self._resumed: Any = None  # the data of the one that was under way in a loaded state, until the next step
         self._is_flushed = False  # in this pass
         self._batch = self._steps = 0  # of this pass; attempts on it
         self._usual = 0  # attempts on the batch before
@@ -178,6 +179,24 @@ class EpochTracker:
         if self._knows(loader):
             self.flush_owed()
 
+    def state_dict(self, data: Sequence[Any]) -> dict[str, Any]:
+        """Return it as plain data, with places among what identifies the data of loaders."""
+        now = self._resumed if self._pass is None else self._pass.loader.base_dataloader
+        return {
+            "data": [place for place, one in enumerate(data) if any(one is other for other in self._data)],
+            "now": next((place for place, one in enumerate(data) if one is now), None),
+            "is_owed": self.is_owed,
+            "is_behind": self.is_behind,
+            "is_flushed": self._is_flushed,
+            "usual": self._steps or self._usual,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], data: Sequence[Any]) -> None:
+        here = dict(enumerate(data))
+        self._data = [here[place] for place in state["data"] if place in here]
+        self._resumed, self._usual = here.get(state["now"]), state["usual"]
+        self.is_owed, self.is_behind, self._is_flushed = state["is_owed"], state["is_behind"], state["is_flushed"]
+
     def iteration_ended(self, ended: Pass, at_end: bool, may_train: bool | None = None) -> None:
         """Called after a pass.
 
@@ -185,8 +204,9 @@ class EpochTracker:
             may_train: whether it trains, though this rank made no step in it; None: unknown, so only if it was empty.
         """
         is_known = self._knows(ended.loader)
-        if ended is self._pass:
-            self._pass = None
+        is_resumed = self._resumed is not None and ended.loader.base_dataloader is self._resumed
+        if ended is self._pass or is_resumed:
+            self._pass, self._resumed, self._share = None, None, ended.loader.share
             if not self._is_flushed and at_end:
                 self.flush()
             self.is_owed = not self._is_flushed
@@ -204,7 +224,9 @@ class EpochTracker:
         """
         self.is_behind = True
         if around is not self._pass:
-            self._pass, self._is_flushed, self._batch, self._steps = around, False, 0, 0
+            if around is None or self._resumed is None or around.loader.base_dataloader is not self._resumed:
+                self._is_flushed = False
+            self._pass, self._resumed, self._batch, self._steps = around, None, 0, 0
         if around is None:
             return
         self._share = around.loader.share

@@ -236,6 +236,22 @@ class Iteration:
             ended.append(self._end(WeakSet()))
         return ended
 
+    def state_dict(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        """Return it as plain data, with the places of optimizers among these."""
+        places = dict(enumerate(optimizers))
+        return {
+            "awaited": [place for place, one in places.items() if one in self._awaited],
+            "missing": [place for place, one in places.items() if one in self._missing],
+            "attempted": {place: self._attempted[one] for place, one in places.items() if one in self._attempted},
+        }
+
+    def load_state_dict(self, state: dict[str, Any], optimizers: Sequence[Optimizer]) -> None:
+        here = dict(enumerate(optimizers))
+        self._awaited, self._missing = (
+            WeakSet(here[place] for place in state[name] if place in here) for name in ("awaited", "missing")
+        )
+        self._attempted = WeakKeyDictionary({here[k]: done for k, done in state["attempted"].items() if k in here})
+
     def close(self) -> list[bool]:
         """End the iteration without the optimizers that are awaited; return as `step_attempted` does."""
         return [self._end(self._missing)] if self._attempted else []

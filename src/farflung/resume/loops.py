@@ -19,8 +19,7 @@ class OuterLoops(Part):
     """The outer loops that are open, and those of a checkpoint that were not opened again yet."""
 
     def per_rank(self, saving: Saving) -> Mapping[str, dict[str, Any]]:
-        outers = self.run.outers
-        loops = [*(loop.state_dict() for loop in outers.live), *outers.waiting]
+        loops = self.run.outers.states()
         if not loops and (saving.leads or not self.run.replicas_differ):
             return {}
         return {paths.outer_state(self.run.world.rank): {"loops": loops}}
