@@ -96,7 +96,7 @@ def kept(said, starts):
 @pytest.mark.law("a-run-outlives-its-members")
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("address", ["folder", "bucket"], indirect=True)
-def test_each_sample_counts_once_in_each_epoch_though_all_are_killed_at_random(address, replicas):
+def test_each_sample_counts_though_all_are_killed_at_random_and_at_most_one_round_twice_a_restart(address, replicas):
     draw = random.Random(replicas)
     options = {"expected": replicas, "least": 1, "most": 4, "grace_s": 20.0, "state_every": 2}
     states = SavedStates(transport_at(address).board.part("loop1"))
@@ -128,4 +128,6 @@ def test_each_sample_counts_once_in_each_epoch_though_all_are_killed_at_random(a
         [min(one["joined"] for one in said if one["member"] in members and "joined" in one) for members in starts],
         f"samples by how often they count: {dict(times)}",
     )
-    assert times == {EPOCHS: SAMPLES}
+    assert min(times) >= EPOCHS
+    extra = sum(counts.values()) - EPOCHS * SAMPLES  # of members that had not recorded a state's round in time
+    assert extra <= (replicas > 1) * KILLS * EVERY * BATCH * replicas
