@@ -131,7 +131,7 @@ class _State:
 
 
 def landed_in(loop: str, content: bytes) -> tuple[int, int]:
-    """Return the latest round of an outer loop of which a record of a loader's epochs may hold batches."""
+    """Return the latest round of an outer loop whose batches may be in a record of a loader's epochs."""
     return _State.decode(content).landed.get(loop, (0, 0))
 
 
