@@ -26,6 +26,7 @@ from farflung.outer.arguments import OuterConfig
 from tests.outer.elastic_run import ElasticRun
 
 SAMPLES, BATCH, EVERY, EPOCHS = 480, 4, 2, 3
+STEP_S = 0.02  # so that the run does not end before the last kill
 KILLS = int(os.environ.get("FARFLUNG_TEST_KILLS", "4"))
 
 
@@ -100,7 +101,7 @@ def test_each_sample_counts_though_all_are_killed_at_random_and_at_most_one_roun
     draw = random.Random(replicas)
     options = {"expected": replicas, "least": 1, "most": 4, "grace_s": 20.0, "state_every": 2}
     states = SavedStates(transport_at(address).board.part("loop1"))
-    with ElasticRun(address=address, play=count, step_s=0.01) as run:
+    with ElasticRun(address=address, play=count, step_s=STEP_S) as run:
         run.board.put("run", json.dumps(options).encode())
         starts = []
         for number in range(KILLS + 1):
@@ -112,7 +113,7 @@ def test_each_sample_counts_though_all_are_killed_at_random_and_at_most_one_roun
             assert begun == (newest.position if newest else 0)
             if number == KILLS:
                 break
-            time.sleep(draw.uniform(0.0, 1.5 * SAMPLES * EPOCHS / BATCH / replicas * 0.02 / KILLS))
+            time.sleep(draw.uniform(0.0, STEP_S / 2 * SAMPLES * EPOCHS / BATCH / replicas / KILLS))
             for member in members:
                 run.signal(member, signal.SIGKILL)
             run.until(lambda members=members: run.has_ended(*members))
