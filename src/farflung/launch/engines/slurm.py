@@ -163,7 +163,9 @@ class Slurm:
             found[name] = _JobState.of(*row)
         forgotten = {*self._jobs} - {name.partition("_")[0] for name in found}
         if forgotten:
-            known = ObservedRun(self._job.folder).code_so_far
+            run = ObservedRun(self._job.folder)
+            ends = [event.facts["code"] for event in run.current if event.kind is Kind.ENDED]
+            known = DONE if self._job.is_elastic and DONE in ends else run.code_so_far
             code = FAILED if known is None else known
             found |= dict.fromkeys(forgotten, _JobState("FAILED" if code else "COMPLETED", code, "forgotten"))
         return found
