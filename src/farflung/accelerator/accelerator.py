@@ -288,7 +288,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         models = [model for model in trained if any(model is one for one in accumulated)]
         waits = bool(models) and not self._loop.sync_each_batch
         groups = [self._strategy.averaged_over(model) for model in models or trained]
-        return groups[0] if groups and all(one is groups[0] for one in groups) else None, waits
+        return groups[0] if groups and all(group is groups[0] for group in groups) else None, waits
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Clip the gradients' total norm to `max_norm`; return the norm before clipping, as a 0-d tensor.

@@ -72,7 +72,7 @@ class OuterController:
         for attached in self.attached:
             attached.follow_optimizers()
         for model in self._run.models:
-            owners = [one for one in self._run.optimizers if one.owns(model.parameters())]
+            owners = [optimizer for optimizer in self._run.optimizers if optimizer.owns(model.parameters())]
             trains = any(parameter.requires_grad for parameter in model.parameters())
             if not owners or not trains or self.has(model):
                 continue

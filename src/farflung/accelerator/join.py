@@ -47,14 +47,14 @@ def join_uneven_inputs(
         RankFailure: another rank left the block by an exception, or died.
     """
     check_type("join_uneven_inputs: joinables", joinables, (list, tuple), "a list of prepared models, such as [model]")
-    for one in joinables:
-        check_type("join_uneven_inputs: each of joinables", one, nn.Module, "a prepared model")
+    for joinable in joinables:
+        check_type("join_uneven_inputs: each of joinables", joinable, nn.Module, "a prepared model")
     if run.world.size == 1:
         yield
         return
     if run.loop.stepped_in is not None:  # between two epochs, as there are no boundaries inside
         run.loop.boundary()
-    models = [run.resolve(one) for one in joinables]
+    models = [run.resolve(joinable) for joinable in joinables]
     for model in models:
         name = type(model).__name__
         if model_has_dtensor(model):
@@ -143,7 +143,9 @@ def _catch_up(probe: _JoinProbe, run: Run) -> None:
         return
     parameters = [parameter for model in probe.models for parameter in model.parameters()]
     optimizers = [optimizer for optimizer in run.optimizers if optimizer.owns(parameters)]
-    schedulers = [one for one in run.schedulers if any(other in optimizers for other in one.optimizers)]
+    schedulers = [
+        scheduler for scheduler in run.schedulers if any(other in optimizers for other in scheduler.optimizers)
+    ]
     keepers: list[Any] = [*optimizers, *schedulers, *([] if run.precision.scaler is None else [run.precision.scaler])]
     states = [keeper.state_dict() for keeper in keepers]
     giver = max(rank for rank, came in enumerate(last) if came)

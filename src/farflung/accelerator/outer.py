@@ -54,7 +54,9 @@ class AttachedLoop(Driver):
             recipe,
             members,
             optimizer.optimizer,
-            lambda: planned_updates(one.scheduler for one in run.schedulers if optimizer in one.optimizers),
+            lambda: planned_updates(
+                scheduler.scheduler for scheduler in run.schedulers if optimizer in scheduler.optimizers
+            ),
             lambda advice: get_logger(__name__).warning(f"As the learning rate schedule has it, {advice}"),
             self._items_of_step,
         )
@@ -138,7 +140,7 @@ class AttachedLoop(Driver):
     def loss(self) -> float | None:
         """Return the loss of this step's last micro-batch; None if it is not known.
 
-        Where a step has other backward passes than one for each micro-batch, a loss may be a part of the whole.
+        If a step has other backward passes than one for each micro-batch, a loss may be a part of the whole.
         """
         state = self.optimizer.loop_state
         if state.loss is None or state.backwards - self._backwards != max(1, state.window.size):

@@ -57,7 +57,7 @@ class Preparer:
             _refuse_stranger(thing)
         placements = [None] * len(things) if device_placement is None else _placements(device_placement, len(things))
         optimizers = [_bare(thing) for thing in things if isinstance(thing, Optimizer)]
-        optimizers += [one.optimizer for one in self.run.optimizers]
+        optimizers += [optimizer.optimizer for optimizer in self.run.optimizers]
         first = [
             self.model(thing, place, optimizers=optimizers)
             if isinstance(thing, nn.Module)
@@ -100,7 +100,7 @@ class Preparer:
         self.run.precision.wrap(model)
         compile_in_place(model, self.compiling)
         own = {id(parameter) for parameter in model.parameters()}
-        owners = [one for one in optimizers if any(id(p) in own for p in parameters_of(one))]
+        owners = [optimizer for optimizer in optimizers if any(id(p) in own for p in parameters_of(optimizer))]
         if is_wrapped and self.run.world.size > 1:
             named = [*model.named_parameters(), *model.named_buffers()]
             check_exchangeable(named, takes_float8=self.run.world.device.type != "cpu")

@@ -23,7 +23,7 @@ _IN_PART = re.compile(rf"(.*)#({PART})")
 
 
 def transport_at(address: str, patience_s: float = PATIENCE_S) -> Transport:
-    """Return how replicas meet at an address; ConfigError where it is a folder or a bucket that can't be used."""
+    """Return how replicas meet at an address; ConfigError if it is a folder or a bucket that can't be used."""
     if "://" in address:
         return transport_of(address, patience_s)
     host, _, port = address.rpartition(":")

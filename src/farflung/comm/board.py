@@ -22,7 +22,7 @@ class Board(Protocol):
 
     Attributes:
         heartbeat_s: how often a launcher writes its heartbeat there, in seconds.
-        grace_s: how long the others wait for a replica that is late, where no setting says so.
+        grace_s: how long the others wait for a replica that is late, if no setting says so.
     """
 
     heartbeat_s: ClassVar[float] = 0.5
@@ -48,7 +48,7 @@ class Board(Protocol):
         """Return whether all of these keys exist, in one request: members that wait for each other poll it."""
 
     def delete(self, *keys: str) -> None:
-        """Delete those of these records that exist, in any order and in one request where that can be."""
+        """Delete those of these records that exist, in any order and in one request if that can be."""
 
     def part(self, name: str) -> Board:
         """Return the keys that begin with this name and a slash, as a board of their own."""

@@ -32,7 +32,7 @@ _MOST_UNREAD = 16  # collectives by which others may lag behind a rank that broa
 
 
 class ObjectTransport:
-    """Groups of replicas that meet at an address where all of them can write and read objects.
+    """Groups of replicas that meet at an address if all of them can write and read objects.
 
     Args:
         board: the objects there.
@@ -138,7 +138,7 @@ class ObjectGroup(Group):
         self._watch.look(Entered("", 0), 0.0)
 
     def finish(self, number: int, written: Task[None] | None, nbytes: int, rows: Mapping[int, Tensor]) -> None:
-        """Fill `rows`, by rank, with shares of a collective; RankFailure where the wait can't end."""
+        """Fill `rows`, by rank, with shares of a collective; RankFailure if the wait can't end."""
         missing = dict(rows)
 
         def look(rank: int) -> None:

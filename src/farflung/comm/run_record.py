@@ -27,7 +27,7 @@ def part_of_run(board: ObjectBoard, address: str) -> str | None:
         return _part_in(content)
     parts = {key.partition(_STATES)[0] for key in board.list("") if _STATES in key}
     if parts - {""}:
-        ways = " or ".join(f"--meet {address.rstrip('/')}/{one.rstrip('/')}" for one in sorted(parts))
+        ways = " or ".join(f"--meet {address.rstrip('/')}/{part.rstrip('/')}" for part in sorted(parts))
         raise ConfigError(
             f"The record of the run at {address} has vanished, but states of a run lie there. Continue with {ways}, or "
             "delete all of it to begin again."

@@ -76,5 +76,5 @@ def side_by_side(acts: Sequence[Callable[[], object]], at_once: int) -> None:
     num_threads = min(at_once, len(left)) - 1
     others = [Task(next_ones, "one of several calls") for _ in range(num_threads)]
     next_ones()
-    for one in others:
-        one.result()
+    for other in others:
+        other.result()

@@ -89,8 +89,8 @@ class Ledger:
         """Record batches that the training gets together."""
         self._num_handed_out += 1
         self._waiting.append((self._num_handed_out, shares))
-        for one in shares:
-            self.open.setdefault(one.loader, {})[one.epoch, one.slot] = one.done
+        for share in shares:
+            self.open.setdefault(share.loader, {})[share.epoch, share.slot] = share.done
 
     def send(self, loop: Sent, step: int) -> None:
         """Record that the rounds of a loop after this step contain all batches handed out so far."""
@@ -111,12 +111,12 @@ class Ledger:
 
     def steps(self) -> list[tuple[int, int]]:
         """Return the generation and the step of each outer loop's latest step."""
-        return [(one.generation, one.step) for one in self.loops]
+        return [(loop.generation, loop.step) for loop in self.loops]
 
     def lose(self, is_member: Callable[[int], bool]) -> dict[int, list[tuple[int, int]]]:
         """Forget replicas that are no longer members; return the entries of `Sent.met` for each, loop by loop."""
-        lost = {member for one in self.loops for member in one.met if not is_member(member)}
-        return {member: [one.met.pop(member, (0, -1)) for one in self.loops] for member in lost}
+        lost = {member for loop in self.loops for member in loop.met if not is_member(member)}
+        return {member: [loop.met.pop(member, (0, -1)) for loop in self.loops] for member in lost}
 
     def give_up(self) -> None:
         """Forget all batches that are not done: this replica was left out, and others get them."""

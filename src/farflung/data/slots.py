@@ -82,7 +82,7 @@ class Slots(Claims):
 
     def described(self) -> str:
         """Return a description that must be the same on all replicas: the numbers of batches of prepared loaders."""
-        return ", ".join(counted(one.num_batches, "batch") for one in self._samplers)
+        return ", ".join(counted(sampler.num_batches, "batch") for sampler in self._samplers)
 
 
 class SlotSampler(SamplerView):
@@ -242,7 +242,7 @@ class SlotLoader(DataLoaderShard):
     @property
     def share(self) -> SlotSampler:
         """The batches of this replica."""
-        return next(one for one in self.base_source.samplers if isinstance(one, SlotSampler))
+        return next(sampler for sampler in self.base_source.samplers if isinstance(sampler, SlotSampler))
 
     def skipping(self, num_batches: int) -> Any:
         raise ConfigError(

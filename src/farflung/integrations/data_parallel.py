@@ -218,9 +218,9 @@ class DDPTakeover:
         models = self._trained_by(optimizer)
         self._check(optimizer, parameters_of(optimizer), bool(models))
         self._driven[optimizer] = models
-        for one in models:
-            if one.driver is None:
-                one.driver = self._opened(one, optimizer)
+        for model in models:
+            if model.driver is None:
+                model.driver = self._opened(model, optimizer)
             else:
                 check_inner(f"--outer {self._config.recipe}", self._recipe, 2)
 
@@ -360,7 +360,7 @@ class DDPTakeover:
         """Keep torch's `join()` from sending: in rounds ranks wait for those without data anyway."""
         given = inspect.signature(make).bind(join, joinables, *args, **options)
         followed = {id(one.local.ddp) for one in self._followed}
-        own = [id(one) in followed for one in joinables]
+        own = [id(joinable) in followed for joinable in joinables]
         if any(own) and given.arguments.get("enable", True):
             asked = f"--outer {self._config.recipe}: join()"
             if not all(own):

@@ -27,7 +27,7 @@ def _namespaces() -> Iterator[dict[str, Any]]:
     """Yield the names of all modules, and the copy of a script's that its functions see in a spawned process."""
     for module in list(sys.modules.values()):
         yield getattr(module, "__dict__", {})
-    for one in list(vars(sys.modules["__main__"]).values()):
-        for function in (one, *vars(one).values()) if isinstance(one, type) else (one,):
+    for var in list(vars(sys.modules["__main__"]).values()):
+        for function in (var, *vars(var).values()) if isinstance(var, type) else (var,):
             if isinstance(function, FunctionType):
                 yield function.__globals__

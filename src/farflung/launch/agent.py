@@ -215,7 +215,7 @@ def read_report(file: Path) -> dict[str, Any]:
 def _agent_logs(settings: LaunchSettings) -> Iterator[None]:
     """Keep the agent's log lines back: what they say of a failure, our report says once and shorter.
 
-    Its errors are shown where another attempt may follow, for which there is no report.
+    Its errors are shown if another attempt may follow, for which there is no report.
     """
     if settings.debug or environ.text("LOGLEVEL"):
         yield

@@ -46,7 +46,7 @@ def verify(folder: Path) -> None:
 def diff(ctx: click.Context, one: Path, other: Path) -> None:
     """Show how two checkpoints differ: files, names, shapes, and how far apart values are.
 
-    The exit code is 0 where they are the same, 1 where they differ, and 2 where they can't be compared.
+    The exit code is 0 if they are the same, 1 if they differ, and 2 if they can't be compared.
     """
     ctx.exit(1 if tools.diff(one, other) else 0)
 

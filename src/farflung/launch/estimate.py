@@ -123,7 +123,7 @@ def create_empty_model(
 
 
 def verify_on_hub(repo: str, token: str | None = None) -> Any:
-    """Return what the hub knows of a model; `gated` where it may not be read, `repo` if there is none."""
+    """Return what the hub knows of a model; `gated` if it may not be read, `repo` if there is none."""
     if not is_installed("huggingface_hub"):
         raise ImportError("The hub is asked by huggingface_hub. Install it: pip install huggingface_hub")
     import huggingface_hub as hub

@@ -76,7 +76,7 @@ def choose_interface(settings: LaunchSettings, host: str) -> Interface:
 def address_towards(host: str, interface: Interface) -> str:
     """Return the address of this machine, number 0, that the others reach as `host`: that of the route to it.
 
-    Where `host` means a loopback address here, it is the interface's.
+    If `host` means a loopback address here, it is the interface's.
     """
     address = resolve_host(host)
     return interface.address if is_loopback(address) else _address_towards(address)
@@ -101,10 +101,10 @@ def interfaces() -> list[Interface]:
     import psutil  # type: ignore[import-untyped]  # here, as it takes the command 15 ms
 
     return [
-        Interface(name, one.address.partition("%")[0])  # fe80::1%eth0 is fe80::1
+        Interface(name, address.address.partition("%")[0])  # fe80::1%eth0 is fe80::1
         for name, addresses in psutil.net_if_addrs().items()
-        for one in addresses
-        if one.family in (socket.AF_INET, socket.AF_INET6)
+        for address in addresses
+        if address.family in (socket.AF_INET, socket.AF_INET6)
     ]
 
 

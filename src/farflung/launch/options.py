@@ -48,7 +48,7 @@ def given(params: dict[str, Any]) -> dict[str, str | bool]:
 class SettingsCommand(click.Command):
     """A command with the flags of the launch settings; it refuses Accelerate's other flags by name.
 
-    What follows the first word that is no flag is left as it stands, even where it looks like a flag of ours.
+    What follows the first word that is no flag is left as it stands, even if it looks like a flag of ours.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -94,7 +94,9 @@ class SettingsCommand(click.Command):
         """Write the first flags and a line for each group, or the flags of the group that was asked for."""
         asked = ctx.meta.get(_ASKED, "")
         options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
-        records = {str(one.name): record for one in options if (record := one.get_help_record(ctx)) is not None}
+        records = {
+            str(option.name): record for option in options if (record := option.get_help_record(ctx)) is not None
+        }
         for group, about in GROUPS.items():
             if asked in (group, "all"):
                 with formatter.section(f"{group}: {about.about}"):

@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def ranks(self) -> range:
-        """The ranks of this machine, where the machines are numbered beforehand."""
+        """The ranks of this machine, if the machines are numbered beforehand."""
         first = int(self.meeting.conf.get("rank", 0)) * self.num_local
         return range(first, first + self.num_local)
 
@@ -197,7 +197,7 @@ def _check_module(name: str) -> None:
 
 
 def _make_folder(folder: str, name: str) -> None:
-    """Make the folder of a setting, where it is not there, and refuse one in which nothing can be written."""
+    """Make the folder of a setting, if it is not there, and refuse one in which nothing can be written."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         TemporaryDirectory(dir=folder).cleanup()
@@ -215,7 +215,7 @@ def network_variables(meeting: Meeting, settings: LaunchSettings) -> dict[str, s
         return {"GLOO_SOCKET_IFNAME": loopback_interface()} if is_free else {}
     variables = dict.fromkeys(INTERFACE_VARIABLES, meeting.interface.name)
     if not settings.debug:
-        variables["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it warns at each connection where an address has no name
+        variables["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it warns at each connection if an address has no name
     named = INTERFACE_VARIABLES if settings.network_interface is not None else ()
     return {name: value for name, value in variables.items() if name in named or not environ.text(name)}
 
@@ -223,7 +223,7 @@ def network_variables(meeting: Meeting, settings: LaunchSettings) -> dict[str, s
 def _count_processes(settings: LaunchSettings) -> tuple[int, bool]:
     """Return how many processes this machine runs, and whether they are several on CPUs.
 
-    torch is loaded only where the answer depends on the machine.
+    torch is loaded only if the answer depends on the machine.
     """
     wanted = settings.num_local
     if settings.use_cpu:

@@ -3,7 +3,7 @@
 
 `python -m farflung.launch.rank [-m] SCRIPT [its arguments]`, or with `--exec` before a program that is no Python. A
 script that fails before it makes an `Accelerator`, or that knows nothing of Farflung, leaves its traceback for the
-launcher too. Where the launcher will show the report, nothing is printed here. Does without torch, whose loading is the
+launcher too. If the launcher will show the report, nothing is printed here. Does without torch, whose loading is the
 script's business, unless there is an outer loop to run.
 """
 
@@ -40,7 +40,7 @@ else:
 def run(arguments: list[str]) -> None:
     """Run the script in `arguments`, and exit as it does.
 
-    Where the launcher asks for an outer loop, torch's DDP is taken over before, and the loops end after the script.
+    If the launcher asks for an outer loop, torch's DDP is taken over before, and the loops end after the script.
     """
     has_agent = environ.text(environ.LAUNCHER) is not None
     end_with_launcher()

@@ -265,7 +265,7 @@ class _Launcher:
                     notes.put("stopped", member)
                 else:
                     notes.forget(member, "stopped")
-        if not self._is_served:  # where another launcher may take the place of the first one
+        if not self._is_served:  # if another launcher may take the place of the first one
             first = notes.read("first")
             self._tells = first == self._machine
             if not self._tells and self._store.heartbeats.silent_machine_s(first):

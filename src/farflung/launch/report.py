@@ -29,9 +29,9 @@ class Failure:
     rank: int
     exit_code: int  # as the system says it; -k for signal k
     pid: int = 0
-    message: str | None = None  # the error in one line, where the process left one
+    message: str | None = None  # the error in one line, if the process left one
     traceback: str | None = None  # the whole of it
-    time_s: float = 0.0  # when, in seconds since the epoch; of whole seconds where the process left no report
+    time_s: float = 0.0  # when, in seconds since the epoch; of whole seconds if the process left no report
     reported_code: int | None = None  # the exit code that the process was about to end with when it left its report
     reported_cause: Cause = Cause.OWN
 
@@ -170,7 +170,7 @@ def show_box(title: str, text: str) -> None:
     from rich.panel import Panel
     from rich.text import Text
 
-    drawn = io.StringIO()  # not stderr: rich ends the process where that is a closed pipe
+    drawn = io.StringIO()  # not stderr: rich ends the process if that is a closed pipe
     console = Console(file=drawn, force_terminal=sys.stderr.isatty())
     if not console.is_terminal:
         console.width = max(console.width, 120)  # a log file has no narrow edge

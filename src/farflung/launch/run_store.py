@@ -40,7 +40,7 @@ class RunStore:
         self._ask_at = self._say_at = 0.0
 
     def ask(self, act: Callable[[LauncherNotes], _Answer], otherwise: _Answer) -> _Answer:
-        """Return what `act` finds in the store, or `otherwise` where the store can't be reached."""
+        """Return what `act` finds in the store, or `otherwise` if the store can't be reached."""
         if time.monotonic() < self._ask_at:
             return otherwise
         began = time.monotonic()

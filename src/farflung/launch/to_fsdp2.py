@@ -74,7 +74,7 @@ def load_config(config_file: str) -> dict[str, Any]:
 def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
     """Return `config` with its block `fsdp_config` in the keys of version 2; a warning names each key that is left out.
 
-    Without such a block, or where it is one of version 2, nothing changes. Raises Unsupported for a strategy that
+    Without such a block, or if it is one of version 2, nothing changes. Raises Unsupported for a strategy that
     version 2 has no key for.
     """
     block = config.get("fsdp_config")

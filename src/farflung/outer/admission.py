@@ -88,10 +88,10 @@ class Admission:
     def _holders(self, record: Record, asks: Iterable[Ask], waited_s: float) -> dict[int, str]:
         """Return members that may hold the trained state or begin now, and why they are silent; RankFailure at the end.
 
-        Where launchers start at the same moment, one replica begins and is not ready yet when others ask.
+        If launchers start at the same moment, one replica begins and is not ready yet when others ask.
         """
         heartbeats = self._peers.heartbeats
-        came_back = {one.member for one in asks if one.last >= record.number} | {self._member}
+        came_back = {ask.member for ask in asks if ask.last >= record.number} | {self._member}
         if any(self._notes.get("left", one) == DONE for one in record.ids):
             self.is_over = True
             self._notes.put("left", self._member, "too late")
@@ -103,9 +103,9 @@ class Admission:
             if one not in came_back and (self._peers.may_hold(record, one) or (begins and not heartbeats.missing(one)))
         ]
         holders = {one: heartbeats.missing(one) for one in there if not heartbeats.ended(one)}
-        for one in asks:  # it has state, and can't begin with us
-            if one.has_state and not heartbeats.ended(one.member) and (why := heartbeats.unheard(one.member)):
-                holders[one.member] = why
+        for ask in asks:  # it has state, and can't begin with us
+            if ask.has_state and not heartbeats.ended(ask.member) and (why := heartbeats.unheard(ask.member)):
+                holders[ask.member] = why
         return holders
 
     def _begin(self, record: Record | None, asks: Mapping[str, Ask], waited_s: float) -> None:

@@ -219,7 +219,7 @@ class Gossip(Aggregator):
     power of two agree after log2 M rounds. As every rank gives and is given to once a round, push-sum's own weights
     stay 1 and are not sent; the sum over all ranks is kept, also under a codec Q that rounds.
 
-    Where values are deltas from anchors, replicas have anchors of their own, and `pull` brings these together at no
+    If values are deltas from anchors, replicas have anchors of their own, and `pull` brings these together at no
     more bytes. A rank then sends x - pull anchor in place of x, so that after the exchange
 
         x_i <- (x_i + x_j) / 2 + pull (anchor_i - anchor_j) / 2

@@ -272,7 +272,7 @@ class Anchored(Averaged):
     Args:
         buckets: of the trainable parameters; their values now are the first anchor.
         make_optimizer: any `torch.optim` optimizer, such as `functools.partial(torch.optim.SGD, lr=0.7)`.
-        on_cpu: keep anchor and optimizer state in the host's memory (pinned, where the buckets are on a GPU).
+        on_cpu: keep anchor and optimizer state in the host's memory (pinned, if the buckets are on a GPU).
 
     Raises:
         ConfigError: the optimizer made more than one group of the parameters it was given.
@@ -375,7 +375,9 @@ class Anchored(Averaged):
         if self._optimizer is not None:
             states = [self._optimizer.state.get(chunk, {}) for chunk in self._chunks]
             names = [name for name, value in states[0].items() if isinstance(value, Tensor) and value.dim() == 1]
-            rows |= {name: [one[name] for one in states] for name in names if all(name in one for one in states)}
+            rows |= {
+                name: [state[name] for state in states] for name in names if all(name in state for state in states)
+            }
         return rows | ({"residual": self._residuals} if self._residuals else {})
 
     def continue_from(self, other: Averaged) -> None:

@@ -39,8 +39,8 @@ class Ballot:
     # What was really done since this rank's values were last agreed on, as a part of what a full round has. A number of
     # fp32, as all ranks must take it for the same.
     weight: float
-    norm: float = 0.0  # of what it brings; finite if and only if its values are. 0 where they are weights, and finite
-    largest: float = 0.0  # their largest magnitude where the codec has a limit, else 0
+    norm: float = 0.0  # of what it brings; finite if and only if its values are. 0 if they are weights, and finite
+    largest: float = 0.0  # their largest magnitude if the codec has a limit, else 0
     sound: bool = True  # its floating buffers are finite: a batch that fp16 could not hold spoils statistics for ever
     finished: bool = False  # this rank has no more data and only stays for the others
     position: int = 0  # how many steps it has attempted

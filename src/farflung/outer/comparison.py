@@ -41,7 +41,7 @@ class Comparison:
         names: of its parameters.
 
     Attributes:
-        digest: of what the last round agreed on, where it is to be compared with that of other ranks; else -1.
+        digest: of what the last round agreed on, if it is to be compared with that of other ranks; else -1.
     """
 
     names: Sequence[str]

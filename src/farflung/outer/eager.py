@@ -18,7 +18,7 @@ class Eager(Anchored):
 
         g = mean(t-1) + f (delta(t) - sent(t-1));  anchor <- outer_opt(anchor, g);  local <- anchor;  send delta(t)
 
-    f is this rank's share of the mean, 1/M where all did alike; of a term it is the same when it is put in and when it
+    f is this rank's share of the mean, 1/M if all did alike; of a term it is the same when it is put in and when it
     is taken out. Anchors differ between ranks.
 
     Args:
@@ -31,7 +31,7 @@ class Eager(Anchored):
     def __init__(self, *parts: Any, num_ranks: int) -> None:
         super().__init__(*parts)
         self.num_ranks = num_ranks
-        self._share = 1 / num_ranks  # f of what was sent last; 0 where that was nothing that could count
+        self._share = 1 / num_ranks  # f of what was sent last; 0 if that was nothing that could count
         self._sent = [torch.zeros_like(chunk) for chunk in self._chunks]
         self._means: dict[int, Tensor] = {}  # of the round that has come back, by bucket
         self._next_share = 0.0

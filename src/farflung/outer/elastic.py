@@ -46,7 +46,7 @@ class Elastic:
         most: how many there will be at most.
         grace_s: how many seconds the others wait for a replica that is late before they continue without it. None: 30,
             or twice the time between the latest two rounds if that is longer.
-        state_every: so many rounds are lost at most if all replicas die, where records outlive them.
+        state_every: rounds lost at most if all replicas die, provided that records outlive them.
         island: the ranks that train this replica.
 
     Attributes:
@@ -83,7 +83,7 @@ class Elastic:
         if transport.is_lasting and isinstance(board, ObjectBoard):
             self.saver = Saver(transport.board, board, self._share_group, state_every)
         self._admission = Admission(self.peers, member, self.saver, expected, least, most)
-        self._decided: Record | None = None  # the next generation, where this one is over
+        self._decided: Record | None = None  # the next generation, if this one is over
         self._generation: Generation | None = None
         self._needs: Needs | None = None
         self._check_at = time.monotonic()  # whether the run is still there
@@ -140,7 +140,7 @@ class Elastic:
         rank, size = record.ids.index(self.member), len(record.ids)
         name = f"{peers.loop}/g{record.number}/c{self.island.rank}"
         group = self._transport.connect(name, rank, size, watch)
-        newcomers = [record.ids.index(one) for one in record.newcomers]
+        newcomers = [record.ids.index(newcomer) for newcomer in record.newcomers]
         generation = open_generation(record.number, record.ids, group, self.island, needs, newcomers)
         self._transfers.stop(record.newcomers)
         keeps = bool(given) and self.has_kept
@@ -197,7 +197,7 @@ class Elastic:
                 if error.is_gone and self.saver is not None:
                     raise
             took_s = time.monotonic() - now
-            self._look_at = now + max(_ASK_S, 10 * took_s)  # seldom, where the board gives no answer
+            self._look_at = now + max(_ASK_S, 10 * took_s)  # seldom, if the board gives no answer
         return self._asking
 
     def agree(self, num_votes: int, complete: Mapping[int, int], odd: Mapping[int, str]) -> dict[int, int]:

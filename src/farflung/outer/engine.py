@@ -103,7 +103,9 @@ class OuterLoop:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         recipe, cap_bytes = checked(model, recipe, group, inner, island, membership, bucket_bytes, clock)
-        membership = membership or fixed_membership(group, island, all(one.is_cpu for one in model.parameters()))
+        membership = membership or fixed_membership(
+            group, island, all(parameter.is_cpu for parameter in model.parameters())
+        )
         island = membership.island
         self.listeners: list[Callable[[Round], None]] = []
         self._recipe = recipe
@@ -256,7 +258,7 @@ class OuterLoop:
     def synced(self) -> Iterator[None]:
         """Put the last common weights into the model, for an evaluation; afterwards restore the local weights.
 
-        With a common anchor nothing is sent, nor in a warm-up, where the weights themselves are common. Recipes without
+        With a common anchor nothing is sent, nor in a warm-up, when the weights themselves are common. Recipes without
         an anchor, or with one per replica, average the weights of all ranks for this: a collective.
         """
         self._check_open()

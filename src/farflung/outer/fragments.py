@@ -173,7 +173,7 @@ def _cut(model: nn.Module, count: int, choose: _Choose) -> list[Fragment]:
         sizes[target] += _bytes(places[k])
     bins = [[place for place, target in zip(places, targets, strict=True) if target == n] for n in range(count)]
     fragments = [_fragment(mine) for mine in bins]
-    empty = [one for one in fragments if not one.parameters]
+    empty = [fragment for fragment in fragments if not fragment.parameters]
     if count > 1 and empty:
         raise ConfigError(f"{count} fragments, but {len(empty)} of them would have no trainable parameters.")
     return fragments

@@ -100,7 +100,7 @@ class LocalDDP:
 
 
 def kept_local(model: nn.Module, island: Group, averages: Callable[[], bool]) -> LocalDDP | None:
-    """Keep a DDP model's gradients and buffers on this rank; None where it isn't one, or averages over the island."""
+    """Keep a DDP model's gradients and buffers on this rank; None if it isn't one, or averages over the island."""
     ddp = getattr(model, COMPILED_FROM, model)
     if not isinstance(ddp, DistributedDataParallel):
         return None
@@ -113,7 +113,7 @@ def kept_local(model: nn.Module, island: Group, averages: Callable[[], bool]) ->
 def check_ranks(ddp: DistributedDataParallel, island: Group) -> None:
     """Raise ConfigError for a DDP model that averages gradients over other ranks than those of the island.
 
-    Where each island is one rank, all ranks are right too, as they can be kept from it.
+    If each island is one rank, all ranks are right too, as they can be kept from it.
     """
     ranks = dist.get_process_group_ranks(ddp.process_group)
     if isinstance(island, TorchGroup):

@@ -171,7 +171,7 @@ def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
 
 def _at_the_ends(model: nn.Module) -> set[int]:
     """Return the ids of embeddings and heads; a tied head is the last name of an embedding."""
-    embeddings = [one.weight for one in model.modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag))]
+    embeddings = [module.weight for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     matrices = [one for name, one in model.named_parameters(remove_duplicate=False) if _is_matrix(name, one)]
     head = getattr(model, "get_output_embeddings", lambda: None)()
     heads = [*matrices[-1:], *(head.parameters() if isinstance(head, nn.Module) else ())]

@@ -40,7 +40,7 @@ class Leaving:
             _thread.start_new_thread(self._end, ())  # without threading's locks, which the main thread may hold
 
     def _end(self) -> None:
-        """End this process after a while, even if its main thread waits where Python calls no handler."""
+        """End this process after a while, even while its main thread waits in code that calls no handler of Python."""
         time.sleep(self._within_s)
         os._exit(128 + signal.SIGTERM)
 

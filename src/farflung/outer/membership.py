@@ -87,7 +87,7 @@ class Generation:
     def free(self, reusable: bool) -> None:
         """Give the groups back. They are `reusable` if nothing is under way on any rank."""
         voters = (self.beside, *self.levels, self.island.voters, self.in_round.voters)
-        for group in {id(one.group): one.group for one in voters}.values():
+        for group in {id(voter.group): voter.group for voter in voters}.values():
             group.free(reusable)
 
 
@@ -115,7 +115,7 @@ def open_generation(
     # Before anything else is sent, as ranks that differ would differ in that too.
     tally = voters.begin(alone.ballot(Ballot(0, 1.0, position=needs.num_votes)))()
     levels = [background, *(group.split(size) for size in needs.levels)]
-    by_level = tuple(Voters(one, *said, noun) for one in levels)
+    by_level = tuple(Voters(level, *said, noun) for level in levels)
     voters.describe(_OUTSIDE + needs.description, needs.tensors)
     return Generation(number, tuple(ids), voters, by_level, alone, in_round, tally.position, tuple(newcomers))
 

@@ -30,7 +30,7 @@ def rate_of(every: int, momentum: float | None = None) -> float:
     """Return the outer learning rate for rounds of `every` steps; with a constant momentum it is 0.7, as published.
 
     With the momentum that grows it is 0.7 for 8 to 16 steps, 0.85 from 32 on, and in proportion below 8. The best rate
-    grows with H, and is higher where the inner learning rate falls than where it stays: 1.0 and 0.7 with H=32
+    grows with H, and is higher if the inner learning rate falls than if it stays: 1.0 and 0.7 with H=32
     (docs/evidence.md).
     """
     if momentum is not None:

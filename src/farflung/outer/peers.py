@@ -44,7 +44,7 @@ class Peers:
 
     Attributes:
         record: the generation that this replica is in, or was in last.
-        check: raises Unreachable once another run has begun where this one was.
+        check: raises Unreachable once another run has begun in the place of this one.
         needs_store: rounds can't continue without the run's store, as values travel through it.
         at_once: `members`, for questions that training must not wait for.
         members_soon, notes_soon, heartbeats_soon: the same for waits that have a limit of their own, and ask again.

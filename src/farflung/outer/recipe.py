@@ -39,7 +39,7 @@ class Recipe:
         aggregator: how all ranks' values are combined.
         policy: how much each rank counts.
         weigh_by: what a rank's work is counted in: `steps`; the `items` (samples, tokens) that `count` is given; or
-            `items_squared`, the square of each step's items. Where all steps of a replica have as many items, that is
+            `items_squared`, the square of each step's items. If all steps of a replica have as many items, that is
             items**2 / steps: its items times the size of its batches (arXiv:2604.21428).
         optimizer: makes the outer optimizer of the anchor's parameters, from `torch.optim`. None keeps no anchor: the
             weights themselves are averaged, which gives their exact mean (anchor - mean(anchor - local) does not).
@@ -195,7 +195,7 @@ class Recipe:
 
     @property
     def every(self) -> int | None:
-        """The sync interval H in steps, the shortest where it varies; None where it depends on a clock."""
+        """The sync interval H in steps, the shortest if it varies; None if it depends on a clock."""
         inside = after_warmup(self.schedule)
         if isinstance(inside, (Every, Streaming, Quadratic)):
             return inside.every

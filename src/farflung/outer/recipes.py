@@ -49,8 +49,8 @@ __all__ = [
 # Below this many rounds a constant outer momentum of 0.9 has no time to pay back: benchmarks/bench_outer_momentum.py.
 _MANY_ROUNDS = 100
 
-# Steps between two rounds if nobody says how many: 8 where the weights themselves are averaged, as in the guide to
-# Local SGD that most scripts follow, and 32 where replicas send what has changed since an anchor.
+# Steps between two rounds if nobody says how many: 8 if the weights themselves are averaged, as in the guide to
+# Local SGD that most scripts follow, and 32 if replicas send what has changed since an anchor.
 _OFTEN, _SELDOM = 8, 32
 
 
@@ -64,7 +64,7 @@ def local_sgd(every: int = _OFTEN, *, codec: Codec | str | None = None) -> Recip
     Raises:
         ConfigError: `every` is not a positive integer.
 
-    It fails where replicas drift apart between rounds: with a large learning rate or many steps. A codec costs accuracy
+    It fails if replicas drift apart between rounds: with a large learning rate or many steps. A codec costs accuracy
     in each round, even a cast to 16 bits, because it rounds the weights themselves: `diloco` rounds only the
     pseudo-gradient.
 
@@ -103,7 +103,7 @@ def hierarchical(levels: Mapping[int, int | None], *, codec: Codec | str | None 
     Raises:
         ConfigError: the widest level is not all ranks, or is not the least frequent one.
 
-    It helps only where some links are much faster than others.
+    It helps only if some links are much faster than others.
 
     Source: torch's hierarchical model averager; DASO (arXiv:2104.05588).
     """
@@ -225,7 +225,7 @@ def streaming_diloco(
         lr: learning rate of the outer optimizer.
         momentum: momentum of the outer optimizer.
         codec: by default E3M0, four bits without a mantissa.
-        cut: None is `strided` where the model has enough layers, else `by_bytes`.
+        cut: None is `strided` if the model has enough layers, else `by_bytes`.
 
     Raises:
         ConfigError: a number is out of its range.
@@ -391,7 +391,7 @@ def noloco(
         ConfigError: a number is out of its range.
         Unsupported: a codec, and a pull that is not 0.
 
-    Where lr and momentum are both large, anchors overshoot: 1.0 and 0.6 drive those of 16 replicas apart.
+    If lr and momentum are both large, anchors overshoot: 1.0 and 0.6 drive those of 16 replicas apart.
 
     Source: NoLoCo (arXiv:2506.10911), whose published code has pull 1 and steps by lr m_i, without Nesterov's term.
     """
@@ -460,6 +460,6 @@ def _sgd(lr: float, momentum: float, nesterov: bool) -> MakeOptimizer:
 
 
 def _one_pass(kind: type[torch.optim.SGD], parameters: Sequence[Tensor], **settings: Any) -> torch.optim.SGD:
-    """Make an SGD that goes over memory once and copies no gradient, where torch has one."""
+    """Make an SGD that goes over memory once and copies no gradient, if torch has one."""
     fused = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters)
     return kind(parameters, fused=fused, **settings)

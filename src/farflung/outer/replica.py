@@ -252,7 +252,7 @@ class Replica:
         self.fragments: list[BoundFragment] = []
 
     def synchronize(self, giver: int, takes: bool) -> None:
-        """Take over values that no round exchanges from a rank, where they differ: a collective."""
+        """Take over values that no round exchanges from a rank, if they differ: a collective."""
         reshard(self._model.modules())
         synchronize(self._model, self._group, giver, takes)
 
@@ -289,8 +289,8 @@ class Replica:
 
     def is_shared(self) -> bool:
         """Return whether this rank has what all shared after the latest round, perhaps with its own steps since."""
-        is_split = any(one.num_landed for one in self.fragments)  # a part of a round is in both
-        has_steps = any(one.pending_weight[0] for one in self.fragments)
+        is_split = any(fragment.num_landed for fragment in self.fragments)  # a part of a round is in both
+        has_steps = any(fragment.pending_weight[0] for fragment in self.fragments)
         return bool(self.fragments) and not is_split and (self._recipe.has_anchor or not has_steps)
 
     def rebind(self, number: int) -> None:

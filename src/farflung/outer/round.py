@@ -101,7 +101,7 @@ class OpenRound:
 
     @property
     def norm(self) -> float:
-        """The norm of what the replicas agreed to move by; 0 where weights have no anchor."""
+        """The norm of what the replicas agreed to move by; 0 if weights have no anchor."""
         return math.sqrt(self._pipeline.square if self._square is None else self._square)
 
     def begin(self, worker: BackgroundWorker | None) -> None:
@@ -205,7 +205,7 @@ class OpenRound:
         with self.meter.timed("landing"):
             while pipeline.under_way and not self._fragment.is_whole:
                 pipeline.receive()
-                # Where one of two ranks dies the other one has nobody to differ from; one that is late lives.
+                # If one of two ranks dies the other one has nobody to differ from; one that is late lives.
                 is_safe = self.group.size == 2 and not self._generation.may_lose
                 if is_safe or len(pipeline.arrived) > _LAG:
                     pipeline.land(pipeline.num_landed + 1)

@@ -59,7 +59,7 @@ class Rounds:
     # ---- launch
 
     def launch(self, action: Launch, position: int, finished: bool) -> None:
-        """Send a fragment off, as it is now; CollectiveMismatch where the model has changed, not alike on all ranks."""
+        """Send a fragment off, as it is now; CollectiveMismatch if the model has changed, not alike on all ranks."""
         number = action.fragment
         assert number not in self._open, "a fragment is in one round at a time"
         change = self.replica.change()

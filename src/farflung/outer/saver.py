@@ -41,7 +41,7 @@ class Saver:
     Args:
         run, loop: the boards of the run and of the outer loop.
         share_group: the ranks that train this replica.
-        every: so many rounds, each of all fragments, are lost at most if all replicas die, where a state is written
+        every: rounds, each of all fragments, lost at most if all replicas die, provided that a state is written
             within half as many.
 
     Attributes:
@@ -238,7 +238,7 @@ class Saver:
         return -(-int(landings or 0) // (len(saved.parts) - 1))
 
     def given(self, name: str) -> dict[str, Any]:
-        """Return this rank's part of a state: a collective of its replica. RankFailure where it can't be read."""
+        """Return this rank's part of a state: a collective of its replica. RankFailure if it can't be read."""
         rank, why = self._share_group.rank, ""
         try:
             if self._read[0] != name or rank:

@@ -168,7 +168,7 @@ class Quadratic(_AtOnce):
     Args:
         every: steps in the shortest round.
         alpha: a round is longer than `every` once lr < alpha / sqrt(every).
-        max_every: steps in the longest round; where the learning rate ends at 0, a round would never end.
+        max_every: steps in the longest round; if the learning rate ends at 0, a round would never end.
 
     Raises:
         ConfigError: a number is out of its range; or, when it is called, the loop does not know the optimizer.

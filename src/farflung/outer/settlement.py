@@ -49,7 +49,7 @@ def settle(peers: Peers, member: int, post: Post) -> Record:
 
 
 def await_ready(peers: Peers, member: int, record: Record) -> None:
-    """Wait until all members of a generation have come to it, newcomers with the state; RankFailure where one is lost.
+    """Wait until all members of a generation have come to it, newcomers with the state; RankFailure if one is lost.
 
     The wait for a newcomer starts again whenever more of the state has come to it.
     """

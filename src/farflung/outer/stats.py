@@ -29,7 +29,7 @@ class Stats:
     rounds: int = 0  # that were agreed on and applied; a round of one fragment counts as one
     dropped_rounds: int = 0  # that were given up, because a rank's values were not finite; local steps were kept
     # What this rank put on the wire in rounds: by the rule 2(M-1)/M of the payload for an all-reduce among M ranks,
-    # M - 1 times the payload where it is gathered. Neither votes nor the broadcast of the first weights are in it.
+    # M - 1 times the payload if it is gathered. Neither votes nor the broadcast of the first weights are in it.
     bytes_sent: int = 0
     bytes_received: int = 0  # the same of what came
     bytes_voting: int = 0  # what this rank sent in votes
@@ -79,7 +79,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class Round:
-    """What happened in one round of one fragment, as one rank saw it. By rank: by island, where these are replicas."""
+    """What happened in one round of one fragment, as one rank saw it. By rank: by island, if these are replicas."""
 
     number: int  # of the vote
     members: tuple[int, ...]  # who took part, by rank: the ids of replicas that come and go, else the ranks

@@ -32,7 +32,7 @@ class Timetable:
         self.position = self.synced = self.began = 0
         self._began_at = clock()
         self.know(inner)
-        # All ranks of an island take the longest, where the schedule looks at it.
+        # All ranks of an island take the longest, if the schedule looks at it.
         self._reads_clock = getattr(after_warmup(recipe.schedule), "reads_clock", False)
 
     def know(self, inner: Optimizer | None) -> None:

@@ -48,8 +48,8 @@ class Transfers:
     def serve(self, newcomers: Sequence[int], state: Callable[[bool], Mapping[str, Any]]) -> list[int]:
         """Send the state to these newcomers and no others; return those that may be admitted with the next round."""
         self.stop(self._senders.keys() - newcomers)
-        self._begin([one for one in newcomers if one not in self._senders], state)
-        mine = [(self._senders[one].is_over, self._senders[one].may_finish) for one in newcomers]
+        self._begin([newcomer for newcomer in newcomers if newcomer not in self._senders], state)
+        mine = [(self._senders[newcomer].is_over, self._senders[newcomer].may_finish) for newcomer in newcomers]
         by_newcomer = zip(*gather_object(self._share_group, [mine]), strict=True) if newcomers else ()
         ready = []
         for one, said in zip(newcomers, by_newcomer, strict=True):
@@ -72,19 +72,23 @@ class Transfers:
 
     def finish(self, record: Record, state: Callable[[bool], Mapping[str, Any]]) -> None:
         """Send those that have been admitted all that is left, in the background."""
-        missing = [one for one in record.newcomers if one not in self._senders or self._senders[one].is_over]
+        missing = [
+            newcomer
+            for newcomer in record.newcomers
+            if newcomer not in self._senders or self._senders[newcomer].is_over
+        ]
         self._begin(missing, state)
         place = state(False)
-        for one in record.newcomers:
-            self._senders[one].finish(place)
+        for newcomer in record.newcomers:
+            self._senders[newcomer].finish(place)
 
     def stop(self, newcomers: Iterable[int]) -> None:
         """End the transfers to these newcomers."""
-        for one in newcomers:
-            if one in self._senders:
-                self._senders.pop(one).stop()
+        for newcomer in newcomers:
+            if newcomer in self._senders:
+                self._senders.pop(newcomer).stop()
                 with suppress(Unreachable):
-                    self._peers.at_once.end_transfer(one)
+                    self._peers.at_once.end_transfer(newcomer)
 
     def close(self) -> None:
         """End all transfers, and wait a moment for their threads."""
@@ -95,15 +99,15 @@ class Transfers:
 
     def _begin(self, newcomers: Sequence[int], state: Callable[[bool], Mapping[str, Any]]) -> None:
         record, found = self._peers.record, state(True) if newcomers else {}
-        for one in newcomers:
+        for newcomer in newcomers:
             assert record is not None
             self._num_begun += 1
-            name = f"g{record.number}/t{one}.{self._num_begun}"  # alike on all ranks
-            self._senders[one] = StateSender(partial(self._connected, name, 0, one))
-            self._senders[one].offer(found)
+            name = f"g{record.number}/t{newcomer}.{self._num_begun}"  # alike on all ranks
+            self._senders[newcomer] = StateSender(partial(self._connected, name, 0, newcomer))
+            self._senders[newcomer].offer(found)
             if self._island.rank == 0:
                 with suppress(Unreachable):  # or else it fails, for want of a receiver, and the next call starts again
-                    self._peers.at_once.begin_transfer(one, name, self._member)
+                    self._peers.at_once.begin_transfer(newcomer, name, self._member)
 
     def _connected(self, name: str, rank: int, other: int, is_over: Callable[[], bool]) -> Group:
         watch = TransferWatch(self._peers.notes, other, is_over)

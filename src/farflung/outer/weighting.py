@@ -65,7 +65,7 @@ class ByWork:
 def in_proportion(weights: Sequence[float], unfit: tuple[int, ...] = ()) -> Decision:
     """Return factors in proportion to the weights, in a unit that makes the largest at least 1 and less than 2.
 
-    So sums fit into few bits where weights are items; and as the unit is a power of two, or the weight itself where all
+    So sums fit into few bits if weights are items; and as the unit is a power of two, or the weight itself if all
     are equal, sums of exact values stay exact.
     """
     largest = max(weights, default=0.0)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a process learns who it is: the launcher's variables, a device, and a process group if there are several.
 
-Where `WORLD_SIZE > 1` there is a group in the end, or an error; never several copies that train for themselves.
+If `WORLD_SIZE > 1` there is a group in the end, or an error; never several copies that train for themselves.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ranks as a grid: neighbours form a row, an island, whose ranks average their gradients in every step.
 
-A column holds the ranks that have the same values in all islands. Where replicas train independently, they meet along
-the columns; where they train in step, gradients are averaged along them too.
+A column holds the ranks that have the same values in all islands. If replicas train independently, they meet along
+the columns; if they train in step, gradients are averaged along them too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AXES = ("dp_replicate", "dp_shard")
 class Mesh:
     """This rank's row (`island`) and column (`replicas`) among all ranks.
 
-    `device_mesh` is torch's mesh of both axes, named `dp_replicate` and `dp_shard`; None where each row is one rank.
+    `device_mesh` is torch's mesh of both axes, named `dp_replicate` and `dp_shard`; None if each row is one rank.
     """
 
     everyone: Group
@@ -46,7 +46,7 @@ class Mesh:
 def stated_island_size(
     local_size: int, asked: IslandSize | None = None, everyone: Group | None = None, place: Place = FIXED
 ) -> int | None:
-    """Return how many ranks average their gradients in every step; None where neither script nor launcher says.
+    """Return how many ranks average their gradients in every step; None if neither script nor launcher says.
 
     Args:
         local_size: number of ranks on this machine.
@@ -79,12 +79,12 @@ def stated_island_size(
 
 
 def replicas_here(local_size: int, island_size: int) -> int:
-    """Return how many replicas a machine with so many ranks has; 1 where a replica takes several machines."""
+    """Return how many replicas a machine with so many ranks has; 1 if a replica takes several machines."""
     return max(1, local_size // island_size)
 
 
 def make_mesh(everyone: Group, island_size: int, device_type: str, device_mesh: DeviceMesh | None = None) -> Mesh:
-    """Arrange the ranks in rows of `island_size` neighbours: a collective, where that is more than one.
+    """Arrange the ranks in rows of `island_size` neighbours: a collective, if that is more than one.
 
     `device_mesh` is the script's own of these sizes, whose groups are used; it may lack an axis of one rank.
     """
@@ -99,7 +99,7 @@ def make_mesh(everyone: Group, island_size: int, device_type: str, device_mesh: 
 
 
 def require_replicas(mesh: Mesh, place: Place) -> None:
-    """Raise ConfigError where one island has all ranks, so that an outer loop has nothing to average in this run."""
+    """Raise ConfigError if one island has all ranks, so that an outer loop has nothing to average in this run."""
     if place.member is None and mesh.replicas.size == 1 and mesh.island.size > 1:
         raise ConfigError(
             f"An outer loop averages replicas, but all {mesh.island.size} processes share one. Make several: "

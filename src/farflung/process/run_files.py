@@ -2,7 +2,7 @@
 """What the ranks of a launched run write into its folder: lines of JSON, a log each, and a heartbeat each second.
 
 Writers only append, one whole line at a time, so a rank that is killed leaves whole lines. The folder is for people
-who look: where it can't be written, training continues without it.
+who look: if it can't be written, training continues without it.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Metrics:
         return None if folder is None else cls(folder)
 
     def add(self, values: Mapping[str, Any], step: int | None) -> None:
-        """Write values, of the step `step` where that is known."""
+        """Write values, of the step `step` if that is known."""
         kept = {name: _kept(x) for name, x in values.items()}
         with self._lock:
             self._rows.append((time.time(), step, kept))

@@ -73,7 +73,7 @@ class Watchdog:
         self.vote: PreemptionVote | None = None  # that it takes part in for this rank
 
     def start(self, timeout_s: float, is_default: bool = False) -> None:
-        """Watch over the thread that calls this; where it is watched already, do nothing.
+        """Watch over the thread that calls this; if it is watched already, do nothing.
 
         Args:
             timeout_s: how long a rank may wait in a collective that another one has not entered; ConfigError if it is

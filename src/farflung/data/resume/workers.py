@@ -196,7 +196,7 @@ def known(states: list[States] | None) -> list[Any] | None:
     """Return the states of workers as plain data, None if those of one are not known."""
     if states is None or None in states:
         return None
-    return [rng.unpack_host(one) if isinstance(one, bytes) else one for one in states]
+    return [rng.unpack_host(state) if isinstance(state, bytes) else state for state in states]
 
 
 def checked(states: list[States] | None) -> list[States] | None:

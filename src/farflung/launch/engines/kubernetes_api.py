@@ -96,7 +96,7 @@ class KubernetesApi:
             return found
 
     def lines(self, path: str, is_whole: bool) -> Iterator[bytes]:
-        """Yield the lines of a log while it grows; a last one without its end only where the log `is_whole`."""
+        """Yield the lines of a log while it grows; a last one without its end only if the log `is_whole`."""
         rest, query = b"", {"follow": "true", "timestamps": "true"}
         for part in self._answer("GET", path, None, query, None).response.stream(amt=None, decode_content=False):
             *lines, rest = (rest + part).split(b"\n")
@@ -204,7 +204,7 @@ def name_of(pod: Mapping[str, Any]) -> str:
 
 
 def problems(pod: Mapping[str, Any]) -> Sequence[str]:
-    """Return why a pod does not run, in sentences without their subject; nothing where all is well."""
+    """Return why a pod does not run, in sentences without their subject; nothing if all is well."""
     status = pod["status"]
     found = [
         f"waits for a node: {condition.get('message', '')}"

@@ -68,7 +68,7 @@ def _hash(path: Path | None) -> str:
 
 
 def pack(folder: Path, submitted: str, folders: Sequence[str], out: BinaryIO) -> None:
-    """Write the lines and logs of a run's folder as a tar, an empty one where the reader has them.
+    """Write the lines and logs of a run's folder as a tar, an empty one if the reader has them.
 
     Args:
         submitted: a file that only the reader's own folder has. Hosts may also share a disk that the reader does not

@@ -181,7 +181,7 @@ class RayCluster:
             if address and (where := re.fullmatch(r"(.+):(\d+)", address)):  # Ray itself would try for minutes
                 socket.create_connection((where[1].strip("[]"), int(where[2])), _CONNECT_WITHIN_S).close()
             ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-        except Exception as error:  # Ray raises all sorts, and this very one where a node does not start in 30 s
+        except Exception as error:  # Ray raises all sorts, and this very one if a node does not start in 30 s
             raise EngineFailure(f"Ray's cluster at {address} can't be reached: {in_short(error)}.") from None
 
     def leave(self) -> None:
@@ -189,7 +189,7 @@ class RayCluster:
         self._ray.shutdown()
 
     def check(self) -> None:
-        """Raise EngineFailure where too few nodes have what a machine needs, even if nobody else used them."""
+        """Raise EngineFailure if too few nodes have what a machine needs, even if nobody else used them."""
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         fit = [node for node in nodes if all(node.get(name, 0.0) >= value for name, value in self._asked.items())]
         least = 1 if self._job.is_elastic else self._job.count

@@ -67,7 +67,7 @@ class Ssh(ForegroundEngine[SshConnection]):
         return counts
 
     def check(self) -> Job:
-        """Ask each host what it has; raise EngineFailure where one can't be reached or has other versions or code."""
+        """Ask each host what it has; raise EngineFailure if one can't be reached or has other versions or code."""
         settings = self._job.settings
         kind = "module" if settings.module else "program" if settings.no_python else "script"
         if settings.sync:

@@ -116,7 +116,7 @@ class SshClient:
         """Add what a host has in the run's folder to that of this machine, if it is another.
 
         Returns:
-            Why that has failed; empty where it has not.
+            Why that has failed; empty if it has not.
         """
         word = os.urandom(16).hex()
         command = self.command(host, (self.python, "-", word, "pack", there, SUBMITTED, *_FOLDERS))
@@ -170,7 +170,7 @@ def _unpack(stream: IO[bytes], into: Path) -> None:
 
 
 def _all_of(hosts: Sequence[Host], attempt: Callable[[Host], str], what: str, at_once: int) -> None:
-    """Do something for each host; raise EngineFailure with what it returns for those where it does not work."""
+    """Do something for each host; raise EngineFailure with what it returns for those if it does not work."""
     with ThreadPoolExecutor(at_once) as pool:
         results = zip(hosts, pool.map(attempt, hosts), strict=True)
         failed = [f"  {host.name}: {why}" for host, why in results if why]
