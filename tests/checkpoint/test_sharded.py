@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders of shards: torch's DCP reads what we write, we read what it writes, and code in one is never run."""
 
+import enum
 import io
 import os
 import pickle
@@ -66,6 +67,21 @@ def test_dcp_reads_what_is_written_and_every_byte_of_it_is_in_the_records(tmp_pa
         dcp.load(like, storage_reader=dcp.FileSystemReader(tmp_path / "folder"), no_dist=True)
     assert_same({**like, "groups": STATE["groups"]}, STATE)
     assert_same(ShardReader(tmp_path / "folder").read_whole(), STATE)
+
+
+class ByName(pickle.Pickler):
+    """Pickles members of an enum as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, value):
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def test_an_index_that_another_python_has_pickled_is_read(torchs):
+    metadata = pickle.loads((torchs / ".metadata").read_bytes())
+    with open(torchs / ".metadata", "wb") as file:
+        ByName(file).dump(metadata)
+    assert b"getattr" in (torchs / ".metadata").read_bytes()
+    assert_same(ShardReader(torchs).read_whole(), STATE)
 
 
 def test_code_in_the_index_is_not_run(torchs, tmp_path):

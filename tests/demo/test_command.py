@@ -174,7 +174,7 @@ def test_the_best_model_is_named_and_called_what_it_is(tmp_path, monkeypatch, ca
     concluded(tmp_path, monkeypatch, a_result("DDP", 2.5), a_result("DiLoCo", 2.4), a_result("Local SGD", 2.6))
     said = capsys.readouterr().out
     assert "trained by DiLoCo" in said
-    assert "does not run" in said
+    assert "won't run" in said
 
 
 def test_an_output_that_cannot_be_written_to_is_refused(tmp_path):

@@ -41,7 +41,7 @@ debug_launcher(train)
 
 def processes(home: Path, count: int) -> list[psutil.Process]:
     """Wait for `count` ranks and return them."""
-    files = until(lambda: len(found := [*home.glob("up?"), *home.glob("up??")]) == count and found)
+    files = until(lambda: len(found := [file for file in home.glob("up*") if not file.suffix]) == count and found)
     return [psutil.Process(int(file.read_text())) for file in files]
 
 

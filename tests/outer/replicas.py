@@ -180,9 +180,9 @@ class Counting:
     def all_gather_small(self, x):
         return self.begin_all_gather_small(x)()
 
-    def leave(self, reason):
+    def leave(self, reason, **details):
         self.calls.append(("leave", reason, 0))
-        return self._group.leave(reason)
+        return self._group.leave(reason, **details)
 
     def reduced(self):
         """Bytes of all reductions so far."""

@@ -272,7 +272,7 @@ def test_a_rank_that_is_lost_in_one_island_is_named_on_all_others_within_seconds
         run_ranks(lose_rank_3, 4, way, tmp_path, grace_s=10.0)
     for rank in range(3):
         message, stayed = torch.load(tmp_path / str(rank))
-        assert "rank 3 left (StopIteration" in message if way == "raises" else "rank 3 gave no sign" in message
+        assert "rank 3 left (StopIteration" in message if way == "raises" else "rank 3 sent no heartbeat" in message
         assert stayed  # what not all islands have got is not applied
 
 

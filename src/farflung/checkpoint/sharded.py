@@ -314,11 +314,12 @@ class _Unpickler(pickle.Unpickler):
         self._nothing = lambda *_: None
         sizes = {"Size": lambda numbers=(): tuple(numbers)}
         self._known.update(sizes, _get_layout=self._nothing, _MEM_FORMAT_ENCODING=self._nothing)
+        self._known["getattr"] = self._nothing  # by which Python 3.11.0 to 3.11.3 pickle the members of an enum
 
     def find_class(self, module: str, name: str) -> Any:
         if module in _MODULES and name in self._known:
             return self._known[name]
-        if (module, name) in {("torch", "Size"), ("torch.serialization", "_get_layout")}:
+        if (module, name) in {("torch", "Size"), ("torch.serialization", "_get_layout"), ("builtins", "getattr")}:
             return self._known[name]
         if module.split(".")[0] == "pathlib" and name.endswith("Path"):
             return self._nothing

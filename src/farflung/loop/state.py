@@ -128,7 +128,7 @@ class LoopState:
         self._around: list[ActiveLoader] = []  # the iterations around that of the latest step, outermost first
         self._beginning: Any = None  # the loader whose next iteration starts, at a boundary right before it
         self._is_between = False  # at a boundary
-        self.is_nesting_told = False  # a save has said what is repeated after it
+        self.told: set[str] = set()  # the kinds of differences after a resume that a save has named
         self._samples: dict[int, int] = {}  # that it has handed out
         self._seen = 0  # how many there were at the last micro-batch
         self.stepped_in: ActiveLoader | None = None  # the iteration of the steps since the last boundary

@@ -118,10 +118,11 @@ class Loaders(Part):
 
     def per_rank(self, saving: Saving) -> Mapping[str, dict[str, Any]]:
         states = [loader.state_dict() for loader in self.run.loaders]
-        loop, told = self.run.loop, _nesting(self.run.loop, states)
-        if told and self.run.world.is_main and not loop.is_nesting_told:
-            loop.is_nesting_told = True
-            tell(f"farflung: {told}")
+        loop = self.run.loop
+        for kind, sentence in (("nesting", _nesting(loop, states)), ("workers", _renewed_workers(states))):
+            if sentence and self.run.world.is_main and kind not in loop.told:
+                loop.told.add(kind)
+                tell(f"farflung: {sentence}")
         return {paths.loop_state(self.run.world.rank): {"loaders": states}}
 
     def read(self, source: Loading) -> None:
@@ -173,6 +174,21 @@ def _nesting(loop: LoopState, states: Sequence[dict[str, Any]]) -> str:
             "the inner one is left out. Save after the second step"
         )
     return "; ".join(said)
+
+
+def _renewed_workers(states: Sequence[dict[str, Any]]) -> str:
+    """Return what differs after a save, as persistent workers can't be restored in all respects."""
+    numbers = [
+        str(number)
+        for number, state in enumerate(states)
+        if state["has_workers"] and (state["position"] is not None or state["worker_states"] is None)
+    ]
+    if not numbers:
+        return ""
+    return (
+        f"a run that continues from here starts persistent workers again (loader {', '.join(numbers)}): the next pass "
+        "draws other random numbers if this one is left early, or if the data are a stream"
+    )
 
 
 def _redistributed(state: dict[str, Any], loader: PreparedLoader, source: Loading) -> dict[str, Any]:
