@@ -133,7 +133,10 @@ def test_where_all_are_told_to_end_at_once_what_they_have_trained_lies_at_the_ad
             run.signal(member, signal.SIGTERM)
         run.until(lambda: run.has_ended(*members))
         run.until(lambda: not run._pipes)
-        assert newest(run) == max(one["step"] for one in run.said if "round" in one) > 3 * EVERY
+        rounds = [one for one in run.said if "round" in one]
+        last = {one["member"]: one["step"] for one in rounds}.values()  # one may be a step ahead in the same round
+        assert min(last) <= newest(run) <= max(last)
+        assert newest(run) > 3 * EVERY
 
 
 def test_replicas_come_and_go_beside_rounds_that_overlap_with_training(address):
