@@ -4,7 +4,8 @@
 A server loads what most scripts need, and forks for each program. What tests call in place of `python` is a small
 client: it hands over its arguments, environment, folder and streams, passes signals on and ends as the program does.
 It is for tests that are about neither the start of a process nor its signals, sessions and parents. What the server
-can't do as Python would (flags, code on the command line, another PYTHONPATH) is left to a fresh Python.
+can't do as Python would (flags, code on the command line, another PYTHONPATH, a pipe for reports) is left to a fresh
+Python.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ import json, os, signal, socket, sys
 words = {words} + sys.argv[1:]
 program = words[words[:1] == ["-u"]:]
 is_plain = program and (program[0] == "-m" or not program[0].startswith("-"))
-if not is_plain or {{k: v for k, v in os.environ.items() if k.startswith("PYTHON")}} != {python_words!r}:
+has_pipe = "FARFLUNG_REPORTS" in os.environ  # a stream that is not handed over
+if has_pipe or not is_plain or {{k: v for k, v in os.environ.items() if k.startswith("PYTHON")}} != {python_words!r}:
     os.execv({python!r}, [{python!r}, *words])
 server = socket.socket(socket.AF_UNIX)
 server.connect({where!r})
