@@ -195,7 +195,7 @@ class OuterController:
         return values
 
     def states(self) -> list[dict[str, Any]]:
-        """Return the states of the open loops, in order, and those that still wait for a loop."""
+        """Return the states of the open loops, in order, and loaded states that still wait for a loop."""
         return [*(attached.state_dict() for attached in self.attached), *self.waiting]
 
     def load(self, states: Sequence[dict[str, Any]]) -> None:

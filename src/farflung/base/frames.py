@@ -66,7 +66,7 @@ def user_call(frame: FrameType | None) -> UserCall:
 
 
 def innermost_calls(frame: FrameType | None) -> traceback.StackSummary:
-    """Return the innermost calls that led to a frame, without those that started the script."""
+    """Return the innermost calls that led to a frame, without the calls that started the script."""
     calls = traceback.extract_stack(frame) if frame is not None else []
     starters = (f"{_OURS}launch{os.sep}", f"{_torch()}distributed{os.sep}elastic{os.sep}")
     begun = max((k + 1 for k, call in enumerate(calls) if call.filename.startswith(starters)), default=0)

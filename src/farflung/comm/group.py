@@ -93,7 +93,7 @@ class Members(Protocol):
         Args:
             for_good: this process fails, so end their waits in torch's own collectives too, such as DDP's, if there
                 is a connection that can be closed.
-            cause: of the end of this rank; one that is of others explains nothing to those that wait.
+            cause: of the end of this rank; a rank that fails because of another one is not named to ranks that wait.
         """
         return None
 
