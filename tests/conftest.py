@@ -13,6 +13,7 @@ from hypothesis import settings
 import farflung.state
 from farflung.config import environ
 from farflung.config.launch import FIELDS
+from farflung.outer.open_end import OpenEnd
 from farflung.testing.patience import patience
 from tests.launch.machines import why_impossible
 from tests.s3_server import s3_server
@@ -100,6 +101,15 @@ def no_session():
         if state is not None:
             state.AcceleratorState._reset_state(reset_partial_state=True)
             state.GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def own_lines(monkeypatch):
+    """Let no loop that a test left open say so in a later test, when it is collected as garbage."""
+    report, later = OpenEnd.report, []
+    monkeypatch.setattr(OpenEnd, "report", lambda end: None if later else report(end))
+    yield
+    later.append(True)
 
 
 @pytest.fixture(autouse=True)
