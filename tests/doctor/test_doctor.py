@@ -49,7 +49,7 @@ line._listening = closed
 """
 
 
-SITE = line.Site(0, 2, "10.0.0.1", 29500, None, "10.0.0.1", "eth0")
+SITE = line.Endpoint(0, 2, "10.0.0.1", 29500, None, "10.0.0.1", "eth0")
 
 
 def doctor(*words):

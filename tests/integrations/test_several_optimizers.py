@@ -15,7 +15,7 @@ from farflung.base.errors import ConfigError
 from farflung.integrations.data_parallel import DDPTakeover
 from farflung.outer import OuterLoop
 from farflung.outer.arguments import OuterConfig
-from farflung.outer.inner import Iteration
+from farflung.outer.inner import IterationTracker
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
 
@@ -132,7 +132,7 @@ def attempts_of(iteration, optimizers, names):
 
 def test_an_optimizer_that_does_not_step_is_awaited_in_two_iterations_and_again_once_it_steps():
     optimizers = dict(zip("ab", optimizers_of(net(), 3)[:2], strict=True))
-    iteration = Iteration(optimizers.values())
+    iteration = IterationTracker(optimizers.values())
     #                                                         a: waits; counted late; b no more awaited; b again
     assert attempts_of(iteration, optimizers, "aaaabaab") == ["", "1", "11", "1", "", "1", "", "1"]
     assert attempts_of(iteration, optimizers, "aab") == ["", "1", "1"]  # skipped once, so still awaited
@@ -145,7 +145,7 @@ def test_an_optimizer_that_does_not_step_is_awaited_in_two_iterations_and_again_
 @given(orders=st.lists(st.permutations(range(3)), min_size=1, max_size=6), skips=st.sets(st.integers(0, 17)))
 def test_as_many_iterations_are_counted_as_the_script_made(orders, skips):
     optimizers = optimizers_of(net(), 3)
-    iteration = Iteration(optimizers)
+    iteration = IterationTracker(optimizers)
     attempts = [which for order in orders for which in order]
     dones = [number not in skips for number in range(len(attempts))]
     ended = []

@@ -24,7 +24,7 @@ from farflung.base.files import FORMER_NAME
 from farflung.base.optional import installed_version
 from farflung.checkpoint import atomic, paths
 from farflung.checkpoint.checkpoint import Checkpoint, newest, resolve
-from farflung.checkpoint.manager import Busy, CheckpointGroup, Saver, SaveRequest
+from farflung.checkpoint.manager import Busy, CheckpointGroup, CheckpointSaver, SaveRequest
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup
 from farflung.comm.matching import Made, match
@@ -47,7 +47,7 @@ class Checkpointer:
         leader = world.rank - world.local_rank if project.save_on_each_node else 0
         self._everyone = CheckpointGroup(world.exchange, leader, "save_state")
         self._said_alone = False
-        self.saver = Saver(self._everyone)
+        self.saver = CheckpointSaver(self._everyone)
         atexit.register(_report_last_failure, weakref.ref(self.saver))
 
     @property
@@ -268,7 +268,7 @@ def _explained(look: Callable[[Any], Any], at: Any) -> Any:
         raise CheckpointError(f"{error} Nothing was loaded.") from error
 
 
-def _report_last_failure(saver: weakref.ref[Saver]) -> None:
+def _report_last_failure(saver: weakref.ref[CheckpointSaver]) -> None:
     found = saver()
     if found is not None:
         try:

@@ -99,7 +99,7 @@ class SaveRequest:
 
 
 @dataclass
-class Saver:
+class CheckpointSaver:
     """Writes checkpoints one after the other, at once or in the background.
 
     `group` are those that write the next one.

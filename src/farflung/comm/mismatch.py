@@ -8,7 +8,7 @@ from typing import Any
 
 from farflung.base.errors import CollectiveMismatch
 from farflung.base.words import numbered
-from farflung.comm.packet import Header, Kind, Signature
+from farflung.comm.packet import Header, LeafSpec, Signature
 
 
 def called(signature: Signature) -> str:
@@ -30,7 +30,7 @@ def waits_differ(doing: Mapping[int, str]) -> str:
     return f"Ranks wait for each other, {where}. All ranks must make the same calls in the same order."
 
 
-def require_alike(headers: Sequence[Header], advice: str, alike: Callable[[Kind], Any] = lambda kind: kind) -> None:
+def require_alike(headers: Sequence[Header], advice: str, alike: Callable[[LeafSpec], Any] = lambda kind: kind) -> None:
     """Raise CollectiveMismatch, with the first difference, if the ranks' trees differ in structure or in a leaf.
 
     Args:
@@ -68,7 +68,7 @@ def _by_rank(verb: str, texts: Mapping[int, str]) -> str:
     return ", ".join([" ".join(filter(None, (first[0], verb, first[1]))), *map(" ".join, others)])
 
 
-def _leaf(kind: Kind, with_device: bool) -> str:
+def _leaf(kind: LeafSpec, with_device: bool) -> str:
     text = f"{list(kind.shape)} {str(kind.dtype).removeprefix('torch.')}"
     return f"{text} on {kind.device}" if with_device else text
 

@@ -20,7 +20,7 @@ from farflung.comm.group import Group, Work
 from farflung.comm.objects import ObjectBoard
 from farflung.comm.packed import Damaged, packed, unpack
 from farflung.comm.run_record import begin, check_pointer, renew_pointer
-from farflung.comm.threads import Task, side_by_side
+from farflung.comm.threads import ThreadedCall, side_by_side
 from farflung.comm.transport import Entered, Watch
 
 _LOOK_PAUSES = 10  # of the board, between two questions of a wait to its watch
@@ -137,7 +137,7 @@ class ObjectGroup(Group):
     def raise_if_broken(self) -> None:
         self._watch.look(Entered("", 0), 0.0)
 
-    def finish(self, number: int, written: Task[None] | None, nbytes: int, rows: Mapping[int, Tensor]) -> None:
+    def finish(self, number: int, written: ThreadedCall[None] | None, nbytes: int, rows: Mapping[int, Tensor]) -> None:
         """Fill `rows`, by rank, with shares of a collective; RankFailure if the wait can't end."""
         missing = dict(rows)
 
@@ -166,7 +166,7 @@ class ObjectGroup(Group):
 
     # ---- shares
 
-    def _begin(self, x: Tensor | None) -> tuple[int, Task[None] | None]:
+    def _begin(self, x: Tensor | None) -> tuple[int, ThreadedCall[None] | None]:
         """Count a collective, and begin to write this rank's share in it, if it has one and there are others."""
         has_share = x is not None and self.size > 1
         with self._lock:
@@ -182,7 +182,7 @@ class ObjectGroup(Group):
         def write() -> None:
             self._objects.write(f"{number}.{self.rank}", packed(header, [x]))
 
-        return number, Task(write, "write a share", in_thread=self._board.num_at_once > 1)
+        return number, ThreadedCall(write, "write a share", in_thread=self._board.num_at_once > 1)
 
     def _described(self, number: int, rank: int, x: Tensor) -> dict[str, Any]:
         return {"share": f"{self._name}/{number}.{rank}", "dtype": str(x.dtype), "numel": x.numel()}
@@ -274,7 +274,7 @@ class _Reading:
     """A collective under way: this rank's share is being written, and those of others are to be read."""
 
     def __init__(
-        self, group: ObjectGroup, number: int, written: Task[None] | None, nbytes: int, rows: Mapping[int, Tensor]
+        self, group: ObjectGroup, number: int, written: ThreadedCall[None] | None, nbytes: int, rows: dict[int, Tensor]
     ) -> None:
         self._group, self._number, self._written, self._nbytes = group, number, written, nbytes
         self._rows: Mapping[int, Tensor] | None = rows  # None: they are filled, and their owner's to change

@@ -30,7 +30,7 @@ _MAX_HEADERS = 256
 Signature: TypeAlias = tuple[Any, ...]  # an operation's name, then (argument, value) pairs that all ranks agree on
 
 
-class Kind(NamedTuple):
+class LeafSpec(NamedTuple):
     """What a header says of a leaf."""
 
     shape: tuple[int, ...]
@@ -85,7 +85,7 @@ class Header:
         # The structure has names in place of types; `failed` says why the rank can't take part, None: it can.
         signature, self.tree, kinds, self.failed = json.loads(encoded)
         self.signature: Signature = tuple(signature)
-        self.kinds = [Kind(tuple(shape), getattr(torch, dtype), device) for shape, dtype, device in kinds]
+        self.kinds = [LeafSpec(tuple(shape), getattr(torch, dtype), device) for shape, dtype, device in kinds]
         self.layout = PayloadLayout([kind.shape for kind in self.kinds], [kind.dtype for kind in self.kinds])
         self.payload_at = LENGTHS.size + aligned(len(encoded))  # in bytes from the packet's first
         self.carried = self.layout.nbytes  # that travel behind the header; 0 when the payload travels by itself

@@ -38,7 +38,7 @@ def start_until_exit(act: Callable[[], None], name: str, stop: Callable[[], None
     return thread
 
 
-class Task(Generic[_T]):
+class ThreadedCall(Generic[_T]):
     """A call that is made in a thread of its own, or at once."""
 
     def __init__(self, act: Callable[[], _T], name: str, in_thread: bool = True) -> None:
@@ -74,7 +74,7 @@ def side_by_side(acts: Sequence[Callable[[], object]], at_once: int) -> None:
             left.pop(0)()
 
     num_threads = min(at_once, len(left)) - 1
-    others = [Task(next_ones, "one of several calls") for _ in range(num_threads)]
+    others = [ThreadedCall(next_ones, "one of several calls") for _ in range(num_threads)]
     next_ones()
     for other in others:
         other.result()

@@ -16,7 +16,7 @@ from farflung.base.checks import check_path
 from farflung.base.errors import Unsupported
 from farflung.checkpoint import paths
 from farflung.checkpoint.checkpoint import Checkpoint
-from farflung.checkpoint.manager import CheckpointGroup, Saver, SaveRequest
+from farflung.checkpoint.manager import CheckpointGroup, CheckpointSaver, SaveRequest
 from farflung.checkpoint.writer import save_object
 from farflung.compat.free_functions import is_peft_model
 from farflung.process.bootstrap import join_world
@@ -182,7 +182,7 @@ def _parent_of(folder: Path, name: str) -> Path:
 
 
 def _write_shards(group: CheckpointGroup, folder: Path, state: dict[str, Any]) -> None:
-    saver = Saver(group)
+    saver = CheckpointSaver(group)
     request = SaveRequest(folder, {})
     planners: list[ShardPlanner] = []
 

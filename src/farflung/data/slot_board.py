@@ -104,7 +104,7 @@ class _Open:
 
 
 @dataclass
-class _State:
+class _LoaderRecord:
     """The record of a loader on the board."""
 
     seed: int
@@ -121,7 +121,7 @@ class _State:
         return json.dumps((self.seed, self.epoch, self.ended, rows, self.landed)).encode()
 
     @classmethod
-    def decode(cls, content: bytes) -> _State:
+    def decode(cls, content: bytes) -> _LoaderRecord:
         seed, epoch, ended, rows, *landed = json.loads(content)  # without `landed` before 0.1.0
         opened = {
             number: _Open(batches, digest, slots, claimed, dict(held))
@@ -132,7 +132,7 @@ class _State:
 
 def landed_in(loop: str, content: bytes) -> tuple[int, int]:
     """Return the latest round of an outer loop whose batches may be in a record of a loader's epochs."""
-    return _State.decode(content).landed.get(loop, (0, 0))
+    return _LoaderRecord.decode(content).landed.get(loop, (0, 0))
 
 
 class SlotBoard:
@@ -156,7 +156,7 @@ class SlotBoard:
     def seed(self, proposed: int) -> int:
         """Return the seed that all replicas draw their orders from: the one that the first replica proposed."""
         self.has_begun = True
-        return self._change(lambda state: state.seed, _State(proposed))
+        return self._change(lambda state: state.seed, _LoaderRecord(proposed))
 
     def begin(self, epoch: int, batches: int, digest: int, most: int) -> bool:
         """Begin an epoch, unless it has begun; return whether the others have finished it, so that nothing is left.
@@ -165,7 +165,7 @@ class SlotBoard:
         batches, or in an order with another digest.
         """
 
-        def act(state: _State) -> bool:
+        def act(state: _LoaderRecord) -> bool:
             if epoch < state.epoch or epoch <= state.ended:
                 return True
             if epoch > state.epoch:
@@ -200,7 +200,7 @@ class SlotBoard:
     def claim(self, epoch: int, is_member: Callable[[int], bool]) -> Claim | None:
         """Claim a data slot: first what lost replicas have left, of epochs before too; None if there is none."""
 
-        def act(state: _State) -> Claim | None:
+        def act(state: _LoaderRecord) -> Claim | None:
             if state.epoch != epoch:
                 return None
             for number, one in sorted(state.open.items()):
@@ -222,7 +222,7 @@ class SlotBoard:
     def holds_all(self) -> bool:
         """Return whether no other replica has claimed what this one had, as it was left out."""
 
-        def act(state: _State) -> bool:
+        def act(state: _LoaderRecord) -> bool:
             rows = [(number, slot, held) for number, one in state.open.items() for slot, held in one.held.items()]
             return self._claimed <= {(number, slot) for number, slot, (owner, _) in rows if owner == self._member}
 
@@ -232,7 +232,7 @@ class SlotBoard:
         """Record how many batches of an owner's slots are done; slots that are not the owner's are left out."""
         owner = self._member if owner is None else owner
 
-        def act(state: _State) -> set[tuple[int, int]]:
+        def act(state: _LoaderRecord) -> set[tuple[int, int]]:
             finished = set()
             for (number, slot), count in done.items():
                 if number in state.open and state.open[number].held.get(slot, (_GIVEN_UP, 0))[0] == owner:
@@ -245,7 +245,7 @@ class SlotBoard:
     def give_up(self) -> None:
         """Free the slots of this replica for others, and forget its records of them."""
 
-        def act(state: _State) -> None:
+        def act(state: _LoaderRecord) -> None:
             for one in state.open.values():
                 for slot, (owner, done) in one.held.items():
                     if owner == self._member:
@@ -277,10 +277,10 @@ class SlotBoard:
                 self.record({(epoch, slot): count for epoch, slot, count in rows}, lost)
             self._board.delete(f"sent/{lost}")
 
-    def _change(self, act: Callable[[_State], _T], first: _State | None = None) -> _T:
+    def _change(self, act: Callable[[_LoaderRecord], _T], first: _LoaderRecord | None = None) -> _T:
         while True:
             number, content = self._log.last()
-            state = first if content is None else _State.decode(content)
+            state = first if content is None else _LoaderRecord.decode(content)
             assert state is not None, "a seed was agreed on first"
             found = act(state)
             for epoch, one in list(state.open.items()):

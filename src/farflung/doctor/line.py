@@ -39,7 +39,7 @@ _MOST_SKEW_S = 1.0
 
 
 @dataclass(frozen=True)
-class Site:
+class Endpoint:
     """A machine's place among those that are measured."""
 
     rank: int
@@ -51,7 +51,7 @@ class Site:
     interface: str
 
 
-def measure(site: Site, facts: Mapping[str, str], timeout_s: float) -> Found:
+def measure(site: Endpoint, facts: Mapping[str, str], timeout_s: float) -> Found:
     """Find the other machines, compare `facts` with theirs, and measure the lines between all of them."""
     with ExitStack() as stack:
         try:
@@ -72,7 +72,7 @@ def measure(site: Site, facts: Mapping[str, str], timeout_s: float) -> Found:
             return unknown(f"{why}. {error}", f"lines: {why} within {in_seconds(timeout_s)}. {fix}")
 
 
-def _measure(site: Site, own: Mapping[str, Any], timeout_s: float) -> Found:
+def _measure(site: Endpoint, own: dict[str, Any], timeout_s: float) -> Found:
     transport = _meet(site, timeout_s)
     board = transport.board.part("doctor")
     came = _from_all(board, "site", site, own, time.monotonic() + timeout_s)
@@ -97,7 +97,7 @@ def _measure(site: Site, own: Mapping[str, Any], timeout_s: float) -> Found:
     return _described(site, came, measured, timeout_s)
 
 
-def _meet(site: Site, timeout_s: float) -> C10dTransport:
+def _meet(site: Endpoint, timeout_s: float) -> C10dTransport:
     """Return the store of all machines; Unreachable if machine 0 can't be reached for so long."""
     until = time.monotonic() + timeout_s
     while True:
@@ -111,7 +111,7 @@ def _meet(site: Site, timeout_s: float) -> C10dTransport:
         time.sleep(_POLL_S)
 
 
-def _from_all(board: Board, name: str, site: Site, row: Mapping[str, Any], until: float) -> dict[int, dict[str, Any]]:
+def _from_all(board: Board, name: str, site: Endpoint, row: dict[str, Any], until: float) -> dict[int, dict[str, Any]]:
     """Write this machine's row; return the rows of all that have written theirs by then."""
     board.put(f"{name}/{site.rank}", json.dumps(row).encode())
     rows = {rank: _read(board, f"{name}/{rank}", until) for rank in range(site.size)}
@@ -208,7 +208,7 @@ class _Pair:
 
 
 def _described(
-    site: Site, came: Mapping[int, Mapping[str, Any]], measured: Mapping[str, Mapping[str, Any]], timeout_s: float
+    site: Endpoint, came: Mapping[int, Mapping[str, Any]], measured: Mapping[str, Mapping[str, Any]], timeout_s: float
 ) -> Found:
     missing = [rank for rank in range(site.size) if rank not in came]
     lines = [f"machine {rank}: {one['address']} over {one['interface']}" for rank, one in came.items()]

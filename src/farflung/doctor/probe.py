@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from farflung.base.words import in_seconds
-from farflung.comm.threads import Task
+from farflung.comm.threads import ThreadedCall
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def within(timeout_s: float, name: str, probe: Callable[[], Found]) -> Found:
 
     A probe that has no answer stays in a thread of its own: a request to a file server that is gone can't be ended.
     """
-    task = Task(probe, name)
+    task = ThreadedCall(probe, name)
     try:
         return task.result(timeout_s)
     except NoAnswer:

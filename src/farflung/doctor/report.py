@@ -33,7 +33,7 @@ class Asked:
     timeout_s: float
     num_cores: int
     meet: str | None = None
-    place: Mapping[str, Any] | None = None  # of this machine among others, as `line.Site` has it
+    place: Mapping[str, Any] | None = None  # of this machine among others, as `line.Endpoint` has it
 
 
 @dataclass
@@ -95,7 +95,7 @@ def examine(asked: Asked, say: Callable[[str], None]) -> Report:
 
 def _lines(asked: Asked, facts: Mapping[str, str]) -> Found:
     line = import_module("farflung.doctor.line")
-    found: Found = line.measure(line.Site(**(asked.place or {})), facts, asked.timeout_s)
+    found: Found = line.measure(line.Endpoint(**(asked.place or {})), facts, asked.timeout_s)
     return found
 
 

@@ -16,7 +16,7 @@ from farflung.comm.member_store import LauncherNotes
 from farflung.comm.transport import Transport
 from farflung.config import environ
 from farflung.integrations.rounds import record_rounds
-from farflung.outer.driver import Members
+from farflung.outer.driver import LoopMembers
 from farflung.outer.elastic import Elastic
 from farflung.process.mesh import Mesh, require_replicas
 from farflung.process.place import Place
@@ -49,7 +49,7 @@ def membership_of(here: Place, island: Group | None) -> Elastic | None:
     return Elastic(transport, here.member, island=island, **settings)
 
 
-def members_of(here: Place, mesh: Mesh, slots: Any) -> Members:
+def members_of(here: Place, mesh: Mesh, slots: Any) -> LoopMembers:
     """Return the replicas of one outer loop: those of `mesh`, or the members of the elastic run that `here` is in.
 
     Args:
@@ -58,8 +58,8 @@ def members_of(here: Place, mesh: Mesh, slots: Any) -> Members:
     require_replicas(mesh, here)
     membership = membership_of(here, mesh.island)
     if membership is None:
-        return Members(mesh.replicas, mesh.island)
-    return Members(membership=membership, slots=slots)
+        return LoopMembers(mesh.replicas, mesh.island)
+    return LoopMembers(membership=membership, slots=slots)
 
 
 def slots_of(here: Place, make: Callable[..., Any], exchange: Exchange, is_training: Callable[[], bool]) -> Any:

@@ -23,7 +23,7 @@ from farflung.loop.state import LoopState, Observer, Trace
 
 
 @dataclass(eq=False)
-class Pass:
+class LoaderPass:
     """A pass over a loader that has a `DistributedSampler`."""
 
     base_dataloader: DataLoader[Any]
@@ -35,11 +35,11 @@ class Pass:
     position: None = None
 
     @property
-    def loader(self) -> Pass:
+    def loader(self) -> LoaderPass:
         return self
 
 
-class FollowedIterator(Iterator[Any]):
+class ReportingIterator(Iterator[Any]):
     """A loader's iterator, which reports its batches and its end.
 
     Args:
@@ -47,7 +47,7 @@ class FollowedIterator(Iterator[Any]):
         length: how many batches it has; -1: unknown.
     """
 
-    def __init__(self, batches: Iterator[Any], length: int, current: Pass, loop: LoopState) -> None:
+    def __init__(self, batches: Iterator[Any], length: int, current: LoaderPass, loop: LoopState) -> None:
         self._batches, self._length, self._pass, self._loop = batches, length, current, loop
         loop.enter(current)
 
@@ -138,13 +138,13 @@ class TrainingData:
             if loader not in self._shares:
                 self._shares[loader] = self.slots.shared_as_it_is(loader, self.num_parts)
             copy, share = self._shares[loader]
-        current = Pass(loader, share, self.is_training())
+        current = LoaderPass(loader, share, self.is_training())
         self._loop.begin(current)
         self._begin(sampler)  # whose class may draw in a function of its own
         if copy is not None:
-            return FollowedIterator(self._shared(loader, sampler, copy, share), -1, current, self._loop)
+            return ReportingIterator(self._shared(loader, sampler, copy, share), -1, current, self._loop)
         batches: Any = iterate(loader)
-        return FollowedIterator(batches, length_hint(batches, -1), current, self._loop)
+        return ReportingIterator(batches, length_hint(batches, -1), current, self._loop)
 
     def _length(self, length: Callable[..., int], loader: DataLoader[Any]) -> int:
         """Return the share of one of the replicas that the run begins with, by which schedules are planned."""

@@ -11,7 +11,7 @@ from typing import TypeVar
 from farflung.base.errors import Unreachable
 from farflung.base.events import Kind, record
 from farflung.comm.member_store import Heartbeats, LauncherNotes
-from farflung.comm.threads import Task
+from farflung.comm.threads import ThreadedCall
 from farflung.comm.transport import Transport
 
 _Answer = TypeVar("_Answer")
@@ -32,7 +32,7 @@ class RunStore:
     def __init__(self, transport: Transport) -> None:
         self.is_gone = False
         self._transport = transport
-        self._renewing: Task[None] | None = None
+        self._renewing: ThreadedCall[None] | None = None
         self._notes = LauncherNotes(transport.board.patient(0))
         self.heartbeats = Heartbeats(self._notes)
         self._address = transport.address
@@ -64,7 +64,7 @@ class RunStore:
                 LauncherNotes(self._transport.board).renew()
 
         if self._renewing is None or self._renewing.is_over:
-            self._renewing = Task(act, "renew records")
+            self._renewing = ThreadedCall(act, "renew records")
 
     def _lose(self, since: float, error: Unreachable) -> None:
         now = time.monotonic()

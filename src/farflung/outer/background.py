@@ -15,7 +15,7 @@ from farflung.comm.group import Group, SoloGroup
 
 
 @dataclass(eq=False)
-class Job:
+class BackgroundJob:
     """A job under way.
 
     Attributes:
@@ -65,9 +65,9 @@ class BackgroundWorker:
         on_gpu = group is not None and device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
 
-    def submit(self, call: Callable[[], None]) -> Job:
+    def submit(self, call: Callable[[], None]) -> BackgroundJob:
         """Run `call` after all that is on the caller's stream now."""
-        job, begun = Job(self._group.hand_over()), time.perf_counter()
+        job, begun = BackgroundJob(self._group.hand_over()), time.perf_counter()
         ready = None if self._stream is None else torch.cuda.current_stream(self._stream.device).record_event()
 
         def run() -> None:

@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 from farflung.comm.group import Group
 from farflung.outer.elastic import Elastic
 from farflung.outer.engine import OuterLoop
-from farflung.outer.inner import Iteration
+from farflung.outer.inner import IterationTracker
 from farflung.outer.recipe import Recipe
 
 
-class Pass(Protocol):
+class DataPass(Protocol):
     """A pass over data that is under way."""
 
     num_batches: int  # handed out so far
@@ -36,7 +36,7 @@ class Pass(Protocol):
 
 
 @dataclass(frozen=True)
-class Members:
+class LoopMembers:
     """The replicas of a loop: a fixed `group` of islands, or a `membership`.
 
     Attributes:
@@ -69,7 +69,7 @@ class Driver:
         self,
         model: nn.Module,
         recipe: Recipe,
-        members: Members,
+        members: LoopMembers,
         inner: Optimizer,
         planned: Callable[[], int | None],
         warn: Callable[[str], None],
@@ -77,7 +77,7 @@ class Driver:
     ) -> None:
         self.recipe = recipe
         self._planned, self._warn, self._items = planned, warn, items
-        self.iteration = Iteration(())
+        self.iteration = IterationTracker(())
         self.each_step = True
         self.attempts = 0
         self.epochs: EpochTracker | None = None
@@ -88,7 +88,7 @@ class Driver:
             self._data = members.slots.follow(membership, recipe.schedule.fragments)
             self.loop.listeners.append(self._data.round_ended)
 
-    def step_attempted(self, optimizer: Optimizer, done: bool, around: Pass | None) -> None:
+    def step_attempted(self, optimizer: Optimizer, done: bool, around: DataPass | None) -> None:
         """Count an attempted step of one of the optimizers, run the rounds that are due, and flush on the last batch.
 
         Args:
@@ -134,7 +134,7 @@ class Driver:
             self._data.end()
             self._data = None
 
-    def _count(self, iterations: Iterable[bool], around: Pass | None = None) -> None:
+    def _count(self, iterations: Iterable[bool], around: DataPass | None = None) -> None:
         """Count iterations that are over, without communication: True for each in which an optimizer has stepped."""
         for done in iterations:
             self.loop.count(done, self._items() if self.recipe.weighs_items else 0)
@@ -167,7 +167,7 @@ class EpochTracker:
     def __init__(self, flush: Callable[[], None]) -> None:
         self._flush_loop = flush
         self.is_owed = self.is_behind = False
-        self._pass: Pass | None = None  # the one under way
+        self._pass: DataPass | None = None  # the one under way
         self._resumed: Any = None  # the data of the one that was under way in a loaded state, until the next step
         self._is_flushed = False  # in this pass
         self._batch = self._steps = 0  # of this pass; attempts on it
@@ -197,7 +197,7 @@ class EpochTracker:
         self._resumed, self._usual = here.get(state["now"]), state["usual"]
         self.is_owed, self.is_behind, self._is_flushed = state["is_owed"], state["is_behind"], state["is_flushed"]
 
-    def iteration_ended(self, ended: Pass, at_end: bool, may_train: bool | None = None) -> None:
+    def iteration_ended(self, ended: DataPass, at_end: bool, may_train: bool | None = None) -> None:
         """Called after a pass.
 
         Args:
@@ -217,7 +217,7 @@ class EpochTracker:
             elif not self._data:  # perhaps an evaluation by this rank alone, before it trains
                 self.is_owed = True
 
-    def step_attempted(self, around: Pass | None, is_open: bool) -> None:
+    def step_attempted(self, around: DataPass | None, is_open: bool) -> None:
         """Called after an attempted step, with the pass whose loop stands around it.
 
         `is_open`: other optimizers are still to step on this batch.

@@ -20,7 +20,7 @@ from farflung.comm.shards import local
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """Where a model keeps a tensor, so that it is found again after it was replaced by another."""
 
     name: str
@@ -37,12 +37,12 @@ class Place:
 class Fragment:
     """Tensors that are exchanged together."""
 
-    parameters: tuple[Place, ...]  # trainable ones; a tensor with two names is here once
-    averages: tuple[Place, ...]  # floating buffers, such as the running statistics of a BatchNorm
-    counters: tuple[Place, ...]  # integer and boolean buffers
+    parameters: tuple[TensorPlace, ...]  # trainable ones; a tensor with two names is here once
+    averages: tuple[TensorPlace, ...]  # floating buffers, such as the running statistics of a BatchNorm
+    counters: tuple[TensorPlace, ...]  # integer and boolean buffers
 
     @property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[TensorPlace, ...]:
         """Everything that is exchanged."""
         return self.parameters + self.averages + self.counters
 
@@ -127,7 +127,7 @@ def apart(cut: Cut, kind: type[nn.Module] = nn.Embedding) -> Cut:
 def _only(one: Fragment, ids: set[int], wanted: bool) -> Fragment:
     """Keep the parameters whose ids are among `ids`, or the others and all buffers."""
 
-    def kept(places: tuple[Place, ...]) -> tuple[Place, ...]:
+    def kept(places: tuple[TensorPlace, ...]) -> tuple[TensorPlace, ...]:
         return tuple(place for place in places if (id(place.get()) in ids) == wanted)
 
     if wanted:
@@ -179,7 +179,7 @@ def _cut(model: nn.Module, count: int, choose: _Choose) -> list[Fragment]:
     return fragments
 
 
-def _fragment(places: list[Place]) -> Fragment:
+def _fragment(places: list[TensorPlace]) -> Fragment:
     buffers = [place for place in places if not isinstance(place.get(), nn.Parameter)]
     return Fragment(
         parameters=tuple(
@@ -190,12 +190,12 @@ def _fragment(places: list[Place]) -> Fragment:
     )
 
 
-def _bytes(place: Place) -> int:
+def _bytes(place: TensorPlace) -> int:
     tensor = place.get()
     return tensor.numel() * tensor.element_size() if tensor.requires_grad else 0  # of a shard, the whole one's
 
 
-def _parameters(model: nn.Module) -> Iterator[Place]:
+def _parameters(model: nn.Module) -> Iterator[TensorPlace]:
     embeddings = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     for path, module in model.named_modules():
         for key, parameter in own_parameters(module).items():
@@ -204,19 +204,19 @@ def _parameters(model: nn.Module) -> Iterator[Place]:
                 raise ConfigError(f"The parameter {name} has no shape yet. Run one batch through the model first.")
             if parameter is not None:
                 check_exchangeable([(name, parameter)], takes_float8=not parameter.requires_grad)  # frozen ones stay
-                yield Place(name, own_parameters(module), key, id(parameter) in embeddings)
+                yield TensorPlace(name, own_parameters(module), key, id(parameter) in embeddings)
 
 
-def _buffers(model: nn.Module) -> Iterator[Place]:
+def _buffers(model: nn.Module) -> Iterator[TensorPlace]:
     for path, module in model.named_modules():
         for key, buffer in own_buffers(module).items():
             if buffer is not None and key not in passing_buffers(module):
                 name = f"{path}.{key}" if path else key
                 check_exchangeable([(name, buffer)])
-                yield Place(name, own_buffers(module), key)
+                yield TensorPlace(name, own_buffers(module), key)
 
 
-def _once(places: Iterator[Place]) -> Iterator[Place]:
+def _once(places: Iterator[TensorPlace]) -> Iterator[TensorPlace]:
     """Leave out tensors that are the same object as an earlier one, or the same memory under another object."""
     seen: set[object] = set()
     for place in places:
@@ -235,7 +235,7 @@ def without_masks(fragment: Fragment, known: Mapping[str, bool] | None = None) -
         known: whether to keep a buffer, by name, as decided before: statistics may have become infinite since.
     """
 
-    def is_kept(place: Place) -> bool:
+    def is_kept(place: TensorPlace) -> bool:
         if known is not None and place.name in known:
             return known[place.name]
         return bool(torch.isfinite(place.get()).all())

@@ -192,7 +192,7 @@ def hooks_of(
     after: Callable[[], None],
 ) -> list[RemovableHandle]:
     """Call `before` before each step of each optimizer, and `after` once for each iteration that is over."""
-    iteration = Iteration(optimizers)
+    iteration = IterationTracker(optimizers)
 
     def count(optimizer: Optimizer, *_: Any) -> None:
         for _done in iteration.step_attempted(optimizer):
@@ -202,7 +202,7 @@ def hooks_of(
     return hooks + [optimizer.register_step_post_hook(count) for optimizer in optimizers]
 
 
-class Iteration:
+class IterationTracker:
     """Determines when an iteration of a loop with several optimizers is over: once all have attempted a step.
 
     A round may not run before: an optimizer that steps after it would apply a gradient of the weights before the round

@@ -26,7 +26,7 @@ from farflung.outer.agreement import Anchored, Averaged, Max, Mean
 from farflung.outer.ballot import digest_of
 from farflung.outer.comparison import Comparison, frozen_fingerprints, moved, synchronize
 from farflung.outer.eager import Eager
-from farflung.outer.fragments import Fragment, Place, without_masks
+from farflung.outer.fragments import Fragment, TensorPlace, without_masks
 from farflung.outer.membership import Generation
 from farflung.outer.recipe import Recipe
 from farflung.outer.weighting import NormHistory
@@ -210,7 +210,7 @@ class BoundFragment:
         self.num_rounds, self.comparison.digest = state["num_rounds"], state["digest"]
 
 
-def _row(place: Place) -> tuple[str, str, list[int], list[int], list[int]]:
+def _row(place: TensorPlace) -> tuple[str, str, list[int], list[int], list[int]]:
     tensor = place.get()
     shape, offset = part_of(tensor)
     return place.name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset, shape
@@ -225,7 +225,7 @@ class Change:
     description: str  # see `_described`, like the tensors
     tensors: list[str]
     vote: str  # what ranks that have made the same change all say of it
-    new: list[Place]  # parameters that were not trained before
+    new: list[TensorPlace]  # parameters that were not trained before
     must_agree: bool  # all ranks must have made the same change before any of them continues
 
 
@@ -410,7 +410,7 @@ def _described(recipe: Recipe, model: nn.Module, cap_bytes: int) -> tuple[list[F
     return fragments, description, tensors
 
 
-def _buckets(places: Sequence[Place], cap_bytes: int, num_buffers: int | None) -> Buckets:
+def _buckets(places: Sequence[TensorPlace], cap_bytes: int, num_buffers: int | None) -> Buckets:
     tensors = [place.get() for place in places]
     if any(tensor.is_complex() for tensor in tensors):
         names = [place.name for place in places if place.get().is_complex()]

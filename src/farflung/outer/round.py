@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from farflung.base.errors import CollectiveMismatch, StateError
-from farflung.outer.background import BackgroundWorker, Job
+from farflung.outer.background import BackgroundJob, BackgroundWorker
 from farflung.outer.ballot import BALLOT_BYTES, Ballot, Tally, odd_among
 from farflung.outer.membership import ALL, Generation, OddMembers
 from farflung.outer.pipeline import Pipeline
@@ -31,7 +31,7 @@ _LAG = 2  # of two buckets that follow each other so, the second is sent only af
 
 
 @dataclass(frozen=True)
-class Request:
+class RoundRequest:
     """The parameters of a round: enough to open it again, in another generation."""
 
     action: Launch
@@ -71,12 +71,12 @@ class OpenRound:
         generation: Generation,
         recipe: Recipe,
         ballot: Ballot,
-        request: Request,
+        request: RoundRequest,
         claimed: list[float],
     ) -> None:
         self.ballot, self.request, self._claimed = ballot, request, claimed
         self.phase = Phase.OPENED
-        self.job: Job | None = None
+        self.job: BackgroundJob | None = None
         self.meter = Meter()
         self.tally: Tally | None = None
         self.decision = Decision((), 0.0)

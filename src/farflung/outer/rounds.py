@@ -22,7 +22,7 @@ from farflung.outer.membership import Generation
 from farflung.outer.quorum import Quorum
 from farflung.outer.recipe import Recipe
 from farflung.outer.replica import Change, Replica
-from farflung.outer.round import OpenRound, Phase, Request
+from farflung.outer.round import OpenRound, Phase, RoundRequest
 from farflung.outer.schedule import Launch
 from farflung.outer.stats import ROUNDS, Meter, Round
 from farflung.outer.timetable import Timetable
@@ -53,7 +53,7 @@ class Rounds:
     twins: Twins
     is_awaited: bool = False
     _open: dict[int, OpenRound] = field(default_factory=dict)  # by fragment
-    _lost: list[Request] = field(default_factory=list)  # rounds that have come to nothing, as ranks were lost in them
+    _lost: list[RoundRequest] = field(default_factory=list)  # rounds that failed, as ranks were lost in them
     _has_warned: bool = False
 
     # ---- launch
@@ -67,18 +67,18 @@ class Rounds:
             if change.must_agree:
                 # Ranks whose model has not changed know nothing of this, so it goes the way of any other round.
                 self.quorum.generation.describe(change.vote, change.tensors)
-                self._launch(Request(action, position, finished, is_empty=True))
+                self._launch(RoundRequest(action, position, finished, is_empty=True))
                 self.quorum.run(partial(self._wait, number))
                 if number in self._open:
                     self._close(number, self._open.pop(number))
             self.follow(change)
-        self._launch(Request(action, position, finished))
+        self._launch(RoundRequest(action, position, finished))
 
-    def _launch(self, request: Request) -> None:
+    def _launch(self, request: RoundRequest) -> None:
         self._open_round(request)
         self.quorum.run(partial(self._begin, request.action.fragment))
 
-    def _open_round(self, request: Request) -> None:
+    def _open_round(self, request: RoundRequest) -> None:
         """Claim the work that this rank has to send, and fill in its ballot."""
         number, level = request.action.fragment, request.action.level
         fragment, quorum = self.replica.fragments[number], self.quorum
@@ -269,7 +269,7 @@ class Rounds:
             fragment.load_state_dict(saved)
         self.quorum.needs = replace(self.quorum.needs, num_votes=state["num_votes"])
         for number, saved in state["open"].items():
-            request = Request(Launch(number, saved["level"]), saved["step"])
+            request = RoundRequest(Launch(number, saved["level"]), saved["step"])
             fragment, ballot = self.replica.fragments[number], Ballot(**saved["ballot"])
             this = OpenRound(
                 fragment, self.quorum.generation, self.recipe, ballot, request, list(saved["claimed_weight"])

@@ -26,7 +26,7 @@ from farflung.comm.objects import ObjectBoard
 from farflung.comm.packed import Damaged
 from farflung.comm.saved_state import Saved, SavedStates, tensors_of
 from farflung.comm.state_transfer import form_of
-from farflung.comm.threads import Task
+from farflung.comm.threads import ThreadedCall
 from farflung.outer.membership import Needs
 
 _logger = logging.getLogger(__name__)
@@ -61,8 +61,8 @@ class Saver:
         self._place: dict[str, Any] = {}  # in the schedule, after the latest round
         self._num_fragments, self._has_warned = 1, False
         self._since = self._every  # landings; one that has become the first member writes a state at once
-        self._saving: Task[bool] | None = None
-        self._noting: Task[None] | None = None
+        self._saving: ThreadedCall[bool] | None = None
+        self._noting: ThreadedCall[None] | None = None
         self._landed = 0, 0  # the latest round
         self._values: dict[str, str] = {}  # of the logs, with nothing of later rounds
         self._read: tuple[str, dict[str, Any]] = "", {}
@@ -92,7 +92,7 @@ class Saver:
                 f"{2 * self._every} are lost if all replicas die. Give --state_every a larger number."
             )
         if self._share_group.rank == 0 and (self._noting is None or self._noting.is_over):
-            self._noting = Task(partial(self._note, landed, self._since), "note a round")
+            self._noting = ThreadedCall(partial(self._note, landed, self._since), "note a round")
 
     def finish(self, generation: int, member: int, needs: Needs, reason: str) -> None:
         """Write the last state, and wait until it is whole.
@@ -139,12 +139,12 @@ class Saver:
         """Return whether the state with which a run has ended in a generation lies at its address."""
         return any(one.is_last and one.generation == generation for one in self._states.newest())
 
-    def _begin(self, generation: int, needs: Needs, word: str = "", is_last: bool = False) -> Task[bool]:
+    def _begin(self, generation: int, needs: Needs, word: str = "", is_last: bool = False) -> ThreadedCall[bool]:
         """Begin to write a state. Given a `word` for its name, no rank waits for another, and the last one finishes."""
         name = word or from_first(self._share_group, lambda: secrets.token_hex(4))
         saved, parts = self._state(generation, needs, name)
         saved = replace(saved, is_last=is_last)
-        return Task(partial(self._write, self._landed, saved, parts, waits=not word), "write a state")
+        return ThreadedCall(partial(self._write, self._landed, saved, parts, waits=not word), "write a state")
 
     def _state(self, generation: int, needs: Needs, word: str) -> tuple[Saved, dict[str, Any]]:
         found = needs.state(True)

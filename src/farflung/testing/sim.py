@@ -69,7 +69,7 @@ def run_replicas(function: Callable[..., Any], num_replicas: int, *args: Any, se
 
 
 @dataclass
-class _Call:
+class _Collective:
     """One collective: what each rank has brought to it so far."""
 
     kind: str
@@ -84,7 +84,7 @@ class _Stage:
 
     def __init__(self, size: int, seed: int | None) -> None:
         self.size = size
-        self.calls: dict[tuple[tuple[int, ...], int, int], _Call] = {}
+        self.calls: dict[tuple[tuple[int, ...], int, int], _Collective] = {}
         self.departures: list[list[str]] = [[] for _ in range(size)]  # reasons, by rank
         self.regroups = [0] * size
         self.exited: set[int] = set()
@@ -123,7 +123,7 @@ class _Stage:
         if alive:
             self._turns[next(able, alive[0])].release()  # if all wait, one is woken to find that out
 
-    def missing(self, call: _Call, rank: int) -> dict[int, str]:
+    def missing(self, call: _Collective, rank: int) -> dict[int, str]:
         """Return the ranks that have not come to `call` and never will, with their reasons."""
         mine = len(self.departures[rank])
         absent = [other for other in call.members if other not in call.brought]
@@ -135,7 +135,7 @@ class _SimWork:
     """A collective of a `SimGroup` under way."""
 
     stage: _Stage
-    call: _Call
+    call: _Collective
     rank: int
 
     def wait(self) -> None:
@@ -226,7 +226,7 @@ class SimGroup(Group):
     def _join(self, kind: str, out: Tensor, x: Tensor, results: Callable[[list[Tensor]], Iterable[Tensor]]) -> Work:
         """Bring `x` and `out` to the collective whose turn it is; the last rank to come does the work for all."""
         key = (self.members, self.age, self._number)
-        call = self._stage.calls.setdefault(key, _Call(kind, self.members))
+        call = self._stage.calls.setdefault(key, _Collective(kind, self.members))
         what = (kind, x.dtype, x.numel())
         first = next(iter(call.brought.values()), (what,))[0]
         if first != what:
@@ -244,7 +244,7 @@ class SimGroup(Group):
 
 
 @dataclass
-class Clock:
+class VirtualClock:
     """The virtual seconds of one replica."""
 
     now: float = 0.0
@@ -291,7 +291,7 @@ class Network:
 class TimedGroup(SimGroup):
     """A `SimGroup` in which whoever waits for a collective has its clock moved on to the collective's end."""
 
-    def __init__(self, group: SimGroup, network: Network, clock: Clock) -> None:
+    def __init__(self, group: SimGroup, network: Network, clock: VirtualClock) -> None:
         super().__init__(group._stage, group._me, group.members, group._is_block)
         self._network = network
         self._line = network.line(group)
@@ -341,7 +341,7 @@ class _TimedWork:
     work: Work
     line: Line
     number: int
-    clock: Clock
+    clock: VirtualClock
 
     def wait(self) -> None:
         self.work.wait()

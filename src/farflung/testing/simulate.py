@@ -29,7 +29,7 @@ from farflung.outer.recipe import Recipe
 from farflung.outer.recipes import post_local_sgd
 from farflung.outer.schedule import ByTime
 from farflung.outer.stats import Round, Stats
-from farflung.testing.sim import Clock, Network, SimGroup, TimedGroup, run_replicas
+from farflung.testing.sim import Network, SimGroup, TimedGroup, VirtualClock, run_replicas
 
 _PATIENCE_S = 2.0  # before a bar shows up by itself
 
@@ -171,7 +171,7 @@ def simulate(
     del given["progress"]
     task = SimulateArguments(**given)
     with _bar(steps, progress) as show:
-        return _summary(run_replicas(lambda group: _Replica(group, task, show).play(), replicas, seed=seed))
+        return _summary(run_replicas(lambda group: _SimulatedReplica(group, task, show).play(), replicas, seed=seed))
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ class SimulateArguments:
         return loss
 
 
-def _summary(replicas: Sequence[_Replica]) -> Simulation:
+def _summary(replicas: Sequence[_SimulatedReplica]) -> Simulation:
     there = [rank for rank, replica in enumerate(replicas) if not replica.is_lost]
     # If all were lost the last one to go tells most.
     number = there[0] if there else max(range(len(replicas)), key=lambda rank: len(replicas[rank].losses))
@@ -310,7 +310,7 @@ def _bar(total: int, wanted: bool | None) -> Iterator[Callable[[int], None]]:
             bar.stop()
 
 
-class _Replica:
+class _SimulatedReplica:
     """One replica: an ordinary training loop, with a virtual clock."""
 
     def __init__(self, group: SimGroup, task: SimulateArguments, show: Callable[[int], None]) -> None:
@@ -323,7 +323,7 @@ class _Replica:
         self._optimizer = task.make_optimizer([p for p in self.model.parameters() if p.requires_grad])
         self._scheduler = task.make_scheduler(self._optimizer) if task.make_scheduler else None
         self._batches = _endless(task.make_data(group.rank))
-        self.clock = Clock()
+        self.clock = VirtualClock()
         self.waited = 0.0
         self.is_lost = False
         self._done = self._evaluated = 0
@@ -344,7 +344,7 @@ class _Replica:
             )
         self.outer.listeners.append(self._note)
 
-    def play(self) -> _Replica:
+    def play(self) -> _SimulatedReplica:
         """Train to the end, or until this replica is lost; return itself."""
         task = self._task
         while self._done < task.steps and self.clock.now < task.seconds:
@@ -429,7 +429,7 @@ class _Members(FixedMembership):
 
     is_fixed = False
 
-    def __init__(self, group: SimGroup, task: SimulateArguments, clock: Clock) -> None:
+    def __init__(self, group: SimGroup, task: SimulateArguments, clock: VirtualClock) -> None:
         super().__init__(group, SoloGroup())
         self.failures: list[str] = []
         self._task, self._clock = task, clock
