@@ -2,14 +2,11 @@
 """Checkpoints that were written once and are kept: each is loaded as it was then, to the last bit."""
 
 import json
-import shutil
 
 import pytest
 
-from farflung.base.files import FORMER_NAME
-from farflung.checkpoint import paths
 from farflung.testing.ranks import run_ranks
-from tests.checkpoint.frozen_runs import EXPECTED, FROZEN, loaded, names_for
+from tests.checkpoint.frozen_runs import EXPECTED, loaded, names_for
 
 
 def expected(names, ranks):
@@ -22,10 +19,3 @@ def test_a_checkpoint_of_before_is_gone_on_from_as_before(ranks):
     names = names_for(ranks)
     found = run_ranks(loaded, ranks, names, ranks)
     assert {name: [one[name] for one in found] for name in names} == expected(names, ranks)
-
-
-def test_a_checkpoint_of_the_former_name_is_gone_on_from(tmp_path, capsys):
-    shutil.copytree(FROZEN / "epoch", tmp_path / "epoch")
-    (tmp_path / "epoch" / paths.MANIFEST).rename(tmp_path / "epoch" / paths.FORMER_MANIFEST)
-    assert [loaded(["epoch"], 1, tmp_path)["epoch"]] == expected(["epoch"], 1)["epoch"]
-    assert f"when this package was called {FORMER_NAME}" in capsys.readouterr().err

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from farflung.base.errors import ConfigError, Unsupported
-from farflung.base.files import FORMER_NAME
 from farflung.config import environ
 from farflung.config.files import read_file, write_file
-from farflung.config.places import accelerate_files, find_file, former_files, own_file
+from farflung.config.places import accelerate_files, find_file, own_file
 from farflung.config.resolve import resolve
 
 # What `accelerate config` writes for one machine.
@@ -253,20 +252,6 @@ def test_what_can_not_be_understood_is_refused_with_its_line(home, text, message
 def test_what_is_not_done_is_refused_with_what_to_use_instead(home, text, message):
     with pytest.raises(Unsupported, match=message):
         stated(text, home)
-
-
-def test_files_under_the_former_name_count_where_there_are_none_of_the_present(home):
-    theirs = put(accelerate_files()[0], ACCELERATE)
-    own_before = put(home / ".config" / FORMER_NAME / "config.yaml", "num_processes: 3\n")
-    assert find_file() == own_before != theirs
-    own = put(own_file(), "num_processes: 4\n")
-    assert find_file() == own
-    here_before = put(home / f"{FORMER_NAME}.yaml", "num_processes: 5\n")
-    assert find_file().resolve() == here_before
-    assert resolve({}).settings.num_processes == 5
-    assert {old.name: new.name for old, new in former_files().items()}[here_before.name] == "farflung.yaml"
-    put(home / "farflung.yaml", "num_processes: 6\n")
-    assert resolve({}).settings.num_processes == 6
 
 
 def test_accelerates_own_file_is_never_written(home):

@@ -170,32 +170,6 @@ def test_a_loader_over_indices_goes_on_at_any_batch(make):
     check(make)
 
 
-FORMER = {
-    "has_workers": "warm",
-    "num_prefetched": "num_ahead",
-    "position": "place",
-    "prefetched": "ahead",
-    "worker_plan": "turns",
-    "worker_states": "drawn",
-    "workers": "plan",
-}
-
-
-def as_before(state):
-    """A loader's state with the keys that it had before 0.1.0; a batch that it holds is left as it is."""
-    return {
-        FORMER.get(key, key): as_before(value) if key in ("position", "worker_plan") and value is not None else value
-        for key, value in state.items()
-    }
-
-
-def test_a_state_of_before_the_keys_were_renamed_is_read():
-    for make in (lambda: prepared(shuffled()), lambda: prepared(DataLoader(Noisy(8), 2, num_workers=2))):
-        seen, states = in_one_go(make, epochs=1)
-        epoch, done, _, (loader, random_states) = states[2]
-        assert gone_on(make, (as_before(loader), random_states), epoch, epochs=1) == [seen[epoch][done:]]
-
-
 def test_what_no_checkpoint_can_hold_is_read_again():
     """The samples are the same, and so is every random number of the training; only those of that one batch are not."""
 

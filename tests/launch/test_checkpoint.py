@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 
 from farflung import Accelerator
 from farflung.base.errors import CheckpointError, ConfigError
-from farflung.base.files import FORMER_NAME
 from farflung.checkpoint import paths
 from farflung.checkpoint.manifest import Manifest
 from farflung.checkpoint.sharded import ShardPlanner
@@ -299,23 +298,3 @@ def test_what_is_no_file_is_never_opened_and_nothing_is_left(folder):
         with pytest.raises(CheckpointError, match=r"notes\.txt is a named pipe, not a file"):
             said(*words)
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_0", "checkpoint_1"]
-
-
-def test_a_checkpoint_under_the_former_name_is_verified_loaded_and_replaced(folder, capsys):
-    """Its manifest counts as ever; the next save into the same folder leaves no trace of the old one."""
-    one = folder / "checkpoint_1"
-    (one / paths.MANIFEST).rename(one / paths.FORMER_MANIFEST)
-    assert ": complete" in said("verify", one)
-    assert "1 process" in said("ls", folder)
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(torch.nn.Linear(2, 1))
-    accelerator.load_state(one)
-    assert torch.equal(model.weight, torch.ones(1, 2))
-    assert capsys.readouterr().err.count(f"called {FORMER_NAME}") == 1
-    accelerator.save_state(one)
-    assert (one / paths.MANIFEST).is_file()
-    assert not (one / paths.FORMER_MANIFEST).exists()
-    (one / paths.MANIFEST).rename(one / paths.FORMER_MANIFEST)
-    (one / "model.safetensors").write_bytes(b"damaged")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        accelerator.load_state(one)

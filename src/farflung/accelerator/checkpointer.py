@@ -20,7 +20,6 @@ from farflung.accelerator.session import flushed
 from farflung.base.checks import check_path
 from farflung.base.errors import CheckpointError, ConfigError, FarflungError, StateError
 from farflung.base.events import tell
-from farflung.base.files import FORMER_NAME
 from farflung.base.optional import installed_version
 from farflung.checkpoint import atomic, paths
 from farflung.checkpoint.checkpoint import Checkpoint, newest, resolve
@@ -243,8 +242,6 @@ class Checkpointer:
         found, loaders = source.checkpoint, self._run.loaders
         lines = [f"passed over: {reason}" for reason in found.passed]
         lines.append(f"loaded {found.folder}")
-        if found.has_former_name:
-            lines.append(f"it was written when this package was called {FORMER_NAME}")
         if source.is_other or source.own is not None:
             lines += [
                 f"loader {k + 1} of {len(loaders)} {loader.describe_position()}" for k, loader in enumerate(loaders)

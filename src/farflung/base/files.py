@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-FORMER_NAME = "laconic"  # the project's before 0.1.0: files under it are still read
 WRITING = ".writing-"  # in the name of a file that is being written, or whose writer was killed
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from farflung.base.errors import CheckpointError
 from farflung.base.files import WRITING
 from farflung.checkpoint import paths
-from farflung.checkpoint.manifest import Manifest, manifest_path, names_of
+from farflung.checkpoint.manifest import Manifest, names_of
 from farflung.checkpoint.writer import sync_folder
 
 READY = ".ready"
@@ -126,7 +126,7 @@ def _move_up(folder: Path, target: Path) -> None:
                 f"{folder} is not a checkpoint, so nothing was moved out of it. Take it away by hand."
             )
         return
-    manifest = manifest_path(folder)
+    manifest = folder / paths.MANIFEST
     for name in _belonging(target) - new.files.keys():
         (target / name).unlink(missing_ok=True)
     for path in [path for path in files_in(folder) if path != manifest]:
@@ -139,7 +139,6 @@ def _move_up(folder: Path, target: Path) -> None:
     for inner in {place.parent for place in (target / name for name in new.files)}:
         sync_folder(inner)
     os.replace(manifest, target / paths.MANIFEST)
-    (target / paths.FORMER_MANIFEST).unlink(missing_ok=True)
 
 
 def _belonging(target: Path) -> set[str]:

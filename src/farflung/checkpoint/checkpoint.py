@@ -17,7 +17,7 @@ from farflung.base.checks import check_path
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.checkpoint import atomic, paths
 from farflung.checkpoint.files import is_file, kind_of, sums_of
-from farflung.checkpoint.manifest import Manifest, manifest_path, names_of
+from farflung.checkpoint.manifest import Manifest, names_of
 from farflung.checkpoint.reader import read_torch
 
 _NUMBER = re.compile(r"^(.*?)(\d+)$")
@@ -103,10 +103,6 @@ class Checkpoint:
                 "to a folder of its own each time (automatic_checkpoint_naming=True)."
             )
 
-    @property
-    def has_former_name(self) -> bool:
-        return manifest_path(self.folder).name == paths.FORMER_MANIFEST
-
     def has(self, name: str) -> bool:
         """Return whether there is a file of this name; CheckpointError if something else has it."""
         return is_file(self.folder / name)
@@ -151,7 +147,7 @@ class Checkpoint:
 
 def is_checkpoint(folder: Path) -> bool:
     """Return whether a folder is a checkpoint, whole or not, and not a folder of checkpoints."""
-    if any((folder / name).exists() for name in paths.MANIFESTS) or (folder / atomic.READY).is_dir():
+    if (folder / paths.MANIFEST).exists() or (folder / atomic.READY).is_dir():
         return True
     return any(paths.KNOWN.fullmatch(path.name) or paths.SHARDS.fullmatch(path.name) for path in folder.iterdir())
 

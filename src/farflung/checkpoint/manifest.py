@@ -57,7 +57,7 @@ class Manifest:
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
         """Return the manifest of a folder, None if there is none; CheckpointError if it is damaged."""
-        path = manifest_path(folder)
+        path = folder / paths.MANIFEST
         if not is_file(path):
             return None
         with damage_as(f"{path} is damaged"):
@@ -75,12 +75,6 @@ class Manifest:
         for name in files:
             inside(name)
         return manifest
-
-
-def manifest_path(folder: Path) -> Path:
-    """Return where the manifest of a folder is: under the former name only if there is none of the present one."""
-    former = folder / paths.FORMER_MANIFEST
-    return former if former.exists() and not (folder / paths.MANIFEST).exists() else folder / paths.MANIFEST
 
 
 def names_of(folder: Path) -> set[str]:

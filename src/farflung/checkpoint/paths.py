@@ -9,16 +9,12 @@ from __future__ import annotations
 import re
 from functools import partial
 
-from farflung.base.files import FORMER_NAME
-
 CHECKPOINTS = "checkpoints"  # the folder in a project where automatic naming puts them
 PREFIX = "checkpoint_"
 FOLDERS = ("loop_state", "outer_state")  # of what each rank writes by itself
 SCALER = "scaler.pt"
 TORCHDATA_LOADERS = "dl_state_dict*.bin"  # what Accelerate writes of loaders that are stateful
 MANIFEST = "farflung.json"
-FORMER_MANIFEST = f"{FORMER_NAME}.json"
-MANIFESTS = (MANIFEST, FORMER_MANIFEST)
 SHARDS_INDEX = ".metadata"  # in a folder of shards: what is where, as torch's DCP writes it
 
 NAMED = re.compile(rf"{PREFIX}(\d+)")
@@ -34,7 +30,7 @@ KNOWN = re.compile(  # whatever belongs to a checkpoint
     r"|(model|pytorch_model)-\d{5}-of-\d{5}\.(safetensors|bin)|(model|pytorch_model)\.(safetensors|bin)\.index\.json"
     r"|(optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.bin|scaler\.pt|random_states_\d+\.pkl"
     r"|custom_checkpoint_\d+\.pkl|(loop_state|outer_state)/rank_\d+\.bin"
-    rf"|(pytorch_model_fsdp|optimizer)_\d+/(\.metadata|__\d+_\d+\.distcp|{'|'.join(map(re.escape, MANIFESTS))})"
+    r"|(pytorch_model_fsdp|optimizer)_\d+/(\.metadata|__\d+_\d+\.distcp|farflung\.json)"
     r"|pytorch_model_fsdp(_\d+)?\.bin"
 )
 TORCH = (".bin", ".pt", ".pkl")  # endings of what `torch.save` writes

@@ -21,7 +21,7 @@ from farflung.base.words import counted, in_bytes
 from farflung.checkpoint import atomic, paths
 from farflung.checkpoint.checkpoint import Checkpoint, candidates, is_checkpoint
 from farflung.checkpoint.files import is_file, sums_of
-from farflung.checkpoint.manifest import FileRecord, Manifest, manifest_path
+from farflung.checkpoint.manifest import FileRecord, Manifest
 from farflung.checkpoint.reader import read_torch, read_weights
 from farflung.checkpoint.sharded import ShardReader
 from farflung.checkpoint.writer import FileWriter, save_object, tensor_bytes
@@ -73,7 +73,7 @@ def diff(one: Path, other: Path) -> bool:
     alone = sorted(mine ^ theirs)
     for name in alone:
         click.echo(f"{name}: only in {one if name in mine else other}")
-    both = sorted(mine & theirs - set(paths.MANIFESTS))
+    both = sorted(mine & theirs - {paths.MANIFEST})
     plain = [folder / name for name in both if not paths.SHARDS.fullmatch(name) for folder in (one, other)]
     with bar("Reading both", sum(path.stat().st_size for path in plain)) as shown:
         sums = {path: sums_of(path, shown) for path in plain}
@@ -109,7 +109,7 @@ def convert(source: Path, target: Path, form: str, model: int) -> None:
         click.echo(f"Written to {target}: {counted(len(weights), 'tensor')}, {in_bytes(target.stat().st_size)}.")
         return
     there = _sizes(source)
-    names = [name for name in there if name not in paths.MANIFESTS and is_file(source / name)]
+    names = [name for name in there if name != paths.MANIFEST and is_file(source / name)]
     if form == "accelerate":
         names = [name for name in names if name.split("/")[0] not in paths.FOLDERS]
     staged = atomic.StagedDir(target, secrets.token_hex(4))
@@ -173,7 +173,7 @@ def _has_model(folder: Path) -> bool:
 
 def _is_verified(path: Path) -> bool:
     """Read a file, or a folder of shards, and return whether there was a manifest to check it against."""
-    if paths.SHARDS.fullmatch(path.name) and manifest_path(path).exists():
+    if paths.SHARDS.fullmatch(path.name) and (path / paths.MANIFEST).exists():
         Checkpoint.open(path).verify()
         return True
     _read(path)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from farflung.base.checks import check_path
 from farflung.base.errors import ConfigError
-from farflung.base.files import FORMER_NAME
 from farflung.config import environ
 
 LOCAL_FILE, NO_FILE = Path("farflung.yaml"), "none"
@@ -16,15 +15,7 @@ LOCAL_FILE, NO_FILE = Path("farflung.yaml"), "none"
 
 def own_file() -> Path:
     """Return where the user's own settings are kept: `~/.config/farflung/config.yaml`, or under `$XDG_CONFIG_HOME`."""
-    return _user_folder() / "farflung" / "config.yaml"
-
-
-def former_files() -> dict[Path, Path]:
-    """Return the files that count under the name that the package had before, each with the one that it should be."""
-    return {
-        Path(f"{FORMER_NAME}.yaml"): LOCAL_FILE,
-        _user_folder() / FORMER_NAME / "config.yaml": own_file(),
-    }
+    return _expanded(environ.text("XDG_CONFIG_HOME") or "~/.config") / "farflung" / "config.yaml"
 
 
 def accelerate_files() -> tuple[Path, ...]:
@@ -47,13 +38,7 @@ def find_file(named: str | None = None) -> Path | None:
             there = "is not a file" if path.exists() else "does not exist"
             raise ConfigError(f"The configuration file {named} {there}. `farflung config` writes one.")
         return path
-    former = {new: old for old, new in former_files().items()}
-    ours = [path for new in (LOCAL_FILE, own_file()) for path in (new, former[new])]
-    return next((path for path in (*ours, *accelerate_files()) if path.is_file()), None)
-
-
-def _user_folder() -> Path:
-    return _expanded(environ.text("XDG_CONFIG_HOME") or "~/.config")
+    return next((path for path in (LOCAL_FILE, own_file(), *accelerate_files()) if path.is_file()), None)
 
 
 def _expanded(path: str) -> Path:

@@ -122,12 +122,12 @@ class _LoaderRecord:
 
     @classmethod
     def decode(cls, content: bytes) -> _LoaderRecord:
-        seed, epoch, ended, rows, *landed = json.loads(content)  # without `landed` before 0.1.0
+        seed, epoch, ended, rows, landed = json.loads(content)
         opened = {
             number: _Open(batches, digest, slots, claimed, dict(held))
             for number, (batches, digest, slots, claimed), held in rows
         }
-        return cls(seed, epoch, ended, opened, {loop: (number, vote) for loop, (number, vote) in dict(*landed).items()})
+        return cls(seed, epoch, ended, opened, {loop: (number, vote) for loop, (number, vote) in landed.items()})
 
 
 def landed_in(loop: str, content: bytes) -> tuple[int, int]:

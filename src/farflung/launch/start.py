@@ -10,9 +10,7 @@ import click
 
 from farflung.base.errors import FarflungError
 from farflung.base.events import EVENTS, Kind, record
-from farflung.base.files import FORMER_NAME
 from farflung.base.lazy import LazyModule
-from farflung.config.places import former_files
 from farflung.config.resolve import Resolved
 from farflung.launch.codes import DONE, INTERRUPTED, EngineFailure, of_error
 from farflung.launch.events import FolderSink, Screen, showing
@@ -85,8 +83,6 @@ def launch_script(resolved: Resolved, script: Script) -> int:
 
 def _record_notes(resolved: Resolved) -> None:
     if resolved.file is not None:
-        new = former_files().get(resolved.file)
-        advice = f" (this package was called {FORMER_NAME}; rename the file to {new})" if new else ""
-        record(Kind.SETTINGS, message=f"settings from {resolved.file}{advice}", file=str(resolved.file))
+        record(Kind.SETTINGS, message=f"settings from {resolved.file}", file=str(resolved.file))
     for note in resolved.notes:
         record(Kind.NOTE, level=logging.ERROR, message=note)

@@ -322,7 +322,7 @@ class OuterLoop:
             return
         self._rounds.load_state_dict(state["rounds"])
         self._timetable.load_state_dict(state)
-        self._warmup.are_alike = state.get("are_alike", True)
+        self._warmup.are_alike = state["are_alike"]
         self._meter.load(state["stats"])
 
     def __enter__(self) -> OuterLoop:

@@ -23,7 +23,6 @@ from farflung.checkpoint import paths, rng
 from farflung.checkpoint.entries import Entry
 from farflung.comm.shards import is_sharded
 from farflung.data.loader import PreparedLoader
-from farflung.data.resume.iteration import with_present_keys
 from farflung.loop.state import LoopState
 from farflung.resume.part import Loading, Part, Saving, change
 
@@ -193,8 +192,7 @@ def _renewed_workers(states: Sequence[dict[str, Any]]) -> str:
 
 def _redistributed(state: dict[str, Any], loader: PreparedLoader, source: Loading) -> dict[str, Any]:
     """Return a loader's state after as many samples, over all ranks."""
-    state, total = with_present_keys(state), loader.total_batch_size  # in one step here
-    position = state["position"]
+    total, position = loader.total_batch_size, state["position"]  # samples in one step here
     if position is None:
         return {**state, "worker_states": None, "host": None}
     before, old, size = state["total_batch_size"], source.old_size, source.size

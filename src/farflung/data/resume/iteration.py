@@ -8,7 +8,7 @@ were handed out, and takes prefetched ones from the checkpoint, because their ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -52,27 +52,6 @@ class RandomStates:
             torch.empty((), dtype=torch.int64).random_()  # the seed of workers
             own[0].manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
             rng.write(self.host)
-
-
-# What the keys of a loader's state were called in checkpoints of before 0.1.0, which are still read.
-_FORMER_KEYS = {
-    "ahead": "prefetched",
-    "drawn": "worker_states",
-    "num_ahead": "num_prefetched",
-    "place": "position",
-    "plan": "workers",
-    "turns": "worker_plan",
-    "warm": "has_workers",
-}
-
-
-def with_present_keys(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a loader's saved state with the keys that it has now."""
-    present = {_FORMER_KEYS.get(key, key): value for key, value in state.items()}
-    for inner in ("position", "worker_plan"):
-        if isinstance(present.get(inner), Mapping):
-            present[inner] = with_present_keys(present[inner])
-    return present
 
 
 @dataclass(frozen=True)
@@ -166,7 +145,7 @@ def pack_batches(batches: list[Any]) -> list[dict[str, Any]] | None:
 
 def unpack_batches(saved: Any) -> list[Any]:
     """Undo `pack_batches`."""
-    rows = [saved] if isinstance(saved, dict) else saved  # one alone before 0.1.0
+    rows = [saved] if isinstance(saved, dict) else saved  # one alone in the first checkpoints
     return [Marked(one["content"], one["real"]) if one["real"] else one["content"] for one in rows]
 
 

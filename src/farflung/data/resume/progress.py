@@ -11,14 +11,7 @@ from farflung.base.torch_internals import is_exhausted
 from farflung.base.words import counted
 from farflung.checkpoint import rng
 from farflung.data.batches import plain_or_none, state_of
-from farflung.data.resume.iteration import (
-    NOTHING,
-    Iteration,
-    Position,
-    RandomStates,
-    pack_batches,
-    with_present_keys,
-)
+from farflung.data.resume.iteration import NOTHING, Iteration, Position, RandomStates, pack_batches
 from farflung.data.resume.workers import Workers, checked, known
 from farflung.data.torch_loaders import Source
 from farflung.loop.state import LoopState
@@ -159,9 +152,8 @@ class Progress:
             exhausted=one.end_of_dataloader or is_exhausted(one.source),
         )
 
-    def load_state_dict(self, source: Source, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, source: Source, saved: dict[str, Any]) -> None:
         """Make the next iteration continue at the position of a state; if it is no such state, change nothing."""
-        saved = with_present_keys(state_dict)
         position = None if saved["position"] is None else Position.from_dict(saved["position"])
         number, under_way, were_started = int(saved["epoch"]), bool(saved["under_way"]), bool(saved["has_workers"])
         states, host = checked(saved.get("worker_states")), saved.get("host")
