@@ -4,16 +4,18 @@
 import io
 import json
 import sys
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from farflung.observe import records
+from farflung.observe import records, run
 from farflung.observe.figures import figures
 from farflung.observe.logged import MOST_POINTS
 from farflung.observe.report import data_of, trace
 from farflung.observe.run import ObservedRun
-from farflung.observe.watch import screen
+from farflung.observe.watch import follow, screen
 from tests.observe.made import T0, a_round, sign, write_lines, write_run
 
 
@@ -78,6 +80,50 @@ def test_a_look_reads_what_is_new_alone(tmp_path, monkeypatch):
     run.look()
     assert [held.count(b"\n") for held in read] == [1]
     assert run.curves.loss.last == 0.25
+
+
+def printed(act, *arguments):
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
+    act(*arguments, console) if act is follow else console.print(act(*arguments, console.width))
+    return console.file.getvalue()
+
+
+def read_in_pieces(monkeypatch, path, now):
+    """Return a run of which a look reads two KiB: its clock goes on by one second for each."""
+    clock = SimpleNamespace(monotonic=count().__next__)
+    for module in (records, run):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(records, "_CHUNK_BYTES", 1 << 10)
+    return ObservedRun(path, lambda: now, look_s=2.5)
+
+
+def test_looks_that_reach_a_part_of_a_long_folder_say_so_and_come_to_the_same(tmp_path, monkeypatch):
+    """Until then nothing is called wrong that a later line explains, as the loss of a replica is by its round."""
+    lost = [sign(member, 1280, 190, ended=None if member == 3 else 0) for member in (1, 2, 3, 4)]
+    now = write_run(tmp_path / "run", lost)
+    whole = ObservedRun(tmp_path / "run", lambda: now)
+    seen = read_in_pieces(monkeypatch, tmp_path / "run", now)
+    looks = [seen.reading]
+    while seen.reading:
+        text = " ".join(printed(screen, seen).split())
+        assert f"! {seen.reading}" in text
+        assert "has given no sign" not in text
+        seen.look()
+        looks.append(seen.reading)
+    assert looks[0].startswith("still reading; shown so far: ")
+    assert looks[0].endswith("0% of steps.jsonl, 0% of rounds.jsonl, 0% of metrics.jsonl")
+    assert len(set(looks)) == len(looks) > 10
+    assert printed(screen, seen) == printed(screen, whole)
+    assert data_of(seen, figures(seen)) == data_of(whole, figures(whole))
+
+
+def test_what_a_terminal_shows_of_a_run_that_is_over_ends_with_all_of_it(tmp_path, monkeypatch):
+    now = write_run(tmp_path / "run", [sign(1, 1280, 190, ended=0)])
+    write_lines(tmp_path / "run" / "events.jsonl", [{"time": T0 + 200, "event": "ended", "code": 0}])
+    whole = ObservedRun(tmp_path / "run", lambda: now)
+    text = printed(follow, read_in_pieces(monkeypatch, tmp_path / "run", now))
+    assert "still reading" in text
+    assert text.removesuffix("\x1b[?25h").endswith(printed(screen, whole))
 
 
 def test_a_curve_has_a_bounded_number_of_points_and_loses_no_value_that_is_not_finite(tmp_path):

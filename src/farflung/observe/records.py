@@ -12,6 +12,7 @@ import math
 import os
 import re
 import stat
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -292,11 +293,17 @@ class Lines:
         self._path, self._take, self._at = path, take, 0
         self.last = 0.0  # the time of the last row
         self.num_unread = 0  # lines that were left out
+        self.share_read: float | None = None  # of a file that is not read to its end
 
-    def look(self) -> None:
+    def look(self, until: float = math.inf) -> None:
+        """Read to the end, or until this time of the monotonic clock: the next look reads the rest."""
         with suppress(OSError), _opened(self._path) as file:
             file.seek(self._at)
+            self.share_read = None
             while held := file.read(_CHUNK_BYTES):
+                if time.monotonic() >= until:
+                    self.share_read = self._at / os.fstat(file.fileno()).st_size
+                    break
                 if not (size := held.rfind(b"\n") + 1):
                     held += file.readline(_MOST_BYTES)
                     size = len(held)

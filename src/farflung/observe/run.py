@@ -8,6 +8,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,9 @@ class Rank:
 class ObservedRun:
     """The latest attempt of a run, as its folder shows it at the latest `look`.
 
+    Args:
+        look_s: how long a look may read lines. What it does not reach is left to the next one, and `reading` names it.
+
     Attributes:
         facts: how the latest launcher was started.
         events: what happened, in all attempts.
@@ -108,8 +112,8 @@ class ObservedRun:
         ConfigError: it is no folder of a run, or its file can't be read.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        self.path, self._clock = path, clock
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time, look_s: float = inf) -> None:
+        self.path, self._clock, self._look_s = path, clock, look_s
         try:
             self.facts, self._odd = records.facts_of(records.json_of(path / FACTS))
         except (OSError, ValueError) as error:
@@ -124,10 +128,10 @@ class ObservedRun:
         self._life: Life = (1, 0)  # of the ranks that wrote them
         self._steps: dict[str, StepLines] = {}
         readers = {
-            EVENTS: self._take_event,
+            EVENTS: self._take_event,  # first, as they tell the attempts
+            STEPS: self._take_steps,
             ROUNDS: self._take_round,
             METRICS: self.curves.take,
-            STEPS: self._take_steps,
         }
         self._files = {name: records.Lines(path / name, take) for name, take in readers.items()}
         self._names: dict[tuple[int, int], str] = {}  # of replicas, by attempt and id
@@ -138,9 +142,9 @@ class ObservedRun:
 
     def look(self) -> None:
         """Read what has come since."""
-        self.now = self._clock()
+        self.now, until = self._clock(), time.monotonic() + self._look_s
         for file in self._files.values():
-            file.look()
+            file.look(until)
         for path in sorted((self.path / RANKS).glob("*.json")):
             self._look_at_sign(path)
         self.ranks = self._ranks()
@@ -167,6 +171,13 @@ class ObservedRun:
             self._signs[name] = row, min(written_ns / 1e9, self.now)
         elif row != self._signs[name][0]:
             self._signs[name] = row, self.now
+
+    @property
+    def reading(self) -> str:
+        """How far files are read that looks have not read to their ends yet, in words; empty if there are none."""
+        shares = {name: file.share_read for name, file in self._files.items()}
+        parts = [f"{share:.0%} of {name}" for name, share in shares.items() if share is not None]
+        return f"still reading; shown so far: {', '.join(parts)}" if parts else ""
 
     @property
     def unread(self) -> str:

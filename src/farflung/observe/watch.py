@@ -11,7 +11,7 @@ import tty
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
-from math import isfinite
+from math import inf, isfinite
 
 import click
 from rich.console import Console, Group, RenderableType
@@ -28,7 +28,8 @@ from farflung.observe.problems import problems
 from farflung.observe.records import RoundLine
 from farflung.observe.run import ObservedRun
 
-_LOOK_S = 0.5
+_LOOK_S = 0.5  # between two looks
+READ_S = 0.5  # that a look may take: of the folder of a long run, later ones read the rest
 _SIGN_S = 2.5  # within which a rank that is alive, which gives a sign each second, has given one
 _CELLS = {  # of the timeline, with their styles
     "ran": ("■", "green"),
@@ -51,8 +52,9 @@ def screen(run: ObservedRun, width: int = 80, back: int = 0, chosen: int | None 
         chosen: the row of the replica whose stack is shown.
     """
     parts: list[RenderableType] = [_head(run)]
-    parts += [Text(f"! {line}", style="bold red") for line in problems(run)]
-    parts += [Text(f"! {run.unread}", style="yellow")] if run.unread else []
+    if not run.reading:  # what is not read yet may explain them
+        parts += [Text(f"! {line}", style="bold red") for line in problems(run)]
+    parts += [Text(f"! {line}", style="yellow") for line in (run.reading, run.unread) if line]
     parts += [_ranks(run, width, chosen)]
     if run.rounds:
         parts += [_rounds(run, width, back)]
@@ -156,9 +158,9 @@ def _events(run: ObservedRun, width: int) -> Text:
 
 
 @contextmanager
-def _keys() -> Iterator[bool]:
-    """Have keys read one by one for a block; False if there is no keyboard."""
-    if not sys.stdin.isatty():
+def _keys(are_wanted: bool) -> Iterator[bool]:
+    """Have keys read one by one for a block; False if they are not, as there is no keyboard."""
+    if not (are_wanted and sys.stdin.isatty()):
         yield False
         return
     before = termios.tcgetattr(sys.stdin)
@@ -169,12 +171,12 @@ def _keys() -> Iterator[bool]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def _pressed(has_keys: bool) -> str:
-    """Wait a moment for a key, and return it: an arrow as its last letter."""
+def _pressed(has_keys: bool, wait_s: float) -> str:
+    """Wait so long for a key, and return it: an arrow as its last letter."""
     if not has_keys:
-        time.sleep(_LOOK_S)
+        time.sleep(wait_s)
         return ""
-    if not select.select([sys.stdin], [], [], _LOOK_S)[0]:
+    if not select.select([sys.stdin], [], [], wait_s)[0]:
         return ""
     key = sys.stdin.read(1)
     while key.startswith("\x1b") and len(key) < 3 and select.select([sys.stdin], [], [], 0.05)[0]:
@@ -183,18 +185,18 @@ def _pressed(has_keys: bool) -> str:
 
 
 def follow(run: ObservedRun, console: Console) -> None:
-    """Show a run until it has ended or somebody presses q."""
+    """Show a run until it has ended and is read, or somebody presses q; of one that has ended before, all is shown."""
     back, chosen, is_paused = 0, None, False
     help_line = Text("q quit  p pause  arrows: rounds, stacks", style="dim")
-    with _keys() as has_keys, Live(console=console, auto_refresh=False, screen=has_keys) as live:
+    with _keys(run.state == "running") as has_keys, Live(console=console, auto_refresh=False, screen=has_keys) as live:
         while True:
             if not is_paused:
                 run.look()
             shown = screen(run, console.width, back, chosen)
             live.update(Group(shown, help_line) if has_keys else shown, refresh=True)
-            if run.state != "running" and not has_keys:
+            if run.state != "running" and not run.reading and not has_keys:
                 return
-            key = _pressed(has_keys)
+            key = _pressed(has_keys, 0.0 if run.reading and not is_paused else _LOOK_S)
             if key == "q":
                 break
             is_paused ^= key == "p"
@@ -213,11 +215,13 @@ def watch(run: str | None, once: bool) -> None:
 
     RUN is a folder of a run, or its name in farflung-runs. [the newest]
     """
-    found, console = ObservedRun(named_run(run)), Console()
+    console = Console()
+    is_live = console.is_terminal and not once
+    found = ObservedRun(named_run(run), look_s=READ_S if is_live else inf)
     if found.state == "dead":  # by the clocks of two machines, unless nothing changes while one looks
         time.sleep(_SIGN_S)
         found.look()
-    if console.is_terminal and not once and found.state == "running":
+    if is_live:
         with suppress(KeyboardInterrupt):
             follow(found, console)
     else:
