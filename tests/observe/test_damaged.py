@@ -17,7 +17,7 @@ from farflung.observe import planned
 from farflung.observe.report import report
 from farflung.observe.run import ObservedRun
 from farflung.observe.watch import watch
-from tests.observe.made import T0, sign, write_run
+from tests.observe.made import T0, sign, write_lines, write_run
 
 assert planned  # which gives `plan` its flag --from
 FILES = ("run.json", "events.jsonl", "rounds.jsonl", "metrics.jsonl", "steps.jsonl", "ranks/replica1.json")
@@ -97,8 +97,27 @@ def test_what_can_not_be_read_is_counted_and_the_rest_is_shown(tmp_path):
     (tmp_path / "run" / "ranks" / "replica2.json").write_text('{"step": "many"}')
     run = ObservedRun(tmp_path / "run")
     assert (len(run.rounds), run.code, [one.name for one in run.ranks]) == (whole, None, ["replica 0"])
-    done = CliRunner().invoke(watch, [str(tmp_path / "run")])
-    assert "2 of events.jsonl, 2 of rounds.jsonl, replica2.json" in " ".join(done.output.split())
+    for command, *more in ((watch,), (report,), (report, "--json"), (plan, "--parameters", "1M", "--from")):
+        done = CliRunner().invoke(command, [*more, str(tmp_path / "run")])
+        assert "2 of events.jsonl, 2 of rounds.jsonl, replica2.json" in " ".join(done.output.split()), command.name
+
+
+@pytest.mark.parametrize("with_steps", [True, False])
+def test_the_curve_continues_with_another_replica_if_the_first_has_died(tmp_path, with_steps):
+    """All log each second, and one of them runs ahead: none takes the place of another that lives."""
+    write_run(tmp_path / "run", [sign(member, 1280, 190) for member in (1, 2, 3)])
+    rows = []
+    for k in range(300):
+        for member, step in ((1, k), (2, k), (3, k + 5))[k >= 100 :]:
+            who = {"member": member, "rank": 0, "step": step if with_steps else None}
+            rows.append({"time": T0 + k, **who, "values": {"loss": float(member)}})
+    write_lines(tmp_path / "run" / "metrics.jsonl", rows)
+    loss = ObservedRun(tmp_path / "run").curves.loss
+    values, steps = ([getattr(point, name) for point in loss.points] for name in ("value", "step"))
+    assert values[:100] == [1.0] * 100
+    assert 135 <= len(values[100:]) <= 200
+    assert set(values[100:]) == {loss.last}
+    assert steps == (sorted(set(steps)) if with_steps else [None] * len(steps))
 
 
 def test_a_line_of_the_next_release_ends_nothing(tmp_path):

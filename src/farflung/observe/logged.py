@@ -11,6 +11,7 @@ from farflung.observe import records
 from farflung.observe.attempts import Attempts, Life
 
 MOST_POINTS = 4000
+_SILENT_S = 60.0  # after which another rank's values are drawn; scripts that log less often have two rows to come first
 _RATES = ("lr", "learning_rate")
 
 
@@ -38,7 +39,7 @@ def _joined(a: CurvePoint, b: CurvePoint) -> CurvePoint:
 
 
 class Curve:
-    """A metric of the first rank that logs it, in each life of the ranks."""
+    """A metric of one rank: the first that logs it in each life of the ranks, and the next one if that falls silent."""
 
     def __init__(self, name: str) -> None:
         self.name, self.first, self.last = name, math.nan, math.nan  # values
@@ -46,20 +47,23 @@ class Curve:
         self._stride = 1  # values in a point
         self._life: Life = (0, 0)
         self._writer: Any = None
+        self._ahead = set[Any]()  # writers that have logged a later step since the last row of this one
+        self._time: float = 0.0  # of the last value
+        self._step: int | None = None
         self._begin_point()
 
     def _begin_point(self) -> None:
         self._sum, self._size, self._num_odd = 0.0, 0, 0
-        self._time: float = 0.0  # of the last value
-        self._step: int | None = None
         self._odd_step: int | None = None
 
     def add(self, time: float, step: int | None, value: float, writer: Any, life: Life) -> None:
         if life != self._life or writer != self._writer:
-            if life <= self._life:
+            if life > self._life:
+                self._begin_again(step)
+            elif life < self._life or not self._follows(time, step, writer):
                 return
-            self._begin_again(step)
             self._life, self._writer = life, writer
+        self._ahead.clear()
         if not self._size and not self._points:
             self.first = value
         self.last, self._time, self._step = value, time, step
@@ -74,6 +78,14 @@ class Curve:
             if len(self._points) >= MOST_POINTS:
                 self._points = list(map(_joined, self._points[::2], self._points[1::2]))
                 self._stride *= 2
+
+    def _follows(self, time: float, step: int | None, writer: Any) -> bool:
+        """Return whether this writer logs on while the one that is drawn has logged nothing for a minute."""
+        if step is not None and self._step is not None and step <= self._step:
+            return False
+        was_ahead = writer in self._ahead
+        self._ahead.add(writer)
+        return was_ahead and time > self._time + _SILENT_S
 
     def _begin_again(self, step: int | None) -> None:
         """Forget the steps that are made again, after the checkpoint from which the ranks continue."""

@@ -48,10 +48,11 @@ def measured(run: ObservedRun) -> dict[str, str | int]:
 def _take(context: click.Context, option: click.Parameter, name: str | None) -> None:
     if name is None:
         return
-    found = measured(ObservedRun(named_run(name)))
+    run = ObservedRun(named_run(name))
+    found = measured(run)
     context.default_map = {**found, **(context.default_map or {})}
     flags = " ".join(f"--{key} {value}" for key, value in found.items())
-    click.echo(f"farflung: as measured: {flags}", err=True)
+    click.echo(f"farflung: as measured: {flags}{run.unread and f' ({run.unread})'}", err=True)
 
 
 plan.params.insert(

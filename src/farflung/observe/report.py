@@ -238,7 +238,8 @@ def report(
     costs = [figures(one, price_hour, price_gb) for one in runs]
     if as_json:
         rows = [
-            {"run": str(one.path), "attempt": one.attempts.latest.number, "state": one.state, **asdict(cost)}
+            {"run": str(one.path), "attempt": one.attempts.latest.number, "state": one.state, "unread": one.unread}
+            | asdict(cost)
             for one, cost in zip(runs, costs, strict=True)
         ]
         strict = json.loads(json.dumps(rows), parse_constant=str)  # JSON has no word for NaN and infinities
