@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from farflung.base.errors import ConfigError, RankFailure, Unreachable
+from farflung.comm import board as board_module
 from farflung.comm.address import transport_at
 from farflung.comm.board import Log
 from farflung.comm.member_store import LauncherNotes, MemberStore, Record
@@ -403,6 +404,24 @@ def test_a_last_state_that_can_not_be_written_is_kept_here(tmp_path, monkeypatch
     outer._quorum.membership.saver._states.write = unreachable
     outer.close()
     assert re.search(r"lies in \S+, from step 9. Continue with --meet", caplog.text)
+
+
+@pytest.mark.parametrize(("wrote", "is_first"), [(False, True), (True, True), (True, False)])
+def test_a_last_state_whose_loop_has_vanished_is_kept_here(tmp_path, monkeypatch, caplog, wrote, is_first):
+    """Nobody ends well with the result nowhere, whatever this replica had read of the records before."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(board_module, "_LATE_S", 0.1)
+    address = (tmp_path / "run").as_uri()
+    (tmp_path / "run").mkdir()
+    outer, member = trained(address, diloco(4), 9 if wrote else 3)
+    membership, board = outer._quorum.membership, transport_at(address).board
+    membership._look_at = float("inf")  # it looked a moment ago
+    if not is_first:  # the first one has written the state that vanishes then, and its work is done
+        membership.peers.record = Record(2, 7, (7, member))
+        LauncherNotes(board).put("left", 7, "done")
+    board.delete(*board.list("loop1/"))
+    outer.close() if is_first else membership.end("")
+    assert re.search(rf"have vanished(.|\n)* lies in \S+, from step {outer.position if is_first else 8}\.", caplog.text)
 
 
 def trained_in_shards(address, member):

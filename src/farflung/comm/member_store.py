@@ -304,6 +304,12 @@ class MemberStore:
         content = self._log.last()[1]
         return None if content is None else decode(Record, content)
 
+    def current(self) -> Record:
+        """Return the latest generation, on a member that has been in one; Unreachable if all of them have vanished."""
+        if (record := self.record()) is None:
+            raise vanished("generation")
+        return record
+
     def record_of(self, number: int) -> Record | None:
         """Return a generation by its number; None if it is not there, or not any more."""
         content = self._log.get(number)

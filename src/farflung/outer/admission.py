@@ -185,9 +185,7 @@ class Admission:
         for name, why in differs.items():
             self._members.answer("differs", name, why)
         if not self._members.append(new):
-            found = self._members.record()
-            assert found is not None
-            return found
+            return self._members.current()
         for name in names:
             self._members.close(name)
         name_of, count = self._notes.name_of, len(new.ids)

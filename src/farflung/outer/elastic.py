@@ -189,7 +189,7 @@ class Elastic:
                 if now >= self._check_at:
                     self._check_at = now + self._transport.board.heartbeat_s
                     self.peers.check()
-                    self.peers.at_once.record()  # it may have vanished
+                    self.peers.at_once.current()  # it may have vanished
                 there = self.peers.at_once.has_asks()
                 asking = self._admission.waiting(self.record, self._description(needs), needs.tensors) if there else {}
                 self._asking = dict([*asking.items()][: self.most - len(self.record.ids)])
@@ -247,7 +247,7 @@ class Elastic:
         a run for a `reason` waits for nobody: the others continue.
         """
         heartbeats, began = self.peers.heartbeats, time.monotonic()
-        with suppress(Unreachable):  # whoever is the first one keeps it elsewhere
+        try:
             while before := [one for one in record.ids[: record.ids.index(self.member)] if not heartbeats.ended(one)]:
                 is_late = time.monotonic() > began + self.peers.grace_s
                 if is_late and all(map(heartbeats.missing, before)):
@@ -256,7 +256,8 @@ class Elastic:
                     return False
                 time.sleep(_PAUSES * self.peers.pause_s)
             return bool(reason) or not saver.has_last(record.number)
-        return record.ids[0] == self.member
+        except Unreachable:  # each keeps it elsewhere, as in a round
+            return True
 
     def _next(self, needs: Needs) -> Record:
         """Return the current generation, as one rank of each replica finds or decides it."""

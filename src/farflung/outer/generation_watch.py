@@ -51,8 +51,7 @@ class GenerationWatch:
             peers.members_soon.put(number, self._what, self._member, entered.place)  # before others ask who is late
         if waited_s < _LOOK_S:
             return ""
-        now = peers.members_soon.record()
-        if now is not None and now.number > number:
+        if peers.members_soon.current().number > number:
             return "the others have entered a later generation"
         places = peers.members_soon.get(number, self._what, self._record.ids)
         late = [one for one in self._record.ids if places.get(one) != entered.place]

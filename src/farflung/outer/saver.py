@@ -158,8 +158,7 @@ class Saver:
         """Write the state after a round, unless this replica was excluded meanwhile; return False if that failed."""
 
         def is_current() -> bool:
-            record = self._members.record()
-            return record is not None and record.number == saved.generation
+            return self._members.current().number == saved.generation
 
         try:
             self._states.write(saved.name, self._share_group.rank, parts, is_current)

@@ -24,8 +24,7 @@ def settle(peers: Peers, member: int, post: Post) -> Record:
     members.mark_broken(record.number, "members were lost")
     members.put(record.number, "post", member, encode(post).decode())
     while True:
-        now = members.record()
-        assert now is not None
+        now = members.current()
         if now.number > record.number:
             return now
         is_complete = members.all_put(record.number, "post", record.ids)
@@ -68,8 +67,7 @@ def await_ready(peers: Peers, member: int, record: Record) -> None:
         absent = [one for one in record.ids if one not in come]
         causes = {one: peers.cause(one, asked - progress.get(one, ("", began))[1]) for one in absent}
         found = [f"{peers.notes.name_of(one)}: {why}" for one, why in causes.items() if why]
-        now = members.record()
-        if now is not None and now.number > record.number:
+        if members.current().number > record.number:
             found.append("the others have entered a later generation")
         if found:
             raise RankFailure("; ".join(found))

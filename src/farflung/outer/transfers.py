@@ -156,7 +156,6 @@ class Transfers:
                     peers.members.put(record.number, "progress", self._member, str(num_bytes))
             if why := peers.cause(record.giver, now - changed_at):
                 return f"{peers.notes.name_of(record.giver)}, which was to give the trained state: {why}"
-            latest = peers.members.record()
-            if latest is not None and latest.number > record.number:
+            if peers.members.current().number > record.number:
                 return "the others have entered a later generation"
         return ""
