@@ -10,13 +10,13 @@ import pytest
 from click.testing import CliRunner
 
 from farflung.base.events import Event, Kind
+from farflung.base.signals import REQUEUE
 from farflung.config.resolve import resolve
 from farflung.launch.folder import make_folder
 from farflung.observe.report import report
 from farflung.observe.run import ObservedRun
 from farflung.observe.watch import watch
 from farflung.process import run_files
-from farflung.process.preemption import REQUEUE
 from tests.observe.made import T0, a_round, sign, write_lines, write_run
 
 ONE = {"processes": 2, "machines": 1, "machine_rank": 0}

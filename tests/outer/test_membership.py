@@ -128,9 +128,6 @@ class ChangingMembership(Membership):
     def lost(self, failure):
         self.group, self.generation = self.group.regroup(), None
 
-    def end(self, reason):
-        pass
-
 
 class Two(nn.Module):
     def __init__(self):

@@ -45,7 +45,7 @@ class Members:
     def lost(self, failure):
         self.path.append("lost")
 
-    def end(self, reason):
+    def end(self, reason, is_alone=False):
         pass
 
 

@@ -2,9 +2,11 @@
 """A run outlives its members: the state at its address, what it is good for, and what damages it."""
 
 import os
+import random
 import re
 import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -467,6 +469,38 @@ def test_a_replica_of_several_ranks_keeps_its_state_too_if_the_address_is_gone(t
     pull(where, tmp_path / "x.safetensors")
     found = load_file(tmp_path / "x.safetensors")
     assert all(torch.equal(found[name], x) for name, x in weights.items())
+
+
+def preempted_in_shards(address, member, heard_by, number):
+    """Train a replica of two ranks that drift apart, until some get a signal; return where each has ended, and why."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    membership = Elastic(transport_at(address), member, state_every=100, island=TorchGroup())
+    outer = OuterLoop(model, diloco(100, lr=1.0, momentum=0.0), membership=membership)
+    outer._leaving.leave = lambda: None
+    pace = random.Random(dist.get_rank())
+    while outer._open and outer.position < 5000:
+        time.sleep(pace.random() * 0.002)
+        if outer.position == 130 + 10 * dist.get_rank() and dist.get_rank() in heard_by:
+            os.kill(os.getpid(), number)
+        outer.step()
+    return outer.position, {name: x.full_tensor() for name, x in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("heard_by", "number"), [([0], signal.SIGTERM), ([1], signal.SIGUSR1), ([0, 1], signal.SIGTERM)]
+)
+def test_ranks_that_are_asked_to_end_leave_their_replica_at_one_step_with_its_state(tmp_path, heard_by, number):
+    board = transport_at(tmp_path.as_uri()).board
+    member = LauncherNotes(board).enroll("replica")
+    (position, weights), (again, _) = run_ranks(preempted_in_shards, 2, tmp_path.as_uri(), member, heard_by, number)
+    assert position == again
+    assert 130 <= position < 5000
+    assert next(one.position for one in SavedStates(board.part("loop1")).newest()) == position
+    pull(tmp_path.as_uri(), tmp_path / "x.safetensors")
+    found = load_file(tmp_path / "x.safetensors")
+    assert all(torch.equal(found[name], x) for name, x in weights.items())
+    assert LauncherNotes(board).get("left", member) == "it was asked to end, and did so after a round"
 
 
 def failing_in_shards(address, failing):

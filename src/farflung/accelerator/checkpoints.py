@@ -21,12 +21,13 @@ from farflung.base.checks import check_callable, check_optional, check_path, che
 from farflung.base.errors import CheckpointError, ConfigError, Unsupported, WrongType
 from farflung.base.events import tell
 from farflung.base.lazy import LazyModule
+from farflung.base.signals import REQUEUE
 from farflung.comm.matching import match
+from farflung.comm.preemption import PreemptionVote
 from farflung.comm.shards import model_has_dtensor
 from farflung.comm.torch_group import TorchGroup
 from farflung.config.handlers import ProjectConfiguration
 from farflung.process.failure import PREEMPTED, leave_note
-from farflung.process.preemption import REQUEUE, PreemptionVote
 from farflung.resume.run import Run
 
 if TYPE_CHECKING:

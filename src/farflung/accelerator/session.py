@@ -14,6 +14,7 @@ from farflung.base.checks import check_type, check_whole, shown
 from farflung.base.enums import DistributedType
 from farflung.base.errors import ConfigError, StateError, StateReset, Unsupported
 from farflung.comm.exchange import Exchange
+from farflung.comm.preemption import PreemptionVote
 from farflung.comm.torch_group import TorchGroup
 from farflung.config import environ
 from farflung.config.compile import TorchDynamoPlugin
@@ -21,7 +22,6 @@ from farflung.config.handlers import GradientAccumulationPlugin
 from farflung.loop.state import LoopState
 from farflung.loop.uneven import UnevenDataCheck
 from farflung.process.mesh import IslandSize, Mesh, make_mesh, require_replicas, stated_island_size
-from farflung.process.preemption import PreemptionVote
 from farflung.process.world import World
 
 if TYPE_CHECKING:

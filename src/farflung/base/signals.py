@@ -23,6 +23,7 @@ WARNINGS = (
     *range(getattr(signal, "SIGRTMIN", 0), getattr(signal, "SIGRTMAX", 0)),
 )
 PREEMPTION = (signal.SIGTERM, signal.SIGUSR1)  # the end, and the warning that Slurm, say, gives before it
+REQUEUE = 75  # EX_TEMPFAIL of sysexits.h, for a run that a scheduler ended: start the same command again
 _TERMINALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # nohup, say, has them ignored
 _SAME_S = 3.0  # a scheduler signals launcher and ranks, and the launcher passes it on: that is one request
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from farflung.base.causes import Cause
 from farflung.base.errors import RankFailure, Unreachable
-from farflung.process.preemption import REQUEUE as REQUEUE  # a scheduler ended the run: start it again
+from farflung.base.signals import REQUEUE as REQUEUE  # a scheduler ended the run: start it again
 
 DONE, USAGE, FAILED, HUNG, ENGINE, INTERRUPTED = 0, 2, 3, 4, 5, 130
 BY_SIGNAL = 128  # and the number of the signal that the launcher got

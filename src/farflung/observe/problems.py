@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 
 from farflung.base.events import Kind
+from farflung.base.signals import REQUEUE
 from farflung.base.words import numbered
 from farflung.observe.run import ObservedRun, Rank
-from farflung.process.preemption import REQUEUE
 
 _LATE_S = 10.0  # in one call, before it is called late if nobody waits for it
 _WAITED = 0.2  # of the time

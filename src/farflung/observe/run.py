@@ -14,13 +14,13 @@ from typing import Any
 
 from farflung.base.errors import ConfigError
 from farflung.base.events import Event, Kind
+from farflung.base.signals import REQUEUE
 from farflung.observe import records
 from farflung.observe.attempts import Attempts, Life, is_gone
 from farflung.observe.folder import FACTS
 from farflung.observe.logged import Curves
 from farflung.observe.records import RoundLine, Row
 from farflung.process.identity import process_state
-from farflung.process.preemption import REQUEUE
 from farflung.process.run_files import EVENTS, METRICS, RANKS, ROUNDS, STEPS, name_of
 
 SILENT_S = 3.0  # without a sign, which a rank gives each second

@@ -24,6 +24,7 @@ from farflung.comm.objects import ObjectBoard
 from farflung.comm.transport import Transport
 from farflung.outer.admission import Admission
 from farflung.outer.generation_watch import GenerationWatch
+from farflung.outer.leaving import Leaving
 from farflung.outer.membership import ALL, Generation, Needs, open_generation
 from farflung.outer.peers import Peers
 from farflung.outer.saver import Saver
@@ -90,9 +91,6 @@ class Elastic:
         self._look_at = time.monotonic()  # who asks to be admitted
         self._num_failed = 0  # generations that did not come about, one after the other
         self._is_unapplied = False  # nobody has applied what it had on the way when it was left out last
-        # It comes before its time, and those that are not there by then are not late. The ranks of an island would hear
-        # of a signal at different steps.
-        self.last_round_s = self.peers.grace_s / 2 if self.island.size == 1 else 0.0
         self._transfers = Transfers(transport, self.peers, member, self.island, self._share_group, self.saver)
         self._asking: dict[str, Ask] = {}  # who may be admitted, when the first member looked last
 
@@ -225,18 +223,31 @@ class Elastic:
             self._transfers.stop(self.record.newcomers)
         self._generation = None
 
-    def end(self, reason: str) -> None:
+    def leaving(self) -> Leaving:
+        # The round comes before its time, and those that are not there by then are not late.
+        return Leaving(self.peers.grace_s / 2, self.island, self.peers.loop)
+
+    def end(self, reason: str, is_alone: bool = False) -> None:
         self._transfers.close()
         needs, saver, record = self._needs, self.saver, self.record
+        is_alone = is_alone and self.island.size > 1  # the others may not come to a collective
         has_all = needs is not None and (not reason or needs.is_shared())
         if saver is not None and record is not None and needs is not None and has_all:
-            # Where a rank has failed, the others of its replica may not come to a collective.
-            asks = not reason or self.island.size == 1
             is_first = record.ids[0] == self.member
-            if from_first(self._share_group, lambda: self._writes_last(saver, record, reason)) if asks else is_first:
-                saver.finish(record.number, self.member, needs, reason)
+            if (
+                is_first
+                if is_alone
+                else from_first(self._share_group, lambda: self._writes_last(saver, record, reason))
+            ):
+                saver.finish(record.number, self.member, needs, is_last=not reason, is_alone=is_alone)
         self._transport.close()
-        if self.island.rank == 0 and not self._admission.is_over:
+        if not is_alone:
+            from_first(self._share_group, lambda: self._note_left(reason))
+        elif self.island.rank == 0:
+            self._note_left(reason)
+
+    def _note_left(self, reason: str) -> None:
+        if not self._admission.is_over:
             with suppress(Unreachable):
                 self.peers.notes.put("left", self.member, reason or DONE)
 

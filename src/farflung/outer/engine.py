@@ -132,8 +132,7 @@ class OuterLoop:
                 self._sync.run(quorum.welcome.due)
         self.open_end = OpenEnd()
         self._finalizer = weakref.finalize(self, self.open_end.report)
-        last_round_s = getattr(membership, "last_round_s", 0.0)
-        self._leaving = Leaving(last_round_s) if last_round_s else None
+        self._leaving = membership.leaving()
 
     def count(self, done: bool = True, items: float = 0) -> None:
         """Count one attempted optimizer step, without communication.
@@ -173,7 +172,7 @@ class OuterLoop:
                 self.open_end.steps = 0
             if any(isinstance(action, Launch) for action in due):
                 self._timetable.begin_round()  # not before the wait for slower ranks, which would grow with each round
-        if self._leaving is not None and self._leaving.is_asked:
+        if self._leaving is not None and self._leaving.is_due():
             self._leave_after_a_round(self._leaving)
 
     def _leave_after_a_round(self, leaving: Leaving) -> None:
@@ -397,7 +396,8 @@ class OuterLoop:
         self._quorum.generation.leave(f"{type(error).__name__}: {error}"[:500], cause_of(error))
         self._end(is_in_step=False)
 
-    def _end(self, is_in_step: bool, reason: str = "its loop has ended") -> None:
+    def _end(self, is_in_step: bool, reason: str = "") -> None:
+        """End the loop. The ranks of an island come here together `is_in_step` with others, or if there is a reason."""
         self._open = False
         self._finalizer.detach()
         if self._leaving is not None:
@@ -405,7 +405,8 @@ class OuterLoop:
         if self._ddp is not None:
             self._ddp.end()
         self._quorum.free(reusable=is_in_step)
-        self._quorum.membership.end("" if is_in_step else reason)
+        is_alone = not (is_in_step or reason)
+        self._quorum.membership.end("its loop has ended" if is_alone else reason, is_alone)
         for hook in self._hooks:
             hook.remove()
 

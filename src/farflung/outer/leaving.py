@@ -2,7 +2,8 @@
 """On SIGTERM or SIGUSR1, a replica of an elastic run takes part in one more round, and then ends.
 
 A scheduler that reclaims its machine, or a launcher that was asked to end, gives a process some seconds. A signal
-handler can't run a round, so it sets a flag, which the loop checks after each step.
+handler can't run a round, so it sets a flag, which the loop checks after each step. Several ranks that train a replica
+hear of a signal at different steps, or one alone does: they vote on the step after which they all leave.
 """
 
 from __future__ import annotations
@@ -10,12 +11,21 @@ from __future__ import annotations
 import _thread
 import os
 import signal
+import threading
 import time
-from contextlib import ExitStack
+from contextlib import suppress
+from functools import partial
 
-from farflung.base.signals import Request, end_by, preemption
+import torch.distributed as dist
+
+from farflung.base.signals import end_by
+from farflung.comm.group import Group
+from farflung.comm.preemption import PreemptionVote
+from farflung.comm.presence import PresenceStore
+from farflung.comm.threads import start_until_exit
 
 _WITHIN_S = 20.0  # launchers wait for 30 s
+_TICK_S = 0.5  # how often a rank looks whether others have got a signal
 
 
 class Leaving:
@@ -23,26 +33,22 @@ class Leaving:
 
     Args:
         within_s: seconds after which the process ends, however far the round is.
-
-    Attributes:
-        is_asked: this replica got the signal.
+        island: the ranks that train this replica.
+        name: of the loop, the same on these ranks.
     """
 
-    def __init__(self, within_s: float) -> None:
-        self.is_asked = False
+    def __init__(self, within_s: float, island: Group, name: str) -> None:
         self._within_s = min(within_s, _WITHIN_S)
-        self._handlers = ExitStack()
-        self._handlers.enter_context(preemption(self._hear, replaces=False))
+        self._vote = PreemptionVote(island.rank, island.size, self._hear)
+        self._is_ending = False
+        self._halt = threading.Event()
+        if island.size > 1:
+            store = PresenceStore(f"farflung/leaving/{name}", island.rank, island.size, own_connection=True)
+            start_until_exit(partial(self._watch, store), "hear who is asked to end", self._halt.set)
 
-    def _hear(self, request: Request) -> None:
-        if not self.is_asked:
-            self.is_asked = True
-            _thread.start_new_thread(self._end, ())  # without threading's locks, which the main thread may hold
-
-    def _end(self) -> None:
-        """End this process after a while, even while its main thread waits in code that calls no handler of Python."""
-        time.sleep(self._within_s)
-        os._exit(128 + signal.SIGTERM)
+    def is_due(self) -> bool:
+        """Return whether this replica leaves now; called after each step. Its ranks all get the same answer."""
+        return self._vote.passes()
 
     def leave(self) -> None:
         """End this process as SIGTERM would have ended it; in the main thread."""
@@ -50,4 +56,24 @@ class Leaving:
 
     def stop(self) -> None:
         """Restore the signals' default action."""
-        self._handlers.close()
+        self._vote.release()
+        self._halt.set()
+
+    def _watch(self, store: PresenceStore) -> None:
+        with suppress(dist.DistError):  # nobody votes without the store
+            while not self._halt.wait(_TICK_S):
+                self._vote.look(store)
+                if self._vote.why:
+                    self._hear()
+            store.mark_ended()
+        self._vote.end()
+
+    def _hear(self) -> None:
+        if not self._is_ending:
+            self._is_ending = True
+            _thread.start_new_thread(self._end, ())  # without threading's locks, which the main thread may hold
+
+    def _end(self) -> None:
+        """End this process after a while, even while its main thread waits in code that calls no handler of Python."""
+        time.sleep(self._within_s)
+        os._exit(128 + signal.SIGTERM)

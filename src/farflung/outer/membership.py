@@ -15,6 +15,7 @@ from farflung.base.errors import ConfigError, RankFailure, Unreachable
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.torch_group import TorchGroup
 from farflung.outer.ballot import Ballot, Island, Voters
+from farflung.outer.leaving import Leaving
 
 
 class OddMembers(RankFailure):
@@ -130,13 +131,11 @@ class Membership(Protocol):
         is_fixed: a lost rank ends the loop.
         most: how many there will be at most.
         island: the ranks that train this replica.
-        last_round_s: how many seconds a replica that gets SIGTERM has for one more round; 0: it ends at once.
     """
 
     is_fixed: bool
     most: int
     island: Group
-    last_round_s: float = 0.0
 
     def enter(self, needs: Needs) -> Generation:
         """Return the current generation: a collective of its members if it is new. Called when a round is about to
@@ -182,8 +181,16 @@ class Membership(Protocol):
         """Keep what the members share, as the store where they would agree is gone; return the error that says so."""
         return error
 
-    def end(self, reason: str) -> None:
-        """Stop taking part; the loop has ended, by an error if there is a `reason`."""
+    def leaving(self) -> Leaving | None:
+        """Return what hears that this process is to end after one more round; None: signals end it at once."""
+        return None
+
+    def end(self, reason: str, is_alone: bool = False) -> None:
+        """Stop taking part; the loop has ended, and not as planned if there is a `reason`.
+
+        Args:
+            is_alone: the other ranks of this replica may end otherwise, as after an error.
+        """
         return None
 
 

@@ -94,20 +94,22 @@ class Saver:
         if self._share_group.rank == 0 and (self._noting is None or self._noting.is_over):
             self._noting = ThreadedCall(partial(self._note, landed, self._since), "note a round")
 
-    def finish(self, generation: int, member: int, needs: Needs, reason: str) -> None:
+    def finish(self, generation: int, member: int, needs: Needs, is_last: bool, is_alone: bool) -> None:
         """Write the last state, and wait until it is whole.
 
         Args:
-            reason: why the loop has not come to its end; a state that lies there already is then not written again.
+            is_last: the loop has come to its end; otherwise a state that lies there already is not written again.
+            is_alone: the other ranks of this replica come here at other times, or not at all.
         """
         for task in (self._saving, self._noting):
             with suppress(Unreachable):  # of a note
                 _ = task and task.result()
-        has_all = self.has_kept or not (self._place and self._since)
-        if reason:  # the other ranks of this replica come here one by one, or not at all
+        has_all = not is_last and (self.has_kept or not (self._place and self._since))
+        if is_alone:
             is_written = has_all or self._begin(generation, needs, "end").result()
         else:
-            was_written = self._begin(generation, needs, is_last=True).result()
+            is_there = from_first(self._share_group, lambda: has_all)
+            was_written = is_there or self._begin(generation, needs, is_last=is_last).result()
             is_written = from_first(self._share_group, lambda: was_written)
         if not is_written:
             _logger.warning(self.keep_here(member, needs))

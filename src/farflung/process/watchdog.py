@@ -36,12 +36,12 @@ from farflung.base.errors import ConfigError, RankFailure, StateError
 from farflung.base.events import tell
 from farflung.base.frames import innermost_calls, user_call
 from farflung.comm.mismatch import waits_differ
+from farflung.comm.preemption import PreemptionVote
 from farflung.comm.presence import PresenceStore
 from farflung.comm.torch_group import TORCHS, TorchGroup
 from farflung.comm.waits import Wait
 from farflung.config import environ
 from farflung.process.failure import has_report, record_failure
-from farflung.process.preemption import PreemptionVote
 from farflung.process.sockets import address_on_route_to
 
 _TICK_S = 0.5  # how often a watchdog looks

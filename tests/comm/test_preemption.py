@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from farflung.base.errors import ConfigError
-from farflung.process.preemption import PreemptionVote
+from farflung.comm.preemption import PreemptionVote
 from farflung.testing.patience import patience
 
 LAST = 2000  # boundaries that a rank comes to at most

@@ -10,6 +10,7 @@ no later than at its own. The wait is short: watchdogs publish even while their 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -20,32 +21,31 @@ from farflung.base.signals import Request, preemption
 if TYPE_CHECKING:
     from farflung.comm.presence import PresenceStore
 
-REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: start the same command again
-
 
 class PreemptionVote:
-    """Hears this rank's signals, in place of the script's own handlers, and votes on where the run stops.
+    """Hears this rank's signals, and votes on where the run stops.
 
     A second SIGTERM ends the process at once; SIGUSR1 is a warning, however often it comes.
 
     Args:
         rank: this one, of `size`.
+        hear: called at a signal; then handlers that the script has set stay. None: this one takes their place.
 
     Attributes:
         why: which rank got which signal; empty as long as none is known to have got one.
         passed: how many boundaries this rank has passed.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
-        if threading.current_thread() is not threading.main_thread():
+    def __init__(self, rank: int, size: int, hear: Callable[[], None] | None = None) -> None:
+        if hear is None and threading.current_thread() is not threading.main_thread():
             raise ConfigError("save_on_signal: only the main thread hears signals. Make the Accelerator there.")
         self.why, self.passed = "", 0
-        self._rank, self._is_alone = rank, size == 1
+        self._rank, self._is_alone, self._hear_too = rank, size == 1, hear
         self._has_published = False
         self._stop: int | None = None  # the boundary where all stop
         self._decided = threading.Event()
         self._handlers = ExitStack()
-        self._handlers.enter_context(preemption(self._hear, replaces=True))
+        self._handlers.enter_context(preemption(self._hear, replaces=hear is None))
 
     def passes(self) -> bool:
         """Pass a boundary between two steps; return whether the run stops at this one."""
@@ -83,7 +83,9 @@ class PreemptionVote:
         self._handlers.close()
 
     def _hear(self, request: Request) -> None:
-        if not self.why and not self.passed:
+        if self._hear_too is not None:
+            self._hear_too()
+        elif not self.why and not self.passed:
             tell(
                 f"farflung: {request.name} came before the end of any step, where the run is saved. A loop without a "
                 "prepared loader must call accelerator.stop_if_signalled() at the end of each step.",
