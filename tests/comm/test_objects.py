@@ -6,12 +6,15 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from farflung.base.errors import RankFailure
+from farflung.base.errors import RankFailure, Unreachable
+from farflung.comm import objects
 from farflung.comm.address import transport_at
+from farflung.comm.folder import folder_at
 from farflung.outer import GatherMean, Int4, TopK
 from farflung.testing.patience import patience
 from farflung.testing.ranks import fork_context, run_ranks
@@ -101,10 +104,27 @@ def test_a_listing_of_many_pages_goes_on_where_a_request_has_failed(bucket, s3):
     keys = {f"part{number % 3}/{number}" for number in range(40)}
     for key in keys:
         board.put(key, b"1")
-    s3.set(seed=1, page=2, storm=0.2)
-    found = board.list("")
+    s3.set(page=2, loses=3)  # more often than any patience allows, and some pages come each time
+    found = board.patient(patience(1.0)).list("")
     s3.set()
     assert sorted(found) == sorted(keys)
+
+
+@pytest.mark.parametrize("patience_s", [2.0, 8.0, 60.0, 600.0])
+def test_a_request_gets_a_dozen_chances_however_short_its_patience(tmp_path, monkeypatch, patience_s):
+    """Where a third of all requests fail by chance, one in half a million thus does."""
+    at, clock = [], SimpleNamespace(now=0.0)
+    monkeypatch.setattr(objects.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(objects.time, "sleep", lambda seconds: setattr(clock, "now", clock.now + seconds))
+
+    def fails():
+        at.append(clock.now)
+        raise OSError("no")
+
+    with pytest.raises(Unreachable):
+        folder_at(tmp_path).patient(patience_s).ask(fails)
+    assert len(at) >= 12 or patience_s < 2.4  # but no more than five in a second
+    assert patience_s <= at[-1] <= patience_s + max(0.2, patience_s / 12)
 
 
 # ---- groups

@@ -165,7 +165,7 @@ class ElasticRun:
         self.notes = LauncherNotes(self.board)
         self.processes, self.said, self.events, self._pipes = {}, [], [], {}
         self.codes = {}  # exit codes of replicas, which one thread alone may ask for
-        self._joined, self._alive = set(), set()
+        self._joined, self._alive, self._unrecorded = set(), set(), []
         self._lock, self._goes_on, self._has_store = threading.Lock(), True, True
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -230,12 +230,12 @@ class ElasticRun:
                     self._take(ready)
                 else:
                     self._note_end(alive[ready])
-            try:
+            with suppress(Unreachable):  # it may be back for the next look
+                while self._unrecorded and self._has_store:
+                    self.notes.note_end(*self._unrecorded[0])
+                    del self._unrecorded[0]
                 if self._has_store:
                     self.events += map(str, self.notes.receive())
-            except Unreachable:
-                if self._has_store:  # or else it was killed meanwhile
-                    raise
 
     def _take(self, pipe):
         """Take all that a replica has said, so that it never waits for this process."""
@@ -253,8 +253,8 @@ class ElasticRun:
             self._alive.remove(member)
         self.processes[member].join()
         code = self.processes[member].exitcode
-        if code and self._has_store:
-            self.notes.note_end(member, f"killed by {signal.Signals(-code).name}" if code < 0 else "error")
+        if code:
+            self._unrecorded.append((member, f"killed by {signal.Signals(-code).name}" if code < 0 else "error"))
         self.codes[member] = code
 
     def until(self, condition, timeout_s=20.0):

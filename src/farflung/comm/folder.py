@@ -138,7 +138,7 @@ class FolderBoard(ObjectBoard):
 
         return self.ask(read)
 
-    def find_names(self, folder: str, found: MutableSequence[str]) -> None:
+    def find_names(self, folder: str, found: MutableSequence[str]) -> bool:
         def failed(error: OSError) -> None:
             if not isinstance(error, FileNotFoundError):  # it was empty, and another process has deleted it
                 raise error
@@ -149,6 +149,7 @@ class FolderBoard(ObjectBoard):
 
         os.stat(self.path)
         found[:] = [file.removesuffix(_VALUE) for file in files() if file.endswith(_VALUE)]
+        return True
 
     def _path(self, key: str) -> str:
         return os.path.join(self.path, *self.name(key).split("/")) + _VALUE

@@ -146,11 +146,17 @@ class BucketBoard(ObjectBoard):
 
         return self.ask(read)
 
-    def find_names(self, folder: str, found: MutableSequence[str]) -> None:
+    def find_names(self, folder: str, found: MutableSequence[str]) -> bool:
         # In small chunks, so that no page is asked for again after a later one has failed.
-        after = found[-1] if found else None
-        for chunk in obstore.list(self.quick, folder, offset=after, chunk_size=_CHUNK):
-            found.extend(one["path"] for one in chunk)
+        before, after = len(found), found[-1] if found else None
+        try:
+            for chunk in obstore.list(self.quick, folder, offset=after, chunk_size=_CHUNK):
+                found.extend(one["path"] for one in chunk)
+        except errors.BaseError:
+            if len(found) == before:
+                raise
+            return False  # a store that answers page by page can be reached
+        return True
 
     def ask(self, request: Callable[[], _T], act: Act = "read") -> _T:
         def translated() -> _T:

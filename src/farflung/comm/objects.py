@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 Act: TypeAlias = Literal["write", "create", "read", "list", "delete"]
 
 PATIENCE_S = 60.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0  # before a failed request is sent again
+_FIRST_PAUSE_S, _PAUSES = 0.2, 12  # before a failed request is sent again; as many as its patience has at least
 _APART_S = 2.0  # between two failed requests of one outage, at most
 
 
@@ -105,7 +105,8 @@ class ObjectBoard(Board):
     def list(self, prefix: str) -> Sequence[str]:
         folder = f"{self.prefix}{prefix}".rpartition("/")[0]
         found: MutableSequence[str] = []
-        self.ask(lambda: self.find_names(quoted(folder), found), "list")
+        while not self.ask(lambda: self.find_names(quoted(folder), found), "list"):
+            continue  # after those that have come
         keys = [unquote(name) for name in found if quoted(unquote(name)) == name]  # the others are foreign ones
         return [key.removeprefix(self.prefix) for key in keys if key.startswith(self.prefix + prefix)]
 
@@ -121,8 +122,8 @@ class ObjectBoard(Board):
         """Return what `act` finds in an object, given the number of its bytes; None if there is no such object."""
 
     @abstractmethod
-    def find_names(self, folder: str, found: MutableSequence[str]) -> None:
-        """Have `found` hold the names of all objects below a folder; some may be there, of an attempt that failed."""
+    def find_names(self, folder: str, found: MutableSequence[str]) -> bool:
+        """Find the names of objects below a folder, after those in `found`; return whether it has all of them now."""
 
     def name(self, key: str) -> str:
         """Return the name of the object of a key."""
@@ -152,7 +153,7 @@ class ObjectBoard(Board):
                     at = f" ({error.filename})" if error.filename else ""
                     raise self.unreachable(f"{error.strerror or error}{at}") from None
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, max(_FIRST_PAUSE_S, self.patience_s / _PAUSES))
 
 
 def try_out(board: ObjectBoard) -> None:
