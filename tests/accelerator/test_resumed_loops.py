@@ -312,6 +312,7 @@ def test_the_loops_around_that_of_the_steps_continue_with_the_batch_in_hand(tmp_
 
 
 @pytest.mark.long
+@pytest.mark.timeout(120 * MOMENTS)
 def test_loops_of_all_forms_continue_bit_by_bit_or_say_what_they_repeat(tmp_path):
     forms = pairwise()
     wrong, same, told = [], 0, 0

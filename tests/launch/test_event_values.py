@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from farflung.base.events import Event, Kind, record, tell, words
+from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 from farflung.launch.events import FolderSink, Screen, showing
 from farflung.launch.folder import RunFolder
@@ -189,6 +191,16 @@ def test_a_screen_that_can_not_be_written_to_ends_no_work_and_the_folder_has_all
     assert len(stream.written) == first
     rows = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [row["message"] for row in rows] == ["note 0", "note 1", "note 2"]
+
+
+def test_reports_that_nobody_reads_any_more_end_no_work_and_the_folder_has_them(tmp_path, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setenv(environ.REPORTS, str(writer))
+    with showing(Screen(LaunchSettings(json=True)), FolderSink(RunFolder(tmp_path))):
+        record(Kind.NOTE, message="words")
+    os.close(writer)
+    assert json.loads((tmp_path / "events.jsonl").read_text())["message"] == "words"
 
 
 def test_a_folder_that_is_gone_ends_no_work(tmp_path, capsys):

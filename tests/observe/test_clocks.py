@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clocks that are set, and machines whose clocks differ: neither tells a process from another, nor the dead."""
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -14,8 +16,10 @@ from farflung.config.launch import LaunchSettings
 from farflung.launch.engines.connections import ForegroundEngine
 from farflung.launch.engines.engine import Job
 from farflung.observe.run import ObservedRun
+from farflung.process import run_files
 from farflung.process.identity import process_identity, process_state
 from tests.observe.made import T0, sign, write_run
+from tests.waits import until
 
 
 @pytest.fixture
@@ -88,3 +92,12 @@ def test_a_rank_that_began_again_from_a_checkpoint_has_no_negative_speed(tmp_pat
     with (tmp_path / "run" / "steps.jsonl").open("a") as file:
         file.write(f'{{"time": {T0 + 180}, "member": 1, "rank": 0, "step": 900}}\n')
     assert ObservedRun(tmp_path / "run", lambda: at).ranks[0].rate == 0
+
+
+def test_a_rank_whose_clock_is_set_back_still_writes_where_it_is(tmp_path, monkeypatch):
+    beats = run_files.Heartbeat(tmp_path)
+    record = tmp_path / "ranks" / "rank0.json"
+    until(record.read_text)
+    monkeypatch.setattr(time, "time", lambda: 5.0)
+    until(lambda: json.loads(record.read_text())["time"] == 5.0)
+    beats.close(0)

@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from io import BufferedWriter, FileIO, StringIO, TextIOWrapper
+from math import inf
 from numbers import Real
 from pathlib import Path
 from typing import Any, TextIO
@@ -237,9 +238,9 @@ class Heartbeat:
         self._name = name_of(self._who)
         self._begun, self._host, self._pid = time.time(), socket.gethostname(), os.getpid()
         self._identity = process_identity(self._pid)
-        self._steps, self._told, self._told_at, self._steps_at = Steps(), 0, 0.0, 0.0
+        self._steps, self._told, self._told_at, self._steps_at = Steps(), 0, -inf, -inf
         self._place: Any = None
-        self._since = self._begun
+        self._moved_at = time.monotonic()  # the clock of the day may be set
         self._main = threading.main_thread().ident
         self._halt = threading.Event()
         (folder / RANKS).mkdir(exist_ok=True)
@@ -251,28 +252,29 @@ class Heartbeat:
     def _run(self) -> None:
         while not self._halt.wait(_LOOK_S if self._steps.is_on else _FIRST_LOOK_S):
             self._steps.look()
-            if time.time() - self._told_at >= _LOOK_S * 0.9:
+            if time.monotonic() - self._told_at >= _LOOK_S * 0.9:
                 self._tell()
 
     def _tell(self, **more: Any) -> None:
-        now, step = time.time(), self._steps.number
+        now, at, step = time.time(), time.monotonic(), self._steps.number
         frame = sys._current_frames().get(self._main or 0)
         call = user_call(frame)
         place = (step, call.name, call.place)
         if place != self._place:
-            self._place, self._since = place, now
+            self._place, self._moved_at = place, at
+        since = now - (at - self._moved_at)
         row = {"time": now, **self._who, "host": self._host, "pid": self._pid, "begun": self._begun, "step": step}
-        row |= {"identity": self._identity, "call": call.name, "at": call.at, "since": self._since, **more}
-        if now - self._since > _STUCK_S and frame is not None:
+        row |= {"identity": self._identity, "call": call.name, "at": call.at, "since": since, **more}
+        if at - self._moved_at > _STUCK_S and frame is not None:
             row["stack"] = [f"{made.filename}:{made.lineno} in {made.name}" for made in innermost_calls(frame)]
-        self._told_at = now
+        self._told_at = at
         text = json.dumps(row)
         if len(text) >= _RECORD_BYTES:
             text = json.dumps({name: value for name, value in row.items() if name != "stack"})
         with suppress(OSError):
             os.pwrite(self._file, text.ljust(_RECORD_BYTES - 1).encode()[: _RECORD_BYTES - 1] + b"\n", 0)
-        if step > self._told and (more or now - self._steps_at > _STEPS_S):
-            self._told, self._steps_at = step, now
+        if step > self._told and (more or at - self._steps_at > _STEPS_S):
+            self._told, self._steps_at = step, at
             add_lines(self._folder / STEPS, [{"time": now, **self._who, "step": step}])
 
     def close(self, code: int, why: str = "") -> None:
