@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from farflung.base.errors import RankFailure, Unreachable
@@ -234,11 +235,8 @@ class Elastic:
         has_all = needs is not None and (not reason or needs.is_shared())
         if saver is not None and record is not None and needs is not None and has_all:
             is_first = record.ids[0] == self.member
-            if (
-                is_first
-                if is_alone
-                else from_first(self._share_group, lambda: self._writes_last(saver, record, reason))
-            ):
+            writes = partial(self._writes_last, saver, record, reason)
+            if is_first if is_alone else from_first(self._share_group, writes):
                 saver.finish(record.number, self.member, needs, is_last=not reason, is_alone=is_alone)
         self._transport.close()
         if not is_alone:
