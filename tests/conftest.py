@@ -42,8 +42,9 @@ settings.register_profile("small", deadline=None, max_examples=25)
 settings.register_profile("large", deadline=None, max_examples=300)
 settings.load_profile("small")
 torch.set_num_threads(1)  # models are tiny, and threads of several pytest workers would wait for each other's cores
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # which a shell passes on to what it runs in the background
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+for ignored, handler in (signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL):
+    if signal.getsignal(ignored) is signal.SIG_IGN:  # which a shell passes on to what it runs in the background
+        signal.signal(ignored, handler)
 
 
 @pytest.hookimpl(wrapper=True)
