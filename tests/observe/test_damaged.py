@@ -13,7 +13,7 @@ from farflung.base.errors import ConfigError
 from farflung.cost.forecast import plan
 from farflung.doctor import address, machine
 from farflung.launch.doctor import doctor
-from farflung.observe import planned
+from farflung.observe import planned, watch as watching
 from farflung.observe.report import report
 from farflung.observe.run import ObservedRun
 from farflung.observe.watch import watch
@@ -24,6 +24,11 @@ FILES = ("run.json", "events.jsonl", "rounds.jsonl", "metrics.jsonl", "steps.jso
 DEEP = json.loads("[" * 300 + "]" * 300)
 VALUES = (None, True, -1, 0, 1.5, 10**400, 2**63, 1e308, math.nan, math.inf, "", "NaN", "[/x]\x1b[2J\ud800", [], [None])
 VALUES += ({}, {"a": [1]}, {"3": 7}, ["x", {}], "x" * 5000, DEEP)
+
+
+@pytest.fixture(autouse=True)
+def no_wait_for_signs(monkeypatch):
+    monkeypatch.setattr(watching, "_SIGN_S", 0.0)
 
 
 def damaged(value, rng):
