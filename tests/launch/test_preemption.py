@@ -52,15 +52,19 @@ with open(f"end{accelerator.process_index}", "w") as file:
 
 
 @pytest.fixture
-def train(home):
+def train(home, warm):
     (home / "train.py").write_text(TRAIN)
     return home
 
 
-def launch(*words, processes=2, saves="saved", python=sys.executable, **options):
+def start(*words):
+    command = [sys.executable, *map(str, words)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def launch(*words, processes=2, saves="saved"):
     flags = ["--cpu", "--num_processes", processes, *(["--save_on_signal", saves] if saves else [])]
-    command = [python, "-m", "farflung", "launch", *map(str, [*flags, *words])]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True, **options)
+    return start("-m", "farflung", "launch", *flags, *words)
 
 
 def end(launcher, seconds=60):
@@ -69,10 +73,10 @@ def end(launcher, seconds=60):
     return launcher.returncode, said
 
 
-def everyone(launcher):
-    """The launcher and all that it has started, workers too."""
-    process = psutil.Process(launcher.pid)
-    return [process, *process.children(recursive=True)]
+def everyone(home):
+    """The launcher and all that it has started, workers too: what runs in the home, but for the clients of `warm`."""
+    found = psutil.Process().children(recursive=True)
+    return [process for process in found if process.cwd() == str(home) and "-IS" not in process.cmdline()]
 
 
 @pytest.mark.parametrize(
@@ -85,19 +89,17 @@ def everyone(launcher):
     ],
 )
 def test_a_run_that_is_signalled_is_saved_and_continues_bit_by_bit_when_it_is_started_again(
-    number, to_all, more, train, warm_python
+    number, to_all, more, train
 ):
     workers = 1 if to_all else 0
     loop = [*(more if "--outer" in more else []), "train.py", 3, 0, workers]
-    assert end(launch(*loop, saves=None, python=warm_python))[0] == 0
+    assert end(launch(*loop, saves=None))[0] == 0
     whole = [(train / f"end{rank}").read_text() for rank in range(2)]
     for old in train.glob("[ue][pn]*"):
         old.unlink()
-    # A Python that is warm has no children of its own here.
-    python = sys.executable if to_all else warm_python
-    launcher = launch(*more, "train.py", 1000, patience(0.1), workers, python=python)
+    launcher = launch(*more, "train.py", 1000, patience(0.1), workers)
     wait_for(train / "up0", train / "up1")
-    for process in everyone(launcher) if to_all else [launcher]:
+    for process in everyone(train) if to_all else [launcher]:
         process.send_signal(number)
     code, said = end(launcher)
     assert code == REQUEUE, said
@@ -106,15 +108,15 @@ def test_a_run_that_is_signalled_is_saved_and_continues_bit_by_bit_when_it_is_st
     assert "restart" not in said
     ((stopped,),) = [Checkpoint.open(folder).manifest.optimizer_steps for folder in (train / "saved").iterdir()]
     assert stopped >= 4
-    assert end(launch(*more, "train.py", 3, 0, workers, python=warm_python))[0] == 0
+    assert end(launch(*more, "train.py", 3, 0, workers))[0] == 0
     if stopped < 36:  # on a slow machine the vote may have come later
         assert [(train / f"end{rank}").read_text() for rank in range(2)] == whole
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_one_process_has_the_same_code_with_and_without_a_launcher_above_it(alone, train, warm_python):
+def test_one_process_has_the_same_code_with_and_without_a_launcher_above_it(alone, train):
     words = ["train.py", 1000, 0.05, 0]
-    launcher = launch(*([] if alone else ["--json"]), *words, processes=1, python=warm_python)
+    launcher = launch(*([] if alone else ["--json"]), *words, processes=1)
     wait_for(train / "up0")
     launcher.send_signal(signal.SIGTERM)
     code, said = end(launcher)
@@ -144,15 +146,13 @@ def train():
     exec(open("train.py").read(), {})
 debug_launcher(train)
 """
-FIXED = ["launch", "--cpu", "--num_processes", "2", "train.py"]
-REPLICAS = ["launch", "--cpu", "--elastic", "1:2", "--replicas", "2", "train.py"]
+FIXED = ["-m", "farflung", "launch", "--cpu", "--num_processes", "2", "train.py"]
+REPLICAS = ["-m", "farflung", "launch", "--cpu", "--elastic", "1:2", "--replicas", "2", "train.py"]
 
 
 @pytest.mark.parametrize(
     ("words", "number", "to_all", "code"),
     [
-        (FIXED, signal.SIGUSR1, True, 0),
-        (FIXED, signal.SIGUSR2, False, 0),
         (FIXED, signal.SIGXCPU, True, 0),
         (FIXED, signal.SIGRTMIN + 3, False, 0),
         (REPLICAS, signal.SIGUSR2, True, 0),
@@ -160,14 +160,16 @@ REPLICAS = ["launch", "--cpu", "--elastic", "1:2", "--replicas", "2", "train.py"
         (["notebook.py"], signal.SIGUSR2, False, 0),
     ],
 )
-def test_a_handler_of_the_script_hears_a_warning_once_and_the_launcher_waits_for_it(words, number, to_all, code, home):
+def test_a_handler_of_the_script_hears_a_warning_once_and_the_launcher_waits_for_it(
+    words, number, to_all, code, home, request
+):
+    if not to_all:  # or else each rank must be the process that the launcher takes it for
+        request.getfixturevalue("warm")
     (home / "train.py").write_text(OWN)
     (home / "notebook.py").write_text(NOTEBOOK)
-    start = [] if words == ["notebook.py"] else ["-m", "farflung"]
-    command = [sys.executable, *start, *words]
-    launcher = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    launcher = start(*words)
     until(lambda: len(list(home.glob("up*"))) == 2)
-    for process in everyone(launcher) if to_all else [launcher]:
+    for process in everyone(home) if to_all else [launcher]:
         process.send_signal(number)
     ended, printed = end(launcher)
     assert ended == code, printed
@@ -186,6 +188,7 @@ while True:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("warm")
 def test_a_second_sigterm_ends_a_run_that_does_not_come_to_its_step_at_once(home):
     (home / "train.py").write_text(STUCK)
     launcher = launch("train.py")
@@ -210,6 +213,7 @@ time.sleep(300)
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.usefixtures("warm")
 def test_a_signal_before_there_is_anything_to_save_asks_for_a_restart_too(number, home):
     (home / "train.py").write_text(EARLY)
     launcher = launch("train.py")
@@ -251,8 +255,7 @@ for step in range(100_000):
 @pytest.mark.usefixtures("warm")
 def test_a_launcher_of_replicas_passes_a_warning_on_and_asks_to_be_started_again(home):
     (home / "train.py").write_text(ELASTIC)
-    command = [sys.executable, "-m", "farflung", "launch", "--cpu", "--elastic", "1:2", "--replicas", "2", "train.py"]
-    launcher = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    launcher = start(*REPLICAS)
     until(lambda: len(list(home.glob("up*"))) == 2)
     launcher.send_signal(signal.SIGUSR1)
     code, said = end(launcher)
@@ -286,8 +289,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_workers_of_a_loader_ignore_the_signals_and_end_with_their_rank(method, home):
+@pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.long)])
+def test_workers_of_a_loader_ignore_the_signals_and_end_with_their_rank(method, home, request):
+    if method == "fork":
+        request.getfixturevalue("warm")
     (home / "train.py").write_text(WORKER)
     done = run_python("train.py", method)
     number, worker = map(int, done.stdout.split())
