@@ -7,9 +7,9 @@ argument as the user wrote it and the value seen. Python's own TypeError counts 
 
 # ruff: noqa: F401  (the rows, which are texts, use what is imported)
 
-import dataclasses
 import math
 import re
+from dataclasses import replace
 from functools import cached_property
 
 import pytest
@@ -44,7 +44,15 @@ from farflung.outer import OuterLoop, Recipe, diloco, local_sgd
 from farflung.state import AcceleratorState, GradientState
 from farflung.testing.sim import run_replicas
 from farflung.testing.simulate import simulate
-from farflung.utils import GradientAccumulationPlugin, ProjectConfiguration, TorchDynamoPlugin, set_seed
+from farflung.utils import (
+    AORecipeKwargs,
+    GradientAccumulationPlugin,
+    ParallelismConfig,
+    ProjectConfiguration,
+    TorchContextParallelConfig,
+    TorchDynamoPlugin,
+    set_seed,
+)
 
 NAN, INF = math.nan, math.inf
 
@@ -169,6 +177,22 @@ ACCELERATOR = [
     ('Accelerator(outer="")', "outer", "''"),
     ('Accelerator(mixed_percision="bf16")', "mixed_percision"),
     ('(k.accelerator, Accelerator("cpu"))', "device_placement", "'cpu'"),
+    ('Accelerator(mixed_precision="fp8")', "fp8", "bf16"),
+    (
+        'Accelerator(mixed_precision="bf16", kwargs_handlers=[AORecipeKwargs()])',
+        "AORecipeKwargs",
+        "mixed_precision='fp8'",
+    ),
+    ("AORecipeKwargs(config=object(), pad_inner_dim=True)", "both"),
+    ("AORecipeKwargs(enable_fsdp_float8_all_gather=True)", "FSDP"),
+    ("Accelerator(megatron_lm_plugin=object())", "Megatron-LM"),
+    ("Accelerator(parallelism_config=ParallelismConfig(tp_size=2))", "tp_size=2"),
+    (
+        "Accelerator(parallelism_config=ParallelismConfig(cp_handler=TorchContextParallelConfig()))",
+        "context parallelism",
+    ),
+    ('Accelerator(dynamo_plugin=TorchDynamoPlugin("eager"), dynamo_backend="eager")', "both"),
+    ("Accelerator(kwargs_handlers=[AutocastKwargs()] * 2)", "two AutocastKwargs"),
 ]
 
 PREPARE = [
@@ -440,6 +464,17 @@ SETTINGS = [
     ("TorchDynamoPlugin(fullgraph=True)", "fullgraph", "backend"),
     ('TorchDynamoPlugin(backend="eager", fullgraph="no")', "fullgraph", "'no'"),
     ('TorchDynamoPlugin(backend="inductor", options=5)', "options", "5"),
+    (
+        'TorchDynamoPlugin(backend="inductor", mode="max-autotune", options={"a": 1})',
+        "not both",
+    ),
+    ("TorchDynamoPlugin(use_regional_compilation=True)", "need a backend"),
+    ("DataLoaderConfiguration(already_sharded=True, split_batches=True)", "already_sharded=True", "and split_batches"),
+    (
+        "DataLoaderConfiguration(already_sharded=True, dispatch_batches=True)",
+        "already_sharded=True",
+        "and dispatch_batches",
+    ),
 ]
 
 CHECKPOINTS = [
@@ -543,7 +578,7 @@ def entered_twice(kit):
 
 
 def replaced(**parts):
-    return dataclasses.replace(diloco(2), **parts)
+    return replace(diloco(2), **parts)
 
 
 RECIPES = [
@@ -702,6 +737,64 @@ RECIPES = [
     ('OuterConfig("hierarchical", levels=5)', "levels", "5"),
     ('OuterConfig("hierarchical", levels="4,64")', "levels", "'4,64'"),
     ('OuterConfig("edit", seconds=-1)', "seconds", "-1"),
+    ("replace(local_sgd(2), schedule=o.Streaming(4, 1, 2))", "undo the steps"),
+    ("replace(local_sgd(2), merge=o.Blend())", "needs an anchor"),
+    ("replace(local_sgd(2), policy=o.WithoutOutliers())", "WithoutOutliers"),
+    ("replace(local_sgd(2), policy=o.ClippedToMedian())", "needs the replicas' pseudo-gradients"),
+    ("replace(local_sgd(2), aggregator=o.RadialMean())", "RadialMean", "needs the replicas' pseudo-gradients"),
+    ("Recipe(o.Every(2), aggregator=o.RadialMean())", "RadialMean", "needs the replicas' pseudo-gradients"),
+    ('diloco(2, radial="no")', "radial", "'no'"),
+    ("replace(o.eager_diloco(2), aggregator=o.RadialMean())", "eager replaces", "RadialMean"),
+    ("replace(o.eager_diloco(4), schedule=o.Streaming(4, 1, 3))", "a delay equal to every"),
+    ("replace(o.eager_diloco(4), codec=o.ErrorFeedback(o.Int8()))", "stale term"),
+    ("replace(o.eager_diloco(4), aggregator=o.TrimmedMean())", "this rank's term in a mean"),
+    ("replace(o.eager_diloco(4), codec=o.Int8(), aggregator=o.ReduceScatterMean())", "into parts"),
+    ("replace(o.sparse_loco(4), aggregator=o.ReduceScatterMean())", "into parts"),
+    ("replace(o.hierarchical({1: 2, 3: None}), optimizer=diloco(2).optimizer)", "an anchor of its own"),
+    ("replace(o.streaming_diloco(4, 2), inner=o.ResetState())", "rounds that block training"),
+    ("replaced(codec=o.Int8())", "GatherMean"),
+    ("replaced(aggregator=o.ReduceScatterMean())", "Mean"),
+    ("replaced(bucket_bytes=0)", "bucket_bytes", "0"),
+    ("o.gossip(2, codec=o.ErrorFeedback(o.Int8()))", "needs an anchor"),
+    ("o.noloco(2, codec=o.ErrorFeedback(o.Int8()))", "a different peer"),
+    ("replace(o.noloco(2), optimizer=None)", "pulls anchors together"),
+    ("o.edit(2, max_norm=-1.0)", "max_norm", "-1.0"),
+    ("o.edit(2, temperature=0.0)", "temperature", "0.0"),
+    ("diloco(8, rounds=2.5)", "rounds", "2.5"),
+    ("o.Warmup(True, o.Every(2))", "steps", "True"),
+    ("o.Quadratic(0, 0.1)", "every", "0"),
+    ("o.Quadratic(4, 0.0)", "alpha", "0.0"),
+    ("o.Levels({4: 8, 8: 8, 64: None})", "8"),
+    ("o.Levels({0: 8, 64: None})", "0"),
+    ("o.TopK(chunk=2**17)", "chunk", "131072"),
+    ("o.ErrorFeedback(o.Int8(), beta=0)", "beta", "0"),
+    ("o.blocks(nn.Sequential(net(), net()), 6)", "by_bytes"),
+    ("o.by_bytes(net(), 99)", "no trainable parameters"),
+    ("o.apart(o.strided)(nn.Sequential(net(), net()), 1)", "two fragments"),
+    ("o.apart(o.strided, nn.Conv2d)(nn.Sequential(net(), net()), 2)", "Conv2d"),
+    ("o.strided(nn.Sequential(net().requires_grad_(False), net()), 2)", "1 of them"),
+    ('o.muon_groups(net(), ["bodies"])', "'bodies'"),
+    ('o.muon_groups(net(), "body")', "list of names"),
+    ('OuterConfig("diloco", every=4, fragments=2)', "diloco has no option fragments", "it takes every, rounds, lr"),
+    ('OuterConfig("diloco", evry=4)', "diloco has no option evry", "`every`"),
+    ('OuterConfig("local_sgd", every=4, anchor_on_cpu=True)', "anchor_on_cpu is True", "keeps no anchor"),
+    ('OuterConfig("diloco", every=4, bucket_bytes=-5)', "bucket_bytes is -5", "a whole number, 1 or more"),
+    ('OuterConfig("diloco", every=2.5)', "every is 2.5", "a whole number"),
+    ('OuterConfig("diloco", every=True)', "every is True", "a whole number"),
+    ('OuterConfig("streaming_diloco", every=4, fragments=5)', "fragments is 5", "at most every=4"),
+    ('OuterConfig("streaming_diloco", every=4, fragments=2, alpha=1.5)', "alpha is 1.5", "from 0 to 1"),
+    ('OuterConfig("edit", every=4, seconds=1.0)', "every is 4 and seconds is 1.0"),
+    ('OuterConfig("hierarchical", levels="4:2")', "levels is {4: 2}", "larger groups must average less often"),
+    ('OuterConfig("hierarchical", levels="4:1,8:all")', "4: 1", "2 or"),
+    ('OuterConfig("hierarchical", levels="often")', "map each number of steps to how many ranks"),
+    ('OuterConfig("hierarchical", levels={4: None, 8: 2})', "all ranks (None) least often"),
+    ('OuterConfig("diloco", steps=31)', "steps is 31", "the first round comes after 32"),
+    ('OuterConfig("post_local_sgd", warmup=100, every=8, steps=107)', "after a warm-up of 100"),
+    ('OuterConfig("local_sgd", steps=0)', "steps", "0"),
+    ('OuterConfig("local_sgd", every=2, report="never")', "report is 'never'; use auto, round, off, or a number"),
+    ('OuterConfig("local_sgd", every=2, report="0")', "report is '0'", "above zero"),
+    ('OuterConfig("local_sgd", every=2, report="nan")', "report is 'nan'", "above zero"),
+    ('OuterConfig("local_sgd", every=2, report=True)', "report is True"),
 ]
 
 SIMULATE = [
@@ -744,6 +837,9 @@ SIMULATE = [
     ("run(net, make_scheduler=5)", "make_scheduler", "5"),
     ("run(net, items=3)", "items", "3"),
     ("run_replicas(print, 0)", "0"),
+    ("run(net, step_seconds=(1, 2, 3))", "step_seconds has 3 values for 2 replicas"),
+    ("run(net, delays={(-1, 1): 1.0})", "ranks [-1]"),
+    ("run(net, recipe=Recipe(o.ByTime(1.0)), evaluate_every=2)", "with a schedule by time"),
 ]
 
 TABLE = [*ACCELERATOR, *PREPARE, *LOOP, *PROCESSES, *SETTINGS, *CHECKPOINTS, *OUTER, *RECIPES, *SIMULATE]
@@ -767,3 +863,5 @@ def test_a_wrong_use_is_refused_in_one_sentence(use, words, kit):
     assert "\n" not in said, said
     assert len(said) < 420, said
     assert " at 0x" not in said, said
+    if use.startswith("Accelerator("):  # no session is left behind
+        assert Accelerator(cpu=True, mixed_precision="bf16").mixed_precision == "bf16"

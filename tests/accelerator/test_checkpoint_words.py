@@ -251,14 +251,6 @@ def test_errors_of_saving_are_clear_and_training_goes_on(tmp_path):
     assert {path.name: path.read_bytes() for path in (tmp_path / "ckpt").iterdir() if path.is_file()} == before
     training.epochs(num_epochs=1)
     training.accelerator.save_state(tmp_path / "new")
-    for call, words in [
-        (lambda: training.accelerator.save_state(), "Name a folder"),
-        (lambda: training.accelerator.load_state(), "automatic naming"),
-        (lambda: training.accelerator.load_state(tmp_path / "nowhere"), "there is no folder"),
-        (lambda: training.accelerator.register_for_checkpointing(object()), "must be an object that has state_dict"),
-    ]:
-        with pytest.raises(ConfigError, match=words):
-            call()
     for call in (
         lambda: training.accelerator.save_state(tmp_path / "x", exclude_frozen_parameters=True),
         lambda: training.accelerator.load_state(tmp_path / "new", load_kwargs={"weights_only": False}),

@@ -10,13 +10,11 @@ import torch
 from hypothesis import example, given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from farflung.base.errors import ConfigError
 from farflung.codec import base
 from farflung.codec.base import Cast, Identity
 from farflung.codec.blockwise import E3M0, Fp8, Int4, Int8
 from farflung.codec.feedback import ErrorFeedback
-from farflung.codec.sparse import TopK, _pack, _unpack
-from farflung.codec.wire_sizes import packed_bytes
+from farflung.codec.sparse import TopK
 
 BLOCKWISE = [Int8(), Int8(block=6), Fp8(), Fp8(block=10), Int4(), Int4(block=2), Int4(block=6), E3M0(), E3M0(block=14)]
 SPARSE = [TopK(), TopK(k=3, chunk=10), TopK(k=1, chunk=2), TopK(k=7, chunk=7), TopK(k=5, chunk=16, bits=32)]
@@ -187,19 +185,6 @@ def test_a_blocks_maximum_is_exact_in_e3m0():
     assert torch.equal(decoded(E3M0(), x).view(-1, 128).abs().amax(1), top)
 
 
-@given(st.sampled_from([2, 4, 6, 8, 10, 12, 14, 16]), st.integers(0, 50), st.integers(0, 2**32))
-@laws
-def test_unpacking_undoes_packing(bits, n, seed):
-    codes = torch.randint(0, 2**bits, (n,), generator=torch.Generator().manual_seed(seed))
-    packed = _pack(codes, bits)
-    assert packed.numel() == packed_bytes(n, bits)
-    assert torch.equal(_unpack(packed, bits, n), codes)
-
-
-def test_two_indices_are_three_bytes():
-    assert _pack(torch.tensor([0xABC, 0x123]), 12).tolist() == [0xBC, 0x3A, 0x12]
-
-
 @pytest.mark.parametrize("bits", [2, 32])
 @laws
 @given(x=tensors(300), k=st.integers(1, 20), chunk=st.integers(2, 40))
@@ -316,24 +301,3 @@ def test_feedback_states_the_figures_of_what_it_wraps(codec):
     assert not wrapped.linear
     assert wrapped.wire_bytes(12345) == codec.wire_bytes(12345)
     assert str(wrapped) == f"ErrorFeedback(codec={codec}, beta=0.9)"
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Int8(block=0),
-        lambda: Int4(block=7),
-        lambda: E3M0(block=2.0),
-        lambda: TopK(k=0),
-        lambda: TopK(k=65, chunk=64),
-        lambda: TopK(chunk=1 << 17),
-        lambda: TopK(chunk=1, k=1),
-        lambda: TopK(bits=8),
-        lambda: ErrorFeedback(Int8(), beta=0),
-        lambda: ErrorFeedback(Int8(), beta=1.5),
-        lambda: ErrorFeedback(ErrorFeedback(Int8())),
-    ],
-)
-def test_settings_out_of_range_are_refused(make):
-    with pytest.raises(ConfigError):
-        make()

@@ -183,12 +183,7 @@ def test_what_shows_a_share():
     assert shares_of(Own(), 0, 2) == "its __iter__ asks for get_rank"
 
 
-def test_settings_that_contradict_each_other_are_refused_and_one_process_needs_none():
-    for other in ("split_batches", "dispatch_batches"):
-        with pytest.raises(
-            ConfigError, match=f"already_sharded=True leaves to each process what it reads, and {other}"
-        ):
-            DataLoaderConfiguration(already_sharded=True, **{other: True})
+def test_one_process_needs_no_setting():
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(already_sharded=True))
     loader = accelerator.prepare(DataLoader(range(7), batch_size=2))
     assert [accelerator.gather_for_metrics(batch).tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6]]

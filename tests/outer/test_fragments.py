@@ -8,7 +8,7 @@ from torch import nn
 
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.comm.group import SoloGroup
-from farflung.outer import OuterLoop, apart, blocks, by_bytes, local_sgd, streaming_diloco, strided, whole
+from farflung.outer import OuterLoop, apart, blocks, by_bytes, local_sgd, streaming_diloco, strided
 
 
 class Block(nn.Module):
@@ -98,27 +98,6 @@ def test_embeddings_apart_are_the_last_fragment_and_tied_heads_go_with_them():
     assert not any("embed.weight" in fragment or "head.weight" in fragment for fragment in others)
     *_, last = names(apart(by_bytes, nn.BatchNorm1d)(Tower(2), 3))
     assert last == ["layers.0.norm.weight", "layers.0.norm.bias", "layers.1.norm.weight", "layers.1.norm.bias"]
-
-
-@pytest.mark.parametrize(
-    ("cut", "count", "told"),
-    [
-        (whole, 2, "strided, blocks or by_bytes"),
-        (strided, 6, "6 fragments of 5 blocks"),
-        (blocks, 6, "by_bytes"),
-        (by_bytes, 99, "no trainable parameters"),
-        (apart(strided), 1, "two fragments"),
-        (apart(strided, nn.Conv2d), 2, "Conv2d"),
-    ],
-)
-def test_a_model_that_cannot_be_cut_so_is_refused(cut, count, told):
-    with pytest.raises(ConfigError, match=told):
-        cut(Tower(), count)
-
-
-def test_a_fragment_that_trains_nothing_is_refused():
-    with pytest.raises(ConfigError, match="1 of them"):
-        strided(nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2)), 2)
 
 
 def test_streaming_takes_strides_where_there_are_layers_and_else_bytes():

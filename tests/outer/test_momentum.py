@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from farflung import Accelerator
-from farflung.base.errors import ConfigError
 from farflung.comm.group import SoloGroup
 from farflung.loop.scheduler import planned_updates
 from farflung.outer import OuterLoop, diloco, edit, local_sgd, post_local_sgd, streaming_diloco
@@ -73,15 +72,6 @@ def test_its_rounds_follow_the_equation_and_go_on_after_a_resume(nesterov):
 
 def made(name, **options):
     return recipe_of(OuterConfig(name, **options), local_size=1)
-
-
-def test_a_run_of_fewer_steps_than_a_round_is_refused():
-    with pytest.raises(ConfigError, match="steps is 31, and the first round comes after 32"):
-        OuterConfig("diloco", steps=31)
-    with pytest.raises(ConfigError, match="after a warm-up of 100"):
-        OuterConfig("post_local_sgd", warmup=100, every=8, steps=107)
-    with pytest.raises(ConfigError, match="steps"):
-        OuterConfig("local_sgd", steps=0)
 
 
 def test_a_run_of_few_rounds_is_warned_of_and_a_longer_one_is_not():

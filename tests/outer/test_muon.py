@@ -198,15 +198,6 @@ def test_embeddings_tied_heads_and_what_are_no_matrices_are_left_to_adamw():
     assert names(nn.Sequential(*layers), adamw=["0"]) == ["1.weight", "2.weight"]
 
 
-@pytest.mark.parametrize(
-    ("adamw", "kind", "said"),
-    [(["bodies"], ConfigError, "'bodies'"), (["bod"], ConfigError, "'bod'"), ("body", TypeError, "list of names")],
-)
-def test_names_that_the_model_has_not_got_are_refused(adamw, kind, said):
-    with pytest.raises(kind, match=said):
-        muon_groups(Tied(), adamw)
-
-
 def test_shards_are_refused(monkeypatch):
     monkeypatch.setattr(inner, "is_sharded", lambda parameter: True)
     with pytest.raises(Unsupported, match="whole matrices"):

@@ -113,33 +113,3 @@ def test_by_time_looks_at_the_clock_alone():
     assert not schedule(Clock(1000, 0, 2.4))
     assert schedule(Clock(1, 0, 2.5)) == (Launch(0), Apply(0))
     assert schedule(Clock(1, 0, math.inf))
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Streaming(0, 1),
-        lambda: Streaming(4, 0),
-        lambda: Streaming(4, 5),
-        lambda: Streaming(4, 2, 5),
-        lambda: Streaming(4, 2, -1),
-        lambda: Streaming(4, 2, 1.0),
-        lambda: Warmup(-1, Every(2)),
-        lambda: Warmup(True, Every(2)),
-        lambda: Quadratic(0, 0.1),
-        lambda: Quadratic(4, 0.0),
-        lambda: Quadratic(4, math.nan),
-        lambda: Quadratic(4, 0.1, max_every=3),
-        lambda: ByTime(0),
-        lambda: ByTime(math.inf),
-        lambda: Levels({}),
-        lambda: Levels({4: 8}),
-        lambda: Levels({4: None, 64: 8}),
-        lambda: Levels({4: 8, 8: 8, 64: None}),
-        lambda: Levels({4: 1, 64: None}),
-        lambda: Levels({0: 8, 64: None}),
-    ],
-)
-def test_numbers_out_of_range_are_refused(make):
-    with pytest.raises(ConfigError):
-        make()

@@ -29,15 +29,6 @@ def test_fp8_is_refused_without_torchao_and_on_hardware_without_it(monkeypatch):
     assert Float8(torch.device("cuda")).name == "fp8"
 
 
-def test_a_recipe_that_nothing_reads_or_that_contradicts_itself_is_refused():
-    with pytest.raises(ConfigError, match="mixed_precision='fp8'"):
-        Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=[AORecipeKwargs()])
-    with pytest.raises(ConfigError, match="both"):
-        AORecipeKwargs(config=object(), pad_inner_dim=True)
-    with pytest.raises(Unsupported, match="FSDP"):
-        AORecipeKwargs(enable_fsdp_float8_all_gather=True)
-
-
 def test_layers_between_the_first_and_the_last_are_converted_where_their_sizes_fit():
     layers = [nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 30), nn.Linear(30, 32), nn.Linear(32, 16)]
     model = nn.Sequential(*layers)
