@@ -18,11 +18,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from farflung import Accelerator, outer
+from farflung import Accelerator
 from farflung.base.tree import leaves_of
 from farflung.testing.ranks import run_ranks
 from farflung.utils import DataLoaderConfiguration
 from tests.data.test_position import Noisy, NoisyStream, Stateful
+from tests.recipes import made
 
 
 @pytest.fixture
@@ -196,26 +197,26 @@ class Alone(Training):
 
 
 RECIPES = {
-    "local_sgd": lambda: outer.local_sgd(3),
-    "diloco": lambda: outer.diloco(every=4),
-    "streaming": lambda: outer.streaming_diloco(every=6, fragments=2, delay=2),
+    "local_sgd": made("local_sgd", every=3),
+    "diloco": made("diloco", every=4),
+    "streaming": made("streaming_diloco", every=6, delay=2),
 }
 
 
 def under_an_outer_loop(folder, recipe, settings):
     """The run in one go, and those from its steps: in the middle of a round, and with a round in the air."""
-    whole = Alone(RECIPES[recipe](), **settings)
+    whole = Alone(RECIPES[recipe], **settings)
     numbers = itertools.count()
     seen = list(whole.epochs(lambda _: whole.accelerator.save_state(folder / f"step_{next(numbers)}")))
     at_the_end = whole.weights()
     assert whole.optimizer.is_own
     for number in range(1, len(seen), 3):
-        other = Alone(RECIPES[recipe](), **settings)
+        other = Alone(RECIPES[recipe], **settings)
         torch.manual_seed(77), random.seed(77)
         other.accelerator.load_state(folder / f"step_{number}")
         assert other.epochs() == seen[number + 1 :], f"from step {number}"
         assert other.weights() == at_the_end, f"from step {number}"
-    inside = Alone(RECIPES[recipe](), **settings)
+    inside = Alone(RECIPES[recipe], **settings)
     with inside.accelerator.outer(inside.model, inside.recipe):
         inside.accelerator.load_state(folder / "step_7")
         inside.seen = []
@@ -242,7 +243,7 @@ def written(folder, settings, steps, recipe):
     """Train for some steps, save, and say what the run has seen."""
     training = Training(n=24, **settings)
     samples = []
-    with training.accelerator.outer(training.model, RECIPES[recipe]()) if recipe else nullcontext():
+    with training.accelerator.outer(training.model, RECIPES[recipe]) if recipe else nullcontext():
         for batch in training.loader:
             samples.append(training.step(batch)[0])
             if len(samples) == steps:
@@ -294,7 +295,7 @@ def taken_up_by_a_loop(folder):
     """Load on another number of ranks and open the outer loop; say where it stands, and train to the end."""
     training = Training(n=24)
     training.accelerator.load_state(folder)
-    with training.accelerator.outer(training.model, RECIPES["diloco"]()) as outer:
+    with training.accelerator.outer(training.model, RECIPES["diloco"]) as outer:
         stats, state = outer.stats(), outer.state_dict()
         for batch in training.loader:
             training.step(batch)
@@ -304,7 +305,7 @@ def taken_up_by_a_loop(folder):
 
 def agreed_before(folder):
     training = Training(n=24)
-    with training.accelerator.outer(training.model, RECIPES["diloco"]()) as outer:
+    with training.accelerator.outer(training.model, RECIPES["diloco"]) as outer:
         for number, batch in enumerate(training.loader, 1):
             training.step(batch)
             if number == 5:

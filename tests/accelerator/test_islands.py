@@ -13,7 +13,7 @@ from farflung.comm.shards import full
 from farflung.config.parallelism import ParallelismConfig
 from farflung.config.sharding import FullyShardedDataParallelPlugin
 from farflung.local_sgd import LocalSGD
-from farflung.outer import diloco, post_local_sgd, streaming_diloco
+from farflung.outer import diloco
 from farflung.process.mesh import replicas_here
 from farflung.process.world import joined_world
 from farflung.state import AcceleratorState, PartialState
@@ -21,6 +21,7 @@ from farflung.testing.ranks import run_ranks
 from tests.faults import lives_until
 from tests.outer.islands import Uneven
 from tests.outer.replicas import same
+from tests.recipes import made
 
 LAYOUTS = {
     "FSDP": {"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)},
@@ -29,9 +30,9 @@ LAYOUTS = {
 
 
 RECIPES = {
-    "diloco": diloco(3),
-    "post_local_sgd": post_local_sgd(3, 2),
-    "streaming": streaming_diloco(4, 2, delay=2, codec="int8"),
+    "diloco": made("diloco", every=3),
+    "post_local_sgd": made("post_local_sgd"),
+    "streaming": made("streaming_diloco", delay=2, codec="int8"),
 }
 
 

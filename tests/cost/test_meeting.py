@@ -19,9 +19,10 @@ from farflung.cost import forecast
 from farflung.cost.meeting import MeetingPlace, Prices
 from farflung.cost.model import Method, Workload, cost_of
 from farflung.cost.recipes import method_of
-from farflung.outer import OuterLoop, diloco, local_sgd, sparse_loco, streaming_diloco
+from farflung.outer import OuterLoop
 from farflung.outer.elastic import Elastic
 from farflung.testing.patience import patience
+from tests.recipes import made
 
 SHARE = re.compile(r"/c0[^/]*/\d+\.\d+$")
 ASKED = Counter()
@@ -86,12 +87,8 @@ def asked_of_a_folder(folder, recipe, replicas, steps, bucket_bytes):
     return Counter(ASKED)
 
 
-RECIPES = {
-    "diloco": diloco(4),
-    "local_sgd": local_sgd(4),
-    "streaming": streaming_diloco(4, 2, delay=1, codec="int8"),
-    "sparse": sparse_loco(4),
-}
+RECIPES = {name: made(name, every=4) for name in ("diloco", "local_sgd", "sparse_loco")}
+RECIPES["streaming_diloco"] = made("streaming_diloco", codec="int8")
 
 
 @pytest.mark.parametrize("replicas", [2, 3])

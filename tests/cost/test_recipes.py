@@ -29,40 +29,24 @@ from farflung.outer import (
     diloco,
     eager_diloco,
     edit,
-    gossip,
-    hierarchical,
     local_sgd,
     noloco,
-    post_local_sgd,
-    quadratic,
-    slowmo,
     sparse_loco,
-    streaming_diloco,
 )
 from farflung.outer.arguments import recipe_of
 from farflung.state import AcceleratorState
 from farflung.testing.sim import run_replicas
+from tests.recipes import RECIPES as PLAIN, made
 
 ROUNDS, WIDTH = 3, 64
-RECIPES = {
-    "local_sgd": local_sgd(2),
+RECIPES = PLAIN | {
+    "post_local_sgd": made("post_local_sgd", warmup=0),
+    "quadratic": made("quadratic", every=2, alpha=1e-6),  # so that all of its rounds are short
     "bf16": local_sgd(2, codec=Cast("bf16")),
-    "post_local_sgd": post_local_sgd(0, 2),
-    "hierarchical": hierarchical({1: 2, 4: None}),
-    "quadratic": quadratic(2, 1e-6),
-    "slowmo": slowmo(2),
-    "diloco": diloco(2),
     "int8": diloco(2, codec=Int8()),
     "in two hops": replace(diloco(2, codec=Int8()), aggregator=ReduceScatterMean()),
     "trimmed": replace(diloco(2), aggregator=TrimmedMean()),
     "gathered": replace(diloco(2), aggregator=GatherMean()),
-    "radial": diloco(2, codec=Int8(), radial=True),
-    "streaming": streaming_diloco(4, 2, delay=1),
-    "eager": eager_diloco(2),
-    "sparse": sparse_loco(2),
-    "edit": edit(2),
-    "gossip": gossip(2),
-    "noloco": noloco(2),
     "noloco without pull": noloco(2, pull=0),
     "Adam averaged": replace(local_sgd(2), inner=AverageState()),
     "DES-LOC": replace(local_sgd(2), inner=AverageState({"exp_avg": 1, "exp_avg_sq": 3})),

@@ -10,7 +10,7 @@ import pytest
 from farflung.config.recipes import RECIPES
 from farflung.outer import ByWork, ErrorFeedback, Recipe, Warmup, recipes
 from farflung.outer.arguments import OuterConfig, recipe_of
-from tests.accelerator.test_outer_recipes import EVERY_RECIPE
+from tests.recipes import needed
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 CONCEPTS, GUIDE = (
@@ -54,8 +54,7 @@ def paper_of(name: str) -> str:
 
 def row(name: str) -> str:
     """What the page must say of a recipe, with the options that it needs and the defaults of all others."""
-    needed = {each.name: EVERY_RECIPE[name][each.name] for each in RECIPES[name] if each.is_needed}
-    recipe = recipe_of(OuterConfig(name, **needed), 2)
+    recipe = recipe_of(OuterConfig(name, **needed(name)), 2)
     paper = paper_of(name)
     policy = () if isinstance(recipe.policy, ByWork) else (recipe.policy,)
     merge = "takes the mean" if recipe.optimizer is None else named(recipe.merge) + ", `eager`" * recipe.eager

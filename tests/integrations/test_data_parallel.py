@@ -29,13 +29,10 @@ from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
 from tests.outer.islands import Grid
 from tests.outer.replicas import same
+from tests.recipes import OPTIONS
 
-RECIPES = {
-    "diloco": OuterConfig("diloco", every=3),
-    "local_sgd": OuterConfig("local_sgd", every=2),
-    "streaming_diloco": OuterConfig("streaming_diloco", every=4, fragments=2, delay=1),
-    "post_local_sgd": OuterConfig("post_local_sgd", warmup=3, every=2),
-}
+NAMES = ("local_sgd", "streaming_diloco", "post_local_sgd")
+RECIPES = {name: OuterConfig(name, **OPTIONS[name]) for name in NAMES} | {"diloco": OuterConfig("diloco", every=3)}
 OVERFLOWS = 5  # a step at which rank 1's gradients are not finite
 
 

@@ -8,19 +8,6 @@ from torch import nn
 
 from farflung.outer import (
     OuterLoop,
-    TopK,
-    diloco,
-    eager_diloco,
-    edit,
-    gossip,
-    hierarchical,
-    local_sgd,
-    noloco,
-    post_local_sgd,
-    quadratic,
-    slowmo,
-    sparse_loco,
-    streaming_diloco,
 )
 
 UNIT = 2.0**-10
@@ -70,23 +57,7 @@ def same(*models):
     )
 
 
-RECIPES = {
-    "local_sgd": local_sgd(2),
-    "post_local_sgd": post_local_sgd(3, 2),
-    "hierarchical": hierarchical({1: 2, 3: None}),
-    "quadratic": quadratic(1, alpha=0.1),
-    "slowmo": slowmo(2),
-    "diloco": diloco(2),
-    "diloco radial": diloco(2, radial=True),
-    "streaming_diloco": streaming_diloco(4, 2, delay=1),
-    "streaming_diloco without delay": streaming_diloco(3, 3, delay=0, alpha=0.0),
-    "eager_diloco": eager_diloco(3),
-    "sparse_loco": sparse_loco(2, codec=TopK(k=3, chunk=16)),
-    "edit": edit(2),
-    "gossip": gossip(2),
-    "noloco": noloco(2),
-}
-RATE = 0.05  # of the inner optimizer: a round of `quadratic` above is (0.1 / 0.05)**2 = 4 steps
+RATE = 0.05  # of the inner optimizer: a round of `quadratic` in the table of recipes is (0.1 / 0.05)**2 = 4 steps
 
 
 def net():

@@ -9,7 +9,8 @@ from farflung.outer import OuterLoop
 from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
 from tests.outer.absent_gpu import CUDA, absent_gpu
-from tests.outer.replicas import RATE, RECIPES, net, train
+from tests.outer.replicas import RATE, net, train
+from tests.recipes import RECIPES
 
 STEPS = 16
 A_ROUND_WAITS = 6  # at most: for norms, ballots, bytes; in the first rounds also for each parameter, to find twins

@@ -13,7 +13,8 @@ from torch.nn.utils import parametrize, prune
 from farflung.base.errors import CollectiveMismatch, StateError
 from farflung.outer import Every, OuterLoop, by_bytes, diloco, hierarchical, local_sgd, post_local_sgd
 from farflung.testing.sim import run_replicas
-from tests.outer.replicas import RECIPES, same, values
+from tests.outer.replicas import same, values
+from tests.recipes import RECIPES
 
 PLAIN = [local_sgd(1), diloco(1, lr=1.0, momentum=0.0)]
 either = pytest.mark.parametrize("recipe", PLAIN, ids=["local_sgd", "diloco"])

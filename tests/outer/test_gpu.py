@@ -21,7 +21,8 @@ from farflung.outer import OuterLoop, diloco, eager_diloco, streaming_diloco
 from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
 from farflung.utils import DataLoaderConfiguration, GradScalerKwargs, InitProcessGroupKwargs
-from tests.outer.replicas import RECIPES, Run, net
+from tests.outer.replicas import Run, net
+from tests.recipes import RECIPES
 
 pytestmark = pytest.mark.gpu
 OVERLAPPING = ["streaming_diloco", "eager_diloco"]

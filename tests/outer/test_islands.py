@@ -31,8 +31,9 @@ from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
 from tests.faults import fail_at
 from tests.outer.islands import Grid, IslandRun, Uneven
-from tests.outer.replicas import RECIPES, same
+from tests.outer.replicas import same
 from tests.outer.traces import CASES, of_recipe, replica
+from tests.recipes import RECIPES
 
 ALL = RECIPES | {
     "streaming_diloco int8": streaming_diloco(4, 2, delay=2, codec="int8"),

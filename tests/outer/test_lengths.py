@@ -11,23 +11,19 @@ import pytest
 import torch
 from torch import nn
 
-from farflung.base.errors import ConfigError
 from farflung.comm.torch_group import TorchGroup
 from farflung.outer import (
     OuterLoop,
     RadialMean,
-    Recipe,
     diloco,
-    eager_diloco,
     edit,
-    local_sgd,
     streaming_diloco,
 )
-from farflung.outer.schedule import Every
 from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
 from farflung.testing.simulate import simulate
-from tests.outer.replicas import RECIPES, Run, dyadic, same
+from tests.outer.replicas import Run, dyadic, same
+from tests.recipes import RECIPES
 
 PLAIN, RADIAL = (diloco(1, lr=1.0, momentum=0.0, radial=radial) for radial in (False, True))
 SHAPES = (40, 7, 1)  # with buckets of 16 values the first one is cut into three
@@ -216,17 +212,3 @@ def test_a_simulation_goes_on_when_a_replica_is_lost():
     )
     assert len(result.rounds) == 10
     assert result.losses[0][-1] < 0.1 * result.losses[0][0]
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: replace(local_sgd(2), aggregator=RadialMean()), "RadialMean.* needs the replicas' pseudo-gradients"),
-        (lambda: Recipe(Every(2), aggregator=RadialMean()), "RadialMean.* needs the replicas' pseudo-gradients"),
-        (lambda: replace(eager_diloco(2), aggregator=RadialMean()), "eager replaces .* RadialMean"),
-        (lambda: diloco(2, radial="no"), "radial is 'no'"),
-    ],
-)
-def test_what_can_have_no_length_is_refused(make, message):
-    with pytest.raises(ConfigError, match=message):
-        make()

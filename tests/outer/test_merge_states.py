@@ -7,24 +7,19 @@ import torch
 from farflung.base.errors import ConfigError
 from farflung.outer import (
     ErrorFeedback,
-    Identity,
     Int8,
     diloco,
     eager_diloco,
     local_sgd,
     merge_states,
-    slowmo,
     streaming_diloco,
 )
 from farflung.testing.sim import run_replicas
 from tests.outer.replicas import Run
+from tests.recipes import made
 
-RECIPES = {
-    "local_sgd": local_sgd(4),
-    "slowmo": slowmo(4),
-    "diloco": diloco(4, lr=0.7, momentum=0.9),
-    "streaming without delay": streaming_diloco(6, 2, delay=0, alpha=0.0, codec=Identity()),
-}
+RECIPES = {name: made(name, every=4) for name in ("local_sgd", "slowmo", "diloco")}
+RECIPES["streaming_diloco"] = made("streaming_diloco without delay", every=6, fragments=2, codec="none")
 
 
 def states_of(recipe, size, steps):

@@ -15,8 +15,7 @@ from farflung.config.recipes import RECIPES
 from farflung.outer import ErrorFeedback, OuterLoop, diloco
 from farflung.outer.arguments import MAKERS, chosen_recipe, recipe_of
 from farflung.testing.simulate import simulate
-
-NEED_A_CHOICE = {"hierarchical": ({2: None},), "post_local_sgd": (1,), "quadratic": (2, 0.1)}
+from tests.recipes import needed
 
 
 def comparable(recipe):
@@ -26,9 +25,7 @@ def comparable(recipe):
 
 
 def test_a_name_alone_is_the_recipe_with_its_defaults():
-    needing = {name for name, arguments in RECIPES.items() if any(each.is_needed for each in arguments)}
-    assert needing == set(NEED_A_CHOICE), "NEED_A_CHOICE of this file must have values for arguments without a default"
-    for name in set(MAKERS) - needing:
+    for name in (name for name in MAKERS if not needed(name)):
         for recipe in (chosen_recipe(name), recipe_of(OuterConfig(name), 1)):
             assert comparable(recipe) == comparable(MAKERS[name]())
 
@@ -52,7 +49,7 @@ def test_a_codec_can_be_named_wherever_one_is_taken(codec):
     meant = codec_of(codec)
     for name in (name for name, arguments in RECIPES.items() if "codec" in [each.name for each in arguments]):
         make, options = MAKERS[name], {"pull": 0} if name == "noloco" else {}  # a pull would have anchors rounded
-        recipe = make(*NEED_A_CHOICE.get(name, ()), codec=codec, **options)
+        recipe = make(**needed(name), codec=codec, **options)
         assert recipe.codec == (ErrorFeedback(meant, 0.9) if name == "sparse_loco" else meant)
     assert replace(diloco(2), codec=codec, aggregator=diloco(2, codec=codec).aggregator).codec == meant
     assert ErrorFeedback(codec).codec == meant

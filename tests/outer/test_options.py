@@ -31,7 +31,8 @@ from farflung.outer import (
 from farflung.outer.schedule import Every, Warmup
 from farflung.outer.stats import Meter
 from farflung.testing.sim import run_replicas
-from tests.outer.replicas import RECIPES, Run, kept_of, linear, net, no_statistics, same, train, values
+from tests.outer.replicas import Run, kept_of, linear, net, no_statistics, same, train, values
+from tests.recipes import RECIPES
 
 
 # post_local_sgd

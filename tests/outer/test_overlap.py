@@ -26,7 +26,8 @@ from farflung.outer import (
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
-from tests.outer.replicas import RECIPES, Run, same, through_a_file, values
+from tests.outer.replicas import Run, same, through_a_file, values
+from tests.recipes import RECIPES
 
 
 def stepped(run, numbers):

@@ -10,12 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.errors import ConfigError
 from farflung.comm.group import SoloGroup
 from farflung.outer import (
-    Blend,
-    ClippedToMedian,
-    ErrorFeedback,
     GatherMean,
     Gossip,
     Identity,
@@ -25,26 +22,17 @@ from farflung.outer import (
     RadialMean,
     Recipe,
     ReduceScatterMean,
-    ResetState,
     Streaming,
-    TrimmedMean,
     WithoutOutliers,
     by_bytes,
     diloco,
-    eager_diloco,
-    edit,
-    gossip,
-    hierarchical,
-    local_sgd,
-    noloco,
-    slowmo,
-    sparse_loco,
     streaming_diloco,
     whole,
 )
 from farflung.outer.ballot import BALLOT_BYTES
 from farflung.testing.sim import run_replicas
-from tests.outer.replicas import RECIPES, Counting, Run, net, no_statistics, same, through_a_file, values
+from tests.outer.replicas import Counting, Run, net, no_statistics, same, through_a_file, values
+from tests.recipes import RECIPES
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
@@ -137,13 +125,6 @@ def test_frozen_parameters_cost_no_byte(recipe):
         *(run_replicas(sent, 2, recipe, make) for make in (no_statistics, half_frozen)), strict=True
     ):
         assert plain == frozen
-
-
-def by_place(model, count):
-    """The same fragments, whatever is frozen."""
-    from farflung.outer import by_bytes
-
-    return by_bytes(model, count)
 
 
 # What is handed to the group is what the codec says.
@@ -308,53 +289,6 @@ def test_replicas_differ_between_rounds_and_some_for_ever(name):
     assert not any(alike)
 
 
-# What does not go together is refused before the first step.
-@pytest.mark.parametrize(
-    ("make", "error", "told"),
-    [
-        (lambda: replace(local_sgd(2), schedule=Streaming(4, 1, 2)), ConfigError, "undo the steps"),
-        (lambda: replace(local_sgd(2), merge=Blend()), ConfigError, "needs an anchor"),
-        (lambda: replace(local_sgd(2), policy=WithoutOutliers()), ConfigError, "needs|looks at"),
-        (lambda: replace(local_sgd(2), policy=ClippedToMedian()), ConfigError, "needs the replicas' pseudo-gradients"),
-        (lambda: replace(local_sgd(2), codec=ErrorFeedback(Int8())), ConfigError, "needs an anchor"),
-        (lambda: replace(diloco(2), eager=True), ConfigError, "a delay equal to every"),
-        (lambda: replace(eager_diloco(4), schedule=Streaming(4, 1, 3)), ConfigError, "a delay equal to every"),
-        (lambda: replace(eager_diloco(4), codec=ErrorFeedback(Int8())), ConfigError, "stale term"),
-        (lambda: replace(eager_diloco(4), aggregator=TrimmedMean()), ConfigError, "this rank's term in a mean"),
-        (lambda: replace(eager_diloco(4), codec=Int8(), aggregator=ReduceScatterMean()), ConfigError, "into parts"),
-        (lambda: replace(sparse_loco(4), aggregator=ReduceScatterMean()), ConfigError, "into parts"),
-        (
-            lambda: replace(hierarchical({1: 2, 3: None}), optimizer=diloco(2).optimizer),
-            ConfigError,
-            "an anchor of its own",
-        ),
-        (lambda: replace(streaming_diloco(4, 2), inner=ResetState()), ConfigError, "rounds that block training"),
-        (lambda: replace(diloco(2), weigh_by="tokens"), ConfigError, "one of steps, items, items_squared"),
-        (lambda: replace(diloco(2), codec=Int8()), Unsupported, "GatherMean"),
-        (lambda: replace(diloco(2), aggregator=ReduceScatterMean()), Unsupported, "Mean"),
-        (lambda: gossip(2, codec=ErrorFeedback(Int8())), ConfigError, "needs an anchor"),
-        (lambda: noloco(2, codec=ErrorFeedback(Int8())), Unsupported, "a different peer"),
-        (lambda: noloco(2, codec=Int8()), Unsupported, "Use pull=0"),
-        (lambda: noloco(2, pull=2), ConfigError, "pull is 2"),
-        (lambda: replace(noloco(2), optimizer=None), ConfigError, "pulls anchors together"),
-        (lambda: edit(2, seconds=3.0), ConfigError, "one of them"),
-        (lambda: edit(2, temperature=0.0), ConfigError, "above 0"),
-        (lambda: edit(2, max_norm=-1.0), ConfigError, "above 0"),
-        (lambda: WithoutOutliers(patience=0), ConfigError, "patience"),
-        (lambda: slowmo(2, beta=1.0), ConfigError, "beta is 1.0"),
-        (lambda: sparse_loco(2, lr=0.0), ConfigError, "lr"),
-        (lambda: sparse_loco(2, beta=0.0), ConfigError, "beta"),
-        (lambda: streaming_diloco(4, 2, alpha=1.5), ConfigError, "alpha"),
-        (lambda: streaming_diloco(4, 5), ConfigError, "fragments"),
-        (lambda: TrimmedMean(0), ConfigError, "trim"),
-        (lambda: eager_diloco(4, rounds=0), ConfigError, "rounds"),
-    ],
-)
-def test_parts_that_do_not_go_together_are_refused(make, error, told):
-    with pytest.raises(error, match=told):
-        make()
-
-
 def test_a_recipe_is_a_row_that_anyone_can_write():
     recipe = Recipe(Streaming(4, 2), codec=Int8(), aggregator=GatherMean(), fragments=by_bytes)
     with OuterLoop(net(), recipe, SoloGroup()) as outer:
@@ -362,10 +296,3 @@ def test_a_recipe_is_a_row_that_anyone_can_write():
     assert outer.stats().steps == 1
     with pytest.raises(ConfigError, match="2 fragments: split the model"):
         OuterLoop(net(), replace(recipe, fragments=whole), SoloGroup())
-
-
-@pytest.mark.parametrize("make", [streaming_diloco, eager_diloco])
-def test_a_momentum_that_short_runs_do_not_pay_back_is_warned_of(make):
-    arguments = (4, 2) if make is streaming_diloco else (4,)
-    with pytest.warns(UserWarning, match="hundreds of rounds"):
-        make(*arguments, rounds=20, momentum=0.9)

@@ -8,16 +8,12 @@ import torch
 from torch import nn
 
 from farflung.base.errors import ConfigError
-from farflung.outer import OuterLoop, diloco, eager_diloco, local_sgd, streaming_diloco
+from farflung.outer import OuterLoop, diloco
 from farflung.testing.sim import run_replicas
+from tests.recipes import made
 
-RECIPES = {
-    "diloco": diloco(every=2),
-    "local_sgd": local_sgd(2),
-    "streaming_diloco": streaming_diloco(every=4, fragments=2, delay=1),
-    "eager_diloco": eager_diloco(every=2),
-    "int8": diloco(every=2, codec="int8"),
-}
+NAMES = ("diloco", "local_sgd", "streaming_diloco", "eager_diloco")
+RECIPES = {name: made(name) for name in NAMES} | {"int8": made("diloco", codec="int8")}
 
 
 def trained(group, recipe, seeds, rounds=6, lr=0.1):

@@ -22,20 +22,11 @@ from farflung.cost.memory import ModelSize, RankLayout, estimate
 from farflung.cost.model import Workload, cost_of, hops
 from farflung.cost.recipes import method_of
 from farflung.outer import (
-    Int8,
     OuterLoop,
-    diloco,
-    eager_diloco,
-    edit,
-    gossip,
-    hierarchical,
-    local_sgd,
-    post_local_sgd,
-    sparse_loco,
-    streaming_diloco,
 )
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
+from tests.recipes import made
 
 pytestmark = pytest.mark.long
 
@@ -45,16 +36,10 @@ BUCKET_BYTES = 2**20
 # What travels beside the values: headers, acknowledgements, gloo's notes, ballots. For each message at most so much.
 OVERHEAD_BYTES_A_MESSAGE = 1000
 
-RECIPES = {
-    "local_sgd": local_sgd(2),
-    "post_local_sgd": post_local_sgd(0, 2),
-    "hierarchical": hierarchical({1: 2, 2: None}),
-    "diloco int8": diloco(2, codec=Int8()),
-    "streaming": streaming_diloco(4, 2, delay=1),
-    "eager": eager_diloco(2),
-    "sparse_loco": sparse_loco(2),
-    "edit": edit(2),
-    "gossip": gossip(2),
+NAMES = ("local_sgd", "hierarchical", "diloco", "streaming_diloco", "eager_diloco", "sparse_loco", "edit", "gossip")
+RECIPES = {name: made(name) for name in NAMES} | {
+    "post_local_sgd": made("post_local_sgd", warmup=0),
+    "diloco int8": made("diloco", codec="int8"),
 }
 
 

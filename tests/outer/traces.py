@@ -20,42 +20,19 @@ from farflung import Accelerator
 from farflung.local_sgd import LocalSGD
 from farflung.outer import (
     OuterLoop,
-    TopK,
-    diloco,
-    eager_diloco,
-    edit,
-    gossip,
-    hierarchical,
-    local_sgd,
-    noloco,
-    post_local_sgd,
-    quadratic,
-    slowmo,
-    sparse_loco,
-    streaming_diloco,
 )
 from farflung.outer.arguments import OuterConfig
 from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
+from tests.recipes import OPTIONS, made
 
 PATH = Path(__file__).parent / "traces.json"
 HALVES = {"lr": 0.5, "momentum": 0.5}
-RECIPES = {
-    "local_sgd": local_sgd(2),
-    "post_local_sgd": post_local_sgd(3, 2),
-    "hierarchical": hierarchical({1: 2, 3: None}),
-    "quadratic": quadratic(1, alpha=0.5),
-    "slowmo": slowmo(2, beta=0.5),
-    "diloco": diloco(2, **HALVES),
-    "streaming_diloco": streaming_diloco(4, 2, delay=1, **HALVES),
-    "streaming_diloco without delay": streaming_diloco(3, 3, delay=0, alpha=0.0, **HALVES),
-    "eager_diloco": eager_diloco(3, **HALVES),
-    "sparse_loco": sparse_loco(2, codec=TopK(k=3, chunk=16), lr=0.5, beta=0.5),
-    "edit": edit(2, **HALVES),
-    "gossip": gossip(2),
-    "noloco": noloco(2, **HALVES),
-    "noloco without pull": noloco(2, pull=0, **HALVES),
-}
+EXACT = dict.fromkeys(("diloco", "streaming_diloco", "streaming_diloco without delay", "eager_diloco"), HALVES)
+EXACT |= {"quadratic": {"alpha": 0.5}, "slowmo": {"beta": 0.5}, "sparse_loco": {"lr": 0.5, "beta": 0.5}}
+EXACT |= {"edit": HALVES, "noloco": HALVES}
+RECIPES = {name: made(name, **EXACT.get(name, {})) for name in OPTIONS if name != "diloco radial"}
+RECIPES["noloco without pull"] = made("noloco", pull=0, **HALVES)
 RATE = 0.25  # of the inner optimizer: a round of `quadratic` above is (0.5 / 0.25)**2 = 4 steps
 # Attempts of each rank; rank 1 has weights that are not finite once, rank 0 has no more data early, or both.
 RUNS = {"even": (7, 7, 7, 7), "uneven": (5, 8, 7, 8), "dropped": (8, 8, 8, 8)}

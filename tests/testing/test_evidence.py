@@ -13,25 +13,20 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from farflung.demo.gpt import GPT
 from farflung.demo.settings import Shape
-from farflung.outer import Recipe, diloco, local_sgd, muon_groups, noloco, streaming_diloco
+from farflung.outer import muon_groups
 from farflung.outer.schedule import Warmup
 from farflung.testing.simulate import simulate
+from tests.recipes import made
 
 SHAPE = Shape(depth=2, width=8, heads=2, context=16)
 STEPS = 40
-RECIPES: dict[str, Recipe | None] = {
-    "DDP": None,
-    "local_sgd": local_sgd(every=6),
-    "diloco": diloco(every=6, codec="int8"),
-    "streaming_diloco": streaming_diloco(every=6, fragments=2, delay=2, codec="none"),
-    "noloco": noloco(every=6),
-}
 SETTINGS = {
     "diloco": {"every": 6, "codec": "int8"},
     "local_sgd": {"every": 6},
     "noloco": {"every": 6},
     "streaming_diloco": {"every": 6, "fragments": 2, "delay": 2, "codec": "none"},
 }
+RECIPES = {"DDP": None} | {name: made(name, **options) for name, options in SETTINGS.items()}
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """simulate: the same bits each time, real bytes, seconds of a virtual clock, and replicas that are slow or lost."""
 
-import math
-
 import pytest
 import torch
 from torch import nn
@@ -27,6 +25,7 @@ from farflung.outer import (
     streaming_diloco,
 )
 from farflung.testing.simulate import simulate
+from tests.recipes import made
 
 WIDTH = 8
 
@@ -76,16 +75,11 @@ def test_sixty_four_replicas_learn_together():
     assert len(found.rounds) == found.stats[0].rounds >= 6
 
 
+NAMES = ("local_sgd", "streaming_diloco", "eager_diloco", "sparse_loco", "gossip", "noloco", "edit")
 RECIPES = {
     "gradients": None,
-    "local_sgd": local_sgd(4),
-    "streaming": streaming_diloco(4, 2, delay=1),
-    "eager": eager_diloco(4),
-    "sparse": sparse_loco(4),
-    "gossip": gossip(4),
-    "noloco": noloco(4),
     "hierarchical": hierarchical({2: 2, 4: None}),
-    "edit": edit(4),
+    **{name: made(name, every=4) for name in NAMES},
 }
 
 
@@ -262,25 +256,6 @@ def test_an_error_of_a_replica_is_raised_and_no_loss():
 
     with pytest.raises(ValueError, match="wrong shapes"):
         run(local_sgd(2), replicas=4, steps=200, loss=wrong, lost={0: 100})
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"replicas": 0}, "replicas is 0"),
-        ({"steps": 2.5}, r"steps is 2\.5"),
-        ({"step_seconds": (1, 2, 3)}, "step_seconds has 3 values for 2 replicas"),
-        ({"step_seconds": math.nan}, "step_seconds"),
-        ({"lost": {2: 1}}, r"ranks \[2\] of 2 replicas"),
-        ({"delays": {(-1, 1): 1.0}}, r"ranks \[-1\]"),
-        ({"bandwidth_bps": 0}, "bandwidth_bps is 0"),
-        ({"evaluate_every": 0}, "evaluate_every is 0"),
-        ({"recipe": Recipe(ByTime(1.0)), "evaluate_every": 2}, "with a schedule by time"),
-    ],
-)
-def test_what_cannot_be_is_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        run(**{"recipe": local_sgd(2)} | settings)
 
 
 def test_data_that_end_are_gone_through_again_or_refused():
