@@ -9,8 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from farflung import Accelerator, LocalSGD
-from farflung.base.errors import ConfigError, RankFailure, StateError
-from farflung.outer import diloco, local_sgd
+from farflung.base.errors import RankFailure, StateError
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
 from tests.faults import kill
@@ -138,26 +137,6 @@ def test_gradients_and_buffers_stay_at_home_and_uneven_ranks_agree_at_the_end():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def steps_of_different_number(counts, every):
-    accelerator, model, optimizer, loader = prepared(num_batches=max(counts))
-    start = weights(accelerator, model)
-    mine = counts[accelerator.process_index]
-    with accelerator.outer(model, local_sgd(every)) as outer:
-        for number, batch in enumerate(loader):
-            if number < mine:
-                one_step(accelerator, model, optimizer, batch)
-    return weights(accelerator, model), outer.stats().rounds, start
-
-
-@pytest.mark.parametrize("counts", [(7, 3), (0, 5), (4, 4), (2, 9), (3, 0, 6, 1)])
-def test_ranks_that_run_out_of_data_stay_in_the_rounds(counts):
-    (first, rounds, start), *others = run_ranks(steps_of_different_number, len(counts), counts, 2)
-    for other, also, _ in others:
-        assert all(torch.equal(first[name], other[name]) for name in first)
-        assert rounds == also
-    assert not torch.equal(first["out.weight"], start["out.weight"])
-
-
 def one_rank_raises():
     accelerator, model, optimizer, loader = prepared()
     started = time.monotonic()
@@ -197,47 +176,6 @@ def test_a_killed_rank_is_an_error_on_the_other_within_seconds():
     assert time.monotonic() - started < patience(15)
 
 
-def through_diloco():
-    accelerator, model, optimizer, loader = prepared(num_batches=6)
-    with accelerator.outer(model, diloco(every=2, rounds=500, lr=1.0, momentum=0.0)) as outer:
-        for batch in loader:
-            one_step(accelerator, model, optimizer, batch)
-    with accelerator.outer(model, local_sgd(2)):
-        pass
-    return weights(accelerator, model), outer.stats(), optimizer.attached
-
-
-def through_local_sgd():
-    accelerator, model, optimizer, loader = prepared(num_batches=6)
-    with accelerator.outer(model, local_sgd(2)):
-        for batch in loader:
-            one_step(accelerator, model, optimizer, batch)
-    return weights(accelerator, model)
-
-
-def test_diloco_with_a_neutral_outer_optimizer_is_local_sgd():
-    plain = run_ranks(through_local_sgd, 2)[0]
-    for outcome, stats, attached in run_ranks(through_diloco, 2):
-        for name in plain:
-            assert torch.allclose(outcome[name], plain[name], atol=1e-6), name
-        assert stats.rounds == 3
-        assert stats.steps == 6
-        assert attached == []  # nothing goes on counting after the block
-
-
-@pytest.mark.parametrize("every", [0, -1, 2.5, True, "8"])
-def test_a_number_of_steps_that_cannot_be_is_refused(every):
-    accelerator, model, *_ = prepared()
-    with pytest.raises(ConfigError, match=str(every)):
-        LocalSGD(accelerator, model, every)
-
-
-def test_a_model_that_no_optimizer_trains_is_refused():
-    accelerator = Accelerator(cpu=True)
-    with pytest.raises(ConfigError, match="optimizer"):
-        accelerator.outer(nn.Linear(1, 1), local_sgd(2))
-
-
 def test_in_one_process_it_does_nothing():
     accelerator, model, optimizer, loader = prepared()
     with LocalSGD(accelerator, model, 2) as averaging:
@@ -258,20 +196,3 @@ def step_outside():
 
 def test_step_outside_the_block_is_refused():
     run_ranks(step_outside, 2)
-
-
-def skipped_by_overflow():
-    """Rank 1's first step overflows: it counts for the schedule, so that ranks stay aligned, but has no weight."""
-    accelerator, model, optimizer, loader = prepared(mixed_precision="fp16", num_batches=4)
-    with accelerator.outer(model, local_sgd(2)) as outer:
-        for number, batch in enumerate(loader):
-            bad = number == 0 and accelerator.process_index == 1
-            one_step(accelerator, model, optimizer, [batch[0] * float("inf") if bad else batch[0]])
-    return weights(accelerator, model), outer.stats().rounds
-
-
-def test_a_step_that_fp16_skipped_keeps_the_ranks_aligned():
-    (first, rounds), (second, also) = run_ranks(skipped_by_overflow, 2)
-    assert rounds == also == 2
-    assert torch.equal(first["out.weight"], second["out.weight"])
-    assert torch.isfinite(first["out.weight"]).all()

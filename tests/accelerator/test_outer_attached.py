@@ -12,7 +12,6 @@ from farflung import Accelerator, GradScalerKwargs, OuterConfig, utils
 from farflung.accelerator.session import opened_session
 from farflung.base.errors import ConfigError, StateError
 from farflung.comm import collectives
-from farflung.local_sgd import LocalSGD
 from farflung.outer.arguments import recipe_of
 from farflung.process.world import current_world, joined_world
 from farflung.state import AcceleratorState, PartialState
@@ -494,20 +493,6 @@ def test_one_process_exchanges_nothing_and_its_outer_optimizer_works():
     plain = prepared(None)
     one_epoch(*plain)
     assert not torch.equal(weights(*plain[:2])["out.weight"], ours)
-
-
-def test_a_model_that_is_in_a_loop_already_is_put_into_no_other():
-    accelerator, model, *_ = prepared(DILOCO)
-    with pytest.raises(ConfigError, match="already has an outer loop"):
-        accelerator.outer(model, recipe_of(DILOCO, 1))
-    AcceleratorState._reset_state()
-    run_ranks(local_sgd_inside, 2)
-
-
-def local_sgd_inside():
-    accelerator, model, *_ = prepared(DILOCO)
-    with pytest.raises(ConfigError, match="already has an outer loop"):
-        LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2)
 
 
 def test_parts_that_do_not_go_together_are_refused_before_the_world_is_joined():

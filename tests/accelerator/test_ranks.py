@@ -120,22 +120,6 @@ def test_gather_reduce_pad_and_trigger():
     assert first[5] == second[5] == [True, False]
 
 
-def metrics(length, batch_size, even):
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=even))
-    loader = accelerator.prepare(DataLoader(range(length), batch_size=batch_size))
-    tensors, words = [], []
-    for batch in loader:
-        tensors += accelerator.gather_for_metrics(batch).tolist()
-        words += accelerator.gather_for_metrics([f"w{i}" for i in batch.tolist()])
-    return tensors, words
-
-
-def test_metrics_take_a_ragged_last_batch():
-    for tensors, words in run_ranks(metrics, 2, 7, 2, False):
-        assert tensors == list(range(7))
-        assert words == [f"w{i}" for i in range(7)]
-
-
 def gradient(hook, wrapper):
     handler = DistributedDataParallelKwargs(comm_hook=hook, comm_wrapper=wrapper)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])

@@ -32,18 +32,22 @@ many = st.lists(tensors(), max_size=8)
 caps = st.integers(1, 200)
 
 
-@settings(max_examples=60)
-@given(many, caps, st.integers(1, 3))
-@torch.no_grad()
-def test_what_is_packed_comes_back(ts, cap, num_buffers):
-    buckets = Buckets(ts, cap_bytes=cap, num_buffers=num_buffers)
-    before, where = [t.clone() for t in ts], addresses(ts)
+def pack_and_unpack(buckets):
+    """Pack each bucket, overwrite its tensors, and write them back."""
     for k in range(len(buckets)):
         packed = buckets.pack(k).clone()
         for t in buckets.pieces(k):
             t.zero_()
         buckets.flat(k).copy_(packed)
         buckets.unpack(k)
+
+
+@settings(max_examples=60)
+@given(many, caps, st.integers(1, 3))
+@torch.no_grad()
+def test_what_is_packed_comes_back(ts, cap, num_buffers):
+    before, where = [t.clone() for t in ts], addresses(ts)
+    pack_and_unpack(Buckets(ts, cap_bytes=cap, num_buffers=num_buffers))
     assert all(torch.equal(a, b) for a, b in zip(ts, before, strict=True))
     assert addresses(ts) == where
 
@@ -93,13 +97,7 @@ def test_integers_are_exact(ts, cap):
     if ts:
         ts.append(torch.tensor(2**53 + 1))  # more than a float64 holds
     before = [t.clone() for t in ts]
-    buckets = Buckets(ts, torch.int64, cap_bytes=cap)
-    for k in range(len(buckets)):
-        packed = buckets.pack(k).clone()
-        for t in buckets.pieces(k):
-            t.zero_()
-        buckets.flat(k).copy_(packed)
-        buckets.unpack(k)
+    pack_and_unpack(Buckets(ts, torch.int64, cap_bytes=cap))
     assert all(torch.equal(a, b) for a, b in zip(ts, before, strict=True))
 
 

@@ -229,6 +229,8 @@ def test_what_accelerate_reads_is_read(name, home):
         ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\n", Unsupported, "yaml:2: .* DeepSpeed"),
         ("distributed_type: MULTI_NPU\nnum_processes: 2\n", Unsupported, "yaml:1: distributed_type is MULTI_NPU"),
         ("distributed_type: XLA\ntpu_name: pod\n", Unsupported, "asks for TPUs"),
+        ("downcast_bf16: 'yes'\n", Unsupported, "TPUs"),
+        ("mixed_precision: fp8\n", Unsupported, "yaml:1: mixed_precision is 'fp8'.* Use bf16"),
         ("distributed_type: MULTI_CPU\nmpirun_config: {mpirun_hostfile: hosts}\n", Unsupported, "sets"),
         (
             "distributed_type: 'NO'\nmixed_precision: fp8\nfp8_config: {backend: TE}\n",

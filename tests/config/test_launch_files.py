@@ -235,25 +235,6 @@ def test_what_can_not_be_understood_is_refused_with_its_line(home, text, message
         stated(text, home)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("distributed_type: DEEPSPEED\n", r"DEEPSPEED, which Farflung does not support"),
-        ("deepspeed_config: {zero_stage: 2}\n", r"asks for DeepSpeed"),
-        ("downcast_bf16: 'yes'\n", r"TPUs"),
-        ("tpu_name: pod\n", r"TPUs"),
-        ("base_job_name: x\ncompute_environment: AMAZON_SAGEMAKER\n", r"train.yaml:2: .* asks for SageMaker"),
-        (
-            "mixed_precision: fp8\n",
-            r"train.yaml:1: mixed_precision is 'fp8', which Farflung does not support. Use bf16",
-        ),
-    ],
-)
-def test_what_is_not_done_is_refused_with_what_to_use_instead(home, text, message):
-    with pytest.raises(Unsupported, match=message):
-        stated(text, home)
-
-
 def test_accelerates_own_file_is_never_written(home):
     theirs = put(accelerate_files()[0], ACCELERATE)
     with pytest.raises(ConfigError, match="never writes"):

@@ -103,28 +103,6 @@ def test_the_grid_reaches_the_ranks_by_flags_and_by_accelerates_file(home):
         assert grid == ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)
 
 
-def test_accelerates_older_files_are_read(home):
-    (home / "farflung.yaml").write_text(
-        "distributed_type: FSDP\n"
-        "fsdp_config:\n"
-        "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
-        "  fsdp_backward_prefetch_policy: BACKWARD_PRE\n"
-        "  offload_params: false\n"
-        "  fsdp_sharding_strategy: 2\n"
-        "  fsdp_state_dict_type: FULL_STATE_DICT\n"
-        "  fsdp_transformer_layer_cls_to_wrap: T5Block\n"
-        "  fsdp_use_orig_params: true\n"
-        "num_processes: 2\n"
-    )
-    plugin, _ = as_a_rank_sees_it(resolve({}).settings)
-    assert plugin == FullyShardedDataParallelPlugin(
-        reshard_after_forward=False,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["T5Block"],
-        state_dict_type="FULL_STATE_DICT",
-    )
-
-
 def test_nothing_said_tells_the_ranks_nothing_and_a_no_is_told():
     told = rank_variables(LaunchSettings())
     assert not [name for name in told if "FSDP" in name or "PARALLELISM" in name or "ISLAND" in name]

@@ -3,64 +3,19 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from farflung.base.errors import ConfigError, RankFailure
 from farflung.data.dispatcher import DataLoaderDispatcher
-from farflung.data.prepare import skip_first_batches
 from farflung.loop.state import LoopState
 from farflung.testing.ranks import run_ranks
-from tests.data.support import Seat, SizedStream, Stream, gathered, prepared, values, walk, world
+from tests.data.support import Seat, Stream, gathered, prepared, values, walk, world
 
 
 def dispatched(loader, group, **settings):
     return prepared(loader, group, dispatch_batches=True, **settings)
-
-
-def cases(size):
-    """Every corner, and some of the wide field between."""
-    chance = random.Random(0)
-    for length in (0, 1, size - 1, size, 7, 24):
-        yield length, chance.choice((1, 2, 3)) * size, chance.random() < 0.5, True, False, 0
-    for _ in range(60):
-        batch_size = chance.randint(1, 4) * chance.choice((1, size))
-        splits = batch_size % size == 0 and chance.random() < 0.5
-        even, drop_last = chance.random() < 0.6, chance.random() < 0.3
-        yield chance.randint(0, 30), batch_size, splits, even, drop_last, chance.choice((0, 0, 1, 3))
-
-
-def walk_all(streams):
-    group = world()
-    found = []
-    for length, batch_size, split, even, drop_last, skip in cases(group.size):
-        data = SizedStream(length) if streams else range(length)
-        loader = DataLoader(data, batch_size, drop_last=drop_last)
-        loader = dispatched(loader, group, split_batches=split, even_batches=even)
-        whole = walk(loader)
-        found.append((whole, walk(skip_first_batches(loader, skip)), len(loader)))
-    return found
-
-
-@pytest.mark.parametrize("streams", [True, False])
-@pytest.mark.parametrize("size", [2, 4])
-def test_each_sample_is_handed_out_once_in_parts_that_are_even(size, streams):
-    ranks = run_ranks(walk_all, size, streams)
-    for k, (length, batch_size, split, even, drop_last, skip) in enumerate(cases(size)):
-        walks = [rank[k][0] for rank in ranks]
-        per_round = batch_size if split else batch_size * size
-        expected = list(range(length // per_round * per_round if drop_last else length))
-        assert gathered(walks) == expected, (length, batch_size, split, even, drop_last)
-        for rank, one in enumerate(walks):
-            assert [last for _, last, _ in one] == [False] * (len(one) - 1) + [True] * bool(one)
-            assert ranks[rank][k][1] == one[skip:]
-            assert not even or ranks[rank][k][2] == len(one)
-        if even:
-            assert len({len(one) for one in walks}) == 1
-            assert all(len({len(numbers) for numbers, _, _ in step}) == 1 for step in zip(*walks, strict=True))
 
 
 def walk_both():

@@ -38,26 +38,6 @@ def test_the_length_is_the_number_of_samples(case, even):
     assert all(len(shard) == len(list(shard)) for shard in shards_of(case, even_batches=even))
 
 
-@given(cases(), st.booleans())
-def test_metrics_see_each_sample_exactly_once(case, even):
-    length, batch_size, size, split, drop_last = case
-    loader = DataLoader(Stream(length), batch_size=batch_size, drop_last=drop_last)
-    walks = [
-        walk(
-            prepared(loader, Seat(rank, size), dispatch_batches=False, split_batches=split, even_batches=even),
-        )
-        for rank in range(size)
-    ]
-    per_round = batch_size if split else batch_size * size
-    assert gathered(walks) == list(range(length // per_round * per_round if drop_last and size > 1 else length)) or (
-        size == 1 and drop_last and gathered(walks) == list(range(length // batch_size * batch_size))
-    )
-    if even or drop_last:
-        assert len({len(one) for one in walks}) == 1
-    for one in walks:
-        assert [last for _, last, _ in one] == [False] * (len(one) - 1) + [True] * bool(one)
-
-
 @pytest.mark.parametrize("even", [True, False])
 @pytest.mark.parametrize("length", [0, 1, 13, 24])
 def test_workers_have_padded_rounds_of_their_own_and_metrics_still_see_each_sample_once(length, even):

@@ -10,15 +10,13 @@ from functools import partial
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from farflung.base.errors import ConfigError, StateError, Unsupported
-from farflung.comm.exchange import Exchange
-from farflung.comm.group import SoloGroup
 from farflung.data.dispatcher import DataLoaderDispatcher
 from farflung.data.loader import DataLoaderShard
-from farflung.data.prepare import prepare_data_loader, prepare_loader, skip_first_batches
+from farflung.data.prepare import prepare_data_loader, skip_first_batches
 from farflung.data.samplers import BatchSamplerShard
 from farflung.data.torch_loaders import LoaderView, SkipDataLoader, Source
 from farflung.loop.state import LoopState
@@ -39,25 +37,6 @@ def cases(draw):
     split = draw(st.booleans())
     batch_size = draw(st.integers(1, 4)) * (size if split else 1)
     return draw(st.integers(0, 30)), batch_size, size, split, draw(st.booleans()), draw(st.booleans())
-
-
-@given(cases(), st.booleans())
-@settings(max_examples=60)
-def test_metrics_see_each_sample_exactly_once(case, shuffle):
-    length, batch_size, size, split, even, drop_last = case
-    walks = []
-    for rank in range(size):
-        torch.manual_seed(5)
-        sampler = RandomSampler(range(length)) if shuffle and length else SequentialSampler(range(length))
-        loader = DataLoader(range(length), batch_size, sampler=sampler, drop_last=drop_last)
-        walks.append(walk(prepared(loader, Seat(rank, size), split_batches=split, even_batches=even)))
-    found = gathered(walks)
-    per_round = batch_size if split else batch_size * size
-    assert len(set(found)) == len(found) == (length // per_round * per_round if drop_last else length)
-    assert shuffle or found == list(range(len(found)))
-    assert not even or len({len(one) for one in walks}) == 1
-    for one in walks:
-        assert [last for _, last, _ in one] == [False] * (len(one) - 1) + [True] * bool(one)
 
 
 @given(cases())
@@ -120,22 +99,27 @@ def test_loaders_that_do_no_batching():
     assert numbers(prepared(single)) == [[k] for k in range(11)]
 
 
+class Recording(Dataset):
+    """Keeps which of its samples were read."""
+
+    def __init__(self, length):
+        self.length, self.read = length, []
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return index
+
+    def __len__(self):
+        return self.length
+
+
 def test_the_batch_after_next_is_not_read_yet():
-    read = []
-
-    class Recording(Dataset):
-        def __getitem__(self, index):
-            read.append(index)
-            return index
-
-        def __len__(self):
-            return 10
-
-    iterator = iter(prepared(DataLoader(Recording(), 2)))
+    data = Recording(10)
+    iterator = iter(prepared(DataLoader(data, 2)))
     next(iterator)
-    assert read == [0, 1, 2, 3]
+    assert data.read == [0, 1, 2, 3]
     next(iterator)
-    assert read == [0, 1, 2, 3, 4, 5]
+    assert data.read == [0, 1, 2, 3, 4, 5]
 
 
 def test_batches_go_to_the_device_whatever_they_are_made_of():
@@ -377,23 +361,14 @@ def test_skipping_leaves_out_the_first_batches_and_nothing_else(skip):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_skipped_batches_are_not_read(size):
-    read = []
-
-    class Recording(Dataset):
-        def __getitem__(self, index):
-            read.append(index)
-            return index
-
-        def __len__(self):
-            return 100
-
-    raw = DataLoader(Recording(), 2)
+    data = Recording(100)
+    raw = DataLoader(data, 2)
     ours = [[96, 97], [98, 99]] if size == 1 else [[96, 97]]
     assert numbers(skip_first_batches(prepared(raw, Seat(0, size)), 48 // size)) == ours
-    assert min(read) == 96
-    read.clear()
+    assert min(data.read) == 96
+    data.read.clear()
     list(skip_first_batches(raw, 49))
-    assert read == [98, 99]
+    assert data.read == [98, 99]
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital'")  # torchdata uses what torch is about to drop
@@ -466,18 +441,3 @@ def test_a_generator_of_an_iterable_data_set_is_the_shared_one():
     assert orders == [list(Shuffled(1)), orders[1]]
     assert orders[0] != orders[1]
     assert sorted(orders[1]) == list(range(8))
-
-
-def test_prepare_loader_is_handed_all_it_needs():
-    state = LoopState()
-    from farflung.config.handlers import DataLoaderConfiguration
-
-    loader = prepare_loader(
-        DataLoader(range(3)),
-        exchange=Exchange(SoloGroup()),
-        device=None,
-        state=state,
-        config=DataLoaderConfiguration(),
-        rng_types=[],
-    )
-    assert numbers(loader) == [[0], [1], [2]]

@@ -50,47 +50,6 @@ def test_shares_are_those_of_accelerate(case):
     assert [list(shard) for shard in shards_of(case)] == [list(shard) for shard in shards_of(case, PeerShard)]
 
 
-@given(cases())
-def test_shares_partition_the_data_and_only_padding_repeats(case):
-    order, batch_size, size, split, even, drop_last = case
-    shards = shards_of(case)
-    shares = [list(shard) for shard in shards]
-    dealt = [index for batch in in_rounds(shares) for index in batch]
-    per_round = batch_size if split else batch_size * size
-    if drop_last:
-        assert dealt == order[: len(order) // per_round * per_round]
-    else:
-        assert dealt[: len(order)] == order
-        assert even or len(dealt) == len(order)
-    if even:
-        assert len({len(share) for share in shares}) == 1
-        assert {len(batch) for share in shares for batch in share} <= {per_round // size}
-
-
-@given(cases())
-def test_the_remainder_counts_what_is_no_padding_in_the_last_round(case):
-    order, batch_size, size, split, even, drop_last = case
-    for shard in shards_of(case):
-        list(shard)
-        left = len(order) % (batch_size if split else batch_size * size)
-        assert shard.remainder == (left if even and not drop_last else 0)
-
-
-@given(cases())
-def test_the_length_is_the_number_of_batches(case):
-    assert all(len(shard) == len(list(shard)) for shard in shards_of(case))
-
-
-@given(cases(), st.integers(0, 12))
-def test_skipping_leaves_out_the_first_batches_and_changes_nothing_else(case, skip):
-    for shard in shards_of(case):
-        skipping = SkipBatchSampler(shard, skip)
-        whole = list(shard)
-        assert list(skipping) == whole[skip:]
-        assert len(skipping) == len(whole[skip:])
-        assert list(SkipBatchSampler(skipping, 2)) == whole[skip + 2 :]
-
-
 @given(st.lists(st.lists(st.integers(), min_size=1, max_size=4), max_size=9), sizes, st.integers(0, 5))
 def test_batches_of_unknown_size_are_dealt_whole_and_as_many_to_each(batches, size, skip):
     shards = [BatchSamplerShard(batches, size, rank) for rank in range(size)]

@@ -40,16 +40,6 @@ def made(num_steps=1, precision=None, lr=1.0):
     return model, AcceleratedOptimizer(inner, state=state, precision=precision or Precision()), state
 
 
-def test_a_window_is_complete_every_num_steps_and_at_the_end_of_the_data():
-    state, batches = LoopState(3), loader()
-    state.enter(batches)
-    assert [state.advance() for _ in range(4)] == [False, False, True, False]
-    batches.end_of_dataloader = True
-    assert state.advance()
-    batches.end_of_dataloader = False
-    assert [state.advance() for _ in range(3)] == [False, False, True]
-
-
 def test_the_end_of_the_data_can_be_ignored():
     state = LoopState(2, sync_with_dataloader=False)
     state.enter(loader(end=True))
@@ -237,48 +227,6 @@ def gan():
     (first, one, state), (second, _, _) = made(num_steps=2), made()
     other = AcceleratedOptimizer(torch.optim.SGD(second.parameters(), lr=1.0), state=state, precision=Precision())
     return state, (first, one), (second, other)
-
-
-def test_each_optimizer_follows_the_window_of_its_own_model():
-    state, *pairs = gan()
-    for number in (1, 2):
-        for model, _ in pairs:
-            with Accumulate(state, (model,), None):
-                model(torch.ones(1, 2)).sum().backward()
-                assert state.sync_gradients is (number == 2)
-        for _, optimizer in pairs:
-            optimizer.step()
-            optimizer.zero_grad()
-    for model, _ in pairs:
-        assert torch.equal(model.weight.detach(), torch.full((1, 2), -1.0))
-
-
-def test_a_model_that_is_trained_less_often_keeps_its_window_open():
-    state, (first, one), (second, other) = gan()
-    for number in (1, 2):
-        with Accumulate(state, (first,), None):
-            first(torch.ones(1, 2)).sum().backward()
-        if number == 1:
-            with Accumulate(state, (second,), None):
-                second(torch.ones(1, 2)).sum().backward()
-        same = {"state": state, "precision": Precision()}
-        assert clip_grad_norm_(second.parameters(), 1.0, 2, **same).isnan()
-        assert clip_grad_norm_(first.parameters(), 9.0, 2, **same).isnan() == (number == 1)
-        one.step()
-        other.step()
-    assert torch.equal(first.weight.detach(), torch.full((1, 2), -1.0))
-    assert torch.equal(second.weight.detach(), torch.ones(1, 2))
-
-
-def test_models_that_accumulate_together_share_one_window():
-    state, (first, one), (second, other) = gan()
-    for _ in range(2):
-        with Accumulate(state, (first, second), None):
-            (first(torch.ones(1, 2)) + second(torch.ones(1, 2))).sum().backward()
-        one.step()
-        other.step()
-    assert torch.equal(first.weight.detach(), second.weight.detach())
-    assert torch.equal(first.weight.detach(), torch.full((1, 2), -1.0))
 
 
 def test_a_step_with_a_closure_returns_its_first_loss():

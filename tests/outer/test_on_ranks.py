@@ -12,13 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from farflung.base.errors import CollectiveMismatch, RankFailure, Unsupported
+from farflung.base.errors import RankFailure, Unsupported
 from farflung.base.torch_internals import default_store, num_groups
 from farflung.comm.torch_group import TorchGroup
-from farflung.outer import Cast, OuterLoop, diloco, local_sgd, streaming_diloco
+from farflung.outer import OuterLoop, diloco, local_sgd, streaming_diloco
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
-from farflung.testing.sim import run_replicas
 from tests.outer.replicas import linear, same, train, values
 
 
@@ -65,17 +64,6 @@ def test_averaging_after_each_plain_step_is_ddp_and_with_adam_it_is_not():
         assert not near(*adam)
 
 
-def all_recipes(group=None):
-    recipes = (local_sgd(1), diloco(1, lr=0.5, momentum=0.5), local_sgd(1, codec=Cast("bf16")))
-    return [by_outer_loop(recipe, torch.optim.SGD, linear, group) for recipe in recipes]
-
-
-@pytest.mark.law("processes-are-threads")
-def test_threads_and_processes_give_the_same_bits():
-    for outcomes in zip(*run_ranks(all_recipes, 2), *run_replicas(all_recipes, 2), strict=True):
-        assert same(*outcomes)
-
-
 def many_shapes():
     """Several buckets and dtypes, ranks with different data and numbers of steps."""
     outcomes = []
@@ -97,43 +85,6 @@ def many_shapes():
 def test_replicas_end_with_the_same_bits():
     for outcomes in zip(*run_ranks(many_shapes, 3), strict=True):
         assert same(*outcomes)
-
-
-def differing():
-    try:
-        OuterLoop(linear(), local_sgd(2 + dist.get_rank()))
-    except CollectiveMismatch as error:
-        return str(error)
-
-
-def test_ranks_that_differ_are_told_how():
-    first, second = run_ranks(differing, 2)
-    assert first == second
-    assert "Every(every=2)" in first
-    assert "Every(every=3)" in first
-
-
-def left_by_an_exception():
-    started = time.monotonic()
-    model = linear()
-    try:
-        with OuterLoop(model, local_sgd(2)) as outer:
-            for step in range(4):
-                if step == 3 and dist.get_rank() == 1:
-                    raise ValueError("bad sample")
-                outer.step()
-    except ValueError:
-        return "left"
-    except RankFailure as error:
-        return str(error), time.monotonic() - started
-
-
-def test_an_exception_leaves_and_the_others_hear_of_it_within_seconds():
-    first, second, third = run_ranks(left_by_an_exception, 3)
-    assert second == "left"
-    for message, seconds in (first, third):
-        assert "rank 1 left (ValueError: bad sample)" in message
-        assert seconds < patience(8)
 
 
 def all_leave_and_begin_anew():
