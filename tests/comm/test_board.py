@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records that several write, and logs of decisions over them: one decides, and nothing grows."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -107,13 +107,6 @@ def test_a_listing_may_be_late_in_what_it_shows_and_hides(board, monkeypatch):
 
 
 def test_numbers_that_are_counted_by_several_are_each_given_once(board):
-    given = []
-    threads = [
-        threading.Thread(target=lambda log: given.extend(log.count() for _ in range(40)), args=(Log(board, "log"),))
-        for _ in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(given) == len(set(given)) == 120
+    with ThreadPoolExecutor(3) as threads:
+        given = threads.map(lambda log: {log.count() for _ in range(40)}, [Log(board, "log") for _ in range(3)])
+        assert len(set().union(*given)) == 120

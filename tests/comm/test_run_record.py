@@ -5,8 +5,8 @@ import json
 import os
 import shutil
 import subprocess
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -72,14 +72,9 @@ def test_a_run_that_begins_where_another_was_deleted_is_not_that_of_a_forgotten_
 
 
 def test_launchers_that_begin_at_once_begin_one_run(place):
-    found, (address, _) = [], place
-    threads = [threading.Thread(target=lambda: found.append(begun(address).address)) for _ in range(4)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    assert len(found) == 4
-    assert len(set(found)) == 1
+    with ThreadPoolExecutor(4) as launchers:
+        found = list(launchers.map(begun, [place[0]] * 4))
+    assert len({run.address for run in found}) == 1
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, b""], ids=["former release", "kept by a replica"])
@@ -149,11 +144,8 @@ def test_no_id_is_given_twice_whatever_has_vanished(place, monkeypatch):
     empty()
     monkeypatch.setattr(time, "time_ns", lambda: 10**18)  # as many in one moment
     notes = LauncherNotes(begun(address).board)
-    threads = [threading.Thread(target=lambda: given.append(notes.enroll("replica", "node"))) for _ in range(4)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    with ThreadPoolExecutor(4) as launchers:
+        given += launchers.map(lambda _: notes.enroll("replica", "node"), range(4))
     assert len(given) == len(set(given)) == 13
 
 

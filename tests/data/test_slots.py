@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -229,11 +229,8 @@ def test_threads_that_claim_at_once_share_an_epoch():
             pass
         seen.extend(one.unsent)
 
-    threads = [threading.Thread(target=train, args=(one,)) for one in replicas]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(train, replicas))
     assert sorted(batch for _, _, batch in seen) == list(range(200))
 
 
@@ -461,8 +458,8 @@ def test_the_ranks_of_a_replica_that_was_left_out_stay_in_step():
 class Store:
     """One that can be lost."""
 
-    def __init__(self, store):
-        self.store, self.is_lost, self.is_gone = store, False, True
+    def __init__(self, store, is_gone):
+        self.store, self.is_lost, self.is_gone = store, False, is_gone
 
     def __getattr__(self, name):
         if self.is_lost:
@@ -470,15 +467,21 @@ class Store:
         return getattr(self.store, name)
 
 
-def test_without_the_store_the_epoch_ends_and_later_ones_are_shared_by_places():
+def over_stores(is_gone):
+    """Two replicas that took a batch each, and their stores."""
     run = Run(40)
     run.join(), run.join()
     stores = []
     for one in run.live:
         (board,) = one.slots.boards
-        board._board = board._log._board = Store(board._board)
+        board._board = board._log._board = Store(board._board, is_gone)
         stores.append(board._board)
         one.take()
+    return run, stores
+
+
+def test_without_the_store_the_epoch_ends_and_later_ones_are_shared_by_places():
+    run, stores = over_stores(is_gone=True)
     run.round()
     for store in stores:
         store.is_lost = True
@@ -489,15 +492,7 @@ def test_without_the_store_the_epoch_ends_and_later_ones_are_shared_by_places():
 
 
 def test_an_address_that_refuses_for_a_while_skips_no_batch_and_its_records_follow():
-    run = Run(40)
-    run.join(), run.join()
-    stores = []
-    for one in run.live:
-        (board,) = one.slots.boards
-        board._board = board._log._board = Store(board._board)
-        board._board.is_gone = False
-        stores.append(board._board)
-        one.take()
+    run, stores = over_stores(is_gone=False)
     for store in stores:
         store.is_lost = True
     run.round()  # its records can't be written now
