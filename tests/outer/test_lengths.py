@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from farflung.comm.torch_group import TorchGroup
 from farflung.outer import (
     OuterLoop,
     RadialMean,
@@ -19,7 +18,6 @@ from farflung.outer import (
     edit,
     streaming_diloco,
 )
-from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
 from farflung.testing.simulate import simulate
 from tests.outer.replicas import Run, dyadic, same
@@ -185,18 +183,6 @@ def test_a_run_resumed_with_a_fragment_in_flight_ends_with_the_same_bits():
     for expected, got in run_replicas(stopped, 2):
         assert same(expected[0], got[0])
         assert expected[1] == got[1]
-
-
-def moved_over_gloo(ways):
-    return moved(TorchGroup(), RADIAL, ways, bucket_bytes=64)[0]
-
-
-@pytest.mark.law("processes-are-threads")
-def test_processes_over_gloo_give_the_same_bits_as_threads():
-    ways = random_ways(2)
-    threads = run_replicas(lambda group: moved(group, RADIAL, ways, bucket_bytes=64)[0], 2)
-    for got in (*threads, *run_ranks(moved_over_gloo, 2, ways)):
-        assert torch.equal(got, threads[0])
 
 
 def test_a_simulation_goes_on_when_a_replica_is_lost():

@@ -93,11 +93,6 @@ def test_muloco_is_nesterov_momentum_over_rounds_of_muon_and_adamw():
         torch.testing.assert_close(learnt, anchor, atol=3e-4, rtol=0)
 
 
-@pytest.mark.law("processes-are-threads")
-def test_muloco_on_two_ranks_gives_the_bits_of_two_threads():
-    assert same(*run_ranks(muloco, 2), *run_replicas(muloco, 2))
-
-
 def with_accelerator():
     """Train likewise; of these optimizers AdamW has more tensors."""
     accelerator, model = Accelerator(cpu=True), small_gpt()

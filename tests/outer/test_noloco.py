@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from farflung.comm.torch_group import TorchGroup
 from farflung.outer import OuterLoop, noloco
-from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
 from farflung.testing.simulate import simulate
 from tests.outer.replicas import same, values
@@ -74,19 +72,6 @@ def test_anchors_move_by_the_equations(size, settings):
     for number, rows in enumerate(reference(size, 7, *settings)):
         for rank, row in enumerate(rows):
             np.testing.assert_allclose(outcomes[rank][number].numpy(), row, rtol=0, atol=1e-5)
-
-
-def anchors_over_gloo(recipe, rounds):
-    return anchors(TorchGroup(), recipe, rounds)
-
-
-@pytest.mark.law("processes-are-threads")
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_do_as_threads_do(size):
-    on_ranks = run_ranks(anchors_over_gloo, size, noloco(1), 5)
-    on_threads = run_replicas(anchors, size, noloco(1), 5)
-    for one, other in zip(on_ranks, on_threads, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.law("pull-brings-together")
