@@ -330,6 +330,12 @@ def test_both_spellings_are_one_flag_and_utilization_moves_the_mark():
         (["--latency", "50"], "--latency is '50'"),
         (["--step_seconds", "0"], r"step_s is 0\.0"),
         (["--utilization", "90"], r"--utilization is 90\.0"),
+        (["--table", "--json"], "--json and --table exclude each other"),
+        (["--meet", "ftp"], "--meet"),
+        (["--meet", "ftp://there"], "--meet"),
+        (["--meet", "s3", "--prices", "1", "-1", "0", "0"], "--prices: reads"),
+        (["--meet", "s3", "--request", "soon"], "--request"),
+        (["--request", "10ms"], "give --meet too"),
         (["--picture", "no/such/folder/x.png"], "--picture no/such/folder/x.png can't be written to: No such file"),
     ],
 )
@@ -403,11 +409,6 @@ def test_the_rows_for_scripts_are_those_of_json(more):
         assert float(cells["memory"]) == row["memory"]["total"]
         assert cells["bandwidth_needed_bps"] == str(row["bandwidth_needed_bps"] or "")
         assert (float(cells["usd"]) if more else None) == (row["meet"] and row["meet"]["usd"])
-
-
-def test_rows_for_scripts_and_json_exclude_each_other():
-    with pytest.raises(ConfigError, match="--json and --table exclude each other"):
-        planned(*USUAL, "--table", "--json")
 
 
 def test_buffers_slow_ddp_alone():

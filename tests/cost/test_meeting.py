@@ -12,7 +12,6 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
-from farflung.base.errors import ConfigError
 from farflung.comm.folder import FolderBoard, FolderTransport
 from farflung.comm.member_store import LauncherNotes
 from farflung.cost import forecast
@@ -167,18 +166,3 @@ def test_plan_shows_what_the_address_is_asked_and_the_line_that_meets_there():
     assert max(map(len, shown.split("Flags of")[0].splitlines())) <= 80
     assert "farflung launch --elastic 1:4 --meet s3://mine/run7 --outer" in shown
     assert "--meet file:///shared/run --outer" in planned("--meet", "folder").output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        (["--meet", "ftp"], "--meet"),
-        (["--meet", "ftp://there"], "--meet"),
-        (["--meet", "s3", "--prices", "1", "-1", "0", "0"], "--prices: reads"),
-        (["--meet", "s3", "--request", "soon"], "--request"),
-        (["--request", "10ms"], "give --meet too"),
-    ],
-)
-def test_what_can_t_be_is_refused(arguments, why):
-    with pytest.raises(ConfigError, match=why):
-        planned(*arguments)

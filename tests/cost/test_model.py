@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from farflung.base.errors import ConfigError
 from farflung.cost.methods import Rows
 from farflung.cost.model import Method, Workload, cost_of, needed_bandwidth
 
@@ -295,56 +294,6 @@ def test_the_usual_methods_go_with_any_number_of_layers_and_send_what_their_pape
     )
     every = costs["local_sgd"].method.every
     assert costs["local_sgd"].bytes_sent_per_step * every == pytest.approx(costs["DDP"].bytes_sent_per_step)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"parameters": 0}, "parameters is 0"),
-        ({"parameters": 1e9}, "parameters is 1000000000.0"),
-        ({"layers": -1}, "layers is -1"),
-        ({"replicas": True}, "replicas is True"),
-        ({"step_s": 0.0}, "step_s is 0.0"),
-        ({"step_s": math.inf}, "step_s is inf"),
-        ({"bandwidth_bps": 0.0}, "bandwidth_bps is 0.0"),
-        ({"bandwidth_bps": math.nan}, "bandwidth_bps is nan"),
-        ({"latency_s": -0.1}, "latency_s is -0.1"),
-        ({"latency_s": math.nan}, "latency_s is nan"),
-    ],
-)
-def test_a_run_that_cannot_be_is_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        replace(RUN, **settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"every": 0}, "every is 0"),
-        ({"every": 2.5}, r"every is 2\.5"),
-        ({"every": 4, "fragments": 5}, "5 fragments in 4 steps"),
-        ({"every": 4, "delay": 5}, "delay=5 is more than every=4"),
-        ({"delay": -1}, "delay is -1"),
-        ({"bits": -1}, "bits is -1"),
-        ({"bits": math.nan}, "bits is nan"),
-        ({"encode_s": math.inf}, "encode_s is inf"),
-        ({"exchange": "shouted"}, "'shouted'; it must be one of reduced, gathered, paired"),
-        ({"bucket_bytes": 0}, "bucket_bytes is 0"),
-        ({"levels": ((4, 1),)}, r"levels=\(\(4, 1\),\)"),
-        ({"state_bits": math.nan}, "state_bits is nan"),
-    ],
-)
-def test_a_method_that_cannot_be_is_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        Method("m", **settings)
-
-
-def test_what_does_not_go_together_is_refused():
-    with pytest.raises(ConfigError, match="11 fragments of 10 layers"):
-        cost_of(RUN, Method("m", every=20, fragments=11))
-    for utilization in (0, 1, math.nan):
-        with pytest.raises(ConfigError, match=f"utilization={utilization}"):
-            needed_bandwidth(RUN, Method("m"), utilization)
 
 
 @often
