@@ -190,26 +190,16 @@ def test_null_says_nothing(home):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "num_processes: 2\nmixed_percision: bf16\n",
-            r"train.yaml:2: unknown key `mixed_percision`. Did you mean `mixed_p",
-        ),
         ("inner: {recipe: diloco}\n", r"train.yaml:1: unknown key `inner`"),
         ("config_file: other.yaml\n", r"train.yaml:1: unknown key `config_file`"),
-        (
-            "debug: true\nquiet: true\ndebug: false\n",
-            r"train.yaml:3: `debug` appears twice with different values",
-        ),
         ("dynamo_config:\n  mode: default\n  backnd: x\n", r"train.yaml:3: unknown key `dynamo_backnd`. Did you mean"),
         ("dynamo_config: inductor\n", r"train.yaml:1: dynamo_config must be a mapping"),
         (
             "dynamo_mode: default\ndynamo_config: {mode: max-autotune}\n",
             r"2: `dynamo_mode` appears twice",
         ),
-        ("num_processes: many\n", r"train.yaml:1: num_processes is 'many'; it must be an integer"),
         ("num_processes: [2]\n", r"train.yaml:1: num_processes must be a plain value"),
         ("debug: true\n- 1\n", r"train.yaml:\d: this is not YAML"),
-        ("- 1\n", r"train.yaml:1: the file must be a mapping of `key: value` lines"),
         (
             "debug: true\nrole: !!python/object:os.system x\n",
             r"train.yaml:2: `!!python/object:os.system` is a YAML tag",
