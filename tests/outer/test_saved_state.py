@@ -255,6 +255,14 @@ def test_a_lone_replica_that_is_asked_to_end_or_fails_leaves_its_newest_state(tm
         outer.__exit__(act, act("a test"), None)
     again, _ = trained(tmp_path.as_uri(), diloco(4, lr=1.0, momentum=0.5), 0, nn.Linear(3, 2))
     assert again.position == (11 if act == "end" else 12)
+    events = map(str, LauncherNotes(transport_at(tmp_path.as_uri()).board).receive())
+    assert any(f"from the state at step {again.position}, no round lost" in event for event in events)
+    if act == "end":  # again, soon after, and no round was due in between
+        step(again, 1)
+        again._leaving.leave = lambda: None
+        again._leave_after_a_round(again._leaving)
+        again, _ = trained(tmp_path.as_uri(), diloco(4, lr=1.0, momentum=0.5), 0, nn.Linear(3, 2))
+        assert again.position == 12
     again.close()
 
 

@@ -168,6 +168,8 @@ class Saver:
                 # Read now, as the others have recorded their part of the round meanwhile.
                 logs = self._values_at(landed)
                 self._states.finish(replace(saved, logs=logs), is_current)
+                if landed == self._landed:
+                    self._loop.put(f"g{landed[0]}/landings", b"0")
             return True
         except Unreachable as error:
             self._since = self._every * self._num_fragments  # the next round tries again

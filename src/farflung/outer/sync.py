@@ -66,6 +66,7 @@ class Sync:
         while not any(isinstance(action, Launch) for action in due):
             timetable.synced += 1
             due = timetable.due(timetable.synced, math.inf)
+            timetable.began = min(timetable.began, timetable.position)  # it is launched now
             self.run(due)
 
     def flush(self) -> None:
