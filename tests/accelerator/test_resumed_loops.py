@@ -246,14 +246,20 @@ def leaves(node):
 
 
 def resumed(folder, form, seed, moments, how="signal"):
-    """Train whole, and stopped at some moments; return for each what is wrong, and what the save has said."""
+    """Train whole, and stopped at some moments; return for each what is wrong, and what the save has said.
+
+    Args:
+        moments: so many, drawn at random, or the steps themselves.
+    """
     (code, steps, whole), found = Loop(folder / "whole", form).train(), []
     assert code is None
-    for moment in range(moments):
+    if isinstance(moments, int):
+        moments = [random.Random(f"{seed} {moment}").randint(2, steps - 3) for moment in range(moments)]
+    for moment in moments:
         series, said = folder / str(moment), io.StringIO()
         stopped = Loop(series, form)
         stopped.how = how
-        stopped.stop_at = random.Random(f"{seed} {moment}").randint(2, steps - 3)
+        stopped.stop_at = moment
         with redirect_stderr(said):
             code, _, digest = stopped.train()
             if code == REQUEUE:
@@ -309,6 +315,13 @@ def test_the_loops_around_that_of_the_steps_continue_with_the_batch_in_hand(tmp_
     (found,) = run_ranks(resumed, 1, tmp_path, form, str(form), 4, how, connect=False)
     assert [what for _, _, what, *_ in found] == ["same"] * 4
     assert any(is_nested for *_, is_nested, _ in found) == (form["form"] not in ("zip", "lazy") and how != "outer")
+
+
+@pytest.mark.parametrize("change", [{"outer": "diloco"}, {"accumulate": 4}, {"form": "three", "outer": "streaming"}])
+def test_a_loop_that_had_ended_leaves_the_steps_to_the_next_pass_of_its_loader(tmp_path, change):
+    """The pass around it, on its last batch, is not the one that ends with them."""
+    (found,) = run_ranks(resumed, 1, tmp_path, NESTED | change, "", [12, 30], connect=False)
+    assert [what for _, _, what, *_ in found] == ["same"] * 2
 
 
 @pytest.mark.long

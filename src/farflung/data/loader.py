@@ -160,6 +160,8 @@ class PreparedLoader(LoaderView):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state; if it is no such state, raise KeyError, TypeError or ValueError and change nothing."""
         self._progress.load_state_dict(self.base_source, state_dict)
+        if self._progress.host is not None:
+            self._state.resumed_in = self
 
     def describe_position(self) -> str:
         """Describe in a few words where the next iteration continues."""

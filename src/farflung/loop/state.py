@@ -103,6 +103,7 @@ class LoopState:
             "joined": None,
             "loss": None,
             "at_boundary": None,
+            "resumed_in": None,
             "stepped_in": None,
             "_observers": list(self._observers),
             "_around": [],
@@ -126,6 +127,7 @@ class LoopState:
         self._latest: dict[int, int] = {}  # which of them was a loader's latest, by the loader's id
         self._starts: dict[int, int] = {}  # how many there were when it started
         self._around: list[ActiveLoader] = []  # the iterations around that of the latest step, outermost first
+        self.resumed_in: Any = None  # the loader in whose loop the steps were when the run was saved, if it was nested
         self._beginning: Any = None  # the loader whose next iteration starts, at a boundary right before it
         self._is_between = False  # at a boundary
         self.told: set[str] = set()  # the kinds of differences after a resume that a save has named
@@ -359,7 +361,8 @@ class LoopState:
             fresh = self._since(trace.seen)
             before = trace.source
             if not any(before is one for one in fresh or self.loaders):
-                again = [one for one in fresh if before is not None and one.loader is before.loader]
+                loader = self.resumed_in if before is None else before.loader
+                again = [one for one in fresh if one.loader is loader]
                 trace.source = next(iter(again or self._since(self._seen) or fresh), None)
         trace.seen = self._seen = self._handed_out
         return trace.source
