@@ -152,11 +152,7 @@ def test_a_long_value_is_cut_wherever_it_is_repeated(home, capsys, monkeypatch):
         *(["checkpoint"], ["checkpoint", "ls"], ["checkpoint", "ls", "."], ["checkpoint", "diff", "."]),
         *(["checkpoint", "convert", ".", "y", option] for option in ("--to", "--model")),
         ["checkpoint", "convert", "--to", "farflung", "."],
-        *(
-            [*plan, option.opts[0]]
-            for option in command.farflung.get_command(None, "plan").params
-            if option.opts[0] != "--picture"
-        ),
+        *([*plan, option.opts[0]] for option in command.farflung.get_command(None, "plan").params),
         *(["demo", option] for option in ("--steps", "--size", "--bandwidth", "--data")),
     ):
         messages.append(said_of(capsys, *words, LONG))

@@ -41,9 +41,7 @@ COMMON = (
     Option("anchor_on_cpu", bool, "Keep the anchor and the outer optimizer's state in host memory."),
     Option("inner", str, "What a round does with the inner optimizer's state.", ("keep", "reset", "average")),
     Option(
-        "bucket_bytes",
-        int,
-        "Bucket size: bytes sent at a time. [an eighth of the trainable parameters, 4 to 12.5 MiB]",
+        "bucket_bytes", int, "Bucket size: bytes sent at a time. [an eighth of the trainable parameters, 4 to 12.5 MiB]"
     ),
     Option(
         "same_data",
@@ -58,13 +56,12 @@ COMMON = (
         "every 5 seconds on a terminal, else each round. [auto]",
     ),
 )
-_GONE = Option("log", str, "Refused: rounds.jsonl in the run's folder has a line for each round and replica.")
 REPORT_SECONDS = 5.0  # between two lines on a terminal
 
 # The arguments of all recipes, each name once, and the options of all.
 _KINDS = {each.name: each.kind for arguments in RECIPES.values() for each in arguments}
 _OPTIONS = [Option(name, kind, help_of(name), CODECS if name == "codec" else ()) for name, kind in _KINDS.items()]
-OPTIONS: Mapping[str, Option] = {option.name: option for option in (*_OPTIONS, *COMMON, _GONE)}
+OPTIONS: Mapping[str, Option] = {option.name: option for option in (*_OPTIONS, *COMMON)}
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -125,12 +122,6 @@ def _check_names(recipe: str, given: Mapping[str, Any]) -> None:
     arguments = RECIPES[recipe]
     known = [each.name for each in arguments] + [each.name for each in COMMON]
     odd = [name for name in given if name not in known]
-    if _GONE.name in odd:
-        raise ConfigError(
-            f"{_GONE.name} is no longer an option: rounds.jsonl in the run's folder, which `farflung launch --run-dir` "
-            "names, has a line for each round and replica. A script that starts without the launcher can append a "
-            "function to `loop.listeners`, which is called with each round."
-        )
     if odd:
         near = did_you_mean(odd[0], known)
         raise ConfigError(f"{recipe} has no option {', '.join(odd)}; it takes {', '.join(known)}.{near}")
@@ -173,11 +164,11 @@ def renamed(error: ConfigError, names: Mapping[str, str]) -> ConfigError:
     return type(error)(f"{names[option]} {rest}") if option in names else error
 
 
-def _levels(said: Mapping[int, int | str | None] | str) -> dict[int, int | str | None]:
+def _levels(stated: Mapping[int, int | str | None] | str) -> dict[int, int | str | None]:
     """Return levels as a dictionary, in which None is all ranks."""
-    pairs: list[tuple[Any, Any]] = list(said.items()) if isinstance(said, Mapping) else []
-    if isinstance(said, str):
-        parts = [part.partition(":") for part in said.split(",")]
+    pairs: list[tuple[Any, Any]] = list(stated.items()) if isinstance(stated, Mapping) else []
+    if isinstance(stated, str):
+        parts = [part.partition(":") for part in stated.split(",")]
         pairs = [(_whole(every), _whole(size.strip())) for every, _, size in parts]
     levels: dict[int, int | str | None] = {}
     for every, size in pairs:
@@ -189,7 +180,7 @@ def _levels(said: Mapping[int, int | str | None] | str) -> dict[int, int | str |
         levels[every] = size
     if not levels:
         raise ConfigError(
-            f"levels is {said!r}; map each number of steps to how many ranks average after it: 2 or more, "
+            f"levels is {stated!r}; map each number of steps to how many ranks average after it: 2 or more, "
             "'machine' or 'all', such as '4:machine,64:all'."
         )
     return levels

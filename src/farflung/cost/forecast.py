@@ -6,14 +6,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from farflung.base.errors import ConfigError
-from farflung.base.optional import is_available
 from farflung.base.sizes import num_bytes
 from farflung.base.words import counted, in_bytes, in_rate, in_seconds
 from farflung.config.outer import FEW_ROUNDS
@@ -21,13 +19,12 @@ from farflung.config.setting import BOTH_SPELLINGS
 from farflung.cost.evidence import TESTS
 from farflung.cost.meeting import MeetingPlace, Prices
 from farflung.cost.methods import Row, Rows
-from farflung.cost.model import Cost, Workload, cost_of, needed_bandwidth
+from farflung.cost.model import Workload, needed_bandwidth
 from farflung.cost.units import parse_count, parse_rate, parse_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_POINTS_PER_DECADE = 12
 _EXAMPLE = "farflung plan --parameters 124M --step_seconds 0.5 --bandwidth 1Gbit --steps 20k"
 
 
@@ -47,7 +44,7 @@ class Forecast:
         self.meeting = meeting  # where replicas meet, if not with each other
         rows = Rows(self.run, steps, utilization, bucket_bytes)
         self.rows = rows.chosen
-        self.costs = tuple(cost_of(self.run, row.method) for row in self.rows)  # in the same order
+        self.suffices = rows.suffices
         self.utilization = utilization  # from which on a method counts as fast enough
         self.steps = steps  # of the whole run
         if not rows.chosen:
@@ -61,7 +58,7 @@ class Forecast:
         if as_json:
             click.echo(json.dumps(self.as_dict(), indent=2))
             return
-        from rich.console import Console  # if a help text or a question is all, it isn't needed
+        from rich.console import Console
 
         Console().print(self.table())
         if self.meeting is not None:
@@ -91,31 +88,24 @@ class Forecast:
             row |= row.pop("meet") or {}
         return ["\t".join(rows[0]), *("\t".join(_cell(cell) for cell in row.values()) for row in rows)]
 
-    def suffices(self, cost: Cost) -> bool:
-        return cost.utilization >= self.utilization
-
     def advice(self) -> str:
         """Say in one line which row to take: the first one, which is also the nearest if none is fast enough."""
-        row, cost = self.rows[0], self.costs[0]
-        if self.suffices(cost):
+        row = self.rows[0]
+        if self.suffices(row):
             most = f"it kept most of DDP's gain in our tests ({_percent(row)})"
             if row.gain_kept <= 0:
                 most = "none did better in our tests than a replica that trains alone; this one is the closest"
             return f"Use {row.method.name}: of the methods that are fast enough, {most}."
-        needed = self.needed(cost)
+        needed = needed_bandwidth(self.run, row.method, self.utilization)
         rate = f"it needs {in_rate(needed)}" if needed < math.inf else "no bandwidth is enough at this latency"
-        share = f"{cost.utilization:.1%} of the time spent computing"
+        share = f"{row.cost.utilization:.1%} of the time spent computing"
         return f"No method is fast enough; the closest is {row.method.name}, with {share} ({rate})."
-
-    def needed(self, cost: Cost) -> float:
-        """Return the bits a second from which the method of `cost` is fast enough; `math.inf` if none are."""
-        return needed_bandwidth(self.run, cost.method, self.utilization)
 
     def as_dict(self) -> dict[str, Any]:
         """Return all that is known, in bytes, bits and seconds; a bandwidth that no line has is None."""
         rows = []
-        for row, cost in zip(self.rows, self.costs, strict=True):
-            needed = self.needed(cost)
+        for row in self.rows:
+            cost, needed = row.cost, needed_bandwidth(self.run, row.method, self.utilization)
             rows.append(
                 {
                     "method": cost.method.name,
@@ -128,7 +118,7 @@ class Forecast:
                     "seconds_per_step": cost.seconds_per_step,
                     "utilization": cost.utilization,
                     "exposed_share": 1 - cost.utilization,
-                    "is_fast_enough": self.suffices(cost),
+                    "is_fast_enough": self.suffices(row),
                     "bandwidth_needed_bps": needed if needed < math.inf else None,
                     "bytes_sent_per_step": cost.bytes_sent_per_step,
                     "bytes_sent_per_round": cost.bytes_sent_per_round,
@@ -137,7 +127,7 @@ class Forecast:
                     "meet": self.meeting and asdict(self.meeting.traffic(self.run, cost, self.steps)),
                 }
             )
-        best = self.rows[0].method.name if self.suffices(self.costs[0]) else None
+        best = self.rows[0].method.name if self.suffices(self.rows[0]) else None
         return {
             "run": asdict(self.run),
             "steps": self.steps,
@@ -149,27 +139,15 @@ class Forecast:
 
     def table(self) -> Table:
         """Lay out one row for each method, within 80 columns; those that are fast enough have a star."""
-        from rich import box
-        from rich.table import Column, Table
-
         run = self.run
         who = f"{counted(run.replicas, 'replica')}, {run.parameters:,} parameters"
-        line = (
-            f"{in_seconds(run.latency_s)} one way"
-            if run.request_s is None
-            else f"{in_seconds(run.request_s)} a request"
+        wait = (
+            f"{in_seconds(run.latency_s)} one way" if run.is_direct else f"{in_seconds(run.request_s or 0)} a request"
         )
-        table = Table(
-            Column("method", no_wrap=True),
-            title=f"{who}, {in_seconds(run.step_s)} per step; {in_rate(run.bandwidth_bps)}, {line}",
-            box=box.SIMPLE_HEAD,
-            padding=(0, 1, 0, 0),
-            pad_edge=False,
-        )
-        for heading in ("bits", "gain kept", "sent/step", "step", "computing", "memory"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        for row, cost in zip(self.rows, self.costs, strict=True):
-            enough = self.suffices(cost)
+        title = f"{who}, {in_seconds(run.step_s)} per step; {in_rate(run.bandwidth_bps)}, {wait}"
+        table = _table(title, "bits", "gain kept", "sent/step", "step", "computing", "memory")
+        for row in self.rows:
+            cost, enough = row.cost, self.suffices(row)
             table.add_row(
                 cost.method.name,
                 f"{cost.method.bits:.3g}",
@@ -190,14 +168,8 @@ class Forecast:
 
     def address_table(self, meeting: MeetingPlace) -> Table:
         """Lay out what each method asks of the address where replicas meet."""
-        from rich import box
-        from rich.table import Table
-
-        table = Table(title=f"at {meeting.address}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-        table.add_column("method", no_wrap=True)
-        for heading in ("writes", "reads", "written", "read", "stored", "USD"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        for cost in self.costs:
+        table = _table(f"at {meeting.address}", "writes", "reads", "written", "read", "stored", "USD")
+        for cost in (row.cost for row in self.rows):
             one = meeting.traffic(self.run, cost, self.steps)
             amounts = (one.bytes_written_per_round, one.bytes_read_per_round, one.bytes_stored)
             usd = "" if one.usd is None else f"{one.usd:,.2f}"
@@ -210,39 +182,17 @@ class Forecast:
         )
         return table
 
-    def draw(self, target: Path) -> None:
-        """Write a picture of each method's utilization over the bandwidth, as PNG (needs matplotlib)."""
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-        figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
-        rates = self._rates()
-        for cost in self.costs:
-            shares = [cost_of(replace(self.run, bandwidth_bps=rate), cost.method).utilization for rate in rates]
-            axes.plot(rates, shares, label=cost.method.name)
-        axes.axvline(self.run.bandwidth_bps, color="grey", linestyle=":")
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda rate, _: in_rate(rate)))
-        axes.yaxis.set_major_formatter(PercentFormatter(1))
-        axes.set_xlabel("bandwidth of each replica's link (log scale)")
-        axes.set_ylabel("share of the time spent computing")
-        axes.set_title(f"{counted(self.run.replicas, 'replica')}, {self.run.parameters:,} parameters")
-        axes.grid(which="major", alpha=0.3)
-        axes.legend(fontsize="small")
-        try:
-            figure.savefig(target, format="png")
-        except OSError as error:
-            raise ConfigError(f"--picture {target} can't be written to: {error.strerror}.") from error
+def _table(title: str, *headings: str) -> Table:
+    from rich import box  # if a help text or a question is all, it isn't needed
+    from rich.table import Table
 
-    def _rates(self) -> list[float]:
-        """Bits a second, evenly on a log scale, around what the methods need and what there is."""
-        known = [self.run.bandwidth_bps, *map(self.needed, self.costs)]
-        finite = [rate for rate in known if 0 < rate < math.inf]
-        low, high = math.floor(math.log10(min(finite))) - 1, math.ceil(math.log10(max(finite))) + 1
-        return [10 ** (low + step / _POINTS_PER_DECADE) for step in range((high - low) * _POINTS_PER_DECADE + 1)]
+    table = Table("method", title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for column in table.columns:
+        column.no_wrap = True
+    return table
 
 
 def _cell(value: Any) -> str:
@@ -300,7 +250,6 @@ class _NamesAllMissing(click.Command):
 @click.option("--utilization", default=0.9, help="Share of the time spent computing that counts as fast enough.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table, in bytes, bits and seconds.")
 @click.option("--table", "as_lines", is_flag=True, help="Print a heading and the rows alone, with tabs, for scripts.")
-@click.option("--picture", metavar="FILE", help="Plot utilization against bandwidth to this PNG file.")
 def plan(
     parameters: str,
     step_seconds: str,
@@ -317,11 +266,8 @@ def plan(
     utilization: float,
     as_json: bool,
     as_lines: bool,
-    picture: str | None,
 ) -> None:
     """Forecast what DDP, Local SGD and DiLoCo cost on a network: bytes, seconds, memory, and which is fast enough."""
-    if picture is not None and not is_available("matplotlib"):
-        raise ConfigError("--picture needs matplotlib. Install it with `pip install 'farflung[plot]'`.")
     if as_json and as_lines:
         raise ConfigError("--json and --table exclude each other: give one of them.")
     if not (0 < utilization < 1):
@@ -346,6 +292,3 @@ def plan(
         click.echo("\n".join(forecast.lines()))
     else:
         forecast.show(as_json)
-    if picture is not None:
-        forecast.draw(Path(picture))
-        click.echo(f"picture: {picture}", err=as_json or as_lines)

@@ -18,7 +18,7 @@ from farflung.base.sizes import bucket_bytes_for
 from farflung.codec.wire_sizes import blockwise_bytes, top_k_bytes
 from farflung.config.outer import FEW_ROUNDS, OuterSettings
 from farflung.cost.evidence import GAIN_KEPT
-from farflung.cost.model import Method, Workload, cost_of
+from farflung.cost.model import Cost, Method, Workload, cost_of
 
 _MIB = 2**20
 _DDP_BUCKET_BYTES = 25 * _MIB  # torch's own
@@ -30,13 +30,17 @@ _LATE = ", late"
 
 @dataclass(frozen=True)
 class Row:
-    """A method, and what selects it: an outer loop (None for data-parallel training), or a line of the script."""
+    """What a method costs, and what selects it: an outer loop (None for data-parallel training), or the script."""
 
-    method: Method
+    cost: Cost
     outer: OuterSettings | None
     gain_kept: float  # the share of DDP's gain over a replica that trains alone, in our tests
     is_bound: bool = False  # its rounds are longer than measured ones: it keeps less than `gain_kept`
     script: str = ""
+
+    @property
+    def method(self) -> Method:
+        return self.cost.method
 
     @property
     def flags(self) -> str:
@@ -105,20 +109,19 @@ class Rows:
         longest = min(steps // FEW_ROUNDS, _LONGEST)
         enough = [kind for kind in kinds if min(GAIN_KEPT[kind.name]) <= longest]
         self.left_out = tuple(kind.name for kind in kinds if kind not in enough)
-        gradients = _gradients(bucket_bytes) if run.is_direct else ()  # an address takes rounds alone
+        gradients = _gradients(run, bucket_bytes) if run.is_direct else ()  # an address takes rounds alone
         rows = [*gradients, *(self._best(kind, longest) for kind in enough)]
         self.chosen = tuple(sorted(rows, key=self._order))
 
     def suffices(self, row: Row) -> bool:
         """Return whether a row is fast enough."""
-        return cost_of(self._run, row.method).utilization >= self._utilization
+        return row.cost.utilization >= self._utilization
 
     def _order(self, row: Row) -> tuple[float, ...]:
-        cost = cost_of(self._run, row.method)
-        if cost.utilization < self._utilization:
-            return 1.0, -cost.utilization
+        if not self.suffices(row):
+            return 1.0, -row.cost.utilization
         known = row.is_bound if row.gain_kept > 0 else 2  # a bound is worth less than a share, and more than a loss
-        return 0.0, known, -round(row.gain_kept, 2), bool(row.script), cost.bytes_sent_per_step
+        return 0.0, known, -round(row.gain_kept, 2), bool(row.script), row.cost.bytes_sent_per_step
 
     def _best(self, kind: _Kind, longest: int) -> Row:
         """Return the row with the interval that keeps most, of those that are fast enough; if none is, the longest."""
@@ -158,7 +161,7 @@ class Rows:
         steps, size = self._steps, self._given
         config = OuterSettings(kind.recipe, every=every, codec=kind.flag, steps=steps, bucket_bytes=size, **options)
         is_late = kind.recipe == _STREAMING and delay > 1
-        return Row(method, config, *gain_kept(kind.name + _LATE * is_late, every))
+        return Row(cost_of(self._run, method), config, *gain_kept(kind.name + _LATE * is_late, every))
 
 
 def synchronizations(run: Workload) -> dict[str, float]:
@@ -186,15 +189,15 @@ def gain_kept(name: str, every: int) -> tuple[float, bool]:
     return measured[below] + part * (measured[above] - measured[below]), False
 
 
-def _gradients(bucket_bytes: int | None) -> tuple[Row, Row]:
+def _gradients(run: Workload, bucket_bytes: int | None) -> tuple[Row, Row]:
     """Return data-parallel training, with gradients as they are and in 16 bits."""
     method = Method("DDP", during_backward=True, bucket_bytes=bucket_bytes or _DDP_BUCKET_BYTES)
     narrow = replace(method, name="DDP bf16", bits=16)
     bucket = [] if bucket_bytes is None else [f"bucket_cap_mb={math.ceil(bucket_bytes / _MIB)}"]
     hook = [*bucket, "comm_hook=DDPCommunicationHookType.BF16"]
     return (
-        Row(method, None, *gain_kept("DDP", 1), script=_handler(bucket) if bucket else ""),
-        Row(narrow, None, *gain_kept("DDP bf16", 1), script=_handler(hook)),
+        Row(cost_of(run, method), None, *gain_kept("DDP", 1), script=_handler(bucket) if bucket else ""),
+        Row(cost_of(run, narrow), None, *gain_kept("DDP bf16", 1), script=_handler(hook)),
     )
 
 
