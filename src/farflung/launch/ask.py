@@ -50,7 +50,7 @@ def config(ctx: click.Context, config_file: str | None) -> None:
     path = check_path("--config_file", config_file or own_file())
     if path.exists():
         click.confirm(f"{path} exists. Replace it?", abort=True)
-    _write(path, ask())
+    files.write_file(path, ask())
     click.echo(f"Written to {path}.")
     _say_if_hidden(path)
 
@@ -75,13 +75,11 @@ def _ask_grid(answers: dict[str, Value]) -> dict[str, Value]:
 
     def read(text: str) -> int:
         if text and text not in map(str, sizes):
-            raise click.UsageError(
-                f"The answer is {text!r}; use one of {', '.join(map(str, sizes))}, or leave it empty."
-            )
+            raise ConfigError(f"The answer is {text!r}; use one of {', '.join(map(str, sizes))}, or leave it empty.")
         return int(text or count)
 
     question = f"How many processes share one copy of the model (empty: all {count})?"
-    size: int = click.prompt(question, default="", show_default=False, value_proc=read)
+    size: int = _prompt(question, read, "")
     if size == count:
         return {}
     sides = {"replicate": count // size, "shard": size}
@@ -95,17 +93,14 @@ def _answer(entry: Field, known: dict[str, Value]) -> Value:
         return click.confirm(question, default=bool(entry.default)) or entry.default
 
     def read(text: str) -> Value:
-        try:
-            value = entry.parse(text, entry.name) if text else entry.default
-            # The address of machine 0 may be asked for later; any word stands in for it in this check.
-            LaunchSettings.of({**known, "main_process_ip": "later", entry.name: value})
-        except FarflungError as error:
-            raise click.UsageError(str(error)) from None
+        value = entry.parse(text, entry.name) if text else entry.default
+        # The address of machine 0 may be asked for later; any word stands in for it in this check.
+        LaunchSettings.of({**known, "main_process_ip": "later", entry.name: value})
         return value
 
     choices = f" ({', '.join(entry.choices)})" if entry.choices else ""
     default = "" if entry.default is None else entry.text(entry.default)
-    value: Value = click.prompt(question + choices, default=default, show_default=default != "", value_proc=read)
+    value: Value = _prompt(question + choices, read, default)
     return value
 
 
@@ -147,13 +142,19 @@ def ask_outer(answers: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def _number(question: str, parse: Callable[[str, str], Any], default: str | None = None) -> Any:
-    def read(text: str) -> Any:
+    return _prompt(question, lambda text: parse(text, "The answer"), default)
+
+
+def _prompt(question: str, read: Callable[[str], Any], default: str | None) -> Any:
+    """Ask until `read` takes the answer."""
+
+    def answer(text: str) -> Any:
         try:
-            return parse(text, "The answer")
-        except ConfigError as error:
+            return read(text)
+        except FarflungError as error:
             raise click.UsageError(str(error)) from None
 
-    return click.prompt(question, default=default, value_proc=read)
+    return click.prompt(question, default=default, show_default=default != "", value_proc=answer)
 
 
 def _say_if_hidden(path: Path) -> None:
@@ -189,12 +190,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
         click.echo(f"{path} exists and was not changed. `farflung config` asks whether to replace it.")
         return False
     precision = field_named("mixed_precision").parse(mixed_precision, "mixed_precision")
-    return _write(path, {"mixed_precision": precision})
-
-
-def _write(path: Path, values: Mapping[str, Value]) -> Path:
-    """Write a file of settings. What writes YAML takes longer to load than a wrong use takes to answer."""
-    return files.write_file(path, values)
+    return files.write_file(path, {"mixed_precision": precision})
 
 
 def _show(origin: bool, **params: Any) -> None:

@@ -18,12 +18,8 @@ from farflung.launch.start import launch_script
 
 def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # noqa: PT028  it is no test
     """Return the parser of `farflung test`; with `subparsers` it is their command of that name."""
-    told = "Start the processes that the settings ask for, and check that they communicate and train as one."
-    if subparsers is None:
-        parser = argparse.ArgumentParser("farflung test", description=told, allow_abbrev=False)
-    else:
-        parser = subparsers.add_parser("test", description=told, allow_abbrev=False)
-        parser.set_defaults(func=test_command)
+    about = "Start the processes that the settings ask for, and check that they communicate and train as one."
+    parser = command_parser("test", about, test_command, subparsers)
     parser.add_argument("--config_file", "--config-file", help="Read the settings from this file.")
     return parser
 
@@ -35,6 +31,17 @@ def test_command(args: argparse.Namespace) -> None:
     if code != 0:
         sys.exit(code)
     print("The test has passed: the processes communicate, and train as one.")
+
+
+def command_parser(
+    name: str, about: str, run: Callable[[argparse.Namespace], None], subparsers: Any, accelerates: str | None = None
+) -> argparse.ArgumentParser:
+    """Return the parser of the command `name`; with `subparsers` it is their command of that, or Accelerate's, name."""
+    if subparsers is None:
+        return argparse.ArgumentParser(f"farflung {name}", description=about, allow_abbrev=False)
+    parser: argparse.ArgumentParser = subparsers.add_parser(accelerates or name, description=about, allow_abbrev=False)
+    parser.set_defaults(func=run)
+    return parser
 
 
 def parsed_command(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from farflung.base.errors import ConfigError
 from farflung.base.lazy import LazyModule
 from farflung.base.optional import is_installed
-from farflung.launch.commands import parsed_command
+from farflung.launch.commands import command_parser, parsed_command
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,12 +38,8 @@ _PARTS = {"float32": 1, "float16": 2, "int8": 4, "int4": 8}  # of an fp32 value'
 
 def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of `farflung estimate`; with `subparsers` it is their command `estimate-memory`."""
-    told = "Estimate the memory that a model needs to be loaded, and to be trained with Adam. No weights are loaded."
-    if subparsers is None:
-        parser = argparse.ArgumentParser("farflung estimate", description=told, allow_abbrev=False)
-    else:
-        parser = subparsers.add_parser("estimate-memory", description=told, allow_abbrev=False)
-        parser.set_defaults(func=estimate_command)
+    about = "Estimate the memory that a model needs to be loaded, and to be trained with Adam. No weights are loaded."
+    parser = command_parser("estimate", about, estimate_command, subparsers, accelerates="estimate-memory")
     parser.add_argument("model_name", help="Name of a model on the Hugging Face Hub, or a folder that has its config.")
     parser.add_argument(
         *("--library_name", "--library-name"),

@@ -14,7 +14,7 @@ from farflung.base.errors import ConfigError
 from farflung.base.files import atomic_file
 from farflung.config.files import read_mapping
 from farflung.config.sharding import parse_reshard
-from farflung.launch.commands import parsed_command
+from farflung.launch.commands import command_parser, parsed_command
 
 __all__ = ["convert_config_to_fsdp2", "load_config", "to_fsdp2_command", "to_fsdp2_command_parser"]
 
@@ -26,12 +26,8 @@ _log = logging.getLogger("farflung.commands.to_fsdp2")
 
 def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of `farflung to-fsdp2`; with `subparsers` it is their command of that name."""
-    told = "Rewrite an Accelerate file for FSDP version 1 with the keys of version 2."
-    if subparsers is None:
-        parser = argparse.ArgumentParser("farflung to-fsdp2", description=told, allow_abbrev=False)
-    else:
-        parser = subparsers.add_parser("to-fsdp2", description=told, allow_abbrev=False)
-        parser.set_defaults(func=to_fsdp2_command)
+    about = "Rewrite an Accelerate file for FSDP version 1 with the keys of version 2."
+    parser = command_parser("to-fsdp2", about, to_fsdp2_command, subparsers)
     parser.add_argument("--config_file", "--config-file", required=True, help="The file to convert.")
     parser.add_argument("--output_file", "--output-file", help="The file to write. [with --overwrite, the same file]")
     parser.add_argument("--overwrite", action="store_true", help="Replace the output file if it exists.")

@@ -98,11 +98,9 @@ class Connection:
         raise NotImplementedError
 
     def pass_on(self, number: int) -> None:
-        """Send a signal to the launcher."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """End the connection."""
         raise NotImplementedError
 
 
@@ -267,7 +265,6 @@ class ForegroundEngine(Generic[L]):
     _connections: Connections[L]  # once it is submitted
 
     def follow(self) -> int:
-        """Print what comes over the connections until all have ended."""
         if by := self._job.handle:
             raise EngineFailure(
                 f"{self._job.name} was started by {self._job.settings.engine or 'ssh'}: process {by['pid']} on "

@@ -117,6 +117,12 @@ class Job:
             if key in numbers and not value.isdecimal():
                 raise ConfigError(f"engine_options has {key}={value}; use a whole number.")
 
+    def check_left_out(self, names: Iterable[str], why: str) -> None:
+        """Raise ConfigError for settings that say what the engine decides: `why` ends the sentence."""
+        for name in names:
+            if value := getattr(self.settings, name):
+                raise ConfigError(f"{name} is {value}, but {why}")
+
     def check_unicode(self, reader: str, words: Iterable[str] = ()) -> None:
         """Raise ConfigError if the script, its arguments or other `words` are no text, and `reader` takes only text."""
         for word in (self.script, *self.arguments, *words):

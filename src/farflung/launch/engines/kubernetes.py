@@ -97,9 +97,8 @@ class Kubernetes:
         for pair in filter(None, options.get("node_selector", "").split(";")):
             if not re.fullmatch(r"[^=]+=[^=]*", pair):
                 raise ConfigError(f"engine_options has node_selector={pair}; use key=value;key=value.")
-        for name in ("main_process_ip", "machine_rank"):
-            if value := getattr(self._job.settings, name):
-                raise ConfigError(f"{name} is {value}, but Kubernetes names and numbers the pods itself.")
+        placed = ("main_process_ip", "machine_rank")
+        self._job.check_left_out(placed, "Kubernetes names and numbers the pods itself.")
         if self._job.is_elastic and (not meet or meet.startswith("tcp://")):
             raise ConfigError(
                 f"meet is {meet or None}, but pods come and go, the first one too. Have replicas meet in a bucket, "

@@ -48,9 +48,7 @@ class Ray(ForegroundEngine[RayConnection]):
                 f"address is {address}, which is for Ray's client. Start the run on a machine that reaches the cluster "
                 "itself, with address=host:6379."
             )
-        for name in ("main_process_ip", "machine_rank"):
-            if value := getattr(job.settings, name):
-                raise ConfigError(f"{name} is {value}, but Ray decides which nodes the machines are.")
+        job.check_left_out(("main_process_ip", "machine_rank"), "Ray decides which nodes the machines are.")
 
     @cached_property
     def _cluster(self) -> RayCluster:
@@ -61,7 +59,6 @@ class Ray(ForegroundEngine[RayConnection]):
         self._cluster.check()
 
     def described(self) -> str:
-        """Return the launchers' commands; addresses are known once there are nodes."""
         settings, lines = self._job.settings, []
         for number in range(self._job.count):
             place = launcher_settings(settings, number, "node-of-0", settings.main_process_port or DEFAULT_PORT)
@@ -71,7 +68,6 @@ class Ray(ForegroundEngine[RayConnection]):
         return "\n".join([f"nothing is started (--dry-run); {asked} would run each of", *lines])
 
     def submit(self) -> Mapping[str, Any]:
-        """Start a launcher on each of the nodes that are chosen for them."""
         noun, job = "replica" if self._job.is_elastic else "machine", self._job
         names = [f"{noun} {number}" for number in range(job.count)]
         cluster, times = self._cluster, max_restarts(job.settings)

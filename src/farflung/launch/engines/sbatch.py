@@ -63,10 +63,9 @@ def check_options(job: Job) -> None:
     job.check_options(_SBATCH | _OURS, numbers=("signal", "cpus_per_task"))
     if "signal" in job.options and not _heeds_signals(job):
         raise ConfigError("engine_options has signal, at which only a run with --save_on_signal or --elastic saves.")
-    for name in ("machine_rank", "main_process_ip", "main_process_port")[: 3 if job.is_elastic else 1]:
-        if value := getattr(job.settings, name):
-            instead = " --meet says where replicas meet." if job.is_elastic else ""
-            raise ConfigError(f"{name} is {value}, but Slurm chooses the nodes. Leave it out.{instead}")
+    placed = ("machine_rank", "main_process_ip", "main_process_port") if job.is_elastic else ("machine_rank",)
+    instead = " --meet says where replicas meet." if job.is_elastic else ""
+    job.check_left_out(placed, f"Slurm chooses the nodes. Leave it out.{instead}")
     if odd := {*"\\%"} & {*str(job.folder)}:  # also in the path of a job's folder, which can't be quoted
         raise ConfigError(
             f"The run's folder is {str(job.folder)!r}, but Slurm takes {' and '.join(sorted(odd))} in names of output "

@@ -89,11 +89,9 @@ class Slurm:
             )
 
     def described(self) -> str:
-        """Return the batch script."""
         return batch_script(self._job)
 
     def submit(self) -> Mapping[str, Any]:
-        """Submit a job or, of replicas, an array."""
         (self._job.folder / "slurm.sh").write_text(batch_script(self._job), encoding="utf-8")
         handle = {"jobs": [self._submitted()], "next": self._job.count}
         self._job = replace(self._job, handle=handle)

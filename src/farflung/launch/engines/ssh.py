@@ -131,7 +131,6 @@ class Ssh(ForegroundEngine[SshConnection]):
         return "\n".join(["nothing is started (--dry-run)", *lines])
 
     def submit(self) -> Mapping[str, Any]:
-        """Start a launcher on each host."""
         commands = self._commands()
         self._connections = Connections(
             self._job.settings, self._token, lambda host: SshConnection(host, commands[host]), commands

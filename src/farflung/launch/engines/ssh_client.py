@@ -122,10 +122,7 @@ class SshClient:
         command = self.command(host, (self.python, "-", word, "pack", there, SUBMITTED, *_FOLDERS))
         pipe = subprocess.PIPE
         try:
-            with (
-                TemporaryFile() as errors,
-                subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors) as ssh,
-            ):
+            with TemporaryFile() as errors, subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors) as ssh:
                 assert ssh.stdin is not None
                 assert ssh.stdout is not None
                 with ssh.stdin:
