@@ -149,28 +149,19 @@ def _agent_settings(plan: Plan, settings: LaunchSettings, line_prefix: str | Non
         logs_specs=DefaultLogsSpecs(
             log_dir=str(log_dir),
             tee=Std.from_str(settings.tee),
-            local_ranks_filter=_shown(settings, machine * plan.num_local),
+            # Ranks of other machines keep torch's filter on.
+            local_ranks_filter={rank - machine * plan.num_local for rank in settings.shown_ranks} or None,
         ),
         signals_to_handle="SIGRTMAX",  # one that nobody sends: `_signals` hears the others, and none would be an error
     )
-
-
-def _shown(settings: LaunchSettings, first_rank: int) -> set[int] | None:
-    """Return the local ranks whose output is shown, None for all. Ranks of other machines keep torch's filter on."""
-    return {rank - first_rank for rank in settings.shown_ranks} or None
 
 
 def _show_attempt(log_dir: Path, first_rank: int, settings: LaunchSettings, attempt: int) -> None:
     """Show why the attempt before this one failed."""
     if attempt > 1 and (failures := _reported(log_dir, first_rank)):
         show(failures, checkpoint=newest_checkpoint(log_dir))
-        record(
-            Kind.RESTARTED,
-            level=logging.ERROR,
-            attempt=attempt,
-            restart=attempt - 1,
-            max_restarts=settings.max_restarts,
-        )
+        restart = {"attempt": attempt, "restart": attempt - 1, "max_restarts": settings.max_restarts}
+        record(Kind.RESTARTED, level=logging.ERROR, **restart)
 
 
 def _reported(log_dir: Path, first_rank: int, before_s: float = inf) -> tuple[Failure, ...]:

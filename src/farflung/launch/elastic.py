@@ -32,7 +32,6 @@ from farflung.launch.plan import (
     one_machine,
     one_replica,
     torch_is_loaded,
-    with_log_dir,
 )
 from farflung.launch.replicas import new_machine_name, supervise
 from farflung.process.identity import has_ended
@@ -125,7 +124,7 @@ class Replicas:
             )
             record(Kind.NOTE, message=message)
         if has_launchers(settings):
-            replica = with_log_dir(self._replica, folder)
+            replica = folder.with_logs(self._replica)
             stated = json.dumps(dataclasses.asdict(replica))  # whatever files and variables say
             start = (sys.executable, "-m", "farflung", "launch", "--stated", stated)
             command = (*start, script.name, *script.arguments)

@@ -6,13 +6,13 @@ from __future__ import annotations
 import json
 import os
 import platform
-import secrets
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,15 +20,19 @@ from typing import TYPE_CHECKING, Any
 from farflung.base.errors import ConfigError
 from farflung.base.events import Event, Kind, tell
 from farflung.base.files import atomic_file
+from farflung.base.lazy import LazyModule
 from farflung.base.optional import installed_version
 from farflung.config import environ
-from farflung.observe.attempts import next_attempt
 from farflung.observe.folder import FACTS, LATEST, RUNS
 from farflung.process.identity import process_identity
-from farflung.process.run_files import EVENTS, add_lines
+from farflung.process.run_files import EVENTS, LOGS, add_lines
 
 if TYPE_CHECKING:
+    from farflung.config.launch import LaunchSettings
     from farflung.config.resolve import Resolved
+    from farflung.observe import attempts
+else:
+    attempts = LazyModule("farflung.observe.attempts")
 
 NONE = "none"  # in place of a folder
 SUBMITTED = "engine.json"  # what was submitted to an engine, whose launchers write into the folder of whoever did it
@@ -53,6 +57,12 @@ class RunFolder:
         if self.path is None:
             return {}
         return {environ.RUN_FOLDER: str(self.path), environ.RUN_ATTEMPT: str(self._attempt)}
+
+    def with_logs(self, settings: LaunchSettings) -> LaunchSettings:
+        """Return the settings with the place of the files that `tee` writes: this folder, unless one is named."""
+        if settings.tee == "0" or settings.log_dir is not None or self.path is None:
+            return settings
+        return replace(settings, log_dir=str(self.path / LOGS))
 
     def write(self, event: Event) -> None:
         """Add an event of this launcher to the folder, if there is one."""
@@ -87,8 +97,9 @@ def make_folder(
     try:
         path.mkdir(parents=True, exist_ok=True)
         path = path if settings.run_dir else _new(path, Path(script).stem)
-        launcher = None if "engine" in world else secrets.token_hex(4)
-        made = RunFolder(path, next_attempt(path, world), launcher)
+        launcher = None if "engine" in world else os.urandom(4).hex()
+        attempt = attempts.next_attempt(path, world) if settings.run_dir else 1  # a new folder has none yet
+        made = RunFolder(path, attempt, launcher)
         if launcher is not None and (path / SUBMITTED).exists():
             return made
         facts = _facts(resolved, script, arguments, world)
@@ -98,10 +109,10 @@ def make_folder(
         if not settings.run_dir:
             _point(path.parent / LATEST, path.name)
     except OSError as error:
-        said = f"the run's folder {path} can't be written: {error.strerror}"
+        problem = f"the run's folder {path} can't be written: {error.strerror}"
         if settings.run_dir:
-            raise ConfigError(f"run_dir is {settings.run_dir!r}, but {said}. Name another one, or none.") from None
-        tell(f"farflung: {said}, so there is none; --run-dir names another place")
+            raise ConfigError(f"run_dir is {settings.run_dir!r}, but {problem}. Name another one, or none.") from None
+        tell(f"farflung: {problem}, so there is none; --run-dir names another place")
         return NO_FOLDER
     return made
 

@@ -26,7 +26,6 @@ from farflung.config.grid import check_layout
 from farflung.config.launch import DEFAULT_PORT, LaunchSettings, rank_variables
 from farflung.config.resolve import Resolved, explained
 from farflung.integrations.as_accelerate import path_variables
-from farflung.launch.folder import RunFolder
 from farflung.launch.network import (
     NAME_WAIT_S,
     Interface,
@@ -36,7 +35,6 @@ from farflung.launch.network import (
     refuse_busy_port,
     resolve_host,
 )
-from farflung.process.run_files import LOGS
 
 if TYPE_CHECKING:
     from farflung.outer import arguments as outer_arguments
@@ -120,10 +118,9 @@ def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str], r
     if settings.save_on_signal is not None and not settings.dry_run:
         _make_folder(settings.save_on_signal, "save_on_signal")
     meeting = meet(settings)
-    variables = rank_variables(settings)
+    variables = rank_variables(settings) | network_variables(meeting, settings)
     if on_cpu:
         variables["ACCELERATE_USE_CPU"] = "true"  # without it Accelerate on CPUs trains unconnected copies
-    variables |= network_variables(meeting, settings)
     if settings.as_accelerate:
         variables |= path_variables()
     if num_local > 1 and settings.num_cpu_threads_per_process is None:
@@ -139,13 +136,6 @@ def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str], r
 def has_launchers(settings: LaunchSettings) -> bool:
     """Return whether each replica has a launcher of its own: for several ranks, or for files of what they print."""
     return settings.ranks_per_replica > 1 or settings.tee != "0" or settings.log_dir is not None
-
-
-def with_log_dir(settings: LaunchSettings, folder: RunFolder) -> LaunchSettings:
-    """Return the settings with the place of the files that `tee` writes: the run's folder, unless one is named."""
-    if settings.tee == "0" or settings.log_dir is not None or folder.path is None:
-        return settings
-    return replace(settings, log_dir=str(folder.path / LOGS))
 
 
 def one_replica(settings: LaunchSettings) -> LaunchSettings:

@@ -15,6 +15,7 @@ from typing import Any
 
 from farflung.base.causes import Cause, cause_in
 from farflung.base.events import Kind, record, tell
+from farflung.base.signals import name_of
 from farflung.base.words import numbered
 
 # The end of a process that was not its own doing, so no other rank's failure caused it.
@@ -75,9 +76,8 @@ class Failure:
         """`exit code 3`, or `signal 9 (SIGKILL)`."""
         if self._own_code >= 0:
             return f"exit code {self._own_code}"
-        number = -self._own_code
-        known = number in [known.value for known in signal.Signals]
-        return f"signal {number}" + (f" ({signal.Signals(number).name})" if known else "")
+        number, name = -self._own_code, name_of(-self._own_code)
+        return f"signal {number}" + (f" ({name})" if name.startswith("SIG") else "")
 
 
 def in_order(failures: Sequence[Failure]) -> tuple[list[Failure], list[Failure]]:
@@ -154,7 +154,7 @@ def _listed(failures: Sequence[Failure], what: str) -> list[str]:
 
 
 def show(failures: Sequence[Failure], log_dir: str | None = None, **details: Any) -> int:
-    """Record the report of a failure; return the exit code of the rank that failed first. `said` is for `explain`."""
+    """Record the report of a failure, with `details` for `explain`; return the exit code of the first rank to fail."""
     cause = in_order(failures)[0][0]
     title, text = explain(failures, **details)
     if log_dir is not None:

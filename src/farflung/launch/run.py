@@ -17,7 +17,7 @@ from farflung.config.resolve import Resolved
 from farflung.launch.codes import BY_SIGNAL, CODES, DONE, REQUEUE
 from farflung.launch.dry_run import described
 from farflung.launch.folder import RunFolder
-from farflung.launch.plan import Plan, Script, check_recipe, lone_environment, make_plan, with_log_dir
+from farflung.launch.plan import Plan, Script, check_recipe, lone_environment, make_plan
 from farflung.launch.report import in_order, in_short, show
 from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND, PREEMPTED
 
@@ -50,7 +50,7 @@ class Ranks:
         return {"processes": plan.num_local, **machines, **row, "command": [str(word) for word in plan.command]}
 
     def follow(self, folder: RunFolder) -> int:
-        settings, plan = with_log_dir(self._settings, folder), self._plan
+        settings, plan = folder.with_logs(self._settings), self._plan
         plan = dataclasses.replace(plan, variables={**plan.variables, **folder.variables})
         if self.is_lone:
             become(plan)
