@@ -288,6 +288,11 @@ def test_sharded_tensors_are_recognized_in_one_place(name):
     assert "DTensor" not in names, f"{name} knows about DTensor"
 
 
+def test_no_two_classes_share_a_name():
+    names = [node.name for name in NAMES for node in walk(tree(name)) if isinstance(node, ast.ClassDef)]
+    assert sorted(name for name in {*names} if names.count(name) > 1) == []
+
+
 def test_every_file_of_a_room_belongs_to_a_known_floor():
     folders = {p.name for p in SOURCE.iterdir() if p.is_dir() and p.name != "__pycache__"}
     assert folders - set(FLOORS) <= {"utils", "commands", "test_utils"}

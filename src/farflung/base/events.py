@@ -139,14 +139,7 @@ def words(event: Event) -> str:
         return str(event.facts["message"])
     try:
         sentence = _of_replicas(event) if event.kind in _OF_REPLICAS else _of_a_launcher(event)
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        ArithmeticError,
-        AttributeError,
-        OSError,
-    ):  # another version gives it other facts
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, OSError):  # facts of another version
         return " ".join(filter(None, (event.who, event.kind.value, json.dumps(dict(event.facts), default=str))))
     return sentence if event.generation is None else f"generation {event.generation}: {sentence}"
 

@@ -269,9 +269,14 @@ def is_joining(ddp: nn.parallel.DistributedDataParallel) -> bool:
 _SENT_FIRST = "_static_graph_delay_allreduce_enqueued"  # once the first pass of a static graph sends when it ends
 
 
+def is_static_graph_unknown(ddp: nn.parallel.DistributedDataParallel) -> bool:
+    """Return whether a DDP model with a static graph has yet to see it, in a first backward pass."""
+    return bool(ddp.static_graph and not taken(ddp, _SENT_FIRST, "keep a static graph from sending"))
+
+
 def keep_static_graph(ddp: nn.parallel.DistributedDataParallel) -> bool:
     """Keep the first backward pass of a static graph from sending; return False if none was about to."""
-    sends = ddp.static_graph and not taken(ddp, _SENT_FIRST, "keep a static graph from sending")
+    sends = is_static_graph_unknown(ddp)
     if sends:
         setattr(ddp, _SENT_FIRST, True)
     return sends
@@ -348,8 +353,3 @@ def bare_group(store: Store, rank: int, size: int, timeout_s: float) -> dist.Pro
         nccl = dist.ProcessGroupNCCL(apart, rank, size, dist.ProcessGroupNCCL.Options())
         group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
     return group
-
-
-def is_static_graph_unknown(ddp: nn.parallel.DistributedDataParallel) -> bool:
-    """Return whether a DDP model with a static graph has yet to see it, in a first backward pass."""
-    return bool(ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued)

@@ -57,10 +57,10 @@ class PreemptionVote:
 
     def look(self, presence: PresenceStore) -> None:
         """Take part in the vote: the watchdog calls this now and then."""
-        said = presence.published("signal")
-        if self.why and not said:
+        reason = presence.published("signal")
+        if self.why and not reason:
             presence.publish("signal", self.why)
-        self.why = said or self.why
+        self.why = reason or self.why
         if not self.why or self._decided.is_set():
             return
         if not self._has_published:
@@ -88,6 +88,6 @@ class PreemptionVote:
         elif not self.why and not self.passed:
             tell(
                 f"farflung: {request.name} came before the end of any step, where the run is saved. A loop without a "
-                "prepared loader must call accelerator.stop_if_signalled() at the end of each step.",
+                "prepared loader must call accelerator.stop_if_signalled() at the end of each step."
             )
         self.why = self.why or f"{request.name} at rank {self._rank}"

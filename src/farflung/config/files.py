@@ -220,12 +220,12 @@ def write_file(path: Path, values: Mapping[str, Any]) -> Path:
     if path.resolve() in [theirs.resolve() for theirs in accelerate_files()]:
         raise ConfigError(f"{path} is Accelerate's own file, which Farflung reads but never writes. Choose another.")
     LaunchSettings.of(values)
-    said = {name: value for name, value in values.items() if value is not None}
+    stated = {name: value for name, value in values.items() if value is not None}
     text = "# Settings of `farflung launch`; `farflung launch --help all` explains each.\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as aside:
-            aside.write_text(text + yaml.safe_dump(said, sort_keys=False, allow_unicode=True), encoding="utf-8")
+            aside.write_text(text + yaml.safe_dump(stated, sort_keys=False, allow_unicode=True), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} can't be written: {error.strerror}. Name another file.") from error
     return path

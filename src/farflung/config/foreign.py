@@ -59,13 +59,7 @@ FOREIGN: tuple[Foreign, ...] = (
         keys="megatron_lm_config",
         read_with=("distributed_type", None, "megatron_lm"),
     ),
-    Foreign(
-        "fp8",
-        "Use --mixed_precision bf16.",
-        "fp8_",
-        keys="fp8_config",
-        read_with=("mixed_precision", "fp8"),
-    ),
+    Foreign("fp8", "Use --mixed_precision bf16.", "fp8_", keys="fp8_config", read_with=("mixed_precision", "fp8")),
     Foreign(
         "TPUs",
         "Use torch_xla's own launcher.",

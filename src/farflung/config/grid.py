@@ -50,7 +50,7 @@ class LayoutSettings:
     fsdp_version: int | None = _told("2; with 1, the settings of FSDP version 1 are translated. [2]")
     fsdp_reshard_after_forward: str | None = _told(
         "Free gathered parameters between forward and backward: true, false, or over how many ranks to keep them "
-        "sharded. [true]",
+        "sharded. [true]"
     )
     fsdp_auto_wrap_policy: str | None = _told(
         "Which modules are gathered one by one. [no_wrap]",
@@ -118,7 +118,7 @@ class LayoutSettings:
     parallelism_config_sp_size: int | None = _told("Sequence parallelism; only 1 is supported.")
     island_size: str | None = _told(
         "With --outer: how many neighbouring processes average gradients in every step; `host` for those of one "
-        "machine. [1]",
+        "machine. [1]"
     )
 
     @property

@@ -425,10 +425,10 @@ def _listed() -> Iterator[Field]:
         told = stated.pop("told", "variable" in stated)
         name, hint = attribute.name, hints[attribute.name]
         prefix = stated.pop("prefix", "" if name.startswith(("fsdp_", GRID)) else _PREFIX)
-        said: dict[str, Any] = {"variable": f"{prefix}{name}".upper(), "flags": (f"--{name}",)} | stated
+        rest: dict[str, Any] = {"variable": f"{prefix}{name}".upper(), "flags": (f"--{name}",)} | stated
         kind = next((part for part in get_args(hint) if part is not type(None)), hint)
         says_word = kind is bool and name.startswith("fsdp_")
-        yield Field(name, group_of(name), kind, told_as=said["variable"] if told else None, says_word=says_word, **said)
+        yield Field(name, group_of(name), kind, told_as=rest["variable"] if told else None, says_word=says_word, **rest)
 
 
 def _option(name: str) -> str:

@@ -68,7 +68,7 @@ def resolve(flags: Mapping[str, str | bool]) -> Resolved:
     check_variables()
     named = flags.get("config_file") or environ.text("FARFLUNG_CONFIG_FILE") or None
     path = find_file(None if named is None else str(named))
-    stated, read = _read(path) if path is not None else ({}, ())
+    stated, read = files.read_file(path) if path is not None else ({}, ())  # YAML's reader is loaded only for a file
     found = {entry.name: _first(entry, flags, stated) for entry in FIELDS}
     notes = [*read, *_choose_the_device(found), *_take_place(found), *_check_used(found), *_without_effect(found)]
     notes += _arrange_hybrid(found)
@@ -80,15 +80,10 @@ def resolve(flags: Mapping[str, str | bool]) -> Resolved:
     return Resolved(settings, found, path, tuple(notes))
 
 
-def _read(path: Path) -> tuple[dict[str, Stated], tuple[str, ...]]:
-    """Read a file. What reads YAML is loaded if there is one: it takes longer than all the rest."""
-    return files.read_file(path)
-
-
 def _first(entry: Field, flags: Mapping[str, str | bool], stated: Mapping[str, Stated]) -> Stated:
     if entry.name in flags:
-        said, flag = flags[entry.name], entry.flags[-1]
-        value = said if isinstance(said, bool) else entry.parse(said, flag)
+        given, flag = flags[entry.name], entry.flags[-1]
+        value = given if isinstance(given, bool) else entry.parse(given, flag)
         return Stated(value, "flag", flag)
     value = entry.from_environment()
     if value is not None:
@@ -259,21 +254,23 @@ def _without_effect(settings: dict[str, Stated]) -> list[str]:
 def _arrange_hybrid(settings: dict[str, Stated]) -> list[str]:
     """Turn version 1's HYBRID_SHARD (shards in a machine, copies on each) into the grid that it is, and say so."""
     names = _STRATEGIES if settings["fsdp_version"].value == 1 else _STRATEGIES[:1]
-    said = next((settings[name] for name in names if str(settings[name].value).upper() in _HYBRID), None)
+    strategy = next((settings[name] for name in names if str(settings[name].value).upper() in _HYBRID), None)
     machines, processes = settings["num_machines"].value, settings["num_processes"].value
     is_known = machines == 1 or (isinstance(processes, int) and processes % int(machines or 1) == 0)
-    if said is None or not settings["use_fsdp"].value or settings["use_parallelism_config"].value or not is_known:
+    if strategy is None or not settings["use_fsdp"].value or settings["use_parallelism_config"].value or not is_known:
         return []
     for name in _STRATEGIES:
-        settings[name] = replace(said, value=None)
-    settings["fsdp_reshard_after_forward"] = replace(said, value=_HYBRID[str(said.value).upper()])
+        settings[name] = replace(strategy, value=None)
+    settings["fsdp_reshard_after_forward"] = replace(strategy, value=_HYBRID[str(strategy.value).upper()])
     if machines == 1:
-        return [f"{said.place} says {said.value}: on one machine, models are sharded over all processes."]
+        return [f"{strategy.place} says {strategy.value}: on one machine, models are sharded over all processes."]
     shards = int(processes or 1) // int(machines or 1)
-    settings["use_parallelism_config"] = replace(said, value=True)
-    settings["parallelism_config_dp_replicate_size"] = replace(said, value=machines)
-    settings["parallelism_config_dp_shard_size"] = replace(said, value=shards)
-    return [f"{said.place} says {said.value}: {machines} copies of the model, each sharded over {shards} processes."]
+    settings["use_parallelism_config"] = replace(strategy, value=True)
+    settings["parallelism_config_dp_replicate_size"] = replace(strategy, value=machines)
+    settings["parallelism_config_dp_shard_size"] = replace(strategy, value=shards)
+    return [
+        f"{strategy.place} says {strategy.value}: {machines} copies of the model, each sharded over {shards} processes."
+    ]
 
 
 def _written(setting: str, origin: Stated) -> str:

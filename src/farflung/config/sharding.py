@@ -115,29 +115,29 @@ class FullyShardedDataParallelPlugin:
 
     def __post_init__(self) -> None:
         problems, version = Problems(), 2
+
+        def resolve(name: str, read: Callable[..., Any], *arguments: Any) -> None:
+            with problems.caught():
+                setattr(self, name, read(*arguments))
+
         with problems.caught():
             version = _version(self.fsdp_version)
-        with problems.caught():
-            self.reshard_after_forward = _reshards(version, self.sharding_strategy, self.reshard_after_forward)
+        resolve("reshard_after_forward", _reshards, version, self.sharding_strategy, self.reshard_after_forward)
         self._check_version_1(problems)
         self.fsdp_version = 2
-        with problems.caught():
-            if self.mixed_precision_policy is not None:
-                self.mixed_precision_policy = _policy(self.mixed_precision_policy)
+        if self.mixed_precision_policy is not None:
+            resolve("mixed_precision_policy", _policy, self.mixed_precision_policy)
         with problems.caught():
             self._set_offload(self.cpu_offload)
-        with problems.caught():
-            self.ignored_modules = _ignored(self.ignored_modules)
-        with problems.caught():
-            self.state_dict_type = _state_dict_type(version, self.state_dict_type)
+        resolve("ignored_modules", _ignored, self.ignored_modules)
+        resolve("state_dict_type", _state_dict_type, version, self.state_dict_type)
         for name in ("state_dict_config", "optim_state_dict_config"):
             given = getattr(self, name)
             with problems.caught():
                 if given is not None and not hasattr(given, "offload_to_cpu"):
                     raise wrong_type(f"{_NAME}: {name}", given, "one of torch's, such as FullStateDictConfig()")
         for name in ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading"):
-            with problems.caught():
-                setattr(self, name, _flag(name, getattr(self, name)))
+            resolve(name, _flag, name, getattr(self, name))
         with problems.caught():
             if self.activation_checkpointing_offload and not self.activation_checkpointing:
                 raise ConfigError(

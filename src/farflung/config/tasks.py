@@ -101,7 +101,7 @@ def read_task() -> Task | None:
             return _task(size, starter.rank, local, starter.one_each)
     for num_machines, rank, hosts in _PLATFORMS:
         if size := _several(num_machines):
-            return _task(size, rank, _stated(1), "", _first_word(hosts))
+            return _task(size, rank, _stated(1), "", _address(hosts))
     if in_slurm_step() and (size := _several("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")):
         if _several("SLURM_HET_SIZE"):
             raise ConfigError(
@@ -132,12 +132,12 @@ def _read_pbs_task() -> Task | None:
 def _refuse_blaunch() -> None:
     """Raise ConfigError on a later host of an LSF job: blaunch tells its tasks nothing, so each would train alone."""
     hosts = _lsf_hosts()
-    names, own = [host.partition(".")[0] for host in hosts], socket.gethostname().partition(".")[0]
-    if own in names[1:]:
+    names, here = [host.partition(".")[0] for host in hosts], socket.gethostname().partition(".")[0]
+    if here in names[1:]:
         raise ConfigError(
-            f"This is machine {names.index(own)} of the {len(hosts)} of an LSF job (LSB_MCPU_HOSTS), but blaunch gives "
-            f"launchers no number. Give each --num_machines {len(hosts)} --main_process_ip {hosts[0]} and its own "
-            "--machine_rank, or use mpirun or jsrun."
+            f"This is machine {names.index(here)} of the {len(hosts)} of an LSF job (LSB_MCPU_HOSTS), but blaunch "
+            f"gives launchers no number. Give each --num_machines {len(hosts)} --main_process_ip {hosts[0]} and its "
+            "own --machine_rank, or use mpirun or jsrun."
         )
 
 
@@ -200,11 +200,7 @@ def _several(*variables: str) -> Stated | None:
 
 
 def _address(variable: str) -> Stated | None:
-    host = environ.text(variable)
-    return _stated(host, variable) if host else None
-
-
-def _first_word(variable: str) -> Stated | None:
+    """Return the address, or the first one of several, that a variable holds."""
     return next((_stated(word, variable) for word in (environ.text(variable) or "").split()), None)
 
 

@@ -23,8 +23,8 @@ def described(resolved: Resolved, plan: Plan) -> str:
         lines.append(f"replicas: {count} on this machine, which meet at {where}; each is a world of its own")
     lines += [_ranks(plan)] if is_elastic and plan.alone else [_ranks(plan), _meeting(plan)]
     before = environ.snapshot()
-    told = lone_environment(plan.variables) if plan.alone else plan.variables
-    variables = {name: value for name, value in told.items() if before.get(name) != value or name in plan.variables}
+    known = lone_environment(plan.variables) if plan.alone else plan.variables
+    variables = {name: value for name, value in known.items() if before.get(name) != value or name in plan.variables}
     lines += ["environment:", *(f"  {name}={shlex.quote(value)}" for name, value in sorted(variables.items()))]
     rows = [(f"  {name}: {value}", origin) for name, value, origin in resolved.rows()]
     lines += ["settings that are not defaults:", *(f"{line:<40} # {origin}" for line, origin in rows)]

@@ -52,10 +52,10 @@ def run(arguments: list[str]) -> None:
         if environ.text("FARFLUNG_OUTER_RECIPE"):
             outer = data_parallel.take_over(slots.Slots)
         code, main = _loaded_module(arguments[1:]) if arguments[0] == "-m" else _loaded_script(arguments)
-        own = sys.modules["__main__"]  # kept alive: this very code lives in it
+        starter = sys.modules["__main__"]  # kept alive: this very code lives in it
         sys.modules["__main__"] = main
         exec(code, main.__dict__)
-        del own
+        del starter
         if outer is not None:
             outer.close()
     except SystemExit as end:

@@ -282,5 +282,5 @@ def _backend(device: torch.device, asked: str | None) -> str:
         if asked is not None and asked not in ("gloo", "mpi", "ccl"):
             raise ConfigError(f"backend is {asked!r}, but this run is on CPUs. Use 'gloo', or leave out the backend.")
         return asked or "gloo"
-    own = asked or dist.get_default_backend_for_device(device)
-    return own if ":" in own or own == "gloo" else f"cpu:gloo,{device.type}:{own}"
+    name = asked or dist.get_default_backend_for_device(device)
+    return name if ":" in name or name == "gloo" else f"cpu:gloo,{device.type}:{name}"

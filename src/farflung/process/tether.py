@@ -117,12 +117,7 @@ def run_tethered(command: Sequence[str], token: str | None = None) -> int:
         (printed, stderr), (reported, reports) = os.pipe(), os.pipe()
         variables = {**environ.snapshot(), environ.REPORTS: str(reports)}
         process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stderr=stderr,
-            pass_fds=[reports],
-            env=variables,
-            start_new_session=True,
+            command, stdin=subprocess.DEVNULL, stderr=stderr, pass_fds=[reports], env=variables, start_new_session=True
         )
         os.close(stderr)
         os.close(reports)
@@ -142,12 +137,12 @@ def _run(process: subprocess.Popen[bytes]) -> int:
             if end_at < inf:
                 time.sleep(_LOOK_S)
                 continue
-            said = os.read(0, 64) if select.select([0], [], [], _LOOK_S)[0] else None
-            if said:
+            received = os.read(0, 64) if select.select([0], [], [], _LOOK_S)[0] else None
+            if received:
                 heard = time.monotonic()
-            for number in filter(None, said or ()):
+            for number in filter(None, received or ()):
                 os.killpg(process.pid, number) if number == signal.SIGKILL else process.send_signal(number)
-            if said == b"" or time.monotonic() > heard + _SILENCE_S:
+            if received == b"" or time.monotonic() > heard + _SILENCE_S:
                 end_at = time.monotonic() + _END_WITHIN_S
                 process.terminate()
     finally:

@@ -90,9 +90,9 @@ class Watchdog:
             return
         self._timeout_s, self._is_default = timeout_s, is_default
         self._watched = threading.get_ident()
-        own = self._group.presence
-        self._presence = PresenceStore(own.prefix, own.rank, own.size, own_connection=True)
-        self._presence.hosts = own.hosts
+        presence = self._group.presence
+        self._presence = PresenceStore(presence.prefix, presence.rank, presence.size, own_connection=True)
+        self._presence.hosts = presence.hosts
         self._presence.publish_host(_machine())
         self._seen = self._presence.asked()
         self._beat = time.monotonic()  # when the store last answered
