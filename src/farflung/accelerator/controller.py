@@ -60,7 +60,6 @@ class OuterController:
 
     @property
     def replicas_here(self) -> int:
-        """How many replicas there are on this machine."""
         return replicas_here(self._run.world.local_size, self._run.strategy.mesh.island.size)
 
     # ---- opening and ending

@@ -129,7 +129,6 @@ class AttachedLoop(Driver):
             hook.remove()
 
     def _stepped(self, optimizer: AcceleratedOptimizer, done: bool) -> None:
-        """Called after an attempted step."""
         if not done:
             self._begin_where_it_is()  # as those do whose first step is not skipped
         self.step_attempted(optimizer, done, optimizer.loop_state.around(self._trace))

@@ -91,7 +91,8 @@ class Preparer:
                 f"trained by {self.run.world.size} processes. Load it without device_map, or start one process."
             )
         is_wrapped = not evaluation_mode
-        is_quantized = _is_quantized(model) and bool(devices)
+        # By the marks that transformers leaves on what it loads with bitsandbytes.
+        is_quantized = bool(devices) and any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
         if is_quantized and is_wrapped:
             _check_quantized(devices, self.run.world.device)
         stays = is_quantized or len(devices) > 1 or (is_wrapped and self.run.strategy.places)
@@ -210,11 +211,6 @@ def _refuse_stranger(thing: Any) -> None:
         raise wrong_type("prepare: an argument", thing, wanted)
     if isinstance(thing, _STRANGERS) and not isinstance(thing, _KINDS):
         raise wrong_type("prepare: an argument", thing, "a model, an optimizer, a DataLoader or a scheduler")
-
-
-def _is_quantized(model: nn.Module) -> bool:
-    """Whether transformers loaded `model` with bitsandbytes, by the marks that it leaves."""
-    return any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
 
 
 def _check_quantized(devices: Set[Any], device: torch.device) -> None:

@@ -32,7 +32,7 @@ from farflung.resume.run import Run
 from farflung.strategy.base import Strategy
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+    pass
 
 
 def _joined(run: Run) -> World:
@@ -172,11 +172,7 @@ class AcceleratorProperties(Engines):
 
     # ---- its position on each axis of the grid, and the axes and engines that Farflung lacks
 
-    @property
-    def torch_device_mesh(self) -> DeviceMesh | None:
-        """The mesh of a `ParallelismConfig`, of its axes with several ranks; None without one."""
-        return self._device_mesh
-
+    torch_device_mesh = Engines._device_mesh
     is_composable_parallelism_enabled = Forward[bool]("is_fsdp2", "Whether models are sharded over several processes.")
 
     @property

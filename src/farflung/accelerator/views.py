@@ -161,6 +161,7 @@ class Engines:
 
     @property
     def _device_mesh(self) -> DeviceMesh | None:
+        """The mesh of a `ParallelismConfig`, of its axes with several ranks; None without one."""
         return None if self.parallelism_config is None else self.parallelism_config.device_mesh
 
 
@@ -223,10 +224,7 @@ class AcceleratorState(Engines, PartialState):
     )
     deepspeed_plugins = Engines.deepspeed_plugin
 
-    @property
-    def device_mesh(self) -> DeviceMesh | None:
-        """The mesh of a `ParallelismConfig`; None without one."""
-        return self._device_mesh
+    device_mesh = Engines._device_mesh
 
     def get_deepspeed_plugin(self, name: str) -> Any:
         """Raise Unsupported: there is no plugin to return."""

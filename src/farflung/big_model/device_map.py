@@ -368,7 +368,6 @@ class _Placement:
         return False
 
     def _go_on(self, name: str, module: nn.Module | Tensor, whole: float) -> None:
-        """Turn to the next device."""
         if not self.used[self._device]:
             needed = whole + self._reserved
             _log.info("No module fits on %s: insufficient memory, it would take %s bytes.", self._device, needed)

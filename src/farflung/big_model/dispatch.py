@@ -152,7 +152,6 @@ def _plain(device: Device) -> Device:
 
 
 def _offloadable(model: nn.Module, offload_buffers: bool) -> dict[str, Tensor]:
-    """Return what of a model's state dict may be offloaded."""
     staying = set() if offload_buffers else {name for name, _ in model.named_buffers()}
     return {name: value for name, value in model.state_dict().items() if name not in staying}
 

@@ -192,7 +192,6 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
 
     @cached_property
     def files(self) -> frozenset[Path]:
-        """The files in the folder that are read."""
         names = {
             info.get("weight_name", key)
             for key, info in self.index.items()

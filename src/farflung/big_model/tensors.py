@@ -145,7 +145,6 @@ class TiedWeights:
         self._copies[copy] = copies
 
     def is_shared(self, tensor: Tensor) -> bool:
-        """Return whether several names share `tensor`."""
         return tensor in self._copies
 
     def groups(self, model: nn.Module) -> list[list[str]]:

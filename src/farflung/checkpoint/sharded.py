@@ -221,7 +221,6 @@ class ShardReader:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(size.numel() * self.dtypes[name].itemsize for name, size in self.sizes.items())
 
     def read_whole(self) -> Any:

@@ -146,7 +146,6 @@ def _copy(names: list[str], checkpoint: Checkpoint, target: Path, with_manifest:
 
 
 def _weights(checkpoint: Checkpoint, index: int) -> dict[str, Any]:
-    """Return a model's weights under the names of the bare model."""
     is_model = checkpoint.folder.name == paths.model_shards(index)  # its shards alone
     path = checkpoint.folder if is_model else checkpoint.model_path(index)
     if paths.SHARDS.fullmatch(path.name):

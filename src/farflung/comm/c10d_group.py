@@ -114,7 +114,6 @@ class C10dGroup(Group):
                     self.pg.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
     def closed_by(self) -> list[int]:
-        """Return the ranks that have closed their connection with this one."""
         closed = []
         for peer in range(self.size if self.supports("cpu") else 0):
             if peer != self.rank:

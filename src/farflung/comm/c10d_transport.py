@@ -109,7 +109,6 @@ class GenerationGroup(C10dGroup):
 
     @property
     def pg(self) -> dist.ProcessGroup:
-        """The process group; RankFailure if some members did not come."""
         if self._connected is None:
             try:
                 store = self._transport.board.lend(self._name)
@@ -361,7 +360,6 @@ def _connect(host: str, port: int, found: Future[tuple[Store, socket.socket | No
 
 
 def _sockets_to(port: int) -> list[int]:
-    """Return this process's descriptors of connections to a port."""
     return [int(name) for name in os.listdir("/dev/fd") if _is_socket_to(int(name), port)]
 
 

@@ -100,7 +100,6 @@ class FolderBoard(ObjectBoard):
             self.ask(partial(delete, self._path(key)), "delete")
 
     def write(self, key: str, parts: Sequence[bytes | memoryview], is_new: bool = False) -> None:
-        """Write a file of these parts aside, and then give it its name."""
         place = os.link if is_new else os.replace
         path, aside = self._path(key), os.path.join(self.path, _ASIDE, secrets.token_hex(8))
 

@@ -332,7 +332,6 @@ class MemberStore:
         return bool(self.board.list("ask/"))
 
     def asks(self) -> dict[str, Ask]:
-        """Return the open questions, by name."""
         found = {key.removeprefix("ask/"): self.board.get(key) for key in self.board.list("ask/")}
         return {name: decode(Ask, content) for name, content in found.items() if content is not None}
 

@@ -88,13 +88,11 @@ class StateSender:
             self._changed.notify()
 
     def stop(self) -> None:
-        """Send nothing any more."""
         with self._changed:
             self.is_over = True
             self._changed.notify()
 
     def join(self, seconds: float) -> None:
-        """Wait until nothing runs here any more, for so long at most."""
         self._thread.join(seconds)
 
     def _run(self) -> None:

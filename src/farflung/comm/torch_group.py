@@ -120,7 +120,6 @@ class TorchGroup(C10dGroup):
 
     @property
     def is_default(self) -> bool:
-        """Whether this is torch's default process group now."""
         return not self.is_destroyed and self._pg() is dist.group.WORLD
 
     def enter(self, kind: str, nbytes: int) -> Wait:

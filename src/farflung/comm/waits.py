@@ -132,7 +132,6 @@ def _exclude(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _is_late(post: Mapping[str, Any], wait: Wait) -> bool:
-    """Return whether the rank that posted this has yet to enter a collective."""
     return bool(post["entered"].get(wait.group, wait.number) < wait.number)
 
 

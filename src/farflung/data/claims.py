@@ -58,7 +58,6 @@ class Followed:
             claims.write(claims.boards[loader].record, done)
 
     def end(self) -> None:
-        """Forget this loop."""
         self.membership.round_listeners.remove(self._round_begins)
         self.claims.loops.remove(self)
         self.claims.ledger.loops.remove(self.sent)
@@ -143,7 +142,6 @@ class Claims:
                 self._unwritten.append((act, args))
 
     def is_member(self, member: int) -> bool:
-        """Whether a replica takes part, as far as this one knows."""
         records = (loop.membership.record for loop in self.loops)
         return all(record is None or member in record.ids for record in records)
 

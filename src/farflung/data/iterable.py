@@ -181,7 +181,7 @@ def told_apart(sample: Any) -> str | None:
     leaves = leaves_of(sample)
     for leaf in leaves:
         if isinstance(leaf, Tensor) and is_plain_bytes(leaf):
-            leaf = bytes_of(leaf.detach().cpu().contiguous())
+            leaf = bytes_of(leaf)
         elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufcSU":
             leaf = leaf.tobytes()
         elif isinstance(leaf, (str, bool, int, float)) or leaf is None:

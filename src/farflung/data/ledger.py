@@ -86,7 +86,6 @@ class Ledger:
         self._waiting: deque[tuple[int, Sequence[Share]]] = deque()  # each with how often batches were handed out
 
     def hand_out(self, shares: Sequence[Share]) -> None:
-        """Record batches that the training gets together."""
         self._num_handed_out += 1
         self._waiting.append((self._num_handed_out, shares))
         for share in shares:

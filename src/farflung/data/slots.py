@@ -241,7 +241,6 @@ class SlotLoader(DataLoaderShard):
 
     @property
     def share(self) -> SlotSampler:
-        """The batches of this replica."""
         return next(sampler for sampler in self.base_source.samplers if isinstance(sampler, SlotSampler))
 
     def skipping(self, num_batches: int) -> Any:

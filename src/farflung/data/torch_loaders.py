@@ -161,7 +161,6 @@ class Source:
         )
 
     def with_indices(self, indices: Any, **attributes: Any) -> Source:
-        """Return a copy that takes the indices of its batches from `indices`."""
         return self.altered(**{self.indices_name: indices}, **attributes)
 
     def without_first(self, num_batches: int, keep: int = 0) -> DataLoader[Any]:
@@ -181,7 +180,6 @@ class Source:
 
 
 def _samplers_of(loader: DataLoader[Any]) -> list[Any]:
-    """Return the samplers of a loader and those inside them."""
     found: list[Any] = []
     waiting: list[Any] = [loader.batch_sampler, loader.sampler]
     while waiting:
@@ -262,7 +260,6 @@ class SkipDataLoader(LoaderView):
 
 
 def _view_copied(view: LoaderView) -> LoaderView:
-    """Copy a view, and the loader behind it."""
     other = copy.copy(view)
     source = view.base_source.altered()
     other.__dict__.update(base_source=source, base_dataloader=source.loader)

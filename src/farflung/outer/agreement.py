@@ -152,8 +152,9 @@ class Averaged:
                 seen.append(_square(self.bring(k)))
         self._num_loaded = min(len(self.buckets), self.buckets.num_buffers)
         total = float(torch.stack(seen).sum(dtype=torch.float64)) if seen else 0.0
-        if not math.isfinite(total):
-            total = 1e300 if self._is_finite() else math.nan
+        if not math.isfinite(total):  # perhaps a sum of large finite values
+            pieces = chain.from_iterable(map(self.buckets.pieces, range(len(self.buckets))))
+            total = 1e300 if all(bool(torch.isfinite(piece).all()) for piece in pieces) else math.nan
         norm = math.sqrt(total) if self.is_anchored else 0.0 * total
         return norm, float(torch.stack(largest).max()) if largest else 0.0
 
@@ -209,16 +210,10 @@ class Averaged:
             foreach_copy_(self.buckets.pieces(k), pieces)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return copies of the state between rounds."""
         return None
 
     def load_state_dict(self, state: Any) -> None:
         """Take over a state that `state_dict` returned."""
-
-    def _is_finite(self) -> bool:
-        """Check element by element: a sum of large finite values can overflow."""
-        pieces = [piece for k in range(len(self.buckets)) for piece in self.buckets.pieces(k)]
-        return all(bool(torch.isfinite(piece).all()) for piece in pieces)
 
 
 class Merge(Protocol):

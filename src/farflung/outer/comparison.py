@@ -91,19 +91,8 @@ class Comparison:
         found: dict[int, int] = {}
         for k in range(len(weights.buckets)):
             for number, piece in zip(weights.buckets.owners(k), weights.agreed(k), strict=True):
-                found[number] = (31 * found.get(number, 0) + int(checksum(piece))) % 2**48
+                found[number] = (31 * found.get(number, 0) + fingerprint(piece)) % 2**48
         return [found.get(number, 0) for number in range(len(self.names))]
-
-
-def checksum(x: Tensor) -> Tensor:
-    """Sum the bits of all elements as whole numbers, which no order of summing changes."""
-    words = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[x.element_size()]
-    together = 8 // x.element_size()  # elements that are one long number: torch would copy what it sums in another type
-    flat = x.reshape(-1)
-    if flat.stride(0) != 1 or flat.storage_offset() % together:
-        flat = flat.clone(memory_format=torch.contiguous_format)
-    whole = flat.numel() // together * together
-    return flat[:whole].view(torch.int64).sum() + flat[whole:].view(words).sum(dtype=torch.int64)
 
 
 # ---- what no round exchanges

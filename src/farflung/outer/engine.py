@@ -384,7 +384,6 @@ class OuterLoop:
         return self._meter.advice(by_flags)
 
     def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Average the gradients of a warm-up; `arguments` begin with the optimizer."""
         self._warmup.check_closure(options.get("closure", *arguments[1:2]))
         self.average_gradients()
 

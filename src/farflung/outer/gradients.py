@@ -119,14 +119,14 @@ def check_ranks(ddp: DistributedDataParallel, island: Group) -> None:
     if isinstance(island, TorchGroup):
         if ranks != island.ranks:
             raise ConfigError(
-                f"This DDP averages over {numbered('rank', ranks)}, but those that train a replica together (island) "
-                f"are {numbered('rank', island.ranks)}. Make it over them: DistributedDataParallel(model, "
-                "process_group=island.pg). Under --outer, leave process_group out."
+                f"This DDP averages over {numbered('rank', ranks)}, but the island of this replica is "
+                f"{numbered('rank', island.ranks)}. Use DistributedDataParallel(model, process_group=island.pg). Under "
+                "--outer, leave process_group out."
             )
     elif len(ranks) != dist.get_world_size():
         raise ConfigError(
-            f"This DDP averages over {len(ranks)} of {dist.get_world_size()} ranks, which train a replica together. "
-            "Say so: OuterLoop(ddp.module, recipe, group=TorchGroup(replicas), island=TorchGroup(those ranks))."
+            f"This DDP averages over {len(ranks)} of {dist.get_world_size()} ranks: they are the island of a replica. "
+            "Pass both groups: OuterLoop(ddp.module, recipe, group=TorchGroup(replicas), island=TorchGroup(island))."
         )
 
 

@@ -179,7 +179,6 @@ def _at_the_ends(model: nn.Module) -> set[int]:
 
 
 def _named(model: nn.Module, name: str) -> list[nn.Parameter]:
-    """Return the parameter of this name, or those of the module."""
     found = [one for path, one in model.named_parameters(remove_duplicate=False) if f"{path}.".startswith(f"{name}.")]
     if not found:
         raise ConfigError(f"muon_groups: the model has no parameter and no module {name!r}, which `adamw` names.")

@@ -11,12 +11,12 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 from farflung.base.errors import RankFailure
+from farflung.base.optional import installed_version
 from farflung.base.words import in_seconds
 from farflung.comm.member_store import Heartbeats, LauncherNotes, MemberStore, Record
 from farflung.comm.transport import Transport
@@ -130,7 +130,7 @@ def versions() -> dict[str, str]:
     script = Path(sys.argv[0]) if sys.argv else Path()
     content = script.read_bytes() if script.is_file() else b""
     return {
-        "Farflung": _own_version(),
+        "Farflung": installed_version("farflung") or "unknown",  # it runs from its sources
         "torch": torch.__version__,
         "Python": platform.python_version(),
         "script": f"{script.name} ({hashlib.blake2b(content, digest_size=4).hexdigest()})",
@@ -166,13 +166,6 @@ def other_versions(theirs: str, mine: str) -> str:
     """Return all other differences, which do no harm by themselves."""
     differing = _differing(theirs, mine, of_settings=False)
     return "; ".join(f"{name}: {value!r} instead of {own!r}" for name, value, own in differing)
-
-
-def _own_version() -> str:
-    try:
-        return version("farflung")
-    except PackageNotFoundError:  # it runs from its sources
-        return "unknown"
 
 
 def _differing(theirs: str, mine: str, of_settings: bool) -> list[tuple[str, str, str]]:

@@ -73,7 +73,6 @@ class Pipeline:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is on the wire or still to be sent."""
         return not (self.under_way or self._queue)
 
     @property
@@ -152,7 +151,6 @@ class Pipeline:
         self._squares, self._lengths = [bucket.square for bucket in self._weights()], None
 
     def scale(self, factor: float) -> None:
-        """Multiply the weights that have arrived."""
         for bucket in self._weights():
             bucket.result.mul_(factor)
 
@@ -170,7 +168,6 @@ class Pipeline:
             self.num_landed += 1
 
     def state_dict(self) -> list[tuple[Any, ...]]:
-        """Return copies of the buckets that have arrived."""
         rows = [(one.kind, one.k, one.payload, one.result, one.divisor) for one in self.arrived]
         return [
             (kind, k, payload.weight, payload.values.clone(), result.clone(), divisor)

@@ -316,7 +316,6 @@ class Quorum:
     # ---- what all members do together, outside of rounds
 
     def needs_now(self) -> Needs:
-        """Return what this rank requires of the others, with its model as it is now."""
         return replace(self.needs, description=self._replica.description, tensors=self._replica.tensors)
 
     def is_awaited(self) -> bool:

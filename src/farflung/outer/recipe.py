@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from farflung.base.checks import check_callable, check_flag, check_protocol, check_whole, check_word, wrong_type
+from farflung.base.checks import check_callable, check_flag, check_protocol, check_whole, check_word
 from farflung.base.errors import ConfigError
 from farflung.base.words import counted
 from farflung.codec.base import Codec, Identity
@@ -108,13 +108,10 @@ class Recipe:
         check_word("weigh_by", self.weigh_by, get_args(Work))
         if self.optimizer is not None:
             check_callable("optimizer", self.optimizer, "functools.partial(torch.optim.Adam, lr=1e-3)")
-        is_merge = callable(self.merge) and not isinstance(self.merge, type)
-        if not is_merge:
-            raise wrong_type("merge", self.merge, "a merge, such as Replace() or Blend(0.5)")
+        check_protocol("merge", self.merge, ("__call__",), "a merge, such as Replace() or Blend(0.5)")
         check_callable("fragments", self.fragments, "farflung.outer.strided")
-        check_flag("anchor_on_cpu", self.anchor_on_cpu)
-        check_flag("eager", self.eager)
-        check_flag("same_data", self.same_data)
+        for name in ("anchor_on_cpu", "eager", "same_data"):
+            check_flag(name, getattr(self, name))
         if self.bucket_bytes is not None:
             check_whole("bucket_bytes", self.bucket_bytes, least=1)
         check_protocol("inner", self.inner, ("needs_optimizer",), "one of KeepState(), ResetState() and AverageState()")

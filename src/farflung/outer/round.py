@@ -152,7 +152,6 @@ class OpenRound:
         self._pipeline.send(weight, of_buffers)
 
     def _decide(self, tally: Tally) -> None:
-        """Find out how much each rank counts."""
         decision = self._recipe.policy(tally.weights, tally.norms, self._fragment.history)
         of_buffers = in_proportion(tally.sound_weights)
         if self.phase is Phase.SENT:  # before weights could be compared
@@ -200,7 +199,6 @@ class OpenRound:
         self.phase = Phase.CONFIRMED
 
     def apply(self) -> None:
-        """Apply all buckets to the model."""
         pipeline = self._pipeline
         with self.meter.timed("landing"):
             while pipeline.under_way and not self._fragment.is_whole:

@@ -154,7 +154,6 @@ class Rounds:
             this.apply()
 
     def _wait(self, number: int) -> None:
-        """Wait for a round that is under way in the background."""
         this = self._open.get(number)
         if this is not None and this.job is not None:
             this.job.wait()

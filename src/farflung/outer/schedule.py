@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeAlias
 
-from farflung.base.checks import check_number, check_protocol, check_type, check_whole, shown, wrong_type
+from farflung.base.checks import check_number, check_protocol, check_type, check_whole, shown
 from farflung.base.errors import ConfigError
 
 
@@ -268,6 +268,4 @@ def after_warmup(schedule: Schedule) -> Schedule:
 
 def check_schedule(name: str, schedule: object) -> None:
     """Raise WrongType unless `schedule` is a schedule."""
-    if not callable(schedule):
-        raise wrong_type(name, schedule, "a schedule, such as Every(8)")
-    check_protocol(name, schedule, ("fragments", "delay"), "a schedule, such as Every(8)")
+    check_protocol(name, schedule, ("__call__", "fragments", "delay"), "a schedule, such as Every(8)")

@@ -75,13 +75,11 @@ class Timetable:
         self.begin_round()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where this rank is."""
         seconds = self._clock() - self._began_at
         steps = {"position": self.position, "synced": self.synced, "began": self.began}
         return {**steps, "seconds": seconds, "lr": self._lr}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was."""
         self.position, self.synced, self.began = state["position"], state["synced"], state["began"]
         self._lr = state["lr"]
         self._began_at = self._clock() - state["seconds"]

@@ -83,7 +83,6 @@ class Transfers:
             self._senders[newcomer].finish(place)
 
     def stop(self, newcomers: Iterable[int]) -> None:
-        """End the transfers to these newcomers."""
         for newcomer in newcomers:
             if newcomer in self._senders:
                 self._senders.pop(newcomer).stop()

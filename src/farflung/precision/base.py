@@ -44,10 +44,7 @@ class Precision:
 
     def step(self, optimizer: Optimizer, closure: Closure = None) -> bool:
         """Step `optimizer`; return False when the step was skipped because gradients overflowed."""
-        if closure is None:
-            optimizer.step()
-        else:
-            optimizer.step(closure)
+        optimizer.step(*([] if closure is None else [closure]))  # not every optimizer takes one
         return True
 
     def state_dict(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
@@ -68,10 +65,7 @@ class GivenScaler(Precision):
         self.scaler = scaler
 
     def step(self, optimizer: Optimizer, closure: Closure = None) -> bool:
-        if closure is None:
-            self.scaler.step(optimizer)
-        else:
-            self.scaler.step(optimizer, closure)
+        self.scaler.step(optimizer, *([] if closure is None else [closure]))
         done = not overflowed(self.scaler, optimizer)
         self.scaler.update()
         return done

@@ -71,15 +71,12 @@ class OuterLoops(Part):
     def fill(self) -> None:
         used: list[nn.Module] = []
         for weights in self._weights:  # the mean, if the model's file has those of one replica
-            model = max(self.run.bare_models, key=lambda model: (_in_common(weights, model), -used.count(model)))
+            here = [(len(weights.keys() & one.state_dict().keys()), -used.count(one)) for one in self.run.bare_models]
+            model = self.run.bare_models[here.index(max(here))]
             used.append(model)
             names = model.state_dict().keys()
             models.load(model, {name: value for name, value in weights.items() if name in names}, strict=False)
         self.run.outers.load(self._states)
-
-
-def _in_common(weights: dict[str, Tensor], model: nn.Module) -> int:
-    return len(weights.keys() & model.state_dict().keys())
 
 
 def _columns(spread: tuple[list[int], str] | None) -> int:

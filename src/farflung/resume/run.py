@@ -75,7 +75,6 @@ class Run:
         return prepared
 
     def clear(self) -> None:
-        """Forget what was prepared."""
         for listed in (self.models, self.evaluated, self.optimizers, self.schedulers, self.loaders):
             listed.clear()
         self._known.clear()

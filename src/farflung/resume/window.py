@@ -176,6 +176,5 @@ def _keep(run: Run, optimizer: AcceleratedOptimizer, undo: ExitStack) -> None:
 
 
 def _slots(run: Run) -> dict[int, Any]:
-    """Return where FSDP keeps gradients, by the parameter's identity."""
     parts = [part for model in run.bare_models for part in sharded_parts(model.modules())]
     return {id(slot.sharded_param): slot for part in parts for slot in sharded_parameters(part)}

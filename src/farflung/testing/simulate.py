@@ -254,7 +254,6 @@ class SimulateArguments:
             )
 
     def model(self) -> nn.Module:
-        """Make a model; raise ConfigError if `make_model` makes something else."""
         model = self.make_model()
         check_type("make_model: what it returned", model, nn.Module, "an nn.Module")
         return model

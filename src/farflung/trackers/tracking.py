@@ -164,7 +164,6 @@ class Tracking:
                 self._attempt(tracker, "store_init_configuration", config)
 
     def log(self, values: Mapping[str, Any], step: int | None, arguments: Arguments) -> None:
-        """Have each tracker record `values`."""
         if not self.is_running:
             if self.asked and not self._has_warned:
                 self._has_warned = True

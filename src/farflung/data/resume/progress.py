@@ -99,7 +99,6 @@ class Progress:
             self.choose(chosen)
 
     def complete(self, one: Iteration) -> None:
-        """Record that an iteration came to its end."""
         if self.under_way and one.epoch == self.number and self.position is None:
             self.choose(one.epoch + 1)
 
@@ -166,7 +165,6 @@ class Progress:
         workers.were_started, workers.states, workers.is_loaded = were_started, states, True
 
     def keep(self, source: Source) -> Callable[[], None]:
-        """Return a function that undoes the next `load_state_dict`."""
         own, workers, orders = dict(vars(self)), dict(vars(self.workers)), _orders_of(source)
 
         def undo() -> None:
@@ -177,7 +175,6 @@ class Progress:
         return undo
 
     def describe(self, loader: Any) -> str:
-        """Describe in a few words where the next iteration continues."""
         position, epoch = self.position, self.number
         if position is None:
             return f"starts epoch {epoch + self.under_way}"

@@ -50,7 +50,6 @@ class RecordingCollate:
     recorded_at: float = -inf
 
     def start(self, worker: int) -> None:
-        """Begin a worker, as `worker_init_fn`."""
         if self.init_fn is not None:
             self.init_fn(worker)
         self._restore(worker)
