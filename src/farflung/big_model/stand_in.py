@@ -69,7 +69,7 @@ class StandIn(Tensor):
                 if result.is_meta and (attribute or name) in _CONVERTS:
                     return result if result is args[0] else made(result, _Converted(args[0]))
         _refuse_changes(name, args, kwargs)
-        args, kwargs = recursively_apply(_values, (args, kwargs), test_type=_is_stand_in)
+        args, kwargs = recursively_apply(_values, (args, kwargs), test_type=lambda leaf: isinstance(leaf, StandIn))
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StandIn:
@@ -110,10 +110,6 @@ class _Converted:
 
     def __str__(self) -> str:
         return str(self.of.source)
-
-
-def _is_stand_in(leaf: Any) -> bool:
-    return isinstance(leaf, StandIn)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]

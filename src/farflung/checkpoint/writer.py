@@ -33,23 +33,11 @@ _BLOCK = 4 * 2**20  # bytes at a time; small enough to stay in a processor's cac
 _BLOCKS = 3  # of a file that is written: one is filled, one is on its way, one waits
 
 # safetensors' words for torch's types (https://github.com/huggingface/safetensors, "Format").
-_SAFE_TYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
+_SAFE_TYPES = {torch.bfloat16: "BF16", torch.bool: "BOOL", torch.complex64: "C64"}
+_SAFE_TYPES |= {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
+_SAFE_TYPES |= {getattr(torch, f"float{bits}"): f"F{bits}" for bits in (16, 32, 64)}
+_SAFE_TYPES |= {
+    getattr(torch, f"{kind}{n}"): f"{kind[0].upper()}{n}" for kind in ("int", "uint") for n in (8, 16, 32, 64)
 }
 
 

@@ -75,7 +75,9 @@ class PreparedLoader(LoaderView):
         self.already_sharded = settings.already_sharded
         self._state = LoopState() if settings.state is None else settings.state
         self._is_free = settings.state is None
-        self._move = _mover(settings.device, settings.non_blocking)
+        self._move: Callable[[Any], Any] | None = None  # of a batch; None: it is where it goes, as with CPUs only
+        if settings.device is not None and (settings.device.type != "cpu" or torch.accelerator.is_available()):
+            self._move = partial(send_to_device, device=settings.device, non_blocking=settings.non_blocking)
         self._agree = settings.agree
         self._progress = progress or Progress()
         super().__init__(source, changes, stateful=settings.stateful)
@@ -269,10 +271,3 @@ class DataLoaderShard(PreparedLoader):
             one.in_hand, one.prefetched = one.prefetched[0], []
             count = self._count
             yield held, True, held_real if count is None else count(held)
-
-
-def _mover(device: torch.device | None, non_blocking: bool) -> Callable[[Any], Any] | None:
-    """Return a function that moves a batch to `device`; None if it is there already, as on a machine with CPUs only."""
-    if device is None or (device.type == "cpu" and not torch.accelerator.is_available()):
-        return None
-    return partial(send_to_device, device=device, non_blocking=non_blocking)

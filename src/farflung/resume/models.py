@@ -217,7 +217,9 @@ def fitted(model: nn.Module, weights: dict[str, Any], path: Path, strict: bool) 
     state = model.state_dict()
     named = _renamed(weights, {bare_name(name): name for name in state})
     names: dict[Any, str] = {}
-    ties = _ties(model)
+    ties: dict[str, int] = {}  # which parameter each name is, also if its part on this rank is empty, without memory
+    if model_has_dtensor(model):
+        ties = {bare_name(name): id(p) for name, p in model.named_parameters(remove_duplicate=False)}
     for name in named:
         if isinstance(state.get(name), Tensor):
             names.setdefault(_identity(state[name], ties.get(bare_name(name))), name)
@@ -250,13 +252,6 @@ def _renamed(weights: dict[str, Any], own: dict[str, str]) -> dict[str, Any]:
     ways: tuple[Callable[[str], str], ...] = (str, lambda name: name.removeprefix("module."), "module.".__add__)
     attempts = [{own.get(way(bare_name(name)), name): value for name, value in weights.items()} for way in ways]
     return max(attempts, key=lambda named: len(named.keys() & own.values()))
-
-
-def _ties(model: nn.Module) -> dict[str, int]:
-    """Return which parameter each name is, even if its part on this rank is empty and has no memory."""
-    if not model_has_dtensor(model):
-        return {}
-    return {bare_name(name): id(p) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def _identity(tensor: Tensor, tie: int | None) -> Any:
