@@ -271,7 +271,7 @@ def over_which_ranks():
     """DDP models over other ranks than those of an island, and over these, with weights of each rank's own."""
     grid, rank = Grid(), dist.get_rank()
     everyone = DistributedDataParallel(net())
-    with pytest.raises(ConfigError, match=r"over ranks 0, 1, 2 and 3, .* are ranks [02] and [13]\. Make it over them"):
+    with pytest.raises(ConfigError, match=r"over ranks 0, 1, 2 and 3, .* is ranks [02] and [13]\. Use .*island"):
         OuterLoop(everyone, "diloco", grid.column, island=grid.island)
     environ.export({"FARFLUNG_ISLAND_SIZE": "2"})
     DDPTakeover(RECIPES["diloco"]).install()

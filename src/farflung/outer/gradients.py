@@ -125,7 +125,7 @@ def check_ranks(ddp: DistributedDataParallel, island: Group) -> None:
             )
     elif len(ranks) != dist.get_world_size():
         raise ConfigError(
-            f"This DDP averages over {len(ranks)} of {dist.get_world_size()} ranks: they are the island of a replica. "
+            f"This DDP averages over {len(ranks)} of {dist.get_world_size()} ranks, the island of one replica. "
             "Pass both groups: OuterLoop(ddp.module, recipe, group=TorchGroup(replicas), island=TorchGroup(island))."
         )
 
