@@ -157,6 +157,9 @@ def rows_of_ranks(name):
     shard = loaders.DataLoaderShard(range(5), batch_size=2, skip_batches=1, rng_types=["torch"], iteration=3)
     dispatched = loaders.DataLoaderDispatcher(torch.arange(6), batch_size=2, skip_batches=1)
     split = loaders.DataLoaderDispatcher(torch.arange(6), split_batches=True, batch_size=2, _drop_last=True)
+    if library is farflung:  # there the two that dispatch have no such number
+        size = accelerator.num_processes
+        assert (dispatched.total_batch_size, split.total_batch_size) == (2 * size, 2)
     sampler = loaders.BatchSamplerShard(BatchSampler(SequentialSampler(range(6)), 2, False), 2, 1)
     prepared = loaders.prepare_data_loader(DataLoader(range(7), batch_size=2), put_on_device=True)
     if library is farflung:

@@ -30,3 +30,21 @@ def test_a_scripts_own_group_of_some_ranks_keeps_nobody_waiting(by_all):
     assert [has_own for _, has_own in (first, second, third, last)] == [True, False, False, False]
     assert first[0] == second[0] == [6, 1, 1]
     assert third[0] == last[0] == [6, 5, 5]
+
+
+def leaves_with_or_without_a_block():
+    everyone = TorchGroup()
+    some = dist.new_group([0, 1, 2, 3])
+    if dist.get_rank() < 4:
+        group = everyone.within(some)
+        block = group.split(2)
+        group.leave("the loop has ended")
+        if dist.get_rank():
+            block.leave("the loop has ended")
+        dist.barrier(some)
+        return everyone.presence.describe_left()
+    return ""
+
+
+def test_who_leaves_a_group_and_a_block_of_it_has_left_once():
+    assert run_ranks(leaves_with_or_without_a_block, 5) == [""] * 5
