@@ -90,7 +90,7 @@ class Nothing:
         return DONE
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lines=_LINES)
 @pytest.mark.parametrize("command", _COMMANDS)
 def test_each_command_reads_any_file_or_refuses_it_in_a_sentence(command, folder, lines):

@@ -50,7 +50,7 @@ def check_each_round(said, moves):
 def test_the_steps_of_a_stopped_replica_count_in_the_next_round(phase, address):
     """It is stopped before the others have got any of its values, or once all know that they have all of them."""
     at = 4 * EVERY + 2 if phase == "local step" else 5
-    with ElasticRun(address=address, expected=2, grace_s=patience(2.0)) as run:
+    with ElasticRun(address=address, expected=2, grace_s=patience(1.0)) as run:
         first = run.start(0)
         late = run.start(1, dies=(phase, at, stop), moves=3)
         run.until(lambda: any("replica 1 is out" in event for event in run.events))
@@ -70,7 +70,7 @@ def test_the_steps_of_a_stopped_replica_count_in_the_next_round(phase, address):
 
 @pytest.mark.parametrize("phase", ["arrival", "confirmation"])
 def test_steps_that_others_may_have_applied_are_not_sent_again(phase, address):
-    with ElasticRun(address=address, expected=2, grace_s=patience(2.0)) as run:
+    with ElasticRun(address=address, expected=2, grace_s=patience(1.0)) as run:
         first = run.start(0)
         late = run.start(1, dies=(phase, 5, stop), moves=3)
         run.until(lambda: any("replica 1 is out" in event for event in run.events))
