@@ -3,6 +3,7 @@
 
 import re
 import sys
+from pathlib import Path
 
 import pexpect
 import pytest
@@ -29,9 +30,10 @@ def work(patience=NOW, is_shown=True, pause="pass"):
 
 
 def in_terminal(program, width=100):
-    """All that a terminal gets from a program, whose exit code is 0."""
+    """All that a terminal gets from a program, or the file of one, whose exit code is 0."""
     options = {"encoding": "utf-8", "timeout": patience(60), "dimensions": (24, width)}
-    child = pexpect.spawn(sys.executable, ["-c", program], **options)
+    words = [str(program)] if isinstance(program, Path) else ["-c", program]
+    child = pexpect.spawn(sys.executable, words, **options)
     try:
         child.expect(pexpect.EOF)
         said = child.before

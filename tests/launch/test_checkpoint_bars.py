@@ -54,14 +54,15 @@ def parts_of(said):
 @pytest.mark.long
 @pytest.mark.usefixtures("warm")
 def test_saving_loading_and_merging_show_what_is_written_and_read(tmp_path):
-    program = f"{AT_ONCE}\n{SCRIPT.format(str(tmp_path))}"
+    program = tmp_path / "program.py"  # which a warm Python runs, other than code on the command line
+    program.write_text(f"{AT_ONCE}\n{SCRIPT.format(str(tmp_path))}")
     said = parts_of(in_terminal(program))
     assert re.search(FULL.format(what="Writing own"), said["save"]), said["save"]
     assert re.search(FULL.format(what="Verifying own"), said["load"]), said["load"]
     assert " MB" not in said["background"], "training goes on meanwhile, and prints"
     for what in ("Reading pytorch_model_fsdp_0", r"Writing model\.safetensors"):
         assert re.search(FULL.format(what=what), said["merge"]), said["merge"]
-    assert " MB" not in run_python("-c", program).stderr, "nothing in a pipe"
+    assert " MB" not in run_python(program).stderr, "nothing in a pipe"
 
 
 @pytest.mark.usefixtures("warm")
@@ -84,7 +85,8 @@ def test_commands_show_what_is_written_and_read(tmp_path):
         ("pull", address, pulled): ["Reading step 9"],
     }
     commands = [tuple(map(str, words)) for words in expected]
-    program = f"{AT_ONCE}\n{COMMANDS.format(commands=commands)}"
+    program = tmp_path / "program.py"  # which a warm Python runs, other than code on the command line
+    program.write_text(f"{AT_ONCE}\n{COMMANDS.format(commands=commands)}")
     said = parts_of(in_terminal(program, width=200))
     for words, shown in expected.items():
         for what in shown:
@@ -92,7 +94,7 @@ def test_commands_show_what_is_written_and_read(tmp_path):
             assert re.search(FULL.format(what=what), found), found
     for path in (here, tmp_path / "w.pt", pulled):
         path.rename(path.with_name(f"old-{path.name}"))
-    done = run_python("-c", program)
+    done = run_python(program)
     assert done.stderr == "", "nothing in a pipe"
     assert f"{one}: complete" in done.stdout
 
