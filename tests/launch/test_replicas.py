@@ -395,6 +395,7 @@ def test_a_script_that_fails_before_it_met_anyone_is_not_started_again(farflung,
     done = farflung("launch", "--cpu", "--elastic", "1:2", "train.py")
     assert done.returncode == FAILED
     assert "replica 0 ended with exit code 7; it is not started again" in done.stderr
+    assert "restart 1" not in done.stderr
 
 
 @pytest.mark.long
