@@ -435,23 +435,17 @@ def average(tensors: Sequence[Tensor], group: Group, decision: Decision, cap_byt
     """Replace `tensors` by their weighted mean over the ranks, at once: a collective outside of rounds.
 
     Args:
-        tensors: floating ones of any shapes, the same on every rank.
+        tensors: floating ones of any shapes, the same on every rank; or whole numbers, whose largest are taken instead.
         cap_bytes: how much is copied and sent at a time.
 
     Returns:
         The bytes that this rank sent, which are as many as it received.
     """
     dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-    return _brought_together(Buckets(tensors, dtype, cap_bytes=cap_bytes), Mean(), group, decision)
-
-
-def take_largest(tensors: Sequence[Tensor], group: Group, decision: Decision, cap_bytes: int = CAP_BYTES) -> int:
-    """Replace `tensors` of whole numbers by the largest value of each element, at once; otherwise like `average`."""
-    return _brought_together(Buckets(tensors, torch.int64, cap_bytes=cap_bytes), Max(), group, decision)
-
-
-def _brought_together(buckets: Buckets, aggregator: Aggregator, group: Group, decision: Decision) -> int:
-    sent = 0
+    aggregator: Aggregator = Mean()
+    if any(not tensor.is_floating_point() for tensor in tensors):
+        dtype, aggregator = torch.int64, Max()
+    buckets, sent = Buckets(tensors, dtype, cap_bytes=cap_bytes), 0
     for k in range(len(buckets)):
         flat = buckets.pack(k)
         pending = aggregator.start(Payload(flat, None, flat, decision.factors[group.rank]), Identity(), group, 0)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from farflung.base.errors import RankFailure, Unreachable
 from farflung.comm.group import Group, SoloGroup
-from farflung.outer.agreement import average, take_largest
+from farflung.outer.agreement import average
 from farflung.outer.background import BackgroundWorker
 from farflung.outer.ballot import BALLOT_BYTES, Ballot, Tally
 from farflung.outer.comparison import FINGERPRINT_BYTES
@@ -348,7 +348,7 @@ class Quorum:
             self.average(floats)
         if counters:
             everyone = Decision((1.0,) * self.group.size, float(self.group.size))
-            self._meter.add_exchanged(take_largest(counters, self.group, everyone, self._replica.cap_bytes))
+            self._meter.add_exchanged(average(counters, self.group, everyone, self._replica.cap_bytes))
 
     def take_changes(self) -> dict[str, Any]:
         """Return what has changed since the last call, by the names of a `Round`'s fields."""
