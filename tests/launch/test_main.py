@@ -16,7 +16,7 @@ from farflung.base.errors import ConfigError
 from farflung.config import environ
 from farflung.config.launch import FIELDS
 from farflung.launch import main as command
-from tests.python import run_python
+from tests.python import call_farflung, run_python
 
 
 def test_help_and_the_launcher_do_without_torch(home):
@@ -181,11 +181,11 @@ def test_answers_that_end_before_the_questions_are_said_to(home, capsys, monkeyp
     assert not (home / ".config").exists()
 
 
-def test_env_tells_versions_and_settings(farflung):
-    done = farflung("env")
-    assert done.returncode == 0, done.stderr
-    assert "torch: 2" in done.stdout
-    assert "settings: defaults" in done.stdout
+def test_env_tells_versions_and_settings(home, capsys):
+    assert call_farflung("env") == 0
+    printed = capsys.readouterr().out
+    assert "torch: 2" in printed
+    assert "settings: defaults" in printed
 
 
 @pytest.mark.parametrize(

@@ -451,6 +451,7 @@ def test_what_several_replicas_fail_with_is_shown_once_in_a_box_that_names_the_n
         assert f"{name} ended with exit code 1 (ValueError: a bad value); it is not started again" in done.stderr
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_script_that_ends_well_without_an_outer_loop_gets_a_warning(farflung, home):
     (home / "train.py").write_text("")
     done = farflung("launch", "--cpu", "--elastic", "1:2", "train.py")
@@ -472,6 +473,7 @@ def test_a_run_that_ends_well_ends_well_for_replicas_too_that_wait_to_be_let_in(
     assert len(second.lines) == 2, second.lines
 
 
+@pytest.mark.usefixtures("warm")
 def test_ctrl_c_ends_the_replicas(home):
     (home / "train.py").write_text(WAITS)
     with Launcher("--elastic", "1:2", "train.py") as run:

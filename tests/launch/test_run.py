@@ -108,6 +108,7 @@ def seen_by(name: str) -> dict:
     return json.loads(Path(name).read_text())
 
 
+@pytest.mark.usefixtures("warm")
 def test_two_processes_are_connected_and_told_what_was_set(farflung, home):
     (home / "train.py").write_text(CONNECTED)
     (home / "farflung.yaml").write_text(
