@@ -163,7 +163,7 @@ def test_one_that_is_not_like_the_members_is_not_let_in_and_one_with_other_versi
     wrong_one = needs(description="Every(every=8), Identity(), 1 fragment", tensors=("weight float32 [2, 4]",))
     results = [members.runs(lambda: asked(members.member(2), wrong_one))]
     other = members.member(3)
-    other._admission._versions = {**other._admission._versions, "torch": "2.6.0"}
+    other._versions = {**other._versions, "torch": "2.6.0"}
     results.append(members.runs(lambda: asked(other)))
     while len(members.board.asks()) < 2:
         time.sleep(0.01)

@@ -2,7 +2,7 @@
 """Finds the run at an address: its record `run` names the part below which all other records of the run lie.
 
 So a run that begins where another one was deleted has keys of its own, and a forgotten machine of the old one writes
-none of them. In runs of former versions that record holds the settings, and all others lie next to it.
+none of them. Where a replica has kept the state itself, all records lie next to that record, which holds the settings.
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ from farflung.base.errors import ConfigError, RankFailure
 from farflung.base.events import Event, Kind
 from farflung.comm.member_store import DONE, Ask, Record
 from farflung.comm.saved_state import Saved
-from farflung.outer.membership import Needs
-from farflung.outer.peers import Peers, description_of, other_versions, unlike, unlike_tensors, versions
+from farflung.outer.peers import Peers, other_versions, unlike, unlike_tensors
 from farflung.outer.saver import Saver
 
 _logger = logging.getLogger(__name__)
@@ -38,12 +37,7 @@ class Admission:
         self._saver = saver
         self._peers, self._notes, self._members = peers, peers.notes, peers.members
         self._member, self._expected, self._least, self._most = member, expected, least, most
-        self._versions = versions()
         self.is_over = False  # the run had ended before this replica was admitted
-
-    def describe(self, needs: Needs, island_size: int, data: str) -> str:
-        """Return this replica's description of itself, which must be the same on all; see `peers`."""
-        return description_of(needs, island_size, data, self._versions)
 
     # ---- of one that asks
 

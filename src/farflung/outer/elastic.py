@@ -27,7 +27,7 @@ from farflung.outer.admission import Admission
 from farflung.outer.generation_watch import GenerationWatch
 from farflung.outer.leaving import Leaving
 from farflung.outer.membership import ALL, Generation, Needs, open_generation
-from farflung.outer.peers import Peers
+from farflung.outer.peers import Peers, description_of, versions
 from farflung.outer.saver import Saver
 from farflung.outer.settlement import await_ready, settle
 from farflung.outer.transfers import Transfers
@@ -84,6 +84,7 @@ class Elastic:
         self.saver: Saver | None = None
         if transport.is_lasting and isinstance(board, ObjectBoard):
             self.saver = Saver(transport.board, board, self._share_group, state_every)
+        self._versions = versions()
         self._admission = Admission(self.peers, member, self.saver, expected, least, most)
         self._decided: Record | None = None  # the next generation, if this one is over
         self._generation: Generation | None = None
@@ -308,7 +309,7 @@ class Elastic:
         return from_first(self._share_group, find)
 
     def _description(self, needs: Needs) -> str:
-        return self._admission.describe(needs, self.island.size, self.data)
+        return description_of(needs, self.island.size, self.data, self._versions)
 
     def _end_island_waits(self) -> None:
         """End the waits of the replica's other ranks for this one in a round, so that they come here too."""
