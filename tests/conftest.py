@@ -2,6 +2,8 @@
 """What all tests share: marks, time limits, and an environment without the variables of a launcher outside."""
 
 import gc
+import logging
+import os
 import signal
 import sys
 from importlib.util import find_spec
@@ -11,6 +13,7 @@ import torch
 from hypothesis import settings
 
 import farflung.state
+from farflung.base.signals import END, WARNINGS
 from farflung.config import environ
 from farflung.config.launch import FIELDS
 from farflung.outer.open_end import OpenEnd
@@ -122,6 +125,21 @@ def clean_environment():
     yield
     environ.remove(*(environ.snapshot().keys() - before.keys()))
     environ.export(before)
+
+
+@pytest.fixture(autouse=True)
+def process_as_before():
+    """Put back the folder, the handlers of signals and those of our log lines that a test has left changed."""
+    log = logging.getLogger("farflung")
+    folder, lines = os.getcwd(), (log.handlers[:], log.level, log.propagate)
+    handlers = [(number, signal.getsignal(number)) for number in (*END, *WARNINGS)]
+    yield
+    os.chdir(folder)
+    log.handlers[:], _, log.propagate = lines
+    log.setLevel(lines[1])
+    for number, handler in handlers:
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture
