@@ -733,7 +733,12 @@ RECIPES = [
     ('OuterConfig("diloco", every=4, weigh_by="sample")', "weigh_by", "'sample'"),
     ('OuterConfig("diloco", every=4, inner="avarage")', "inner", "'avarage'", "`average`"),
     ('OuterConfig("diloco", every=4, anchor_on_cpu="yes")', "anchor_on_cpu", "'yes'"),
-    ('OuterConfig("diloco", every=4, log="rounds.jsonl")', "no option log", "report"),
+    (
+        'OuterConfig("diloco", every=4, log="rounds.jsonl")',
+        "log is no longer an option",
+        "rounds.jsonl in the run's folder",
+        "--run-dir",
+    ),
     ('OuterConfig("hierarchical", levels=5)', "levels", "5"),
     ('OuterConfig("hierarchical", levels="4,64")', "levels", "'4,64'"),
     ('OuterConfig("edit", seconds=-1)', "seconds", "-1"),

@@ -110,6 +110,7 @@ WRONG = [
     (("--outer", "diloco", "--outer-every", "4", "--outer-seconds", "2"), "diloco has no option seconds; it takes"),
     (("--outer", "diloco", "--outer-every", "0"), "--outer_every is 0; it must be a whole number"),
     (("--outer", "diloco", "--outer-steps", "20"), "--outer_steps is 20, and the first round comes after 32"),
+    (("--outer", "diloco", "--outer-log", "a.jsonl"), "--outer_log is no longer an option: rounds.jsonl in the run's"),
     (("--outer-every", "4"), "--outer-every needs a recipe: set --outer, for example --outer diloco"),
     (("--outer", "diloco", "--outer-every", "often"), "must be an integer"),
 ]

@@ -56,12 +56,13 @@ COMMON = (
         "every 5 seconds on a terminal, else each round. [auto]",
     ),
 )
+_GONE = Option("log", str, "Refused: rounds.jsonl in the run's folder has a line for each round and replica.")
 REPORT_SECONDS = 5.0  # between two lines on a terminal
 
 # The arguments of all recipes, each name once, and the options of all.
 _KINDS = {each.name: each.kind for arguments in RECIPES.values() for each in arguments}
 _OPTIONS = [Option(name, kind, help_of(name), CODECS if name == "codec" else ()) for name, kind in _KINDS.items()]
-OPTIONS: Mapping[str, Option] = {option.name: option for option in (*_OPTIONS, *COMMON)}
+OPTIONS: Mapping[str, Option] = {option.name: option for option in (*_OPTIONS, *COMMON, _GONE)}
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -122,6 +123,12 @@ def _check_names(recipe: str, given: Mapping[str, Any]) -> None:
     arguments = RECIPES[recipe]
     known = [each.name for each in arguments] + [each.name for each in COMMON]
     odd = [name for name in given if name not in known]
+    if _GONE.name in odd:
+        raise ConfigError(
+            f"{_GONE.name} is no longer an option: rounds.jsonl in the run's folder, which `farflung launch --run-dir` "
+            "names, has a line for each round and replica. A script that starts without the launcher can append a "
+            "function to `loop.listeners`, which is called with each round."
+        )
     if odd:
         near = did_you_mean(odd[0], known)
         raise ConfigError(f"{recipe} has no option {', '.join(odd)}; it takes {', '.join(known)}.{near}")
