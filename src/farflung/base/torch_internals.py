@@ -243,9 +243,9 @@ def sequence_of(scheduler: torch.optim.lr_scheduler.SequentialLR) -> tuple[list[
     return schedulers, milestones
 
 
-def add_joint_axis(mesh: Any, axes: Sequence[str], name: str) -> None:
-    """Give `mesh` the axis `name`, which joins `axes` of it. A collective: all ranks of the mesh call it."""
-    taken(mesh[list(axes)], "_flatten", "join axes of a mesh")(name)
+def add_joint_axis(mesh: Any, axes: Sequence[str], name: str) -> Any:
+    """Give `mesh` the axis `name`, which joins `axes` of it, and return it. A collective of all ranks of the mesh."""
+    return taken(mesh[tuple(axes)], "_flatten", "join axes of a mesh")(name)
 
 
 def default_store() -> Any:

@@ -44,6 +44,7 @@ class Buckets:
         dtype: of the buckets; it should hold every value of every tensor.
         cap_bytes: how large a bucket may become.
         num_buffers: how many buckets can be filled at a time. None: all of them.
+        shares: by tensor, which part of its square counts in `square`; each as a whole if there are none.
 
     Raises:
         Unsupported: the tensors are on several devices.
@@ -56,6 +57,7 @@ class Buckets:
         *,
         cap_bytes: int = CAP_BYTES,
         num_buffers: int | None = 2,
+        shares: Sequence[float] = (),
     ) -> None:
         storages = [local(tensor) for tensor in tensors]
         devices = {storage.device for storage in storages}
@@ -67,6 +69,7 @@ class Buckets:
         self.dtype = dtype
         self._shapes = [storage.shape for storage in storages]
         self._plan = _cut(storages, max(1, cap_bytes // dtype.itemsize))
+        self.shares = shares or [1.0] * len(storages)
         self.sizes = [sum(piece.size for piece in pieces) for pieces in self._plan]
         self.num_buffers = num_buffers = num_buffers or max(1, len(self.sizes))
         device = devices.pop() if devices else None
@@ -95,6 +98,15 @@ class Buckets:
     def is_coarse(self, k: int) -> bool:
         """Return whether bucket `k` has pieces so few and large that work on each is as fast as on the buffer."""
         return self.sizes[k] >= _COARSE * len(self._plan[k])
+
+    def square(self, k: int, flat: Tensor) -> Tensor:
+        """Return the squared norm of `flat`, `[sizes[k]]`, in which each tensor counts by its share."""
+        shares = [self.shares[number] for number in self.owners(k)]
+        if len(set(shares)) == 1:
+            square = torch.dot(flat, flat)  # of a bucket in the cache 0.26 ms, where x.sum() takes 0.5
+            return square if shares[0] == 1 else square * shares[0]
+        parts = torch.split(flat, [piece.size for piece in self._plan[k]])
+        return torch.stack([torch.dot(part, part) * share for part, share in zip(parts, shares, strict=True)]).sum()
 
     def cut(self, k: int, flat: Tensor) -> list[Tensor]:
         """Cut `flat`, `[sizes[k]]`, as bucket `k` is: views of the shapes that `pieces(k)` have."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -40,6 +41,31 @@ def part_of(tensor: Tensor) -> tuple[list[int], list[int]]:
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether `tensor` is a DTensor."""
     return type(tensor) not in _PLAIN and hasattr(tensor, "to_local")
+
+
+def num_parts(tensor: Tensor) -> int:
+    """Return into how many parts `tensor` is cut; more ranks than these share it if some hold the same part."""
+    if not is_sharded(tensor):
+        return 1
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    # Of a sharding with strides, which FSDP2 makes over tensor parallelism, is_shard() is False.
+    return math.prod(n for n, placed in zip(mesh.shape, placements, strict=True) if not placed.is_replicate())
+
+
+def is_partial(tensor: Tensor) -> bool:
+    """Return whether the ranks that share `tensor` hold summands of it."""
+    return is_sharded(tensor) and any(placed.is_partial() for placed in tensor.placements)  # type: ignore[attr-defined]
+
+
+def align_gradients(parameters: Iterable[Tensor]) -> None:
+    """Spread gradients as their parameters are: a collective of the ranks that share those that are not.
+
+    Tensor parallelism leaves some whole, such as an embedding's, and others as summands, such as a norm's.
+    """
+    for parameter in parameters:
+        gradient: Any = parameter.grad
+        if gradient is not None and is_sharded(parameter) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
+            parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
 
 
 def model_has_dtensor(model: nn.Module) -> bool:

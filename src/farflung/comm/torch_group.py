@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait as wait_for
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,10 +14,11 @@ from itertools import count
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from farflung.base.causes import Cause, cause_of, gloo_limit_s
 from farflung.base.errors import CollectiveMismatch, FarflungError, RankFailure, StateError
-from farflung.base.torch_internals import group_serial, num_collectives, raise_group_serial
+from farflung.base.torch_internals import add_joint_axis, group_serial, num_collectives, raise_group_serial
 from farflung.comm.c10d_group import WATCH_S, C10dGroup, transport_said
 from farflung.comm.group import Group
 from farflung.comm.presence import PresenceStore
@@ -255,3 +256,11 @@ def explained(error: BaseException, group: Group) -> BaseException:
     if not isinstance(group, TorchGroup) or cause_of(error) is Cause.OWN:
         return error
     return group.failure(error).with_traceback(error.__traceback__)
+
+
+def group_along(mesh: DeviceMesh, names: Sequence[str]) -> dist.ProcessGroup:
+    """Return the ranks of `mesh` that differ from this one along dimensions of these names alone.
+
+    A collective of all ranks of the mesh, if these are several dimensions.
+    """
+    return (mesh[names[0]] if len(names) == 1 else add_joint_axis(mesh, names, "_".join(names))).get_group()

@@ -187,7 +187,8 @@ class Lengths:
     def agree(self, group: Group, island: Island, decision: Decision) -> float:
         """Find the factor of each tensor, the same bits on all ranks: a collective. Returns the mean's squared norm."""
         count = len(self._embeddings)
-        mine = island.squares(self._squares.flatten().tolist())
+        shares = torch.tensor(self._buckets.shares, dtype=torch.float64, device=self._squares.device)
+        mine = island.squares((self._squares * shares).flatten().tolist())
         rows = group.all_gather_small(torch.tensor(mine, dtype=torch.float64)).tolist()
         means = rows[0][count:]  # one rank's, as machines may differ in the last bits of a sum
         for number, square in enumerate(means):

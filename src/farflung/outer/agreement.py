@@ -145,11 +145,11 @@ class Averaged:
             if self.codec.limit < math.inf:
                 low, high = torch.aminmax(self.bring(k))
                 largest.append(torch.maximum(-low, high))
-                seen.append(_square(self.buckets.flat(k)))
+                seen.append(self.buckets.square(k, self.buckets.flat(k)))
             elif not self.is_anchored and k >= self.buckets.num_buffers and self.buckets.is_coarse(k):
                 seen += [piece.sum(dtype=self.buckets.dtype) for piece in self.buckets.pieces(k)]
             else:
-                seen.append(_square(self.bring(k)))
+                seen.append(self.buckets.square(k, self.bring(k)))
         self._num_loaded = min(len(self.buckets), self.buckets.num_buffers)
         total = float(torch.stack(seen).sum(dtype=torch.float64)) if seen else 0.0
         if not math.isfinite(total):  # perhaps a sum of large finite values
@@ -452,10 +452,6 @@ def average(tensors: Sequence[Tensor], group: Group, decision: Decision, cap_byt
         buckets.unpack(k, pending.wait(decision)[1])
         sent += pending.num_bytes
     return sent
-
-
-def _square(x: Tensor) -> Tensor:
-    return torch.dot(x, x)  # of a bucket in the cache 0.26 ms, where x.sum() takes 0.5
 
 
 def _all_reduced(wire: Tensor, group: Group, op: Op, decode: Callable[[Decision], tuple[Tensor, float]]) -> Pending:

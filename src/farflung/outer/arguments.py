@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -30,8 +31,8 @@ from farflung.base.errors import ConfigError, Unsupported
 from farflung.base.sizes import bucket_bytes_for
 from farflung.base.words import counted, numbered
 from farflung.comm.group import Group, SoloGroup
-from farflung.comm.shards import is_sharded, meshes, model_has_dtensor
-from farflung.comm.torch_group import TorchGroup
+from farflung.comm.shards import is_partial, is_sharded, meshes, num_parts, sharded_parts
+from farflung.comm.torch_group import TorchGroup, group_along
 from farflung.config.outer import MACHINE, OuterSettings
 from farflung.outer.inner import AverageState, Inner, KeepState, ResetState
 from farflung.outer.membership import Membership
@@ -171,7 +172,7 @@ def checked(
             raise ConfigError("A membership says who takes part, so OuterLoop takes no group and no island with it.")
         island = membership.island
     island = island or SoloGroup()
-    _check_shards_are_of_island(model, island)
+    _check_layout(model, island)
     _check_statistics(model, island)
     if inner is not None:
         check_type("inner", inner, Optimizer, "the torch optimizer that trains the model")
@@ -179,7 +180,27 @@ def checked(
         check_whole("bucket_bytes", bucket_bytes, least=1)
     check_callable("clock", clock, "time.perf_counter")
     recipe = chosen_recipe(recipe)
-    return recipe, bucket_bytes or recipe.bucket_bytes or _bucket_bytes_of(model, island)
+    return recipe, bucket_bytes or recipe.bucket_bytes or _bucket_bytes_of(model)
+
+
+def groups_of(mesh: object, outer: object, is_alone: bool) -> tuple[Group, Group | None]:
+    """Return the ranks of `mesh` along its dimension `outer`, and those along all others: see `OuterLoop`.
+
+    Args:
+        is_alone: the loop was given no other ranks.
+    """
+    wanted = "the DeviceMesh whose dimension outer= has the replicas"
+    check_type("mesh", mesh, DeviceMesh, wanted)
+    assert isinstance(mesh, DeviceMesh)
+    names = mesh.mesh_dim_names or ()
+    if outer not in names:
+        raise ConfigError(
+            f"outer is {outer!r}, which is no dimension of mesh: it has {list(names)}. Name one of these."
+        )
+    if not is_alone:
+        raise ConfigError("mesh= says which ranks are replicas and islands: leave out group, island and membership.")
+    inner = [name for name in names if name != outer]
+    return TorchGroup(mesh.get_group(str(outer))), TorchGroup(group_along(mesh, inner)) if inner else None
 
 
 def check_attached(optimizers: Sequence[Optimizer], model: nn.Module, recipe: Recipe) -> None:
@@ -207,22 +228,29 @@ def check_inner(call: str, recipe: Recipe, num_optimizers: int) -> None:
         )
 
 
-def _check_shards_are_of_island(model: nn.Module, island: Group) -> None:
-    """Raise an error unless all that is trained is sharded over the island, or nothing of it is sharded."""
+def _check_layout(model: nn.Module, island: Group) -> None:
+    """Raise an error unless the parts of all that is trained are within the island, and its gradients come together."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     spread = [mesh.mesh.flatten().tolist() for mesh in meshes(trained.values())]
     if isinstance(island, TorchGroup):
-        odd = [ranks for ranks in spread if ranks != dist.get_process_group_ranks(island.pg)]
+        odd = [ranks for ranks in spread if not {*ranks} <= {*dist.get_process_group_ranks(island.pg)}]
     else:
-        odd = [ranks for ranks in spread if len(ranks) != island.size]
+        odd = [ranks for ranks in spread if island.size % len(ranks)]
     if odd:
         raise ConfigError(
             f"The model is sharded over {numbered('rank', odd[0])}, which train one replica together: pass them as "
             f"OuterLoop(island=), which has {counted(island.size, 'rank')} now or others, and the ranks of all islands "
-            "that hold the same shards as group=. An Accelerator does so, by dp_replicate_size and dp_shard_size."
+            "that hold the same shards as group=; or their mesh, as OuterLoop(mesh=, outer=) with the name of the "
+            "dimension of replicas. An Accelerator does so, by dp_replicate_size and dp_shard_size."
+        )
+    summands = [name for name, parameter in trained.items() if is_partial(parameter)]
+    if summands:
+        raise Unsupported(
+            f"{summands[0]} is a DTensor of summands (Partial), which nothing trains as one tensor. Redistribute it to "
+            "Replicate() or Shard(dim)."
         )
     whole = [name for name, parameter in trained.items() if not is_sharded(parameter)]
-    if spread and whole and island.size > 1:
+    if whole and sharded_parts(model.modules()):  # whose ranks have different data
         raise Unsupported(
             f"{whole[0]} is not sharded, though other parameters that are trained are, so nothing averages its "
             "gradients within an island. Shard it too (fully_shard of the whole model), or freeze it."
@@ -243,10 +271,10 @@ def _check_statistics(model: nn.Module, island: Group | None) -> None:
             )
 
 
-def _bucket_bytes_of(model: nn.Module, island: Group) -> int:
+def _bucket_bytes_of(model: nn.Module) -> int:
     """Return the bucket size, from the values that this rank trains, if neither the loop nor the recipe sets one."""
-    trained = sum(4 * p.numel() for p in model.parameters() if p.requires_grad and not is_lazy(p))
-    return bucket_bytes_for(trained // (island.size if model_has_dtensor(model) else 1))
+    trained = [p for p in model.parameters() if p.requires_grad and not is_lazy(p)]
+    return bucket_bytes_for(sum(4 * p.numel() // num_parts(p) for p in trained))
 
 
 def checked_items(items: object, done: bool, recipe: Recipe) -> float:

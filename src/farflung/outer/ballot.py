@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from farflung.base.errors import CollectiveMismatch
+from farflung.base.errors import CollectiveMismatch, Unsupported
 from farflung.base.words import numbered
 from farflung.comm.collectives import gather_json
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group
 
+Seen: TypeAlias = "Mapping[str, tuple[list[int], int]]"  # by name, where a part of a tensor begins, and its hash
 _TENSORS_SHOWN = 5  # that ranks differ in, in an error
 
 
@@ -39,7 +41,7 @@ class Ballot:
     # What was really done since this rank's values were last agreed on, as a part of what a full round has. A number of
     # fp32, as all ranks must take it for the same.
     weight: float
-    norm: float = 0.0  # of what it brings; finite if and only if its values are. 0 if they are weights, and finite
+    norm: float = 0.0  # of its share of what it brings; finite if and only if that is. 0 if it is weights, and finite
     largest: float = 0.0  # their largest magnitude if the codec has a limit, else 0
     sound: bool = True  # its floating buffers are finite: a batch that fp16 could not hold spoils statistics for ever
     finished: bool = False  # this rank has no more data and only stays for the others
@@ -109,9 +111,7 @@ class Voters:
         """
         flags = ballot.sound, ballot.finished, ballot.awaited
         whole = self._fingerprint, ballot.number, ballot.position, ballot.digest, *map(float, flags), ballot.mark
-        norm = ballot.norm if not math.isfinite(ballot.norm) else min(ballot.norm, _LARGEST)
-        rounded = torch.tensor([ballot.weight, norm, ballot.largest], dtype=torch.float32)
-        row = torch.cat([torch.tensor(whole, dtype=torch.float64), rounded.double()])
+        row = torch.tensor([*whole, ballot.weight, ballot.norm, ballot.largest], dtype=torch.float64)
         ballots = self.group.begin_all_gather_small(row)
         return lambda: self._count(ballots(), ballot)
 
@@ -148,16 +148,16 @@ class Voters:
 
 
 class Island:
-    """The ranks that train one replica together: the same for all, or each its shards.
+    """The ranks that train one replica together: each holds all of a tensor, or a part that others may hold too.
 
     In a round each of them meets the same rank of the other islands, and all must reach the same decision. For that it
     is enough that all ranks of an island cast the same ballot.
 
-        norm = sqrt(sum of the shards' squared norms);  largest = max;  sound, finished = and;  weight = mean
+        norm = sqrt(sum of squares, each value once);  largest = max;  sound, finished = and;  weight = mean
 
     Args:
         group: those ranks; of one alone nothing is sent.
-        is_sharded: each holds another part of every weight.
+        is_sharded: some weights are in parts.
         description, tensors: see `Voters`.
 
     Attributes:
@@ -168,26 +168,55 @@ class Island:
         self.voters = Voters(group, description, tensors, "island rank")
         self.size = group.size
         self.shard = group.rank if is_sharded else 0
-        self._is_sharded = is_sharded
 
     def ballot(self, mine: Ballot) -> Ballot:
         """Return the island's ballot, from this rank's `mine` and those of the others: a collective."""
-        if self.size == 1:
-            return mine
-        tally = self.voters.begin(mine)()
-        weight = torch.tensor(math.fsum(tally.weights) / self.size, dtype=torch.float32).item()
-        norm = math.sqrt(self._of_all([norm * norm for norm in tally.norms]))
-        said = replace(mine, weight=weight, norm=norm, largest=max(tally.largest), sound=all(tally.sound))
-        mark = digest_of(str(tally.marks)) if all(tally.marks) else 0
-        return replace(said, finished=tally.finished, position=tally.position, awaited=tally.awaited, mark=mark)
+        if self.size > 1:
+            tally = self.voters.begin(mine)()
+            mine = replace(
+                mine,
+                weight=math.fsum(tally.weights) / self.size,
+                norm=math.sqrt(math.fsum(norm * norm for norm in tally.norms)),
+                largest=max(tally.largest),
+                sound=all(tally.sound),
+                finished=tally.finished,
+                position=tally.position,
+                awaited=tally.awaited,
+                mark=digest_of(str(tally.marks)) if all(tally.marks) else 0,
+            )
+        norm = min(mine.norm, _LARGEST) if math.isfinite(mine.norm) else mine.norm
+        weight, norm, largest = torch.tensor([mine.weight, norm, mine.largest], dtype=torch.float32).tolist()
+        return replace(mine, weight=weight, norm=norm, largest=largest)
+
+    def compare(self, seen: Seen) -> None:
+        """Compare what ranks hold the same parts of: a collective.
+
+        Raises:
+            Unsupported: their values differ.
+        """
+        everyone = gather_json(Exchange(self.voters.group), seen, "outer loop")
+        first: dict[str, tuple[int, int]] = {}
+        for rank, theirs in enumerate(everyone):
+            for name, (offset, number) in theirs.items():
+                other, usual = first.setdefault(f"{name} {offset}", (rank, number))
+                if number != usual:
+                    raise Unsupported(
+                        f"{name} has other values on rank {rank} of an island than on its rank {other}, though neither "
+                        "has a part of it that the other lacks: nothing sums its gradients over them, or they began "
+                        "with different values. Make it a DTensor too (by parallelize_module, such as "
+                        "SequenceParallel, or fully_shard of the whole model), or freeze it."
+                    )
 
     def meet(self) -> None:
         """Return once all ranks have come here: a collective."""
         self.gathered(0.0)
 
     def squares(self, mine: Sequence[float]) -> list[float]:
-        """Return the squares of several norms: one collective, of the same number on all ranks."""
-        return [self._of_all(column) for column in zip(*self.gathered(*mine), strict=True)]
+        """Return the squares of several norms, from each rank's part of them: one collective of as many on all ranks.
+
+        A value that several ranks hold is in the parts of all of them, divided by their number.
+        """
+        return [math.fsum(column) for column in zip(*self.gathered(*mine), strict=True)]
 
     def gathered(self, *mine: float) -> list[list[float]]:
         """Return the values of all ranks, by rank: a collective."""
@@ -195,7 +224,3 @@ class Island:
             return [list(mine)]
         rows: list[list[float]] = self.voters.group.all_gather_small(torch.tensor(mine, dtype=torch.float64)).tolist()
         return rows
-
-    def _of_all(self, squares: Sequence[float]) -> float:
-        """Add up the values of shards; if all hold the same, take the mean, which hides no NaN."""
-        return math.fsum(squares) / (1 if self._is_sharded else self.size)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -25,7 +26,7 @@ from farflung.base.sizes import num_buffers_among
 from farflung.comm.group import Group
 from farflung.comm.shards import reshard
 from farflung.comm.torch_group import explained
-from farflung.outer.arguments import OuterConfig, check_attached, check_state, checked, checked_items
+from farflung.outer.arguments import OuterConfig, check_attached, check_state, checked, checked_items, groups_of
 from farflung.outer.gradients import GradientWarmup, kept_local
 from farflung.outer.inner import hooks_of
 from farflung.outer.leaving import Leaving
@@ -70,8 +71,11 @@ class OuterLoop:
             keeps its gradients and buffers on their rank until the loop ends; in a warm-up it averages them as usual.
         recipe: from `farflung.outer`, such as `local_sgd(8)`; or the name of one, which takes its defaults.
         group: the replicas. None: all ranks of `torch.distributed`, or this process alone if it is not initialized.
-        island: the ranks that train one replica together, by `fully_shard` over them or by DDP among them; None: each
-            rank has a replica of its own. `group` then has the ranks that hold the same values in each island.
+        island: the ranks that train one replica together: by `fully_shard`, `parallelize_module` or both over them, or
+            by DDP among them. None: each rank has a replica of its own. `group` then has the ranks that hold the same
+            values in each island.
+        mesh, outer: a `DeviceMesh` and the name of its dimension along which replicas are, in place of `group` and
+            `island`, which is all other dimensions: a collective, if these are several.
         membership: who takes part, where replicas come and go (`farflung.outer.membership`), in place of `group` and
             `island`. None: these ranks, in every round; one that is lost ends the loop.
         inner: the inner optimizer, for recipes that use its learning rate or synchronize its state.
@@ -98,10 +102,14 @@ class OuterLoop:
         *,
         inner: Optimizer | None = None,
         island: Group | None = None,
+        mesh: DeviceMesh | None = None,
+        outer: str | None = None,
         membership: Membership | None = None,
         bucket_bytes: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        if mesh is not None or outer is not None:
+            group, island = groups_of(mesh, outer, is_alone=group is None and island is None and membership is None)
         recipe, cap_bytes = checked(model, recipe, group, inner, island, membership, bucket_bytes, clock)
         membership = membership or fixed_membership(
             group, island, all(parameter.is_cpu for parameter in model.parameters())
@@ -118,7 +126,7 @@ class OuterLoop:
         self._model = model = model if self._ddp is None else self._ddp.module
         is_whole = recipe.is_whole or island.size > 1
         num_buffers = None if is_whole else num_buffers_among(membership.most)
-        replica = Replica(model, recipe, cap_bytes, num_buffers)
+        replica = Replica(model, recipe, cap_bytes, num_buffers, island.size)
         self._quorum = quorum = Quorum(membership, recipe, replica, timetable, self._meter)
         twins = Twins(are_allowed=recipe.same_data)
         self._rounds = Rounds(recipe, replica, timetable, quorum, self._meter, self.listeners, twins)

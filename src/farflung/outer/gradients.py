@@ -18,6 +18,7 @@ from farflung.base.torch_internals import COMPILED_FROM, free_static_graph, is_j
 from farflung.base.words import counted, numbered
 from farflung.comm.ddp_hook import average_hook
 from farflung.comm.group import Group, SoloGroup
+from farflung.comm.shards import align_gradients
 from farflung.comm.torch_group import TorchGroup
 from farflung.outer.agreement import average
 from farflung.outer.quorum import Quorum
@@ -202,6 +203,7 @@ class GradientWarmup:
             if not finished:
                 for parameter in trained:
                     parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            align_gradients(trained)
             gradients = [p.grad for p in trained if p.grad is not None and not finished]
             self.meter.add_exchanged(average(gradients or [torch.zeros_like(p) for p in trained], group, decision))
         return True

@@ -35,7 +35,7 @@ class Needs:
 
     levels: tuple[int, ...]  # the number of ranks in a group of each level but the last, which is all of them
     overlaps: bool  # rounds overlap with training
-    is_sharded: bool  # the ranks of an island hold each another part of every weight
+    is_sharded: bool  # the ranks of an island hold parts of some weights
     description: str  # see `Voters`, like the tensors
     tensors: Sequence[str]
     num_votes: int  # the number of this rank's next vote

@@ -35,11 +35,6 @@ class Bucket:
     result: Tensor = field(init=False)  # `[n]`, the sum over the ranks, once it has arrived
     divisor: float = field(init=False)  # that makes it the aggregate
 
-    @property
-    def square(self) -> Tensor:
-        """The squared norm of the aggregate."""
-        return torch.dot(self.result, self.result) / self.divisor**2
-
 
 class Pipeline:
     """The buckets of one fragment in one round.
@@ -87,7 +82,7 @@ class Pipeline:
             payload = self._encoded[k] = weights.prepare(k, self._group)
             assert payload.wire is not None
             sent = weights.sent(payload)
-            total += float(torch.dot(sent, sent))
+            total += float(weights.buckets.square(k, sent))
         return math.sqrt(total)
 
     def send(self, weight: float, of_buffers: float) -> None:
@@ -135,7 +130,7 @@ class Pipeline:
         self.arrived.append(bucket)
         self.num_arrived += 1
         if bucket.kind == "weights" and self._fragment.weights.is_anchored:
-            self._squares.append(bucket.square)
+            self._squares.append(self._square_of(bucket))
             if self._lengths is not None:
                 self._lengths.note_mean(bucket.k, bucket.result, bucket.divisor)
 
@@ -148,11 +143,15 @@ class Pipeline:
         self._meter.add("bytes_voting", (self._group.size - 1) * lengths.num_bytes)
         for bucket in self._weights():
             lengths.lengthen(bucket.k, bucket.result)
-        self._squares, self._lengths = [bucket.square for bucket in self._weights()], None
+        self._squares, self._lengths = [self._square_of(bucket) for bucket in self._weights()], None
 
     def scale(self, factor: float) -> None:
         for bucket in self._weights():
             bucket.result.mul_(factor)
+
+    def _square_of(self, bucket: Bucket) -> Tensor:
+        """Return this rank's part of the squared norm of an aggregate."""
+        return self._fragment.weights.buckets.square(bucket.k, bucket.result) / bucket.divisor**2
 
     def _weights(self) -> Sequence[Bucket]:
         return [bucket for bucket in self.arrived if bucket.kind == "weights"]

@@ -19,11 +19,11 @@ from farflung.base.torch_internals import own_buffers, own_parameters, passing_b
 from farflung.base.words import counted
 from farflung.codec.base import Identity
 from farflung.comm.bucket import Buckets, broadcast_values
-from farflung.comm.fingerprint import fingerprints
+from farflung.comm.fingerprint import fingerprint, fingerprints
 from farflung.comm.group import Group, SoloGroup
-from farflung.comm.shards import addresses, local, model_has_dtensor, part_of, reshard
+from farflung.comm.shards import addresses, local, model_has_dtensor, num_parts, part_of, reshard
 from farflung.outer.agreement import Anchored, Averaged, Max, Mean
-from farflung.outer.ballot import digest_of
+from farflung.outer.ballot import Seen, digest_of
 from farflung.outer.comparison import Comparison, frozen_fingerprints, moved, synchronize
 from farflung.outer.eager import Eager
 from farflung.outer.fragments import Fragment, TensorPlace, without_masks
@@ -39,6 +39,7 @@ class BoundFragment:
 
     Args:
         num_buffers: see `Buckets`. None: it is in its buffers as a whole, for the exchange and until it is applied.
+        island_size: the number of ranks that train one replica.
         is_new: all ranks start from rank 0's values, without buffers that hold values which are not finite: a
             collective. False: the fragment holds the values that were agreed on.
 
@@ -58,6 +59,7 @@ class BoundFragment:
         group: Group,
         cap_bytes: int,
         num_buffers: int | None,
+        island_size: int,
         is_new: bool,
     ) -> None:
         self.num_ranks = group.size
@@ -65,14 +67,14 @@ class BoundFragment:
         self.pending_weight = [0.0] * (1 + len(recipe.levels))
         self.num_rounds = self.num_landed = 0
         self.is_whole = num_buffers is None
-        parameters = _buckets(fragment.parameters, cap_bytes, num_buffers)
-        counters = _buckets(fragment.counters, cap_bytes, num_buffers)
+        parameters = _buckets(fragment.parameters, cap_bytes, num_buffers, island_size)
+        counters = _buckets(fragment.counters, cap_bytes, num_buffers, island_size)
         if group.size > 1 and is_new:
             broadcast_values([local(place.get()) for place in fragment.places], group)
         self.cut = without_masks(fragment) if is_new else fragment
         self.comparison = Comparison([place.name for place in self.cut.parameters])
         self.trained = [place.get() for place in self.cut.parameters]  # the objects, which tell when one is replaced
-        averages = _buckets(self.cut.averages, cap_bytes, num_buffers)
+        averages = _buckets(self.cut.averages, cap_bytes, num_buffers, island_size)
         self.kinds = (self.cut.parameters, self.cut.averages, self.cut.counters)
         self._bound = list(zip(self.kinds, (parameters, averages, counters), strict=True))
         self.weights = Averaged(parameters, recipe.aggregator, recipe.codec)
@@ -137,6 +139,12 @@ class BoundFragment:
     def fingerprint(self) -> int:
         """Return a number that differs for weights with different bits."""
         return digest_of(str(fingerprints(map(local, self.parameters()))))
+
+    def held_by_several(self) -> Seen:
+        """Return, of each parameter that several ranks of an island hold, where this rank's part begins, and a hash."""
+        pairs = zip(self.cut.parameters, self.weights.buckets.shares, strict=True)
+        found = [(place.name, place.get()) for place, share in pairs if share < 1]
+        return {name: (part_of(tensor)[1], fingerprint(local(tensor))) for name, tensor in found}
 
     def count(self, amount: float) -> None:
         self.pending_weight = [done + amount for done in self.pending_weight]
@@ -233,7 +241,7 @@ class Replica:
     """All fragments of a model. Making one sends nothing; the first generation does.
 
     Args:
-        num_buffers: see `BoundFragment`.
+        num_buffers, island_size: see `BoundFragment`.
 
     Attributes:
         description: all that must be the same on all ranks: recipe, shapes, cut.
@@ -241,10 +249,12 @@ class Replica:
         fragments: bound to memory.
     """
 
-    def __init__(self, model: nn.Module, recipe: Recipe, cap_bytes: int, num_buffers: int | None) -> None:
+    def __init__(
+        self, model: nn.Module, recipe: Recipe, cap_bytes: int, num_buffers: int | None, island_size: int = 1
+    ) -> None:
         self._model = model
         self._recipe = recipe
-        self.cap_bytes, self._num_buffers = cap_bytes, num_buffers
+        self.cap_bytes, self._num_buffers, self._island_size = cap_bytes, num_buffers, island_size
         self.is_sharded = model_has_dtensor(model)
         self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._cut, self.description, self.tensors = _described(recipe, model, cap_bytes)  # it names what can't be sent
@@ -267,7 +277,9 @@ class Replica:
         return frozen_fingerprints(self._model)
 
     def _bound(self, fragment: Fragment, group: Group, is_new: bool) -> BoundFragment:
-        return BoundFragment(fragment, self._recipe, group, self.cap_bytes, self._num_buffers, is_new)
+        return BoundFragment(
+            fragment, self._recipe, group, self.cap_bytes, self._num_buffers, self._island_size, is_new
+        )
 
     def enter(self, generation: Generation, before: Sequence[int]) -> None:
         """Continue with the members of a generation, given those of `before`: a collective the first time."""
@@ -410,7 +422,7 @@ def _described(recipe: Recipe, model: nn.Module, cap_bytes: int) -> tuple[list[F
     return fragments, description, tensors
 
 
-def _buckets(places: Sequence[TensorPlace], cap_bytes: int, num_buffers: int | None) -> Buckets:
+def _buckets(places: Sequence[TensorPlace], cap_bytes: int, num_buffers: int | None, island_size: int) -> Buckets:
     tensors = [place.get() for place in places]
     if any(tensor.is_complex() for tensor in tensors):
         names = [place.name for place in places if place.get().is_complex()]
@@ -418,4 +430,5 @@ def _buckets(places: Sequence[TensorPlace], cap_bytes: int, num_buffers: int | N
     dtype = torch.float32 if not tensors or tensors[0].is_floating_point() else torch.int64
     if any(tensor.dtype == torch.float64 for tensor in tensors):
         dtype = torch.float64
-    return Buckets(tensors, dtype, cap_bytes=cap_bytes, num_buffers=num_buffers)
+    shares = [num_parts(tensor) / island_size for tensor in tensors]  # of several ranks that hold a value
+    return Buckets(tensors, dtype, cap_bytes=cap_bytes, num_buffers=num_buffers, shares=shares)

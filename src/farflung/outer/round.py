@@ -18,7 +18,7 @@ import torch
 
 from farflung.base.errors import CollectiveMismatch, StateError
 from farflung.outer.background import BackgroundJob, BackgroundWorker
-from farflung.outer.ballot import BALLOT_BYTES, Ballot, Tally, odd_among
+from farflung.outer.ballot import BALLOT_BYTES, Ballot, Seen, Tally, odd_among
 from farflung.outer.membership import ALL, Generation, OddMembers
 from farflung.outer.pipeline import Pipeline
 from farflung.outer.recipe import Recipe
@@ -57,6 +57,7 @@ class OpenRound:
         generation: the members that take part.
         ballot: of this rank; of its island, once that has met.
         claimed: the work done since the last round, by level.
+        seen: the values that ranks of an island hold alike, to compare these.
 
     Attributes:
         phase: how far it has come.
@@ -73,8 +74,9 @@ class OpenRound:
         ballot: Ballot,
         request: RoundRequest,
         claimed: list[float],
+        seen: Seen | None = None,
     ) -> None:
-        self.ballot, self.request, self._claimed = ballot, request, claimed
+        self.ballot, self.request, self._claimed, self._seen = ballot, request, claimed, seen
         self.phase = Phase.OPENED
         self.job: BackgroundJob | None = None
         self.meter = Meter()
@@ -130,6 +132,8 @@ class OpenRound:
                 self.ballot = replace(self.ballot, norm=pipeline.encode_weights())
         with meter.timed("voting"):
             self.ballot = self._generation.in_round.ballot(self.ballot)
+            if self._seen:
+                self._generation.in_round.compare(self._seen)
             votes = voters.begin(self.ballot)
         meter.add("bytes_voting", (self.group.size - 1) * BALLOT_BYTES)
         early = not (self._recipe.votes_first or self.group.size == 1)

@@ -15,7 +15,7 @@ import torch
 from farflung.base.errors import CollectiveMismatch, StateError
 from farflung.base.words import numbered
 from farflung.comm.shards import local
-from farflung.outer.ballot import Ballot, Tally
+from farflung.outer.ballot import Ballot, Seen, Tally
 from farflung.outer.eager import Eager
 from farflung.outer.inner import KeepState
 from farflung.outer.membership import Generation
@@ -83,6 +83,7 @@ class Rounds:
         number, level = request.action.fragment, request.action.level
         fragment, quorum = self.replica.fragments[number], self.quorum
         norm, largest, sound, mark, claimed = 0.0, 0.0, True, 0, [0.0] * len(fragment.pending_weight)
+        seen: Seen | None = None
         if not request.is_empty:
             with self.meter.timed("encoding"):
                 fragment.rebind()
@@ -90,6 +91,8 @@ class Rounds:
                 norm, largest, sound = fragment.load(fragment.pending_weight[level] > 0 or must_look)
                 if level == 0 and fragment.pending_weight[0] and self.twins.are_looked_for(quorum.generation.ids):
                     mark = fragment.fingerprint()
+                if self.replica.is_sharded and fragment.num_rounds == 0:
+                    seen = fragment.held_by_several()
             claimed = fragment.claim(level)
         # As it is sent.
         weight = torch.tensor(claimed[level] / request.action.steps, dtype=torch.float32).item()
@@ -97,7 +100,7 @@ class Rounds:
         is_awaited = quorum.is_awaited()
         said = (weight, norm, largest, sound, request.finished, request.position, digest, is_awaited, mark)
         ballot = Ballot(quorum.next_vote(), *said)
-        self._open[number] = OpenRound(fragment, quorum.generation, self.recipe, ballot, request, claimed)
+        self._open[number] = OpenRound(fragment, quorum.generation, self.recipe, ballot, request, claimed, seen)
 
     def _begin(self, number: int) -> None:
         if number in self._open:

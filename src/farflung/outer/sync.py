@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from farflung.comm.bucket import broadcast_values
+from farflung.comm.shards import num_parts
 from farflung.outer.comparison import FINGERPRINT_BYTES
 from farflung.outer.gradients import GradientWarmup
 from farflung.outer.quorum import Quorum
@@ -151,5 +152,7 @@ class Sync:
         """Give all ranks of the island the buffers of the first one: each has averaged its own with its column."""
         island = self.quorum.generation.island
         if island.size > 1:
-            kinds = [kind for fragment in self.replica.fragments for kind in fragment.buffer_tensors()]
-            broadcast_values([tensor for kind in kinds for tensor in kind], island.voters.group)
+            buffers = [
+                one.get() for bound in self.replica.fragments for one in (*bound.cut.averages, *bound.cut.counters)
+            ]
+            broadcast_values([buffer for buffer in buffers if num_parts(buffer) == 1], island.voters.group)

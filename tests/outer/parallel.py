@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that the ranks of an island train by tensor parallelism, alone or with FSDP2 over it."""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from farflung.comm.shards import full
+from farflung.outer import OuterLoop
+from tests.outer.replicas import RATE
+
+# Sizes of an island's dimensions.
+LAYOUTS = {"tp": {"tp": 2}, "fsdp+tp": {"dp": 2, "tp": 2}, "hsdp": {"copies": 2, "dp": 2}}
+
+
+class Block(nn.Module):
+    """Two layers around a nonlinearity, behind a norm; `five` rows can't be cut into equal parts."""
+
+    def __init__(self):
+        torch.manual_seed(3)
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up, self.down = nn.Linear(16, 10), nn.Linear(10, 16, bias=False)
+        self.last = nn.RMSNorm(16)
+        self.five = nn.Linear(16, 5, bias=False)
+        self.up.bias.requires_grad_(False)
+
+    def forward(self, x):
+        """Map `[n, 4, 16]` to `[n, 4, 5]`."""
+        return self.five(self.last(self.down(self.up(self.norm(x)).tanh())))
+
+
+PLAN = {
+    # The first norm computes with parts of the sequences, so its gradients are summands; the last one is plain.
+    "": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=False),
+    "norm": SequenceParallel(),
+    "up": ColwiseParallel(input_layouts=Shard(1)),
+    "down": RowwiseParallel(),
+    "five": ColwiseParallel(output_layouts=Replicate()),
+}
+
+
+class ParallelRun:
+    """A model that an island trains, its optimizer and its outer loop, in fp64.
+
+    Args:
+        layout: one of `LAYOUTS`; None: an island is one rank.
+        mesh: of a layout whose replicas the loop learns from a membership.
+    """
+
+    def __init__(self, recipe, layout=None, mesh=None, **options):
+        sizes = LAYOUTS.get(layout, {})
+        if mesh is None:
+            mesh = init_device_mesh("cpu", (2, *sizes.values()), mesh_dim_names=("replica", *sizes))
+            options |= {"mesh": mesh, "outer": "replica"}
+        self.mesh, self.index = mesh, mesh.get_local_rank("replica")
+        self.model = model = Block().double()
+        if "tp" in sizes:
+            parallelize_module(model, mesh["tp"], PLAN)
+        if "dp" in sizes:
+            shards = mesh[("copies", "dp")] if "copies" in sizes else mesh["dp"]
+            fully_shard(model.up, mesh=shards)
+            fully_shard(model, mesh=shards)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=RATE, foreach=False)
+        self.rounds = []
+        options = {"bucket_bytes": 256, "inner": self.optimizer} | options
+        self.outer = OuterLoop(model, recipe, **options)
+        self.outer.listeners.append(self.rounds.append)
+        self.optimizer.register_step_pre_hook(lambda *_: self.outer.average_gradients())
+
+    def steps(self, *numbers):
+        """Train on data of this island, the same on all its ranks."""
+        for number in numbers:
+            generator = torch.Generator().manual_seed(1000 * number + self.index)
+            inputs = torch.randn(4, 4, 16, generator=generator, dtype=torch.float64)
+            targets = torch.randn(4, 4, 5, generator=generator, dtype=torch.float64)
+            self.optimizer.zero_grad()
+            (self.model(inputs) - targets).square().mean().backward()
+            self.optimizer.step()
+            self.outer.step()
+        return self
+
+    def values(self):
+        """Copies of all parameters, whole ones: a collective of the island."""
+        return {name: full(value.detach()).clone() for name, value in self.model.named_parameters()}

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The outer loop over islands whose ranks hold parts of a model, and copies of others: by TP, FSDP2 over it, HSDP."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from farflung.base.errors import ConfigError, RankFailure, Unsupported
+from farflung.codec.base import Identity
+from farflung.comm.c10d_transport import C10dTransport
+from farflung.comm.shards import local, num_parts
+from farflung.comm.torch_group import TorchGroup
+from farflung.outer import OuterLoop, TopK, diloco, local_sgd, sparse_loco, streaming_diloco
+from farflung.outer.elastic import Elastic
+from farflung.testing.ranks import run_ranks
+from tests.faults import kill
+from tests.outer.parallel import LAYOUTS, ParallelRun
+from tests.outer.replicas import same
+from tests.recipes import RECIPES
+
+# Codecs look at blocks of a rank's values, which are others in each layout.
+EXACT = {
+    **{name: replace(recipe, codec=Identity()) for name, recipe in RECIPES.items()},
+    "sparse_loco": sparse_loco(2, codec=TopK(k=16, chunk=16, bits=32)),  # which sends everything
+}
+
+
+def trained(recipes, layout):
+    outcomes = {}
+    for name, recipe in recipes.items():
+        run = ParallelRun(recipe, layout).steps(*range(1, 8))
+        run.outer.flush()
+        norms = [(one.norms, one.norm) for one in run.rounds]
+        outcomes[name] = run.values(), norms, run.outer.stats()
+        run.outer.detach()
+    return outcomes
+
+
+def check(layout, recipes):
+    alone = run_ranks(trained, 2, recipes, None)[0]
+    ranks = run_ranks(trained, 2 * {"tp": 2}.get(layout, 4), recipes, layout, timeout_s=120)
+    for name in recipes:
+        values, norms, _ = zip(*(one[name] for one in ranks), strict=True)
+        assert same(*values), (layout, name)
+        wanted, wanted_norms, _ = alone[name]
+        for key, value in values[0].items():
+            torch.testing.assert_close(value, wanted[key], rtol=0, atol=1e-9, msg=f"{layout} {name} {key}")
+        assert norms[0] == norms[1], (layout, name)  # of one island
+        for (replicas, mean), (replicas_alone, mean_alone) in zip(norms[0], wanted_norms, strict=True):
+            assert replicas == pytest.approx(replicas_alone, rel=1e-6), (layout, name)
+            assert mean == pytest.approx(mean_alone, rel=1e-6), (layout, name)
+
+
+@pytest.mark.law("islands-are-replicas")
+def test_tensor_parallel_islands_train_as_replicas_of_one_rank_do():
+    check("tp", {name: EXACT[name] for name in ("local_sgd", "edit")})
+
+
+@pytest.mark.long
+@pytest.mark.law("islands-are-replicas")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_islands_of_parts_and_copies_train_as_replicas_of_one_rank_do_under_every_recipe(layout):
+    check(layout, EXACT)
+
+
+def bytes_and_parts(layout):
+    run = ParallelRun(local_sgd(2), layout).steps(1, 2, 3, 4)
+    stats = run.outer.stats()
+    run.outer.detach()
+    trained = [p for p in run.model.parameters() if p.requires_grad]
+    return (
+        stats.bytes_sent / stats.rounds,
+        8 * sum(local(p).numel() for p in trained),
+        list(map(num_parts, trained)),
+    )
+
+
+@pytest.mark.law("stated-bytes")
+def test_a_round_sends_each_value_of_a_column_once():
+    ranks = run_ranks(bytes_and_parts, 4, "tp")
+    for sent, held, parts in ranks:
+        assert sent == held
+        assert sorted(set(parts)) == [1, 2]
+    cut = 8 * (10 * 16 + 16 * 10 + 5 * 16)
+    assert ranks[0][1] + ranks[1][1] == cut + 2 * 8 * 3 * 16  # the norms, which both have
+
+
+def with_gradients_that_nobody_sums(recipe):
+    run = ParallelRun(recipe, "tp")
+
+    def as_nobody_sums(*_):
+        run.model.last.weight.grad.mul_(run.mesh.get_local_rank("tp"))
+
+    run.optimizer.register_step_pre_hook(as_nobody_sums)
+    with pytest.raises(Unsupported) as caught:
+        run.steps(*range(1, 7))
+    run.outer.detach()
+    return str(caught.value)
+
+
+def of_odd_meshes():
+    run = ParallelRun(diloco(2), "tp")
+    run.outer.detach()
+    texts = []
+    for options in (
+        {"mesh": run.mesh, "outer": "replicas"},
+        {"mesh": run.mesh, "outer": "tp"},
+        {"mesh": run.mesh, "outer": "replica", "group": run.outer._quorum.group},
+    ):
+        with pytest.raises(ConfigError) as caught:
+            OuterLoop(run.model, diloco(2), **options)
+        texts.append(str(caught.value))
+    return texts
+
+
+def refusals():
+    late = streaming_diloco(4, 1, delay=1)
+    return [*map(with_gradients_that_nobody_sums, (local_sgd(2), late)), *of_odd_meshes()]
+
+
+def test_gradients_that_nobody_sums_and_odd_meshes_are_named():
+    for at_once, late, unknown, within, several in run_ranks(refusals, 4):
+        for text in (at_once, late):
+            assert text.startswith("last.weight has other values on rank 1 of an island than on its rank 0")
+        assert "it has ['replica', 'tp']" in unknown
+        assert "OuterLoop(mesh=, outer=)" in within
+        assert "leave out group" in several
+
+
+def lose_an_island(folder):
+    """Train in two elastic islands, of which the second is killed after three steps."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "tp"))
+    island, member = TorchGroup(mesh["tp"].get_group()), mesh.get_local_rank("replica")
+    transport = C10dTransport(dist.distributed_c10d._get_default_store())
+    membership = Elastic(transport, member, expected=2, island=island)
+    run, rounds = ParallelRun(diloco(2), "tp", mesh=mesh, membership=membership), []
+    run.outer.listeners.append(lambda one: rounds.append(len(one.members)))
+    run.steps(1, 2, 3)
+    if member == 1:
+        kill()
+    run.steps(*range(4, 9))
+    torch.save((rounds, run.values()), folder / str(dist.get_rank()))
+
+
+@pytest.mark.long
+def test_the_survivors_of_an_island_that_is_killed_continue_alone(tmp_path):
+    with pytest.raises(RankFailure, match="rank 2"):
+        run_ranks(lose_an_island, 4, tmp_path, grace_s=60.0)
+    (rounds, values), (others, same_values) = (torch.load(tmp_path / str(rank)) for rank in (0, 1))
+    assert rounds == others == [2, 1, 1, 1]
+    assert same(values, same_values)
