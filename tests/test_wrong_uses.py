@@ -186,7 +186,7 @@ ACCELERATOR = [
     ("AORecipeKwargs(config=object(), pad_inner_dim=True)", "both"),
     ("AORecipeKwargs(enable_fsdp_float8_all_gather=True)", "FSDP"),
     ("Accelerator(megatron_lm_plugin=object())", "Megatron-LM"),
-    ("Accelerator(parallelism_config=ParallelismConfig(tp_size=2))", "tp_size=2"),
+    ("Accelerator(parallelism_config=ParallelismConfig(cp_size=2))", "cp_size=2"),
     (
         "Accelerator(parallelism_config=ParallelismConfig(cp_handler=TorchContextParallelConfig()))",
         "context parallelism",

@@ -37,6 +37,7 @@ from farflung.base.enums import DynamoBackend
 from farflung.base.errors import StateError
 from farflung.base.words import counted
 from farflung.comm import collectives
+from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group
 from farflung.comm.torch_group import explained
 from farflung.config import environ, handlers
@@ -391,6 +392,8 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
                 "how many samples they have, so these can't be left out. Have collate_fn return tensors in a list, a "
                 "dictionary or a dataclass, or use even_batches=False or drop_last=True."
             )
+        readers = self._strategy.mesh.readers
+        exchange = exchange if readers is exchange.group else Exchange(readers)
         return gather_for_metrics(exchange, input_data, loop.remainder, use_gather_object, loop.position)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:

@@ -178,6 +178,7 @@ class Preparer:
             config=self.data if already_sharded is None else replace(self.data, already_sharded=already_sharded),
             rng_types=self.rng_types,
             slice_fn=slice_fn,
+            readers=self.run.strategy.mesh.readers,
             slots=self.run.slots,
         )
         if self.run.loop.ends is not None:

@@ -183,13 +183,12 @@ class AcceleratorProperties(Engines):
     @property
     def data_parallel_shard_rank(self) -> int:
         """The column of this process, its index among the shards of a `ParallelismConfig`; StateError without one."""
-        return self._grid("data_parallel_shard_rank").mesh.island.rank
+        return self._grid("data_parallel_shard_rank").place["dp_shard"]
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """0: the axis of tensor parallelism has one rank; StateError without a `ParallelismConfig`."""
-        self._grid("tensor_parallel_rank")
-        return 0
+        """Which part of each layer this process holds; StateError without a `ParallelismConfig`."""
+        return self._grid("tensor_parallel_rank").place["tp"]
 
     def _grid(self, name: str) -> Layout:
         if self._layout is None or self._layout.parallelism is None:

@@ -21,7 +21,7 @@ from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import GradientAccumulationPlugin
 from farflung.loop.state import LoopState
 from farflung.loop.uneven import UnevenDataCheck
-from farflung.process.mesh import IslandSize, Mesh, make_mesh, require_replicas, stated_island_size
+from farflung.process.mesh import IslandSize, Mesh, make_mesh, make_parallel_mesh, require_replicas, stated_island_size
 from farflung.process.world import World
 
 if TYPE_CHECKING:
@@ -43,6 +43,12 @@ class Layout:
     mesh: Mesh
     fsdp: FullyShardedDataParallelPlugin | None = None
     parallelism: ParallelismConfig | None = None
+
+    @property
+    def place(self) -> dict[str, int]:
+        """This rank's index within its row along each axis of it."""
+        tp_size = 1 if self.parallelism is None else self.parallelism.tp_size
+        return {"dp_shard": self.mesh.island.rank // tp_size, "tp": self.mesh.island.rank % tp_size}
 
 
 @dataclass
@@ -181,9 +187,15 @@ def _resolved(
     if parallelism_config is not None:
         parallelism_config.check(world.size)
         device_mesh = parallelism_config.get_device_mesh(world.device.type)
-    if fsdp_plugin is None:
+    is_parallel = parallelism_config is not None and parallelism_config.tp_enabled
+    if is_parallel and (islands is not None or world.place.member is not None):
+        raise Unsupported(
+            "ParallelismConfig(tp_size=) goes with neither island_size nor --elastic. If replicas come and go, use a "
+            "plain loop, with the membership of farflung.elastic."
+        )
+    if fsdp_plugin is None and not is_parallel:
         return Layout(make_mesh(world.group, islands or 1, world.device.type), None, parallelism_config)
-    if islands is not None and world.place.member is None:
+    if fsdp_plugin is not None and islands is not None and world.place.member is None:
         raise ConfigError(
             f"island_size={shown(island_size)} and FSDP were both asked for. The ranks that share one sharded model "
             "are an island: give its size as ParallelismConfig(dp_shard_size=)."
@@ -192,11 +204,14 @@ def _resolved(
         shards = world.size
     else:
         shards = parallelism_config.dp_shard_size
-        if shards == 1 and world.size > 1:
+        if fsdp_plugin is not None and shards == 1 and world.size > 1:
             raise ConfigError(
                 f"FSDP was asked for, and ParallelismConfig(dp_replicate_size={parallelism_config.dp_replicate_size}, "
                 "dp_shard_size=1), which cuts nothing. Give a dp_shard_size above 1, or leave the plugin out for DDP."
             )
+    if is_parallel and device_mesh is not None:
+        assert isinstance(world.group, TorchGroup), "there are several ranks"
+        return Layout(make_parallel_mesh(world.group, device_mesh), fsdp_plugin, parallelism_config)
     return Layout(make_mesh(world.group, shards, world.device.type, device_mesh), fsdp_plugin, parallelism_config)
 
 

@@ -20,7 +20,7 @@ HOST = "host"
 _PLUGIN = FullyShardedDataParallelPlugin.__name__
 # The plugin's arguments that the launch settings call otherwise.
 _ARGUMENTS = {"offload_params": "cpu_offload", "transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap"}
-_OTHER_AXES = {"tp_size": "tensor", "cp_size": "context", "sp_size": "sequence"}
+_OTHER_AXES = {"cp_size": "context", "sp_size": "sequence"}
 GRID = "parallelism_config_"
 
 
@@ -113,7 +113,7 @@ class LayoutSettings:
     parallelism_config_dp_shard_size: int | None = _told(
         "Over how many processes one copy is sharded: columns of the grid. [1]"
     )
-    parallelism_config_tp_size: int | None = _told("Tensor parallelism; only 1 is supported.")
+    parallelism_config_tp_size: int | None = _told("Over how many processes the script cuts each layer. [1]")
     parallelism_config_cp_size: int | None = _told("Context parallelism; only 1 is supported.")
     parallelism_config_sp_size: int | None = _told("Sequence parallelism; only 1 is supported.")
     island_size: str | None = _told(
@@ -169,10 +169,12 @@ def _check_grid(settings: LayoutSettings, num_processes: int | None) -> None:
         raise ConfigError(
             f"{GRID}dp_shard_size is 1, so FSDP has nothing to shard over. Set it above 1, or leave out use_fsdp."
         )
-    product = settings.num_replicas * settings.num_shards
+    tp_size = settings.parallelism_config_tp_size or 1
+    product = settings.num_replicas * settings.num_shards * tp_size
     if num_processes is not None and product not in (1, num_processes):
         raise ConfigError(
-            f"{GRID}dp_replicate_size ({settings.num_replicas}) times {GRID}dp_shard_size ({settings.num_shards}) is "
+            f"{GRID}dp_replicate_size ({settings.num_replicas}) times {GRID}dp_shard_size ({settings.num_shards})"
+            f"{f' times {GRID}tp_size ({tp_size})' if tp_size > 1 else ''} is "
             f"{product}, but there {'is' if num_processes == 1 else 'are'} {counted(num_processes, 'process')}. The "
             "product must be the number of processes on all machines."
         )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")  # in the order of a mesh
-_OTHERS = {"tp": "tensor", "cp": "context", "sp": "sequence"}
+_OTHERS = {"cp": "context", "sp": "sequence"}
 _BACKENDS = {"cp_backend": "torch", "sp_backend": "deepspeed"}
 _VARIABLE = "PARALLELISM_CONFIG_"
 
@@ -40,7 +40,7 @@ class TorchContextParallelConfig:
 
 @dataclass
 class TorchTensorParallelConfig:
-    """How tensor parallelism would be made; it has nothing to choose."""
+    """How tensor parallelism is made; it has nothing to choose."""
 
     enable_async_tp: bool = False
 
@@ -64,8 +64,8 @@ class ParallelismConfig:
     FSDP shards a model over the ranks of a row, and each row holds a copy: a pure replica if it is one rank (DDP).
     Without an outer loop the rows average gradients in every step (HSDP); with one, they synchronize by its recipe.
 
-    The other axes (tensor, context and sequence parallelism) can be described and laid out as a mesh. An `Accelerator`
-    refuses a configuration with one of them.
+    The `tp_size` ranks of tensor parallelism see the same data, and train models that the script has cut over the axis
+    `tp` of the mesh. Context and sequence parallelism can be described and laid out; an `Accelerator` refuses them.
 
     What is None is read from `PARALLELISM_CONFIG_DP_REPLICATE_SIZE` and so on; 1 if those are not set.
 
@@ -114,7 +114,7 @@ class ParallelismConfig:
             )
 
     def check(self, world_size: int) -> None:
-        """Check that the grid has one place for each of `world_size` processes, and no axes but those of the data.
+        """Check that the grid has one place for each of `world_size` processes, and no axes but `dp_` ones and `tp`.
 
         A grid of one place, which is what a configuration without sizes is, becomes one of replicas.
         """
@@ -130,7 +130,8 @@ class ParallelismConfig:
         if self.total_size != world_size:
             raise ConfigError(
                 f"ParallelismConfig: dp_replicate_size ({self.dp_replicate_size}) times dp_shard_size "
-                f"({self.dp_shard_size}) is {self.total_size}, but there are {world_size} processes. The product must "
+                f"({self.dp_shard_size}){f' times tp_size ({self.tp_size})' if self.tp_enabled else ''} is "
+                f"{self.total_size}, but there are {world_size} processes. The product must "
                 "be the number of processes."
             )
 

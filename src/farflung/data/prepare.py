@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from farflung.base.checks import check_type, check_whole, wrong_type
-from farflung.base.errors import ConfigError
+from farflung.base.errors import ConfigError, Unsupported
 from farflung.base.tree import batch_size_of
 from farflung.comm import collectives
 from farflung.comm.exchange import Exchange
@@ -45,12 +45,14 @@ def prepare_loader(
     rng_types: Iterable[str],
     slice_fn: SliceFn | None = None,
     fixed_rank: Group | None = None,
+    readers: Group | None = None,
     slots: Slots | None = None,
 ) -> DataLoaderShard | DataLoaderDispatcher:
     """Make a loader that gives each rank its share; one that is prepared already comes back as it is.
 
     All ranks take the random states `rng_types` from rank 0 at the start of each iteration; `generator` is that of the
-    sampler or of the iterable data set. With a `fixed_rank`, which has a rank and a size, nothing is exchanged.
+    sampler or of the iterable data set. With a `fixed_rank`, which has a rank and a size, nothing is exchanged. The
+    ranks of `readers` share out the data, if not all do: others see what one of these sees.
     `slots` are the shares of a replica that comes and goes.
     """
     if isinstance(loader, (DataLoaderShard, DataLoaderDispatcher)):
@@ -66,18 +68,23 @@ def prepare_loader(
     if slots is not None:
         _refuse_in_slots(config)
         source = slots.shared(source, 1 if config.split_batches else exchange.group.size)
-    group = fixed_rank or exchange.group
+    group = fixed_rank or readers or exchange.group
     batch_size, dispatches = source.batch_size, config.dispatch_batches
+    sees_the_same = fixed_rank is None and group.size < exchange.group.size
+    if sees_the_same and dispatches:
+        raise Unsupported("dispatch_batches=True does not go with tensor parallelism. Leave it out: each rank reads.")
     settings = LoaderSettings(
         state=state, device=device, non_blocking=config.non_blocking, stateful=config.use_stateful_dataloader
     )
     if dispatches is None:
-        dispatches = source.streams and device is not None and not config.already_sharded
+        dispatches = source.streams and device is not None and not config.already_sharded and not sees_the_same
     # As in Accelerate: a loader that dispatches draws no seeds from its generator.
     changes: dict[str, Any] = {"generator": None} if dispatches and not source.is_view else {}
+    agreement = partial(_agreement, source, exchange, [str(kind) for kind in rng_types], dispatches)
     if group.size == 1 and not config.dispatch_batches:
         count = partial(_short_count, batch_size) if batch_size is not None and source.by_index else None
-        return kind.over(source, replace(settings, total_batch_size=batch_size), changes, count=count)
+        settings = replace(settings, total_batch_size=batch_size, agree=agreement() if sees_the_same else None)
+        return kind.over(source, settings, changes, count=count)
     refuse_unshareable(source, group, config.already_sharded)
     factor = 1 if config.split_batches else group.size
     settings = replace(
@@ -87,7 +94,7 @@ def prepare_loader(
         # Ranks share whole rounds of one order; not if files are shared out, or each worker has a last round of its
         # own.
         ends_apart=batch_size is None or (source.streams and not dispatches),
-        agree=_agreement(source, exchange, [str(kind) for kind in rng_types], dispatches),
+        agree=agreement(),
     )
     if config.already_sharded:
         return kind.over(source, replace(settings, may_be_uneven=True, ends_apart=True, already_sharded=True), changes)
@@ -100,7 +107,7 @@ def prepare_loader(
         changes["batch_size"] = loader.batch_size // group.size
     if source.streams:
         return _sharded_stream(source, settings, changes, group, config)
-    return _sharded(kind, source, settings, changes, exchange, group, config)
+    return _sharded(kind, source, settings, changes, Exchange(group) if sees_the_same else exchange, group, config)
 
 
 def _refuse_in_slots(config: DataLoaderConfiguration) -> None:

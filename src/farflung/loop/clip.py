@@ -18,7 +18,7 @@ from torch.nn.utils import (
 
 from farflung.base.checks import check_number, wrong_type
 from farflung.base.errors import ConfigError
-from farflung.comm.shards import full, largest, local, mesh_over
+from farflung.comm.shards import align_gradients, full, largest, local, mesh_over
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.state import LoopState
 from farflung.precision.base import Precision
@@ -45,6 +45,7 @@ def clip_grad_norm_(
 
 def _clip(parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
     """Clip with torch, which takes plain gradients, or shards over one mesh, at a time; return the norm of all."""
+    align_gradients(parameters)
     kinds: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
         kinds.setdefault(mesh_over(parameter), []).append(parameter)
@@ -76,6 +77,7 @@ def clip_grad_value_(
             return
         if clip_value >= 0:
             listed = [parameter for parameter in _listed(listed) if parameter.grad is not None]
+            align_gradients(listed)
             return torch_clip_grad_value_(listed, clip_value) if listed else None  # torch fails if there is none
     except (TypeError, AttributeError, ValueError) as error:
         _explain("clip_grad_value_", parameters, error, clip_value=clip_value)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from farflung.base.checks import check_whole
 from farflung.base.errors import ConfigError
 from farflung.comm.group import Group, SoloGroup
-from farflung.comm.torch_group import TorchGroup
+from farflung.comm.torch_group import TorchGroup, group_along
 from farflung.config import environ
 from farflung.process.place import FIXED, Place
 
@@ -28,13 +28,20 @@ AXES = ("dp_replicate", "dp_shard")
 class Mesh:
     """This rank's row (`island`) and column (`replicas`) among all ranks.
 
-    `device_mesh` is torch's mesh of both axes, named `dp_replicate` and `dp_shard`; None if each row is one rank.
+    `device_mesh` is torch's mesh of both axes, named `dp_replicate` and `dp_shard`; None if each row is one rank. There
+    is an axis `tp` too if ranks hold parts of layers and see the same data; `readers` are those that share it out.
     """
 
     everyone: Group
     island: Group
     replicas: Group
     device_mesh: DeviceMesh | None = None
+    parallel_readers: Group | None = None
+
+    @property
+    def readers(self) -> Group:
+        """The ranks, this one among them, that share out the data."""
+        return self.everyone if self.parallel_readers is None else self.parallel_readers
 
     @property
     def row(self) -> DeviceMesh:
@@ -96,6 +103,18 @@ def make_mesh(everyone: Group, island_size: int, device_type: str, device_mesh: 
     island = everyone.within(device_mesh.get_group(AXES[1]))
     replicas = everyone.within(device_mesh.get_group(AXES[0])) if rows > 1 else SoloGroup()
     return Mesh(everyone, island if rows > 1 else everyone, replicas, device_mesh)
+
+
+def make_parallel_mesh(everyone: TorchGroup, device_mesh: DeviceMesh) -> Mesh:
+    """Take in the script's mesh with an axis `tp`: a collective."""
+
+    def along(*axes: str) -> Group:
+        found = [axis for axis in axes if axis in (device_mesh.mesh_dim_names or ())]
+        return everyone.within(group_along(device_mesh, found)) if found else SoloGroup()
+
+    replicas = along(AXES[0])
+    island = along(AXES[1], "tp") if replicas.size > 1 else everyone
+    return Mesh(everyone, island, replicas, device_mesh, along(*AXES))
 
 
 def require_replicas(mesh: Mesh, place: Place) -> None:

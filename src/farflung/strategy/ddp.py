@@ -59,6 +59,7 @@ class DDP(ShardedModels):
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module:
         if isinstance(model, DistributedDataParallel) or not any(p.requires_grad for p in model.parameters()):
             return model  # torch's DDP refuses a model that has nothing to learn
+        self.check_parallel(model)
         if model_has_dtensor(model):
             self.take(model)
             return model

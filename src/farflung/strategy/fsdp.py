@@ -26,7 +26,7 @@ from farflung.base.enums import DistributedType
 from farflung.base.errors import ConfigError, StateError, Unsupported
 from farflung.base.torch_internals import own_parameters
 from farflung.comm.bucket import broadcast_values
-from farflung.comm.shards import model_has_dtensor, reshard, spread_like
+from farflung.comm.shards import is_sharded, model_has_dtensor, reshard, sharded_parts, spread_like
 from farflung.process.mesh import Mesh
 from farflung.strategy.base import Single
 from farflung.strategy.sharded import ShardedModels, refuse_muon
@@ -78,7 +78,9 @@ class FSDP(ShardedModels):
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module:
         reshard(model.modules())
-        if not model_has_dtensor(model):
+        self.check_parallel(model)
+        is_parallel = self.mesh.parallel_readers is not None
+        if not (sharded_parts(model.modules()) if is_parallel else model_has_dtensor(model)):
             self._shard(model)
         elif self._plugin.activation_checkpointing:
             raise Unsupported(
@@ -117,10 +119,14 @@ class FSDP(ShardedModels):
                     parameter.data = parameter.data.float()
         before = dict(model.named_parameters(remove_duplicate=False))
         spares_memory = _is_on_meta(model, self.mesh)
+        if spares_memory and self.mesh.parallel_readers is not None:
+            raise Unsupported("A model that is cut by tensor parallelism must have its values on all ranks.")
         is_first = self.mesh.everyone.rank == 0
         whole: dict[str, Any] = model.state_dict() if spares_memory and is_first else {}
         if not spares_memory:
-            broadcast_values([*model.parameters(), *model.buffers()], self.mesh.everyone)
+            tensors = [*model.parameters(), *model.buffers()]
+            broadcast_values([one for one in tensors if not is_sharded(one)], self.mesh.everyone)
+            broadcast_values([one for one in tensors if is_sharded(one)], self.mesh.readers)
         ignored = _ignored(model, plugin.ignored_modules)
         wrapped = modules_to_wrap(model, plugin.policy_for(model), ignored)
         _recompute(model, wrapped, plugin)

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.base.torch_internals import taken
 from farflung.comm.group import Group
-from farflung.comm.shards import is_sharded, meshes, reshard, sharded_parts
+from farflung.comm.shards import is_sharded, meshes, model_has_dtensor, reshard, sharded_parts
+from farflung.comm.torch_group import TorchGroup
 from farflung.process.mesh import Mesh
 from farflung.strategy.base import Strategy
 
@@ -34,6 +35,8 @@ class ShardedModels(Strategy):
     def take(self, model: nn.Module) -> None:
         """Take in a model whose parameters are shards, over a row of the mesh or over all ranks."""
         parts = sharded_parts(model.modules())
+        if not parts and self.mesh.parallel_readers is not None:
+            return  # ranks of tensor parallelism alone, which need no more than torch sums for them
         if not parts:
             raise Unsupported(
                 f"The parameters of this {type(model).__name__} are DTensors, but it was not sharded by fully_shard, "
@@ -52,14 +55,22 @@ class ShardedModels(Strategy):
         for part in parts:
             taken(part, "set_all_reduce_hook", use)(partial(self._average_columns, model))
 
+    def check_parallel(self, model: nn.Module) -> None:
+        """Raise ConfigError for a model that is whole, where ranks of tensor parallelism see the same data."""
+        if self.mesh.parallel_readers is not None and not model_has_dtensor(model):
+            raise ConfigError(
+                f"This run has a ParallelismConfig with tp_size, but no parameter of this {type(model).__name__} is a "
+                "DTensor: prepare wraps a model, and the script cuts it before. Call parallelize_module(model, "
+                'accelerator.torch_device_mesh["tp"], plan), or leave out tp_size.'
+            )
+
     def _spans_all(self, model: nn.Module) -> bool:
         """Whether torch itself averages the gradients of `model` over all ranks; False: over this rank's row."""
-        everyone, row = self.mesh.everyone, None if self.mesh.device_mesh is None else self.mesh.row
-        spanned = meshes(model.parameters())
-        if all(mesh.size() == everyone.size for mesh in spanned):
+        everyone, island = self.mesh.everyone, self.mesh.island
+        found = [mesh.mesh.flatten().tolist() for mesh in meshes(model.parameters())]
+        if len(set().union(*found)) in (0, everyone.size):
             return True
-        found = [mesh.mesh.tolist() for mesh in spanned]
-        if row is not None and all(ranks == row.mesh.tolist() for ranks in found):
+        if isinstance(island, TorchGroup) and set().union(*found) == set(island.ranks):
             return False
         raise ConfigError(
             f"This model is sharded over the ranks {found}, but the rows of this run's mesh have "
