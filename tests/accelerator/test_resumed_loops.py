@@ -255,8 +255,8 @@ def resumed(folder, form, seed, moments, how="signal"):
     assert code is None
     if isinstance(moments, int):
         moments = [random.Random(f"{seed} {moment}").randint(2, steps - 3) for moment in range(moments)]
-    for moment in moments:
-        series, said = folder / str(moment), io.StringIO()
+    for number, moment in enumerate(moments):
+        series, said = folder / str(number), io.StringIO()
         stopped = Loop(series, form)
         stopped.how = how
         stopped.stop_at = moment
