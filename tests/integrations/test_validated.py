@@ -149,3 +149,58 @@ def failing():
 
 def test_an_error_that_destroys_the_group_on_its_way_ends_no_run_as_if_it_were_done():
     assert run_ranks(failing, 2) == [("RankFailure", True), ("ValueError", True)]
+
+
+def evaluated():
+    """Whether memory and state dict are the same on all ranks in `eval()`, and each rank has its own after it."""
+    takeover = DDPTakeover(CONFIGS[3])
+    takeover.install()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for step in range(8):
+        trained(
+            model, optimizer, torch.randn(2, 4, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+        )
+        if step in (1, 4):
+            before = model.module.weight.clone()
+            if step == 4 and dist.get_rank() == 0:  # one rank alone may evaluate, and waits for nobody
+                model.eval()
+            dist.barrier()
+            model.eval()
+            seen.append(are_equal(model))
+            for module in model.modules() if step == 4 else ():  # as Lightning goes back
+                module.training = True
+            model.train() if step == 1 else model(torch.randn(1, 4))
+            seen.append(torch.equal(before, model.module.weight))
+    model.eval()
+    state = {name: torch.full_like(value, 0.5) for name, value in model.state_dict().items()}
+    model.load_state_dict(state)
+    model.train()
+    return seen, bool((model.module.weight == 0.5).all())
+
+
+def test_an_evaluation_in_mid_epoch_has_the_weights_that_are_saved_on_every_rank():
+    assert run_ranks(evaluated, 2) == [([(True, True), True] * 2, True)] * 2
+
+
+def wrapped_twice():
+    """Whether replicas are equal where a second DDP is made of a model, as each fit of a framework does, and later."""
+    takeover = DDPTakeover(CONFIGS[1000])
+    takeover.install()
+    torch.manual_seed(0)
+    net, seen = nn.Linear(4, 2), []
+    for _ in range(2):
+        model = DistributedDataParallel(net)
+        seen.append(are_equal(model)[0])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            trained(model, optimizer, torch.full((2, 4), 1.0 + dist.get_rank()))
+    dist.barrier()
+    takeover.close()
+    return [*seen, *are_equal(model)]
+
+
+def test_a_model_that_is_wrapped_again_begins_where_its_replicas_agree():
+    assert run_ranks(wrapped_twice, 2) == [[True] * 4] * 2

@@ -11,6 +11,7 @@
     torch.multiprocessing    processes that the script starts are followed, as ranks
     destroy_process_group()  the last flush; or the end of the script
     model.state_dict()       the weights that all ranks last agreed on, if the recipe keeps them; nothing is sent
+    model.eval()             puts the same into the model; its own come back before it trains again
 
 Everything is done through public names of torch: communication hooks, hooks of all optimizers' steps, hooks of state
 dicts, and functions that are called as before.
@@ -49,6 +50,7 @@ from farflung.comm.torch_group import TorchGroup
 from farflung.config import environ
 from farflung.config.launch import launched_outer
 from farflung.integrations.elastic import members_of, slots_of
+from farflung.integrations.evaluation import LentWeights
 from farflung.integrations.patching import around
 from farflung.integrations.rounds import RoundFigures, RoundOutputs
 from farflung.integrations.spawned import follow_processes
@@ -79,6 +81,7 @@ class FollowedModel:
         self.driver: Driver | None = None
         self.epochs = EpochTracker(partial(flush, self))
         self.local = LocalDDP(ddp, self._averages, mesh.island)
+        self.evaluation = LentWeights(ddp)
         ddp.register_comm_hook = _no_second_hook  # type: ignore[method-assign]
 
     def _averages(self) -> bool:
@@ -90,6 +93,7 @@ class FollowedModel:
 
     def end(self) -> Driver | None:
         """Restore DDP's gradient synchronization; return the driver, whose loop has to be ended."""
+        self.evaluation.end()
         driver, self.driver, self._averages_without_loop = self.driver, None, True
         self.local.end()
         return driver
@@ -142,7 +146,16 @@ class DDPTakeover:
         around(dist, "barrier", self._barrier)
         around(dist, "destroy_process_group", self._destroy_group)
         around(DistributedDataParallel, "__init__", self._make_ddp)
+        around(nn.Module, "train", self._set_mode)
         around(torch.amp.GradScaler, "step", self._scaler_step)
+
+    def _set_mode(self, train: Callable[..., Any], module: nn.Module, mode: bool = True) -> Any:
+        """Give a model the agreed weights for an evaluation; scripts that train in eval mode are there already."""
+        trained, result = module.training, train(module, mode)
+        for one in self._followed:
+            if one.holds(module) or module is one.local.ddp:
+                one.evaluation.change(mode, one.driver if trained and one.epochs.is_behind else None)
+        return result
 
     def close(self) -> None:
         """End all loops with a last flush: a collective of all ranks."""
@@ -182,6 +195,7 @@ class DDPTakeover:
             make(*args, **options)  # an Accelerator of ours calls, and opens loops itself; or torch raises an error
             return
         given = inspect.signature(make).bind(*args, **options)
+        self._end_loop_over(given.arguments["module"])
         mesh = self._islands(given.arguments["module"])
         own = given.arguments.get("process_group"), given.arguments.get("device_mesh")
         if mesh.device_mesh is not None and own in ((None, None), (dist.group.WORLD, None)):
@@ -191,6 +205,15 @@ class DDPTakeover:
         self._followed.append(FollowedModel(ddp, self._recipe.warmup > 0, mesh, self._flush_model))
         if mesh.device_mesh is not None:  # DDP has made the ranks of each island equal
             broadcast_values([*ddp.module.parameters(), *ddp.module.buffers()], mesh.replicas)
+
+    def _end_loop_over(self, module: nn.Module) -> None:
+        """End the loop over a model that is about to be wrapped again, as a second fit does: a collective."""
+        for one in [one for one in self._followed if one.holds(module)]:
+            self._followed.remove(one)
+            self._driven.clear()  # the next steps find what is left
+            if (driver := one.end()) is not None:
+                with self._in_round():
+                    driver.end()
 
     def _islands(self, module: nn.Module) -> Mesh:
         """Return which ranks train a replica together: at the first call a collective."""
@@ -212,6 +235,8 @@ class DDPTakeover:
 
     def _about_to_step(self, optimizer: Optimizer) -> None:
         """Open the loops over the models that `optimizer` trains, if this is its first step and they can work here."""
+        for one in self._driven.get(optimizer, ()) if not self._is_in_round else ():
+            one.evaluation.end()
         is_afterwards = self._has_ended and not dist.is_initialized()
         if self._is_in_round or is_afterwards or current_world() is not None or optimizer in self._driven:
             return
@@ -286,6 +311,7 @@ class DDPTakeover:
         for whole in filter(None, (module, compiled_from(module))):
             hooks: Any = whole  # whose types are not complete in torch
             hooks.register_state_dict_post_hook(functools.partial(_put_agreed, weakref.ref(one)))
+            hooks.register_load_state_dict_pre_hook(one.evaluation.end)
             hooks.register_load_state_dict_post_hook(functools.partial(_begin_anew, weakref.ref(one)))
         leave_note(OUTER_ATTACHED)
         trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
@@ -353,6 +379,7 @@ class DDPTakeover:
         """Stay in the rounds of a loop until all ranks have come here: a collective."""
         self._open_all()
         if one.driver is not None:
+            one.evaluation.end()
             with self._in_round():
                 one.driver.flush()
 

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which weights a model has while it is evaluated: those that its state dict has, the same on all ranks."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from farflung.outer.driver import Driver
+
+
+class LentWeights:
+    """Puts the agreed weights into a model from `eval()` on, and this rank's own back before it trains again.
+
+    Nothing is sent: one rank may evaluate alone. Frameworks go back to train mode in several ways, so a forward pass in
+    that mode ends it too. A recipe that keeps no agreed weights leaves the model as it is.
+    """
+
+    def __init__(self, ddp: nn.Module) -> None:
+        self._own: ExitStack | None = None
+        this = weakref.ref(self)
+
+        def before_forward(module: nn.Module, *_: Any) -> None:  # a function, which copies of the model share
+            if not torch.compiler.is_compiling() and module.training and (one := this()) is not None:
+                one.end()
+
+        ddp.register_forward_pre_hook(before_forward)
+
+    def change(self, to_train: bool, driver: Driver | None) -> None:
+        """Called when the model changes its mode, with the driver of the loop whose weights it is to have."""
+        if to_train:
+            self.end()
+        elif self._own is None and driver is not None and driver.lends:
+            self._own = ExitStack()
+            self._own.enter_context(driver.agreed())
+
+    def end(self, *_: Any) -> None:
+        """Put this rank's own weights back, also before others are loaded in their place."""
+        own, self._own = self._own, None
+        if own is not None:
+            own.close()
