@@ -72,7 +72,7 @@ for _ in range(16):
     optimizer.zero_grad()
 """
 RESUMES = """
-import json, os, sys, torch
+import json, os, sys, time, torch
 from pathlib import Path
 from farflung import Accelerator
 accelerator, model = Accelerator(), torch.nn.Linear(4, 1)
@@ -90,7 +90,14 @@ while loop.position < int(sys.argv[1]):
 accelerator.end_training()
 accelerator.save_model(model, "out")
 Path(f"ended{os.getpid()}").write_text(json.dumps([begins, draw, model.weight.tolist()]))
-if sys.argv[2:]:
+fails = sys.argv[2:] == ["fails"]
+if sys.argv[2:] == ["one fails"]:
+    try:
+        Path("failed").touch(exist_ok=False)
+        fails = True
+    except FileExistsError:
+        time.sleep(2)  # so that it ends last
+if fails:
     raise ValueError("a bad value")
 """
 RANKS = """
@@ -443,12 +450,22 @@ def test_one_replica_writes_the_checkpoint_from_which_another_number_of_them_goe
 @pytest.mark.usefixtures("warm")
 def test_what_several_replicas_fail_with_is_shown_once_in_a_box_that_names_the_newest_checkpoint(farflung, home):
     (home / "train.py").write_text(RESUMES)
-    done = farflung("launch", "--cpu", "--elastic", "2:2", "--max_restarts", "0", *DILOCO, "train.py", "4", "fails")
+    done = farflung("launch", "--cpu", "--elastic", "2:2", *DILOCO, "train.py", "4", "fails")
     assert done.returncode == FAILED
     assert done.stderr.count("Traceback") == done.stderr.count(" failed on ") == 1
     assert "Resume from kept, the newest checkpoint of this run" in done.stderr
     for name in ("replica 0", "replica 1"):
-        assert f"{name} ended with exit code 1 (ValueError: a bad value); it is not started again" in done.stderr
+        how = f"{name} ended with exit code 1 (ValueError: a bad value) after its training was over"
+        assert f"{how}; it is not started again" in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("warm")
+def test_a_replica_that_fails_after_its_training_fails_no_run_that_another_has_finished(farflung, home):
+    (home / "train.py").write_text(RESUMES)
+    done = farflung("launch", "--cpu", "--elastic", "2:2", *DILOCO, "train.py", "4", "one fails")
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall("ended with exit code 1", done.stderr)) == 1
 
 
 @pytest.mark.usefixtures("warm")

@@ -18,7 +18,7 @@ from farflung.base.events import Event, Kind
 from farflung.base.words import in_seconds
 from farflung.comm.board import Board, Log, forget, vanished
 
-DONE = "done"  # why a member has left whose work is done
+DONE, LATE = "done", "too late"  # why a member has left: its work is done, or that of the others was before it came
 _HEARTBEATS_LOST, _LEAST_LOST_S = 2.5, 2.5  # intervals without a heartbeat of a launcher; minimum in seconds
 _OF_GENERATION = re.compile(r"g(\d+)/")
 # What is written once and needed for as long as the run lasts.

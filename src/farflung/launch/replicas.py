@@ -30,7 +30,7 @@ from farflung.base.signals import WARNINGS, handled
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 from farflung.launch.agent import newest_checkpoint, read_report
-from farflung.launch.codes import CODES, ENGINE, FAILED, HUNG
+from farflung.launch.codes import CODES, DONE, ENGINE, FAILED, HUNG
 from farflung.launch.plan import has_launchers, lone_environment
 from farflung.launch.report import Failure, in_short, show
 from farflung.launch.supervisor import SUPERVISED, Supervisor, max_restarts
@@ -39,10 +39,12 @@ from farflung.process.heard import SignalForwarder
 from farflung.process.identity import address_of
 
 if TYPE_CHECKING:
+    from farflung.comm import member_store
     from farflung.comm.member_store import LauncherNotes
     from farflung.comm.transport import Transport
     from farflung.launch import run_store
 else:
+    member_store = LazyModule("farflung.comm.member_store")
     run_store = LazyModule("farflung.launch.run_store")
 
 _ASK_S = 0.5
@@ -123,6 +125,7 @@ class _Launcher:
         self._has_own_launchers = has_launchers(settings)
         self._shown: set[str] = set()  # errors
         self._code, self._has_finished, self._is_over = 0, False, False
+        self._code_after = 0  # of a replica that has failed once its training was over; it counts if none has finished
         self._unrecorded: dict[int, tuple[int, str]] = {}  # ends of members' processes, while the store is away
         self._beat_at, self._renew_at = 0.0, time.monotonic() + _RENEW_S
 
@@ -138,7 +141,9 @@ class _Launcher:
             self._part()
         if self._supervisor.code is not None:
             return self._supervisor.code
-        return self._code if self._code or self._has_finished or self._is_over else FAILED
+        if self._code or self._has_finished:
+            return self._code
+        return self._code_after or (DONE if self._is_over else FAILED)
 
     def _part(self) -> None:
         """Leave. The launcher that serves the store waits a while for others, whose replicas end at the same step."""
@@ -157,7 +162,8 @@ class _Launcher:
         if member is None:
             if self._store.is_gone:
                 del self._supervisor.due[name]
-                self._give_up(name, "", ENGINE)
+                self._code = ENGINE
+                record(Kind.FAILED, name, how="")
             return None
         report = None
         variables = dict(zip(environ.MEMBER_VARIABLES, (self._where, str(member)), strict=True))
@@ -173,20 +179,23 @@ class _Launcher:
         return _Replica(name, member, process, report, SignalForwarder(self._reports))
 
     def _ended(self, replica: _Replica, code: int) -> None:
-        """Record the end of a process; restart its replica if it was lost, unless it never met the others."""
+        """Record the end of a process; restart its replica if it was lost, unless it never met the others.
+
+        One whose training was over is not restarted: the others would not let it in.
+        """
         name = replica.name
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        was_in, is_late = self._note_end(replica.member, code, how)
+        was_in, left = self._note_end(replica.member, code, how)
         if code == 0:
             self._has_finished = True
             if not was_in:
                 message = f"warning: {name} has finished, but none of its outer loops ever met the others. Pass "
                 message += "membership=launched_membership() to an OuterLoop of your own"
                 record(Kind.WARNING, name, message=message)
-        if is_late:
+        if left == member_store.LATE:
             self._is_over = True
             record(Kind.REFUSED, name, why="the others have finished the work")
-        if code == 0 or is_late or self._supervisor.signal:
+        if code == 0 or left == member_store.LATE or self._supervisor.signal:
             return
         text, cause = self._error_of(replica, code)
         how += text
@@ -194,14 +203,16 @@ class _Launcher:
             record(Kind.NOTE, name, message=f"{name} {how}")
             return
         was_killed = code < 0 or code > 128  # a launcher under this one reports a signal by such a code
-        can_restart = (was_in or was_killed) and not self._store.is_gone
-        if not (can_restart and self._supervisor.restart(name, how)):
-            is_hung = self._has_own_launchers and code == HUNG
-            self._give_up(name, how, HUNG if is_hung else CODES[cause])
-
-    def _give_up(self, name: str, how: str, code: int) -> None:
-        self._code = code
-        record(Kind.FAILED, name, how=how)
+        is_done = left == member_store.DONE
+        can_restart = (was_in or was_killed) and not is_done and not self._store.is_gone
+        if can_restart and self._supervisor.restart(name, how):
+            return
+        record(Kind.FAILED, name, how=f"{how} after its training was over" if is_done else how)
+        code = HUNG if self._has_own_launchers and code == HUNG else CODES[cause]
+        if is_done:
+            self._code_after = code
+        else:
+            self._code = code
 
     def _enroll(self, notes: LauncherNotes, name: str) -> int:
         """Give a process that is about to start an id of its own; delete the records of the last but one before it.
@@ -214,17 +225,17 @@ class _Launcher:
         members.append(member)
         return member
 
-    def _note_end(self, member: int, code: int, how: str) -> tuple[bool, bool]:
-        """Record how a member's process has ended; return whether it had met others, and whether it came too late."""
+    def _note_end(self, member: int, code: int, how: str) -> tuple[bool, str]:
+        """Record how a member's process has ended; return whether it had met others, and why it had left them."""
         self._unrecorded[member] = code, how
-        end: tuple[bool, bool] = self._store.ask(lambda notes: self._record_ends(notes)[member], (True, False))
+        end: tuple[bool, str] = self._store.ask(lambda notes: self._record_ends(notes)[member], (True, ""))
         return end
 
-    def _record_ends(self, notes: LauncherNotes) -> dict[int, tuple[bool, bool]]:
+    def _record_ends(self, notes: LauncherNotes) -> dict[int, tuple[bool, str]]:
         """Record the ends of members' processes that are not in the store yet; return what `_note_end` does, by id."""
         ends = {}
         for member, (code, how) in list(self._unrecorded.items()):
-            ends[member] = bool(notes.get("in", member)), notes.get("left", member) == "too late"
+            ends[member] = bool(notes.get("in", member)), notes.get("left", member)
             if code:
                 notes.note_end(member, how)
             else:

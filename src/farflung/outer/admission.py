@@ -11,7 +11,7 @@ from dataclasses import replace
 from farflung.base.causes import Cause
 from farflung.base.errors import ConfigError, RankFailure
 from farflung.base.events import Event, Kind
-from farflung.comm.member_store import DONE, Ask, Record
+from farflung.comm.member_store import DONE, LATE, Ask, Record
 from farflung.comm.saved_state import Saved
 from farflung.outer.peers import Peers, other_versions, unlike, unlike_tensors
 from farflung.outer.saver import Saver
@@ -88,7 +88,7 @@ class Admission:
         came_back = {ask.member for ask in asks if ask.last >= record.number} | {self._member}
         if any(self._notes.get("left", one) == DONE for one in record.ids):
             self.is_over = True
-            self._notes.put("left", self._member, "too late")
+            self._notes.put("left", self._member, LATE)
             raise RankFailure(_RUN_ENDED, Cause.RUN_ENDED)
         begins = record.is_fresh and waited_s < self._peers.grace_s
         there = [
