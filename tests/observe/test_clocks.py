@@ -87,6 +87,14 @@ def test_a_rank_whose_sign_changes_lives_whatever_the_clocks_say(tmp_path, ahead
     assert (run.state, run.ranks[0].silent_s) == ("dead", 100.0)
 
 
+def test_a_sign_of_a_machine_that_is_ahead_grows_old_all_the_same(tmp_path):
+    at = write_run(tmp_path / "run", [sign(1, 8, 190)]) - 900
+    run = ObservedRun(tmp_path / "run", lambda: at)
+    at += 100
+    run.look()
+    assert (run.state, run.ranks[0].silent_s) == ("dead", 100.0)
+
+
 def test_a_rank_that_began_again_from_a_checkpoint_has_no_negative_speed(tmp_path):
     at = write_run(tmp_path / "run", [sign(1, 8, 190)])
     with (tmp_path / "run" / "steps.jsonl").open("a") as file:

@@ -46,8 +46,7 @@ class Rank:
     name: str  # `rank 0`, or as the launcher calls it, `replica 2`
     row: Row
     silent_s: float  # since that sign
-    is_here: bool  # it runs, or ran, on this machine
-    status: str  # of its process, if it is here: `running`, `stopped`, `gone`; else empty
+    status: str  # of its process, if it is of this machine: `running`, `stopped`, `gone`; else empty
     rate: float  # steps a second
 
     @property
@@ -250,7 +249,7 @@ class ObservedRun:
         ended = row.get("ended") is not None
         silent_s = 0.0 if ended else max(0.0, self.now - since)
         status = process_state(row["pid"], row.get("identity"), row["begun"]) if is_here and not ended else ""
-        return Rank(self.title(row), row, silent_s, is_here, status, self._rate(row))
+        return Rank(self.title(row), row, silent_s, status, self._rate(row))
 
     def steps_of(self, row: Row) -> StepLines | None:
         """Return how many steps the rank of a sign has made by when; None if that is not known."""
