@@ -106,6 +106,8 @@ class Program(NamedTuple):
         sys.argv = self.words[unbuffered:]
         if unbuffered:
             sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
+        elif os.isatty(1):  # the server's was none
+            sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         is_module = sys.argv[0] == "-m"
         if is_module:
             del sys.argv[0]

@@ -376,7 +376,7 @@ def test_one_that_continues_is_compared_as_one_that_joins(tmp_path, recipe, name
 def test_a_version_that_cuts_weights_otherwise_does_not_copy_them_by_position(tmp_path, monkeypatch):
     killed(tmp_path.as_uri(), Swapped("a", "b"))
     cut = replica._buckets
-    monkeypatch.setattr(replica, "_buckets", lambda places, cap_bytes, count: cut(places, 16, count))
+    monkeypatch.setattr(replica, "_buckets", lambda places, cap_bytes, *others: cut(places, 16, *others))
     with pytest.raises(ConfigError, match=r"cut into \[24\].*\[4, 4, 4, 4, 4\]"):
         trained(tmp_path.as_uri(), diloco(4), 0, Swapped("a", "b"))
 

@@ -87,9 +87,10 @@ ABSENT: tuple[Absent, ...] = (
         is_engine=False,
     ),
     Absent(
-        "tensor/context parallelism",
-        "They are not there yet. Shard models by FSDP, or use an outer loop.",
+        "Accelerate's plugin for tensor parallelism",
+        "Use `ParallelismConfig(tp_size=)`.",
         names="TorchTensorParallelPlugin",
+        is_engine=False,
     ),
     Absent(
         "Accelerate's commands as functions",

@@ -181,7 +181,7 @@ class _Launcher:
     def _ended(self, replica: _Replica, code: int) -> None:
         """Record the end of a process; restart its replica if it was lost, unless it never met the others.
 
-        One whose training was over is not restarted: the others would not let it in.
+        One whose training was over is not restarted: the others would not admit it.
         """
         name = replica.name
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
