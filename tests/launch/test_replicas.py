@@ -479,7 +479,7 @@ def test_a_script_that_ends_well_without_an_outer_loop_gets_a_warning(farflung, 
 @pytest.mark.usefixtures("warm")
 def test_a_run_that_ends_well_ends_well_for_replicas_too_that_wait_to_be_let_in(home):
     (home / "train.py").write_text(TRAINS)
-    with Launcher("--elastic", "1:1", "train.py") as first:
+    with Launcher("--elastic", "1:1", "--grace_s", "2", "train.py") as first:
         where = first.printed(r"--join (\S+)")[1]
         first.printed("training begins with 1 replica")
         with Launcher("--join", where, "train.py", "1.5") as second:
