@@ -54,8 +54,13 @@ request = json.dumps([os.getpid(), words, os.getcwd(), dict(os.environ)]).encode
 socket.send_fds(server, [len(request).to_bytes(4, "big")], [0, 1, 2])
 server.sendall(request)
 pid = int.from_bytes(server.recv(4) or sys.exit("the server of warm programs failed"), "big")
+def pass_on(number, _):
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:  # it has ended, and its code is on the way
+        pass
 for number in signal.valid_signals() - {{signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGPIPE}}:
-    signal.signal(number, lambda number, _: os.kill(pid, number))
+    signal.signal(number, pass_on)
 code = int.from_bytes(server.recv(4) or sys.exit("the server of warm programs failed"), "big", signed=True)
 if code < 0:
     if -code != signal.SIGKILL:
