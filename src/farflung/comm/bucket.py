@@ -44,7 +44,7 @@ class Buckets:
         dtype: of the buckets; it should hold every value of every tensor.
         cap_bytes: how large a bucket may become.
         num_buffers: how many buckets can be filled at a time. None: all of them.
-        shares: by tensor, which part of its square counts in `square`; each as a whole if there are none.
+        shares: the factor of each tensor's squares in `square`; empty: 1 for every tensor.
 
     Raises:
         Unsupported: the tensors are on several devices.

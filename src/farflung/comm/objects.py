@@ -25,7 +25,10 @@ _T = TypeVar("_T")
 Act: TypeAlias = Literal["write", "create", "read", "list", "delete"]
 
 PATIENCE_S = 60.0
-_FIRST_PAUSE_S, _PAUSES = 0.2, 12  # before a failed request is sent again; as many as its patience has at least
+_FIRST_PAUSE_S, _PAUSES = (
+    0.2,
+    12,
+)  # before a failed request is retried; the minimum number of retries within the patience
 _APART_S = 2.0  # between two failed requests of one outage, at most
 
 
@@ -106,7 +109,7 @@ class ObjectBoard(Board):
         folder = f"{self.prefix}{prefix}".rpartition("/")[0]
         found: MutableSequence[str] = []
         while not self.ask(lambda: self.find_names(quoted(folder), found), "list"):
-            continue  # after those that have come
+            continue  # with the names after the last one received
         keys = [unquote(name) for name in found if quoted(unquote(name)) == name]  # the others are foreign ones
         return [key.removeprefix(self.prefix) for key in keys if key.startswith(self.prefix + prefix)]
 

@@ -58,7 +58,7 @@ def is_partial(tensor: Tensor) -> bool:
 
 
 def align_gradients(parameters: Iterable[Tensor]) -> None:
-    """Spread gradients as their parameters are: a collective of the ranks that share those that are not.
+    """Redistribute gradients to the placements of their parameters: a collective of the ranks on their meshes.
 
     Tensor parallelism leaves some whole, such as an embedding's, and others as summands, such as a norm's.
     """

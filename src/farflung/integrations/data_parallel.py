@@ -210,7 +210,7 @@ class DDPTakeover:
         """End the loop over a model that is about to be wrapped again, as a second fit does: a collective."""
         for one in [one for one in self._followed if one.holds(module)]:
             self._followed.remove(one)
-            self._driven.clear()  # the next steps find what is left
+            self._driven.clear()  # each optimizer finds its models again at its next step
             if (driver := one.end()) is not None:
                 with self._in_round():
                     driver.end()

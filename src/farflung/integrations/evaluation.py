@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights a model has while it is evaluated: those that its state dict has, the same on all ranks."""
+"""During an evaluation a model has the weights of its state dict, which are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ class LentWeights:
 
     def end(self, *_: Any) -> None:
         """Put this rank's own weights back, also before others are loaded in their place."""
-        own, self._own = self._own, None
-        if own is not None:
-            own.close()
+        if self._own is not None:
+            restoring, self._own = self._own, None
+            restoring.close()

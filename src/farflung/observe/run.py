@@ -173,7 +173,7 @@ class ObservedRun:
 
     @property
     def reading(self) -> str:
-        """How far files are read that looks have not read to their ends yet, in words; empty if there are none."""
+        """The share read so far of each file that is not read completely, in words; empty if all are."""
         shares = {name: file.share_read for name, file in self._files.items()}
         parts = [f"{share:.0%} of {name}" for name, share in shares.items() if share is not None]
         return f"still reading; shown so far: {', '.join(parts)}" if parts else ""

@@ -226,7 +226,7 @@ class Elastic:
         self._generation = None
 
     def leaving(self) -> Leaving:
-        # The round comes before its time, and those that are not there by then are not late.
+        # This round is early, so members that have not reached it are not late: wait half of the grace period.
         return Leaving(self.peers.grace_s / 2, self.island, self.peers.loop)
 
     def end(self, reason: str, is_alone: bool = False) -> None:

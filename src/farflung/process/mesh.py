@@ -29,7 +29,7 @@ class Mesh:
     """This rank's row (`island`) and column (`replicas`) among all ranks.
 
     `device_mesh` is torch's mesh of both axes, named `dp_replicate` and `dp_shard`; None if each row is one rank. There
-    is an axis `tp` too if ranks hold parts of layers and see the same data; `readers` are those that share it out.
+    is an axis `tp` too if ranks hold parts of layers and read the same batches; those of `readers` differ.
     """
 
     everyone: Group
