@@ -66,8 +66,6 @@ def test_nothing_that_a_rank_prints_changes_what_the_launcher_does(fails, home, 
     with showing(Screen(LaunchSettings())):
         connections = Connections(LaunchSettings(), TOKEN, {"a": connection}.__getitem__, ["a"])
         assert connections.follow() == (FAILED if fails else DONE)
-    for pipe in (connection._ssh.stdin, *connection.streams):
-        pipe.close()
     out, err = (stream.buffer.getvalue() for stream in streams.values())
     expected = b"".join(b"[a] " + line.removesuffix(b"\n") + b"\n" for line in lines)
     assert out == expected
@@ -94,8 +92,6 @@ def test_an_exit_code_of_0_is_not_believed_without_the_launchers_own_report(repo
     connection = SshConnection("a", command)
     with showing(Screen(settings)):
         assert Connections(settings, TOKEN, {"a": connection}.__getitem__, ["a"]).follow() == code
-    for pipe in (connection._ssh.stdin, *connection.streams):
-        pipe.close()
     text = " ".join(capfd.readouterr().err.replace("│", "").split())
     words = ("a is gone", "its exit code is 0, but no launcher has reported its end", "last line: a menu")
     assert [sentence in text for sentence in words] == [code == FAILED] * 3

@@ -15,10 +15,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from textwrap import shorten
-from typing import Any, ClassVar, Generic, TextIO, TypeVar
+from typing import IO, Any, ClassVar, Generic, TextIO, TypeVar
 
 from farflung.base.causes import Cause
 from farflung.base.events import Event, Kind, record, words
@@ -112,15 +112,19 @@ class SshConnection(Connection):
         self._ssh = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
         assert self._ssh.stdout is not None
         assert self._ssh.stderr is not None
-        super().__init__(host, (self._ssh.stdout, self._ssh.stderr))
+        super().__init__(host, (_read(self._ssh.stdout), _read(self._ssh.stderr)))
         self.last_line = "ssh gave no reason"
 
     def code_of_line(self) -> int | None:
-        return self._ssh.poll()
+        code = self._ssh.poll()
+        if code is not None:
+            assert self._ssh.stdin is not None
+            self._ssh.stdin.close()
+        return code
 
     def pass_on(self, number: int) -> None:
         assert self._ssh.stdin is not None
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # ValueError: it is closed
             os.write(self._ssh.stdin.fileno(), bytes([number]))
 
     def close(self) -> None:
@@ -291,6 +295,12 @@ def this_launcher() -> dict[str, Any]:
     """Return the handle by which `cancel` finds this process."""
     pid = os.getpid()
     return {"pid": pid, "identity": process_identity(pid), "begun": time.time(), "machine": socket.gethostname()}
+
+
+def _read(pipe: IO[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a pipe, and close it."""
+    with pipe:
+        yield from pipe
 
 
 def _row_of(report: str) -> dict[str, Any] | None:
