@@ -95,17 +95,21 @@ class Calm:
 
 
 @pytest.mark.law("every-wait-has-an-end-and-a-line")
-def test_a_group_that_gloo_can_not_end_holds_nobody_up():
+@pytest.mark.parametrize("is_freed", [True, False])  # False: as an error on the way into a generation drops it
+def test_a_group_that_gloo_can_not_end_holds_nobody_up(is_freed):
     transport = C10dTransport(serve_store("127.0.0.1", 0, wait_for_workers=False))
     groups = [transport.connect("g1", rank, 2, Calm()) for rank in range(2)]
     with ThreadPoolExecutor(2) as ranks:
         assert [*ranks.map(lambda group: group.all_gather_small(torch.ones(1)).tolist(), groups)] == [[[1], [1]]] * 2
     groups[0].begin_all_gather_small(torch.ones(1))  # the other rank never takes part
     began = time.monotonic()
-    groups[0].free()
+    dropped = groups.pop(0)
+    if is_freed:
+        dropped.free()
+    del dropped
     assert transport.connect("g2", 0, 1, Calm()).all_gather_small(torch.ones(1)).tolist() == [[1]]
     transport.close()
     assert time.monotonic() - began < 20
-    groups[1].free(reusable=False)  # closes the connections: this does end what the first rank began
+    groups[0].free(reusable=False)  # closes the connections: this does end what the first rank began
     transport.close()
     assert not any(thread.name == "release a process group" for thread in threading.enumerate())

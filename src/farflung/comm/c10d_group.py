@@ -34,6 +34,16 @@ def transport_said(error: RuntimeError) -> str:
     return _SOURCE_LINE.sub("", str(error).split(". ", 1)[0])
 
 
+def close_connections(pg: dist.ProcessGroup) -> None:
+    """Close gloo's connections of a process group."""
+    # A time-out is what closes them, all of them. Nobody sends what is waited for here, while a collective could meet
+    # one that the other ranks are in. At a connection that is closed already the wait does not even begin, so each is
+    # tried.
+    for peer in [rank for rank in range(pg.size()) if rank != pg.rank()]:
+        with suppress(RuntimeError):
+            pg.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+
 class C10dGroup(Group):
     """Collectives over a c10d process group. Subclasses differ in how a wait learns that ranks are gone."""
 
@@ -106,12 +116,7 @@ class C10dGroup(Group):
     def abort(self) -> None:
         """Close the connections: a gloo operation that can never end would hold up the exit of this process."""
         if self.supports("cpu"):
-            # A time-out is what closes gloo's connections, all of them. Nobody sends what is waited for here, while a
-            # collective could meet one that the other ranks are in. At a connection that is closed already the wait
-            # does not even begin, so each is tried.
-            for peer in [rank for rank in range(self.size) if rank != self.rank]:
-                with suppress(RuntimeError):
-                    self.pg.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+            close_connections(self.pg)
 
     def closed_by(self) -> list[int]:
         closed = []

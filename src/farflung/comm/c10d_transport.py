@@ -16,6 +16,7 @@ import stat
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, TimeoutError as NoAnswer  # up to Python 3.10 not the built-in one
 from contextlib import contextmanager, suppress
@@ -30,7 +31,7 @@ from farflung.base.errors import RankFailure, Unreachable
 from farflung.base.torch_internals import bare_group
 from farflung.base.words import in_seconds
 from farflung.comm.board import Board
-from farflung.comm.c10d_group import C10dGroup, transport_said
+from farflung.comm.c10d_group import C10dGroup, close_connections, transport_said
 from farflung.comm.group import Group
 from farflung.comm.threads import start_until_exit
 from farflung.comm.transport import Entered, Watch
@@ -104,18 +105,20 @@ class GenerationGroup(C10dGroup):
         self.rank, self.size = rank, size
         self.supported = {"cpu", *(("cuda",) if dist.is_nccl_available() else ())}
         self._transport, self._name, self._watch = transport, name, watch
-        self._connected: dist.ProcessGroup | None = None
+        self._held: list[dist.ProcessGroup] = []  # the process group, once it is connected; no other reference stays
+        # An error on the way into a generation drops a group that nobody has freed.
+        weakref.finalize(self, _drop, transport, self._held).atexit = False
         self._num_entered = self._num_made = 0
 
     @property
     def pg(self) -> dist.ProcessGroup:
-        if self._connected is None:
+        if not self._held:
             try:
                 store = self._transport.board.lend(self._name)
-                self._connected = bare_group(store, self.rank, self.size, self._watch.connect_s)
+                self._held.append(bare_group(store, self.rank, self.size, self._watch.connect_s))
             except RuntimeError as error:
                 raise self.failure(error) from None
-        return self._connected
+        return self._held[0]
 
     def enter(self, kind: str, nbytes: int) -> Entered:
         self._num_entered += 1
@@ -132,7 +135,7 @@ class GenerationGroup(C10dGroup):
         return self._watch.break_off(f"the transport said: {transport_said(error)}")
 
     def abort(self) -> None:
-        if self._connected is not None:
+        if self._held:
             super().abort()
 
     def duplicate(self, in_background: bool = False) -> GenerationGroup:
@@ -147,9 +150,8 @@ class GenerationGroup(C10dGroup):
     def free(self, reusable: bool = True) -> None:
         if not reusable:
             self.abort()
-        if self._connected is not None:
-            held, self._connected = [self._connected], None
-            self._transport.release(held)
+        if self._held:
+            self._transport.release([self._held.pop()])
 
     def leave(self, reason: str, for_good: bool = False, cause: Cause = Cause.OWN) -> None:
         self._watch.break_off(reason)
@@ -157,6 +159,12 @@ class GenerationGroup(C10dGroup):
 
     def raise_if_broken(self) -> None:
         self._watch.look(Entered("", 0), 0.0)
+
+
+def _drop(transport: C10dTransport, held: list[dist.ProcessGroup]) -> None:
+    if held:
+        close_connections(held[0])
+        transport.release(held)
 
 
 @dataclass(frozen=True)
