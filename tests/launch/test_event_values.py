@@ -136,6 +136,10 @@ SENTENCES = [
     ),
     (Event(Kind.SAVING, 0, "rank 0", facts={"seconds": 2}), "rank 0 has trained on after 2 s for a checkpoint"),
     (Event(Kind.CHECKPOINT, 0, facts={"folder": "a"}), "checkpoint a"),
+    (
+        Event(Kind.CHANGED, 0, facts={"step": 1280, "every": 64, "delay": 3}),
+        "from step 1,280 on a round has 64 steps, applied 3 steps later",
+    ),
 ]
 # Those whose message is a fact, and the one that nobody is shown.
 OF_A_MESSAGE = {"settings", "submitted", "state", "ending", "left", "note", "warning", "process"}

@@ -58,6 +58,7 @@ class Kind(str, Enum):
     MODEL = "model"
     SAVING = "saving"
     CHECKPOINT = "checkpoint"
+    CHANGED = "changed"
 
 
 _OF_REPLICAS = (Kind.WAITS, Kind.BEGAN, Kind.JOINED, Kind.DIFFERS, Kind.REFUSED, Kind.LOST, Kind.RECONNECTED)
@@ -225,6 +226,9 @@ def _of_a_launcher(event: Event) -> str:
             return f"{who} has trained on after {in_seconds(facts['seconds'])} for a checkpoint"
         case Kind.CHECKPOINT:
             return f"checkpoint {facts['folder']}"
+        case Kind.CHANGED:
+            delay = f", applied {counted(facts['delay'], 'step')} later" if facts["delay"] else ""
+            return f"from step {facts['step']:,} on a round has {counted(facts['every'], 'step')}{delay}"
         case _:
             return ""
 

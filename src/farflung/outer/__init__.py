@@ -16,7 +16,7 @@ from farflung.outer.inner import AverageState, KeepState, ResetState, muon_group
 from farflung.outer.merge_states import MergedState, merge_states
 from farflung.outer.recipe import Recipe
 from farflung.outer.recipes import *  # noqa: F403 - its __all__ is the list of recipes
-from farflung.outer.schedule import ByTime, Every, Levels, Quadratic, Streaming, Warmup
+from farflung.outer.schedule import ByTime, Change, Every, Levels, Quadratic, Streaming, Warmup
 from farflung.outer.stats import Round, Stats
 from farflung.outer.weighting import ByWork, ClippedToMedian, WithoutOutliers
 
@@ -27,6 +27,7 @@ __all__ = [
     "ByTime",
     "ByWork",
     "Cast",
+    "Change",
     "ClippedToMedian",
     "ErrorFeedback",
     "Every",

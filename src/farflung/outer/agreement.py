@@ -27,6 +27,7 @@ from farflung.codec.base import Codec, Identity
 from farflung.codec.feedback import ErrorFeedback
 from farflung.comm.bucket import Buckets
 from farflung.comm.group import Group, Op, Work
+from farflung.outer.momentum import OuterSGD
 from farflung.outer.weighting import Decision
 
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
@@ -182,6 +183,9 @@ class Averaged:
         """Return bucket `k` of the agreed values, tensor by tensor; call it right after a round was applied."""
         return self.buckets.pieces(k)
 
+    def tune(self, settings: OuterSGD) -> None:
+        """Give the outer optimizer other settings, if there is one."""
+
     def adopt(self) -> None:
         """local <- anchor, if there is one."""
 
@@ -297,6 +301,10 @@ class Anchored(Averaged):
 
     def _kept(self, flat: Tensor) -> Tensor:
         return flat.cpu().pin_memory() if self._is_away else flat.clone()
+
+    def tune(self, settings: OuterSGD) -> None:
+        if self._optimizer is not None:
+            settings.give(self._optimizer)
 
     def bring(self, k: int) -> Tensor:
         """Fill the buffer with anchor - local."""

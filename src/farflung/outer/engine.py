@@ -36,7 +36,7 @@ from farflung.outer.quorum import Quorum
 from farflung.outer.recipe import Recipe
 from farflung.outer.replica import Replica
 from farflung.outer.rounds import Rounds
-from farflung.outer.schedule import Launch
+from farflung.outer.schedule import Change, Launch, Schedule
 from farflung.outer.stats import Meter, Round, Stats
 from farflung.outer.sync import Sync
 from farflung.outer.timetable import Timetable
@@ -172,8 +172,9 @@ class OuterLoop:
     def sync_if_due(self) -> None:
         """Run what the schedule has made due since the last call; a round that was due several times runs once."""
         self._check_open()
-        due = self._timetable.until_now(self._quorum.generation.island)
-        if due:
+        for due in self._timetable.until_now(self._quorum.generation.island):
+            if not due:
+                continue
             with self._meter.timed("exposed"), torch.no_grad():
                 self._sync.run(due)
             if self._recipe.leaves_alike and any(isinstance(action, Launch) and action.level == 0 for action in due):
@@ -232,6 +233,25 @@ class OuterLoop:
         self._timetable.know(optimizer)
         self._hooks += hooks_of(optimizers, self._before_step, self.step)
         return self
+
+    def change_schedule(self, every: int, delay: int | None = None) -> None:
+        """Propose rounds of `every` steps for the rest of the run. It is enough if one rank does so; no collective.
+
+        The proposal travels with the votes of this rank's next round. Once that was applied, H changes on all ranks
+        after the same step: at the end of the next round, or of the next one of the last fragment. What is under way
+        then is applied first. A learning rate and a momentum of the outer optimizer that follow from H by default
+        change too. If several ranks propose at once, the lowest of them decides; of one, the latest proposal counts.
+
+        Args:
+            delay: the number of steps between sending a fragment and applying the result, if the recipe has a delay.
+                None: as it is, at most `every`.
+
+        Raises:
+            ConfigError: the recipe's rounds do not follow from one H, or can't have this one.
+            StateError: the recipe has changes of its own that are still to come.
+        """
+        self._check_open()
+        self._timetable.propose(every, delay, self._quorum.needs.num_votes)
 
     def reset_anchor(self) -> None:
         """Take the current weights as the new anchor, for example after loading weights. No collective.
@@ -329,6 +349,7 @@ class OuterLoop:
             return
         self._rounds.load_state_dict(state["rounds"])
         self._timetable.load_state_dict(state)
+        self._quorum.adopt_change()
         self._warmup.are_alike = state["are_alike"]
         self._meter.load(state["stats"])
 
@@ -362,6 +383,16 @@ class OuterLoop:
     def position(self) -> int:
         """Number of attempted steps since the loop began; a replica that came later counts those of the others."""
         return self._timetable.position
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule that the next step has, after a warm-up."""
+        return self._timetable.schedule
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """From which steps on H is another one: those that the recipe has, and those that ranks have agreed on."""
+        return self._timetable.changes
 
     @property
     def steps_since_sync(self) -> int:

@@ -4,9 +4,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from farflung.base.checks import check_flag, check_number
 
 LARGEST = 0.9
 PUBLISHED_LR = 0.7  # DiLoCo's (arXiv:2311.08105)
@@ -50,7 +55,7 @@ class GrowingMomentumSGD(torch.optim.SGD):
 
     def __init__(self, params: Any, delay: float, **settings: Any) -> None:
         super().__init__(params, momentum=momentum_of(1, delay), **settings)
-        self._delay = delay
+        self.delay = delay
 
     def step(self, closure: Any = None) -> Any:
         """Take a step with the momentum of this round; each parameter counts its own."""
@@ -58,5 +63,51 @@ class GrowingMomentumSGD(torch.optim.SGD):
             for parameter in group["params"]:
                 state = self.state[parameter]
                 state["step"] = state.get("step", 0) + 1
-                group["momentum"] = momentum_of(state["step"], self._delay)
+                group["momentum"] = momentum_of(state["step"], self.delay)
         return super().step(closure)
+
+
+@dataclass(frozen=True)
+class OuterSGD:
+    """Makes the outer optimizer for rounds of `every` steps: SGD that goes over memory once and copies no gradient.
+
+    Args:
+        lr: None: it follows from `every`.
+        momentum: None: it grows with the rounds, sooner with longer ones.
+        sooner: how many times faster than usual it grows.
+
+    Raises:
+        ConfigError: a number is out of its range.
+    """
+
+    every: int
+    lr: float | None
+    momentum: float | None
+    nesterov: bool
+    sooner: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.lr is not None:
+            check_number("lr", self.lr, above=0)
+        if self.momentum is not None:
+            check_number("momentum", self.momentum, least=0, below=1)
+        check_flag("nesterov", self.nesterov)
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The optimizer's settings."""
+        lr = rate_of(self.every, self.momentum) if self.lr is None else self.lr
+        if self.momentum is None:
+            return {"delay": delay_of(self.every) / self.sooner, "lr": lr, "nesterov": self.nesterov}
+        return {"lr": lr, "momentum": self.momentum, "nesterov": self.nesterov and self.momentum > 0}
+
+    def give(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give an optimizer that another one of these has made the settings of this one."""
+        optimizer.param_groups[0]["lr"] = self.keywords["lr"]
+        if isinstance(optimizer, GrowingMomentumSGD):
+            optimizer.delay = self.keywords["delay"]
+
+    def __call__(self, parameters: Sequence[Tensor]) -> torch.optim.SGD:
+        fused = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters)
+        kind = GrowingMomentumSGD if self.momentum is None else torch.optim.SGD
+        return kind(parameters, fused=fused, **self.keywords)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from farflung.base.errors import RankFailure, Unreachable
+from farflung.base.events import Kind, record
 from farflung.comm.group import Group, SoloGroup
 from farflung.outer.agreement import average
 from farflung.outer.background import BackgroundWorker
@@ -29,7 +30,7 @@ from farflung.outer.comparison import FINGERPRINT_BYTES
 from farflung.outer.membership import Generation, Membership, Needs, OddMembers
 from farflung.outer.recipe import Recipe
 from farflung.outer.replica import BoundFragment, Replica
-from farflung.outer.schedule import Action, Apply, Launch
+from farflung.outer.schedule import Action, Apply, Change, Launch
 from farflung.outer.stats import Meter
 from farflung.outer.timetable import Timetable
 from farflung.outer.weighting import Decision, in_proportion
@@ -45,6 +46,7 @@ class Welcome:
     began: int  # the step at which the latest round was launched
     due: tuple[Action, ...]  # what members do next, this newcomer among them
     fragments: tuple[dict[str, Any], ...]  # as `BoundFragment.replicated` returns them
+    changes: Mapping[str, Any]  # as `Timetable.changes_dict` returns them
 
     def after_landing(self, number: int, now: dict[str, Any], kinds: tuple[str, ...]) -> Welcome:
         """Return it with the state of a fragment that all share `now`: of these kinds of values, or of all of them."""
@@ -60,10 +62,11 @@ def _parts(replica: Replica, numbers: Iterable[int]) -> dict[str, Any]:
 
 def _welcome(given: Mapping[str, Any]) -> Welcome:
     """Read what `Quorum._shared_state` has returned on another rank."""
-    parts, kinds = dict(given), {"Launch": Launch, "Apply": Apply}
+    parts, kinds = dict(given), {kind.__name__: kind for kind in (Launch, Apply, Change)}
     place = parts.pop("place")
     due = tuple(kinds[kind](**fields) for kind, fields in place["due"])
-    return Welcome(place["position"], place["began"], due, tuple(parts[str(number)] for number in range(len(parts))))
+    fragments = tuple(parts[str(number)] for number in range(len(parts)))
+    return Welcome(place["position"], place["began"], due, fragments, place)
 
 
 class UnderWay(Protocol):
@@ -240,6 +243,7 @@ class Quorum:
             self.needs = replace(self.needs, num_votes=generation.num_votes, has_state=has_state)
             self._replica.enter(generation, ids if had_state else generation.ids)
             self._share(had_state)
+            self.adopt_change()
         self.needs = replace(self.needs, has_state=True)
         self._state = _State.TOGETHER
         if self._noticed_at is not None:
@@ -262,6 +266,7 @@ class Quorum:
                 self._meter.add("steps_lost", self._replica.fragments[0].pending_weight[0])
             self.welcome, self.joined_in = _welcome(generation.given), generation.number
             self._timetable.take(self.welcome.position, self.welcome.began)
+            self._timetable.load_changes(self.welcome.changes, self.welcome.due)
             self.return_to_welcome(generation.keeps)
             if len(generation.newcomers) == generation.group.size:
                 self._compare_frozen(generation.given["place"].get("frozen", {}))
@@ -281,7 +286,9 @@ class Quorum:
     def _shared_state(self, due: Sequence[Action], is_whole: bool) -> dict[str, Any]:
         """Return the place in the schedule, and copies of all else that a newcomer needs, fragment by fragment."""
         actions = [(type(one).__name__, asdict(one)) for one in due]
-        place = {"position": self._timetable.position, "began": self._timetable.began, "due": actions}
+        timetable = self._timetable
+        position = min(timetable.position, timetable.synced)  # of several steps that were not synced yet, the one now
+        place = {"position": position, "began": timetable.began, "due": actions, **timetable.changes_dict()}
         place |= {"frozen": self._replica.frozen()} if is_whole else {}
         return {"place": place} | _parts(self._replica, range(len(self._replica.fragments) * is_whole))
 
@@ -312,6 +319,30 @@ class Quorum:
         assert self.welcome is not None
         for fragment, shared in zip(self._replica.fragments, self.welcome.fragments, strict=True):
             fragment.join(shared, keeps)
+
+    # ---- changes of H
+
+    def follow(self, change: Change) -> None:
+        """Continue with another H, as the schedule says: all that was under way has landed."""
+        self._timetable.last = change
+        self.adopt_change()
+        for number, fragment in enumerate(self._replica.fragments):
+            fragment.history = {}  # norms grow with H
+            self.note_landing(number)
+        self.offer(*range(len(self._replica.fragments)))
+        if self.group.rank == self.generation.island.voters.group.rank == 0:
+            record(Kind.CHANGED, **asdict(change))
+
+    def adopt_change(self) -> None:
+        """Let the outer optimizers and the votes have the latest change of H."""
+        last = self._timetable.last
+        self._replica.tune(None if last is None else last.every)
+        self.describe(self._replica.description, self._replica.tensors)
+
+    def describe(self, description: str, tensors: Sequence[str]) -> None:
+        """Describe what all members must have alike, in the next votes."""
+        last = self._timetable.last
+        self.generation.describe(description if last is None else f"{description}, {last}", tensors)
 
     # ---- what all members do together, outside of rounds
 

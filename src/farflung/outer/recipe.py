@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from farflung.base.checks import check_callable, check_flag, check_protocol, check_whole, check_word
+from farflung.base.checks import check_callable, check_flag, check_protocol, check_whole, check_word, wrong_type
 from farflung.base.errors import ConfigError
 from farflung.base.words import counted
 from farflung.codec.base import Codec, Identity
@@ -21,7 +21,19 @@ from farflung.outer.aggregate import Gossip, RadialMean, ReduceScatterMean, Trim
 from farflung.outer.agreement import Aggregator, Blend, MakeOptimizer, Mean, Merge, Replace
 from farflung.outer.fragments import Cut, whole
 from farflung.outer.inner import Inner, KeepState
-from farflung.outer.schedule import Every, Levels, Quadratic, Schedule, Streaming, Warmup, after_warmup, check_schedule
+from farflung.outer.schedule import (
+    Change,
+    Changing,
+    Every,
+    Levels,
+    Quadratic,
+    Schedule,
+    Streaming,
+    Warmup,
+    after_warmup,
+    check_schedule,
+    streaming,
+)
 from farflung.outer.weighting import ByWork, Policy
 
 Work: TypeAlias = Literal["steps", "items", "items_squared"]
@@ -52,6 +64,7 @@ class Recipe:
         bucket_bytes: bucket size, unless the `OuterLoop` is given one; see there.
         same_data: replicas may see the same batches. Otherwise changes that are equal to the last bit in their first
             three rounds raise a ConfigError.
+        changes: from which steps on H is another one. Settings of the outer optimizer that follow from H change too.
 
     Raises:
         ConfigError: the parts do not go together.
@@ -71,9 +84,11 @@ class Recipe:
     inner: Inner = field(default_factory=KeepState)
     bucket_bytes: int | None = None
     same_data: bool = False
+    changes: tuple[Change, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_kinds()
+        self.scheduled(self.changes)
         if self.optimizer is None:
             self._check_without_anchor()
         inside = after_warmup(self.schedule)
@@ -114,6 +129,8 @@ class Recipe:
             check_flag(name, getattr(self, name))
         if self.bucket_bytes is not None:
             check_whole("bucket_bytes", self.bucket_bytes, least=1)
+        if not isinstance(self.changes, tuple) or not all(isinstance(one, Change) for one in self.changes):
+            raise wrong_type("changes", self.changes, "a tuple of changes, such as (Change(step=640, every=64),)")
         check_protocol("inner", self.inner, ("needs_optimizer",), "one of KeepState(), ResetState() and AverageState()")
 
     def _check_without_anchor(self) -> None:
@@ -133,6 +150,18 @@ class Recipe:
         if self.is_radial or self.policy.norm != "none":
             part = self.aggregator if self.is_radial else self.policy
             raise ConfigError(f"{part} needs the replicas' pseudo-gradients: give the recipe an outer optimizer.")
+
+    def scheduled(self, changes: tuple[Change, ...]) -> Schedule:
+        """Return the schedule with these changes of H; ConfigError if they do not fit the recipe."""
+        for change in changes:
+            self.check_interval(change.every, change.delay)
+        return Changing(self.schedule, changes) if changes else self.schedule
+
+    def check_interval(self, every: int, delay: int) -> None:
+        """Raise ConfigError unless H could change to `every`, with this delay."""
+        streaming(self.schedule, every, delay)
+        if self.eager and delay != every:
+            raise ConfigError(f"every is {every} and delay is {delay}: eager needs a delay equal to every.")
 
     @property
     def is_whole(self) -> bool:

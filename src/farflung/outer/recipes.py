@@ -10,13 +10,11 @@ An argument that several recipes describe in the same words means the same in al
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from farflung.base.checks import check_callable, check_flag, check_number, check_type, check_whole
 from farflung.base.errors import ConfigError
@@ -26,7 +24,7 @@ from farflung.codec.named import codec_of
 from farflung.outer.aggregate import Gossip, RadialMean, mean_of
 from farflung.outer.agreement import Blend, MakeOptimizer
 from farflung.outer.fragments import Cut, Fragment, by_bytes, strided
-from farflung.outer.momentum import GrowingMomentumSGD, delay_of, rate_of
+from farflung.outer.momentum import OuterSGD
 from farflung.outer.recipe import Recipe
 from farflung.outer.schedule import ByTime, Every, Levels, Quadratic, Schedule, Streaming, Warmup
 from farflung.outer.weighting import ClippedToMedian, WithoutOutliers
@@ -435,15 +433,10 @@ def _nesterov(
     sooner: float = 1.0,
 ) -> MakeOptimizer:
     """SGD with this momentum, or with one that grows; warns of a momentum that has not worked in so few rounds."""
-    lr = rate_of(every, momentum) if lr is None else lr
+    optimizer = OuterSGD(every, lr, momentum, nesterov, sooner)
     if rounds is not None:
         check_whole("rounds", rounds, least=1)
-    if momentum is None:
-        check_number("lr", lr, above=0)
-        check_flag("nesterov", nesterov)
-        return partial(_one_pass, GrowingMomentumSGD, delay=delay_of(every) / sooner, lr=lr, nesterov=nesterov)
-    optimizer = _sgd(lr, momentum, nesterov)
-    if momentum >= 0.9 and rounds is not None and rounds < _MANY_ROUNDS:
+    if momentum is not None and momentum >= 0.9 and rounds is not None and rounds < _MANY_ROUNDS:
         warnings.warn(
             f"diloco: an outer momentum of {momentum} needs hundreds of rounds to pay off, but {rounds} are planned; "
             "in short runs it has ended at a clearly higher loss than the default, which grows with the rounds.",
@@ -453,13 +446,7 @@ def _nesterov(
 
 
 def _sgd(lr: float, momentum: float, nesterov: bool) -> MakeOptimizer:
+    """SGD whose settings do not follow from H."""
     check_number("lr", lr, above=0)
     check_number("momentum", momentum, least=0, below=1)
-    check_flag("nesterov", nesterov)
-    return partial(_one_pass, torch.optim.SGD, lr=lr, momentum=momentum, nesterov=nesterov and momentum > 0)
-
-
-def _one_pass(kind: type[torch.optim.SGD], parameters: Sequence[Tensor], **settings: Any) -> torch.optim.SGD:
-    """Make an SGD that goes over memory once and copies no gradient, if torch has one."""
-    fused = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters)
-    return kind(parameters, fused=fused, **settings)
+    return OuterSGD(_SELDOM, lr, momentum, nesterov)

@@ -7,7 +7,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -28,6 +28,7 @@ from farflung.outer.comparison import Comparison, frozen_fingerprints, moved, sy
 from farflung.outer.eager import Eager
 from farflung.outer.fragments import Fragment, TensorPlace, without_masks
 from farflung.outer.membership import Generation
+from farflung.outer.momentum import OuterSGD
 from farflung.outer.recipe import Recipe
 from farflung.outer.weighting import NormHistory
 
@@ -225,7 +226,7 @@ def _row(place: TensorPlace) -> tuple[str, str, list[int], list[int], list[int]]
 
 
 @dataclass(frozen=True)
-class Change:
+class ModelChange:
     """The tensors that are exchanged after the model has changed."""
 
     fragments: list[Fragment]
@@ -253,7 +254,7 @@ class Replica:
         self, model: nn.Module, recipe: Recipe, cap_bytes: int, num_buffers: int | None, island_size: int = 1
     ) -> None:
         self._model = model
-        self._recipe = recipe
+        self._recipe = self._tuned = recipe
         self.cap_bytes, self._num_buffers, self._island_size = cap_bytes, num_buffers, island_size
         self.is_sharded = model_has_dtensor(model)
         self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -276,10 +277,17 @@ class Replica:
         reshard(self._model.modules())
         return frozen_fingerprints(self._model)
 
+    def tune(self, every: int | None) -> None:
+        """Let outer optimizers have the settings that follow from H; None: those that the recipe began with."""
+        made = self._recipe.optimizer
+        if isinstance(made, OuterSGD):
+            made = made if every is None else replace(made, every=every)
+            self._tuned = replace(self._recipe, optimizer=made)
+            for fragment in self.fragments:
+                fragment.weights.tune(made)
+
     def _bound(self, fragment: Fragment, group: Group, is_new: bool) -> BoundFragment:
-        return BoundFragment(
-            fragment, self._recipe, group, self.cap_bytes, self._num_buffers, self._island_size, is_new
-        )
+        return BoundFragment(fragment, self._tuned, group, self.cap_bytes, self._num_buffers, self._island_size, is_new)
 
     def enter(self, generation: Generation, before: Sequence[int]) -> None:
         """Continue with the members of a generation, given those of `before`: a collective the first time."""
@@ -314,7 +322,7 @@ class Replica:
         """Return whether a tensor was added, replaced, removed, frozen, thawed, tied, untied or changed in kind."""
         return structure_of(self._model)[0] != self._structure[0]
 
-    def change(self) -> Change | None:
+    def change(self) -> ModelChange | None:
         """Return the model's current structure, if it has changed since the last round."""
         if not self._has_changed():
             return None
@@ -327,9 +335,9 @@ class Replica:
         buffers = [place.name for one in fit for place in one.averages if place.name not in known]
         vote = f"{description}; new: {[place.name for place in new]} {buffers}"
         must_agree = description != self.description or bool(new and self._recipe.optimizer)
-        return Change(fragments, fit, description, tensors, vote, new, must_agree)
+        return ModelChange(fragments, fit, description, tensors, vote, new, must_agree)
 
-    def follow(self, change: Change) -> None:
+    def follow(self, change: ModelChange) -> None:
         """Continue with the model's current structure, and the state of the parameters that it still has."""
         self._structure = structure_of(self._model)
         kept: dict[str, dict[int, Tensor]] = {}
@@ -414,7 +422,8 @@ def _described(recipe: Recipe, model: nn.Module, cap_bytes: int) -> tuple[list[F
     numel = sum(place.get().numel() for fragment in fragments for place in fragment.parameters)
     description = (
         f"{recipe.schedule}, {recipe.codec}, {recipe.aggregator}, {recipe.policy}, by {recipe.weigh_by}, "
-        f"{recipe.merge}, {'eager, ' if recipe.eager else ''}{recipe.inner}, outer optimizer {outer}; "
+        f"{recipe.merge}, {'eager, ' if recipe.eager else ''}{recipe.inner}, outer optimizer {outer}"
+        f"{''.join(f', {change}' for change in recipe.changes)}; "
         f"{counted(len(fragments), 'fragment')} of {counted(len(places), 'tensor')} "
         f"with {counted(numel, 'trainable value')} "
         f"(layout {layout.hexdigest()}), buckets of {cap_bytes} bytes"

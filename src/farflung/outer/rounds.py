@@ -21,7 +21,7 @@ from farflung.outer.inner import KeepState
 from farflung.outer.membership import Generation
 from farflung.outer.quorum import Quorum
 from farflung.outer.recipe import Recipe
-from farflung.outer.replica import Change, Replica
+from farflung.outer.replica import ModelChange, Replica
 from farflung.outer.round import OpenRound, Phase, RoundRequest
 from farflung.outer.schedule import Launch
 from farflung.outer.stats import ROUNDS, Meter, Round
@@ -66,7 +66,7 @@ class Rounds:
         if change is not None:
             if change.must_agree:
                 # Ranks whose model has not changed know nothing of this, so it goes the way of any other round.
-                self.quorum.generation.describe(change.vote, change.tensors)
+                self.quorum.describe(change.vote, change.tensors)
                 self._launch(RoundRequest(action, position, finished, is_empty=True))
                 self.quorum.run(partial(self._wait, number))
                 if number in self._open:
@@ -99,7 +99,8 @@ class Rounds:
         digest = fragment.comparison.digest if level == 0 and not request.is_empty else -1
         is_awaited = quorum.is_awaited()
         said = (weight, norm, largest, sound, request.finished, request.position, digest, is_awaited, mark)
-        ballot = Ballot(quorum.next_vote(), *said)
+        proposal = self.timetable.proposal if level == 0 else (0, 0)
+        ballot = Ballot(quorum.next_vote(), *said, proposal=proposal)
         self._open[number] = OpenRound(fragment, quorum.generation, self.recipe, ballot, request, claimed, seen)
 
     def _begin(self, number: int) -> None:
@@ -164,7 +165,7 @@ class Rounds:
     def _after(self, number: int, this: OpenRound) -> None:
         fragment = self.replica.fragments[number]
         if this.level == 0:
-            self._note_round(number)
+            self._note_round(number, this)
             assert this.tally is not None
             self.twins.look(number, self.quorum.generation.ids, this.tally.marks)
         if self.recipe.inner != KeepState():
@@ -178,7 +179,9 @@ class Rounds:
 
             self.quorum.run(share_state, again=False)
 
-    def _note_round(self, number: int) -> None:
+    def _note_round(self, number: int, this: OpenRound) -> None:
+        assert this.tally is not None
+        self.timetable.agree(this.tally.proposal, this.ballot.number)
         self.replica.fragments[number].note_round(self.recipe.agrees and self.quorum.group.size > 1)
         self.quorum.note_landing(number)
 
@@ -209,7 +212,7 @@ class Rounds:
         for number, this in list(self._open.items()):
             if this.abort(common.get(this.ballot.number, 0)):
                 if this.level == 0 and not this.is_dropped and not this.is_empty:
-                    self._note_round(number)
+                    self._note_round(number, this)
                 self._close(number, this)
             elif this.phase is not Phase.LOADED:
                 self._lost.append(this.request)
@@ -225,10 +228,10 @@ class Rounds:
 
     # ---- changes of the model
 
-    def follow(self, change: Change) -> None:
+    def follow(self, change: ModelChange) -> None:
         """Adopt the model's current structure on all ranks, after applying the rounds under way."""
         self.apply_all()
-        self.quorum.generation.describe(change.description, change.tensors)
+        self.quorum.describe(change.description, change.tensors)
         if change.new and self.recipe.optimizer is not None and self.quorum.group.size > 1:
             self.quorum.average([local(place.get()) for place in change.new])  # so that anchors begin at the same point
         self.replica.follow(change)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar, Protocol, TypeAlias
 
 from farflung.base.checks import check_number, check_protocol, check_type, check_whole, shown
@@ -28,7 +29,30 @@ class Apply:
     fragment: int
 
 
-Action: TypeAlias = Launch | Apply
+@dataclass(frozen=True)
+class Change:
+    """H is another one in the steps after this one.
+
+    Args:
+        step: the last one of a round, or of a round of the last fragment, counted from 1.
+        every: H from then on, in steps.
+        delay: the number of steps between sending a fragment and applying the result, from then on.
+
+    Raises:
+        ConfigError: a number is out of its range.
+    """
+
+    step: int
+    every: int
+    delay: int = 0
+
+    def __post_init__(self) -> None:
+        check_whole("step", self.step, least=1)
+        check_whole("every", self.every, least=1)
+        check_whole("delay", self.delay, least=0, most=self.every)
+
+
+Action: TypeAlias = Launch | Apply | Change
 
 
 @dataclass(frozen=True)
@@ -125,9 +149,13 @@ class Streaming:
         launched = tuple(Launch(p, steps=min(self.every, now.step)) for p in self._sent(now.step))
         return launched + applied if self.delay == 0 else applied + launched
 
+    @property
+    def offsets(self) -> list[int]:
+        """The step of the first launch of each fragment; that of the last one is `every`."""
+        return [(p + 1) * self.every // self.fragments for p in range(self.fragments)]
+
     def _sent(self, step: int) -> list[int]:
-        offsets = [(p + 1) * self.every // self.fragments for p in range(self.fragments)]
-        return [p for p, offset in enumerate(offsets) if step > 0 and (step - offset) % self.every == 0]
+        return [p for p, offset in enumerate(self.offsets) if step > 0 and (step - offset) % self.every == 0]
 
 
 @dataclass(frozen=True)
@@ -261,9 +289,103 @@ class Levels(_AtOnce):
         return Launch(0, 0 if widest is None else self.groups.index(widest) + 1, due[-1]), Apply(0)
 
 
+@dataclass(frozen=True)
+class Changing:
+    """A schedule whose H changes at given steps: `Every` or `Streaming`, also after a warm-up.
+
+    A change comes at the end of a round (of the last fragment's), so it splits none. All that is under way then is
+    applied after the same step, and the first fragment's next round begins there.
+
+    Args:
+        first: the schedule until the first change.
+        changes: in the order of their steps.
+
+    Raises:
+        ConfigError: a change within a round or out of order, or the schedule has no H that could be another one.
+    """
+
+    first: Schedule
+    changes: tuple[Change, ...]
+
+    def __post_init__(self) -> None:
+        for (start, inside), change in zip(self._parts, self.changes, strict=False):
+            if change.step <= start or (change.step - start) % inside.every:
+                near = start + max(1, round((change.step - start) / inside.every)) * inside.every
+                raise ConfigError(
+                    f"{change} is within a round: from step {start} on they have {inside.every} steps. Change H at the "
+                    f"end of one, such as step={near}."
+                )
+
+    @property
+    def fragments(self) -> int:
+        return self.first.fragments
+
+    @property
+    def delay(self) -> int:
+        return self.first.delay
+
+    @cached_property
+    def _parts(self) -> list[tuple[int, Streaming]]:
+        """The steps after which each part begins, and its schedule."""
+        warmup = self.first.steps if isinstance(self.first, Warmup) else 0
+        return [
+            (warmup, streaming(self.first)),
+            *((change.step, streaming(self.first, change.every, change.delay)) for change in self.changes),
+        ]
+
+    def part(self, step: int) -> tuple[int, Streaming, int]:
+        """Return where the part begins that a step is in, its schedule, and its number."""
+        number = max((n for n, (start, _) in enumerate(self._parts) if start < step), default=0)
+        return (*self._parts[number], number)
+
+    def ends_round(self, step: int) -> bool:
+        """Return whether H may change after this step: all fragments were sent equally often."""
+        start, inside, _ = self.part(step)
+        return step > start and (step - start) % inside.every == 0
+
+    def __call__(self, now: Clock) -> Sequence[Action]:
+        start, inside, number = self.part(now.step)
+        if now.step <= start:  # in a warm-up
+            return ()
+        actions: list[Action] = list(inside(Clock(now.step - start, max(0, now.began - start), now.seconds, now.lr)))
+        if number and now.step - start <= inside.every:
+            actions = [self._first_of_part(one, now.step - start, number) for one in actions]
+        if number < len(self.changes) and now.step == self.changes[number].step:
+            under_way = [p for p, offset in enumerate(inside.offsets) if offset + inside.delay > inside.every]
+            actions += [*map(Apply, under_way), self.changes[number]]
+        return actions
+
+    def _first_of_part(self, action: Action, steps: int, number: int) -> Action:
+        """Count the steps that a fragment's first round after a change has from the time before it, too."""
+        if not isinstance(action, Launch):
+            return action
+        before = self._parts[number - 1][1]
+        return replace(action, steps=steps + before.every - before.offsets[action.fragment])
+
+
 def after_warmup(schedule: Schedule) -> Schedule:
     """Return the schedule that follows the warm-up, or `schedule` if there is none."""
     return schedule.then if isinstance(schedule, Warmup) else schedule
+
+
+def streaming(schedule: Schedule, every: int | None = None, delay: int | None = None) -> Streaming:
+    """Return what follows the warm-up, as `Streaming` with another H and delay; None: as they are.
+
+    Raises:
+        ConfigError: its rounds do not follow from one H, or have no thread of their own for a delay.
+    """
+    inside = after_warmup(schedule)
+    if not isinstance(inside, (Every, Streaming)):
+        raise ConfigError(
+            f"{inside} decides by itself how long a round is, so its H can't change. Use Every or Streaming."
+        )
+    every, delay = inside.every if every is None else every, inside.delay if delay is None else delay
+    if delay and not inside.delay:
+        raise ConfigError(
+            f"delay is {delay}, but the loop began without one, so its rounds do not overlap with training. Begin with "
+            "a delay, such as streaming_diloco(delay=1)."
+        )
+    return Streaming(every, inside.fragments, delay)
 
 
 def check_schedule(name: str, schedule: object) -> None:

@@ -16,7 +16,7 @@ from farflung.outer.quorum import Quorum
 from farflung.outer.recipe import Recipe
 from farflung.outer.replica import Replica
 from farflung.outer.rounds import Rounds
-from farflung.outer.schedule import Action, Apply, Launch
+from farflung.outer.schedule import Action, Apply, Change, Launch
 from farflung.outer.stats import Meter
 from farflung.outer.timetable import Timetable
 
@@ -53,8 +53,10 @@ class Sync:
             action = left.popleft()
             if isinstance(action, Launch):
                 self.rounds.launch(action, self.timetable.position, finished=False)
-            else:
+            elif isinstance(action, Apply):
                 self.rounds.apply(action.fragment)
+            else:
+                self.quorum.follow(action)
 
     def _due_to_newcomers(self) -> deque[Action]:
         """Return what the members, which this rank has just joined, do next."""
@@ -115,6 +117,9 @@ class Sync:
             if isinstance(action, Apply):
                 rounds.apply(action.fragment)
                 continue
+            if isinstance(action, Change):
+                self.quorum.follow(action)
+                continue
             rounds.launch(action, timetable.position, finished=True)
             tally = rounds.finished_tally(action.fragment)
             if tally is not None:
@@ -137,7 +142,7 @@ class Sync:
         change = self.replica.change()
         if change is not None:
             if change.must_agree:
-                self.quorum.generation.describe(change.vote, change.tensors)
+                self.quorum.describe(change.vote, change.tensors)
                 self.quorum.vote()
             self.rounds.follow(change)
 
