@@ -15,6 +15,7 @@ from farflung.base.errors import RankFailure, Unreachable
 from farflung.comm import objects
 from farflung.comm.address import transport_at
 from farflung.comm.folder import folder_at
+from farflung.comm.seal import Seal
 from farflung.outer import GatherMean, Int4, TopK
 from farflung.testing.patience import patience
 from farflung.testing.ranks import fork_context, run_ranks
@@ -44,11 +45,11 @@ class Watch:
         return RankFailure(reason)
 
 
-@pytest.fixture(params=["folder", pytest.param("bucket", marks=pytest.mark.long)])
+@pytest.fixture(params=["folder", "folder with a key", *(pytest.param("bucket", marks=pytest.mark.long),)])
 def place(request, tmp_path):
     """A transport over objects, and functions that return groups and the keys of all objects."""
-    address = tmp_path.as_uri() if request.param == "folder" else request.getfixturevalue("bucket")
-    transport = transport_at(address)
+    address = request.getfixturevalue("bucket") if request.param == "bucket" else tmp_path.as_uri()
+    transport = transport_at(address, seal=Seal(bytes(range(32))) if "key" in request.param else None)
 
     def groups(size, name="group"):
         return [transport.connect(name, rank, size, Watch()) for rank in range(size)]
@@ -66,9 +67,9 @@ def each(groups, function):
 # ---- records
 
 
-def race(address, variables, barrier, pipe):
+def race(address, key, variables, barrier, pipe):
     os.environ.update(variables)
-    board = transport_at(address).board
+    board = transport_at(address, seal=key and Seal(key)).board
     won = []
     for number in range(50):
         barrier.wait(60)
@@ -79,9 +80,10 @@ def race(address, variables, barrier, pipe):
 def test_of_processes_that_create_a_record_at_once_one_does(place):
     context = fork_context()
     barrier, pipes, processes = context.Barrier(4), [], []
+    key = place.board.seal and place.board.seal.key
     for _ in range(4):
         here, there = context.Pipe(duplex=False)
-        processes.append(context.Process(target=race, args=(place.address, given_variables(), barrier, there)))
+        processes.append(context.Process(target=race, args=(place.address, key, given_variables(), barrier, there)))
         pipes.append(here)
         processes[-1].start()
     won = [pipe.recv() for pipe in pipes]

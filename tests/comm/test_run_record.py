@@ -11,11 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from farflung.base.errors import ConfigError, Unreachable
+from farflung.base.events import Kind
 from farflung.comm.address import objects_at, transport_at
 from farflung.comm.member_store import LauncherNotes, MemberStore, Record
+from farflung.comm.run_record import OtherKey, knock
 from farflung.comm.saved_state import Saved, SavedStates, pull
+from farflung.comm.seal import Seal
 from farflung.process.identity import address_of, has_ended
 
+KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
 SETTINGS = json.dumps({"expected": 1}).encode()
 
 
@@ -104,6 +108,40 @@ def test_a_run_whose_own_record_has_vanished_is_named_and_not_begun_again(place,
     assert [one.position for one in SavedStates(begun(where).board.part("loop1")).newest()] == [8]
     old.renew()
     assert begun(address).address == old.address
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "why"),
+    [
+        (KEY, None, "it has a key, and none was given"),
+        (KEY, OTHER, "it is sealed with another key"),
+        (None, KEY, "it is not sealed with any key"),
+    ],
+    ids=["none", "another", "one too many"],
+)
+def test_a_launcher_with_another_key_is_refused_and_both_sides_know(place, tmp_path, theirs, ours, why):
+    address, _ = place
+    run = transport_at(address, seal=theirs and Seal(theirs)).of_run(SETTINGS)
+    with_state(run)
+    before = {name: run.board.get(name) for name in run.board.list("")}
+    there = transport_at(address, seal=ours and Seal(ours))
+    for act in (lambda: there.of_run(SETTINGS), lambda: pull(address, tmp_path / "x.safetensors", ours)):
+        with pytest.raises(OtherKey, match=f"The record of the run at .* can't be used: {why}. Give the key"):
+            act()
+    knock(there.board, "node:1")
+    notes = LauncherNotes(run.board)
+    told = notes.receive()
+    assert {name: run.board.get(name) for name in run.board.list("")} == before
+    if theirs is None:
+        assert [str(event) for event in told] == [
+            "node:1 was refused: it has another key, or only one of the two has any"
+        ]
+    else:
+        (event,) = notes.strangers()
+        assert told == []
+        assert (event.kind, notes.strangers()) == (Kind.REFUSED, [])
+        assert "events/first/refused%20node%3A1" in str(event)
+        pull(address, tmp_path / "x.safetensors", theirs)
 
 
 def test_a_run_whose_settings_have_vanished_says_so(place):

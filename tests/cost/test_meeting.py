@@ -6,6 +6,7 @@ import re
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import unquote
 
 import pytest
 import torch
@@ -37,11 +38,11 @@ def note(what, key, size):
 class CountingBoard(FolderBoard):
     """Counts the shares that are written, and those that are read."""
 
-    def write(self, key, parts, is_new=False):
-        super().write(key, parts, is_new)
-        note("writes", self.prefix + key, memoryview(parts[-1]).nbytes)
+    def write_name(self, name, parts, is_new):
+        super().write_name(name, parts, is_new)
+        note("writes", unquote(name), memoryview(parts[-1]).nbytes)
 
-    def read(self, key, act):
+    def read_name(self, name, act):
         size = 0
 
         def counted(file, *more):
@@ -50,9 +51,9 @@ class CountingBoard(FolderBoard):
             size = file.tell()
             return found
 
-        found = super().read(key, counted)
+        found = super().read_name(name, counted)
         if found is not None:
-            note("reads", self.prefix + key, size)
+            note("reads", unquote(name), size)
         return found
 
 

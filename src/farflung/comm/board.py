@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import ClassVar, Protocol
 
 from farflung.base.errors import Unreachable
+from farflung.comm.seal import Seal
 
 _FORGET_EVERY = 8  # decisions
 _LATE_S, _PAUSES = 10.0, 5  # how late a listing may be; pauses of the board between two
@@ -23,7 +24,10 @@ class Board(Protocol):
     Attributes:
         heartbeat_s: how often a launcher writes its heartbeat there, in seconds.
         grace_s: how long the others wait for a replica that is late, if no setting says so.
+        seal: of the run's key, which seals what is written and opens what is read; None: it has none.
     """
+
+    seal: Seal | None = None
 
     heartbeat_s: ClassVar[float] = 0.5
     grace_s: ClassVar[float] = 30.0

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, TimeoutError as NoAnswer  # up to Python 3.10 not the built-in one
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
@@ -33,6 +33,7 @@ from farflung.base.words import in_seconds
 from farflung.comm.board import Board
 from farflung.comm.c10d_group import C10dGroup, close_connections, transport_said
 from farflung.comm.group import Group
+from farflung.comm.seal import Seal
 from farflung.comm.threads import start_until_exit
 from farflung.comm.transport import Entered, Watch
 
@@ -54,14 +55,16 @@ class C10dTransport:
 
     Args:
         store: such as a `TCPStore`, which may serve others; or the host and the port at which one is served.
-        patience_s: see `StoreBoard`.
+        patience_s, seal: see `StoreBoard`.
     """
 
     is_lasting = False
 
-    def __init__(self, store: Store | tuple[str, int], patience_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self, store: Store | tuple[str, int], patience_s: float = PATIENCE_S, seal: Seal | None = None
+    ) -> None:
         given, at = (None, store) if isinstance(store, tuple) else (store, _address_of(store))
-        self.board = StoreBoard(_Line(given, at), patience_s=patience_s)
+        self.board = StoreBoard(_Line(given, at), patience_s=patience_s, seal=seal)
         self.address = "" if at is None else f"{at[0]}:{at[1]}"
         self._releasing: list[threading.Thread] = []
 
@@ -174,12 +177,14 @@ class StoreBoard(Board):
     Args:
         patience_s: how long the store may give no answer before a request ends with `Unreachable`; 0: one attempt. It
             ends at once if nothing listens at its address any more.
+        seal: of the run's key; None: it has none.
     """
 
     line: _Line
     prefix: str = ""
     patience_s: float = PATIENCE_S
     pause_s: float = 0.005
+    seal: Seal | None = field(default=None, compare=False)
 
     def part(self, name: str) -> StoreBoard:
         return replace(self, prefix=f"{self.prefix}{name}/")
@@ -188,36 +193,49 @@ class StoreBoard(Board):
         return replace(self, patience_s=seconds)
 
     def put(self, key: str, value: bytes) -> None:
+        sealed, name = self._sealed(key, value), self._named(self.prefix + key)
         # torch's types know of texts alone.
-        self.line.write(lambda store: store.set(self.prefix + key, value), self.patience_s)  # type: ignore[arg-type]
+        self.line.write(lambda store: store.set(name, sealed), self.patience_s)  # type: ignore[arg-type]
 
     def put_new(self, key: str, value: bytes) -> bool:
-        return self._swap(key, b"", value) == value
+        return self._swap(key, b"", self._sealed(key, value)) == value
 
     def get(self, key: str) -> bytes | None:
         # `get` of a c10d store would wait, if another one deletes the key meanwhile.
-        found = self._swap(key, _NOTHING, _NOTHING)
-        return None if found == _NOTHING else found
+        return self._swap(key, _NOTHING, _NOTHING)
 
     def has(self, keys: Iterable[str]) -> bool:
-        asked = [self.prefix + key for key in keys]
+        asked = [self._named(self.prefix + key) for key in keys]
         return bool(self._ask(lambda store: store.check(asked)))
 
     def delete(self, *keys: str) -> None:
         if keys:
-            self._ask(lambda store: [store.delete_key(self.prefix + key) for key in keys])
+            names = [self._named(self.prefix + key) for key in keys]
+            self._ask(lambda store: [store.delete_key(name) for name in names])
 
     def list(self, prefix: str) -> Sequence[str]:
-        found = self._ask(lambda store: store.list_keys())
-        return [key.removeprefix(self.prefix) for key in found if key.startswith(self.prefix + prefix)]
+        names = self._ask(lambda store: store.list_keys())
+        keys = names if self.seal is None else [name.rpartition(".")[0] or name for name in names]
+        ours = [key for key, name in zip(keys, names, strict=True) if self._named(key) == name]
+        return [key.removeprefix(self.prefix) for key in ours if key.startswith(self.prefix + prefix)]
 
     def lend(self, name: str) -> Store:
         """Return a c10d store for a process group that meets under this name, over a connection of its own."""
         return dist.PrefixStore(self.prefix + name, self.line.another())  # type: ignore[attr-defined]
 
-    def _swap(self, key: str, before: bytes, by: bytes) -> bytes:
+    def _swap(self, key: str, before: bytes, by: bytes) -> bytes | None:
         """Write `by` over the value `before` (empty: no value), if that is current; return the value afterwards."""
-        return self._ask(lambda store: store.compare_set(self.prefix + key, before, by))  # type: ignore[arg-type]
+        name, began = self._named(self.prefix + key), time.monotonic()
+        found: bytes = self._ask(lambda store: store.compare_set(name, before, by))  # type: ignore[arg-type]
+        if found == _NOTHING or self.seal is None:
+            return None if found == _NOTHING else found
+        return self.seal.open_value(self.prefix + key, found, began)
+
+    def _sealed(self, key: str, value: bytes) -> bytes:
+        return value if self.seal is None else self.seal.close_value(self.prefix + key, value)
+
+    def _named(self, key: str) -> str:
+        return key if self.seal is None else f"{key}{self.seal.tag(key)}"
 
     def _ask(self, act: Callable[[Store], _T]) -> _T:
         return self.line.ask(act, self.patience_s)

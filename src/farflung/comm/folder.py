@@ -22,6 +22,7 @@ from typing import ClassVar, TypeVar
 from farflung.base.errors import ConfigError, Unreachable
 from farflung.comm.object_group import ObjectTransport
 from farflung.comm.objects import PATIENCE_S, ObjectBoard, try_out
+from farflung.comm.seal import Seal
 
 _T = TypeVar("_T")
 
@@ -38,9 +39,9 @@ class FolderTransport(ObjectTransport):
         ConfigError: this process can't write, rename and delete there, or the file system has no hard links.
     """
 
-    def __init__(self, path: str | os.PathLike[str], patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, path: str | os.PathLike[str], patience_s: float = PATIENCE_S, seal: Seal | None = None) -> None:
         folder = Path(path).absolute()
-        board = folder_at(folder, patience_s)
+        board = folder_at(folder, patience_s, seal)
         try:
             _delete_abandoned(folder / _ASIDE)
             try_out(board.patient(0))
@@ -54,13 +55,14 @@ class FolderTransport(ObjectTransport):
         self._path = folder
 
     def _below(self, name: str) -> ObjectTransport:
-        return FolderTransport(self._path / name, self.board.patience_s)  # if it vanishes, nothing makes it again
+        seal = self.board.seal and self.board.seal.below(name)
+        return FolderTransport(self._path / name, self.board.patience_s, seal)  # if it vanishes, nothing makes it again
 
 
-def folder_at(path: str | os.PathLike[str], patience_s: float = PATIENCE_S) -> FolderBoard:
+def folder_at(path: str | os.PathLike[str], patience_s: float = PATIENCE_S, seal: Seal | None = None) -> FolderBoard:
     """Return the files of a folder, which may be one that this process can't write to."""
     folder = Path(path).absolute()
-    return FolderBoard(f"folder {folder}", patience_s=patience_s, path=str(folder))
+    return FolderBoard(f"folder {folder}", patience_s=patience_s, path=str(folder), seal=seal)
 
 
 def _delete_abandoned(aside: Path) -> None:
@@ -88,7 +90,7 @@ class FolderBoard(ObjectBoard):
     pause_s: ClassVar[float] = 0.02
     heartbeat_s: ClassVar[float] = 1.0
 
-    def delete(self, *keys: str) -> None:
+    def delete_names(self, names: Sequence[str]) -> None:
         def delete(path: str) -> None:
             with suppress(FileNotFoundError):
                 os.unlink(path)
@@ -96,12 +98,12 @@ class FolderBoard(ObjectBoard):
                 for folder in self._folders(path)[:0:-1]:
                     os.rmdir(folder)
 
-        for key in keys:
-            self.ask(partial(delete, self._path(key)), "delete")
+        for name in names:
+            self.ask(partial(delete, self._path(name)), "delete")
 
-    def write(self, key: str, parts: Sequence[bytes | memoryview], is_new: bool = False) -> None:
+    def write_name(self, name: str, parts: Sequence[bytes | memoryview], is_new: bool) -> None:
         place = os.link if is_new else os.replace
-        path, aside = self._path(key), os.path.join(self.path, _ASIDE, secrets.token_hex(8))
+        path, aside = self._path(name), os.path.join(self.path, _ASIDE, secrets.token_hex(8))
 
         def write() -> None:
             try:
@@ -121,8 +123,8 @@ class FolderBoard(ObjectBoard):
 
         self.ask(write, "write")
 
-    def read(self, key: str, act: Callable[[BufferedReader, int], _T]) -> _T | None:
-        path = self._path(key)
+    def read_name(self, name: str, act: Callable[[BufferedReader, int], _T]) -> _T | None:
+        path = self._path(name)
 
         def read() -> _T | None:
             for _ in range(2):
@@ -150,8 +152,8 @@ class FolderBoard(ObjectBoard):
         found[:] = [file.removesuffix(_VALUE) for file in files() if file.endswith(_VALUE)]
         return True
 
-    def _path(self, key: str) -> str:
-        return os.path.join(self.path, *self.name(key).split("/")) + _VALUE
+    def _path(self, name: str) -> str:
+        return os.path.join(self.path, *name.split("/")) + _VALUE
 
     def _folders(self, path: str) -> Sequence[str]:
         """Return the folders above a file, from the root on."""

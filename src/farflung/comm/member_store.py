@@ -222,6 +222,11 @@ class LauncherNotes:
         key = f"events/{machine}/{time.time_ns():020}.{secrets.token_hex(4)}"
         self.board.put(key, event.to_json().encode())
 
+    def strangers(self) -> list[Event]:
+        """Return, once, what this process has found on the board that was not sealed with the run's key."""
+        notices = [] if self.board.seal is None else self.board.seal.versions.notices
+        return [Event.now(Kind.REFUSED, message=notices.pop(0)) for _ in range(len(notices))]
+
     def send_to_launcher(self, member: int, event: Event) -> None:
         """Send an event to the launcher of a member, unless it is the first one, which records all events."""
         machine = self.get("machine", member)

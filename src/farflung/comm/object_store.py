@@ -26,6 +26,7 @@ from obstore.store import from_url
 from farflung.base.errors import ConfigError, Unreachable
 from farflung.comm.object_group import ObjectTransport
 from farflung.comm.objects import PATIENCE_S, Act, ObjectBoard, Refused, try_out
+from farflung.comm.seal import Seal
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore
@@ -46,14 +47,15 @@ class BucketTransport(ObjectTransport):
     Args:
         address: `s3://bucket/prefix`, `gs://bucket/prefix` or `az://account/container/prefix`.
         patience_s: how long requests may fail.
+        seal: see `ObjectBoard`.
 
     Raises:
         ConfigError: the bucket can't be used; or it ignores that an object is to be created only if there is none,
             so that several replicas would all take themselves for the one that decides.
     """
 
-    def __init__(self, address: str, patience_s: float = PATIENCE_S) -> None:
-        board = bucket_at(address, patience_s)
+    def __init__(self, address: str, patience_s: float = PATIENCE_S, seal: Seal | None = None) -> None:
+        board = bucket_at(address, patience_s, seal)
         try:
             try_out(board)
         except (Unreachable, ValueError) as error:
@@ -61,7 +63,7 @@ class BucketTransport(ObjectTransport):
         super().__init__(board, board.root)
 
 
-def bucket_at(address: str, patience_s: float = PATIENCE_S) -> BucketBoard:
+def bucket_at(address: str, patience_s: float = PATIENCE_S, seal: Seal | None = None) -> BucketBoard:
     """Return the objects at an address, which nothing has been asked of; ConfigError if it is none."""
     address = address.rstrip("/")
 
@@ -73,7 +75,7 @@ def bucket_at(address: str, patience_s: float = PATIENCE_S) -> BucketBoard:
     try:
         quick, slow = made(_ANSWER_S), made(_PART_S)
         single = made(_ANSWER_S, {"aws_disable_bulk_delete": "true"}) if address.startswith("s3") else quick
-        return BucketBoard(address, patience_s=patience_s, quick=quick, slow=slow, single=single)
+        return BucketBoard(address, patience_s=patience_s, quick=quick, slow=slow, single=single, seal=seal)
     except (errors.BaseError, ValueError) as error:
         raise ConfigError(f"Replicas can't meet at {address}. {_words(error)}.") from None
 
@@ -97,10 +99,10 @@ class BucketBoard(ObjectBoard):
     grace_s: ClassVar[float] = 60.0
     num_at_once: ClassVar[int] = 8
 
-    def delete(self, *keys: str) -> None:
+    def delete_names(self, names: Sequence[str]) -> None:
         def delete_all() -> bool:
             try:
-                obstore.delete(self.quick, [self.name(key) for key in keys])
+                obstore.delete(self.quick, list(names))
                 return True
             except FileNotFoundError:
                 return False  # from a store that takes one at a time
@@ -114,12 +116,12 @@ class BucketBoard(ObjectBoard):
             with suppress(FileNotFoundError):
                 obstore.delete(self.single, name)
 
-        if len(keys) > 1 and not self.has_no_bulk.is_set() and self.ask(delete_all, "delete"):
+        if len(names) > 1 and not self.has_no_bulk.is_set() and self.ask(delete_all, "delete"):
             return
-        for key in keys:
-            self.ask(partial(delete, self.name(key)), "delete")
+        for name in names:
+            self.ask(partial(delete, name), "delete")
 
-    def write(self, key: str, parts: Sequence[bytes | memoryview], is_new: bool = False) -> None:
+    def write_name(self, name: str, parts: Sequence[bytes | memoryview], is_new: bool) -> None:
         is_small = sum(map(len, parts)) <= _SMALL
         how: dict[str, Any] = {"use_multipart": False}
         if is_new:
@@ -128,21 +130,21 @@ class BucketBoard(ObjectBoard):
             how = {"chunk_size": _PART, "max_concurrency": _SIDE_BY_SIDE}
         store = self.quick if is_small else self.slow
         act: Act = "create" if is_new else "write"
-        self.ask(lambda: obstore.put(store, self.name(key), list(parts), **how), act)
+        self.ask(lambda: obstore.put(store, name, list(parts), **how), act)
 
-    def read(self, key: str, act: Callable[[BufferedReader, int], _T]) -> _T | None:
+    def read_name(self, name: str, act: Callable[[BufferedReader, int], _T]) -> _T | None:
         def read() -> _T | None:
             first: Buffer = b""
             size = 0
             try:
-                found = obstore.get(self.quick, self.name(key), options={"range": (0, _SMALL)})
+                found = obstore.get(self.quick, name, options={"range": (0, _SMALL)})
                 first, size = found.bytes(), found.meta["size"]
             except FileNotFoundError:
                 return None
             except errors.GenericError as error:
                 if " 416 " not in str(error):  # an empty object has no such range
                     raise
-            return act(BufferedReader(_Body(self._parts(key, first, size))), size)
+            return act(BufferedReader(_Body(self._parts(name, first, size))), size)
 
         return self.ask(read)
 
@@ -183,10 +185,9 @@ class BucketBoard(ObjectBoard):
             return ""
         return f"It can't create an object only if there is none. {_CONDITIONAL}" if act == "create" else _CHECK
 
-    def _parts(self, key: str, first: Buffer, size: int) -> Iterator[Buffer]:
+    def _parts(self, name: str, first: Buffer, size: int) -> Iterator[Buffer]:
         """Return the bytes of an object, given those that have come already."""
         yield first
-        name = self.name(key)
         starts = range(_SMALL, size, _PART)
         if starts:
             with ThreadPoolExecutor(_SIDE_BY_SIDE) as threads:

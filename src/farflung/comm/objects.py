@@ -10,6 +10,7 @@ import secrets
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, MutableSequence, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from io import BufferedReader
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, TypeVar
@@ -17,6 +18,7 @@ from urllib.parse import quote, unquote
 
 from farflung.base.errors import Unreachable
 from farflung.comm.board import Board
+from farflung.comm.seal import Seal, Unsealed
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -69,6 +71,7 @@ class ObjectBoard(Board):
         patience_s: how long requests may fail, one after the other, before `Unreachable` is raised; 0: one attempt.
         is_strict: refused requests are not repeated, as none has succeeded yet. Later on credentials may be about to be
             renewed.
+        seal: of the run's key; None: it has none.
 
     Attributes:
         num_at_once: how many requests are worth being under way at a time, in threads; 1: an answer comes at once.
@@ -79,6 +82,7 @@ class ObjectBoard(Board):
     patience_s: float = PATIENCE_S
     is_strict: bool = False
     outages: Outages = field(default_factory=Outages, compare=False, repr=False, kw_only=True)
+    seal: Seal | None = field(default=None, compare=False, kw_only=True)
     num_at_once: ClassVar[int] = 1
 
     def part(self, name: str) -> Self:
@@ -103,26 +107,60 @@ class ObjectBoard(Board):
         return self.ask(decide, "create")
 
     def get(self, key: str) -> bytes | None:
-        return self.read(key, lambda file, size: file.read())
+        with suppress(Unsealed):
+            return self.read(key, lambda file, size: file.read())
+        return None
 
     def list(self, prefix: str) -> Sequence[str]:
         folder = f"{self.prefix}{prefix}".rpartition("/")[0]
         found: MutableSequence[str] = []
         while not self.ask(lambda: self.find_names(quoted(folder), found), "list"):
             continue  # with the names after the last one received
-        keys = [unquote(name) for name in found if quoted(unquote(name)) == name]  # the others are foreign ones
-        return [key.removeprefix(self.prefix) for key in keys if key.startswith(self.prefix + prefix)]
+        keys = [unquote(name.partition(".")[0]) for name in found]
+        ours = [key for key, name in zip(keys, found, strict=True) if self._named(key) == name]
+        if self.seal is not None and len(ours) < len(found):
+            for name in set(found) - set(map(self._named, ours)):
+                self.seal.versions.notice(name, "its name has no tag of the key")
+        return [key.removeprefix(self.prefix) for key in ours if key.startswith(self.prefix + prefix)]
 
     def has(self, keys: Iterable[str]) -> bool:
-        return all(self.read(key, lambda file, size: True) for key in keys)
+        with suppress(Unsealed):
+            return all(self.read(key, lambda file, size: True) for key in keys)
+        return False
 
-    @abstractmethod
+    def delete(self, *keys: str) -> None:
+        self.delete_names([self.name(key) for key in keys])
+        if self.seal is not None:
+            for key in keys:
+                self.seal.versions.delete(self.seal.scope + self.prefix + key)
+
     def write(self, key: str, parts: Sequence[bytes | memoryview], is_new: bool = False) -> None:
         """Write an object of these parts; FileExistsError if it `is_new` and exists."""
+        sealed = parts if self.seal is None else self.seal.close(self.prefix + key, parts)
+        self.write_name(self.name(key), sealed, is_new)
+
+    def read(self, key: str, act: Callable[[BufferedReader, int], _T]) -> _T | None:
+        """Return what `act` finds in an object, given the number of its bytes; None if there is no such object.
+
+        Raises:
+            Unsealed: it was not sealed with the run's key; `act` may have read the beginning of one that was changed.
+        """
+        seal, began = self.seal, time.monotonic()
+        if seal is None:
+            return self.read_name(self.name(key), act)
+        return self.read_name(self.name(key), lambda file, size: act(*seal.open(self.prefix + key, file, size, began)))
 
     @abstractmethod
-    def read(self, key: str, act: Callable[[BufferedReader, int], _T]) -> _T | None:
-        """Return what `act` finds in an object, given the number of its bytes; None if there is no such object."""
+    def write_name(self, name: str, parts: Sequence[bytes | memoryview], is_new: bool) -> None:
+        """Write bytes under a name, as `write` does."""
+
+    @abstractmethod
+    def read_name(self, name: str, act: Callable[[BufferedReader, int], _T]) -> _T | None:
+        """Read what lies under a name, as `read` does."""
+
+    @abstractmethod
+    def delete_names(self, names: Sequence[str]) -> None:
+        """Delete what lies under names, as `delete` does."""
 
     @abstractmethod
     def find_names(self, folder: str, found: MutableSequence[str]) -> bool:
@@ -130,7 +168,10 @@ class ObjectBoard(Board):
 
     def name(self, key: str) -> str:
         """Return the name of the object of a key."""
-        return quoted(self.prefix + key)
+        return self._named(self.prefix + key)
+
+    def _named(self, key: str) -> str:
+        return quoted(key) + ("" if self.seal is None else self.seal.tag(key))
 
     def unreachable(self, why: str) -> Unreachable:
         return Unreachable(f"The run's {self.root} can't be used: {why}.")

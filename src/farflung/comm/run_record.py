@@ -8,22 +8,53 @@ none of them. Where a replica has kept the state itself, all records lie next to
 from __future__ import annotations
 
 import json
+import re
 import secrets
+from contextlib import suppress
 
 from farflung.base.errors import ConfigError, Unreachable
 from farflung.comm.board import vanished
-from farflung.comm.objects import ObjectBoard
+from farflung.comm.objects import ObjectBoard, quoted
+from farflung.comm.seal import RECORD_OF_RUN, Unsealed, is_sealed
 
 PART = "run-[0-9a-f]{8}"  # names of parts
-_RUN, _STATES = "run", "loop1/saved/"
+_RUN, _STATES = RECORD_OF_RUN, "loop1/saved/"
+
+
+class OtherKey(ConfigError):
+    """The run at an address has another key than this process."""
+
+    def __init__(self, address: str, why: str) -> None:
+        super().__init__(
+            f"The record of the run at {address} can't be used: {why}. Give the key that the run has begun with "
+            "(--key_file, FARFLUNG_KEY), or another address: a run with another key is another run."
+        )
+
+
+def knock(board: ObjectBoard, who: str) -> None:
+    """Leave names that say to the launchers of all runs at an address that one with another key was refused."""
+    names: list[str] = []
+    with suppress(Unreachable):
+        board.ask(lambda: board.find_names("", names), "list")
+        for part in {found[0] for name in names if (found := re.match(PART, name))}:
+            line = f"{who} was refused: it has another key, or only one of the two has any".encode()
+            board.write_name(f"{part}/events/first/{quoted(f'refused {who}')}", [line], is_new=False)
 
 
 def part_of_run(board: ObjectBoard, address: str) -> str | None:
     """Return the name of the part that holds the run at an address; empty: all of it does. None: no run was begun.
 
-    ConfigError: there are states of runs, and no record says which one is meant.
+    Raises:
+        ConfigError: there are states of runs, and no record says which one is meant.
+        OtherKey: the run has another key than this process, or only one of them has any.
     """
-    if (content := board.get(_RUN)) is not None:
+    try:
+        content = board.read(_RUN, lambda file, size: file.read())
+    except Unsealed as error:
+        raise OtherKey(address, str(error)) from None
+    if content is not None:
+        if is_sealed(content) and board.seal is None:
+            raise OtherKey(address, "it has a key, and none was given")
         return _part_in(content)
     parts = {key.partition(_STATES)[0] for key in board.list("") if _STATES in key}
     if parts - {""}:

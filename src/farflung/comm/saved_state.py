@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from io import BufferedReader
 from math import prod
@@ -27,6 +28,7 @@ from farflung.comm.board import Log, forget
 from farflung.comm.objects import ObjectBoard
 from farflung.comm.packed import Damaged, packed, unpack
 from farflung.comm.run_record import part_of_run
+from farflung.comm.seal import Seal, Unsealed
 from farflung.comm.state_transfer import filled, form_of
 
 _KEPT = 2
@@ -138,7 +140,9 @@ class SavedStates:
     def num_bytes(self, saved: Saved) -> int:
         """Return how many bytes the parts of all ranks have."""
         keys = [_key(saved.name, rank, part) for rank in range(saved.ranks) for part in saved.parts]
-        return sum(self._board.read(key, lambda _, size: size) or 0 for key in keys)
+        with suppress(Unsealed):
+            return sum(self._board.read(key, lambda _, size: size) or 0 for key in keys)
+        return 0
 
     def _read_part(self, key: str, bar: Bar | None) -> Any:
         tensors: dict[str, Tensor] = {}
@@ -155,7 +159,11 @@ class SavedStates:
             unpack(file, size, _HEADER_BYTES, memory, bar)
             return True
 
-        if not self._board.read(key, act):
+        try:
+            is_there = self._board.read(key, act)
+        except Unsealed as error:
+            raise Damaged(f"{key} can't be used: {error}") from None
+        if not is_there:
             raise Damaged(f"{key} is not there")
         return filled(form, tensors)
 
@@ -188,16 +196,17 @@ def tensors_of(parts: Mapping[str, Any]) -> list[str]:
 # ---- as weights of a model
 
 
-def pull(address: str, target: Path) -> str:
+def pull(address: str, target: Path, key: bytes | None = None) -> str:
     """Write the newest agreed weights and buffers of a run to a file of safetensors; return what they are.
 
     Args:
         address: of the run, `file:///path` or a bucket's.
+        key: the run's, if it has one.
 
     Raises:
         ConfigError: no state can be read there.
     """
-    board = objects_at(address).patient(_PATIENCE_S)
+    board = objects_at(address, None if key is None else Seal(key)).patient(_PATIENCE_S)
     try:
         name = part_of_run(board, address)
         states = SavedStates((board.part(name) if name else board).part("loop1"))

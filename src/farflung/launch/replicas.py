@@ -284,7 +284,7 @@ class _Launcher:
             if self._tells and time.monotonic() >= self._renew_at:
                 self._renew_at = time.monotonic() + _RENEW_S
                 self._store.renew()
-        return notes.receive() if self._tells else notes.receive(self._machine)
+        return [*(notes.receive() if self._tells else notes.receive(self._machine)), *notes.strangers()]
 
 
 def _is_stopped(pid: int) -> bool:

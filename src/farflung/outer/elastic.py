@@ -173,6 +173,9 @@ class Elastic:
 
     def landed(self, needs: Needs, vote: int) -> None:
         self._needs = needs
+        with suppress(Unreachable):
+            for event in self.peers.notes.strangers():
+                self.peers.notes_soon.send(event)
         if self.saver is not None and self.record is not None:
             self.saver.description = self._description(needs)
             is_first = self.record.ids[0] == self.member

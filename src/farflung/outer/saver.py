@@ -123,7 +123,8 @@ class Saver:
         folder = Path(f"farflung-state-{member}").absolute()
         try:
             folder.mkdir(exist_ok=True)
-            states = SavedStates(FolderTransport(folder, 0).board.part("loop1"))
+            seal = self._loop.seal and self._loop.seal.at_root()
+            states = SavedStates(FolderTransport(folder, 0, seal).board.part("loop1"))
             saved, parts = self._state(0, needs, "kept")
             states.write(saved.name, rank, parts)
             if rank == 0:

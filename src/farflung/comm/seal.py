@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run's key does to objects: nobody without it can read, write or rename one, or put an older one back.
+
+    head: magic 16 bytes | digest of the run's key 8 | salt 16 | writer 8 | number of the write 8
+    body: pieces of 1 MiB, each sealed by AES-256-GCM; the nonce is its index, with a mark on the last one
+
+The key of an object is HMAC-SHA256 of head and name under the run's key. So an object does not open under another name,
+in another run or in another generation, as the name has both; and names have a tag, so nobody else can invent one.
+
+Source: pieces as in STREAM (Hoang et al., Online Authenticated-Encryption, eprint.iacr.org/2015/189).
+"""
+
+from __future__ import annotations
+
+import hmac
+import io
+import os
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from io import BufferedReader, BytesIO
+from itertools import count
+from typing import TYPE_CHECKING
+
+from farflung.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    from typing_extensions import Buffer
+
+RECORD_OF_RUN = "run"  # its name has no tag, so that a launcher with another key finds the run
+_MAGIC = b"farflung sealed1"
+_HEAD, _TAG, _PIECE = 56, 16, 2**20  # bytes
+_MOST_NAMES, _MOST_NOTICES = 4096, 20
+
+
+class Unsealed(Exception):
+    """An object was not sealed with this key under its name, or a later version of it was read before."""
+
+
+def is_sealed(content: bytes) -> bool:
+    """Return whether an object was sealed with some key."""
+    return content.startswith(_MAGIC)
+
+
+class Versions:
+    """Which version of each name this process has read last, so that it notices an older one that is put back.
+
+    Writers number what they write. Versions of several writers have the order in which they were read first, as clocks
+    may differ.
+
+    Attributes:
+        notices: sentences about objects that did not open, the first few.
+    """
+
+    def __init__(self) -> None:
+        self.notices: list[str] = []
+        self._noticed: set[str] = set()
+        self._lock, self._numbers, self._writer = threading.Lock(), count(1), secrets.token_bytes(4)
+        # By name: the latest number of each writer, the last writer at the end; and when that has changed.
+        self._rows: OrderedDict[str, tuple[dict[bytes, int], float]] = OrderedDict()
+
+    def next(self) -> bytes:
+        """Return writer and number of a version that is about to be written."""
+        return self._writer + (os.getpid() % 2**32).to_bytes(4, "big") + next(self._numbers).to_bytes(8, "big")
+
+    def check(self, name: str, version: bytes, began: float) -> None:
+        """Record a version that was read; Unsealed if it is an older one than one that was known when the read began.
+
+        Args:
+            began: by the monotonic clock.
+        """
+        writer, number = version[:8], int.from_bytes(version[8:], "big")
+        with self._lock:
+            row, changed = self._rows.setdefault(name, ({}, began))
+            self._rows.move_to_end(name)
+            if len(self._rows) > _MOST_NAMES:
+                self._rows.popitem(last=False)
+            if changed > began or (next(reversed(row), b"") == writer and row[writer] == number):
+                return
+            if number <= row.get(writer, 0):
+                raise Unsealed("an older version of it was put back, or a deleted one")
+            row.pop(writer, None)
+            self._rows[name] = {**row, writer: number}, time.monotonic()
+
+    def delete(self, name: str) -> None:
+        """Record that this process has deleted a name: no version that it has read may come back."""
+        with self._lock:
+            if name in self._rows:
+                row = self._rows[name][0]
+                row.pop(b"", None)
+                self._rows[name] = {**row, b"": 0}, time.monotonic()
+
+    def notice(self, name: str, why: str) -> None:
+        if name not in self._noticed and len(self._noticed) < _MOST_NOTICES:
+            self._noticed.add(name)
+            self.notices.append(f"someone without this run's key may write there: {name!r} is not taken, as {why}")
+
+
+@dataclass(frozen=True, eq=False)
+class Seal:
+    """Seals and opens objects.
+
+    Args:
+        key: the run's, 32 random bytes.
+        scope: what names begin with, in addition to those that are given: the part of the address that has the run.
+
+    Raises:
+        ConfigError: the package `cryptography` is missing.
+    """
+
+    key: bytes = field(repr=False)
+    scope: str = ""
+    versions: Versions = field(default_factory=Versions, repr=False)
+    _cipher: type[AESGCM] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        try:
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        except ImportError:
+            raise ConfigError("A run's key needs the package cryptography: pip install 'farflung[key]'.") from None
+        object.__setattr__(self, "_cipher", AESGCM)
+
+    @cached_property
+    def _names(self) -> bytes:
+        return hmac.digest(self.key, b"names", "sha256")
+
+    @cached_property
+    def _objects(self) -> bytes:
+        return hmac.digest(self.key, b"objects", "sha256")
+
+    @cached_property
+    def _digest(self) -> bytes:
+        return hmac.digest(self.key, b"digest", "sha256")[:8]
+
+    def below(self, part: str) -> Seal:
+        """Return the seal for the objects of a part, whose names are given without it."""
+        return replace(self, scope=f"{self.scope}{part}/")
+
+    def at_root(self) -> Seal:
+        """Return the seal for another address."""
+        return replace(self, scope="", versions=Versions())
+
+    def tag(self, name: str) -> str:
+        """Return what the name of an object ends with."""
+        if name.rpartition("/")[2] == RECORD_OF_RUN:
+            return ""
+        return f".{hmac.digest(self._names, (self.scope + name).encode(), 'sha256')[:8].hex()}"
+
+    def close(self, name: str, parts: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
+        """Return the parts of the sealed object."""
+        head = _MAGIC + self._digest + secrets.token_bytes(16) + self.versions.next()
+        cipher, last = self._cipher_of(head, name), max(0, sum(map(len, parts)) - 1) // _PIECE
+        sealed: list[bytes | memoryview] = [head]
+        for number, piece in enumerate(_pieces(parts)):
+            out = memoryview(bytearray(len(piece) + _TAG))
+            cipher.encrypt_into(_nonce(number, number == last), piece, None, out)
+            sealed.append(out)
+        return sealed
+
+    def open(self, name: str, file: BufferedReader, size: int, began: float) -> tuple[BufferedReader, int]:
+        """Return a sealed object as a file that can be read once, and the number of its bytes.
+
+        Args:
+            file: of `size` bytes.
+            began: see `Versions.check`.
+
+        Raises:
+            Unsealed: it is not one of this key and name, or an older version of it. Reading it may raise that too.
+        """
+        try:
+            head = file.read(_HEAD)
+            if not is_sealed(head):
+                raise Unsealed("it is not sealed with any key")
+            if head[16:24] != self._digest:
+                raise Unsealed("it is sealed with another key")
+            notice = partial(self.versions.notice, self.scope + name)
+            opened = _Opened(self._cipher_of(head, name), file, size - _HEAD, notice)
+            self.versions.check(self.scope + name, head[40:], began)
+        except Unsealed as error:
+            self.versions.notice(self.scope + name, str(error))
+            raise
+        return BufferedReader(opened), opened.num_bytes
+
+    def close_value(self, name: str, value: bytes) -> bytes:
+        return b"".join(self.close(name, [value]))
+
+    def open_value(self, name: str, value: bytes, began: float) -> bytes | None:
+        """Return a value; None if it was not sealed so."""
+        try:
+            return self.open(name, BufferedReader(BytesIO(value)), len(value), began)[0].read()
+        except Unsealed:
+            return None
+
+    def _cipher_of(self, head: bytes, name: str) -> AESGCM:
+        key = hmac.digest(self._objects, head + (self.scope + name).encode(), "sha256")
+        return self._cipher(key)
+
+
+class _Opened(io.RawIOBase):
+    """The bytes of a sealed object. The first piece is opened at once, so nobody acts on what does not open."""
+
+    def __init__(self, cipher: AESGCM, file: BufferedReader, size: int, notice: Callable[[str], None]) -> None:
+        self._cipher, self._file, self._notice = cipher, file, notice
+        self._count = max(1, -(-size // (_PIECE + _TAG)))
+        self.num_bytes = self._size = size - self._count * _TAG
+        if self.num_bytes < 0:
+            raise Unsealed("it is too short")
+        self._next, self._left = 0, memoryview(b"")
+        self._left = self._piece(memoryview(bytearray(min(_PIECE, self._size))))
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Buffer) -> int:
+        into = memoryview(buffer).cast("B")
+        if not self._left and self._next < self._count:
+            size = min(_PIECE, self._size)
+            if len(into) >= size:
+                return len(self._piece(into[:size]))
+            self._left = self._piece(memoryview(bytearray(size)))
+        num_bytes = min(len(self._left), len(into))
+        into[:num_bytes], self._left = self._left[:num_bytes], self._left[num_bytes:]
+        return num_bytes
+
+    def _piece(self, into: memoryview) -> memoryview:
+        sealed = self._file.read(len(into) + _TAG)
+        try:
+            nonce = _nonce(self._next, self._next == self._count - 1)
+            self._cipher.decrypt_into(nonce, sealed, None, into)
+        except Exception:  # InvalidTag, or a ValueError for other sizes
+            why = "it was not sealed under this name, or was changed"
+            self._notice(why)
+            raise Unsealed(why) from None
+        self._next, self._size = self._next + 1, self._size - len(into)
+        return into
+
+
+def _nonce(number: int, is_last: bool) -> bytes:
+    return number.to_bytes(8, "big") + is_last.to_bytes(4, "big")
+
+
+def _pieces(parts: Sequence[bytes | memoryview]) -> Iterator[bytes | bytearray | memoryview]:
+    """Cut the bytes of `parts`, one after the other. The last piece may be shorter, and the only one empty."""
+    held, is_cut = bytearray(), False
+    for part in parts:
+        rest = memoryview(part)
+        while rest:
+            if not held and len(rest) >= _PIECE:
+                yield rest[:_PIECE]
+                rest, is_cut = rest[_PIECE:], True
+                continue
+            room = _PIECE - len(held)
+            held += rest[:room]
+            rest = rest[room:]
+            if len(held) == _PIECE:
+                yield held
+                held, is_cut = bytearray(), True
+    if held or not is_cut:
+        yield held

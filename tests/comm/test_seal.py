@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a key does to objects: those that have it read what was written, and nobody else brings anything in."""
+
+import time
+from dataclasses import replace
+from io import BufferedReader, BytesIO
+
+import pytest
+from hypothesis import given
+from hypothesis.strategies import integers, lists
+
+from farflung.comm import seal as module
+from farflung.comm.folder import FolderTransport
+from farflung.comm.seal import Seal, Unsealed, Versions
+
+KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
+MIB = 2**20
+
+
+def opened(seal, name, content):
+    file, size = seal.open(name, BufferedReader(BytesIO(content)), len(content), time.monotonic())
+    found = file.read()
+    assert len(found) == size
+    return found
+
+
+@given(sizes=lists(integers(0, 40), max_size=6), take=integers(1, 40))
+def test_what_was_closed_opens_however_it_was_cut_and_read(sizes, take):
+    parts = [bytes([number + 1]) * size for number, size in enumerate(sizes)]
+    piece, module._PIECE = module._PIECE, 8
+    try:
+        closed = b"".join(Seal(KEY).close("a/b", parts))
+        file, size = Seal(KEY).open("a/b", BufferedReader(BytesIO(closed)), len(closed), time.monotonic())
+        found = b""
+        while more := file.read(take):
+            found += more
+    finally:
+        module._PIECE = piece
+    assert (found, size) == (b"".join(parts), sum(sizes))
+    assert not any(part in closed for part in parts if len(part) > 6)
+
+
+def test_large_objects_are_read_into_the_memory_of_their_reader():
+    content = bytes(range(256)) * (10 * 1024 + 3)  # two pieces and a half
+    closed = b"".join(Seal(KEY).close("x", [content[:5], memoryview(content)[5:]]))
+    file, _ = Seal(KEY).open("x", BufferedReader(BytesIO(closed)), len(closed), time.monotonic())
+    memory = bytearray(len(content))
+    at = 0
+    while count := file.readinto(memoryview(memory)[at : at + 4 * MIB]):
+        at += count
+    assert memory == content
+
+
+HEAD, PIECE = 56, MIB + 16
+LONG = b"".join(Seal(KEY).close("g5/ready/1", [b"x" * (2 * MIB + 7)]))
+CHANGES = {
+    "a bit of the head": lambda x: x[:30] + bytes([x[30] ^ 1]) + x[31:],
+    "the number of the write": lambda x: x[:55] + bytes([x[55] ^ 1]) + x[56:],
+    "a bit of the first piece": lambda x: x[:60] + bytes([x[60] ^ 1]) + x[61:],
+    "a bit of the last piece": lambda x: x[:-1] + bytes([x[-1] ^ 1]),
+    "without its last piece": lambda x: x[: HEAD + 2 * PIECE],
+    "cut off": lambda x: x[:-5],
+    "with more behind it": lambda x: x + b"more",
+    "with a piece more": lambda x: x[: HEAD + PIECE] + x[HEAD : HEAD + PIECE] + x[HEAD + PIECE :],
+    "with two pieces swapped": lambda x: (
+        x[:HEAD] + x[HEAD + PIECE : HEAD + 2 * PIECE] + x[HEAD : HEAD + PIECE] + x[HEAD + 2 * PIECE :]
+    ),
+    "with the head of another": lambda x: b"".join(Seal(KEY).close("g5/ready/1", [b"y"]))[:HEAD] + x[HEAD:],
+    "the head alone": lambda x: x[:HEAD],
+    "half a head": lambda x: x[:20],
+    "empty": lambda x: b"",
+    "plain": lambda x: b"1",
+    "of another key": lambda x: b"".join(Seal(OTHER).close("g5/ready/1", [b"x"])),
+    "of another member": lambda x: b"".join(Seal(KEY).close("g5/ready/2", [b"x"])),
+    "of another generation": lambda x: b"".join(Seal(KEY).close("g4/ready/1", [b"x"])),
+    "of another run": lambda x: b"".join(Seal(KEY).below("run-00000000").close("g5/ready/1", [b"x"])),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_not_written_so_does_not_open_and_is_named_once(change):
+    seal = Seal(KEY)
+    assert opened(Seal(KEY), "g5/ready/1", LONG) == b"x" * (2 * MIB + 7)
+    for _ in range(2):
+        with pytest.raises(Unsealed):
+            opened(seal, "g5/ready/1", CHANGES[change](LONG))
+    (line,) = seal.versions.notices
+    assert line.startswith("someone without this run's key may write there: 'g5/ready/1' is not taken, as it")
+
+
+def test_an_older_version_that_is_put_back_is_noticed_whoever_has_written_it():
+    a, b, reader = Seal(KEY), Seal(KEY), Seal(KEY)
+    older, newer, of_another = (one.close_value("first", value) for one, value in ((a, b"1"), (a, b"2"), (b, b"3")))
+
+    def read(content):
+        return reader.open_value("first", content, time.monotonic())
+
+    assert [read(one) for one in (older, older, newer, newer, of_another)] == [b"1", b"1", b"2", b"2", b"3"]
+    assert [read(one) for one in (older, newer, of_another)] == [None, None, b"3"]
+    assert "an older version of it was put back" in reader.versions.notices[0]
+    assert Seal(KEY).open_value("first", older, time.monotonic()) == b"1"  # one that has read none can't know
+    reader.versions.delete("first")
+    assert read(of_another) is None
+    assert read(b.close_value("first", b"4")) == b"4"
+
+
+def test_a_read_that_another_thread_has_overtaken_is_no_replay():
+    versions = Versions()
+    began, (older, newer) = time.monotonic(), (versions.next(), versions.next())
+    versions.check("x", newer, began)
+    versions.check("x", older, began)
+    with pytest.raises(Unsealed):
+        versions.check("x", older, time.monotonic())
+    versions.check("x", newer, time.monotonic())
+
+
+def test_no_name_that_another_has_invented_or_moved_is_one(tmp_path):
+    board = FolderTransport(tmp_path, seal=Seal(KEY)).board
+    board.put("log/1", b"1")
+    (file,) = (tmp_path / "log").iterdir()
+    others = [replace(board, seal=seal) for seal in (None, Seal(OTHER))]
+    assert [(list(one.list("")), one.get("log/1")) for one in others] == [([], None)] * 2
+    for one in others:
+        assert one.put_new("log/2", b"2")
+    (tmp_path / "log" / file.name.replace("1.", "3.")).write_bytes(file.read_bytes())
+    assert list(board.list("log/")) == ["log/1"]
+    assert len(board.seal.versions.notices) == 3
+    assert board.put_new("log/2", b"mine")
+    assert board.get("log/2") == b"mine"
+
+
+def test_a_key_is_in_no_text_of_what_has_it(tmp_path):
+    board = FolderTransport(tmp_path, seal=Seal(KEY)).board
+    board.put("a", b"1")
+    texts = [repr(board), repr(board.seal), str(list(tmp_path.rglob("*")))]
+    content = b"".join(file.read_bytes() for file in tmp_path.rglob("*.value"))
+    assert KEY.hex() not in "".join(texts)
+    assert repr(KEY) not in "".join(texts)
+    assert KEY not in content
