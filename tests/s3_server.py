@@ -339,7 +339,7 @@ class S3Server:
 
 def given_variables():
     """Return those of this process, for one that a fork server starts."""
-    return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    return {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "FARFLUNG_KEY"))}
 
 
 @contextmanager

@@ -24,6 +24,8 @@ from farflung.base.errors import Unreachable
 from farflung.comm import address
 from farflung.comm.c10d_transport import PATIENCE_S, C10dTransport
 from farflung.comm.member_store import LauncherNotes
+from farflung.comm.seal import Seal
+from farflung.config.key import run_key
 from farflung.outer import OuterLoop, diloco
 from farflung.outer.elastic import Elastic
 from farflung.process.sockets import serve_store
@@ -47,7 +49,7 @@ class Blocks(nn.Module):
 def transport_at(place, patience_s=PATIENCE_S):
     """How replicas meet: at the port of a store on this machine, or at an address."""
     if not isinstance(place, int):
-        return address.transport_at(place, patience_s)
+        return address.transport_at(place, patience_s, Seal(key) if (key := run_key()) else None)
     return C10dTransport(dist.TCPStore("127.0.0.1", place, is_master=False, timeout=timedelta(seconds=60)))
 
 

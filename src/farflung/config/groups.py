@@ -30,7 +30,7 @@ GROUPS: dict[str, FlagGroup] = {
     "outer": FlagGroup("replicas that synchronize every H steps: recipes and their options", ("outer_",)),
     "elastic": FlagGroup(
         "replicas that fail, leave and join at any time",
-        ("elastic", "replicas", "ranks_per_", "grace_s", "join", "meet", "heartbeat_s", "state_every"),
+        ("elastic", "replicas", "ranks_per_", "grace_s", "join", "meet", "heartbeat_s", "state_every", "key_file"),
     ),
     "sharding": FlagGroup(
         "FSDP, the grid of copies and shards, islands",

@@ -154,8 +154,7 @@ class LaunchSettings(LayoutSettings, EngineSettings):
     ranks_per_replica: int = setting(1, "Processes that train one replica together, with --elastic or --join.")
     grace_s: float | None = setting(
         None,
-        "Seconds that replicas wait for one that is late before they continue without it, with --elastic. [30, in a "
-        "bucket 60, or twice the time between two rounds]",
+        "Seconds that replicas wait for a late one, with --elastic. [30, in a bucket 60, or twice the time of a round]",
     )
     join: str | None = setting(
         None, "Start replicas that join a run: host:port, as its first launcher has printed it.", in_file=False
@@ -171,9 +170,9 @@ class LaunchSettings(LayoutSettings, EngineSettings):
     )
     state_every: int | None = setting(
         None,
-        "With --meet, how many rounds may be lost if all replicas die: the state that they share is written to the "
-        "address twice as often. [10]",
+        "With --meet, rounds lost at most if all replicas die: the address gets their state twice as often. [10]",
     )
+    key_file: str | None = setting(None, "File with the run's key, with --elastic or --join. [the key in FARFLUNG_KEY]")
     outer_options: Mapping[str, Value] = field(default_factory=dict)  # by name: `outer_*` in every other form
     debug: bool = setting(
         False,
@@ -281,7 +280,7 @@ class LaunchSettings(LayoutSettings, EngineSettings):
             raise ConfigError(f"only_rank is {self.only_rank!r}; use ranks separated by commas, such as 0 or 0,3.")
         if self.only_rank is not None and self.rdzv_backend == "c10d" and self.num_machines > 1:
             raise ConfigError("only_rank needs --rdzv_backend static: c10d numbers the machines when they meet.")
-        for name in filter(self.value, ("run_dir", "log_dir", "save_on_signal")):
+        for name in filter(self.value, ("run_dir", "log_dir", "save_on_signal", "key_file")):
             check_path(name, self.value(name))
         self._check_rendezvous()
         self._check_elastic()
@@ -317,7 +316,7 @@ class LaunchSettings(LayoutSettings, EngineSettings):
         if self.heartbeat_s is not None and (self.meet is None or not 0 < self.heartbeat_s < inf):
             raise ConfigError(f"heartbeat_s is {self.heartbeat_s:g}; it must be more than 0 s, and needs --meet.")
         if self.elastic is None and self.join is None:
-            for name, default in (("replicas", None), ("ranks_per_replica", 1)):
+            for name, default in (("replicas", None), ("ranks_per_replica", 1), ("key_file", None)):
                 if getattr(self, name) != default:
                     raise ConfigError(f"{name} is {getattr(self, name)}, but there is neither --elastic nor --join.")
             return
@@ -467,7 +466,7 @@ def check_variables() -> None:
     for name in sorted(environ.named(_PREFIX)):
         if name in known:
             known[name].from_environment()
-        elif name not in (*environ.MEMBER_VARIABLES, *environ.OF_LAUNCHERS):
+        elif name not in (environ.KEY, *environ.MEMBER_VARIABLES, *environ.OF_LAUNCHERS):
             meant = get_close_matches(name.removeprefix(_PREFIX), by_word, n=1)
             near = f" Did you mean `{by_word[meant[0]]}`?" if meant else ""
             raise ConfigError(f"The environment variable {name} is not a setting.{near} Unset or correct it.")

@@ -13,8 +13,10 @@ from farflung.comm.board import Log, vanished
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group
 from farflung.comm.member_store import LauncherNotes
+from farflung.comm.seal import Seal
 from farflung.comm.transport import Transport
 from farflung.config import environ
+from farflung.config.key import run_key
 from farflung.integrations.rounds import record_rounds
 from farflung.outer.driver import LoopMembers
 from farflung.outer.elastic import Elastic
@@ -34,7 +36,7 @@ def launched_membership(island: Group | None = None) -> Elastic | None:
         None if the replicas of this run don't come and go.
 
     Raises:
-        ConfigError: the variables of the launcher can't be understood.
+        ConfigError: the variables of the launcher can't be understood, or the run's key can't be read.
         Unreachable: the launcher's store can't be reached.
     """
     return membership_of(Place.launched(), island)
@@ -106,7 +108,8 @@ def place() -> tuple[int, int]:
 
 def _run_of(here: Place) -> tuple[Transport, dict[str, Any]]:
     """Connect to the run of a replica; return how its replicas meet, and its settings."""
-    transport = transport_at(here.address)
+    key = run_key()
+    transport = transport_at(here.address, seal=None if key is None else Seal(key))
     if (content := transport.board.get("run")) is None:
         raise vanished("run")
     return transport, json.loads(content)

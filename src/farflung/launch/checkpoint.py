@@ -14,6 +14,7 @@ import click
 from farflung.base.checks import check_path
 from farflung.base.errors import ConfigError
 from farflung.base.lazy import LazyModule
+from farflung.config.key import run_key
 
 if TYPE_CHECKING:
     from farflung.checkpoint import tools
@@ -72,10 +73,11 @@ def convert(source: Path, target: Path, form: str, model: int) -> None:
 @click.command()
 @click.argument("address")
 @click.argument("target", type=click.Path(dir_okay=False, path_type=Path))
-def pull(address: str, target: Path) -> None:
+@click.option("--key_file", "--key-file", help="The file with the run's key, if it has one. [the key in FARFLUNG_KEY]")
+def pull(address: str, target: Path, key_file: str | None) -> None:
     """Write the newest agreed weights of the run at ADDRESS (see `launch --meet`) to the safetensors file TARGET.
 
     The run may be under way, or over. Reading is enough.
     """
     check_path("TARGET", target)
-    click.echo(f"{target} has {saved_state.pull(address, target)}")
+    click.echo(f"{target} has {saved_state.pull(address, target, run_key(key_file))}")

@@ -18,6 +18,7 @@ from urllib.parse import unquote
 from farflung.base.errors import ConfigError, Unreachable
 from farflung.base.events import Kind, record
 from farflung.base.lazy import LazyModule
+from farflung.config.key import key_variables, run_key
 from farflung.config.launch import LaunchSettings, flags_for
 from farflung.config.resolve import Resolved
 from farflung.launch.dry_run import described
@@ -38,12 +39,15 @@ from farflung.process.identity import has_ended
 from farflung.process.sockets import serve_store
 
 if TYPE_CHECKING:
-    from farflung.comm import address as comm_address, c10d_transport, member_store
+    from farflung.comm import address as comm_address, c10d_transport, member_store, run_record, seal
+    from farflung.comm.seal import Seal
     from farflung.comm.transport import Transport
 else:
     comm_address = LazyModule("farflung.comm.address")
     c10d_transport = LazyModule("farflung.comm.c10d_transport")
     member_store = LazyModule("farflung.comm.member_store")
+    run_record = LazyModule("farflung.comm.run_record")
+    seal = LazyModule("farflung.comm.seal")
 
 _ASK_S = 0.5
 _FIND_WITHIN_S = 60.0  # torch loads, where all launchers start together
@@ -76,7 +80,7 @@ class Replicas:
         self._transport: Transport | None = None  # once it is prepared
         self._address = ""  # as it is printed
         self._variables = dict(self._plan.variables)
-        self._has_sums = False
+        self._has_sums = self._is_open = False
 
     def described(self) -> str:
         check_recipe(self._resolved, self._plan.variables)
@@ -93,18 +97,22 @@ class Replicas:
         self._variables |= network_variables(meeting, settings)
         if not settings.debug:  # a store that is gone is our line, not torch's stacks
             self._variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        self._variables |= key_variables(settings.key_file)
+        key = run_key(settings.key_file)
         self._has_sums = check_recipe(self._resolved, self._variables)
         with torch_is_loaded(self._variables):
+            sealed = None if key is None else seal.Seal(key)
+            leaves = interface is not None or (settings.meet or "").startswith(("s3:", "gs:", "az:"))
+            self._is_open = leaves and key is None
             if at_port:
-                self._transport = _served_or_found(settings, host, int(port), count, self._machine)
+                self._transport = _served_or_found(settings, host, int(port), count, self._machine, sealed)
             elif settings.meet is not None:
-                self._transport = _met(settings, count, self._machine)
+                self._transport = _met(settings, count, self._machine, sealed)
             elif settings.join is not None:
-                self._transport = _found(
-                    comm_address.transport_at(settings.join, _FIND_WITHIN_S), "join", settings.join
-                )
+                found = comm_address.transport_at(settings.join, _FIND_WITHIN_S, sealed)
+                self._transport = _found(found, "join", settings.join)
             else:
-                self._transport = _served(settings, host, settings.main_process_port or 0, count, self._machine)
+                self._transport = _served(settings, host, settings.main_process_port or 0, count, self._machine, sealed)
         self._address = address = self._transport.address if at_port else settings.meet or self._transport.address
         how = ""
         if settings.meet:
@@ -116,6 +124,12 @@ class Replicas:
     def follow(self, folder: RunFolder) -> int:
         settings, script, command = self._settings, self._script, self._plan.command
         assert self._transport is not None
+        if self._is_open:
+            message = (
+                f"this run has no key: whoever can reach {self._address} can take part, end it, and read its weights. "
+                "`farflung key > run7.key`, then --key_file run7.key on each machine"
+            )
+            record(Kind.NOTE, message=message)
         if self._has_sums and (settings.meet or "tcp://").partition("://")[0] != "tcp":
             message = (
                 f"nothing is summed on the way through {self._address}: in a round each replica reads all "
@@ -138,36 +152,44 @@ def _join_command(settings: LaunchSettings, where: str, script: str, arguments: 
     return shlex.join(["farflung", "launch", "--join", where, *flags, script, *arguments])
 
 
-def _served(settings: LaunchSettings, host: str, port: int, count: int, machine: str) -> Transport:
+def _served(settings: LaunchSettings, host: str, port: int, count: int, machine: str, sealed: Seal | None) -> Transport:
     """Serve the store of a run that begins."""
     try:
         store = serve_store(host, port, timeout=_MEET_WITHIN, wait_for_workers=False)
     except OSError as error:
         raise ConfigError(f"This machine can't listen at {host}:{port}: {error.strerror}.") from None
-    transport = c10d_transport.C10dTransport(store)
+    transport = c10d_transport.C10dTransport(store, seal=sealed)
     transport.board.put("first", machine.encode())
     transport.board.put("run", _described(settings, count))
     return transport
 
 
-def _served_or_found(settings: LaunchSettings, host: str, port: int, count: int, machine: str) -> Transport:
+def _served_or_found(
+    settings: LaunchSettings, host: str, port: int, count: int, machine: str, sealed: Seal | None
+) -> Transport:
     """Serve the store of a run, if it is this machine's to do so and nobody does it yet; else find it."""
     try:
-        return _served(settings, host, port, count, machine)
+        return _served(settings, host, port, count, machine, sealed)
     except ConfigError:
-        transport = _found(comm_address.transport_at(f"{host}:{port}", _FIND_WITHIN_S), "meet", f"tcp://{host}:{port}")
+        found = comm_address.transport_at(f"{host}:{port}", _FIND_WITHIN_S, sealed)
+        transport = _found(found, "meet", f"tcp://{host}:{port}")
     _tell_differences(settings, transport, count)
     return transport
 
 
-def _met(settings: LaunchSettings, count: int, machine: str) -> Transport:
+def _met(settings: LaunchSettings, count: int, machine: str, sealed: Seal | None) -> Transport:
     """Begin the run in a folder or a bucket, or find the one that another launcher has begun there."""
     assert settings.meet is not None
     if settings.meet.startswith("file://"):
         with suppress(OSError):  # then the transport tells why
             Path(unquote(settings.meet.removeprefix("file://"))).mkdir(exist_ok=True)
     try:
-        transport = comm_address.transport_of(settings.meet).of_run(_described(settings, count))
+        there = comm_address.transport_of(settings.meet, seal=sealed)
+        try:
+            transport = there.of_run(_described(settings, count))
+        except run_record.OtherKey:
+            run_record.knock(there.board, machine)
+            raise
         transport.board.put_new("first", machine.encode())
         member_store.LauncherNotes(transport.board).take_over(machine, has_ended)
         _tell_differences(settings, transport, count)

@@ -140,7 +140,7 @@ def has_launchers(settings: LaunchSettings) -> bool:
 
 def one_replica(settings: LaunchSettings) -> LaunchSettings:
     """Return the settings of one replica that comes and goes: a run of its own, without those that replicas share."""
-    shared = ("elastic", "replicas", "join", "meet", "heartbeat_s", "state_every", "main_process_ip")
+    shared = ("elastic", "replicas", "join", "meet", "heartbeat_s", "state_every", "key_file", "main_process_ip")
     left_out: dict[str, Any] = dict.fromkeys((*shared, "main_process_port", "max_restarts"))
     size = settings.ranks_per_replica
     return replace(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ties a rank to the launcher that started it, so that none outlives a launcher that is killed; and a launcher that was
 started by ssh to the other end of that connection: `python -m farflung.process.tether [--reports TOKEN] COMMAND`.
+`--key` after TOKEN has it read the run's key from stdin.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class _Merged:
                         rest = rest[os.write(2, rest) :]
 
 
-def run_tethered(command: Sequence[str], token: str | None = None) -> int:
+def run_tethered(command: Sequence[str], token: str | None = None, has_key: bool = False) -> int:
     """Run a command until it ends, and end it and what it has started when stdin closes or falls silent.
 
     Each byte on stdin is the number of a signal for it, SIGKILL for its whole group; or 0, a heartbeat that is to
@@ -107,6 +108,7 @@ def run_tethered(command: Sequence[str], token: str | None = None) -> int:
 
     Args:
         token: have the command report to a pipe of its own, whose lines come on stderr after `mark_of(token)`.
+        has_key: the first line on stdin is the run's key, for a variable of the command: others see its arguments.
 
     Returns:
         its exit code; 128 + the number of the signal that ended it.
@@ -115,7 +117,7 @@ def run_tethered(command: Sequence[str], token: str | None = None) -> int:
         if token is None:
             return _run(subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True))
         (printed, stderr), (reported, reports) = os.pipe(), os.pipe()
-        variables = {**environ.snapshot(), environ.REPORTS: str(reports)}
+        variables = {**environ.snapshot(), environ.REPORTS: str(reports)} | ({environ.KEY: _line()} if has_key else {})
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stderr=stderr, pass_fds=[reports], env=variables, start_new_session=True
         )
@@ -128,6 +130,14 @@ def run_tethered(command: Sequence[str], token: str | None = None) -> int:
             return _run(process)
         finally:
             merged.join()
+
+
+def _line() -> str:
+    """Read a line from stdin, and nothing of what follows it."""
+    found = b""
+    while (byte := os.read(0, 1)) not in (b"", b"\n"):
+        found += byte
+    return found.decode()
 
 
 def _run(process: subprocess.Popen[bytes]) -> int:
@@ -154,5 +164,6 @@ def _run(process: subprocess.Popen[bytes]) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--reports":
-        sys.exit(run_tethered(sys.argv[3:], sys.argv[2]))
+        has_key = sys.argv[3] == "--key"
+        sys.exit(run_tethered(sys.argv[3 + has_key :], sys.argv[2], has_key))
     sys.exit(run_tethered(sys.argv[1:]))

@@ -105,15 +105,23 @@ class Connection:
 
 
 class SshConnection(Connection):
-    """The connection that a program makes, ssh."""
+    """The connection that a program makes, ssh.
 
-    def __init__(self, host: str, command: Sequence[str]) -> None:
+    Args:
+        key: the run's, which the tether there takes from its stdin; None: it takes none.
+    """
+
+    def __init__(self, host: str, command: Sequence[str], key: bytes | None = None) -> None:
         pipe = subprocess.PIPE  # a session of its own: Ctrl-C leaves ssh alone, for what is printed at the end
         self._ssh = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
         assert self._ssh.stdout is not None
         assert self._ssh.stderr is not None
         super().__init__(host, (_read(self._ssh.stdout), _read(self._ssh.stderr)))
         self.last_line = "ssh gave no reason"
+        if key is not None:
+            assert self._ssh.stdin is not None
+            with suppress(OSError):
+                os.write(self._ssh.stdin.fileno(), f"{key.hex()}\n".encode())
 
     def code_of_line(self) -> int | None:
         code = self._ssh.poll()

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 from farflung.base.errors import ConfigError, did_you_mean
 from farflung.base.files import atomic_file
+from farflung.config import environ
 from farflung.config.engines import LOCAL
 from farflung.config.launch import LaunchSettings, flags_for
 from farflung.config.places import NO_FILE
@@ -122,6 +123,16 @@ class Job:
         for name in names:
             if value := getattr(self.settings, name):
                 raise ConfigError(f"{name} is {value}, but {why}")
+
+    def check_key(self, instead: str, has_files: bool = True) -> None:
+        """Raise ConfigError if the run's key would not reach what the engine starts: `instead` says how it does.
+
+        Args:
+            has_files: the key file has the same path there.
+        """
+        named = self.settings.key_file or ("FARFLUNG_KEY" if environ.text(environ.KEY) else "")
+        if named and self.is_elastic and not (has_files and self.settings.key_file):
+            raise ConfigError(f"The run's key is in {named}, which stays on this machine. {instead}")
 
     def check_unicode(self, reader: str, words: Iterable[str] = ()) -> None:
         """Raise ConfigError if the script, its arguments or other `words` are no text, and `reader` takes only text."""

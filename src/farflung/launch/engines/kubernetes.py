@@ -97,6 +97,9 @@ class Kubernetes:
         for pair in filter(None, options.get("node_selector", "").split(";")):
             if not re.fullmatch(r"[^=]+=[^=]*", pair):
                 raise ConfigError(f"engine_options has node_selector={pair}; use key=value;key=value.")
+        if "secret" not in options or self._job.settings.key_file:
+            words = "kubectl create secret generic run7 --from-file=FARFLUNG_KEY=run7.key"
+            self._job.check_key(f"`{words}`, then --engine_options secret=run7 and no --key_file.", has_files=False)
         placed = ("main_process_ip", "machine_rank")
         self._job.check_left_out(placed, "Kubernetes names and numbers the pods itself.")
         if self._job.is_elastic and (not meet or meet.startswith("tcp://")):

@@ -48,6 +48,7 @@ class Ray(ForegroundEngine[RayConnection]):
                 f"address is {address}, which is for Ray's client. Start the run on a machine that reaches the cluster "
                 "itself, with address=host:6379."
             )
+        job.check_key("Ray would show it in its records: have --key_file name a file that each node has.")
         job.check_left_out(("main_process_ip", "machine_rank"), "Ray decides which nodes the machines are.")
 
     @cached_property

@@ -63,6 +63,7 @@ def check_options(job: Job) -> None:
     job.check_options(_SBATCH | _OURS, numbers=("signal", "cpus_per_task"))
     if "signal" in job.options and not _heeds_signals(job):
         raise ConfigError("engine_options has signal, at which only a run with --save_on_signal or --elastic saves.")
+    job.check_key("A batch script would show it: have --key_file name a file that all nodes can read.")
     placed = ("machine_rank", "main_process_ip", "main_process_port") if job.is_elastic else ("machine_rank",)
     instead = " --meet says where replicas meet." if job.is_elastic else ""
     job.check_left_out(placed, f"Slurm chooses the nodes. Leave it out.{instead}")

@@ -14,6 +14,7 @@ from farflung.base.errors import ConfigError
 from farflung.base.events import Kind, record
 from farflung.base.words import plural
 from farflung.config.engines import parse_hosts
+from farflung.config.key import run_key
 from farflung.config.launch import DEFAULT_PORT, LaunchSettings, flags_for
 from farflung.launch.codes import EngineFailure
 from farflung.launch.engines import probe
@@ -32,6 +33,7 @@ class Ssh(ForegroundEngine[SshConnection]):
         self._job, self._ssh, self._token = job, SshClient(job.options), secrets.token_hex(16)
         self._hosts = () if job.handle else parse_hosts(job.settings.hosts or "")
         self._counts = [] if job.handle else self._shared_out(job.settings)
+        self._key = run_key(job.settings.key_file) if job.is_elastic and not job.handle else None
 
     def _shared_out(self, settings: LaunchSettings) -> list[int | None]:
         """Return how many replicas or processes each host gets; None: one for each GPU."""
@@ -118,8 +120,8 @@ class Ssh(ForegroundEngine[SshConnection]):
         job, python, commands = replace(self._job, folder=self._folder_there), self._ssh.python, {}
         for k, (host, count) in enumerate(zip(self._hosts, self._counts, strict=True)):
             place: dict[str, Any] = {"replicas": count} if job.is_elastic else {"machine_rank": k}
-            launcher = launcher_command(job.command(json=True, **place), python)
-            tether = (python, "-m", "farflung.process.tether", "--reports", self._token)
+            launcher = launcher_command(job.command(json=True, key_file=None, **place), python)
+            tether = (python, "-m", "farflung.process.tether", "--reports", self._token, *["--key"] * bool(self._key))
             commands[host.name] = self._ssh.command(host, (*tether, *launcher))
         return commands
 
@@ -133,7 +135,7 @@ class Ssh(ForegroundEngine[SshConnection]):
     def submit(self) -> Mapping[str, Any]:
         commands = self._commands()
         self._connections = Connections(
-            self._job.settings, self._token, lambda host: SshConnection(host, commands[host]), commands
+            self._job.settings, self._token, lambda host: SshConnection(host, commands[host], self._key), commands
         )
         return {**this_launcher(), "hosts": [host.name for host in self._hosts]}
 

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's key: how it is made and found, that nothing shows it, and what those without it are told."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from farflung.base.errors import ConfigError
+from farflung.config import environ
+from farflung.config.key import run_key
+from farflung.config.launch import LaunchSettings
+from farflung.launch.engines.engine import Job
+from farflung.launch.engines.kubernetes import Kubernetes
+from farflung.launch.engines.ray import Ray
+from farflung.launch.engines.slurm import Slurm
+from farflung.launch.engines.ssh import Ssh
+from tests.launch.test_replicas import TRAINS, Launcher
+from tests.python import call_farflung
+from tests.waits import until
+
+KEY, OTHER = "5eed" * 16, "0ff5" * 16
+
+
+@pytest.fixture
+def key_file(home):
+    path = home / "run7.key"
+    path.touch(0o600)
+    path.write_text(f"{KEY}\n")
+    return path
+
+
+def test_the_command_makes_a_key_in_a_file_of_ones_own(home):
+    with open(home / "a.key", "w") as a, open(home / "b.key", "w") as b:
+        for file in (a, b):
+            subprocess.run([sys.executable, "-m", "farflung", "key"], stdout=file, check=True)
+    keys = [run_key(home / name) for name in ("a.key", "b.key")]
+    assert (len(set(keys)), [len(key) for key in keys], (home / "a.key").stat().st_mode & 0o777) == (2, [32, 32], 0o600)
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "variable", "why"),
+    [
+        (KEY, 0o640, None, r"others on this machine may read .*\(mode 640\)"),
+        (KEY, 0o602, None, r"others on this machine may read or write it|\(mode 602\)"),
+        (KEY[1:], 0o600, None, r"key_file .*run7.key' holds no key of a run: 64 hex"),
+        ("", 0o600, None, "holds no key of a run"),
+        (None, 0o600, None, "can't be read: No such file"),
+        (KEY, 0o600, OTHER, "is not the one in FARFLUNG_KEY"),
+        (KEY, 0o600, KEY[:-1], "FARFLUNG_KEY holds no key of a run"),
+    ],
+)
+def test_what_is_no_key_or_may_be_read_by_others_is_refused_and_not_shown(
+    key_file, monkeypatch, content, mode, variable, why
+):
+    if content is None:
+        key_file.unlink()
+    else:
+        key_file.write_text(content)
+        key_file.chmod(mode)
+    if variable is not None:
+        monkeypatch.setenv(environ.KEY, variable)
+    with pytest.raises(ConfigError, match=why) as refused:
+        run_key(str(key_file))
+    assert not re.search("5eed|0ff5", str(refused.value))
+
+
+def test_a_key_is_found_in_a_file_or_in_the_environment(key_file, monkeypatch):
+    assert run_key() is None
+    monkeypatch.setenv(environ.KEY_FILE, str(key_file))
+    assert run_key() == bytes.fromhex(KEY)
+    monkeypatch.setenv(environ.KEY, KEY)
+    assert run_key() == run_key(str(key_file)) == bytes.fromhex(KEY)
+    monkeypatch.delenv(environ.KEY_FILE)
+    assert run_key() == bytes.fromhex(KEY)
+
+
+def test_a_key_without_a_run_of_replicas_is_refused():
+    with pytest.raises(ConfigError, match=r"key_file is x\.key, but there is neither --elastic nor --join"):
+        LaunchSettings(key_file="x.key")
+
+
+@pytest.mark.parametrize("given", ["file", "variable"])
+def test_engines_carry_the_key_unseen_or_say_how_it_gets_there(home, key_file, monkeypatch, given):
+    if given == "variable":
+        monkeypatch.setenv(environ.KEY, KEY)
+
+    def job(engine, **more):
+        named = {"key_file": str(key_file)} if given == "file" else {}
+        where = {"elastic": "1:2", "meet": "s3://bucket/run", "engine": engine}
+        return Job(LaunchSettings(**where, **named, **more), "train.py", (), home / "run")
+
+    by_ssh = Ssh(job("ssh", hosts="a,b"))
+    assert by_ssh._key == bytes.fromhex(KEY)  # which goes to the tether's stdin
+    assert "--key" in by_ssh.described()
+    assert not re.search(f"{KEY}|key_file", by_ssh.described())
+    with pytest.raises(ConfigError, match=r"stays on this machine. `kubectl create secret .*--engine_options secret="):
+        Kubernetes(job("kubernetes", engine_options="image=x"))
+    for engine, kind in (("slurm", Slurm), ("ray", Ray)):
+        if given == "variable":
+            with pytest.raises(ConfigError, match=r"FARFLUNG_KEY, which stays on this machine. .*have --key_file name"):
+                kind(job(engine))
+        else:
+            words = " ".join(kind(job(engine))._job.command())
+            assert f"--key_file {key_file}" in words
+
+
+def printed(output):
+    return "".join(output.lines)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("warm")
+def test_nothing_shows_a_runs_key_and_those_without_it_are_refused_on_both_sides(home, key_file, capfd, monkeypatch):
+    (home / "train.py").write_text(TRAINS + "\nimport subprocess\nprint(subprocess.getoutput('ps -ewwo args'))\n")
+    (home / "other.key").touch(0o600)
+    (home / "other.key").write_text(OTHER)
+    where, folder = f"file://{home}/run", home / "kept"
+    line = "launch", "--cpu", "--elastic", "1:2", "--meet", where
+    mine = *line[2:], "--key_file", "run7.key", "--run_dir", str(folder), "--tee", "3", "--debug", "train.py"
+    assert call_farflung("launch", "--cpu", *mine[:-1], "--dry_run", "train.py") == 0
+    shown = capfd.readouterr().out
+    with Launcher(*mine) as launcher:
+        launcher.printed("training begins with 1 replica")
+        for number, flags in enumerate([("--key_file", "other.key"), ()]):
+            began = time.monotonic()
+            assert call_farflung(*line, *flags, "train.py") == 2
+            refused = capfd.readouterr().err
+            why = ("it is sealed with another key", "it has a key, and none was given")[number]
+            assert re.search(f"The record of the run at {where} can't be used: {why}. Give the key", refused)
+            launcher.printed("someone without this run's key may write there: '.*events/first/refused.*' is not taken")
+            assert time.monotonic() < began + 10
+            (home / "at").unlink(missing_ok=True)
+            until(lambda: (home / "at").exists())  # it trains on
+        assert call_farflung("checkpoint", "pull", where, "x.safetensors") == 2
+        assert "can't be used: it has a key" in capfd.readouterr().err
+        (home / "last").write_text("1")
+        assert launcher.ended() == 0
+    assert call_farflung("checkpoint", "pull", where, "x.safetensors", "--key_file", "run7.key") == 0
+    assert call_farflung("report", str(folder), "--out", "page.html") == 0
+    output = capfd.readouterr()
+    texts = [shown, output.out, output.err, printed(launcher)]
+    texts += [path.read_bytes().decode(errors="replace") for path in home.rglob("*") if path.is_file()]
+    processes = (folder / "logs" / "replica").parent.rglob("*")
+    assert any("--key_file run7.key" in path.read_text() for path in processes if path.is_file())  # as `ps` shows it
+    assert sum(KEY in text for text in texts) == 1  # in the file of the key itself
