@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that the ranks of an island train by tensor parallelism, alone or with FSDP2 over it."""
+"""Models that the ranks of an island train by tensor or context parallelism, alone or with FSDP2 over it."""
+
+from contextlib import nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -13,13 +17,21 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from farflung.comm.shards import full
 from farflung.outer import OuterLoop
 from tests.outer.replicas import RATE
 
 # Sizes of an island's dimensions.
-LAYOUTS = {"tp": {"tp": 2}, "fsdp+tp": {"dp": 2, "tp": 2}, "hsdp": {"copies": 2, "dp": 2}}
+LAYOUTS = {
+    "tp": {"tp": 2},
+    "fsdp+tp": {"dp": 2, "tp": 2},
+    "hsdp": {"copies": 2, "dp": 2},
+    "cp": {"cp": 2},
+    "fsdp+cp": {"dp": 2, "cp": 2},
+}
 
 
 class Block(nn.Module):
@@ -39,6 +51,15 @@ class Block(nn.Module):
         return self.five(self.last(self.down(self.up(self.norm(x)).tanh())))
 
 
+class Attending(Block):
+    """The same behind attention without a mask: torch's context parallelism on CPUs knows no other."""
+
+    def forward(self, x):
+        values = x[:, None]
+        with sdpa_kernel(SDPBackend.MATH):
+            return super().forward(x + functional.scaled_dot_product_attention(values, values, values)[:, 0])
+
+
 PLAN = {
     # The first norm computes with parts of the sequences, so its gradients are summands; the last one is plain.
     "": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=False),
@@ -49,25 +70,33 @@ PLAN = {
 }
 
 
+def average(parameters, group):
+    """Average gradients over the ranks of a group."""
+    for parameter in parameters:
+        dist.all_reduce(parameter.grad.div_(group.size()), group=group)
+
+
 class ParallelRun:
     """A model that an island trains, its optimizer and its outer loop, in fp64.
 
     Args:
         layout: one of `LAYOUTS`; None: an island is one rank.
+        made: makes the model.
         mesh: of a layout whose replicas the loop learns from a membership.
     """
 
-    def __init__(self, recipe, layout=None, mesh=None, **options):
+    def __init__(self, recipe, layout=None, made=Block, mesh=None, **options):
         sizes = LAYOUTS.get(layout, {})
         if mesh is None:
             mesh = init_device_mesh("cpu", (2, *sizes.values()), mesh_dim_names=("replica", *sizes))
             options |= {"mesh": mesh, "outer": "replica"}
         self.mesh, self.index = mesh, mesh.get_local_rank("replica")
-        self.model = model = Block().double()
+        self.model = model = made().double()
         if "tp" in sizes:
             parallelize_module(model, mesh["tp"], PLAN)
         if "dp" in sizes:
             shards = mesh[("copies", "dp")] if "copies" in sizes else mesh["dp"]
+            shards = mesh[("dp", "cp")]._flatten("dp_cp") if "cp" in sizes else shards
             fully_shard(model.up, mesh=shards)
             fully_shard(model, mesh=shards)
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -76,6 +105,8 @@ class ParallelRun:
         options = {"bucket_bytes": 256, "inner": self.optimizer} | options
         self.outer = OuterLoop(model, recipe, **options)
         self.outer.listeners.append(self.rounds.append)
+        if layout == "cp":
+            self.optimizer.register_step_pre_hook(lambda *_: average(trained, mesh["cp"].get_group()))
         self.optimizer.register_step_pre_hook(lambda *_: self.outer.average_gradients())
 
     def steps(self, *numbers):
@@ -85,10 +116,17 @@ class ParallelRun:
             inputs = torch.randn(4, 4, 16, generator=generator, dtype=torch.float64)
             targets = torch.randn(4, 4, 5, generator=generator, dtype=torch.float64)
             self.optimizer.zero_grad()
-            (self.model(inputs) - targets).square().mean().backward()
+            with self.cut(inputs, targets):
+                (self.model(inputs) - targets).square().mean().backward()
             self.optimizer.step()
             self.outer.step()
         return self
+
+    def cut(self, *buffers):
+        """Cut sequences over the ranks of context parallelism."""
+        if "cp" not in self.mesh.mesh_dim_names:
+            return nullcontext()
+        return context_parallel(self.mesh["cp"], buffers=list(buffers), buffer_seq_dims=[1] * len(buffers))
 
     def values(self):
         """Copies of all parameters, whole ones: a collective of the island."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The outer loop over islands whose ranks hold parts of a model, and copies of others: by TP, FSDP2 over it, HSDP."""
+"""The outer loop over islands whose ranks hold parts of a model, and copies of others: by TP, CP, HSDP."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,7 @@ from farflung.outer import OuterLoop, TopK, diloco, local_sgd, sparse_loco, stre
 from farflung.outer.elastic import Elastic
 from farflung.testing.ranks import run_ranks
 from tests.faults import kill
-from tests.outer.parallel import LAYOUTS, ParallelRun
+from tests.outer.parallel import LAYOUTS, Attending, Block, ParallelRun
 from tests.outer.replicas import same
 from tests.recipes import RECIPES
 
@@ -28,10 +29,10 @@ EXACT = {
 }
 
 
-def trained(recipes, layout):
+def trained(recipes, layout, made):
     outcomes = {}
     for name, recipe in recipes.items():
-        run = ParallelRun(recipe, layout).steps(*range(1, 8))
+        run = ParallelRun(recipe, layout, made).steps(*range(1, 8))
         run.outer.flush()
         norms = [(one.norms, one.norm) for one in run.rounds]
         outcomes[name] = run.values(), norms, run.outer.stats()
@@ -40,8 +41,9 @@ def trained(recipes, layout):
 
 
 def check(layout, recipes):
-    alone = run_ranks(trained, 2, recipes, None)[0]
-    ranks = run_ranks(trained, 2 * {"tp": 2}.get(layout, 4), recipes, layout, timeout_s=120)
+    made = Attending if "cp" in layout else Block
+    alone = run_ranks(trained, 2, recipes, None, made)[0]
+    ranks = run_ranks(trained, 2 * math.prod(LAYOUTS[layout].values()), recipes, layout, made, timeout_s=120)
     for name in recipes:
         values, norms, _ = zip(*(one[name] for one in ranks), strict=True)
         assert same(*values), (layout, name)
