@@ -186,10 +186,10 @@ ACCELERATOR = [
     ("AORecipeKwargs(config=object(), pad_inner_dim=True)", "both"),
     ("AORecipeKwargs(enable_fsdp_float8_all_gather=True)", "FSDP"),
     ("Accelerator(megatron_lm_plugin=object())", "Megatron-LM"),
-    ("Accelerator(parallelism_config=ParallelismConfig(cp_size=2))", "cp_size=2"),
+    ("Accelerator(parallelism_config=ParallelismConfig(sp_size=2))", "sp_size=2"),
     (
         "Accelerator(parallelism_config=ParallelismConfig(cp_handler=TorchContextParallelConfig()))",
-        "context parallelism",
+        "cp_handler is read only with cp_size",
     ),
     ('Accelerator(dynamo_plugin=TorchDynamoPlugin("eager"), dynamo_backend="eager")', "both"),
     ("Accelerator(kwargs_handlers=[AutocastKwargs()] * 2)", "two AutocastKwargs"),

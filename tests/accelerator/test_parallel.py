@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An `Accelerator` over models that a script has cut by tensor parallelism, alone or with FSDP2 over it."""
+"""An `Accelerator` with tensor parallelism, for which a script cuts the model, and with context parallelism."""
+
+import math
 
 import pytest
 import torch
@@ -12,20 +14,21 @@ from farflung.config.parallelism import ParallelismConfig
 from farflung.outer import diloco
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
-from tests.outer.parallel import PLAN, Block
+from tests.outer.parallel import PLAN, Attending, Block
 from tests.outer.replicas import same
 
 TP, FSDP_TP = {"tp_size": 2}, {"dp_shard_size": 2, "tp_size": 2}
+CP, FSDP_CP, CP_TP = {"cp_size": 2}, {"dp_shard_size": 2, "cp_size": 2}, {"cp_size": 2, "tp_size": 2}
 ISLANDS = {"dp_replicate_size": 2, "dp_shard_size": 2}
 
 
 class Trainer:
     """A model, its optimizer and two loaders over one data set: shuffled for training, in order for an evaluation."""
 
-    def __init__(self, sizes, samples=24):
+    def __init__(self, sizes, samples=24, made=Block):
         AcceleratorState._reset_state()
         self.accelerator = accelerator = Accelerator(parallelism_config=ParallelismConfig(**sizes) if sizes else None)
-        model = Block().double()
+        model = made().double()
         if "tp_size" in sizes:
             parallelize_module(model, accelerator.torch_device_mesh["tp"], PLAN)
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -44,11 +47,21 @@ class Trainer:
 
     def epoch(self):
         for inputs, targets, _ in self.loader:
-            self.accelerator.backward((self.model(inputs) - targets).square().mean())
+            with self.accelerator.maybe_context_parallel(buffers=[inputs, targets], buffer_seq_dims=[1, 1]):
+                self.accelerator.backward((self.model(inputs) - targets).square().mean())
             self.norms.append(float(self.accelerator.clip_grad_norm_(self.model.parameters(), 0.05)))
             self.optimizer.step()
             self.optimizer.zero_grad()
         return self
+
+    @torch.no_grad()
+    def loss(self):
+        """Return the loss of an evaluation."""
+        losses = []
+        for inputs, targets, _ in self.in_order:
+            with self.accelerator.maybe_context_parallel(buffers=[inputs, targets], buffer_seq_dims=[1, 1]):
+                losses.append((self.model(inputs) - targets).square().mean())
+        return float(self.accelerator.reduce(torch.stack(losses).mean(), "mean"))
 
     def seen(self):
         """Return the samples that an evaluation counts."""
@@ -61,18 +74,18 @@ class Trainer:
         return {name: value.clone() for name, value in state.items()}
 
 
-def trained(sizes, folder):
-    run = Trainer(sizes).epoch()
+def trained(sizes, folder, made):
+    run = Trainer(sizes, made=made).epoch()
     run.accelerator.save_state(folder / "saved")
     before = run.values()
-    again = Trainer(sizes)
+    again = Trainer(sizes, made=made)
     again.accelerator.load_state(folder / "saved")
     both = [one.epoch().values() for one in (run, again)]
-    return run.norms, before, both, Trainer(sizes, 22).seen()
+    return run.norms, before, both, run.loss(), Trainer(sizes, 22, made).seen()
 
 
-def loaded(sizes, folder):
-    run = Trainer(sizes)
+def loaded(sizes, folder, made):
+    run = Trainer(sizes, made=made)
     run.accelerator.load_state(folder)
     return run.values()
 
@@ -82,23 +95,29 @@ def close(values, wanted):
     return all(torch.allclose(value, wanted[name], rtol=0, atol=1e-9) for name, value in values.items())
 
 
-@pytest.mark.parametrize("sizes", [TP, pytest.param(FSDP_TP, marks=pytest.mark.long)], ids=["tp", "fsdp+tp"])
-def test_a_model_that_the_script_has_cut_trains_and_resumes_as_on_one_process(sizes, tmp_path):
-    num_ranks = sizes["tp_size"] * sizes.get("dp_shard_size", 1)
-    (norms, whole, (wanted, _), _), *_ = run_ranks(trained, 1, {}, tmp_path / "one")
-    ranks = run_ranks(trained, num_ranks, sizes, tmp_path / "several")
-    own_norms, before, (after, again), _ = ranks[0]
+@pytest.mark.parametrize(
+    "sizes",
+    [TP, CP, *(pytest.param(sizes, marks=pytest.mark.long) for sizes in (FSDP_TP, FSDP_CP))],
+    ids=["tp", "cp", "fsdp+tp", "fsdp+cp"],
+)
+def test_models_and_sequences_that_are_cut_train_and_resume_as_on_one_process(sizes, tmp_path):
+    num_ranks = math.prod(sizes.values())
+    made = Attending if "cp_size" in sizes else Block
+    (norms, whole, (wanted, _), loss, _), *_ = run_ranks(trained, 1, {}, tmp_path / "one", made)
+    ranks = run_ranks(trained, num_ranks, sizes, tmp_path / "several", made)
+    own_norms, before, (after, again), own_loss, _ = ranks[0]
+    assert own_loss == pytest.approx(loss)
     assert own_norms == pytest.approx(norms)
     assert close(before, whole)
     assert close(after, wanted)
     assert same(after, again)
     assert [sorted(seen) for *_, seen in ranks] == [list(range(22))] * num_ranks
-    assert same(before, *run_ranks(loaded, 1, {}, tmp_path / "several" / "saved"))
-    assert same(whole, run_ranks(loaded, num_ranks, sizes, tmp_path / "one" / "saved")[0])
+    assert same(before, *run_ranks(loaded, 1, {}, tmp_path / "several" / "saved", made))
+    assert same(whole, run_ranks(loaded, num_ranks, sizes, tmp_path / "one" / "saved", made)[0])
 
 
-def in_islands(sizes):
-    run = Trainer(sizes)
+def in_islands(sizes, made):
+    run = Trainer(sizes, made=made)
     with run.accelerator.outer(run.model, diloco(2)):
         run.epoch()
     return run.values()
@@ -106,8 +125,10 @@ def in_islands(sizes):
 
 @pytest.mark.long
 @pytest.mark.law("islands-are-replicas")
-def test_islands_of_fsdp_over_tensor_parallelism_train_as_those_of_fsdp_do():
-    assert close(run_ranks(in_islands, 8, ISLANDS | TP)[0], run_ranks(in_islands, 4, ISLANDS)[0])
+@pytest.mark.parametrize(("sizes", "made"), [(TP, Block), (CP, Attending)], ids=["tp", "cp"])
+def test_islands_of_fsdp_and_another_parallelism_train_as_those_of_fsdp_do(sizes, made):
+    alone = run_ranks(in_islands, 4, ISLANDS, made)[0]
+    assert close(run_ranks(in_islands, 8, ISLANDS | sizes, made)[0], alone)
 
 
 def refusals():
@@ -115,7 +136,8 @@ def refusals():
     for kind, make in (
         (ConfigError, lambda: Accelerator(parallelism_config=ParallelismConfig(**TP)).prepare(Block())),
         (Unsupported, lambda: Accelerator(parallelism_config=ParallelismConfig(**TP), island_size=2)),
-        (Unsupported, lambda: Accelerator(parallelism_config=ParallelismConfig(cp_size=2))),
+        (Unsupported, lambda: Accelerator(parallelism_config=ParallelismConfig(sp_size=2))),
+        (ConfigError, lambda: Accelerator(parallelism_config=ParallelismConfig(**CP)).maybe_context_parallel()),
     ):
         AcceleratorState._reset_state()
         with pytest.raises(kind) as caught:
@@ -125,7 +147,8 @@ def refusals():
 
 
 def test_whole_models_and_what_does_not_go_with_tensor_parallelism_are_refused():
-    whole, islands, context = run_ranks(refusals, 2)[0]
+    whole, islands, sequence, nothing = run_ranks(refusals, 2)[0]
     assert "no parameter of this Block is a DTensor" in whole
     assert "island_size" in islands
-    assert "context parallelism is not supported" in context
+    assert "sequence parallelism is not supported" in sequence
+    assert "0 buffers and 0 buffer_seq_dims" in nothing

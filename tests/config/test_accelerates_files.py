@@ -125,11 +125,11 @@ FILES: dict[str, tuple[str, dict[str, object], list[str]]] = {
     "1.6: FSDP 2": (FSDP_2 + TAIL, {"fsdp_version": 2, "fsdp_min_num_params": 100_000}, []),
     "1.10: a grid": (
         "distributed_type: FSDP\nnum_processes: 8\nparallelism_config:\n  parallelism_config_cp_size: 1\n"
-        "  parallelism_config_cp_comm_strategy: ring\n  parallelism_config_dp_replicate_size: 2\n"
+        "  parallelism_config_cp_comm_strategy: alltoall\n  parallelism_config_dp_replicate_size: 2\n"
         "  parallelism_config_dp_shard_size: 4\n  parallelism_config_tp_size: 1\n"
         "  parallelism_config_sp_seq_length: 2048\n  parallelism_config_sp_size: 1\n",
         {"parallelism_config_dp_shard_size": 4, "use_parallelism_config": True},
-        ["`parallelism_config_cp_comm_strategy` is not read", "`parallelism_config_sp_seq_length` is not read"],
+        ["`parallelism_config_sp_seq_length` is not read"],
     ),
     "several machines": (
         "distributed_type: MULTI_GPU\nmachine_rank: 1\nmain_process_ip: 10.0.0.1\nmain_process_port: 9999\n"

@@ -52,6 +52,8 @@ GRID = {
     "parallelism_config_dp_shard_size": "4",
     "parallelism_config_tp_size": "1",
     "parallelism_config_cp_size": "1",
+    "parallelism_config_cp_backend": "torch",
+    "parallelism_config_cp_comm_strategy": "alltoall",
     "parallelism_config_sp_size": "1",
 }
 
@@ -96,8 +98,7 @@ def test_the_grid_reaches_the_ranks_by_flags_and_by_accelerates_file(home):
     for sizes in (GRID, {}):
         if not sizes:
             keys = "".join(f"  {name}: {said}\n" for name, said in GRID.items() if name != "use_parallelism_config")
-            idle = "  parallelism_config_cp_backend: torch\n  parallelism_config_cp_comm_strategy: allgather\n"
-            (home / "farflung.yaml").write_text(f"distributed_type: FSDP\nparallelism_config:\n{keys}{idle}")
+            (home / "farflung.yaml").write_text(f"distributed_type: FSDP\nparallelism_config:\n{keys}")
         settings = resolve({"use_fsdp": True, "num_processes": "8", **sizes}).settings
         _, grid = as_a_rank_sees_it(settings)
         assert grid == ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)

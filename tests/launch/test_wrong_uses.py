@@ -149,9 +149,12 @@ WRONG = [
     ("launch --cpu --use_fsdp --fsdp_sharding_strategy NO_SHARD train.py", "DDP replicates models"),
     ("launch --cpu --use_fsdp --fsdp_state_dict_type LOCAL_STATE_DICT train.py", "Use SHARDED_STATE_DICT"),
     ("launch --cpu --use_fsdp --fsdp_min_num_params 5 train.py", "fsdp_min_num_params is 5, which is for"),
-    ("launch --cpu --use_parallelism_config --parallelism_config_cp_size 2 train.py", "context parallelism"),
+    (
+        "launch --cpu --use_parallelism_config --parallelism_config_cp_size 2 train.py",
+        "cp_size (2) is 2, but there is 1",
+    ),
     ("launch --use_parallelism_config --parallelism_config_sp_size 2 train.py", "sequence parallelism"),
-    ("launch --use_parallelism_config --parallelism_config_cp_backend torch train.py", "context parallelism"),
+    ("launch --use_parallelism_config --parallelism_config_cp_backend ring train.py", "torch"),
     (
         "launch --cpu --num_processes 4 --use_parallelism_config --parallelism_config_dp_shard_size 3 train.py",
         "(1) times parallelism_config_dp_shard_size (3) is 3, but there are 4 processes",

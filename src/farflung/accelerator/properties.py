@@ -14,7 +14,7 @@ from farflung.accelerator.settings import resolve_rng_types
 from farflung.accelerator.views import AcceleratorState, Engines, GradientState, nothing
 from farflung.base.checks import check_flag, check_optional, check_whole
 from farflung.base.enums import DistributedType, FP8BackendType
-from farflung.base.errors import StateError, Unsupported
+from farflung.base.errors import ConfigError, StateError, Unsupported
 from farflung.base.forward import Forward, unchecked
 from farflung.config.handlers import (
     AORecipeKwargs,
@@ -27,6 +27,7 @@ from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.scheduler import AcceleratedScheduler
 from farflung.loop.state import LoopState
 from farflung.precision.base import Precision
+from farflung.process.mesh import cut_sequences
 from farflung.process.world import World
 from farflung.resume.run import Run
 from farflung.strategy.base import Strategy
@@ -199,8 +200,8 @@ class AcceleratorProperties(Engines):
 
     @property
     def context_parallel_rank(self) -> int:
-        """Raise Unsupported: there is no context parallelism."""
-        raise Unsupported("context_parallel_rank: context parallelism is not supported. Use process_index.")
+        """Index of this rank's part of the sequences. Raises StateError without a configuration."""
+        return self._grid("context_parallel_rank").place["cp"]
 
     @property
     def pipeline_parallel_rank(self) -> int:
@@ -231,8 +232,26 @@ class AcceleratorProperties(Engines):
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[Tensor] | None = None,
     ) -> AbstractContextManager[None]:
-        """Return a context that changes nothing, as there is no context parallelism."""
-        return nullcontext()
+        """Cut sequences over the ranks of context parallelism, and attention with them; without it, change nothing.
+
+        A loss in the block is that of this rank's part, and its backward pass belongs there too;
+        `reduce(loss, "mean")` is the loss of all. torch 2.13 does this on CPUs under `SDPBackend.MATH` without a mask.
+
+        Args:
+            buffers: tensors with a dimension of tokens: inputs, labels, positions. They are cut in place.
+            buffer_seq_dims: that dimension of each.
+            no_restore_buffers: those of `buffers` that may stay cut after the block.
+        """
+        parallelism, mesh = self.parallelism_config, self.torch_device_mesh
+        if mesh is None or parallelism is None or not parallelism.cp_enabled:
+            return nullcontext()
+        if not buffers or len(buffers) != len(buffer_seq_dims or ()):
+            raise ConfigError(
+                f"maybe_context_parallel: {len(buffers or ())} buffers and {len(buffer_seq_dims or ())} "
+                "buffer_seq_dims. Give the tensors with a dimension of tokens, and that dimension of each."
+            )
+        strategy = parallelism.cp_handler.cp_comm_strategy
+        return cut_sequences(mesh["cp"], strategy, buffers, buffer_seq_dims or [], no_restore_buffers)
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Whether a device map spreads `model`, or a module in it, over several devices."""

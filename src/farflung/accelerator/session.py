@@ -47,8 +47,9 @@ class Layout:
     @property
     def place(self) -> dict[str, int]:
         """This rank's index within its row along each axis of it."""
-        tp_size = 1 if self.parallelism is None else self.parallelism.tp_size
-        return {"dp_shard": self.mesh.island.rank // tp_size, "tp": self.mesh.island.rank % tp_size}
+        tp_size, cp_size = (self.parallelism.tp_size, self.parallelism.cp_size) if self.parallelism else (1, 1)
+        rest, tp = divmod(self.mesh.island.rank, tp_size)
+        return {"dp_shard": rest // cp_size, "cp": rest % cp_size, "tp": tp}
 
 
 @dataclass
@@ -180,18 +181,21 @@ def _resolved(
         fsdp_plugin = lazy.sharding.fsdp_from_environment()
     if parallelism_config is None and environ.flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         parallelism_config = lazy.parallelism.parallelism_from_environment()
-    if fsdp_plugin is None and parallelism_config is not None and parallelism_config.dp_shard_size > 1:
-        fsdp_plugin = lazy.sharding.FullyShardedDataParallelPlugin()
+    if fsdp_plugin is None and parallelism_config is not None:
+        # DDP does not take layers that are cut, and would average over ranks with different tokens.
+        averages_parts = parallelism_config.cp_enabled and parallelism_config.tp_enabled
+        if parallelism_config.dp_shard_enabled or averages_parts:
+            fsdp_plugin = lazy.sharding.FullyShardedDataParallelPlugin()
     islands = stated_island_size(world.local_size, island_size, world.group, world.place)
     device_mesh = None
     if parallelism_config is not None:
         parallelism_config.check(world.size)
         device_mesh = parallelism_config.get_device_mesh(world.device.type)
-    is_parallel = parallelism_config is not None and parallelism_config.tp_enabled
+    is_parallel = parallelism_config is not None and bool(parallelism_config.non_dp_dim_names)
     if is_parallel and (islands is not None or world.place.member is not None):
         raise Unsupported(
-            "ParallelismConfig(tp_size=) goes with neither island_size nor --elastic. If replicas come and go, use a "
-            "plain loop, with the membership of farflung.elastic."
+            "ParallelismConfig(tp_size=, cp_size=) goes with neither island_size nor --elastic. If replicas come and "
+            "go, use a plain loop, with the membership of farflung.elastic."
         )
     if fsdp_plugin is None and not is_parallel:
         return Layout(make_mesh(world.group, islands or 1, world.device.type), None, parallelism_config)
@@ -203,7 +207,7 @@ def _resolved(
     if parallelism_config is None:
         shards = world.size
     else:
-        shards = parallelism_config.dp_shard_size
+        shards = parallelism_config.dp_shard_size * parallelism_config.cp_size
         if fsdp_plugin is not None and shards == 1 and world.size > 1:
             raise ConfigError(
                 f"FSDP was asked for, and ParallelismConfig(dp_replicate_size={parallelism_config.dp_replicate_size}, "

@@ -258,9 +258,9 @@ def explained(error: BaseException, group: Group) -> BaseException:
     return group.failure(error).with_traceback(error.__traceback__)
 
 
-def group_along(mesh: DeviceMesh, names: Sequence[str]) -> dist.ProcessGroup:
-    """Return the ranks of `mesh` that differ from this one along dimensions of these names alone.
+def mesh_along(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
+    """Return the mesh, of one dimension, of the ranks that differ from this one along dimensions of these names alone.
 
-    A collective of all ranks of the mesh, if these are several dimensions.
+    A collective of all ranks of `mesh`, if these are several dimensions.
     """
-    return (mesh[names[0]] if len(names) == 1 else add_joint_axis(mesh, names, "_".join(names))).get_group()
+    return mesh[names[0]] if len(names) == 1 else add_joint_axis(mesh, names, "_".join(names))

@@ -36,14 +36,6 @@ FOREIGN: tuple[Foreign, ...] = (
         read_with=("distributed_type", None, "deepspeed"),
     ),
     Foreign(
-        "context parallelism",
-        _SHARD,
-        "parallelism_config_cp_",
-        keys="parallelism_config_cp_backend parallelism_config_cp_comm_strategy",
-        idle="torch allgather alltoall",
-        read_with=("parallelism_config_cp_size",),  # which is refused above 1
-    ),
-    Foreign(
         "sequence parallelism",
         _SHARD,
         "parallelism_config_sp_",

@@ -6,6 +6,7 @@ Names, values and variables are Accelerate's, but for `island_size`, which is Fa
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ HOST = "host"
 _PLUGIN = FullyShardedDataParallelPlugin.__name__
 # The plugin's arguments that the launch settings call otherwise.
 _ARGUMENTS = {"offload_params": "cpu_offload", "transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap"}
-_OTHER_AXES = {"cp_size": "context", "sp_size": "sequence"}
 GRID = "parallelism_config_"
 
 
@@ -114,7 +114,11 @@ class LayoutSettings:
         "Over how many processes one copy is sharded: columns of the grid. [1]"
     )
     parallelism_config_tp_size: int | None = _told("Over how many processes the script cuts each layer. [1]")
-    parallelism_config_cp_size: int | None = _told("Context parallelism; only 1 is supported.")
+    parallelism_config_cp_size: int | None = _told("Over how many processes the script cuts sequences. [1]")
+    parallelism_config_cp_backend: str | None = _told("What cuts them.", choices=("torch",))
+    parallelism_config_cp_comm_strategy: str | None = _told(
+        "How these processes exchange keys and values. [allgather]", choices=("allgather", "alltoall")
+    )
     parallelism_config_sp_size: int | None = _told("Sequence parallelism; only 1 is supported.")
     island_size: str | None = _told(
         "With --outer: how many neighbouring processes average gradients in every step; `host` for those of one "
@@ -156,27 +160,26 @@ def check_layout(
 
 
 def _check_grid(settings: LayoutSettings, num_processes: int | None) -> None:
-    for name, kind in _OTHER_AXES.items():
-        size = getattr(settings, GRID + name) or 1
-        if size > 1:
-            raise Unsupported(
-                f"{GRID}{name} is {size}: {kind} parallelism is not supported yet. Leave it out, and shard the model "
-                f"over more processes with {GRID}dp_shard_size."
-            )
-    if not settings.use_parallelism_config or num_processes == 1 == settings.num_replicas * settings.num_shards:
+    if (settings.parallelism_config_sp_size or 1) > 1:
+        raise Unsupported(
+            f"{GRID}sp_size is {settings.parallelism_config_sp_size}: sequence parallelism is not supported yet. Leave "
+            f"it out, and cut sequences with {GRID}cp_size."
+        )
+    if not settings.use_parallelism_config:
         return
-    if settings.use_fsdp and settings.num_shards == 1:
+    sizes = {axis: getattr(settings, f"{GRID}{axis}_size") or 1 for axis in ("dp_replicate", "dp_shard", "cp", "tp")}
+    product = math.prod(sizes.values())
+    if num_processes == 1 == product:
+        return
+    if settings.use_fsdp and sizes["dp_shard"] == sizes["cp"] == 1:
         raise ConfigError(
             f"{GRID}dp_shard_size is 1, so FSDP has nothing to shard over. Set it above 1, or leave out use_fsdp."
         )
-    tp_size = settings.parallelism_config_tp_size or 1
-    product = settings.num_replicas * settings.num_shards * tp_size
     if num_processes is not None and product not in (1, num_processes):
+        shown = [f"{GRID}{axis}_size ({n})" for axis, n in sizes.items() if axis.startswith("dp_") or n > 1]
         raise ConfigError(
-            f"{GRID}dp_replicate_size ({settings.num_replicas}) times {GRID}dp_shard_size ({settings.num_shards})"
-            f"{f' times {GRID}tp_size ({tp_size})' if tp_size > 1 else ''} is "
-            f"{product}, but there {'is' if num_processes == 1 else 'are'} {counted(num_processes, 'process')}. The "
-            "product must be the number of processes on all machines."
+            f"{' times '.join(shown)} is {product}, but there {'is' if num_processes == 1 else 'are'} "
+            f"{counted(num_processes, 'process')}. The product must be the number of processes on all machines."
         )
 
 

@@ -17,14 +17,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")  # in the order of a mesh
-_OTHERS = {"cp": "context", "sp": "sequence"}
 _BACKENDS = {"cp_backend": "torch", "sp_backend": "deepspeed"}
 _VARIABLE = "PARALLELISM_CONFIG_"
 
 
 @dataclass
 class TorchContextParallelConfig:
-    """How context parallelism would exchange keys and values: `allgather` or `alltoall`.
+    """How context parallelism exchanges keys and values: `allgather` or `alltoall`.
 
     None is read from `PARALLELISM_CONFIG_CP_COMM_STRATEGY`, and is `allgather` if that is not set.
     """
@@ -65,7 +64,9 @@ class ParallelismConfig:
     Without an outer loop the rows average gradients in every step (HSDP); with one, they synchronize by its recipe.
 
     The `tp_size` ranks of tensor parallelism see the same data, and train models that the script has cut over the axis
-    `tp` of the mesh. Context and sequence parallelism can be described and laid out; an `Accelerator` refuses them.
+    `tp` of the mesh. So do the `cp_size` ranks of context parallelism, each with its part of the sequences, which
+    `Accelerator.maybe_context_parallel` cuts; gradients are averaged over them. Sequence parallelism can be described
+    and laid out; an `Accelerator` refuses it.
 
     What is None is read from `PARALLELISM_CONFIG_DP_REPLICATE_SIZE` and so on; 1 if those are not set.
 
@@ -114,25 +115,25 @@ class ParallelismConfig:
             )
 
     def check(self, world_size: int) -> None:
-        """Check that the grid has one place for each of `world_size` processes, and no axes but `dp_` ones and `tp`.
+        """Check that the grid has one place for each of `world_size` processes, and no axis `sp`.
 
         A grid of one place, which is what a configuration without sizes is, becomes one of replicas.
         """
-        for axis, what in _OTHERS.items():
-            size = getattr(self, f"{axis}_size")
-            if size > 1 or getattr(self, f"{axis}_handler") is not None:
-                raise Unsupported(
-                    f"ParallelismConfig({axis}_size={size}): {what} parallelism is not supported yet. Leave it and its "
-                    "handler out, and shard the model over more ranks with dp_shard_size."
-                )
+        if self.sp_enabled or self.sp_handler is not None:
+            raise Unsupported(
+                f"ParallelismConfig(sp_size={self.sp_size}): sequence parallelism is not supported yet. Leave it and "
+                "its handler out, and cut sequences with cp_size."
+            )
+        if self.cp_handler is not None and not self.cp_enabled:
+            raise ConfigError("ParallelismConfig: cp_handler is read only with a cp_size above 1, which is missing.")
         if self.total_size == 1:
             self.dp_replicate_size = world_size
         if self.total_size != world_size:
+            axes = ("dp_replicate", "dp_shard", *self.non_dp_dim_names)
+            sizes = " times ".join(f"{axis}_size ({getattr(self, f'{axis}_size')})" for axis in axes)
             raise ConfigError(
-                f"ParallelismConfig: dp_replicate_size ({self.dp_replicate_size}) times dp_shard_size "
-                f"({self.dp_shard_size}){f' times tp_size ({self.tp_size})' if self.tp_enabled else ''} is "
-                f"{self.total_size}, but there are {world_size} processes. The product must "
-                "be the number of processes."
+                f"ParallelismConfig: {sizes} is {self.total_size}, but there are {world_size} processes. The product "
+                "must be the number of processes."
             )
 
     def to_json(self) -> dict[str, Any]:

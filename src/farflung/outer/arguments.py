@@ -32,7 +32,7 @@ from farflung.base.sizes import bucket_bytes_for
 from farflung.base.words import counted, numbered
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.shards import is_partial, is_sharded, meshes, num_parts, sharded_parts
-from farflung.comm.torch_group import TorchGroup, group_along
+from farflung.comm.torch_group import TorchGroup, mesh_along
 from farflung.config.outer import MACHINE, OuterSettings
 from farflung.outer.inner import AverageState, Inner, KeepState, ResetState
 from farflung.outer.membership import Membership
@@ -200,7 +200,7 @@ def groups_of(mesh: object, outer: object, is_alone: bool) -> tuple[Group, Group
     if not is_alone:
         raise ConfigError("mesh= says which ranks are replicas and islands: leave out group, island and membership.")
     inner = [name for name in names if name != outer]
-    return TorchGroup(mesh.get_group(str(outer))), TorchGroup(group_along(mesh, inner)) if inner else None
+    return TorchGroup(mesh.get_group(str(outer))), TorchGroup(mesh_along(mesh, inner).get_group()) if inner else None
 
 
 def check_attached(optimizers: Sequence[Optimizer], model: nn.Module, recipe: Recipe) -> None:

@@ -7,21 +7,27 @@ the columns; if they train in step, gradients are averaged along them too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from farflung.base.checks import check_whole
 from farflung.base.errors import ConfigError
+from farflung.base.torch_internals import taken
 from farflung.comm.group import Group, SoloGroup
-from farflung.comm.torch_group import TorchGroup, group_along
+from farflung.comm.torch_group import TorchGroup, mesh_along
 from farflung.config import environ
 from farflung.process.place import FIXED, Place
 
 IslandSize = int | Literal["host"]
 AXES = ("dp_replicate", "dp_shard")
+_ROW = ("dp_shard", "cp")  # ranks with different tokens, which average gradients in every step
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,8 @@ class Mesh:
     """This rank's row (`island`) and column (`replicas`) among all ranks.
 
     `device_mesh` is torch's mesh of both axes, named `dp_replicate` and `dp_shard`; None if each row is one rank. There
-    is an axis `tp` too if ranks hold parts of layers and read the same batches; those of `readers` differ.
+    is an axis `tp` too if ranks hold parts of layers, and `cp` if they take parts of sequences. Both read the same
+    batches; those of `readers` differ.
     """
 
     everyone: Group
@@ -43,11 +50,16 @@ class Mesh:
         """The ranks, this one among them, that share out the data."""
         return self.everyone if self.parallel_readers is None else self.parallel_readers
 
-    @property
+    @cached_property
     def row(self) -> DeviceMesh:
-        """torch's mesh of this rank's row."""
+        """torch's mesh of this rank's row: of the ranks in it that hold the same layers."""
         assert self.device_mesh is not None, "each row is one rank"
-        return self.device_mesh[AXES[1]]
+        return mesh_along(self.device_mesh, _among(_ROW, self.device_mesh))
+
+    @property
+    def cuts_layers(self) -> bool:
+        """Whether the script cuts models by tensor parallelism."""
+        return self.device_mesh is not None and bool(_among(("tp",), self.device_mesh))
 
 
 def stated_island_size(
@@ -106,15 +118,35 @@ def make_mesh(everyone: Group, island_size: int, device_type: str, device_mesh: 
 
 
 def make_parallel_mesh(everyone: TorchGroup, device_mesh: DeviceMesh) -> Mesh:
-    """Take in the script's mesh with an axis `tp`: a collective."""
+    """Take in the script's mesh with an axis `cp`, `tp` or both: a collective."""
 
     def along(*axes: str) -> Group:
-        found = [axis for axis in axes if axis in (device_mesh.mesh_dim_names or ())]
-        return everyone.within(group_along(device_mesh, found)) if found else SoloGroup()
+        found = _among(axes, device_mesh)
+        return everyone.within(mesh_along(device_mesh, found).get_group()) if found else SoloGroup()
 
     replicas = along(AXES[0])
-    island = along(AXES[1], "tp") if replicas.size > 1 else everyone
+    island = along(*_ROW, "tp") if replicas.size > 1 else everyone
     return Mesh(everyone, island, replicas, device_mesh, along(*AXES))
+
+
+def _among(axes: Sequence[str], mesh: DeviceMesh) -> list[str]:
+    """Return those of `axes` that `mesh` has."""
+    return [axis for axis in axes if axis in (mesh.mesh_dim_names or ())]
+
+
+def cut_sequences(
+    mesh: Any, strategy: str, buffers: list[Tensor], dims: list[int], stay_cut: set[Tensor] | None
+) -> AbstractContextManager[None]:
+    """Return torch's context of context parallelism over `mesh`, which exchanges keys and values by `strategy`."""
+    from torch.distributed.tensor import experimental  # here, as it is slow to import
+
+    use = "exchange keys and values in context parallelism"
+    taken(taken(experimental, "_attention", use), "set_rotate_method", use)(strategy)
+    made: Any = experimental.context_parallel
+    context: AbstractContextManager[None] = made(
+        mesh, buffers=buffers, buffer_seq_dims=dims, no_restore_buffers=stay_cut or set()
+    )
+    return context
 
 
 def require_replicas(mesh: Mesh, place: Place) -> None:

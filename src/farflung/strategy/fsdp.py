@@ -27,6 +27,7 @@ from farflung.base.errors import ConfigError, StateError, Unsupported
 from farflung.base.torch_internals import own_parameters
 from farflung.comm.bucket import broadcast_values
 from farflung.comm.shards import is_sharded, model_has_dtensor, reshard, sharded_parts, spread_like
+from farflung.comm.torch_group import TorchGroup
 from farflung.process.mesh import Mesh
 from farflung.strategy.base import Single
 from farflung.strategy.sharded import ShardedModels, refuse_muon
@@ -79,8 +80,7 @@ class FSDP(ShardedModels):
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module:
         reshard(model.modules())
         self.check_parallel(model)
-        is_parallel = self.mesh.parallel_readers is not None
-        if not (sharded_parts(model.modules()) if is_parallel else model_has_dtensor(model)):
+        if not (sharded_parts(model.modules()) if self.mesh.cuts_layers else model_has_dtensor(model)):
             self._shard(model)
         elif self._plugin.activation_checkpointing:
             raise Unsupported(
@@ -119,14 +119,15 @@ class FSDP(ShardedModels):
                     parameter.data = parameter.data.float()
         before = dict(model.named_parameters(remove_duplicate=False))
         spares_memory = _is_on_meta(model, self.mesh)
-        if spares_memory and self.mesh.parallel_readers is not None:
+        if spares_memory and self.mesh.cuts_layers:
             raise Unsupported("A model that is cut by tensor parallelism must have its values on all ranks.")
         is_first = self.mesh.everyone.rank == 0
         whole: dict[str, Any] = model.state_dict() if spares_memory and is_first else {}
         if not spares_memory:
             tensors = [*model.parameters(), *model.buffers()]
             broadcast_values([one for one in tensors if not is_sharded(one)], self.mesh.everyone)
-            broadcast_values([one for one in tensors if is_sharded(one)], self.mesh.readers)
+            for group in (self.mesh.replicas, TorchGroup(self.mesh.row.get_group())):  # who hold the same parts
+                broadcast_values([one for one in tensors if is_sharded(one)], group)
         ignored = _ignored(model, plugin.ignored_modules)
         wrapped = modules_to_wrap(model, plugin.policy_for(model), ignored)
         _recompute(model, wrapped, plugin)

@@ -35,7 +35,7 @@ class ShardedModels(Strategy):
     def take(self, model: nn.Module) -> None:
         """Take in a model whose parameters are shards, over a row of the mesh or over all ranks."""
         parts = sharded_parts(model.modules())
-        if not parts and self.mesh.parallel_readers is not None:
+        if not parts and self.mesh.cuts_layers:
             return  # ranks of tensor parallelism alone, which need no more than torch sums for them
         if not parts:
             raise Unsupported(
@@ -57,7 +57,7 @@ class ShardedModels(Strategy):
 
     def check_parallel(self, model: nn.Module) -> None:
         """Raise ConfigError for a model that is whole, where ranks of tensor parallelism see the same data."""
-        if self.mesh.parallel_readers is not None and not model_has_dtensor(model):
+        if self.mesh.cuts_layers and not model_has_dtensor(model):
             raise ConfigError(
                 f"This run has a ParallelismConfig with tp_size, but no parameter of this {type(model).__name__} is a "
                 "DTensor: prepare wraps a model, and the script cuts it before. Call parallelize_module(model, "
