@@ -31,7 +31,7 @@ from farflung.outer import (
 from farflung.outer.schedule import Every, Warmup
 from farflung.outer.stats import Meter
 from farflung.testing.sim import run_replicas
-from tests.outer.replicas import Run, kept_of, linear, net, no_statistics, same, train, values
+from tests.outer.replicas import Run, batch, kept_of, linear, net, no_statistics, same, train, values
 from tests.recipes import RECIPES
 
 
@@ -50,6 +50,39 @@ def test_in_a_warm_up_gradients_are_averaged_and_weights_stay_alike():
     assert stats.rounds == 2
     # Four times gradients, twice weights.
     assert stats.bytes_sent == 6 * sum(p.numel() for p in no_statistics().parameters()) * 4
+
+
+def warmed_in_turns(group, attaches, counts):
+    """Two nets in turns, each with a backward pass of its own; rank 1 may run out of data in the warm-up."""
+    model = no_statistics()
+    nets = model[0], model[2]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.05) for net in nets]
+    outer, seen = OuterLoop(model, post_local_sgd(4, 2), group), []
+    if attaches:
+        outer.attach(*optimizers)
+    for step in range(counts[group.rank]):
+        for optimizer in optimizers:
+            model.zero_grad()
+            model(batch(step, group.rank)[0]).square().sum().backward()
+            if not attaches:
+                outer.average_gradients()
+            optimizer.step()
+        if not attaches:
+            outer.step()
+        seen.append(values(model))
+    outer.close()
+    return seen, values(model), outer.stats().bytes_sent
+
+
+@pytest.mark.parametrize("counts", [(5, 5), (5, 4), (6, 1), (3, 2), (5, 0)])
+@pytest.mark.parametrize("attaches", [True, False])
+def test_in_a_warm_up_each_optimizer_steps_with_the_gradients_of_all(attaches, counts):
+    (first, one, sent), (second, other, _) = run_replicas(warmed_in_turns, 2, attaches, counts)
+    alike = [same(a, b) for a, b in zip(first, second, strict=False)]
+    assert alike == ([True] * 4 + [False])[: len(alike)]
+    assert same(one, other)
+    if attaches and counts == (5, 5):  # four times gradients, each once, and once weights
+        assert sent == 5 * sum(p.numel() for p in no_statistics().parameters()) * 4
 
 
 def one_model(ranks, steps):

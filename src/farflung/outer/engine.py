@@ -172,6 +172,7 @@ class OuterLoop:
     def sync_if_due(self) -> None:
         """Run what the schedule has made due since the last call; a round that was due several times runs once."""
         self._check_open()
+        self._warmup.end_if_due()
         for due in self._timetable.until_now(self._quorum.generation.island):
             if not due:
                 continue
@@ -205,7 +206,11 @@ class OuterLoop:
         self.sync_if_due()
 
     def average_gradients(self) -> None:
-        """In a warm-up, average the gradients of all ranks in place (a collective), once a step; later do nothing."""
+        """In a warm-up, average the gradients of all ranks in place: a collective. Later do nothing.
+
+        Call it once a step, after the last backward pass before an optimizer steps: if optimizers have backward passes
+        of their own, as in a GAN, before the step of each.
+        """
         self._check_open()
         self._warmup.average()
 
@@ -231,6 +236,7 @@ class OuterLoop:
             raise StateError("attach: an optimizer is attached already, and its steps would be counted twice.")
         check_attached(optimizers, self._model, self._recipe)
         self._timetable.know(optimizer)
+        self._warmup.optimizers = optimizers
         self._hooks += hooks_of(optimizers, self._before_step, self.step)
         return self
 
@@ -424,7 +430,7 @@ class OuterLoop:
 
     def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         self._warmup.check_closure(options.get("closure", *arguments[1:2]))
-        self.average_gradients()
+        self._warmup.average(optimizer)
 
     def _check_open(self) -> None:
         if not self._open:

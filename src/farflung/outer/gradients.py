@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from farflung.base.errors import CollectiveMismatch, ConfigError, StateError, Unsupported
@@ -141,8 +142,10 @@ class GradientWarmup:
         is_done_by_ddp: torch's DDP averages gradients, in the backward pass.
 
     Attributes:
+        optimizers: those that are attached. Each may have a backward pass of its own, as in a GAN.
         are_alike: the weights of all replicas; not if one had no more data.
         averaged: the position up to which gradients have been averaged.
+        is_over: no rank stays without data any more.
     """
 
     steps: int
@@ -151,8 +154,11 @@ class GradientWarmup:
     quorum: Quorum
     meter: Meter
     is_done_by_ddp: bool
+    optimizers: Sequence[Optimizer] = ()
     are_alike: bool = True
     averaged: int = 0
+    is_over: bool = False
+    _has_all: int = -1  # the position at which those of all optimizers were averaged together
 
     @property
     def is_on(self) -> bool:
@@ -163,21 +169,38 @@ class GradientWarmup:
         """Whether all replicas make the next step, with the same gradients."""
         return self.timetable.position < self.steps and self.are_alike
 
-    def average(self) -> None:
-        """Average the gradients of the next step, once."""
-        if self.averaged <= self.timetable.position < self.steps:
-            self.averaged = self.timetable.position + 1
-            if not self.is_done_by_ddp:  # the others may be past these steps, if this rank comes back to them
-                self.quorum.run(lambda: self.is_on and self._meet(finished=False))
+    def average(self, optimizer: Optimizer | None = None) -> None:
+        """Average the gradients of the next step: those of an attached optimizer, unless those of all have been."""
+        position = self.timetable.position
+        if not self.is_on or (optimizer is not None and self._has_all == position):
+            return
+        self.averaged = position + 1
+        self._has_all = position if optimizer is None else -1
+        number = -1 if optimizer is None else [id(one) for one in self.optimizers].index(id(optimizer))
+        if not self.is_done_by_ddp:  # the others may be past these steps, if this rank comes back to them
+            self.quorum.run(lambda: self.is_on and self._meet(number))
 
     def stay(self) -> None:
-        """Stay without data until all ranks have done the steps that are left, or have no more data either."""
-        for _ in range(self.timetable.position, self.steps):
-            if not self._meet(finished=True):
-                break
+        """Stay until all ranks have done the steps that are left, or have no more data: a collective, if any has not.
 
-    def _meet(self, finished: bool) -> bool:
-        """Average the gradients of all ranks that still have data; if `finished`, this rank has none.
+        Ranks that have data average as often in a step as there are optimizers. At the end of the warm-up they come
+        here too, if another rank stays.
+        """
+        if not self.is_over and (self.is_on or not self.are_alike):
+            while self._meet():
+                pass
+        self.is_over = not self.is_on
+
+    def end_if_due(self) -> None:
+        """Let ranks go that have stayed: called after each step."""
+        if not (self.is_on or self.is_over):
+            self.quorum.run(self.stay)
+
+    def _meet(self, number: int | None = None) -> bool:
+        """Average the gradients of all ranks that still have data.
+
+        Args:
+            number: of the optimizer; -1 for the gradients of the whole model, None if this rank has no data.
 
         Returns:
             whether any rank has data.
@@ -185,28 +208,41 @@ class GradientWarmup:
         Raises:
             CollectiveMismatch: the ranks train different numbers of values.
         """
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        numel, group = sum(parameter.numel() for parameter in trained), self.quorum.group
+        group = self.quorum.group
+        numel = sum(parameter.numel() for parameter in self._trained_by(-1))
         with self.meter.timed("exposed"), torch.no_grad():
-            mine = torch.tensor([not finished, numel], dtype=torch.float64)
-            flags, numels = group.all_gather_small(mine).T.tolist()
+            mine = torch.tensor([number is not None, -1 if number is None else number, numel], dtype=torch.float64)
+            flags, numbers, numels = group.all_gather_small(mine).T.tolist()
             self.meter.add("bytes_voting", (group.size - 1) * mine.nbytes)
-            if len(set(numels)) > 1:
-                raise CollectiveMismatch(
-                    f"The ranks have different numbers of trainable values: {[int(one) for one in numels]}. Change the "
-                    "model in the same way on all ranks."
-                )
             decision = in_proportion(flags)
             if not decision.total:
                 return False
+            stepping = {int(one) for one, has_data in zip(numbers, flags, strict=True) if has_data}
+            if len(stepping) > 1 or len(set(numels)) > 1:
+                raise CollectiveMismatch(
+                    f"In a warm-up ranks make the same steps, but these have {[int(one) for one in numels]} trainable "
+                    f"values, and step optimizers {sorted(stepping)}. Change the model and step its optimizers in the "
+                    "same way on all ranks."
+                )
             self.are_alike = self.are_alike and all(flags)
-            if not finished:
+            trained = self._trained_by(stepping.pop())
+            if number is None:
+                gradients = [torch.zeros_like(parameter) for parameter in trained]
+            else:
                 for parameter in trained:
                     parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            align_gradients(trained)
-            gradients = [p.grad for p in trained if p.grad is not None and not finished]
-            self.meter.add_exchanged(average(gradients or [torch.zeros_like(p) for p in trained], group, decision))
+                align_gradients(trained)
+                gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+            self.meter.add_exchanged(average(gradients, group, decision))
         return True
+
+    def _trained_by(self, number: int) -> list[nn.Parameter]:
+        """Return the trainable parameters of an attached optimizer; of the whole model for -1."""
+        trained = [one for one in self.model.parameters() if one.requires_grad]
+        if number < 0:
+            return trained
+        ids = {id(one) for group in self.optimizers[number].param_groups for one in group["params"]}
+        return [one for one in trained if id(one) in ids]
 
     def check_averaged(self) -> None:
         """Raise StateError unless the gradients of the next step have been averaged."""
