@@ -554,6 +554,14 @@ def rank_1_leaves_its_epochs_early(model, optimizer):
                 break
 
 
+def layers_in_turns(model, optimizer):
+    """Each rank freezes other layers in each step, in an order of its own."""
+    for step in range(9):
+        for number, layer in enumerate(model.module):
+            layer.requires_grad_((number + step + dist.get_rank()) % 3 > 0)
+        one_step(model, optimizer)
+
+
 def rank_0_evaluates(model, optimizer):
     """With a sampler of its own, in the middle of epochs and between them; the others go on, or wait for it."""
     train, test = DistributedSampler(range(24)), DistributedSampler(range(8), 1, 0)
@@ -598,6 +606,7 @@ UNEVEN = {
     rank_1_has_one_batch: net,
     rank_1_has_no_batch: net,
     rank_1_leaves_its_epochs_early: net,
+    layers_in_turns: net,
     rank_0_evaluates: net,
     windows_of_other_lengths: net,
     a_teacher_follows: Taught,

@@ -238,7 +238,6 @@ NAMED = {
     widened: "last.weight float32 [7, 4]",
     adapted: "first.down float32 [2, 4]",
     untied: "tied.weight float32 [4, 4]",
-    thawed: "frozen.weight float32 [2, 2]",
     without_bias: "last.bias float32 [4]",
     doubled: "first.weight float64 [4, 3]",
 }

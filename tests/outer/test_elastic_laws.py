@@ -27,7 +27,8 @@ TENSORS = ("weight float32 [2, 3]",)
 
 
 def needs(has_state=False, description="Every(every=4), Identity(), 1 fragment", tensors=TENSORS, admits=False):
-    return Needs((), False, False, description, tensors, 1, admits, has_state, lambda is_whole: {})
+    asks = {"settings": description, "could": tensors}
+    return Needs((), False, False, description, tensors, 1, admits, has_state, lambda is_whole: {}, **asks)
 
 
 class Members:
@@ -88,7 +89,7 @@ def settled(member, has_state):
 def asked(member, needed=None):
     """Ask to be admitted as one that has nothing; return the generation that it is in then."""
     needed = needed or needs()
-    return member._admission.ask(False, member._description(needed), needed.tensors)
+    return member._admission.ask(False, member._description(needed), needed)
 
 
 @pytest.mark.law("no-member-without-state-gives-state")

@@ -66,7 +66,7 @@ class Buckets:
                 f"These tensors are on several devices ({', '.join(sorted(map(str, devices)))}), and one flat buffer "
                 "can't hold them. Move all of them to one device."
             )
-        self.dtype = dtype
+        self.dtype, self.cap_bytes = dtype, cap_bytes
         self._shapes = [storage.shape for storage in storages]
         self._plan = _cut(storages, max(1, cap_bytes // dtype.itemsize))
         self.shares = shares or [1.0] * len(storages)

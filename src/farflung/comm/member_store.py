@@ -326,10 +326,10 @@ class MemberStore:
 
     # ---- asking to be admitted
 
-    def ask(self, asks: Ask, tensors: Iterable[str] = ()) -> str:
-        """Ask to be admitted; return the name of the question."""
+    def ask(self, asks: Ask, tensors: Iterable[str] = (), could: Iterable[str] = ()) -> str:
+        """Ask to be admitted, with a line for each tensor that is exchanged or could be; return the question's name."""
         name = f"{asks.member}.{asks.last}"
-        self.board.put(f"tensors/{name}", json.dumps(list(tensors)).encode())
+        self.board.put(f"tensors/{name}", json.dumps([list(tensors), list(could)]).encode())
         self.board.put(f"ask/{name}", encode(asks))
         return name
 
@@ -340,9 +340,11 @@ class MemberStore:
         found = {key.removeprefix("ask/"): self.board.get(key) for key in self.board.list("ask/")}
         return {name: decode(Ask, content) for name, content in found.items() if content is not None}
 
-    def tensors(self, name: str) -> list[str]:
+    def tensors(self, name: str) -> tuple[list[str], list[str]]:
+        """Return what a replica that asks exchanges, and what it could exchange; nothing if its question is closed."""
         content = self.board.get(f"tensors/{name}")
-        return [] if content is None else list(json.loads(content))
+        trained, could = ([], []) if content is None else json.loads(content)
+        return trained, could
 
     def close(self, name: str) -> None:
         """Delete a question that is answered, or that no replica waits with any more."""

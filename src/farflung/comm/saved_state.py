@@ -230,9 +230,8 @@ def weights_of(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """Return the whole tensors of a state by their names in the model, given each rank's part of it."""
     found: dict[str, Tensor] = {}
     for parts in ranks:
-        for part, tree in parts.items():
-            if part == "place":
-                continue
+        rest = parts["place"].get("rest")
+        for tree in [tree for part, tree in parts.items() if part != "place"] + [rest] * (rest is not None):
             for kind, rows in tree["names"].items():
                 agreed = tree["agreed"][kind]
                 pieces = agreed["chunks"] if isinstance(agreed, dict) else [x for bucket in agreed for x in bucket]

@@ -59,6 +59,7 @@ from farflung.loop.optimizer import parameters_of
 from farflung.loop.scheduler import planned_updates
 from farflung.outer.arguments import OuterConfig, check_inner, recipe_of
 from farflung.outer.driver import Driver, EpochTracker
+from farflung.outer.fragments import training
 from farflung.outer.gradients import LocalDDP
 from farflung.process.failure import OUTER_ATTACHED, leave_note
 from farflung.process.mesh import Mesh, make_mesh, replicas_here, require_replicas, stated_island_size
@@ -71,6 +72,9 @@ class FollowedModel:
     """A DDP model that keeps its gradients, and the driver of the outer loop over it from the first step on.
 
     `driver` is None before the first step and at the end.
+
+    Attributes:
+        trained: the names of the parameters that required gradients as DDP was made, which looks at them then too.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class FollowedModel:
         self.epochs = EpochTracker(partial(flush, self))
         self.local = LocalDDP(ddp, self._averages, mesh.island)
         self.evaluation = LentWeights(ddp)
+        self.trained = {name for name, one in self.local.module.named_parameters() if one.requires_grad}
         ddp.register_comm_hook = _no_second_hook  # type: ignore[method-assign]
 
     def _averages(self) -> bool:
@@ -293,7 +298,9 @@ class DDPTakeover:
         """Open the loop over a model at the first step of `optimizer`, and say so."""
         module, mesh = one.local.module, one.mesh
         members = members_of(self._place, mesh, self._data.slots)
-        with self._in_round():
+        before = {id(parameter) for name, parameter in module.named_parameters() if name in one.trained}
+        with self._in_round(), training(module, lambda each: each.requires_grad or id(each) in before):
+            trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
             driver = Driver(
                 module,
                 self._recipe,
@@ -314,7 +321,6 @@ class DDPTakeover:
             hooks.register_load_state_dict_pre_hook(one.evaluation.end)
             hooks.register_load_state_dict_post_hook(functools.partial(_begin_anew, weakref.ref(one)))
         leave_note(OUTER_ATTACHED)
-        trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
         record = None if members.membership is None else members.membership.record
         size = mesh.replicas.size if record is None else len(record.ids)
         each, where = "", "on their rank"

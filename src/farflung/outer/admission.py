@@ -13,6 +13,7 @@ from farflung.base.errors import ConfigError, RankFailure
 from farflung.base.events import Event, Kind
 from farflung.comm.member_store import DONE, LATE, Ask, Record
 from farflung.comm.saved_state import Saved
+from farflung.outer.membership import Needs
 from farflung.outer.peers import Peers, other_versions, unlike, unlike_tensors
 from farflung.outer.saver import Saver
 
@@ -41,7 +42,7 @@ class Admission:
 
     # ---- of one that asks
 
-    def ask(self, has_state: bool, description: str, tensors: Sequence[str]) -> Record:
+    def ask(self, has_state: bool, description: str, needs: Needs) -> Record:
         """Ask to be admitted, and wait; if no member is left to admit it, begin with others that ask.
 
         Raises:
@@ -60,13 +61,13 @@ class Admission:
                 return record
             now = time.monotonic()
             if not question and now >= began + pause_s:
-                question = self._members.ask(mine, tensors)
+                question = self._members.ask(mine, needs.tensors, needs.could)
             if now >= looked_at + _ASK_S:
                 peers.check()
                 looked_at, asks = now, self._members.asks()
                 self._heed(question)
                 if question and question not in asks:  # it was admitted, and left out as it did not come
-                    self._members.ask(mine, tensors)
+                    self._members.ask(mine, needs.tensors, needs.could)
                 holders = {} if record is None else self._holders(record, asks.values(), now - began)
                 quiet_since = quiet_since if holders and all(holders.values()) else now
                 if now - quiet_since > peers.grace_s and self._found() is not None:
@@ -109,10 +110,11 @@ class Admission:
         there = [(name, one) for name, one in there if not heartbeats.unheard(one.member)]
         there.sort(key=lambda row: (not row[1].has_state, -row[1].last, row[1].member))
         saved = None if any(one.has_state for _, one in there) else self._found()
-        mine, lines = (there[0][1].description if there else ""), list[str]()
+        mine = there[0][1].description if there else ""
+        trained, could = self._members.tensors(there[0][0]) if there else ([], [])
         if saved is not None and self._saver is not None:  # which is the run's, whoever asks first
-            mine, lines = saved.description or mine, self._saver.lines()
-        fit = {one.member: name for name, one in there if self._fits(name, one, mine, lines)}
+            mine, trained = saved.description or mine, self._saver.lines()
+        fit = {one.member: name for name, one in there if self._fits(name, one, mine, trained, could)}
         if len(fit) < self._least or (len(fit) < self._expected and waited_s <= self._peers.grace_s):
             return
         ids, has_state = tuple(fit), there[0][1].has_state
@@ -153,27 +155,27 @@ class Admission:
 
     # ---- of members
 
-    def waiting(self, record: Record | None, description: str, tensors: Sequence[str]) -> dict[str, Ask]:
+    def waiting(self, record: Record | None, description: str, needs: Needs) -> dict[str, Ask]:
         """Return the replicas that ask and may be admitted to a generation, by the name of their question."""
         found, heartbeats = {}, self._peers.heartbeats
         for name, one in self._members.asks().items():
             is_in = record is not None and one.member in record.ids
             if heartbeats.ended(one.member) or (is_in and record is not None and one.last < record.number):
                 self._members.close(name)
-            elif not is_in and self._fits(name, one, description, tensors) and not heartbeats.unheard(one.member):
+            elif (
+                not is_in
+                and self._fits(name, one, description, needs.tensors, needs.could)
+                and not heartbeats.unheard(one.member)
+            ):
                 found[name] = one
         return found
 
-    def admit(self, record: Record, past: int, description: str, tensors: Sequence[str]) -> Record:
-        """Return the next generation, with those that wait, which one of the members decides: all call this together.
-
-        Args:
-            past: see `Record`.
-        """
-        there = self.waiting(record, description, tensors)
+    def admit(self, record: Record, description: str, needs: Needs) -> Record:
+        """Return the next generation, with those that wait, which one member decides: all call this together."""
+        there = self.waiting(record, description, needs)
         waiting = {name: one for name, one in there.items() if self._members.is_ready(name)}
         newcomers = tuple(sorted({one.member for one in waiting.values()}))[: self._most - len(record.ids)]
-        new = Record(record.number + 1, self._member, record.ids + newcomers, newcomers, past=past)
+        new = Record(record.number + 1, self._member, record.ids + newcomers, newcomers, past=needs.num_votes)
         names = {name: one for name, one in waiting.items() if one.member in newcomers}
         differs = {name: why for name, one in names.items() if (why := other_versions(one.description, description))}
         for name, why in differs.items():
@@ -190,12 +192,16 @@ class Admission:
             self._notes.send_to_launcher(member, Event.now(Kind.JOINED, name_of(member), replicas=count))
         return new
 
-    def _fits(self, question: str, one: Ask, mine: str, tensors: Sequence[str] = ()) -> bool:
-        """Return whether a replica is like the others; if not, refuse it."""
-        if not (why := unlike(one.description, mine)):
+    def _fits(self, question: str, one: Ask, mine: str, trained: Sequence[str], could: Sequence[str]) -> bool:
+        """Return whether a replica is like the others, which exchange `trained` and could exchange more; or refuse it.
+
+        What it trains itself in this moment may be less, or something else.
+        """
+        theirs, they_could = self._members.tensors(question)
+        is_known = trained and they_could
+        odd = unlike_tensors(set(theirs) - set(could), set(trained) - set(they_could)) if is_known else ""
+        if not (why := "; ".join(filter(None, (unlike(one.description, mine), odd)))):
             return True
-        odd = unlike_tensors(self._members.tensors(question), tensors) if tensors else ""
-        why = f"{why}; {odd}" if odd else why
         if self._members.answer("refused", question, why):
             self._notes.send(Event.now(Kind.REFUSED, self._notes.name_of(one.member), why=why))
         self._members.close(question)

@@ -220,6 +220,26 @@ class Averaged:
         """Take over a state that `state_dict` returned."""
 
 
+class Coming(Averaged):
+    """local <- local + (mean - what was sent): parameters in their first round, whose mean becomes their anchor."""
+
+    def __init__(self, buckets: Buckets) -> None:
+        super().__init__(buckets, Mean(), Identity())
+        self._sent: dict[int, Tensor] = {}
+        self.means: dict[int, Tensor] = {}  # that were applied, by bucket
+
+    def prepare(self, k: int, group: Group) -> Payload:
+        payload = super().prepare(k, group)
+        self._sent[k] = payload.values.clone()
+        return payload
+
+    def apply(self, k: int, payload: Payload, result: Tensor, divisor: float) -> None:
+        mean = self.means[k] = result / divisor
+        sent = self.buckets.cut(k, self._sent.pop(k))
+        for local, value, before in zip(self.buckets.pieces(k), self.buckets.cut(k, mean), sent, strict=True):
+            local.copy_(torch.where(local == before, value, local + (value - before)))  # with the steps made meanwhile
+
+
 class Merge(Protocol):
     """Merges the new anchor into the local weights, in place."""
 

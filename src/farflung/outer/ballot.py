@@ -50,10 +50,11 @@ class Ballot:
     awaited: bool = False  # a newcomer is known to wait
     mark: int = 0  # a fingerprint of this rank's weights, or 0
     proposal: tuple[int, int] = (0, 0)  # H and delay that this rank wants from some step on, or zeros
+    trained: int = 0  # a digest of the names of what this rank has trained; 0 if that is nothing, or not asked
 
 
 _LARGEST = 3e38  # stands for a norm that is finite, but not in fp32
-BALLOT_BYTES = 8 * 13  # on the wire: so many numbers of fp64
+BALLOT_BYTES = 8 * 14  # on the wire: so many numbers of fp64
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Tally:
     awaited: bool = False  # some of them say so
     marks: tuple[int, ...] = ()
     proposal: tuple[int, int] = (0, 0)  # of the first rank that has one
+    trained: tuple[int, ...] = ()
 
     def too_large(self, factors: Sequence[float], limit: float) -> tuple[int, ...]:
         """Return the ranks whose values would not be finite once summed under a codec's `limit`."""
@@ -113,14 +115,16 @@ class Voters:
         """
         flags = ballot.sound, ballot.finished, ballot.awaited
         whole = self._fingerprint, ballot.number, ballot.position, ballot.digest, *map(float, flags), ballot.mark
-        row = torch.tensor([*whole, *ballot.proposal, ballot.weight, ballot.norm, ballot.largest], dtype=torch.float64)
+        row = torch.tensor(
+            [*whole, *ballot.proposal, ballot.trained, ballot.weight, ballot.norm, ballot.largest], dtype=torch.float64
+        )
         ballots = self.group.begin_all_gather_small(row)
         return lambda: self._count(ballots(), ballot)
 
     def _count(self, rows: Tensor, ballot: Ballot) -> Tally:
         columns = list(zip(*rows.tolist(), strict=True))
         fingerprints, numbers, positions, digests, sound, finished, awaited, marks, *values = columns
-        everys, delays, weights, norms, largest = values
+        everys, delays, trained, weights, norms, largest = values
         if set(fingerprints) != {self._fingerprint} or set(numbers) != {ballot.number}:
             self._explain(ballot.number)
         return Tally(
@@ -134,6 +138,7 @@ class Voters:
             awaited=any(awaited),
             marks=tuple(map(int, marks)),
             proposal=next(((int(h), int(delay)) for h, delay in zip(everys, delays, strict=True) if h), (0, 0)),
+            trained=tuple(map(int, trained)),
         )
 
     def _explain(self, number: int) -> None:
@@ -177,6 +182,7 @@ class Island:
         """Return the island's ballot, from this rank's `mine` and those of the others: a collective."""
         if self.size > 1:
             tally = self.voters.begin(mine)()
+            kinds = set(tally.trained) - {0}
             mine = replace(
                 mine,
                 weight=math.fsum(tally.weights) / self.size,
@@ -188,6 +194,7 @@ class Island:
                 awaited=tally.awaited,
                 mark=digest_of(str(tally.marks)) if all(tally.marks) else 0,
                 proposal=tally.proposal,
+                trained=kinds.pop() if len(kinds) == 1 else -len(kinds),  # of no names, if its ranks differ
             )
         norm = min(mine.norm, _LARGEST) if math.isfinite(mine.norm) else mine.norm
         weight, norm, largest = torch.tensor([mine.weight, norm, mine.largest], dtype=torch.float32).tolist()

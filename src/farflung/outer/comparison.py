@@ -9,7 +9,7 @@ are compared again at a flush, and get their mean.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,36 +98,37 @@ class Comparison:
 # ---- what no round exchanges
 
 
-def synchronize(model: nn.Module, group: Group, giver: int, takes: bool) -> None:
+def synchronize(model: nn.Module, exchanged: Collection[int], group: Group, giver: int, takes: bool) -> None:
     """Copy the frozen weights and unsaved buffers of rank `giver` to all ranks: a collective.
 
     Args:
+        exchanged: the ids of the parameters that rounds send.
         takes: False: this rank keeps its own.
     """
-    differing = [one.detach() for one in _differing(_unexchanged(model), group)]
+    differing = [one.detach() for one in _differing(_unexchanged(model, exchanged), group)]
     # Bytes, as not every dtype can be copied into a bucket.
     plain = [bytes_of(one) if one.is_contiguous() else one for one in differing]
     broadcast_values(plain, group, giver, takes)
 
 
-def moved(model: nn.Module, group: Group) -> list[Tensor]:
+def moved(model: nn.Module, exchanged: Collection[int], group: Group) -> list[Tensor]:
     """Return the frozen floating weights that are not the same on all ranks any more: a collective."""
-    frozen = {name: one for name, one in _unexchanged(model).items() if isinstance(one, nn.Parameter)}
+    frozen = {name: one for name, one in _unexchanged(model, exchanged).items() if isinstance(one, nn.Parameter)}
     return _differing({k: one for k, one in frozen.items() if one.is_floating_point() and one.itemsize > 1}, group)
 
 
-def frozen_fingerprints(model: nn.Module) -> dict[str, int]:
+def frozen_fingerprints(model: nn.Module, exchanged: Collection[int]) -> dict[str, int]:
     """Return a number for each frozen weight, by its name."""
-    frozen = {name: one for name, one in _unexchanged(model).items() if isinstance(one, nn.Parameter)}
+    frozen = {name: one for name, one in _unexchanged(model, exchanged).items() if isinstance(one, nn.Parameter)}
     return {name.removeprefix("."): fingerprint(local(one)) for name, one in frozen.items()}
 
 
-def _unexchanged(model: nn.Module) -> dict[str, Tensor]:
+def _unexchanged(model: nn.Module, exchanged: Collection[int]) -> dict[str, Tensor]:
     """Return the frozen parameters and unsaved buffers of a model by name, as far as they are plain memory."""
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         passing = passing_buffers(module)
-        frozen = {k: one for k, one in own_parameters(module).items() if one is not None and not one.requires_grad}
+        frozen = {k: one for k, one in own_parameters(module).items() if one is not None and id(one) not in exchanged}
         buffers = {key: one for key, one in own_buffers(module).items() if one is not None and key in passing}
         found |= {f"{path}.{key}": one for key, one in (*frozen.items(), *buffers.items()) if _is_plain(one)}
     return found

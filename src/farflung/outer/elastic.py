@@ -134,6 +134,8 @@ class Elastic:
                     given = self._transfers.receive(receiver, record)
             elif record.newcomers and self.member == record.giver:
                 self._transfers.finish(record, needs.state)
+        if layout := given.get("place", {}).get("layout"):
+            needs = needs.aligned(layout)
         from_first(self._share_group, lambda: await_ready(peers, self.member, record))
         connect_s = min(_CONNECT_S * 2**self._num_failed, peers.grace_s)
         watch = GenerationWatch(peers, self.member, self.island, record, connect_s)
@@ -141,7 +143,9 @@ class Elastic:
         name = f"{peers.loop}/g{record.number}/c{self.island.rank}"
         group = self._transport.connect(name, rank, size, watch)
         newcomers = [record.ids.index(newcomer) for newcomer in record.newcomers]
-        generation = open_generation(record.number, record.ids, group, self.island, needs, newcomers)
+        generation = open_generation(
+            record.number, record.ids, group, self.island, needs, newcomers, is_fresh=record.is_fresh
+        )
         self._transfers.stop(record.newcomers)
         keeps = bool(given) and self.has_kept
         self._generation = replace(generation, lost=record.lost, may_lose=True, given=given, keeps=keeps)
@@ -194,7 +198,7 @@ class Elastic:
                     self.peers.check()
                     self.peers.at_once.current()  # it may have vanished
                 there = self.peers.at_once.has_asks()
-                asking = self._admission.waiting(self.record, self._description(needs), needs.tensors) if there else {}
+                asking = self._admission.waiting(self.record, self._description(needs), needs) if there else {}
                 self._asking = dict([*asking.items()][: self.most - len(self.record.ids)])
             except Unreachable as error:
                 if error.is_gone and self.saver is not None:
@@ -277,9 +281,9 @@ class Elastic:
         record = self._decided or self.record
         if record is None or self._must_ask(needs):
             has_state = needs.has_state and (record is None or self.member not in record.odd)
-            return self._admission.ask(has_state, self._description(needs), needs.tensors)
+            return self._admission.ask(has_state, self._description(needs), needs)
         if self._decided is None and needs.admits:
-            return self._admission.admit(record, needs.num_votes, self._description(needs), needs.tensors)
+            return self._admission.admit(record, self._description(needs), needs)
         return record
 
     def _must_ask(self, needs: Needs) -> bool:

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -59,12 +60,16 @@ class OuterLoop:
 
     In a round each rank is weighted by the steps that it has completed since the last one. If the weights of any rank
     are not finite, all ranks drop the round: they keep their own weights, and the round is counted, with a warning. A
-    rank whose floating buffers are not finite gets those of the others. Frozen parameters cost nothing; floating
-    buffers are averaged, integer buffers take the maximum; `.grad` is never touched.
+    rank whose floating buffers are not finite gets those of the others. Floating buffers are averaged, integer buffers
+    take the maximum; `.grad` is never touched.
+
+    Nets may train in turns, in different ones on different ranks: what an optimizer of torch's steps on any rank is in
+    the next round, and what none has trained for a whole round costs nothing. Steps of other optimizers count for all
+    that requires gradients.
 
     The model may change between rounds, if it changes on all ranks in the same way: layers added or replaced, adapters,
-    pruning, parametrizations, parameters unfrozen, frozen or untied, another dtype. The next round uses the changed
-    model. The anchor of a new parameter starts at the mean over the ranks; the other anchors are kept.
+    pruning, parametrizations, parameters untied, another dtype. The next round uses the changed model.
+    The anchor of a new parameter starts at the mean over the ranks; the other anchors are kept.
 
     Args:
         model: the model to train, either plain or wrapped in a way that keeps its parameters in place. torch's DDP
@@ -298,13 +303,14 @@ class OuterLoop:
         is_common = self._warmup.makes_alike()
         must_average = not (is_common or self.has_anchor) and self._quorum.group.size > 1
         with torch.no_grad():
+            coming = [] if must_average else self._rounds.replica.trained.moved()
             if must_average:
-                self._quorum.run(self._sync.agree_on_changes)
-            kept = self._rounds.replica.copies()
+                self._quorum.run(lambda: coming.extend(self._sync.agree()))
+            kept = self._rounds.replica.copies(coming)
         try:
             with torch.no_grad():
                 if must_average:
-                    self._quorum.run(self._sync.average)
+                    self._quorum.run(partial(self._sync.average, coming))
                 elif self.has_anchor and not is_common:
                     self._rounds.replica.adopt()
             yield
@@ -333,6 +339,7 @@ class OuterLoop:
         """
         return {
             **_identity(self._rounds.replica, self._quorum),
+            "layout": self._rounds.replica.layout,
             **self._timetable.state_dict(),
             "are_alike": self._warmup.are_alike,
             "stats": self.stats().saved(),
@@ -348,7 +355,8 @@ class OuterLoop:
             ConfigError: it is no such state, or of another model or recipe.
         """
         self._check_open()
-        check_state("load_state_dict", state, _identity(self._rounds.replica, self._quorum))
+        replica = self._rounds.replica
+        self._rounds.align(state, lambda: check_state("load_state_dict", state, _identity(replica, self._quorum)))
         reshard(self._model.modules())
         if self.is_newcomer:
             self.reset_anchor()
@@ -356,7 +364,7 @@ class OuterLoop:
         self._rounds.load_state_dict(state["rounds"])
         self._timetable.load_state_dict(state)
         self._quorum.adopt_change()
-        self._warmup.are_alike = state["are_alike"]
+        self._warmup.are_alike, self._warmup.is_over = state["are_alike"], False
         self._meter.load(state["stats"])
 
     def __enter__(self) -> OuterLoop:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -40,6 +41,10 @@ class Fragment:
     parameters: tuple[TensorPlace, ...]  # trainable ones; a tensor with two names is here once
     averages: tuple[TensorPlace, ...]  # floating buffers, such as the running statistics of a BatchNorm
     counters: tuple[TensorPlace, ...]  # integer and boolean buffers
+
+    @property
+    def kinds(self) -> tuple[tuple[TensorPlace, ...], ...]:
+        return self.parameters, self.averages, self.counters
 
     @property
     def places(self) -> tuple[TensorPlace, ...]:
@@ -111,17 +116,36 @@ def apart(cut: Cut, kind: type[nn.Module] = nn.Embedding) -> Cut:
         if not inside or count < 2:
             raise ConfigError(f"apart({kind.__name__}) needs such a module, and two fragments or more, not {count}.")
         last = _only(whole(model)[0], inside, True)
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        for parameter in trained:
-            parameter.requires_grad_(False)  # so that they count no bytes while the others are cut
-        try:
-            others = [_only(fragment, inside, False) for fragment in cut(model, count - 1)]
-        finally:
-            for parameter in trained:
-                parameter.requires_grad_(True)
-        return [*others, last]
+        with training(model, lambda one: one.requires_grad and id(one) not in inside):  # which count no bytes meanwhile
+            return [*(_only(fragment, inside, False) for fragment in cut(model, count - 1)), last]
 
     return cut_apart
+
+
+@contextmanager
+def training(model: nn.Module, is_trained: Callable[[Tensor], bool]) -> Iterator[None]:
+    """Within the block, a cut takes these parameters for the trained ones."""
+    flags = [(one, one.requires_grad, is_trained(one)) for one in model.parameters() if can_train(one)]
+    try:
+        for one, _, is_cut in flags:
+            one.requires_grad_(is_cut)
+        yield
+    finally:
+        for one, before, _ in flags:
+            one.requires_grad_(before)
+
+
+def can_train(parameter: Tensor) -> bool:
+    """Return whether rounds could exchange a parameter: a frozen one may be of a kind that they can't."""
+    return parameter.is_floating_point() and parameter.itemsize > 1 and not parameter.is_meta
+
+
+def could_train(model: nn.Module) -> tuple[dict[str, TensorPlace], dict[int, str]]:
+    """Return the parameters that may train at some time, by name, and the name of each by its id; see `_once`."""
+    there = [place for place in _parameters(model) if can_train(place.get())]
+    places = {place.name: place for place in _once(iter(there))}
+    by_memory = {_memory(place.get()): name for name, place in places.items()}
+    return places, {id(place.get()): by_memory[_memory(place.get())] for place in there}
 
 
 def _only(one: Fragment, ids: set[int], wanted: bool) -> Fragment:
@@ -220,12 +244,15 @@ def _once(places: Iterator[TensorPlace]) -> Iterator[TensorPlace]:
     """Leave out tensors that are the same object as an earlier one, or the same memory under another object."""
     seen: set[object] = set()
     for place in places:
-        tensor = place.get()
-        storage = local(tensor)
-        memory = memory_of(storage) if storage.numel() else id(tensor)
+        memory = _memory(place.get())
         if memory not in seen:
             seen.add(memory)
             yield place
+
+
+def _memory(tensor: Tensor) -> object:
+    storage = local(tensor)
+    return memory_of(storage) if storage.numel() else id(tensor)
 
 
 def without_masks(fragment: Fragment, known: Mapping[str, bool] | None = None) -> Fragment:

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch.distributed as dist
 
 from farflung.base.causes import Cause
 from farflung.base.errors import ConfigError, RankFailure, Unreachable
+from farflung.comm.collectives import gather_json
+from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.torch_group import TorchGroup
 from farflung.outer.ballot import Ballot, Island, Voters
@@ -26,6 +28,8 @@ class OddMembers(RankFailure):
         self.why = dict(why)
 
 
+Layout: TypeAlias = list[list[list[str]]]  # see `Replica.layout`
+Described: TypeAlias = tuple[str, Sequence[str]]
 _OUTSIDE = "an average outside the rounds of "
 
 
@@ -44,6 +48,15 @@ class Needs:
     state: Callable[[bool], Mapping[str, Any]]  # returns copies of that state, in parts; False: the part `place` alone
     may_keep: bool = False  # if it comes back as a newcomer, its steps since the last round could still count
     is_shared: Callable[[], bool] = lambda: True  # whether `state` would now return what all shared after a round
+    settings: str = ""  # the part of the description that does not depend on what is trained
+    could: Sequence[str] = ()  # a line for each tensor that this rank could exchange
+    layout: Callable[[], Layout] = list  # returns what it exchanges
+    align: Callable[[Layout], Described] = lambda _: ("", ())  # exchanges that instead; returns description and tensors
+
+    def aligned(self, layout: Layout) -> Needs:
+        """Return the needs of this rank once it exchanges what others do."""
+        description, tensors = self.align(layout)
+        return replace(self, description=description, tensors=tensors)
 
 
 @dataclass(frozen=True)
@@ -93,7 +106,13 @@ class Generation:
 
 
 def open_generation(
-    number: int, ids: Sequence[int], group: Group, island: Group, needs: Needs, newcomers: Sequence[int] = ()
+    number: int,
+    ids: Sequence[int],
+    group: Group,
+    island: Group,
+    needs: Needs,
+    newcomers: Sequence[int] = (),
+    is_fresh: bool = False,
 ) -> Generation:
     """Make the groups of a generation, in orders of their own: a collective of all members.
 
@@ -101,15 +120,19 @@ def open_generation(
         group: the members that have the same values as this rank; it is not used up.
         island: the ranks that train this replica.
         newcomers: see `Generation`.
+        is_fresh: no rank has any state: all exchange what the first of them would.
 
     Raises:
         CollectiveMismatch: they need different things.
     """
-    said, noun = (needs.description, needs.tensors), "rank" if island.size == 1 else "island"
+    noun = "rank" if island.size == 1 else "island"
     # Who meets on a thread of its own must not get into the order of what the training itself sends.
     overlaps = needs.overlaps and group.is_concurrent and group.size > 1
     beside = group.duplicate()  # nor may a round meet what the script or another loop sends
     background = group.duplicate(in_background=True) if overlaps else beside
+    if is_fresh and group.size > 1:  # a rank that trains in turns may have begun in another one's turn
+        needs = needs.aligned(gather_json(Exchange(beside), needs.layout(), "outer loop")[0])
+    said = needs.description, needs.tensors
     alone = Island(island.duplicate(), needs.is_sharded, *said)
     in_round = Island(island.duplicate(in_background=True), needs.is_sharded, *said) if overlaps else alone
     voters = Voters(beside, *said, noun)
@@ -210,7 +233,7 @@ class FixedMembership(Membership):
 
     def enter(self, needs: Needs) -> Generation:
         if self._generation is None:
-            self._generation = open_generation(0, range(self.most), self._group, self.island, needs)
+            self._generation = open_generation(0, range(self.most), self._group, self.island, needs, is_fresh=True)
         return self._generation
 
     def agree(self, num_votes: int, complete: Mapping[int, int], odd: Mapping[int, str]) -> dict[int, int]:

@@ -57,8 +57,21 @@ def merge_states(states: Sequence[dict[str, Any]]) -> MergedState:
     if any("sent" in (fragment["agreed"] or {}) for fragment in fragments):
         return MergedState(weights, None)
     furthest = max(states, key=lambda state: state["position"])
-    rounds = {**furthest["rounds"], "open": {}, "fragments": fragments}
+    trained = _merged_turns([state["rounds"]["trained"] for state in states if "trained" in state["rounds"]])
+    rounds = {**furthest["rounds"], "open": {}, "fragments": fragments, "trained": trained}
+    weights |= trained["rest"]
     return MergedState(weights, {**furthest, "rounds": rounds})
+
+
+def _merged_turns(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Merge what each rank has trained that was not exchanged, or is not any more; see `TrainedSet.state_dict`."""
+    names = sorted({name for state in states for name in state["rest"]})
+    columns = {name: [state["rest"][name] for state in states if name in state["rest"]] for name in names}
+    return {
+        "names": sorted({name for state in states for name in state["names"]}),
+        "rest": {name: _mean(column, [1.0] * len(column)) for name, column in columns.items()},
+        "before": {name: value for state in states for name, value in state["before"].items()},
+    }
 
 
 def _merged_fragment(column: Sequence[dict[str, Any]], number: int, states: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ _READY_S = 5.0  # a newcomer that is admitted looks for it many times a second
 _HOLDER_GRACES = 20  # how long replicas without a state wait for the one that holds the trained state
 _SLOWEST_BPS = 125_000  # bytes per second; slower values count as lost, until a speed was measured
 
-_PROTOCOL = 2  # of what replicas say to each other; other numbers don't understand it
+_PROTOCOL = 3  # of what replicas say to each other; other numbers don't understand it
 _SETTINGS = ("protocol", "processes in a replica", "outer loop", "data")
 _TENSORS_SHOWN = 5
 _PART = re.compile(r", (?![^(]*\))|; ")  # of a description, outside of brackets
@@ -140,7 +140,7 @@ def versions() -> dict[str, str]:
 
 def description_of(needs: Needs, island_size: int, data: str, versions: Mapping[str, str]) -> str:
     """Return the description of a replica that asks to be admitted, as JSON."""
-    values = (_PROTOCOL, island_size, needs.description, data)
+    values = (_PROTOCOL, island_size, needs.settings, data)
     return json.dumps({**dict(zip(_SETTINGS, values, strict=True)), **versions})
 
 
@@ -155,10 +155,9 @@ def unlike(theirs: str, mine: str) -> str:
     return "; ".join(found)
 
 
-def unlike_tensors(theirs: Sequence[str], mine: Sequence[str]) -> str:
-    """Return the first tensors that only one of both models has."""
-    odd = [f"it alone has {line}" for line in theirs if line not in set(mine)]
-    odd += [f"the run alone has {line}" for line in mine if line not in set(theirs)]
+def unlike_tensors(theirs: Iterable[str], mine: Iterable[str]) -> str:
+    """Return the first of the tensors that only their model has, or only ours."""
+    odd = [f"it alone has {line}" for line in sorted(theirs)] + [f"the run alone has {line}" for line in sorted(mine)]
     return "; ".join(odd[:_TENSORS_SHOWN] + ([f"and {len(odd) - _TENSORS_SHOWN} more"] if odd[_TENSORS_SHOWN:] else []))
 
 

@@ -14,20 +14,22 @@ from torch import Tensor
 
 from farflung.comm.group import Group
 from farflung.outer.aggregate import Lengths, RadialMean
-from farflung.outer.agreement import Payload, Pending
+from farflung.outer.agreement import Averaged, Payload, Pending
 from farflung.outer.ballot import Island
 from farflung.outer.replica import BoundFragment
 from farflung.outer.stats import Meter
 from farflung.outer.weighting import Decision
 
 _AHEAD = 2  # buckets on the wire at a time
+COMING = "coming"  # parameters that are exchanged for the first time
 
 
 @dataclass
 class Bucket:
     """One bucket of one kind of values."""
 
-    kind: str  # as in `BoundFragment.agreements`
+    agreement: Averaged  # of whose values
+    kind: str  # as in `BoundFragment.agreements`, or `COMING`
     k: int
     weight: float  # this rank's
     payload: Payload = field(init=False)  # once it is encoded
@@ -90,9 +92,14 @@ class Pipeline:
         mine = {"weights": weight, "buffers": of_buffers, "counters": 1.0}
         for kind, agreement in self._fragment.agreements.items():
             if self._group.size > 1 or agreement.is_anchored:
-                self._queue.extend(Bucket(kind, k, mine[kind]) for k in range(len(agreement.buckets)))
+                self._queue.extend(Bucket(agreement, kind, k, mine[kind]) for k in range(len(agreement.buckets)))
         for _ in range(min(self._fragment.num_landed, len(self._queue))):
             self._queue.popleft()
+        self.fill()
+
+    def extend(self, coming: Averaged, weight: float) -> None:
+        """Queue parameters that are exchanged for the first time, after all others."""
+        self._queue.extend(Bucket(coming, COMING, k, weight) for k in range(len(coming.buckets)))
         self.fill()
 
     def fill(self) -> None:
@@ -100,7 +107,7 @@ class Pipeline:
         while self._queue and len(self.under_way) < _AHEAD:
             with self._meter.timed("encoding"):
                 bucket = self._queue.popleft()
-                agreement = self._fragment.agreements[bucket.kind]
+                agreement = bucket.agreement
                 encoded = self._encoded.pop(bucket.k, None) if bucket.kind == "weights" else None
                 encoded = encoded or agreement.prepare(bucket.k, self._group)
                 bucket.payload = replace(encoded, weight=bucket.weight)
@@ -160,14 +167,16 @@ class Pipeline:
         """Apply the buckets that have arrived to the model, up to so many of this round."""
         while self.arrived and self.num_landed < until:
             bucket = self.arrived.popleft()
-            agreement = self._fragment.agreements[bucket.kind]
+            agreement = bucket.agreement
             if bucket.result.is_cuda:  # a worker's stream, which may have made it, must not use its memory too early
                 bucket.result.record_stream(torch.cuda.current_stream(bucket.result.device))
             agreement.apply(bucket.k, bucket.payload, bucket.result, bucket.divisor)
             self.num_landed += 1
 
     def state_dict(self) -> list[tuple[Any, ...]]:
-        rows = [(one.kind, one.k, one.payload, one.result, one.divisor) for one in self.arrived]
+        """Return copies of the buckets that have arrived, without parameters that can come with the next round too."""
+        there = [one for one in self.arrived if one.kind != COMING]
+        rows = [(one.kind, one.k, one.payload, one.result, one.divisor) for one in there]
         return [
             (kind, k, payload.weight, payload.values.clone(), result.clone(), divisor)
             for kind, k, payload, result, divisor in rows
@@ -176,8 +185,8 @@ class Pipeline:
     def load_state_dict(self, state: list[tuple[Any, ...]], mean_square: float | None) -> None:
         self.mean_square, self._lengths = mean_square, None
         for kind, k, weight, values, result, divisor in state:
-            bucket = Bucket(kind, k, weight)
-            flat = self._fragment.agreements[kind].buckets.flat(k).copy_(values)
+            bucket = Bucket(self._fragment.agreements[kind], kind, k, weight)
+            flat = bucket.agreement.buckets.flat(k).copy_(values)
             bucket.result, bucket.divisor = result.to(flat.device), divisor
             bucket.payload = Payload(flat, None, bucket.result, weight)
             self._take(bucket)

@@ -129,6 +129,10 @@ class Quorum:
             has_state=False,
             state=partial(self._shared_state, ()),
             is_shared=replica.is_shared,
+            settings=replica.settings,
+            could=replica.could,
+            layout=lambda: replica.layout,
+            align=replica.align,
         )
         self.welcome: Welcome | None = None
         self.joined_in = -1
@@ -268,6 +272,9 @@ class Quorum:
             self._timetable.take(self.welcome.position, self.welcome.began)
             self._timetable.load_changes(self.welcome.changes, self.welcome.due)
             self.return_to_welcome(generation.keeps)
+            if rest := generation.given["place"].get("rest"):
+                values = zip(rest["names"]["rest"], rest["agreed"]["rest"][0], strict=True)
+                self._replica.trained.load_resting({name: value for (name, *_), value in values})
             if len(generation.newcomers) == generation.group.size:
                 self._compare_frozen(generation.given["place"].get("frozen", {}))
         if generation.newcomers:
@@ -289,7 +296,9 @@ class Quorum:
         timetable = self._timetable
         position = min(timetable.position, timetable.synced)  # of several steps that were not synced yet, the one now
         place = {"position": position, "began": timetable.began, "due": actions, **timetable.changes_dict()}
-        place |= {"frozen": self._replica.frozen()} if is_whole else {}
+        place["layout"] = self._replica.layout
+        if is_whole:
+            place |= {"frozen": self._replica.frozen(), "rest": self._replica.resting()}
         return {"place": place} | _parts(self._replica, range(len(self._replica.fragments) * is_whole))
 
     def offer(self, *numbers: int) -> None:
@@ -317,6 +326,8 @@ class Quorum:
     def return_to_welcome(self, keeps: bool = False) -> None:
         """Take the weights that all share in place of this newcomer's own, with its own steps if it `keeps` these."""
         assert self.welcome is not None
+        if not keeps:
+            self._replica.trained.forget_moves()
         for fragment, shared in zip(self._replica.fragments, self.welcome.fragments, strict=True):
             fragment.join(shared, keeps)
 
@@ -347,7 +358,8 @@ class Quorum:
     # ---- what all members do together, outside of rounds
 
     def needs_now(self) -> Needs:
-        return replace(self.needs, description=self._replica.description, tensors=self._replica.tensors)
+        replica = self._replica
+        return replace(self.needs, description=replica.description, tensors=replica.tensors, could=replica.could)
 
     def is_awaited(self) -> bool:
         """Return whether a replica is known to wait for admission; see `Membership`."""
@@ -360,10 +372,12 @@ class Quorum:
         self.needs = replace(self.needs, num_votes=number + 1)
         return number
 
-    def vote(self, sound: bool = True) -> Tally:
+    def vote(self, sound: bool = True, trained: int = 0) -> Tally:
         """Vote outside of rounds: a collective."""
         self._meter.add("bytes_voting", (self.group.size - 1) * BALLOT_BYTES)
-        return self.generation.beside.begin(self.generation.island.ballot(Ballot(0, 1.0, sound=sound)))()
+        return self.generation.beside.begin(
+            self.generation.island.ballot(Ballot(0, 1.0, sound=sound, trained=trained))
+        )()
 
     def average(self, tensors: list[Tensor]) -> None:
         """Give tensors their mean, of the ranks on which all of them are finite, or nothing: a collective."""

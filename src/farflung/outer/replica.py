@@ -3,36 +3,32 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from farflung.base.errors import ConfigError
-from farflung.base.torch_internals import own_buffers, own_parameters, passing_buffers
-from farflung.base.words import counted
 from farflung.codec.base import Identity
-from farflung.comm.bucket import Buckets, broadcast_values
+from farflung.comm.bucket import broadcast_values
 from farflung.comm.fingerprint import fingerprint, fingerprints
 from farflung.comm.group import Group, SoloGroup
-from farflung.comm.shards import addresses, local, model_has_dtensor, num_parts, part_of, reshard
+from farflung.comm.shards import local, model_has_dtensor, part_of, reshard
 from farflung.outer.agreement import Anchored, Averaged, Max, Mean
 from farflung.outer.ballot import Seen, digest_of
 from farflung.outer.comparison import Comparison, frozen_fingerprints, moved, synchronize
 from farflung.outer.eager import Eager
-from farflung.outer.fragments import Fragment, TensorPlace, without_masks
+from farflung.outer.fragments import Fragment, TensorPlace, training, without_masks
 from farflung.outer.membership import Generation
 from farflung.outer.momentum import OuterSGD
 from farflung.outer.recipe import Recipe
+from farflung.outer.structure import Layout, buckets_of, described, line_of, settings_of, structure_of
+from farflung.outer.trained import TrainedSet
 from farflung.outer.weighting import NormHistory
-
-_kind = attrgetter("requires_grad", "dtype", "shape")
 
 
 class BoundFragment:
@@ -50,6 +46,7 @@ class BoundFragment:
         pending_weight: by level, the work that was done since values were last sent.
         num_rounds: that were applied.
         num_landed: buckets that were already applied of a round that continues after a loss.
+        is_unseen: no round of it has landed in this memory.
         comparison: compares it with that of the other replicas.
     """
 
@@ -67,15 +64,16 @@ class BoundFragment:
         self.history: NormHistory = {}
         self.pending_weight = [0.0] * (1 + len(recipe.levels))
         self.num_rounds = self.num_landed = 0
+        self.is_unseen = True
         self.is_whole = num_buffers is None
-        parameters = _buckets(fragment.parameters, cap_bytes, num_buffers, island_size)
-        counters = _buckets(fragment.counters, cap_bytes, num_buffers, island_size)
+        parameters = buckets_of(fragment.parameters, cap_bytes, num_buffers, island_size)
+        counters = buckets_of(fragment.counters, cap_bytes, num_buffers, island_size)
         if group.size > 1 and is_new:
             broadcast_values([local(place.get()) for place in fragment.places], group)
         self.cut = without_masks(fragment) if is_new else fragment
         self.comparison = Comparison([place.name for place in self.cut.parameters])
         self.trained = [place.get() for place in self.cut.parameters]  # the objects, which tell when one is replaced
-        averages = _buckets(self.cut.averages, cap_bytes, num_buffers, island_size)
+        averages = buckets_of(self.cut.averages, cap_bytes, num_buffers, island_size)
         self.kinds = (self.cut.parameters, self.cut.averages, self.cut.counters)
         self._bound = list(zip(self.kinds, (parameters, averages, counters), strict=True))
         self.weights = Averaged(parameters, recipe.aggregator, recipe.codec)
@@ -164,6 +162,7 @@ class BoundFragment:
     def note_round(self, is_common: bool) -> None:
         """Count a round that was applied; its result may be compared if it `is_common` to all ranks."""
         self.num_rounds += 1
+        self.is_unseen = False
         self.comparison.note_round(self.weights, self.num_rounds, is_common)
 
     def parameters(self) -> list[Tensor]:
@@ -231,7 +230,7 @@ class ModelChange:
 
     fragments: list[Fragment]
     fit: list[Fragment]  # the same without buffers that can't be averaged
-    description: str  # see `_described`, like the tensors
+    description: str  # see `described`, like the tensors
     tensors: list[str]
     vote: str  # what ranks that have made the same change all say of it
     new: list[TensorPlace]  # parameters that were not trained before
@@ -247,7 +246,13 @@ class Replica:
     Attributes:
         description: all that must be the same on all ranks: recipe, shapes, cut.
         tensors: a line for each tensor that is exchanged; the description has only a digest of them.
+        could: the same of each tensor that may be exchanged at some time.
+        settings: the part of the description that does not depend on what is trained.
+        trained: the parameters that are exchanged, and those that have trained since.
         fragments: bound to memory.
+
+    All ranks exchange the same parameters: those that any of them has trained, or at first that require gradients.
+    What none has trained between two rounds of the first fragment leaves it.
     """
 
     def __init__(
@@ -258,24 +263,100 @@ class Replica:
         self.cap_bytes, self._num_buffers, self._island_size = cap_bytes, num_buffers, island_size
         self.is_sharded = model_has_dtensor(model)
         self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        self._cut, self.description, self.tensors = _described(recipe, model, cap_bytes)  # it names what can't be sent
-        self._structure = structure_of(model)
+        self.trained = TrainedSet(keeps=recipe.has_anchor)
+        self.settings = settings_of(recipe, cap_bytes)
+        self._read(recipe.fragments(model, recipe.schedule.fragments))  # it names what can't be sent
         self.fragments: list[BoundFragment] = []
+
+    def _read(self, cut: list[Fragment]) -> None:
+        """Take over the model's current structure, and what is exchanged of it."""
+        self._structure = structure_of(self._model)
+        self.trained.read(self._model, self._structure[1][0])
+        self._lay_out(cut)
+
+    def _lay_out(self, cut: list[Fragment]) -> None:
+        self._cut = cut
+        self.description, self.tensors = described(self.settings, cut)
+        self.trained.exchange({place.name for one in cut for place in one.parameters})
+        buffers = [place for one in cut for place in (*one.averages, *one.counters)]
+        self.could = [line_of(place) for place in (*self.trained.places.values(), *buffers)]
+
+    @property
+    def layout(self) -> Layout:
+        return [[[place.name for place in kind] for kind in fragment.kinds] for fragment in self._cut]
+
+    def align(self, layout: Layout) -> tuple[str, Sequence[str]]:
+        """Exchange what others do, if this model has all of it; otherwise the next vote finds the difference."""
+        here = {place.name: place for fragment in self._cut for place in fragment.places} | self.trained.places
+        names = [name for fragment in layout for kind in fragment for name in kind]
+        if layout != self.layout and here.keys() >= set(names):
+            kept = {place.name for fragment in self.fragments for place in fragment.cut.averages}
+            self._lay_out([Fragment(*(tuple(here[name] for name in kind) for kind in one)) for one in layout])
+            if self.fragments:
+                known = {place.name: place.name in kept for one in self._cut for place in one.averages}
+                self._bind_again([without_masks(one, known) for one in self._cut], {})
+        return self.description, self.tensors
+
+    def retrain(self, names: Collection[str], anchors: Mapping[int, Tensor]) -> None:
+        """Exchange these parameters from now on, and no others; those that leave rest at what was agreed on.
+
+        Args:
+            anchors: the agreed values, `[numel]`, of those that come, by the parameter's id.
+        """
+        new = self.trained.coming(names)
+        numbers = self._numbers_of(new)
+        for fragment in self.fragments:
+            rows = fragment.kept().get("anchor", {})
+            for place in fragment.cut.parameters:
+                row = rows.get(id(place.get()))
+                if place.name not in names and row is not None:
+                    target = local(place.get())
+                    target.copy_(row.view(target.shape))
+
+        def changed(number: int, one: Fragment) -> Fragment:
+            stay = tuple(place for place in one.parameters if place.name in names)
+            return replace(one, parameters=(*stay, *(place for place in new if numbers[place.name] == number)))
+
+        fit = [changed(number, bound.cut) for number, bound in enumerate(self.fragments)]
+        self._lay_out([changed(number, one) for number, one in enumerate(self._cut)])
+        self._bind_again(fit, {"anchor": dict(anchors)})
+
+    def _numbers_of(self, new: Sequence[TensorPlace]) -> dict[str, int]:
+        """Return the fragment of each new parameter: where it would be if all were exchanged."""
+        if len(self._cut) == 1 or not new:
+            return dict.fromkeys((place.name for place in new), 0)
+        with training(self._model, lambda one: True):
+            cut = self._recipe.fragments(self._model, len(self._cut))
+        return {place.name: number for number, one in enumerate(cut) for place in one.parameters}
+
+    def _bind_again(
+        self, fit: Sequence[Fragment], rows: dict[str, dict[int, Tensor]], keeps_digest: bool = False
+    ) -> None:
+        """Bind fragments that have changed, with the state of the parameters that they still have, and new `rows`."""
+        kept = rows
+        for fragment in self.fragments:
+            for name, mine in fragment.kept().items():
+                kept.setdefault(name, {}).update(mine)
+        for number, one in enumerate(fit):
+            bound = self._bound(one, self._group, is_new=False)
+            bound.continue_from(self.fragments[number], kept)
+            bound.comparison.digest = bound.comparison.digest if keeps_digest else -1
+            self.fragments[number] = bound
 
     def synchronize(self, giver: int, takes: bool) -> None:
         """Take over values that no round exchanges from a rank, if they differ: a collective."""
         reshard(self._model.modules())
-        synchronize(self._model, self._group, giver, takes)
+        synchronize(self._model, self.trained.ids(), self._group, giver, takes)
 
     def moved(self) -> list[Tensor]:
         """Return the frozen weights that are not the same on all ranks any more: a collective."""
         reshard(self._model.modules())
-        return moved(self._model, self._group)
+        return moved(self._model, self.trained.ids(), self._group)
 
     def frozen(self) -> dict[str, int]:
         """Return a number for each frozen weight, which tells whether it has changed."""
         reshard(self._model.modules())
-        return frozen_fingerprints(self._model)
+        return frozen_fingerprints(self._model, self.trained.ids())
 
     def tune(self, every: int | None) -> None:
         """Let outer optimizers have the settings that follow from H; None: those that the recipe began with."""
@@ -319,7 +400,7 @@ class Replica:
             self.fragments[number].rebind()
 
     def _has_changed(self) -> bool:
-        """Return whether a tensor was added, replaced, removed, frozen, thawed, tied, untied or changed in kind."""
+        """Return whether a tensor was added, replaced, removed, tied, untied or changed in kind."""
         return structure_of(self._model)[0] != self._structure[0]
 
     def change(self) -> ModelChange | None:
@@ -328,7 +409,8 @@ class Replica:
             return None
         kept = {place.name for fragment in self.fragments for place in fragment.cut.places}
         known = {place.name: place.name in kept for one in self._cut for place in one.averages}
-        fragments, description, tensors = _described(self._recipe, self._model, self.cap_bytes)
+        fragments = self._cut_again()
+        description, tensors = described(self.settings, fragments)
         fit = [without_masks(fragment, known) for fragment in fragments]
         sizes = {id(tensor): tensor.numel() for fragment in self.fragments for tensor in fragment.trained}
         new = [p for one in fit for p in one.parameters if sizes.get(id(p.get())) != p.get().numel()]
@@ -339,23 +421,30 @@ class Replica:
 
     def follow(self, change: ModelChange) -> None:
         """Continue with the model's current structure, and the state of the parameters that it still has."""
-        self._structure = structure_of(self._model)
-        kept: dict[str, dict[int, Tensor]] = {}
-        for fragment in self.fragments:
-            for name, rows in fragment.kept().items():
-                kept.setdefault(name, {}).update(rows)
-        self.description, self.tensors, self._cut = change.description, change.tensors, change.fragments
-        for number, one in enumerate(change.fit):
-            bound = self._bound(one, self._group, is_new=False)
-            bound.continue_from(self.fragments[number], kept)
-            if change.must_agree:
-                bound.comparison.digest = -1
-            self.fragments[number] = bound
+        self._read(change.fragments)
+        self._bind_again(change.fit, {}, keeps_digest=not change.must_agree)
+
+    def _cut_again(self) -> list[Fragment]:
+        """Cut a model that has changed: of what it had, what is exchanged; of what is new, what requires gradients."""
+        exchanged, before = self.trained.ids(), self.trained.moves.known
+        named = {
+            id(one) for name, one in self._model.named_parameters(remove_duplicate=False) if name in self.trained.names
+        }
+        ids = exchanged | named
+        with training(self._model, lambda one: id(one) in ids or (id(one) not in before and one.requires_grad)):
+            return self._recipe.fragments(self._model, self._recipe.schedule.fragments)
+
+    def resting(self) -> dict[str, Any]:
+        """Return copies of what has been agreed on and is not exchanged, in the form of a fragment's shared state."""
+        rest = self.trained.resting(own=False)
+        values = [value.clone() for value in rest.values()]
+        return {"names": {"rest": [_row(self.trained.places[name]) for name in rest]}, "agreed": {"rest": [values]}}
 
     def adopt(self) -> None:
         for number, fragment in enumerate(self.fragments):
             self.rebind(number)
             fragment.weights.adopt()
+        self.trained.adopt()
 
     def reset_anchor(self) -> None:
         for number, fragment in enumerate(self.fragments):
@@ -363,81 +452,24 @@ class Replica:
             fragment.weights.reset_anchor()
 
     def count(self, amount: float) -> None:
+        self.trained.moves.count()
         for fragment in self.fragments:
             fragment.count(amount)
 
     def reset(self) -> None:
         self.reset_anchor()
+        self.trained.forget_moves()
         for fragment in self.fragments:
             fragment.pending_weight = [0.0] * len(fragment.pending_weight)
 
-    def copies(self) -> list[tuple[Tensor, Tensor]]:
-        """Return this rank's weights and buffers, as far as the model still has them, each with a copy."""
+    def copies(self, coming: Sequence[TensorPlace]) -> list[tuple[Tensor, Tensor]]:
+        """Return this rank's weights and buffers, as far as the model still has them, each with a copy.
+
+        Args:
+            coming: parameters that are not exchanged yet, and are copied too.
+        """
         reshard(self._model.modules())
-        found = [place.owner.get(place.key) for fragment in self.fragments for place in fragment.cut.places]
+        places = [place for fragment in self.fragments for place in fragment.cut.places]
+        found = [place.owner.get(place.key) for place in (*places, *coming)]
         there = [local(tensor) for tensor in found if isinstance(tensor, Tensor)]
         return [(tensor, tensor.clone()) for tensor in there]
-
-
-def structure_of(model: nn.Module) -> tuple[list[Any], list[Any]]:
-    """Return a model's structure, and the objects whose ids are in it: while they are held, no other gets these ids.
-
-    It lists a model's parameters and buffers with their places and kinds, and which of them share memory. It contains
-    neither values nor addresses: a parameter whose `.data` was given other memory of the same shape and dtype is the
-    same one. Column by column, because every round computes it: 0.3 ms for 500 tensors, tensor by tensor 0.5 ms.
-    """
-    modules = list(model.modules())
-    reshard(modules)
-    parameters: list[Tensor] = []
-    seen: list[Any] = []
-    for module in modules:
-        own = {key: parameter for key, parameter in own_parameters(module).items() if parameter is not None}
-        passing = passing_buffers(module)
-        kept = {
-            key: (buffer.dtype, buffer.shape)
-            for key, buffer in own_buffers(module).items()
-            if buffer is not None and key not in passing
-        }
-        parameters += own.values()
-        seen += [id(module), list(own), list(map(id, own.values())), list(map(_kind, own.values())), kept]
-    first: dict[int, int] = {}
-    ties = [first.setdefault(at, number) for number, at in enumerate(addresses(parameters)) if at]
-    return [*seen, ties], [parameters, modules]
-
-
-def _described(recipe: Recipe, model: nn.Module, cap_bytes: int) -> tuple[list[Fragment], str, list[str]]:
-    """Cut a model into fragments; describe, for errors, what must be the same on all ranks, and each tensor."""
-    fragments = recipe.fragments(model, recipe.schedule.fragments)
-    outer = "none"
-    if recipe.optimizer is not None:
-        probe = recipe.optimizer([torch.nn.Parameter(torch.zeros(1))])
-        outer = f"{type(probe).__name__}({', '.join(f'{key}={value}' for key, value in probe.defaults.items())})"
-    layout, tensors = hashlib.blake2b(digest_size=4), []
-    places = [(number, place) for number, fragment in enumerate(fragments) for place in fragment.places]
-    for number, place in places:
-        tensor = place.get()  # the whole one, the same on all ranks of an island
-        kind = f"{tensor.dtype} {list(tensor.shape)} {local(tensor).is_contiguous()}"
-        layout.update(f"{number} {place.name} {kind};".encode())
-        tensors.append(f"{place.name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}")
-    numel = sum(place.get().numel() for fragment in fragments for place in fragment.parameters)
-    description = (
-        f"{recipe.schedule}, {recipe.codec}, {recipe.aggregator}, {recipe.policy}, by {recipe.weigh_by}, "
-        f"{recipe.merge}, {'eager, ' if recipe.eager else ''}{recipe.inner}, outer optimizer {outer}"
-        f"{''.join(f', {change}' for change in recipe.changes)}; "
-        f"{counted(len(fragments), 'fragment')} of {counted(len(places), 'tensor')} "
-        f"with {counted(numel, 'trainable value')} "
-        f"(layout {layout.hexdigest()}), buckets of {cap_bytes} bytes"
-    )
-    return fragments, description, tensors
-
-
-def _buckets(places: Sequence[TensorPlace], cap_bytes: int, num_buffers: int | None, island_size: int) -> Buckets:
-    tensors = [place.get() for place in places]
-    if any(tensor.is_complex() for tensor in tensors):
-        names = [place.name for place in places if place.get().is_complex()]
-        raise ConfigError(f"{names[0]} is complex, which the outer loop can't average. Keep it as a real tensor.")
-    dtype = torch.float32 if not tensors or tensors[0].is_floating_point() else torch.int64
-    if any(tensor.dtype == torch.float64 for tensor in tensors):
-        dtype = torch.float64
-    shares = [num_parts(tensor) / island_size for tensor in tensors]  # of several ranks that hold a value
-    return Buckets(tensors, dtype, cap_bytes=cap_bytes, num_buffers=num_buffers, shares=shares)

@@ -25,6 +25,7 @@ from farflung.outer.recipe import Recipe
 from farflung.outer.replica import BoundFragment
 from farflung.outer.schedule import Launch
 from farflung.outer.stats import Meter, Round
+from farflung.outer.trained import Wish
 from farflung.outer.weighting import Decision, in_proportion
 
 _LAG = 2  # of two buckets that follow each other so, the second is sent only after the first has arrived
@@ -58,6 +59,7 @@ class OpenRound:
         ballot: of this rank; of its island, once that has met.
         claimed: the work done since the last round, by level.
         seen: the values that ranks of an island hold alike, to compare these.
+        wish: what this rank has trained, in rounds that may change what is exchanged.
 
     Attributes:
         phase: how far it has come.
@@ -75,8 +77,9 @@ class OpenRound:
         request: RoundRequest,
         claimed: list[float],
         seen: Seen | None = None,
+        wish: Wish | None = None,
     ) -> None:
-        self.ballot, self.request, self._claimed, self._seen = ballot, request, claimed, seen
+        self.ballot, self.request, self._claimed, self._seen, self.wish = ballot, request, claimed, seen, wish
         self.phase = Phase.OPENED
         self.job: BackgroundJob | None = None
         self.meter = Meter()
@@ -149,7 +152,18 @@ class OpenRound:
             pipeline.discard()
         elif self.phase < Phase.SENT:
             self._send(self.decision.factors[self.group.rank], pipeline.of_buffers.factors[self.group.rank])
+        if self.wish is not None:
+            self._agree_on_trained(self.wish, self.tally)
         self._check_agreement(self.tally.digests)
+
+    def _agree_on_trained(self, wish: Wish, tally: Tally) -> None:
+        """Exchange in this round too what comes into it; a collective, if ranks have trained anything else."""
+        names = wish.agreed(tally, self._generation.in_round.voters.group, self.group)
+        if names is None or self.is_dropped or self.is_empty:
+            return
+        wish.accept(names, self._fragment.weights.buckets.cap_bytes)
+        if self.group.size > 1:
+            self._pipeline.extend(wish.coming, self.decision.factors[self.group.rank])
 
     def _send(self, weight: float, of_buffers: float) -> None:
         self.phase = Phase.SENT
@@ -224,6 +238,8 @@ class OpenRound:
 
     def give_back(self) -> None:
         """End without a result: the work done counts as not sent. (An eager anchor has already moved by it.)"""
+        if self.wish is not None:
+            self.wish.trained.count_again(self.wish.names)
         if not self._recipe.eager:
             self._fragment.give_back(self._claimed)
 
@@ -325,4 +341,4 @@ def _cosine(norm: float, decision: Decision, norms: tuple[float, ...]) -> float:
 
 def _kept(said: Ballot | Tally) -> dict[str, Any]:
     """Return the fields that a checkpoint keeps: all but those that are of this run alone."""
-    return {name: value for name, value in asdict(said).items() if name not in ("awaited", "mark", "marks")}
+    return {name: value for name, value in asdict(said).items() if name not in ("awaited", "mark", "marks", "trained")}

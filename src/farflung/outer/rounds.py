@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from farflung.base.errors import CollectiveMismatch, StateError
+from farflung.base.errors import CollectiveMismatch, ConfigError, StateError
 from farflung.base.words import numbered
 from farflung.comm.shards import local
 from farflung.outer.ballot import Ballot, Seen, Tally
@@ -26,6 +27,7 @@ from farflung.outer.round import OpenRound, Phase, RoundRequest
 from farflung.outer.schedule import Launch
 from farflung.outer.stats import ROUNDS, Meter, Round
 from farflung.outer.timetable import Timetable
+from farflung.outer.trained import Wish
 from farflung.outer.twins import Twins
 from farflung.outer.weighting import Decision
 
@@ -84,6 +86,7 @@ class Rounds:
         fragment, quorum = self.replica.fragments[number], self.quorum
         norm, largest, sound, mark, claimed = 0.0, 0.0, True, 0, [0.0] * len(fragment.pending_weight)
         seen: Seen | None = None
+        wish: Wish | None = None
         if not request.is_empty:
             with self.meter.timed("encoding"):
                 fragment.rebind()
@@ -91,17 +94,20 @@ class Rounds:
                 norm, largest, sound = fragment.load(fragment.pending_weight[level] > 0 or must_look)
                 if level == 0 and fragment.pending_weight[0] and self.twins.are_looked_for(quorum.generation.ids):
                     mark = fragment.fingerprint()
-                if self.replica.is_sharded and fragment.num_rounds == 0:
+                if self.replica.is_sharded and fragment.is_unseen:
                     seen = fragment.held_by_several()
             claimed = fragment.claim(level)
+            if number == level == 0:
+                wish = self.replica.trained.take()
+                norm = norm if wish.is_finite else math.nan
         # As it is sent.
         weight = torch.tensor(claimed[level] / request.action.steps, dtype=torch.float32).item()
         digest = fragment.comparison.digest if level == 0 and not request.is_empty else -1
         is_awaited = quorum.is_awaited()
         said = (weight, norm, largest, sound, request.finished, request.position, digest, is_awaited, mark)
         proposal = self.timetable.proposal if level == 0 else (0, 0)
-        ballot = Ballot(quorum.next_vote(), *said, proposal=proposal)
-        self._open[number] = OpenRound(fragment, quorum.generation, self.recipe, ballot, request, claimed, seen)
+        ballot = Ballot(quorum.next_vote(), *said, proposal=proposal, trained=0 if wish is None else wish.digest)
+        self._open[number] = OpenRound(fragment, quorum.generation, self.recipe, ballot, request, claimed, seen, wish)
 
     def _begin(self, number: int) -> None:
         if number in self._open:
@@ -124,6 +130,7 @@ class Rounds:
         if this is not None:
             if this.is_dropped:
                 this.give_back()
+                self.replica.trained.count_again([place.name for place in fragment.cut.parameters])
                 if not self._has_warned:
                     self._has_warned = True
                     _warn(self.quorum.generation, this.decision, self.recipe)
@@ -139,10 +146,23 @@ class Rounds:
         self.quorum.offer(number)
         if this is None:
             return False
+        self._follow_trained(this)
         self._close(number, this)
         if this.level == 0:
             self.quorum.membership.landed(self.quorum.needs_now(), this.ballot.number)
         return this.is_dropped
+
+    def _follow_trained(self, this: OpenRound) -> None:
+        """Exchange from now on what this round has agreed on."""
+        if this.wish is None or this.wish.accepted is None:
+            return
+        self.apply_all()
+        replica, quorum = self.replica, self.quorum
+        replica.retrain(this.wish.accepted, this.wish.anchors())
+        quorum.describe(replica.description, replica.tensors)
+        for number in range(len(replica.fragments)):
+            quorum.note_landing(number)
+        quorum.offer(*range(len(replica.fragments)))
 
     def apply_all(self) -> list[int]:
         """Apply all rounds under way, in the order in which they were launched; return the dropped fragments."""
@@ -209,15 +229,19 @@ class Rounds:
     def end_alike(self, odd: Mapping[int, str]) -> None:
         complete = {this.ballot.number: this.num_complete for this in self._open.values() if this.level == 0}
         common = self.quorum.membership.agree(self.quorum.needs.num_votes, complete, odd)
+        landed: list[OpenRound] = []
         for number, this in list(self._open.items()):
             if this.abort(common.get(this.ballot.number, 0)):
                 if this.level == 0 and not this.is_dropped and not this.is_empty:
                     self._note_round(number, this)
                 self._close(number, this)
+                landed.append(this)
             elif this.phase is not Phase.LOADED:
                 self._lost.append(this.request)
         self.quorum.offer(*self._open)
         self._open.clear()
+        for this in landed:
+            self._follow_trained(this)
 
     def relaunch(self) -> None:
         lost, self._lost = self._lost, []
@@ -231,6 +255,7 @@ class Rounds:
     def follow(self, change: ModelChange) -> None:
         """Adopt the model's current structure on all ranks, after applying the rounds under way."""
         self.apply_all()
+        change = self.replica.change() or change  # one of them may have changed what is exchanged
         self.quorum.describe(change.description, change.tensors)
         if change.new and self.recipe.optimizer is not None and self.quorum.group.size > 1:
             self.quorum.average([local(place.get()) for place in change.new])  # so that anchors begin at the same point
@@ -258,9 +283,21 @@ class Rounds:
         self.quorum.run(partial(self.quorum.run, *waits), raises=False)
         return {
             "num_votes": self.quorum.needs.num_votes,
+            "trained": self.replica.trained.state_dict(),
             "open": {number: this.state_dict() for number, this in self._open.items()},
             "fragments": [fragment.state_dict() for fragment in self.replica.fragments],
         }
+
+    def align(self, state: Any, check: Callable[[], None]) -> None:
+        """Exchange what a saved loop did, if `check` finds nothing else in which it differs."""
+        before = self.replica.layout
+        try:
+            self.replica.align(state["layout"] if isinstance(state, Mapping) and "layout" in state else before)
+            check()
+        except ConfigError:
+            self.replica.align(before)
+            raise
+        self.quorum.describe(self.replica.description, self.replica.tensors)
 
     def forget(self) -> None:
         """Wait for everything under way, and discard it."""
@@ -273,6 +310,8 @@ class Rounds:
         for fragment, saved in zip(self.replica.fragments, state["fragments"], strict=True):
             fragment.load_state_dict(saved)
         self.quorum.needs = replace(self.quorum.needs, num_votes=state["num_votes"])
+        if "trained" in state:
+            self.replica.trained.load_state_dict(state["trained"])
         for number, saved in state["open"].items():
             request = RoundRequest(Launch(number, saved["level"]), saved["step"])
             fragment, ballot = self.replica.fragments[number], Ballot(**saved["ballot"])

@@ -152,7 +152,7 @@ class Saver:
     def _state(self, generation: int, needs: Needs, word: str) -> tuple[Saved, dict[str, Any]]:
         found = needs.state(True)
         place = self._place or {**found["place"], "due": []}
-        parts = {**found, "place": {**place, "frozen": found["place"]["frozen"]}}
+        parts = {**found, "place": {**found["place"], **place}}
         position, self._num_fragments = parts["place"]["position"], len(parts) - 1
         name = f"{generation}.{position}.{word}"
         return Saved(name, position, self._share_group.size, tuple(parts), description=self.description), parts

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from farflung.comm.bucket import broadcast_values
-from farflung.comm.shards import num_parts
+from farflung.comm.shards import local, num_parts
 from farflung.outer.comparison import FINGERPRINT_BYTES
+from farflung.outer.fragments import TensorPlace
 from farflung.outer.gradients import GradientWarmup
 from farflung.outer.quorum import Quorum
 from farflung.outer.recipe import Recipe
@@ -125,17 +126,32 @@ class Sync:
             if tally is not None:
                 return action.fragment, tally.position
 
-    def average(self) -> None:
+    def average(self, coming: Sequence[TensorPlace] | None = None) -> None:
         """local <- the mean of all ranks, weights and floating buffers: a collective outside of rounds.
 
         All ranks count alike, but those with a value that is not finite: these get the mean of the others. If none
         is left nothing happens.
 
+        Args:
+            coming: what `agree` has returned.
+
         Raises:
             CollectiveMismatch: the model has changed since the last round, and not on all ranks alike.
         """
+        coming = self.agree() if coming is None else coming
+        floats = [tensor for fragment in self.replica.fragments for tensor in fragment.floats()]
+        self.quorum.average(floats + [local(place.get()) for place in coming])
+
+    def agree(self) -> list[TensorPlace]:
+        """Agree on what is averaged outside of rounds: a collective.
+
+        Returns:
+            What any rank has trained, in addition to what is exchanged.
+        """
         self.agree_on_changes()
-        self.quorum.average([tensor for fragment in self.replica.fragments for tensor in fragment.floats()])
+        wish, generation = self.replica.trained.wish(), self.quorum.generation
+        tally = self.quorum.vote(trained=wish.digest)
+        return self.replica.trained.coming(wish.agreed(tally, generation.island.voters.group, self.quorum.group) or ())
 
     def agree_on_changes(self) -> None:
         """Adopt the model's current structure, as a round would: a collective outside of rounds."""

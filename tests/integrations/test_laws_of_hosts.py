@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two laws under each host of a loop and each recipe: what is validated is what is saved, and nets may take turns."""
+
+import functools
+from contextlib import ExitStack
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from farflung import Accelerator
+from farflung.integrations.data_parallel import DDPTakeover
+from farflung.outer.arguments import OuterConfig
+from farflung.state import AcceleratorState
+from farflung.testing.ranks import run_ranks
+from tests.recipes import OPTIONS, made
+
+BATCHES, RATE = 5, 0.05  # of a pass, on each rank
+CONFIGS = {
+    **{name: OuterConfig(name, report="off", **OPTIONS[name]) for name in ("local_sgd", "slowmo", "diloco", "edit")},
+    "diloco of a long round": OuterConfig("diloco", every=1000, report="off"),
+    "gossip": OuterConfig("gossip", report="off", **OPTIONS["gossip"]),
+    "eager_diloco": OuterConfig("eager_diloco", report="off", **OPTIONS["eager_diloco"]),
+}
+
+
+class Pair(nn.Module):
+    """Two nets; the first is frozen by its flags while the second trains, and the other way round."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+    def train_alone(self, name):
+        for other in ("first", "second"):
+            getattr(self, other).requires_grad_(other == name)
+
+
+def accelerated(model, optimizers, loader, config, stack):
+    accelerator = Accelerator(cpu=True, outer=config)
+    wrapped, loader, *optimizers = accelerator.prepare(model, loader, *optimizers)
+    loop = accelerator.outer_loops[0]
+    stack.callback(AcceleratorState._reset_state)
+    return (
+        wrapped,
+        optimizers,
+        loader,
+        accelerator.backward,
+        loop.synced,
+        lambda: accelerator.get_state_dict(wrapped),
+        loop.close,
+    )
+
+
+@functools.cache
+def installed():
+    """The one takeover of this process, whose wrappers stay."""
+    takeover = DDPTakeover(CONFIGS["local_sgd"])
+    takeover.install()
+    return takeover
+
+
+def taken_over(model, optimizers, loader, config, stack):
+    takeover = installed()
+    takeover._config = config
+    takeover.read_ranks()
+    takeover.forget()
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+
+    def validated():
+        wrapped.eval()
+        lent = ExitStack()
+        lent.callback(wrapped.train)
+        return lent
+
+    return wrapped, optimizers, loader, torch.Tensor.backward, validated, model.state_dict, takeover.close
+
+
+def weights(state):
+    return {name.removeprefix("module."): value.tolist() for name, value in state.items()}
+
+
+def look(model, state):
+    """Whether all ranks have the same weights in memory, and whether their state dict is that."""
+    live, everyone = weights(model.state_dict() if state is None else dict(model.named_parameters())), [None] * 2
+    dist.all_gather_object(everyone, live)
+    return everyone[0] == everyone[1], state is None or weights(state) == live
+
+
+def trained(host, config, stops):
+    """What `look` returns in the middle of a pass as it is validated, after each pass, and at the end."""
+    with ExitStack() as stack:
+        model = Pair()
+        optimizers = [torch.optim.SGD(net.parameters(), lr=RATE) for net in (model.first, model.second)]
+        data = TensorDataset(torch.randn(2 * BATCHES, 4, generator=torch.Generator().manual_seed(1)))
+        sampler = DistributedSampler(data, shuffle=False) if host is taken_over else None
+        loader = DataLoader(data, 1, sampler=sampler)
+        wrapped, optimizers, loader, backward, validated, state, end = host(model, optimizers, loader, config, stack)
+        seen = []
+        for epoch in range(2):
+            if sampler is not None:
+                sampler.set_epoch(epoch)
+            for number, (batch,) in enumerate(loader):
+                for name, optimizer in zip(("second", "first"), optimizers[::-1], strict=True):
+                    model.train_alone(name)
+                    optimizer.zero_grad()
+                    backward(wrapped(batch).square().mean())
+                    optimizer.step()
+                if number == 2:
+                    with validated():
+                        seen.append(look(model, state()))
+                if stops and epoch and number == 3:
+                    break
+            if not stops or not epoch:
+                seen.append(look(model, state()))
+        end()
+        seen.append(look(model, None))
+        return seen
+
+
+def over_recipes(host, stops):
+    return {name: trained(host, config, stops) for name, config in CONFIGS.items()}
+
+
+@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize("host", [accelerated, taken_over])
+def test_what_is_validated_is_what_is_saved_and_nets_may_take_turns(host, stops):
+    outcomes = run_ranks(over_recipes, 2, host, stops)
+    for name, seen in outcomes[0].items():
+        assert all(is_saved for _, is_saved in seen), name
+        is_common = host is accelerated or made(name.partition(" of")[0]).has_anchor  # in the middle of a pass too
+        assert all(are_equal for are_equal, _ in (seen if is_common else [*seen[1::2], seen[-1]])), name
+    assert outcomes[0] == outcomes[1]

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nets that train in turns: what any rank trains is in the next round, and what rests costs nothing."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from farflung.outer import OuterLoop, by_bytes, diloco, local_sgd, noloco
+from farflung.testing.sim import run_replicas
+from tests.outer.replicas import same, values
+from tests.recipes import RECIPES
+
+NUMEL = {"first": 4 * 6 + 6, "second": 6 * 3 + 3}
+
+
+class Pair(nn.Module):
+    """Two nets that train each other, as a generator and a critic do."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+class Turns:
+    """Trains the nets of a pair in turns; those that rest are frozen by `kind`."""
+
+    def __init__(self, rank, kind, momentum=0.5):
+        self.model, self.rank, self.kind, self.step = Pair(), rank, kind, 0
+        nets = self.nets = {"first": self.model.first, "second": self.model.second}
+        self.optimizers = {k: torch.optim.SGD(net.parameters(), lr=0.05, momentum=momentum) for k, net in nets.items()}
+        if kind == "flags":
+            self.model.first.requires_grad_(False)
+
+    def train(self, *names):
+        """Make a step of each net named, the one after the other, on this rank's own data."""
+        for name in names:
+            self.step += 1
+            for other, net in self.nets.items():
+                if self.kind == "flags":
+                    net.requires_grad_(other == name)
+                net.zero_grad()
+            generator = torch.Generator().manual_seed(100 * self.step + self.rank)
+            self.model(torch.randn(8, 4, generator=generator)).square().mean().backward()
+            self.optimizers[name].step()
+
+
+def each_step(step, rank):
+    return ("first", "second")
+
+
+def long_turns(step, rank):
+    return ("first",) if step // 7 % 2 else ("second",)
+
+
+def out_of_step(step, rank):
+    return ("first", "second") if (step + rank) % 3 else ("second",)
+
+
+def opposite(step, rank):
+    return ("first",) if (step // 4 + rank) % 2 else ("second",)
+
+
+def one_rank_alone(step, rank):
+    return ("first", "second") if rank == 1 and step > 4 else ("second",)
+
+
+def for_ever(step, rank):
+    return ("second",) if step < 6 else ("first",)
+
+
+PLANS = [each_step, long_turns, out_of_step, opposite, one_rank_alone, for_ever]
+
+
+def in_turns(group, recipe, plan, kind):
+    turns = Turns(group.rank, kind)
+    with OuterLoop(turns.model, recipe, group, inner=turns.optimizers["second"]) as outer:
+        for step in range(20):
+            turns.train(*plan(step, group.rank))
+            outer.step()
+    return values(turns.model), outer.stats().dropped_rounds
+
+
+@pytest.mark.parametrize("plan", [long_turns, out_of_step, opposite])
+@pytest.mark.parametrize("name", sorted(RECIPES.keys() - {"post_local_sgd"}))  # which begins with the same gradients
+def test_replicas_end_alike_whoever_trains_which_net_when(name, plan):
+    recipe, kind = RECIPES[name], "flags"
+    if recipe.schedule.fragments > 1:
+        recipe = replace(recipe, fragments=by_bytes, schedule=replace(recipe.schedule, every=4, fragments=2))
+        kind = "optimizers"  # a single net at the start is too little for two fragments
+    ends, dropped = zip(*run_replicas(in_turns, 4, recipe, plan, kind), strict=True)
+    assert set(dropped) == {0}
+    assert same(*ends)
+
+
+def by_round(group, plan, kind, recipe):
+    """For each round: this rank's weights before and after it, its steps of each net, and the bytes it sent."""
+    turns, rounds = Turns(group.rank, kind, momentum=0.0), []
+    outer = OuterLoop(turns.model, recipe, group)
+    sent = 0
+    for start in range(0, 24, 3):
+        for step in range(start, start + 3):
+            turns.train(*plan(step, group.rank))
+            outer.count()
+        before = values(turns.model)
+        outer.sync_if_due()
+        rounds.append((before, values(turns.model), outer.stats().bytes_sent - sent))
+        sent = outer.stats().bytes_sent
+    held = {name for fragment in outer._rounds.replica.fragments for name in fragment.comparison.names}
+    outer.close()
+    return rounds, held
+
+
+@pytest.mark.parametrize("kind", ["flags", "optimizers"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_each_round_averages_all_that_any_rank_has_trained(plan, kind):
+    outcomes = [rounds for rounds, _ in run_replicas(by_round, 2, plan, kind, local_sgd(3))]
+    for (mine, after, _), (others, _, _) in zip(*outcomes, strict=True):
+        for name in after:
+            torch.testing.assert_close(after[name], (mine[name] + others[name]) / 2, rtol=1e-6, atol=1e-7)
+
+
+def nets_of(plan, number):
+    """The nets that two ranks train in a round."""
+    steps = itertools.product(range(3 * number, 3 * number + 3), range(2))
+    return {name for step, rank in steps for name in plan(step, rank)}
+
+
+@pytest.mark.parametrize("recipe", [local_sgd(3), diloco(3)], ids=["local_sgd", "diloco"])
+@pytest.mark.parametrize("kind", ["flags", "optimizers"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_rests_for_a_whole_round_costs_neither_bytes_nor_memory_after_it(plan, kind, recipe):
+    outcomes = run_replicas(by_round, 2, plan, kind, recipe)
+    exchanged = {"second"} if kind == "flags" else {"first", "second"}  # trained alone at the start
+    for number, (_, _, sent) in enumerate(outcomes[0][0]):
+        trained = nets_of(plan, number)
+        values_sent = sum(NUMEL[name] for name in exchanged | trained)
+        assert sent == 4 * values_sent, number  # of two ranks each sends what it has once
+        exchanged = trained
+    for _, held in outcomes:
+        assert {name.split(".")[0] for name in held} == exchanged
+
+
+def lent(group, recipe):
+    """Weights of an evaluation in the middle of each round, and whether this rank's own come back after it."""
+    turns, seen, returned = Turns(group.rank, "flags", momentum=0.0), [], []
+    with OuterLoop(turns.model, recipe, group) as outer:
+        for step in range(12):
+            turns.train(*for_ever(step, group.rank))
+            outer.step()
+            before = values(turns.model)
+            with outer.synced():
+                seen.append(values(turns.model))
+            returned.append(same(before, values(turns.model)))
+    return seen, all(returned)
+
+
+@pytest.mark.parametrize("recipe", [diloco(4), local_sgd(4), noloco(4)], ids=["anchor", "none", "one per replica"])
+def test_an_evaluation_has_equal_weights_also_of_a_net_that_has_just_begun_to_train(recipe):
+    (first, *one), (second, *other) = run_replicas(lent, 2, recipe)
+    assert one == other == [True]
+    assert all(map(same, first, second))
+
+
+def attached(group, recipe, plan):
+    turns = Turns(group.rank, "flags")
+    outer = OuterLoop(turns.model, recipe, group).attach(turns.optimizers["second"], turns.optimizers["first"])
+    for step in range(20):
+        turns.train(*plan(step, group.rank))
+    outer.close()
+    return values(turns.model)
+
+
+@pytest.mark.parametrize("plan", [each_step, long_turns])
+def test_attached_optimizers_may_take_turns(plan):
+    assert same(*run_replicas(attached, 2, diloco(3), plan))
+
+
+def resumed(group, recipe, at):
+    """The end of a run, and that of one that another loop has continued from its state after `at` steps."""
+    plan, ends = long_turns, []
+    for stops in (False, True):
+        turns = Turns(group.rank, "flags")
+        outer = OuterLoop(turns.model, recipe, group)
+        for step in range(20):
+            if stops and step == at:
+                state = outer.state_dict()
+                outer.detach()
+                kept = [one.state_dict() for one in turns.optimizers.values()]
+                turns = Turns(group.rank, "flags")
+                turns.step = step
+                for one, saved in zip(turns.optimizers.values(), kept, strict=True):
+                    one.load_state_dict(saved)
+                outer = OuterLoop(turns.model, recipe, group)
+                outer.load_state_dict(state)
+            turns.train(*plan(step, group.rank))
+            outer.step()
+        outer.close()
+        ends.append(values(turns.model))
+    return same(*ends)
+
+
+@pytest.mark.parametrize("at", [5, 8, 9, 13])
+@pytest.mark.parametrize("recipe", [local_sgd(3), diloco(3)], ids=["local_sgd", "diloco"])
+def test_a_run_resumed_in_any_turn_is_like_one_that_was_not_stopped(recipe, at):
+    assert all(run_replicas(resumed, 2, recipe, at))
+
+
+def begun_apart(group):
+    """Rank 1 builds its loop in the other net's turn."""
+    turns = Turns(group.rank, "flags")
+    if group.rank == 1:
+        turns.model.first.requires_grad_(True)
+        turns.model.second.requires_grad_(False)
+    with OuterLoop(turns.model, diloco(2), group) as outer:
+        for step in range(4):
+            turns.train(*opposite(step, group.rank))
+            outer.step()
+    return values(turns.model)
+
+
+def test_ranks_may_begin_in_different_turns():
+    assert same(*run_replicas(begun_apart, 2))
+
+
+def trained_apart(group):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+    if group.rank == 1:
+        model[1].weight = nn.Parameter(torch.zeros(3, 2), requires_grad=False)
+    outer = OuterLoop(model, local_sgd(1), group)
+    model[1].requires_grad_(True)
+    try:
+        outer.step()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        outer.detach()
+
+
+def test_what_only_some_ranks_have_is_named_when_they_train_it():
+    for message in run_replicas(trained_apart, 2):
+        assert "CollectiveMismatch" in message
+        assert "1.weight float32 [2, 2]" in message
