@@ -145,7 +145,7 @@ if sys.argv[1] != "nothing":
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("nothing", "--outer diloco did nothing: no optimizer made a step"),
+        ("nothing", "--outer diloco did nothing: no optimizer of torch's made a step"),
         ("model", "the script did not prepare a model together with its optimizer"),
         ("short", "ended before the first round"),
     ],

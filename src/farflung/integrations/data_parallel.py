@@ -51,6 +51,7 @@ from farflung.config import environ
 from farflung.config.launch import launched_outer
 from farflung.integrations.elastic import members_of, slots_of
 from farflung.integrations.evaluation import LentWeights
+from farflung.integrations.frameworks import follow_lightning, to_make_a_group, to_make_ddp
 from farflung.integrations.patching import around
 from farflung.integrations.rounds import RoundFigures, RoundOutputs
 from farflung.integrations.spawned import follow_processes
@@ -71,10 +72,7 @@ from farflung.process.world import current_world
 class FollowedModel:
     """A DDP model that keeps its gradients, and the driver of the outer loop over it from the first step on.
 
-    `driver` is None before the first step and at the end.
-
-    Attributes:
-        trained: the names of the parameters that required gradients as DDP was made, which looks at them then too.
+    `driver` is None before the first step and at the end; `trained` has the names of what required gradients at first.
     """
 
     def __init__(
@@ -207,6 +205,7 @@ class DDPTakeover:
             given.arguments["process_group"] = mesh.row.get_group()
         make(*given.args, **given.kwargs)
         ddp = given.arguments["self"]
+        follow_lightning(self._end_fit, self._data.is_planned)
         self._followed.append(FollowedModel(ddp, self._recipe.warmup > 0, mesh, self._flush_model))
         if mesh.device_mesh is not None:  # DDP has made the ranks of each island equal
             broadcast_values([*ddp.module.parameters(), *ddp.module.buffers()], mesh.replicas)
@@ -269,7 +268,7 @@ class DDPTakeover:
         if not dist.is_initialized() or (dist.get_world_size() == 1 and self._place.member is None):
             raise ConfigError(
                 f"{asked}: this process trains alone, so there are no replicas to average. Start at least two with "
-                "--num_processes, and call torch.distributed.init_process_group in the script."
+                f"--num_processes, and {to_make_a_group()}."
             )
         if any(map(is_flattened, trained)):
             raise ConfigError(
@@ -291,7 +290,7 @@ class DDPTakeover:
         where = f"none of the {len(self._followed)} DDP models has" if self._followed else "no DDP model has"
         raise ConfigError(
             f"{asked}: this {type(optimizer).__name__} trains {counted(len(trained), 'parameter')} which {where}, so "
-            "nothing would average them. Wrap their model in torch.nn.parallel.DistributedDataParallel."
+            f"nothing would average them: {to_make_ddp()}."
         )
 
     def _opened(self, one: FollowedModel, optimizer: Optimizer) -> Driver:
@@ -388,6 +387,11 @@ class DDPTakeover:
             one.evaluation.end()
             with self._in_round():
                 one.driver.flush()
+
+    def _end_fit(self) -> None:
+        """Flush all loops, so that the weights in memory are equal and those of the state dict: a collective."""
+        for one in self._followed:
+            one.epochs.flush()
 
     def _make_join(self, make: Callable[..., None], join: Join, joinables: Any, *args: Any, **options: Any) -> None:
         """Keep torch's `join()` from sending: in rounds ranks wait for those without data anyway."""

@@ -151,8 +151,11 @@ class TrainingData:
         sampler = sampler_of(loader)
         if sampler is None or self.is_inside or not self._is_shared(sampler):
             return length(loader)
-        is_trained = sampler in self if self._trained else sampler.shuffle
-        return -(-length(loader) // self.slots.expected) if is_trained else length(loader)
+        return -(-length(loader) // self.slots.expected) if self.is_planned(sampler) else length(loader)
+
+    def is_planned(self, sampler: DistributedSampler[Any]) -> bool:
+        """Return whether a sampler is of data that replicas share in training, each as much as it can."""
+        return self._is_shared(sampler) and (sampler in self if self._trained else sampler.shuffle)
 
     def _is_shared(self, sampler: DistributedSampler[Any]) -> bool:
         return self.slots is not None and sampler.num_replicas == self.num_parts

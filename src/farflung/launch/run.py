@@ -100,5 +100,5 @@ def _warn_of_idle_outer(settings: LaunchSettings, notes: Collection[str]) -> Non
     elif OUTER_ASKED in notes:
         why = "the script did not prepare a model together with its optimizer (`accelerator.prepare`)"
     else:
-        why = "no optimizer made a step"
+        why = "no optimizer of torch's made a step (Keras' fit has others)"
     record(Kind.WARNING, message=f"warning: --outer {settings.outer_recipe} did nothing: {why}.")
