@@ -85,6 +85,8 @@ class Driver:
         self.attempts = 0
         self.epochs: EpochTracker | None = None
         membership = members.membership
+        if tuner is not None:
+            tuner.planned = planned
         self.loop = OuterLoop(
             model, recipe, members.group, island=members.island, membership=membership, inner=inner, tuner=tuner
         )

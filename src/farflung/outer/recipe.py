@@ -233,6 +233,11 @@ class Recipe:
         """Whether it is that of a trial, after which another one is chosen."""
         return isinstance(after_warmup(self.schedule), Undecided)
 
+    @property
+    def may_warm_up(self) -> bool:
+        """Whether gradients are averaged in the first steps, as far as is known before the loop has met other ranks."""
+        return self.warmup > 0 or self.is_undecided
+
     def few_rounds(self, steps: int) -> str:
         """Return a sentence if a run of so many steps has too few rounds for an outer loop, else nothing."""
         trained = max(0, steps - self.warmup)

@@ -96,7 +96,7 @@ class Sync:
         The recipe so far has an anchor, and no round is under way.
         """
         before, replica = self.replica, self.replica_of(recipe)
-        kept = before.copies()
+        kept = before.copies(())
         before.adopt()
         replica.begin_alike(self.quorum.generation)
         for tensor, value in kept:
@@ -108,6 +108,7 @@ class Sync:
         self.recipe = self.rounds.recipe = recipe
         self.replica = self.rounds.replica = replica
         self.warmup.steps = recipe.warmup
+        self.warmup.is_over = not self.warmup.is_on
         self.timetable.follow(recipe)
         self.quorum.restart(recipe, replica)
 

@@ -15,7 +15,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol
@@ -69,10 +69,13 @@ class Measured:
 
 
 class Tuner(Protocol):
-    """Chooses recipes: all ranks must choose the same from the same."""
+    """Chooses recipes: all ranks must choose the same from the same.
 
-    def planned(self) -> int:
-        """Return the steps of the whole run; 0 if unknown."""
+    Attributes:
+        planned: returns the steps of the whole run, None if unknown.
+    """
+
+    planned: Callable[[], int | None]
 
     def remembered(self, parameters: int, replicas: int) -> tuple[Link, float, float] | None:
         """Return the line, and the seconds of the fastest and the slowest replica's step, as an earlier start of this
@@ -238,7 +241,7 @@ class RecipeTrial:
     def _planned(self) -> float:
         inside = after_warmup(self._recipe.schedule)
         assert isinstance(inside, Undecided)
-        return inside.steps or self._tuner.planned()
+        return inside.steps or self._tuner.planned() or 0
 
     def _measured(self, step_s: Sequence[float], steps: float) -> Measured:
         quorum, (parameters, buffer_bytes) = self._quorum, self._count()
