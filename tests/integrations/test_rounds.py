@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from farflung import Accelerator
+from farflung.base.events import EVENTS
 from farflung.integrations.rounds import RoundFigures, RoundOutputs, record_rounds
 from farflung.outer import OuterLoop, local_sgd
 from farflung.outer.arguments import OuterConfig
@@ -41,21 +42,28 @@ def test_a_loss_that_is_not_known_is_left_out(capsys):
     assert capsys.readouterr().err.startswith("farflung: round 1 of model 1, step 2: 0 B sent, ")
 
 
-def test_the_runs_folder_has_the_rounds_of_each_loop_once_and_no_other_handler_gets_them(tmp_path, monkeypatch, caplog):
+def test_the_runs_folder_has_the_rounds_and_changes_of_each_loop_once_and_no_handler_else(
+    tmp_path, monkeypatch, caplog
+):
     monkeypatch.setenv("FARFLUNG_RUN_FOLDER", str(tmp_path))
     logger = logging.getLogger("farflung.rounds")
-    before = logger.handlers[:], logger.level, logger.propagate
+    before, sinks = (logger.handlers[:], logger.level, logger.propagate), EVENTS.handlers[:]
     try:
         for _ in range(2):
             record_rounds()  # by the launcher's rank, and by an Accelerator in it
         loops = [OuterLoop(nn.Linear(3, 3), local_sgd(2)) for _ in range(2)]
         for loop in (loops[0], loops[1], loops[0]):
             rounds(loop, 1)
+        loops[1].change_schedule(4)
+        rounds(loops[1], 2)
     finally:
         logger.handlers[:], logger.level, logger.propagate = before
+        EVENTS.handlers[:] = sinks
     lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
-    assert [(line["model"], line["step"]) for line in lines] == [(0, 2), (1, 2), (0, 4)]
-    assert not caplog.records
+    assert [(line["model"], line["step"]) for line in lines] == [(0, 2), (1, 2), (0, 4), (1, 4), (1, 6)]
+    (event,) = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert (event["event"], event["step"], event["every"]) == ("changed", 6, 4)
+    assert not [one for one in caplog.records if one.name == logger.name]
 
 
 def test_on_a_terminal_lines_come_every_few_seconds():
