@@ -63,7 +63,7 @@ def replica(pipe, place, folder, member, *row):
         raise
 
 
-def train(pipe, place, member, variables, step_s, numel, dies, recipe, saves, damages, moves, options):
+def train(pipe, place, member, variables, step_s, numel, dies, recipe, saves, damages, moves, proposals, options):
     os.environ.update(variables, GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)
@@ -112,11 +112,14 @@ def train(pipe, place, member, variables, step_s, numel, dies, recipe, saves, da
                     parameter -= moves
             outer.step()
             say(position=outer.position, weight=weight())
+            if outer.position in proposals:
+                outer.change_schedule(proposals[outer.position])
             if saves and outer.position % saves == 0:
                 fault.reach("saving")
                 outer.state_dict()
         stats = outer.stats()
-    say(end=outer.position, weight=weight(), unsaved=int(model.unsaved), stats=stats.as_dict())
+    changes = [(one.step, one.every) for one in outer.changes]
+    say(end=outer.position, weight=weight(), changes=changes, unsaved=int(model.unsaved), stats=stats.as_dict())
 
 
 def figures_of(this):
@@ -182,7 +185,7 @@ class ElasticRun:
             process.kill()
             process.join()
 
-    def start(self, name, dies=None, saves=0, recipe=None, damages=False, moves=1, slower=1):
+    def start(self, name, dies=None, saves=0, recipe=None, damages=False, moves=1, slower=1, proposals=()):
         """Start a replica; return its id.
 
         Args:
@@ -190,11 +193,12 @@ class ElasticRun:
             damages: what it has got is changed once.
             moves: how far it moves in each step, downwards.
             slower: how many times as long as the others' its steps take.
+            proposals: another H by the step after which it is proposed.
         """
         member = self.notes.enroll(f"replica {name}")
         here, there = self._context.Pipe(duplex=False)
         (step_s, numel), recipe = self._row, recipe or self._recipe
-        row = (given_variables(), slower * step_s, numel, dies, recipe, saves, damages, moves, self._options)
+        row = (given_variables(), slower * step_s, numel, dies, recipe, saves, damages, moves, proposals, self._options)
         row = (there, self._place, self._folder, member, *row)
         process = self._context.Process(target=self._play, args=row)
         process.start()

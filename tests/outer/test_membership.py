@@ -135,8 +135,13 @@ class Two(nn.Module):
         self.weight, self.other = (nn.Parameter(torch.tensor([64.0])) for _ in range(2))
 
 
-def train(group, first, recipe, fails_at, lost, steps):
-    """Train one replica; return its weight after each step, and the phases that it came to."""
+def train(group, first, recipe, fails_at, lost, steps, proposals=(), moves=None):
+    """Train one replica; return its weight after each step, at last with the changes of H, and the phases it came to.
+
+    Args:
+        proposals: the steps after which the replica that may be lost proposes another H, each with that.
+        moves: how far each replica moves in a step, if not as far as its number plus 1.
+    """
     me, model, path = group.rank, Two(), []
     fault = fail_at(None, fails_at if me == lost else 0, be_lost)
     membership = fault.membership(ChangingMembership(group, first))
@@ -146,13 +151,16 @@ def train(group, first, recipe, fails_at, lost, steps):
         while outer.position < steps:
             with torch.no_grad():
                 for parameter in model.parameters():
-                    parameter -= me + 1
+                    parameter -= moves or me + 1
             outer.step()
             path.append((outer.position, model.weight.item()))
+            for step, every in proposals if me == lost else ():
+                if step == outer.position:
+                    outer.change_schedule(every)
         outer.close()
     except Lost:
         return path, fault.seen
-    return [*path, (steps, model.weight.item())], fault.seen
+    return [*path, (steps, model.weight.item(), *outer.changes)], fault.seen
 
 
 def anchors_of(members):
@@ -329,6 +337,26 @@ def test_replicas_come_and_go_under_other_recipes(name):
 def test_replicas_come_while_rounds_are_under_way(recipe):
     ends = [path[-1] for path, _ in run_replicas(train, 4, [0, 1, 2], recipe, None, 0, 2 * STEPS)]
     assert len(set(ends)) == 1
+
+
+@pytest.mark.law("a-changed-h-is-a-planned-h")
+@pytest.mark.parametrize("name", [name for name in OTHERS if name != "quadratic"])
+def test_replicas_come_and_go_while_h_changes(name):
+    """The one that proposes may be lost at each phase before and after the others have agreed; another one comes."""
+    found = set()
+    for size, at in [(3, at) for at in range(1, 48, 5)] + [(4, at) for at in range(24, 64, 8)]:  # see above
+        paths = run_replicas(train, size, [0, 1, 2], OTHERS[name], at, 1, 2 * STEPS, [(1, 5), (7, 6)])
+        (end,) = {path[-1] for rank, (path, _) in enumerate(paths) if rank != 1}
+        found.add(tuple(change.every for change in end[2:]))
+    assert found == {(), (5,), (5, 6)}
+
+
+@pytest.mark.law("a-changed-h-is-a-planned-h")
+def test_no_step_is_lost_in_a_change_of_h_nor_counts_twice():
+    recipe = replace(diloco(EVERY, lr=1.0, momentum=0.0), same_data=True)
+    for at in range(1, 48):
+        for path, _ in run_replicas(train, 3, [0, 1, 2], recipe, at, 1, 2 * STEPS, [(3, 5), (9, 2)], 1.0):
+            assert all(weight == 64.0 - position for position, weight, *_ in path), at
 
 
 def test_who_takes_part_is_said_once():

@@ -19,8 +19,6 @@ from farflung.config.recipes import CODECS, RECIPES, Option, help_of
 Outer = TypeVar("Outer")
 
 FEW_ROUNDS = 10  # a run with fewer gets a warning
-AUTO = "auto"  # the recipe that chooses another one, with all its options
-NAMES = (AUTO, *RECIPES)
 MACHINE = "machine"
 _ALL = "all"
 _EXAMPLES: Mapping[str, Any] = {"alpha": 0.01, "levels": "4:machine,64:all", "warmup": 500}  # of needed arguments
@@ -81,7 +79,7 @@ class OuterSettings:
     _given: Mapping[str, Any]
 
     def __init__(self, recipe: str, **options: Any) -> None:
-        check_word("The recipe of an outer loop", recipe, NAMES)
+        check_word("The recipe of an outer loop", recipe, RECIPES)
         given = {name: value for name, value in options.items() if value is not None}
         _check_names(recipe, given)
         for name, value in given.items():
@@ -122,7 +120,7 @@ class OuterSettings:
 
 def _check_names(recipe: str, given: Mapping[str, Any]) -> None:
     """Raise ConfigError if a name is no option of the recipe, or one is missing."""
-    arguments = RECIPES.get(recipe, ())
+    arguments = RECIPES[recipe]
     known = [each.name for each in arguments] + [each.name for each in COMMON]
     odd = [name for name in given if name not in known]
     if _GONE.name in odd:
@@ -130,12 +128,6 @@ def _check_names(recipe: str, given: Mapping[str, Any]) -> None:
             f"{_GONE.name} is no longer an option: rounds.jsonl in the run's folder, which `farflung launch --run-dir` "
             "names, has a line for each round and replica. A script that starts without the launcher can append a "
             "function to `loop.listeners`, which is called with each round."
-        )
-    if recipe == AUTO and (chosen := [*odd, *(["inner"] if "inner" in given else [])]):
-        others = f", and so {'is' if len(chosen) == 2 else 'are'} {', '.join(chosen[1:])}" if chosen[1:] else ""
-        raise ConfigError(
-            f"{chosen[0]} is for {AUTO} to choose{others}. Leave it out, or name a recipe in place of {AUTO}, such as "
-            "diloco."
         )
     if odd:
         near = did_you_mean(odd[0], known)
