@@ -133,9 +133,7 @@ def test_a_launcher_with_another_key_is_refused_and_both_sides_know(place, tmp_p
     told = notes.receive()
     assert {name: run.board.get(name) for name in run.board.list("")} == before
     if theirs is None:
-        assert [str(event) for event in told] == [
-            "node:1 was refused: it has another key, or only one of the two has any"
-        ]
+        assert [str(event) for event in told] == ["node:1 was refused: it has another key, or only one side has any"]
     else:
         (event,) = notes.strangers()
         assert told == []

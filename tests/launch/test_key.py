@@ -11,14 +11,20 @@ import time
 import pytest
 
 from farflung.base.errors import ConfigError
+from farflung.comm.c10d_transport import C10dTransport
+from farflung.comm.member_store import LauncherNotes
+from farflung.comm.run_record import OtherKey
+from farflung.comm.seal import Seal
 from farflung.config import environ
 from farflung.config.key import run_key
 from farflung.config.launch import LaunchSettings
+from farflung.launch import elastic
 from farflung.launch.engines.engine import Job
 from farflung.launch.engines.kubernetes import Kubernetes
 from farflung.launch.engines.ray import Ray
 from farflung.launch.engines.slurm import Slurm
 from farflung.launch.engines.ssh import Ssh
+from farflung.process.sockets import serve_store
 from tests.launch.test_replicas import TRAINS, Launcher
 from tests.python import call_farflung
 from tests.waits import until
@@ -111,6 +117,20 @@ def test_engines_carry_the_key_unseen_or_say_how_it_gets_there(home, key_file, m
 
 def printed(output):
     return "".join(output.lines)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(KEY, OTHER), (KEY, None), (None, KEY)], ids=["other", "none", "one"])
+def test_one_that_joins_a_store_with_another_key_is_refused_on_both_sides(theirs, ours):
+    seals = [Seal(bytes.fromhex(key)) if key else None for key in (theirs, ours)]
+    store = serve_store("127.0.0.1", 0, wait_for_workers=False)
+    first = C10dTransport(store, seal=seals[0])
+    first.board.put("run", b"{}")
+    with pytest.raises(OtherKey, match=r"The record of the run at a:1 can't be used: it (is not sealed|has a key)"):
+        elastic._found(C10dTransport(("127.0.0.1", store.port), seal=seals[1]), "join", "a:1", "node:1")
+    notes = LauncherNotes(first.board)
+    (event,) = [*notes.receive(), *notes.strangers()]
+    assert re.search("refused", str(event))
+    assert "node:1" in str(event)
 
 
 @pytest.mark.long

@@ -192,6 +192,9 @@ class StoreBoard(Board):
     def patient(self, seconds: float) -> StoreBoard:
         return replace(self, patience_s=seconds)
 
+    def unsealed(self) -> StoreBoard:
+        return replace(self, seal=None)
+
     def put(self, key: str, value: bytes) -> None:
         sealed, name = self._sealed(key, value), self._named(self.prefix + key)
         # torch's types know of texts alone.
@@ -217,6 +220,10 @@ class StoreBoard(Board):
         names = self._ask(lambda store: store.list_keys())
         keys = names if self.seal is None else [name.rpartition(".")[0] or name for name in names]
         ours = [key for key, name in zip(keys, names, strict=True) if self._named(key) == name]
+        if self.seal is not None and prefix.startswith("events/"):  # in other places are names of gloo's, too
+            for name in set(names) - set(map(self._named, ours)):
+                if name.startswith(self.prefix + prefix):
+                    self.seal.versions.notice(name, "its name has no tag of the key")
         return [key.removeprefix(self.prefix) for key in ours if key.startswith(self.prefix + prefix)]
 
     def lend(self, name: str) -> Store:

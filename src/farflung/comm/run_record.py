@@ -13,7 +13,7 @@ import secrets
 from contextlib import suppress
 
 from farflung.base.errors import ConfigError, Unreachable
-from farflung.comm.board import vanished
+from farflung.comm.board import Board, vanished
 from farflung.comm.objects import ObjectBoard, quoted
 from farflung.comm.seal import RECORD_OF_RUN, Unsealed, is_sealed
 
@@ -31,14 +31,25 @@ class OtherKey(ConfigError):
         )
 
 
-def knock(board: ObjectBoard, who: str) -> None:
+def knock(board: Board, who: str) -> None:
     """Leave names that say to the launchers of all runs at an address that one with another key was refused."""
+    name, line = f"events/first/refused {who}", f"{who} was refused: it has another key, or only one side has any"
+    if not isinstance(board, ObjectBoard):
+        return board.unsealed().put(name, line.encode())
     names: list[str] = []
     with suppress(Unreachable):
         board.ask(lambda: board.find_names("", names), "list")
-        for part in {found[0] for name in names if (found := re.match(PART, name))}:
-            line = f"{who} was refused: it has another key, or only one of the two has any".encode()
-            board.write_name(f"{part}/events/first/{quoted(f'refused {who}')}", [line], is_new=False)
+        for part in {found[0] for known in names if (found := re.match(PART, known))}:
+            board.write_name(f"{part}/{quoted(name)}", [line.encode()], is_new=False)
+
+
+def check_key(board: Board, address: str) -> None:
+    """Raise OtherKey if the run whose records are on a board has another key than this process."""
+    content = board.get(_RUN)
+    if content is None and board.seal is not None:
+        raise OtherKey(address, "it is not sealed with this key")
+    if content is not None and is_sealed(content):
+        raise OtherKey(address, "it has a key, and none was given")
 
 
 def part_of_run(board: ObjectBoard, address: str) -> str | None:

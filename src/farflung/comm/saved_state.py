@@ -23,6 +23,7 @@ from torch import Tensor
 
 from farflung.base.bars import Bar, bar
 from farflung.base.errors import ConfigError, Unreachable
+from farflung.base.events import tell
 from farflung.comm.address import objects_at
 from farflung.comm.board import Log, forget
 from farflung.comm.objects import ObjectBoard
@@ -206,7 +207,8 @@ def pull(address: str, target: Path, key: bytes | None = None) -> str:
     Raises:
         ConfigError: no state can be read there.
     """
-    board = objects_at(address, None if key is None else Seal(key)).patient(_PATIENCE_S)
+    seal = None if key is None else Seal(key)
+    board = objects_at(address, seal).patient(_PATIENCE_S)
     try:
         name = part_of_run(board, address)
         states = SavedStates((board.part(name) if name else board).part("loop1"))
@@ -223,6 +225,9 @@ def pull(address: str, target: Path, key: bytes | None = None) -> str:
             return f"{len(weights)} tensors after step {saved.position}"
     except Unreachable as error:
         raise ConfigError(str(error)) from None
+    finally:
+        for notice in () if seal is None else seal.versions.notices:
+            tell(f"farflung: {notice}")
     raise ConfigError(f"Nothing can be pulled from {address}. {why}.")
 
 

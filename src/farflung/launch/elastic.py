@@ -110,7 +110,7 @@ class Replicas:
                 self._transport = _met(settings, count, self._machine, sealed)
             elif settings.join is not None:
                 found = comm_address.transport_at(settings.join, _FIND_WITHIN_S, sealed)
-                self._transport = _found(found, "join", settings.join)
+                self._transport = _found(found, "join", settings.join, self._machine)
             else:
                 self._transport = _served(settings, host, settings.main_process_port or 0, count, self._machine, sealed)
         self._address = address = self._transport.address if at_port else settings.meet or self._transport.address
@@ -172,7 +172,7 @@ def _served_or_found(
         return _served(settings, host, port, count, machine, sealed)
     except ConfigError:
         found = comm_address.transport_at(f"{host}:{port}", _FIND_WITHIN_S, sealed)
-        transport = _found(found, "meet", f"tcp://{host}:{port}")
+        transport = _found(found, "meet", f"tcp://{host}:{port}", machine)
     _tell_differences(settings, transport, count)
     return transport
 
@@ -218,13 +218,17 @@ def _described(settings: LaunchSettings, count: int) -> bytes:
     return json.dumps(run).encode()
 
 
-def _found(transport: Transport, flag: str, where: str) -> Transport:
+def _found(transport: Transport, flag: str, where: str, machine: str) -> Transport:
     """Wait a while for the run to join; its launcher may be about to start."""
     deadline, why = time.monotonic() + _FIND_WITHIN_S, "its first launcher has recorded no settings"
     while True:
         try:
             if transport.board.has(["run"]):
+                run_record.check_key(transport.board, where)
                 return transport
+        except run_record.OtherKey:
+            run_record.knock(transport.board, machine)
+            raise
         except Unreachable as error:
             why = str(error)
         if time.monotonic() > deadline:
