@@ -128,6 +128,33 @@ def test_a_pass_that_is_left_is_made_up_for_at_a_barrier_of_all_ranks():
     assert run_ranks(left_early, 2) == [((False, False), (True, True))] * 2
 
 
+def evaluated_from_train_mode():
+    """Whether replicas are equal after steps around an evaluation that began in train mode, as Lightning begins it."""
+    takeover = DDPTakeover(CONFIGS[1000])
+    takeover.install()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(2 * STEPS, 4))
+    samplers = [DistributedSampler(data, shuffle=shuffle) for shuffle in (True, False)]
+    train, test = (DataLoader(data, 1, sampler=sampler) for sampler in samplers)
+    seen = []
+    for number, (batch,) in enumerate(train, 1):
+        trained(model, optimizer, batch)
+        if number == 2:
+            batches = iter(test)
+            model.eval()
+            list(batches)
+            model.train()
+        samplers[1].set_epoch(number)  # of no pass that was trained on
+        seen.append(are_equal(model)[0])
+    return seen
+
+
+def test_an_evaluation_is_none_of_the_training_though_it_began_in_train_mode():
+    assert run_ranks(evaluated_from_train_mode, 2) == [[False] * (STEPS - 1) + [True]] * 2
+
+
 def failing():
     """What each rank sees if rank 1 fails, and the group is destroyed on the way of the error, as frameworks do."""
     takeover = DDPTakeover(CONFIGS[3])

@@ -110,11 +110,16 @@ class TrainingData:
         around(DataLoader, "__len__", self._length)
 
     def stepped(self) -> Any:
-        """Record that a step was made in the latest pass of training; return the pass whose loop it is in, if any."""
-        sampler = None if self._latest is None else self._latest()
+        """Record what a step was made on; return the pass whose loop it is in, if any.
+
+        Frameworks begin a pass of an evaluation before they put the model into eval mode, so the latest pass that began
+        in train mode counts only for scripts that read a sampler without a loader.
+        """
+        around = self._loop.around(self._trace)
+        sampler = sampler_of(around.base_dataloader) if around is not None else self._latest and self._latest()
         if sampler is not None:
             self._trained.add(sampler)
-        return self._loop.around(self._trace)
+        return around
 
     def __contains__(self, sampler: DistributedSampler[Any]) -> bool:
         return sampler in (self._trained or self._begun)
