@@ -131,7 +131,7 @@ def test_where_the_membership_is_fixed_a_loss_ends_all_that_is_under_way_and_the
 def test_of_a_welcome_only_what_has_landed_is_replaced():
     given = {"num_rounds": 1, "agreed": {"weights": "old", "buffers": "old"}}
     now = {"num_rounds": 2, "agreed": {"weights": "new", "buffers": "new"}}
-    welcome = Welcome(position=8, began=6, due=(), fragments=(given, given))
+    welcome = Welcome(position=8, began=6, due=(), fragments=(given, given), changes={})
     assert welcome.after_landing(1, now, ()) == replace(welcome, fragments=(given, now))
     mixed = {"num_rounds": 2, "agreed": {"weights": "old", "buffers": "new"}}
     assert welcome.after_landing(0, now, ("buffers",)) == replace(welcome, fragments=(mixed, given))

@@ -116,7 +116,8 @@ class TrainingData:
         in train mode counts only for scripts that read a sampler without a loader.
         """
         around = self._loop.around(self._trace)
-        sampler = sampler_of(around.base_dataloader) if around is not None else self._latest and self._latest()
+        latest = None if self._latest is None else self._latest()
+        sampler = latest if around is None else sampler_of(around.loader.base_dataloader)
         if sampler is not None:
             self._trained.add(sampler)
         return around

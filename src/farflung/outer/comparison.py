@@ -42,14 +42,17 @@ class Comparison:
 
     Attributes:
         digest: of what the last round agreed on, if it is to be compared with that of other ranks; else -1.
+        is_unseen: no round has landed yet of these parameters.
     """
 
     names: Sequence[str]
     digest: int = -1
+    is_unseen: bool = True
     _num_watched: int = 0  # rounds that are still to be checked, as newcomers have come
 
     def note_round(self, weights: Averaged, num_rounds: int, is_common: bool) -> None:
         """Keep a digest of a round's result now and then, if that is the same on all ranks."""
+        self.is_unseen = False
         is_due = num_rounds % _DIGEST_EVERY == 1 or self._num_watched > 0
         self._num_watched = max(0, self._num_watched - 1)
         self._note(weights, is_common and is_due)

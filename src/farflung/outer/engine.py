@@ -242,7 +242,7 @@ class OuterLoop:
         check_attached(optimizers, self._model, self._recipe)
         self._timetable.know(optimizer)
         self._warmup.optimizers = optimizers
-        self._hooks += hooks_of(optimizers, self._before_step, self.step)
+        self._hooks += hooks_of(optimizers, self._warmup.before_step, self.step)
         return self
 
     def change_schedule(self, every: int, delay: int | None = None) -> None:
@@ -435,10 +435,6 @@ class OuterLoop:
     def advice(self, by_flags: bool = False) -> str:
         """Return the changes that the statistics so far suggest, as `--outer-` flags or keywords; empty if none."""
         return self._meter.advice(by_flags)
-
-    def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        self._warmup.check_closure(options.get("closure", *arguments[1:2]))
-        self._warmup.average(optimizer)
 
     def _check_open(self) -> None:
         if not self._open:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -254,10 +255,15 @@ class GradientWarmup:
                 "GradScaler call it before scaler.step(optimizer)."
             )
 
-    def check_closure(self, closure: object) -> None:
-        """Raise Unsupported for an optimizer's step with a closure: it computes gradients after they were averaged."""
-        if self.is_on and closure is not None:
+    def before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Average the gradients of an attached optimizer, which is about to step.
+
+        Raises:
+            Unsupported: the step has a closure, which computes gradients after they were averaged.
+        """
+        if self.is_on and options.get("closure", *arguments[1:2]) is not None:
             raise Unsupported(
                 f"In the warm-up of this recipe ({counted(self.steps, 'step')}) an attached optimizer can't "
                 "take a closure: it computes gradients after they were averaged. Use a recipe without a warm-up."
             )
+        self.average(optimizer)

@@ -46,7 +46,6 @@ class BoundFragment:
         pending_weight: by level, the work that was done since values were last sent.
         num_rounds: that were applied.
         num_landed: buckets that were already applied of a round that continues after a loss.
-        is_unseen: no round of it has landed in this memory.
         comparison: compares it with that of the other replicas.
     """
 
@@ -64,7 +63,6 @@ class BoundFragment:
         self.history: NormHistory = {}
         self.pending_weight = [0.0] * (1 + len(recipe.levels))
         self.num_rounds = self.num_landed = 0
-        self.is_unseen = True
         self.is_whole = num_buffers is None
         parameters = buckets_of(fragment.parameters, cap_bytes, num_buffers, island_size)
         counters = buckets_of(fragment.counters, cap_bytes, num_buffers, island_size)
@@ -162,7 +160,6 @@ class BoundFragment:
     def note_round(self, is_common: bool) -> None:
         """Count a round that was applied; its result may be compared if it `is_common` to all ranks."""
         self.num_rounds += 1
-        self.is_unseen = False
         self.comparison.note_round(self.weights, self.num_rounds, is_common)
 
     def parameters(self) -> list[Tensor]:
@@ -247,7 +244,6 @@ class Replica:
         description: all that must be the same on all ranks: recipe, shapes, cut.
         tensors: a line for each tensor that is exchanged; the description has only a digest of them.
         could: the same of each tensor that may be exchanged at some time.
-        settings: the part of the description that does not depend on what is trained.
         trained: the parameters that are exchanged, and those that have trained since.
         fragments: bound to memory.
 
@@ -262,9 +258,7 @@ class Replica:
         self._recipe = self._tuned = recipe
         self.cap_bytes, self._num_buffers, self._island_size = cap_bytes, num_buffers, island_size
         self.is_sharded = model_has_dtensor(model)
-        self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.trained = TrainedSet(keeps=recipe.has_anchor)
-        self.settings = settings_of(recipe, cap_bytes)
         self._read(recipe.fragments(model, recipe.schedule.fragments))  # it names what can't be sent
         self.fragments: list[BoundFragment] = []
 
@@ -280,6 +274,15 @@ class Replica:
         self.trained.exchange({place.name for one in cut for place in one.parameters})
         buffers = [place for one in cut for place in (*one.averages, *one.counters)]
         self.could = [line_of(place) for place in (*self.trained.places.values(), *buffers)]
+
+    @property
+    def device(self) -> torch.device:
+        return next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
+
+    @property
+    def settings(self) -> str:
+        """The part of the description that does not depend on what is trained."""
+        return settings_of(self._recipe, self.cap_bytes)
 
     @property
     def layout(self) -> Layout:

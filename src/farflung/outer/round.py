@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from farflung.base.errors import CollectiveMismatch, StateError
+from farflung.comm.group import Group
 from farflung.outer.background import BackgroundJob, BackgroundWorker
 from farflung.outer.ballot import BALLOT_BYTES, Ballot, Seen, Tally, odd_among
 from farflung.outer.membership import ALL, Generation, OddMembers
@@ -63,7 +64,6 @@ class OpenRound:
 
     Attributes:
         phase: how far it has come.
-        group: the ranks that meet in it.
         job: its job, if it runs in the background.
         tally: the votes of all, once they are known, and the decision that follows.
     """
@@ -86,13 +86,17 @@ class OpenRound:
         self.tally: Tally | None = None
         self.decision = Decision((), 0.0)
         self._fragment, self._generation, self._recipe = fragment, generation, recipe
-        self.group = generation.levels[self.level].group
         self._pipeline = Pipeline(fragment, self.group, ballot.number, self.meter)
         self._square: float | None = None  # of the norm of the whole island's aggregate
 
     @property
     def level(self) -> int:
         return self.request.action.level
+
+    @property
+    def group(self) -> Group:
+        """The ranks that meet in it."""
+        return self._generation.levels[self.level].group
 
     @property
     def is_dropped(self) -> bool:
