@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from farflung.base.errors import ConfigError
 from farflung.integrations.elastic import members_of
+from farflung.integrations.tuner import LineTuner
 from farflung.loop.optimizer import AcceleratedOptimizer, parameters_of
 from farflung.loop.scheduler import planned_updates
 from farflung.loop.state import ActiveLoader, Trace
@@ -59,6 +60,7 @@ class AttachedLoop(Driver):
             ),
             lambda advice: get_logger(__name__).warning(f"As the learning rate schedule has it, {advice}"),
             self._items_of_step,
+            LineTuner(),
         )
         self.follow_optimizers()
         if recipe.weighs_items:

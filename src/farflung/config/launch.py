@@ -19,7 +19,7 @@ from farflung.config import environ
 from farflung.config.engines import EngineSettings
 from farflung.config.grid import GRID, LayoutSettings, check_layout
 from farflung.config.groups import group_of
-from farflung.config.outer import OPTIONS, Outer, OuterSettings, outer_config, renamed
+from farflung.config.outer import NAMES, OPTIONS, Outer, OuterSettings, outer_config, renamed
 from farflung.config.recipes import RECIPES
 from farflung.config.setting import Field, Value, accelerates, setting
 
@@ -141,11 +141,11 @@ class LaunchSettings(LayoutSettings, EngineSettings):
     )
     outer_recipe: str | None = setting(
         None,
-        "Train replicas independently and synchronize them every H steps with this recipe: "
-        f"{', '.join(RECIPES)}. The other --outer flags set its options. [the script's recipe, if any]",
+        "Train replicas independently and synchronize them every H steps with this recipe: auto, which measures and "
+        f"chooses, {', '.join(RECIPES)}. The other --outer flags set its options. [the script's recipe, if any]",
         told=True,
         flags=("--outer_recipe", "--outer"),
-        choices=tuple(RECIPES),
+        choices=NAMES,
     )
     elastic: str | None = setting(
         None, "Start replicas that may be lost, leave and join at any time: at least and at most how many, such as 2:8."

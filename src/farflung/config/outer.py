@@ -19,6 +19,8 @@ from farflung.config.recipes import CODECS, RECIPES, Option, help_of
 Outer = TypeVar("Outer")
 
 FEW_ROUNDS = 10  # a run with fewer gets a warning
+AUTO = "auto"  # the recipe that chooses another one, with all its options
+NAMES = (AUTO, *RECIPES)
 MACHINE = "machine"
 _ALL = "all"
 _EXAMPLES: Mapping[str, Any] = {"alpha": 0.01, "levels": "4:machine,64:all", "warmup": 500}  # of needed arguments
@@ -79,7 +81,7 @@ class OuterSettings:
     _given: Mapping[str, Any]
 
     def __init__(self, recipe: str, **options: Any) -> None:
-        check_word("The recipe of an outer loop", recipe, RECIPES)
+        check_word("The recipe of an outer loop", recipe, NAMES)
         given = {name: value for name, value in options.items() if value is not None}
         _check_names(recipe, given)
         for name, value in given.items():
@@ -120,7 +122,7 @@ class OuterSettings:
 
 def _check_names(recipe: str, given: Mapping[str, Any]) -> None:
     """Raise ConfigError if a name is no option of the recipe, or one is missing."""
-    arguments = RECIPES[recipe]
+    arguments = RECIPES.get(recipe, ())
     known = [each.name for each in arguments] + [each.name for each in COMMON]
     odd = [name for name in given if name not in known]
     if _GONE.name in odd:
@@ -128,6 +130,12 @@ def _check_names(recipe: str, given: Mapping[str, Any]) -> None:
             f"{_GONE.name} is no longer an option: rounds.jsonl in the run's folder, which `farflung launch --run-dir` "
             "names, has a line for each round and replica. A script that starts without the launcher can append a "
             "function to `loop.listeners`, which is called with each round."
+        )
+    if recipe == AUTO and (chosen := [*odd, *(["inner"] if "inner" in given else [])]):
+        others = f", and so {'is' if len(chosen) == 2 else 'are'} {', '.join(chosen[1:])}" if chosen[1:] else ""
+        raise ConfigError(
+            f"{chosen[0]} is for {AUTO} to choose{others}. Leave it out, or name a recipe in place of {AUTO}, such as "
+            "diloco."
         )
     if odd:
         near = did_you_mean(odd[0], known)

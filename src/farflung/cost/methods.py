@@ -109,8 +109,8 @@ class Rows:
         longest = min(steps // FEW_ROUNDS, _LONGEST)
         enough = [kind for kind in kinds if min(GAIN_KEPT[kind.name]) <= longest]
         self.left_out = tuple(kind.name for kind in kinds if kind not in enough)
-        gradients = _gradients(run, bucket_bytes) if run.is_direct else ()  # an address takes rounds alone
-        rows = [*gradients, *(self._best(kind, longest) for kind in enough)]
+        by_gradients = gradients(run, bucket_bytes) if run.is_direct else ()  # an address takes rounds alone
+        rows = [*by_gradients, *(self._best(kind, longest) for kind in enough)]
         self.chosen = tuple(sorted(rows, key=self._order))
 
     def suffices(self, row: Row) -> bool:
@@ -189,7 +189,7 @@ def gain_kept(name: str, every: int) -> tuple[float, bool]:
     return measured[below] + part * (measured[above] - measured[below]), False
 
 
-def _gradients(run: Workload, bucket_bytes: int | None) -> tuple[Row, Row]:
+def gradients(run: Workload, bucket_bytes: int | None) -> tuple[Row, Row]:
     """Return data-parallel training, with gradients as they are and in 16 bits."""
     method = Method("DDP", during_backward=True, bucket_bytes=bucket_bytes or _DDP_BUCKET_BYTES)
     narrow = replace(method, name="DDP bf16", bits=16)

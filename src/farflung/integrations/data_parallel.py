@@ -13,8 +13,7 @@
     model.state_dict()       the weights that all ranks last agreed on, if the recipe keeps them; nothing is sent
     model.eval()             puts the same into the model; its own come back before it trains again
 
-Everything is done through public names of torch: communication hooks, hooks of all optimizers' steps, hooks of state
-dicts, and functions that are called as before.
+All by public names of torch: hooks of communication, of steps and of state dicts, and functions called as before.
 """
 
 from __future__ import annotations
@@ -56,6 +55,7 @@ from farflung.integrations.patching import around
 from farflung.integrations.rounds import RoundFigures, RoundOutputs
 from farflung.integrations.spawned import follow_processes
 from farflung.integrations.training_data import TrainingData
+from farflung.integrations.tuner import LineTuner
 from farflung.loop.optimizer import parameters_of
 from farflung.loop.scheduler import planned_updates
 from farflung.outer.arguments import OuterConfig, check_inner, recipe_of
@@ -206,7 +206,7 @@ class DDPTakeover:
         make(*given.args, **given.kwargs)
         ddp = given.arguments["self"]
         follow_lightning(self._end_fit, self._data.is_planned)
-        self._followed.append(FollowedModel(ddp, self._recipe.warmup > 0, mesh, self._flush_model))
+        self._followed.append(FollowedModel(ddp, self._recipe.may_warm_up, mesh, self._flush_model))
         if mesh.device_mesh is not None:  # DDP has made the ranks of each island equal
             broadcast_values([*ddp.module.parameters(), *ddp.module.buffers()], mesh.replicas)
 
@@ -307,6 +307,7 @@ class DDPTakeover:
                 optimizer,
                 lambda: planned_updates(each for each in self._schedulers if each.optimizer is optimizer),
                 lambda advice: self._say(f"farflung: as the learning rate schedule has it, {advice}"),
+                tuner=LineTuner(),
             )
         driver.epochs = one.epochs
         for other in self._optimizers:
@@ -327,7 +328,7 @@ class DDPTakeover:
             each, where = f", each on {mesh.island.size} ranks,", "within their replica"
         self._say(
             f"farflung: {self._config.recipe} over {counted(size, 'replica')}{each} of a DDP model with {trained:,} "
-            f"parameters: {self._recipe.schedule}; its gradients stay {where}"
+            f"parameters: {driver.loop.schedule}; its gradients stay {where}"
         )
         return driver
 

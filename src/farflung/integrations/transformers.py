@@ -17,6 +17,7 @@ from farflung.checkpoint import paths
 from farflung.checkpoint.entries import Entry
 from farflung.checkpoint.files import crc32
 from farflung.checkpoint.reader import read_torch
+from farflung.config.outer import AUTO
 from farflung.integrations.rounds import RoundFigures
 from farflung.outer.arguments import OuterConfig, chosen_recipe
 from farflung.outer.engine import OuterLoop
@@ -70,7 +71,10 @@ class OuterCallback(TrainerCallback):
         if self._open is not None:
             raise StateError("OuterCallback: the training before did not end. Make a new Trainer and a new callback.")
         self._open = ExitStack()
-        outer = self._trainer.accelerator.outer(self._trainer.model_wrapped, self._recipe)
+        recipe = self._recipe
+        if isinstance(recipe, OuterConfig) and recipe.recipe == AUTO and recipe.steps is None:
+            recipe = OuterConfig(AUTO, **recipe.given(), steps=state.max_steps)
+        outer = self._trainer.accelerator.outer(self._trainer.model_wrapped, recipe)
         self.loop = self._open.enter_context(outer)
         self._figures = RoundFigures(self.loop)
         said = chosen_recipe(self._recipe).few_rounds(state.max_steps)

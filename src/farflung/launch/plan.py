@@ -24,6 +24,7 @@ from farflung.base.words import counted, numbered, plural
 from farflung.config import environ
 from farflung.config.grid import check_layout
 from farflung.config.launch import DEFAULT_PORT, LaunchSettings, rank_variables
+from farflung.config.outer import AUTO
 from farflung.config.resolve import Resolved, explained
 from farflung.integrations.as_accelerate import path_variables
 from farflung.launch.network import (
@@ -345,7 +346,7 @@ def check_recipe(resolved: Resolved, variables: Mapping[str, str]) -> bool:
     are sums on the way, of what was not encoded to few bits.
     """
     config = resolved.settings.outer
-    if config is None:
+    if config is None or config.recipe == AUTO:  # which has no values that could be refused, and no codec yet
         return False
     with torch_is_loaded(variables):
         make = outer_arguments.OuterConfig

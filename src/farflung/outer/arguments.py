@@ -7,9 +7,11 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,14 +35,25 @@ from farflung.base.words import counted, numbered
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.shards import is_partial, is_sharded, meshes, num_parts, sharded_parts
 from farflung.comm.torch_group import TorchGroup, mesh_along
-from farflung.config.outer import MACHINE, OuterSettings
+from farflung.config.outer import AUTO, MACHINE, OuterSettings
 from farflung.outer.inner import AverageState, Inner, KeepState, ResetState
 from farflung.outer.membership import Membership
 from farflung.outer.recipe import Recipe
+from farflung.outer.schedule import Undecided
 
 _PARTS = re.compile(r"[;,] (?![^(]*\))")  # of a description: commas that are not within parentheses
 _STATE = ("description", "position", "synced", "began", "seconds", "lr", "stats", "rounds")
-MAKERS: Mapping[str, Callable[..., Recipe]] = {name: getattr(recipes, name) for name in recipes.__all__}
+
+
+def _undecided() -> Recipe:
+    """Return the recipe of a trial: its anchor is what all share when the recipe that was chosen begins."""
+    return Recipe(schedule=Undecided(), optimizer=partial(torch.optim.SGD, lr=1.0))
+
+
+MAKERS: Mapping[str, Callable[..., Recipe]] = {
+    AUTO: _undecided,
+    **{name: getattr(recipes, name) for name in recipes.__all__},
+}
 _INNER: Mapping[str, Callable[[], Inner]] = {"keep": KeepState, "reset": ResetState, "average": AverageState}
 
 
@@ -116,7 +129,9 @@ def recipe_of(config: OuterSettings, local_size: int) -> Recipe:
         parts["inner"] = _INNER[parts["inner"]]()
     make = MAKERS[config.recipe]
     recipe = make(**options)
-    if steps is not None:
+    if isinstance(recipe.schedule, Undecided):
+        parts["schedule"] = Undecided(steps)
+    elif steps is not None:
         rounds = _rounds_in(steps, recipe)
         if rounds is not None and "rounds" in signature(make).parameters:
             recipe = make(**{"rounds": rounds} | options)

@@ -22,6 +22,7 @@ from farflung.outer.elastic import Elastic
 from farflung.outer.engine import OuterLoop
 from farflung.outer.inner import IterationTracker
 from farflung.outer.recipe import Recipe
+from farflung.outer.trial import Tuner
 
 
 class DataPass(Protocol):
@@ -57,6 +58,7 @@ class Driver:
         planned: returns the steps for which the learning rate schedule is made, None if unknown.
         warn: called with advice for a run that is too short for its recipe.
         items: returns the samples or tokens of the current step, for recipes that weight replicas by them.
+        tuner: see `OuterLoop`.
 
     Attributes:
         iteration: determines which attempted steps are counted; the host adds the optimizers that it expects.
@@ -74,6 +76,7 @@ class Driver:
         planned: Callable[[], int | None],
         warn: Callable[[str], None],
         items: Callable[[], float] = lambda: 0.0,
+        tuner: Tuner | None = None,
     ) -> None:
         self.recipe = recipe
         self._planned, self._warn, self._items = planned, warn, items
@@ -82,7 +85,13 @@ class Driver:
         self.attempts = 0
         self.epochs: EpochTracker | None = None
         membership = members.membership
-        self.loop = OuterLoop(model, recipe, members.group, island=members.island, membership=membership, inner=inner)
+        if tuner is not None:
+            tuner.planned = planned
+        self.loop = OuterLoop(
+            model, recipe, members.group, island=members.island, membership=membership, inner=inner, tuner=tuner
+        )
+        if tuner is not None and recipe.is_undecided:
+            tuner.follow(self.loop)
         self._data: Any = None  # the batches that rounds bring into the common weights
         if members.slots is not None:
             self._data = members.slots.follow(membership, recipe.schedule.fragments)

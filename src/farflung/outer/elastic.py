@@ -232,6 +232,19 @@ class Elastic:
             self._transfers.stop(self.record.newcomers)
         self._generation = None
 
+    def expect_round(self, seconds: float) -> None:
+        self.peers.expect_round(seconds)
+
+    def agreed(self, text: str) -> str:
+        board = self._transport.board.part(self.peers.loop)
+
+        def first() -> str:
+            if text:
+                board.put_new("agreed", text.encode())
+            return (board.get("agreed") or b"").decode()
+
+        return from_first(self._share_group, first)
+
     def leaving(self) -> Leaving:
         # This round is early, so members that have not reached it are not late: wait half of the grace period.
         return Leaving(self.peers.grace_s / 2, self.island, self.peers.loop)

@@ -41,6 +41,7 @@ from farflung.outer.schedule import Change, Launch, Schedule
 from farflung.outer.stats import Meter, Round, Stats
 from farflung.outer.sync import Sync
 from farflung.outer.timetable import Timetable
+from farflung.outer.trial import RecipeTrial, Tuner
 from farflung.outer.twins import Twins
 
 
@@ -88,6 +89,7 @@ class OuterLoop:
             two ranks, or a whole fragment if its exchange overlaps with training. None: the recipe's value, or else an
             eighth of the trainable parameters, at least 4 MB (small enough to stay in a cache) and at most 12.5 MB.
             Larger buckets pay off on links with high bandwidth and high latency, such as 1 Gbit/s at 50 ms.
+        tuner: chooses a recipe for `auto`; an Accelerator and `farflung launch` have one.
 
     Attributes:
         listeners: functions that are called with each `Round` when it ends.
@@ -112,6 +114,7 @@ class OuterLoop:
         membership: Membership | None = None,
         bucket_bytes: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        tuner: Tuner | None = None,
     ) -> None:
         if mesh is not None or outer is not None:
             group, island = groups_of(mesh, outer, is_alone=group is None and island is None and membership is None)
@@ -121,7 +124,8 @@ class OuterLoop:
         )
         island = membership.island
         self.listeners: list[Callable[[Round], None]] = []
-        self._recipe = recipe
+        trial = RecipeTrial(recipe, tuner, membership, model) if recipe.is_undecided else None
+        recipe = (trial and trial.known()) or recipe
         self._meter = Meter()
         self._hooks: list[RemovableHandle] = []
         self._open = True
@@ -129,20 +133,18 @@ class OuterLoop:
         this = weakref.ref(self)
         self._ddp = kept_local(model, island, lambda: (loop := this()) is None or not loop._open or loop.is_warming)
         self._model = model = model if self._ddp is None else self._ddp.module
-        is_whole = recipe.is_whole or island.size > 1
-        num_buffers = None if is_whole else num_buffers_among(membership.most)
-        replica = Replica(model, recipe, cap_bytes, num_buffers, island.size)
+        replica_of = partial(_replica_of, model, cap_bytes, membership)
+        replica = replica_of(recipe)
         self._quorum = quorum = Quorum(membership, recipe, replica, timetable, self._meter)
         twins = Twins(are_allowed=recipe.same_data)
         self._rounds = Rounds(recipe, replica, timetable, quorum, self._meter, self.listeners, twins)
         quorum.under_way = weakref.proxy(self._rounds)  # or a loop that is dropped would keep its model
         has_ddp = self._ddp is not None
         self._warmup = GradientWarmup(recipe.warmup, model, timetable, quorum, self._meter, has_ddp)
-        self._sync = Sync(recipe, replica, timetable, quorum, self._rounds, self._warmup, self._meter)
+        parts = (self._rounds, self._warmup, self._meter, trial, replica_of)
+        self._sync = Sync(recipe, replica, timetable, quorum, *parts)
         with torch.no_grad():
-            quorum.enter()
-            if quorum.welcome is not None:
-                self._sync.run(quorum.welcome.due)
+            self._sync.enter()
         self.open_end = OpenEnd()
         self._finalizer = weakref.finalize(self, self.open_end.report)
         self._leaving = membership.leaving()
@@ -159,16 +161,18 @@ class OuterLoop:
             ConfigError: the recipe weights replicas by items, and none are given.
         """
         self._check_open()
-        items = checked_items(items, done, self._recipe)
+        items = checked_items(items, done, self._timetable.recipe)
         if self._hooks and not done:
             self._warmup.check_averaged()
         is_shared = self._warmup.makes_alike()
         self._timetable.position += 1
         self._quorum.welcome = None
+        if self._sync.is_on_trial:
+            self._sync.note_step()
         self._meter.add("attempts")
         if done:
             if not is_shared:
-                self._rounds.replica.count(self._recipe.work_of(items))
+                self._rounds.replica.count(self._timetable.recipe.work_of(items))
             self._meter.add("steps")
         self.open_end.steps += not is_shared and self._quorum.group.size > 1
         if self._timetable.position == self._warmup.steps and self._warmup.are_alike:
@@ -179,11 +183,14 @@ class OuterLoop:
         self._check_open()
         self._warmup.end_if_due()
         for due in self._timetable.until_now(self._quorum.generation.island):
-            if not due:
+            is_over = self._sync.is_on_trial and self._sync.end_trial(is_early=False)
+            if is_over or not due:
                 continue
             with self._meter.timed("exposed"), torch.no_grad():
                 self._sync.run(due)
-            if self._recipe.leaves_alike and any(isinstance(action, Launch) and action.level == 0 for action in due):
+            if self._timetable.recipe.leaves_alike and any(
+                isinstance(action, Launch) and action.level == 0 for action in due
+            ):
                 self.open_end.steps = 0
             if any(isinstance(action, Launch) for action in due):
                 self._timetable.begin_round()  # not before the wait for slower ranks, which would grow with each round
@@ -193,8 +200,8 @@ class OuterLoop:
     def _leave_after_a_round(self, leaving: Leaving) -> None:
         """Bring the steps since the last round into the next one, and end this process."""
         with torch.no_grad():
-            if self.steps_since_sync > 0 and not self.is_warming:  # else all have the same already
-                self._sync.run_next()
+            if self.steps_since_sync > 0 and not (self.is_warming or self._sync.is_on_trial):
+                self._sync.run_next()  # else all have the same already, or the others are about to choose a recipe
             self._rounds.apply_all()
         self._end(is_in_step=False, reason="it was asked to end, and did so after a round")
         leaving.leave()
@@ -239,7 +246,7 @@ class OuterLoop:
         optimizers = (optimizer, *others)
         if self._hooks:
             raise StateError("attach: an optimizer is attached already, and its steps would be counted twice.")
-        check_attached(optimizers, self._model, self._recipe)
+        check_attached(optimizers, self._model, self._timetable.recipe)
         self._timetable.know(optimizer)
         self._warmup.optimizers = optimizers
         self._hooks += hooks_of(optimizers, self._warmup.before_step, self.step)
@@ -288,6 +295,9 @@ class OuterLoop:
         """
         self._check_open()
         with torch.no_grad():
+            if self._sync.is_on_trial:
+                self._quorum.run(self._warmup.stay)
+                self._sync.end_trial(is_early=True)
             self._quorum.run(self._sync.flush)
         self.open_end.steps = 0
         self._warmup.are_alike |= not self.is_warming  # optimizers of ranks without data stay behind
@@ -344,6 +354,7 @@ class OuterLoop:
             "are_alike": self._warmup.are_alike,
             "stats": self.stats().saved(),
             "rounds": self._rounds.state_dict(),
+            **({} if self._sync.trial is None else {"auto": self._sync.trial.spec}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -355,6 +366,8 @@ class OuterLoop:
             ConfigError: it is no such state, or of another model or recipe.
         """
         self._check_open()
+        if not self.is_newcomer and "auto" in state:
+            self._sync.resume(state["auto"])
         replica = self._rounds.replica
         self._rounds.align(state, lambda: check_state("load_state_dict", state, _identity(replica, self._quorum)))
         reshard(self._model.modules())
@@ -391,7 +404,7 @@ class OuterLoop:
     @property
     def is_warming(self) -> bool:
         """Whether the next step belongs to the warm-up, in which gradients are averaged and weights are not."""
-        return self._timetable.position < self._recipe.warmup
+        return self._timetable.position < self._timetable.recipe.warmup
 
     @property
     def position(self) -> int:
@@ -426,7 +439,7 @@ class OuterLoop:
     @property
     def has_anchor(self) -> bool:
         """Whether this rank holds the weights that all ranks last agreed on, in addition to those that it trains."""
-        return self._recipe.has_anchor
+        return self._timetable.recipe.has_anchor
 
     def stats(self) -> Stats:
         """Return the costs of the rounds so far: their number, bytes and seconds."""
@@ -457,6 +470,12 @@ class OuterLoop:
         self._quorum.membership.end("its loop has ended" if is_alone else reason, is_alone)
         for hook in self._hooks:
             hook.remove()
+
+
+def _replica_of(model: nn.Module, cap_bytes: int, membership: Membership, recipe: Recipe) -> Replica:
+    is_whole = recipe.is_whole or membership.island.size > 1
+    num_buffers = None if is_whole else num_buffers_among(membership.most)
+    return Replica(model, recipe, cap_bytes, num_buffers, membership.island.size)
 
 
 def _identity(replica: Replica, quorum: Quorum) -> dict[str, Any]:

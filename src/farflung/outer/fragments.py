@@ -164,11 +164,22 @@ def _check(model: object, count: object) -> None:
     check_whole("count", count, least=1)
 
 
-def _by_block(model: nn.Module, count: int, choose: Callable[[int, int], int]) -> list[Fragment]:
-    _check(model, count)
+def num_blocks(model: nn.Module) -> int:
+    """Return how many blocks a model has, in the sense of `strided`; at least one."""
+    return max(1, _blocks(model)[0])
+
+
+def _blocks(model: nn.Module) -> tuple[int, str]:
+    """Return the length and the name of a model's longest list of modules; among equals, of the most values."""
     lists = [(name, one) for name, one in model.named_modules() if isinstance(one, (nn.ModuleList, nn.Sequential))]
     sizes = [(len(one), sum(p.numel() for p in one.parameters()), name) for name, one in lists]
-    number, _, path = max(sizes, key=lambda size: size[:2], default=(0, 0, ""))  # among equals, of the most values
+    number, _, path = max(sizes, key=lambda size: size[:2], default=(0, 0, ""))
+    return number, path
+
+
+def _by_block(model: nn.Module, count: int, choose: Callable[[int, int], int]) -> list[Fragment]:
+    _check(model, count)
+    number, path = _blocks(model)
     if number < count:
         raise ConfigError(
             f"{count} fragments of {counted(number, 'block')}: the model's longest list of modules is "

@@ -204,6 +204,17 @@ class Membership(Protocol):
         """Keep what the members share, as the store where they would agree is gone; return the error that says so."""
         return error
 
+    def expect_round(self, seconds: float) -> None:
+        """Called before the first round, with how long a round should take: nobody is late before that."""
+        return None
+
+    def agreed(self, text: str) -> str:
+        """Return the first text, not an empty one, that a replica of this run has given for this loop, ever.
+
+        The same members give the same text, at the same time.
+        """
+        return text
+
     def leaving(self) -> Leaving | None:
         """Return what hears that this process is to end after one more round; None: signals end it at once."""
         return None

@@ -73,6 +73,10 @@ class Peers:
         """How many seconds the others wait for a replica that is late."""
         return max(self.notes.board.grace_s, _GAPS * self._gap_s) if self._grace_s is None else self._grace_s
 
+    def expect_round(self, seconds: float) -> None:
+        """Take the next round to be as long as one before it was."""
+        self._gap_s = seconds
+
     def note_round(self) -> None:
         """Record that a round begins."""
         now = time.monotonic()

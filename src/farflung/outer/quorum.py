@@ -118,10 +118,10 @@ class Quorum:
     ) -> None:
         self.membership = membership
         said = (replica.description, replica.tensors)
-        overlaps = recipe.schedule.delay > 0
+        self._is_behind = recipe.schedule.delay > 0
         self.needs = Needs(
             recipe.levels,
-            overlaps,
+            self._is_behind or recipe.is_undecided,
             replica.is_sharded,
             *said,
             num_votes=1,
@@ -241,7 +241,7 @@ class Quorum:
                 newcomers = () if generation.joins else generation.newcomers
                 self._changes["joined"] += tuple(generation.ids[rank] for rank in newcomers)
             self._meter.add("bytes_voting", (self.group.size - 1) * BALLOT_BYTES)
-            self.worker = BackgroundWorker(self._replica.device, generation.background) if self.needs.overlaps else None
+            self.worker = self._new_worker()
             # A newcomer gets it, also one that comes back.
             has_state = had_state and not generation.joins
             self.needs = replace(self.needs, num_votes=generation.num_votes, has_state=has_state)
@@ -254,6 +254,17 @@ class Quorum:
             took_s, self._noticed_at = time.perf_counter() - self._noticed_at, None
             self._meter.add("seconds_recovering", took_s)
             self._changes["seconds_recovering"] += took_s
+
+    def _new_worker(self) -> BackgroundWorker | None:
+        return BackgroundWorker(self._replica.device, self.generation.background) if self._is_behind else None
+
+    def restart(self, recipe: Recipe, replica: Replica) -> None:
+        """Continue with a model as another recipe exchanges it; nothing is sent."""
+        self._replica, self._is_behind = replica, recipe.schedule.delay > 0
+        self.needs = replace(self.needs_now(), overlaps=self._is_behind, is_shared=replica.is_shared)
+        if hasattr(self, "generation"):
+            self.describe(replica.description, replica.tensors)
+            self.worker = self._new_worker()
 
     def _share(self, had_state: bool) -> None:
         """Take the state that members share, as a newcomer; at the start all get that of the first member."""

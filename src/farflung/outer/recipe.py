@@ -29,6 +29,7 @@ from farflung.outer.schedule import (
     Quadratic,
     Schedule,
     Streaming,
+    Undecided,
     Warmup,
     after_warmup,
     check_schedule,
@@ -226,6 +227,16 @@ class Recipe:
         if isinstance(inside, (Every, Streaming, Quadratic)):
             return inside.every
         return max(inside.sizes) if isinstance(inside, Levels) else None
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether it is that of a trial, after which another one is chosen."""
+        return isinstance(after_warmup(self.schedule), Undecided)
+
+    @property
+    def may_warm_up(self) -> bool:
+        """Whether gradients are averaged in the first steps, as far as is known before the loop has met other ranks."""
+        return self.warmup > 0 or self.is_undecided
 
     def few_rounds(self, steps: int) -> str:
         """Return a sentence if a run of so many steps has too few rounds for an outer loop, else nothing."""

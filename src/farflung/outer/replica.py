@@ -382,6 +382,13 @@ class Replica:
         for fragment in self.fragments if has_values or generation.joins else ():
             fragment.enter(before, generation.ids)
 
+    def begin_alike(self, generation: Generation) -> None:
+        """Begin with members that have the same values already; nothing is sent."""
+        self._group = generation.group
+        self.fragments = [self._bound(fragment, SoloGroup(), is_new=True) for fragment in self._cut]
+        for fragment in self.fragments:
+            fragment.enter((), generation.ids)
+
     def note_newcomers(self) -> None:
         """Compare the agreed weights in the next rounds, and in the next vote if they are the same on all ranks."""
         for fragment in self.fragments:

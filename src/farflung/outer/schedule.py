@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar, Protocol, TypeAlias
 
@@ -107,6 +107,21 @@ class Every(_AtOnce):
 
     def __call__(self, now: Clock) -> Sequence[Action]:
         return (Launch(0, steps=self.every), Apply(0)) if now.step % self.every == 0 else ()
+
+
+@dataclass(frozen=True)
+class Undecided(_AtOnce):
+    """The schedule of a trial, after whose first `every` steps another one is chosen, if it has found other ranks.
+
+    Args:
+        steps: of the whole run; None: unknown.
+    """
+
+    steps: int | None = field(default=None, repr=False)  # which ranks may count differently
+    every: ClassVar[int] = 20
+
+    def __call__(self, now: Clock) -> Sequence[Action]:
+        return Every(self.every)(now)
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
+from farflung.base.errors import ConfigError
 from farflung.comm.bucket import broadcast_values
 from farflung.comm.shards import local, num_parts
 from farflung.outer.comparison import FINGERPRINT_BYTES
@@ -20,6 +23,7 @@ from farflung.outer.rounds import Rounds
 from farflung.outer.schedule import Action, Apply, Change, Launch
 from farflung.outer.stats import Meter
 from farflung.outer.timetable import Timetable
+from farflung.outer.trial import RecipeTrial
 
 
 @dataclass(eq=False)
@@ -30,6 +34,8 @@ class Sync:
         replica: this rank's model.
         timetable: where this rank is.
         warmup: the steps in which gradients are averaged, and no rounds are due.
+        trial: chooses the recipe, if that is left to it.
+        replica_of: binds the model as another recipe exchanges it.
     """
 
     recipe: Recipe
@@ -39,6 +45,74 @@ class Sync:
     rounds: Rounds
     warmup: GradientWarmup
     meter: Meter
+    trial: RecipeTrial | None
+    replica_of: Callable[[Recipe], Replica]
+
+    # ---- a recipe that is to be chosen
+
+    def enter(self) -> None:
+        """Meet the other members, and measure the line to them if the recipe is still to be chosen: a collective."""
+        trial, quorum = self.trial, self.quorum
+        try:
+            quorum.enter()
+        except ConfigError:  # while it asked, the members may have ended the trial that it would have joined
+            if trial is None or (chosen := trial.known()) is None:
+                raise
+            self._follow(chosen, self.replica_of(chosen))
+            quorum.enter()
+        if quorum.welcome is not None:
+            self.run(quorum.welcome.due)
+        if trial is not None and (recipe := trial.begin(quorum)) is not None:
+            self._restart(recipe)
+
+    @property
+    def is_on_trial(self) -> bool:
+        return self.trial is not None and self.trial.is_on
+
+    def note_step(self) -> None:
+        assert self.trial is not None
+        self.trial.note_step(self.meter.stats().seconds_exposed)
+
+    def end_trial(self, is_early: bool) -> bool:
+        """Choose a recipe, if it is time or early, and as far as that is possible. Return whether one was chosen."""
+        assert self.trial is not None
+        if not (is_early or self.trial.is_due(self.timetable.synced)):
+            return False
+        with self.meter.timed("exposed"), torch.no_grad():
+            recipe = self.trial.end()
+            if recipe is not None:
+                self._restart(recipe)
+        return recipe is not None
+
+    def resume(self, spec: str) -> None:
+        """Continue as a loop with this `spec` of its trial."""
+        if self.trial is not None:
+            with torch.no_grad():
+                self._restart(self.trial.resumed(spec))
+
+    def _restart(self, recipe: Recipe) -> None:
+        """Continue as another recipe does, from what all members share, with this rank's steps since; sends nothing.
+
+        The recipe so far has an anchor, and no round is under way.
+        """
+        before, replica = self.replica, self.replica_of(recipe)
+        kept = before.copies(())
+        before.adopt()
+        replica.begin_alike(self.quorum.generation)
+        for tensor, value in kept:
+            tensor.copy_(value)
+        replica.count(before.fragments[0].pending_weight[0])
+        self._follow(recipe, replica)
+
+    def _follow(self, recipe: Recipe, replica: Replica) -> None:
+        self.recipe = self.rounds.recipe = recipe
+        self.replica = self.rounds.replica = replica
+        self.warmup.steps = recipe.warmup
+        self.warmup.is_over = not self.warmup.is_on
+        self.timetable.follow(recipe)
+        self.quorum.restart(recipe, replica)
+
+    # ---- rounds
 
     def run(self, due: Sequence[Action]) -> None:
         """Launch and apply the rounds that are due; first admit replicas that wait, which take part in them."""
@@ -106,7 +180,8 @@ class Sync:
         Returns:
             The fragment then under way, and the furthest position of any rank.
         """
-        timetable, rounds, step = self.timetable, self.rounds, self.timetable.synced
+        timetable, rounds = self.timetable, self.rounds
+        step = max(timetable.synced, self.warmup.steps)  # nothing is due in a warm-up, which may never end
         left, joined_in = deque[Action](), self.quorum.joined_in
         while True:
             if self.quorum.joined_in > joined_in:

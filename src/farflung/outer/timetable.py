@@ -29,13 +29,19 @@ class Timetable:
         changes: the steps from which on H is another one, as given or as agreed on so far.
         last: the latest of them that was carried out.
         agreed: H and delay that come at the end of the current round, as a round has brought them to all ranks.
+        recipe: whose schedule it is.
     """
 
     def __init__(self, recipe: Recipe, clock: Callable[[], float], inner: Optimizer | None) -> None:
-        self._recipe, self._clock = recipe, clock
+        self._clock = clock
+        self.follow(recipe)
         self.position = self.synced = self.began = 0
         self._began_at = clock()
         self.know(inner)
+
+    def follow(self, recipe: Recipe) -> None:
+        """Ask the schedule of another recipe from now on."""
+        self.recipe = recipe
         # All ranks of an island take the longest, if the schedule looks at it.
         self._reads_clock = getattr(after_warmup(recipe.schedule), "reads_clock", False)
         self.last: Change | None = None
@@ -45,7 +51,7 @@ class Timetable:
 
     def _set_changes(self, changes: Iterable[Change]) -> None:
         self.changes = tuple(changes)
-        self._schedule = self._recipe.scheduled(self.changes)
+        self._schedule = self.recipe.scheduled(self.changes)
 
     @property
     def schedule(self) -> Schedule:
@@ -58,13 +64,13 @@ class Timetable:
 
     def propose(self, every: int, delay: int | None, vote: int) -> None:
         """Propose another H, and perhaps delay, to all ranks, in a round of this number or a later one."""
-        planned = self._recipe.changes[-1:]
+        planned = self.recipe.changes[-1:]
         if planned and planned[0].step > self.synced:
             raise StateError(f"The recipe plans {planned[0]}. Leave out its changes, or propose none before that step.")
         check_whole("every", every, least=1)
         if delay is None:
-            delay = every if self._recipe.eager else min(self.schedule.delay, every)
-        self._recipe.check_interval(every, delay)
+            delay = every if self.recipe.eager else min(self.schedule.delay, every)
+        self.recipe.check_interval(every, delay)
         self._proposed = every, delay, vote
 
     @property
@@ -83,7 +89,7 @@ class Timetable:
         """Let what was agreed on begin after this step, if a round ends there."""
         if self.agreed is None:
             return
-        planned = Changing(self._recipe.schedule, self.changes)
+        planned = Changing(self.recipe.schedule, self.changes)
         if planned.ends_round(step):
             now, change, self.agreed = planned.part(step)[1], Change(step, *self.agreed), None
             is_new = (change.every, change.delay) != (now.every, now.delay)
@@ -112,8 +118,8 @@ class Timetable:
             self._lr = max(self._lr, float(inner.param_groups[0]["lr"]))
         self._change_after(step)
         due = list(self._schedule(Clock(step, self.began, seconds, self._lr)))
-        if self._recipe.inner.needs_optimizer and due and inner is None:
-            raise ConfigError(f"{self._recipe.inner} needs the inner optimizer: OuterLoop(..., inner=optimizer).")
+        if self.recipe.inner.needs_optimizer and due and inner is None:
+            raise ConfigError(f"{self.recipe.inner} needs the inner optimizer: OuterLoop(..., inner=optimizer).")
         if any(isinstance(action, Launch) for action in due):
             self.began = step
             self.know(inner)
@@ -141,7 +147,7 @@ class Timetable:
     def load_changes(self, state: Mapping[str, Any], due: Sequence[Action] = ()) -> None:
         """Take over what `changes_dict` has returned; what is `due` is not carried out yet."""
         saved, agreed = state.get("changes"), state.get("agreed")  # older states have none
-        self._set_changes(self._recipe.changes if saved is None else (Change(*numbers) for numbers in saved))
+        self._set_changes(self.recipe.changes if saved is None else (Change(*numbers) for numbers in saved))
         self.agreed = None if agreed is None else (agreed[0], agreed[1])
         done = [one for one in self.changes if one.step <= self.synced and one not in due]
         self.last = done[-1] if done else None

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first steps of a loop whose recipe is chosen from what they measure: the line, and the time of a step.
+
+    open     all members send a few MB at once; a fixed group whose gradients take little time averages them
+    20 steps timed, without what they waited; an early flush ends the trial as well
+    then     the members gather the times, choose the recipe that follows from them, and start it where they stand
+
+Everyone derives the same recipe from the same gathered numbers. Of replicas that come and go the first decision counts,
+which is kept with the run's records for newcomers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from farflung.base.errors import ConfigError
+from farflung.comm.group import Group
+from farflung.comm.object_group import ObjectGroup
+from farflung.config.outer import OuterSettings
+from farflung.outer.arguments import recipe_of
+from farflung.outer.fragments import num_blocks
+from farflung.outer.membership import Membership
+from farflung.outer.quorum import Quorum
+from farflung.outer.recipe import Recipe
+from farflung.outer.schedule import Undecided, Warmup, after_warmup
+
+_TURNS = 3  # small collectives, the fastest shows what one takes without its bytes
+_FIRST_BYTES, _MOST_BYTES, _GROWTH = 1 << 16, 1 << 23, 4
+_FILL_S = 0.3  # TCP has found out by then how much the line takes
+_AVERAGING_S = 1.5  # an exchange of gradients that takes longer is not worth it in each step of the trial
+_LEAST_STEPS = 4  # that are timed
+_ALONE, _AVERAGED = "", "averaged"  # gradients in the steps of the trial
+_FIRST_STEPS = 2  # which compile, allocate and warm up caches
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a collective of all members takes."""
+
+    bandwidth_bps: float  # of each member's line, while all of them use theirs
+    turn_s: float  # of one without bytes: at an address a few requests
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a recipe is chosen from, the same on all ranks."""
+
+    link: Link
+    step_s: tuple[float, ...]  # of each replica, or of the fastest and the slowest
+    replicas: int
+    parameters: int
+    layers: int
+    buffer_bytes: int
+    island_size: int
+    steps: int | None  # of the whole run; None: unknown
+    is_direct: bool  # the members are connected with each other
+    is_averaged: bool  # gradients were, in the steps that were timed, whose seconds have that in them
+    may_average: bool  # replicas are alike in all, also in the state of their optimizers
+
+
+class Tuner(Protocol):
+    """Chooses recipes: all ranks must choose the same from the same.
+
+    Attributes:
+        planned: returns the steps of the whole run, None if unknown.
+    """
+
+    planned: Callable[[], int | None]
+
+    def remembered(self, parameters: int, replicas: int) -> tuple[Link, float, float] | None:
+        """Return the line, and the seconds of the fastest and the slowest replica's step, as an earlier start of this
+        run measured them; the first member's count."""
+
+    def averaging_s(self, measured: Measured) -> float:
+        """Return how long an exchange of all gradients takes."""
+
+    def choose(self, measured: Measured) -> OuterSettings:
+        """Return the recipe for a run."""
+
+    def chosen(self, settings: OuterSettings, measured: Measured | None) -> None:
+        """Called on each rank with what was chosen; without what was measured if another replica has chosen."""
+
+    def alone(self) -> None:
+        """Called if there is nothing to choose, as this process will always train alone."""
+
+    def follow(self, loop: Any) -> None:
+        """Correct the recipe of this `OuterLoop` from now on."""
+
+
+class RecipeTrial:
+    """A loop's trial: what it has measured so far.
+
+    Args:
+        recipe: that of the trial, which has an anchor.
+        tuner: chooses.
+
+    Attributes:
+        spec: the text of the recipe that was chosen, or one of the two kinds of trial.
+
+    Raises:
+        ConfigError: there is no tuner.
+    """
+
+    def __init__(self, recipe: Recipe, tuner: Tuner | None, membership: Membership, model: nn.Module) -> None:
+        if tuner is None:
+            raise ConfigError(
+                "auto chooses a recipe for an Accelerator, or for a script under `farflung launch --outer auto`. In a "
+                "plain loop name one: `farflung plan` compares them for a line."
+            )
+        self._recipe, self._tuner, self._membership, self._model = recipe, tuner, membership, model
+        self._quorum: Quorum
+        self._times: list[float] = []  # of steps, without waits
+        self._until = Undecided.every
+        self._link: Link | None = None
+        self.spec = _ALONE
+
+    @property
+    def is_on(self) -> bool:
+        return self.spec in (_ALONE, _AVERAGED)
+
+    def is_due(self, position: int) -> bool:
+        """Return whether the trial ends after this step."""
+        return self.is_on and position >= self._until
+
+    def known(self) -> Recipe | None:
+        """Return the recipe that other replicas of this run have chosen; None if none has."""
+        text = self._membership.agreed("")
+        return self._take(text, None) if text and self.is_on else None
+
+    def begin(self, quorum: Quorum) -> Recipe | None:
+        """Measure the line: a collective, unless this process is alone. Return what to begin with if not the trial."""
+        self._quorum = quorum
+        if quorum.group.size == 1 and quorum.membership.is_fixed:
+            self._tuner.alone()
+        if not self.is_on or quorum.group.size == 1:
+            return None
+        is_fixed = quorum.membership.is_fixed and not _is_mail(quorum.group)
+        remembered: list[tuple[float, ...]] = []
+        quorum.run(lambda: remembered.append(self._measure_line()))
+        if remembered[-1]:
+            self._link, step_s = Link(*remembered[-1][:2]), remembered[-1][2:]
+            (steps,) = self._gathered(self._planned())[0]
+            return self._decide(replace(self._measured(step_s, steps), is_averaged=False, may_average=is_fixed))
+        if is_fixed and self._tuner.averaging_s(self._measured([1.0], 0)) < _AVERAGING_S:
+            return self.resumed(_AVERAGED)
+        return None
+
+    def resumed(self, spec: str) -> Recipe:
+        """Return the recipe of a loop whose trial had this `spec`, and continue with that."""
+        self.spec = spec
+        if self.is_on:
+            inside = after_warmup(self._recipe.schedule)
+            self._recipe = replace(self._recipe, schedule=Warmup(Undecided.every, inside) if spec else inside)
+            return self._recipe
+        return self._take(spec, None)
+
+    def note_step(self, waited_s: float) -> None:
+        """Record that a step has ended, in a process that has `waited_s` seconds for others until now."""
+        if not self.is_on:
+            return
+        if any(parameter.is_cuda for parameter in self._model.parameters()):
+            torch.cuda.synchronize()
+        self._times.append(time.perf_counter() - waited_s)
+
+    def end(self) -> Recipe | None:
+        """Choose: a collective, unless this process is alone. None: nothing can be known yet."""
+        quorum, chosen = self._quorum, list[Recipe | None]()
+
+        def choose() -> None:
+            if known := quorum.membership.agreed(""):  # another member continued before one was lost
+                chosen.append(self._take(known, None))
+                return
+            if self._link is None:
+                self._measure_line()
+            times, planned = zip(*self._gathered(self._step_s(), self._planned()), strict=True)
+            is_known = all(map(math.isfinite, times))
+            chosen.append(self._decide(self._measured(times, planned[0])) if is_known else None)
+
+        if quorum.group.size > 1:
+            quorum.run(choose)
+        self._until += Undecided.every
+        return chosen[-1] if chosen else None
+
+    def _step_s(self) -> float:
+        """Return how long a step takes here; infinite if there were too few."""
+        each = [after - before for before, after in pairwise(self._times)]
+        return statistics.median(each[_FIRST_STEPS:] or each) if len(each) >= _LEAST_STEPS else math.inf
+
+    def _gathered(self, *mine: float) -> list[list[float]]:
+        """Return numbers of each replica, the largest of its ranks, by rank: a collective."""
+        largest = [max(column) for column in zip(*self._quorum.generation.island.gathered(*mine), strict=True)]
+        rows: list[list[float]] = self._quorum.group.all_gather_small(
+            torch.tensor(largest, dtype=torch.float64)
+        ).tolist()
+        return rows
+
+    def _measure_line(self) -> tuple[float, ...]:
+        """Measure the line, all members at once; return what the first member remembers of an earlier start."""
+        known = self._tuner.remembered(self._count()[0], self._quorum.group.size)
+        numbers = (0.0,) * 4 if known is None else (known[0].bandwidth_bps, known[0].turn_s, *known[1:])
+        remembered = self._gathered(*numbers)[0]
+        if remembered[0] > 0:
+            return tuple(remembered)
+        group = self._quorum.group
+        turns = []
+        for _ in range(_TURNS):
+            began = time.perf_counter()
+            self._gathered(0.0)
+            turns.append(time.perf_counter() - began)
+        size, took_s = _FIRST_BYTES, 0.0
+        while True:
+            block = torch.zeros(size, dtype=torch.uint8, device=group.wire_device)
+            everyone = block.new_empty(size * group.size)
+            began = time.perf_counter()
+            group.all_gather(everyone, block).wait()
+            everyone[-1:].cpu()
+            took_s = max(seconds for (seconds,) in self._gathered(time.perf_counter() - began))
+            if took_s > _FILL_S or size >= _MOST_BYTES:
+                break
+            size *= _GROWTH
+        turn_s = max(seconds for (seconds,) in self._gathered(min(turns)))
+        passes = group.size if _is_mail(group) else group.size - 1
+        self._link = Link(8 * size * passes / max(took_s - turn_s, 1e-9), turn_s)
+        return ()
+
+    def _count(self) -> tuple[int, int]:
+        """Return how many values the model trains, and how many bytes its buffers have."""
+        trained = sum(parameter.numel() for parameter in self._model.parameters() if parameter.requires_grad)
+        return trained, sum(buffer.numel() * buffer.element_size() for buffer in self._model.buffers())
+
+    def _planned(self) -> float:
+        inside = after_warmup(self._recipe.schedule)
+        assert isinstance(inside, Undecided)
+        return inside.steps or self._tuner.planned() or 0
+
+    def _measured(self, step_s: Sequence[float], steps: float) -> Measured:
+        quorum, (parameters, buffer_bytes) = self._quorum, self._count()
+        assert self._link is not None
+        return Measured(
+            self._link,
+            tuple(step_s),
+            quorum.group.size,
+            parameters,
+            num_blocks(self._model),
+            buffer_bytes,
+            quorum.generation.island.size,
+            int(steps) or None,
+            is_direct=not _is_mail(quorum.group),
+            is_averaged=self._recipe.warmup > 0,
+            may_average=self._recipe.warmup > 0,
+        )
+
+    def _decide(self, measured: Measured) -> Recipe:
+        settings = self._tuner.choose(measured)
+        text = json.dumps({"recipe": settings.recipe, **settings.given()})
+        agreed = self._quorum.membership.agreed(text)
+        return self._take(agreed, measured if agreed == text else None)
+
+    def _take(self, text: str, measured: Measured | None) -> Recipe:
+        settings = OuterSettings(**json.loads(text))
+        self._tuner.chosen(settings, measured)
+        self.spec = text
+        if measured is not None and settings.every:
+            self._membership.expect_round(settings.every * max(measured.step_s))
+        return _like(self._recipe, settings)
+
+
+def _is_mail(group: Group) -> bool:
+    """Return whether values travel as objects, in requests, rather than between the members."""
+    return isinstance(group, ObjectGroup)
+
+
+def _like(trial: Recipe, settings: OuterSettings) -> Recipe:
+    """Return the recipe of `settings`, with the options that the user has given for all recipes."""
+    recipe = recipe_of(settings, local_size=1)
+    return replace(
+        recipe,
+        weigh_by=trial.weigh_by,
+        bucket_bytes=trial.bucket_bytes,
+        same_data=trial.same_data,
+        anchor_on_cpu=trial.anchor_on_cpu and recipe.optimizer is not None,
+    )

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recipes that `auto` chooses for a line, and how it corrects their intervals on lines that change."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, strategies as st
+
+from farflung.config.outer import OuterSettings
+from farflung.cost.auto import FOREVER, WAITING, Corrector, Interval, averaging_s, choose, workload
+from farflung.cost.methods import Rows, gradients
+from farflung.cost.model import cost_of
+from farflung.outer.trial import Link, Measured
+
+MBIT = 1e6
+RUN = Measured(Link(100 * MBIT, 1e-3), (0.05, 0.05), 2, 385_000, 4, 0, 1, 10_000, True, False, False)
+
+
+@pytest.mark.parametrize(
+    ("rate", "steps", "changes", "expected"),
+    [
+        (10_000, 10_000, {"may_average": True, "link": Link(1e10, 1e-4)}, "post_local_sgd"),
+        (100, 10_000, {}, "diloco"),
+        (5, 10_000, {}, "sparse_loco"),
+        (5, 10_000, {"parameters": 14_000_000, "step_s": (0.5, 0.5)}, "streaming_diloco"),
+        (100, 60, {}, "diloco"),
+        (100, 10_000, {"step_s": (0.05, 0.1)}, "edit"),
+        (5, 2_000, {"is_direct": False, "link": Link(5 * MBIT, 0.2)}, "streaming_diloco"),
+    ],
+)
+def test_a_recipe_for_each_line(rate, steps, changes, expected):
+    measured = replace(RUN, **{"link": Link(rate * MBIT, 1e-3), "steps": steps} | changes)
+    chosen = choose(measured)
+    assert chosen.settings.recipe == expected, chosen.reason
+    every = chosen.settings.every
+    assert every is None or expected == "post_local_sgd" or every <= steps // 20
+    assert f"{measured.parameters:,} parameters" in chosen.reason
+    assert ("no --outer" if expected == "post_local_sgd" else f"--outer {expected}") in chosen.reason
+
+
+@given(st.floats(1, 1e4), st.floats(1e-3, 10), st.integers(10_000, 10**8), st.integers(2, 16), st.integers(200, 10**5))
+def test_what_is_chosen_waits_little_if_any_row_does_and_has_twenty_rounds(rate, step_s, parameters, replicas, steps):
+    measured = replace(
+        RUN, link=Link(rate * MBIT, 1e-3), step_s=(step_s,) * replicas, replicas=replicas, parameters=parameters
+    )
+    measured = replace(measured, steps=steps)
+    settings, rows = choose(measured).settings, Rows(workload(measured), steps, 1 - WAITING).chosen
+    assert (settings.every or 1) <= max(1, steps // 20)
+    chosen = [row for row in rows if row.outer is not None and row.outer.recipe == settings.recipe]
+    assert chosen, settings
+
+
+def test_gradients_are_not_averaged_among_replicas_that_may_differ_already():
+    assert choose(replace(RUN, link=Link(1e10, 1e-4))).settings.recipe != "post_local_sgd"
+    assert choose(replace(RUN, link=Link(1e10, 1e-4), may_average=True)).settings.warmup == FOREVER
+
+
+def test_a_length_that_nobody_states_is_said_to_be_assumed():
+    assert "2,000 steps, as nobody says how many (--outer-steps)" in choose(replace(RUN, steps=None)).reason
+
+
+@given(st.floats(1e-3, 5), st.floats(1, 1e4))
+def test_the_seconds_of_a_step_are_found_under_an_exchange_of_gradients(step_s, rate):
+    run = workload(replace(RUN, step_s=(step_s,), link=Link(rate * MBIT, 1e-4)))
+    seconds = gradients(run, None)[0].cost.seconds_per_step
+    found = workload(replace(RUN, step_s=(seconds,), link=Link(rate * MBIT, 1e-4), is_averaged=True))
+    if step_s > seconds / 20:
+        assert gradients(found, None)[0].cost.seconds_per_step == pytest.approx(seconds, rel=0.01)
+    else:
+        assert found.step_s == pytest.approx(seconds / 20, rel=0.01)
+
+
+def test_an_exchange_of_gradients_takes_what_the_line_says():
+    measured = replace(RUN, link=Link(10 * MBIT, 0.0))
+    assert averaging_s(measured) == pytest.approx(32 * 385_000 / (10 * MBIT), rel=0.05)
+
+
+# ---- corrections
+
+NOW = Interval(32)
+
+
+def after(shares, now=NOW, steps=100_000, at=1_000, members=2):
+    """The first change that rounds with these shares of waiting bring, and after how many."""
+    corrector = Corrector(steps)
+    for number, share in enumerate(shares, 1):
+        if (new := corrector.note(at, now, share, members)) is not None:
+            return number, new
+    return None
+
+
+@pytest.mark.parametrize(
+    ("shares", "now", "expected"),
+    [
+        ([0.3] * 10, Interval(32), (6, Interval(64))),  # whatever the other four bring
+        ([0.11] * 10, Interval(100), (6, Interval(200))),
+        ([0.05] * 50, Interval(32), None),
+        ([0.0] * 10, Interval(32), (10, Interval(16))),
+        ([0.0] * 10, Interval(8), None),  # shorter ones kept no more in the tests
+        ([0.3, 0.05] * 30, Interval(32), None),  # half of the rounds, as with a replica that is slow for a while
+        ([0.12] * 10, Interval(64, 3, 4), (6, Interval(64, 3, 7))),  # hidden by a longer delay
+        ([0.5] * 10, Interval(64, 3, 4), (6, Interval(128, 3, 8))),
+        ([0.0] * 10, Interval(64, 3, 12), (10, Interval(32, 3, 8))),
+    ],
+)
+def test_a_change_needs_most_of_ten_rounds(shares, now, expected):
+    assert after(shares, now) == expected
+
+
+def test_nothing_changes_alone_or_within_the_last_tenth_and_a_run_keeps_twenty_rounds():
+    assert after([0.5] * 20, members=1) is None
+    assert after([0.5] * 20, steps=1_000, at=901) is None
+    assert after([0.5] * 20, Interval(40), steps=1_000, at=100) == (6, Interval(50))
+    assert after([0.5] * 20, Interval(50), steps=1_000, at=100) is None
+
+
+def test_longer_rounds_that_do_not_help_are_undone():
+    """They wait for a slower replica, as long as it takes, and not for the line."""
+    corrector, now, seen = Corrector(100_000), Interval(32), []
+    for _ in range(100):
+        now = corrector.note(1_000, now, 0.2, 2) or now
+        seen.append(now.every)
+    assert max(seen) == 64
+    assert seen[-1] == 32 or seen.count(32) > seen.count(64)
+
+
+@pytest.mark.parametrize("name", ["diloco", "streaming_diloco"])
+def test_waiting_is_low_again_within_30_rounds_of_a_change_of_the_line(name):
+    run = replace(workload(RUN), layers=6)
+    rows = {row.outer.recipe: row for row in Rows(run, 5_000, 1 - WAITING).chosen if row.outer is not None}
+    method, corrector, step = rows[name].method, Corrector(100_000), 0
+    now = Interval(method.every, method.fragments, method.delay)
+    for rate in (100, 10, 100, 10):
+        run, waits = replace(run, bandwidth_bps=rate * MBIT), []
+        for _ in range(60):
+            now_method = replace(method, every=now.every, delay=now.delay)
+            waits.append(1 - cost_of(run, now_method).utilization)
+            step += now.every // now.fragments
+            new = corrector.note(step, now, waits[-1], 2)
+            assert new is None or now.every / 2 <= new.every <= 2 * now.every
+            now = new or now
+        assert max(waits[30:]) < 0.1, (rate, waits)
+
+
+def test_settings_of_a_choice_leave_out_the_length_of_the_run():
+    assert choose(RUN).settings == OuterSettings("diloco", every=choose(RUN).settings.every, codec="e3m0")

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loop whose recipe is chosen after its first steps: what it measures, when it chooses, and what it keeps."""
+
+from copy import deepcopy
+from functools import partial
+
+import pytest
+import torch
+
+from farflung.base.errors import ConfigError
+from farflung.comm.group import SoloGroup
+from farflung.config.outer import OuterSettings
+from farflung.outer import OuterLoop, slowmo
+from farflung.outer.schedule import Every, Streaming, Undecided
+from farflung.outer.trial import Link
+from farflung.testing.sim import run_replicas
+from tests.outer.replicas import net, train, values
+
+CHOICES = {
+    "diloco": OuterSettings("diloco", every=8, codec="e3m0"),
+    "streaming": OuterSettings("streaming_diloco", every=8, fragments=2, delay=2),
+    "weights": OuterSettings("local_sgd", every=8),
+    "by time": OuterSettings("edit", seconds=1e-3),
+    "gradients": OuterSettings("post_local_sgd", warmup=10**9),
+}
+
+
+class FixedTuner:
+    """Chooses what the test says, and keeps what it was asked."""
+
+    def __init__(self, settings, averaging_s=9.0, known=None):
+        self.settings, self.seconds, self.known = settings, averaging_s, known
+        self.measured, self.is_alone, self.loop, self.planned = None, False, None, lambda: 60
+
+    def remembered(self, parameters, replicas):
+        return self.known
+
+    def averaging_s(self, measured):
+        return self.seconds
+
+    def choose(self, measured):
+        return self.settings
+
+    def chosen(self, settings, measured):
+        self.measured = measured
+
+    def alone(self):
+        self.is_alone = True
+
+    def follow(self, loop):
+        self.loop = loop
+
+
+class Auto:
+    """A replica with an attached loop."""
+
+    def __init__(self, group, tuner):
+        self.rank, self.tuner, self.model = group.rank, tuner, net()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.5)
+        self.loop = OuterLoop(self.model, "auto", group, tuner=tuner).attach(self.optimizer)
+
+    def train(self, first, last):
+        for step in range(first, last):
+            train(self.model, self.optimizer, step, self.rank)
+
+
+def trained(group, name, averaging_s):
+    one = Auto(group, FixedTuner(CHOICES[name], averaging_s))
+    one.train(0, 60)
+    state = one.loop.state_dict()
+    one.loop.close()
+    return values(one.model), one.tuner.measured, state["description"], one.loop.stats()
+
+
+@pytest.mark.parametrize("averaging_s", [0.0, 9.0], ids=["averaged", "alone"])
+@pytest.mark.parametrize("name", [name for name in CHOICES if name != "gradients"])
+def test_all_ranks_continue_with_what_was_chosen_and_end_alike(name, averaging_s):
+    found = run_replicas(trained, 3, name, averaging_s)
+    first, measured, description, stats = found[0]
+    assert all(torch.equal(first[key], value) for other, *_ in found for key, value in other.items())
+    assert measured.steps == 60
+    assert measured.may_average == measured.is_averaged == (averaging_s == 0)
+    assert len(measured.step_s) == measured.replicas == 3
+    assert all(one[1] == measured for one in found)
+    assert "Undecided" not in description
+    assert stats.rounds > (0 if name == "by time" else 4)
+
+
+def test_gradients_are_averaged_for_ever_where_that_is_chosen():
+    for weights, _, _, stats in (found := run_replicas(trained, 2, "gradients", 0.0)):
+        assert stats.steps == 60
+        assert all(torch.equal(value, weights[key]) for key, value in found[0][0].items())
+
+
+def no_step_is_lost(group):
+    """Local steps of the trial are part of the first round: with one long round it is that of all steps."""
+    one, other = Auto(group, FixedTuner(OuterSettings("slowmo", every=30, beta=0.0))), net()
+    one.train(0, 30)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.05, momentum=0.5)
+    with OuterLoop(other, slowmo(30, beta=0.0), group) as loop:
+        loop.attach(optimizer)
+        for step in range(30):
+            train(other, optimizer, step, group.rank)
+        plain = values(other)
+    return values(one.model), plain
+
+
+def test_the_steps_of_a_trial_without_averaging_count_in_the_first_round():
+    for auto, plain in run_replicas(no_step_is_lost, 2):
+        assert all(torch.equal(auto[key], plain[key]) for key in plain)
+
+
+def flushed_early(group):
+    """Rank 1 has few batches, and waits in its flush; the next epoch has the chosen recipe on both."""
+    one = Auto(group, FixedTuner(CHOICES["diloco"]))
+    one.train(0, 7 if group.rank else 25)
+    one.loop.flush()
+    one.train(25, 45)
+    one.loop.close()
+    return values(one.model), one.tuner.measured
+
+
+def test_a_flush_ends_the_trial_on_ranks_with_few_steps():
+    (first, measured), (second, _) = run_replicas(flushed_early, 2)
+    assert measured is not None
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def resumed(group, until):
+    tuner = FixedTuner(CHOICES["streaming"])
+    straight = Auto(group, tuner)
+    straight.train(0, until)
+    state, weights = straight.loop.state_dict(), deepcopy(straight.optimizer.state_dict())
+    again = Auto(group, FixedTuner(CHOICES["diloco"]))  # which would choose otherwise
+    again.optimizer.load_state_dict(weights)
+    again.loop.load_state_dict(state)
+    schedule = again.loop.schedule
+    for one in (straight, again):
+        one.train(until, until + 10)
+    return values(straight.model), values(again.model), schedule
+
+
+def test_a_resumed_loop_continues_with_what_was_chosen_bit_for_bit():
+    for straight, again, schedule in run_replicas(partial(resumed, until=29), 2):
+        assert schedule == Streaming(8, 2, 2)
+        assert all(torch.equal(straight[key], again[key]) for key in straight)
+
+
+def test_a_loop_that_was_saved_on_trial_continues_its_trial():
+    for *_, schedule in run_replicas(partial(resumed, until=11), 2):
+        assert isinstance(schedule, Undecided)
+
+
+def remembered(group):
+    known = (Link(1e6, 0.1), 0.5, 1.0) if group.rank == 0 else None
+    one = Auto(group, FixedTuner(CHOICES["weights"], known=known))
+    return one.loop.schedule, one.tuner.measured
+
+
+def test_what_an_earlier_start_measured_is_known_to_all_before_the_first_step():
+    for schedule, measured in run_replicas(remembered, 2):
+        assert schedule == Every(8)
+        assert (measured.link, measured.step_s, measured.may_average) == (Link(1e6, 0.1), (0.5, 1.0), True)
+
+
+def test_one_process_alone_has_nothing_to_choose_and_trains():
+    one = Auto(SoloGroup(), FixedTuner(CHOICES["diloco"]))
+    one.train(0, 45)
+    one.loop.close()
+    assert one.tuner.is_alone
+    assert one.tuner.measured is None
+
+
+def test_a_plain_loop_names_what_chooses_recipes():
+    with pytest.raises(ConfigError, match=r"auto chooses a recipe for an Accelerator.*farflung plan"):
+        OuterLoop(net(), "auto")
