@@ -193,7 +193,7 @@ class GradientWarmup:
         self.is_over = not self.is_on
 
     def end_if_due(self) -> None:
-        """Let ranks go that have stayed: called after each step."""
+        """Release ranks that have stayed: called after each step."""
         if not (self.is_on or self.is_over):
             self.quorum.run(self.stay)
 

@@ -356,7 +356,7 @@ class Quorum:
             record(Kind.CHANGED, **asdict(change))
 
     def adopt_change(self) -> None:
-        """Let the outer optimizers and the votes have the latest change of H."""
+        """Give the outer optimizers and the votes the latest change of H."""
         last = self._timetable.last
         self._replica.tune(None if last is None else last.every)
         self.describe(self._replica.description, self._replica.tensors)

@@ -362,7 +362,7 @@ class Replica:
         return frozen_fingerprints(self._model, self.trained.ids())
 
     def tune(self, every: int | None) -> None:
-        """Let outer optimizers have the settings that follow from H; None: those that the recipe began with."""
+        """Give outer optimizers the settings that follow from H; None: those that the recipe began with."""
         made = self._recipe.optimizer
         if isinstance(made, OuterSGD):
             made = made if every is None else replace(made, every=every)

@@ -86,7 +86,7 @@ class Timetable:
                 self._proposed = None
 
     def _change_after(self, step: int) -> None:
-        """Let what was agreed on begin after this step, if a round ends there."""
+        """Begin what was agreed on after this step, if a round ends there."""
         if self.agreed is None:
             return
         planned = Changing(self.recipe.schedule, self.changes)
