@@ -25,7 +25,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from farflung.demo.gpt import GPT, loss_per_sequence
-from farflung.demo.settings import SIZES
+from farflung.demo.settings import SIZES, Shape
 from farflung.demo.text import load_text
 from farflung.demo.train import MAX_NORM, WARMUP, rise_and_fall
 from farflung.outer import (
@@ -113,18 +113,20 @@ def main() -> None:
 class Lab:
     """The demo's model, text and inner optimizer, whose learning rate stays after a warm-up, or falls to 0."""
 
-    def __init__(self, steps: int, lr: float = LR, batch: int = BATCH, falls: bool = False) -> None:
+    def __init__(
+        self, steps: int, lr: float = LR, batch: int = BATCH, falls: bool = False, shape: Shape = SHAPE
+    ) -> None:
         text = load_text(None)
-        self.steps, self.lr, self.batch, self.falls = steps, lr, batch, falls
+        self.steps, self.lr, self.batch, self.falls, self.shape = steps, lr, batch, falls, shape
         self.train = torch.frombuffer(bytearray(text.train), dtype=torch.uint8)
         held_out = torch.frombuffer(bytearray(text.validation), dtype=torch.uint8)
-        starts = torch.linspace(0, len(held_out) - SHAPE.context - 1, EVALUATION_SEQUENCES).long().tolist()
-        self.held_out = torch.stack([held_out[start : start + SHAPE.context + 1] for start in starts])
-        self.parameters = sum(parameter.numel() for parameter in GPT(SHAPE).parameters())
+        starts = torch.linspace(0, len(held_out) - shape.context - 1, EVALUATION_SEQUENCES).long().tolist()
+        self.held_out = torch.stack([held_out[start : start + shape.context + 1] for start in starts])
+        self.parameters = sum(parameter.numel() for parameter in GPT(shape).parameters())
 
     def run(self, recipe: Recipe | None, seed: int, **settings: Any) -> Simulation:
         return simulate(
-            lambda: GPT(SHAPE),
+            lambda: GPT(self.shape),
             self.batches,
             recipe,
             replicas=REPLICAS,
@@ -139,10 +141,10 @@ class Lab:
         )
 
     def batches(self, rank: int) -> Iterator[Tensor]:
-        last = len(self.train) - SHAPE.context - 1
+        last = len(self.train) - self.shape.context - 1
         while True:
             starts = torch.randint(last, (self.batch,)).tolist()
-            yield torch.stack([self.train[start : start + SHAPE.context + 1] for start in starts])
+            yield torch.stack([self.train[start : start + self.shape.context + 1] for start in starts])
 
     def schedule(self, optimizer: Optimizer) -> LambdaLR:
         if self.falls:

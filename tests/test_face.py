@@ -19,9 +19,9 @@ load_checkpoint_in_model notebook_launcher prepare_pippy skip_first_batches sync
 OUTER = """
 AverageState Blend ByTime ByWork Cast Change ClippedToMedian E3M0 ErrorFeedback Every Fp8 GatherMean Gossip Identity
 Int4 Int8 KeepState Levels Mean MergedState OuterLoop Quadratic RadialMean Recipe ReduceScatterMean Replace ResetState
-Round Stats Streaming TopK TrimmedMean Warmup WithoutOutliers apart blocks by_bytes diloco eager_diloco edit gossip
-hierarchical local_sgd merge_states muon_groups noloco post_local_sgd quadratic slowmo sparse_loco streaming_diloco
-strided whole
+Round Screened Stats Streaming TopK TrimmedMean Warmup WithoutOutliers apart blocks by_bytes diloco eager_diloco edit
+gossip hierarchical local_sgd merge_states muon_groups noloco post_local_sgd quadratic robust slowmo sparse_loco
+streaming_diloco strided whole
 """
 
 

@@ -58,6 +58,7 @@ VALUES = {
     "inner": st.sampled_from(["keep", "average", "reset"]),
     "bucket_bytes": st.integers(1, 2**30),
     "same_data": st.booleans(),
+    "robust": st.just("trimmed"),
     "steps": st.integers(10_000, 10**6),
     "report": st.sampled_from(["auto", "round", "off", "30"]),
 }
@@ -82,6 +83,10 @@ def configs(draw):
         names -= {"inner"}  # with a delay no round stops the training
     if recipe == "noloco":
         names -= {"codec"}  # which would round anchors
+    if recipe not in ("local_sgd", "quadratic", "slowmo", "diloco", "streaming_diloco"):
+        names -= {"robust"}
+    elif "robust" in names:
+        names -= {"inner", "radial"}
     if recipe in WITHOUT_ANCHOR:
         names -= {"anchor_on_cpu"}
     assert names <= VALUES.keys(), f"VALUES of this file has no row for {names - VALUES.keys()} of {recipe}"

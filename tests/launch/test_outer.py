@@ -111,6 +111,15 @@ WRONG = [
     (("--outer", "diloco", "--outer-every", "0"), "--outer_every is 0; it must be a whole number"),
     (("--outer", "diloco", "--outer-steps", "20"), "--outer_steps is 20, and the first round comes after 32"),
     (("--outer", "diloco", "--outer-log", "a.jsonl"), "--outer_log is no longer an option: rounds.jsonl in the run's"),
+    (
+        ("--outer", "diloco", "--outer-robust", "trimmed"),
+        "needs 4 replicas, so that the others outvote any one of them",
+    ),
+    (
+        ("--outer", "local_sgd", "--outer-robust", "clip"),
+        "--outer_robust is 'clip', but weights that are averaged have",
+    ),
+    (("--outer", "gossip", "--outer-robust", "trimmed"), "do not take the same mean of all"),
     (("--outer-every", "4"), "--outer-every needs a recipe: set --outer, for example --outer diloco"),
     (("--outer", "diloco", "--outer-every", "often"), "must be an integer"),
 ]

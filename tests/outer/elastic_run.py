@@ -89,14 +89,18 @@ def train(pipe, place, member, variables, step_s, numel, dies, recipe, saves, da
 
     recipe = replace(recipe or diloco(EVERY, lr=1.0, momentum=0.0), same_data=True)
     inner = torch.optim.SGD(model.parameters(), lr=1.0)  # it takes no step; some recipes ask for its rate
-    with OuterLoop(Blocks(numel), recipe, bucket_bytes=4 * numel, inner=inner) as another:
-        checkpoint = another.state_dict()
+    checkpoint = None
+    if recipe.least == 1:
+        with OuterLoop(Blocks(numel), recipe, bucket_bytes=4 * numel, inner=inner) as another:
+            checkpoint = another.state_dict()
     among = membership
     if dies:  # runs without a failure are measured
         recipe, among = fault.recipe(recipe), fault.membership(membership)
     with OuterLoop(model, recipe, membership=among, bucket_bytes=4 * numel, inner=inner) as outer:
         outer.listeners.append(lambda one: say(**figures_of(one)))
-        if outer.is_newcomer:  # a script that begins with its newest checkpoint does not know that it is one
+        if (
+            outer.is_newcomer and checkpoint
+        ):  # a script that begins with its newest checkpoint does not know that it is one
             outer.load_state_dict(checkpoint)
         if damages:
             anchors = [one.weights.rows()["anchor"] for one in outer._rounds.replica.fragments]

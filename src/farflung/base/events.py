@@ -54,6 +54,7 @@ class Kind(str, Enum):
     REFUSED = "refused"
     LOST = "lost"
     RECONNECTED = "reconnected"
+    EXCLUDED = "excluded"
     # ---- of ranks
     MODEL = "model"
     SAVING = "saving"
@@ -61,7 +62,9 @@ class Kind(str, Enum):
     CHANGED = "changed"
 
 
-_OF_REPLICAS = (Kind.WAITS, Kind.BEGAN, Kind.JOINED, Kind.DIFFERS, Kind.REFUSED, Kind.LOST, Kind.RECONNECTED)
+_OF_REPLICAS = (
+    *(Kind.WAITS, Kind.BEGAN, Kind.JOINED, Kind.DIFFERS, Kind.REFUSED, Kind.LOST, Kind.RECONNECTED, Kind.EXCLUDED),
+)
 _WAYS = {"NO": "in one process", "FSDP": "by FSDP"}
 _OWN_KEYS = ("event", "v", "time", "replica", "generation")
 
@@ -174,6 +177,8 @@ def _of_replicas(event: Event) -> str:
             return f"{who} is out: {why}; training {how} with {them}{_late_again(facts)}"
         case Kind.LOST:
             return f"{who} is lost: {why}"
+        case Kind.EXCLUDED:
+            return f"{who} does not count in rounds: {why}" if why else f"{who} counts in rounds again"
         case _:
             return f"{them} connected again ({why})"
 

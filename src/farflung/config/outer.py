@@ -52,6 +52,13 @@ COMMON = (
         "run.",
     ),
     Option(
+        "robust",
+        str,
+        "Keep a faulty replica from spoiling the weights: by a trimmed mean (four replicas or more), or by clipping to "
+        "the median norm (three or more).",
+        ("trimmed", "clip"),
+    ),
+    Option(
         "report",
         str,
         "When rank 0 prints a line about the rounds: `round` (after each), a number of seconds, or `off`; `auto` is "

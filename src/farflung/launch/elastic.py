@@ -83,7 +83,7 @@ class Replicas:
         self._has_sums = self._is_open = False
 
     def described(self) -> str:
-        check_recipe(self._resolved, self._plan.variables)
+        check_recipe(self._resolved, self._plan.variables, self._settings.bounds[1])
         return described(self._resolved, self._plan)
 
     def prepare(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class Replicas:
             self._variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         self._variables |= key_variables(settings.key_file)
         key = run_key(settings.key_file)
-        self._has_sums = check_recipe(self._resolved, self._variables)
+        self._has_sums = check_recipe(self._resolved, self._variables, settings.bounds[1])
         with torch_is_loaded(self._variables):
             sealed = None if key is None else seal.Seal(key)
             leaves = interface is not None or (settings.meet or "").startswith(("s3:", "gs:", "az:"))

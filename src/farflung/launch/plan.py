@@ -339,8 +339,10 @@ def lone_environment(variables: Mapping[str, str]) -> dict[str, str]:
     return inherited | dict(variables) | lone
 
 
-def check_recipe(resolved: Resolved, variables: Mapping[str, str]) -> bool:
+def check_recipe(resolved: Resolved, variables: Mapping[str, str], most: int) -> bool:
     """Make the recipe of the outer loop, so that what it refuses is refused here and not by each rank.
+
+    `most` is how many replicas there may be at most, as far as it is known here.
 
     Recipes need torch. They are loaded only now, when torch is about to be loaded anyway. Returns whether its rounds
     are sums on the way, of what was not encoded to few bits.
@@ -354,4 +356,7 @@ def check_recipe(resolved: Resolved, variables: Mapping[str, str]) -> bool:
         settings = make(config.recipe, **config.given())
     except ConfigError as error:
         raise explained(error, resolved.file, resolved.origins) from None
-    return bool(outer_arguments.recipe_of(settings, local_size=2).codec.linear)
+    recipe = outer_arguments.recipe_of(settings, local_size=2)
+    if most < recipe.least:
+        raise ConfigError(outer_arguments.too_few(recipe, most))
+    return bool(recipe.codec.linear)

@@ -36,7 +36,7 @@ class Ranks:
         self._resolved, self._settings, self._script = resolved, resolved.settings, script
         self._plan = make_plan(self._settings, script.name, script.arguments)
         self.is_lone = self._plan.alone and script.exec_alone
-        check_recipe(resolved, self._plan.variables)
+        check_recipe(resolved, self._plan.variables, self._plan.num_local * self._settings.num_machines)
 
     def described(self) -> str:
         return described(self._resolved, self._plan)

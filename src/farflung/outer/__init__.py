@@ -16,9 +16,10 @@ from farflung.outer.inner import AverageState, KeepState, ResetState, muon_group
 from farflung.outer.merge_states import MergedState, merge_states
 from farflung.outer.recipe import Recipe
 from farflung.outer.recipes import *  # noqa: F403 - its __all__ is the list of recipes
+from farflung.outer.robustness import robust
 from farflung.outer.schedule import ByTime, Change, Every, Levels, Quadratic, Streaming, Warmup
 from farflung.outer.stats import Round, Stats
-from farflung.outer.weighting import ByWork, ClippedToMedian, WithoutOutliers
+from farflung.outer.weighting import ByWork, ClippedToMedian, Screened, WithoutOutliers
 
 __all__ = [
     "E3M0",
@@ -49,6 +50,7 @@ __all__ = [
     "Replace",
     "ResetState",
     "Round",
+    "Screened",
     "Stats",
     "Streaming",
     "TopK",
@@ -60,6 +62,7 @@ __all__ = [
     "by_bytes",
     "merge_states",
     "muon_groups",
+    "robust",
     "strided",
     "whole",
 ]

@@ -38,7 +38,8 @@ from farflung.comm.torch_group import TorchGroup, mesh_along
 from farflung.config.outer import AUTO, MACHINE, OuterSettings
 from farflung.outer.inner import AverageState, Inner, KeepState, ResetState
 from farflung.outer.membership import Membership
-from farflung.outer.recipe import Recipe
+from farflung.outer.recipe import Recipe, too_few as too_few
+from farflung.outer.robustness import robust
 from farflung.outer.schedule import Undecided
 
 _PARTS = re.compile(r"[;,] (?![^(]*\))")  # of a description: commas that are not within parentheses
@@ -73,6 +74,7 @@ class OuterConfig(OuterSettings):
         bucket_bytes: bucket size; see `OuterLoop`. Larger buckets pay off on fast links with high latency.
         same_data: replicas may see the same batches. Otherwise the run stops if their changes are equal to the last bit
             in their first rounds.
+        robust: keep a faulty replica from spoiling the weights: `trimmed` or `clip`, see `farflung.outer.robust`.
         steps: optimizer steps of the whole run, if known: fewer than one round are refused, and fewer than ten rounds
             get a warning.
         report: when the main process prints a line about the rounds on stderr: `round` (after each), a number of
@@ -118,7 +120,7 @@ def recipe_of(config: OuterSettings, local_size: int) -> Recipe:
     """Return the recipe that `config` names, with its options, on a machine with `local_size` ranks."""
     options = config.given()
     options.pop("report", None)
-    steps = options.pop("steps", None)
+    steps, rule = options.pop("steps", None), options.pop("robust", None)
     if "levels" in options:
         # A machine with one rank has no level of its own.
         levels = {every: size for every, size in options["levels"].items() if (size, local_size) != (MACHINE, 1)}
@@ -135,7 +137,8 @@ def recipe_of(config: OuterSettings, local_size: int) -> Recipe:
         rounds = _rounds_in(steps, recipe)
         if rounds is not None and "rounds" in signature(make).parameters:
             recipe = make(**{"rounds": rounds} | options)
-    return replace(recipe, **parts) if parts else recipe
+    recipe = replace(recipe, **parts) if parts else recipe
+    return recipe if rule is None else robust(recipe, rule)
 
 
 def _rounds_in(steps: int, recipe: Recipe) -> int | None:

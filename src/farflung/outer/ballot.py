@@ -82,6 +82,11 @@ class Tally:
             () if sum(parts) <= limit else tuple(rank for rank, part in enumerate(parts) if part > limit / len(parts))
         )
 
+    def usable_norms(self, limit: float) -> tuple[float, ...]:
+        """Return the norms; infinite ones for ranks whose values would spoil the sum under a codec's `limit`."""
+        most = limit / (2 * len(self.norms))  # factors are below 2
+        return tuple(norm if value <= most else math.inf for norm, value in zip(self.norms, self.largest, strict=True))
+
     @property
     def sound_weights(self) -> tuple[float, ...]:
         """The weights of the ranks whose floating buffers are finite; 0 for the others, which receive those buffers."""

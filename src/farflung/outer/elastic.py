@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from farflung.base.errors import RankFailure, Unreachable
+from farflung.base.events import Event, Kind
 from farflung.comm.collectives import from_first, gather_object
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup
@@ -264,6 +265,12 @@ class Elastic:
             from_first(self._share_group, lambda: self._note_left(reason))
         elif self.island.rank == 0:
             self._note_left(reason)
+
+    def note(self, kind: Kind, member: int, **facts: Any) -> None:
+        notes = self.peers.notes_soon
+        with suppress(Unreachable):
+            if self.island.rank == 0:
+                notes.send(Event.now(kind, notes.name_of(member), **facts))
 
     def _note_left(self, reason: str) -> None:
         if not self._admission.is_over:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from farflung.base.causes import cause_of
-from farflung.base.errors import StateError
+from farflung.base.errors import ConfigError, StateError
 from farflung.base.sizes import num_buffers_among
 from farflung.comm.group import Group
 from farflung.comm.shards import reshard
@@ -34,7 +34,7 @@ from farflung.outer.leaving import Leaving
 from farflung.outer.membership import Membership, fixed_membership
 from farflung.outer.open_end import OpenEnd
 from farflung.outer.quorum import Quorum
-from farflung.outer.recipe import Recipe
+from farflung.outer.recipe import Recipe, too_few
 from farflung.outer.replica import Replica
 from farflung.outer.rounds import Rounds
 from farflung.outer.schedule import Change, Launch, Schedule
@@ -123,6 +123,8 @@ class OuterLoop:
             group, island, all(parameter.is_cpu for parameter in model.parameters())
         )
         island = membership.island
+        if membership.most < recipe.least:
+            raise ConfigError(too_few(recipe, membership.most))
         self.listeners: list[Callable[[Round], None]] = []
         trial = RecipeTrial(recipe, tuner, membership, model) if recipe.is_undecided else None
         recipe = (trial and trial.known()) or recipe

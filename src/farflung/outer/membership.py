@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from farflung.base.causes import Cause
 from farflung.base.errors import ConfigError, RankFailure, Unreachable
+from farflung.base.events import EVENTS, Event, Kind, tell
 from farflung.comm.collectives import gather_json
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup
@@ -215,6 +216,9 @@ class Membership(Protocol):
         """
         return text
 
+    def note(self, kind: Kind, member: int, **facts: Any) -> None:
+        """Report an event of a member to whoever watches the run. Called on the first member, by all of its ranks."""
+
     def leaving(self) -> Leaving | None:
         """Return what hears that this process is to end after one more round; None: signals end it at once."""
         return None
@@ -253,6 +257,13 @@ class FixedMembership(Membership):
 
     def lost(self, failure: RankFailure) -> None:
         raise failure
+
+    def note(self, kind: Kind, member: int, **facts: Any) -> None:
+        if self.island.rank == 0:
+            noun = "rank" if self.island.size == 1 else "island"
+            event = Event.now(kind, f"{noun} {member}", **facts)
+            tell(f"farflung: {event}")
+            EVENTS.info(event)
 
 
 def fixed_membership(group: Group | None, island: Group | None, on_cpu: bool) -> FixedMembership:

@@ -35,7 +35,7 @@ from farflung.outer.schedule import (
     check_schedule,
     streaming,
 )
-from farflung.outer.weighting import ByWork, Policy
+from farflung.outer.weighting import ByWork, Policy, Screened
 
 Work: TypeAlias = Literal["steps", "items", "items_squared"]
 
@@ -175,6 +175,12 @@ class Recipe:
         return self.policy.max_norm < math.inf or self.is_radial
 
     @property
+    def least(self) -> int:
+        """The number of replicas that its aggregation needs, so that the others outvote any one of them."""
+        trims = self.aggregator.trim if isinstance(self.aggregator, TrimmedMean) else 0
+        return 2 * trims + 1 + (1 if trims else 2) * isinstance(self.policy, Screened)
+
+    @property
     def weighs_items(self) -> bool:
         """Whether each step must state how many items it has."""
         return self.weigh_by != "steps"
@@ -253,3 +259,11 @@ class Recipe:
         """The number of ranks in a group of each level but the last, which is all ranks."""
         inside = after_warmup(self.schedule)
         return inside.groups if isinstance(inside, Levels) else ()
+
+
+def too_few(recipe: Recipe, most: int) -> str:
+    """Return the text of an error for a recipe that has too few replicas for its aggregation."""
+    return (
+        f"{recipe.aggregator} with {recipe.policy} needs {counted(recipe.least, 'replica')}, so that the others "
+        f"outvote any one of them, and there are at most {most}. Add replicas, or leave out the rule (robust)."
+    )

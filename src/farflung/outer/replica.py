@@ -18,7 +18,8 @@ from farflung.comm.bucket import broadcast_values
 from farflung.comm.fingerprint import fingerprint, fingerprints
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.shards import local, model_has_dtensor, part_of, reshard
-from farflung.outer.agreement import Anchored, Averaged, Max, Mean
+from farflung.outer.aggregate import TrimmedMax, TrimmedMean
+from farflung.outer.agreement import Aggregator, Anchored, Averaged, Max, Mean
 from farflung.outer.ballot import Seen, digest_of
 from farflung.outer.comparison import Comparison, frozen_fingerprints, moved, synchronize
 from farflung.outer.eager import Eager
@@ -28,7 +29,7 @@ from farflung.outer.momentum import OuterSGD
 from farflung.outer.recipe import Recipe
 from farflung.outer.structure import Layout, buckets_of, described, line_of, settings_of, structure_of
 from farflung.outer.trained import TrainedSet
-from farflung.outer.weighting import NormHistory
+from farflung.outer.weighting import NormHistory, Screened
 
 
 class BoundFragment:
@@ -78,8 +79,11 @@ class BoundFragment:
         if recipe.optimizer is not None:
             parts = (parameters, recipe.aggregator, recipe.codec, recipe.optimizer, recipe.merge, recipe.anchor_on_cpu)
             self.weights = Eager(*parts, num_ranks=group.size) if recipe.eager else Anchored(*parts)
-        self.buffers = Averaged(averages, Mean(), Identity())
-        self.counters = Averaged(counters, Max(), Identity())
+        of_buffers: tuple[Aggregator, Aggregator] = (Mean(), Max())
+        if isinstance(recipe.policy, Screened):
+            of_buffers = TrimmedMean(), TrimmedMax()
+        self.buffers = Averaged(averages, of_buffers[0], Identity())
+        self.counters = Averaged(counters, of_buffers[1], Identity())
         self.agreements = {"weights": self.weights, "buffers": self.buffers, "counters": self.counters}
 
     def enter(self, before: Sequence[int], ids: Sequence[int]) -> None:

@@ -10,6 +10,7 @@ same buckets. If replicas are islands of several ranks, each bucket waits for al
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from typing import Any
@@ -27,7 +28,7 @@ from farflung.outer.replica import BoundFragment
 from farflung.outer.schedule import Launch
 from farflung.outer.stats import Meter, Round
 from farflung.outer.trained import Wish
-from farflung.outer.weighting import Decision, in_proportion
+from farflung.outer.weighting import Decision, NormHistory, Screened, in_proportion
 
 _LAG = 2  # of two buckets that follow each other so, the second is sent only after the first has arrived
 
@@ -87,6 +88,7 @@ class OpenRound:
         self.decision = Decision((), 0.0)
         self._fragment, self._generation, self._recipe = fragment, generation, recipe
         self._pipeline = Pipeline(fragment, self.group, ballot.number, self.meter)
+        self._history: NormHistory | None = None  # of the fragment, once this round counts
         self._square: float | None = None  # of the norm of the whole island's aggregate
 
     @property
@@ -174,12 +176,17 @@ class OpenRound:
         self._pipeline.send(weight, of_buffers)
 
     def _decide(self, tally: Tally) -> None:
-        decision = self._recipe.policy(tally.weights, tally.norms, self._fragment.history)
-        of_buffers = in_proportion(tally.sound_weights)
+        policy, limit = self._recipe.policy, self._recipe.codec.limit
+        self._history = deepcopy(self._fragment.history)  # survivors of a loss may not all have come this far
+        norms = tally.usable_norms(limit) if isinstance(policy, Screened) else tally.norms
+        decision = policy(tally.weights, norms, self._history)
+        of_buffers = in_proportion(
+            [0.0 if rank in decision.left_out else weight for rank, weight in enumerate(tally.sound_weights)]
+        )
         if self.phase is Phase.SENT:  # before weights could be compared
             decision = replace(decision, factors=tally.weights, total=sum(tally.weights))
             of_buffers = Decision(tally.sound_weights, sum(tally.sound_weights))
-        too_large = tally.too_large(decision.factors, self._recipe.codec.limit)
+        too_large = tally.too_large(decision.factors, limit)
         self.decision = replace(decision, unfit=too_large) if too_large and not decision.unfit else decision
         self._pipeline.of_buffers, self._pipeline.of_others = of_buffers, self.decision
 
@@ -240,6 +247,11 @@ class OpenRound:
         self._pipeline.land()
         self._fragment.num_landed = 0
 
+    def settle(self) -> None:
+        """Keep what the policy has learned: called once the round has ended alike on all members."""
+        if self._history is not None:
+            self._fragment.history = self._history
+
     def give_back(self) -> None:
         """End without a result: the work done counts as not sent. (An eager anchor has already moved by it.)"""
         if self.wish is not None:
@@ -277,6 +289,7 @@ class OpenRound:
                 with torch.no_grad():
                     self._land()
             self._fragment.num_landed = 0
+            self.settle()
             return True
         if common > self.num_complete:
             raise StateError(f"Others have applied {common} buckets of a round; only {self.num_complete} are here.")
@@ -294,6 +307,7 @@ class OpenRound:
             "claimed_weight": list(self._claimed),
             "tally": None if self.tally is None else _kept(self.tally),
             "decision": asdict(self.decision),
+            "history": self._history,
             "square": self._square,
             "stats": replace(self.meter.stats(), seconds_total=0.0).saved(),
             "arrived": self._pipeline.state_dict(),
@@ -304,7 +318,7 @@ class OpenRound:
         self.decision = Decision(**state["decision"])
         self.tally = None if state["tally"] is None else Tally(**state["tally"])
         self.meter.load(state["stats"])
-        self._square = state.get("square")
+        self._square, self._history = state.get("square"), state.get("history")
         self._pipeline.load_state_dict(state["arrived"], state.get("mean_square"))
         self.phase = Phase.LOADED
 
@@ -324,6 +338,7 @@ class OpenRound:
             norms=self.tally.norms,
             norm=self.norm,
             cosine=_cosine(plain_norm, decision, self.tally.norms),
+            left_out={self._generation.ids[rank]: why for rank, why in decision.left_out.items()},
             bytes_sent=stats.bytes_sent,
             bytes_received=stats.bytes_received,
             seconds_exposed=busy if self.job is None else self.job.waited,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from farflung.base.errors import CollectiveMismatch, ConfigError, StateError
+from farflung.base.events import Kind
 from farflung.base.words import numbered
 from farflung.comm.shards import local
 from farflung.outer.ballot import Ballot, Seen, Tally
@@ -57,6 +58,7 @@ class Rounds:
     _open: dict[int, OpenRound] = field(default_factory=dict)  # by fragment
     _lost: list[RoundRequest] = field(default_factory=list)  # rounds that failed, as ranks were lost in them
     _has_warned: bool = False
+    _left_out: dict[int, set[int]] = field(default_factory=dict)  # fragments that a member does not count in, by its id
 
     # ---- launch
 
@@ -128,6 +130,7 @@ class Rounds:
         self.quorum.run(partial(self._land, number))
         this = self._open.pop(number, None)  # it has ended here, whatever is lost from now on
         if this is not None:
+            this.settle()
             if this.is_dropped:
                 this.give_back()
                 self.replica.trained.count_again([place.name for place in fragment.cut.parameters])
@@ -188,6 +191,8 @@ class Rounds:
             self._note_round(number, this)
             assert this.tally is not None
             self.twins.look(number, self.quorum.generation.ids, this.tally.marks)
+        if self.quorum.group.rank in this.decision.left_out:
+            self.replica.adopt()  # also where weights are blended, and in fragments that this one would spoil again
         if self.recipe.inner != KeepState():
             parameters = fragment.parameters()
 
@@ -214,9 +219,19 @@ class Rounds:
             return
         record = this.record(number, **self.quorum.take_changes())
         self.meter.note(record, this.group.rank)
+        self._note_left_out(number, record)
         for listener in self.listeners:
             listener(record)
         ROUNDS.debug("round %d, step %d", record.number, record.step, extra={"round": record, "rounds": self})
+
+    def _note_left_out(self, number: int, record: Round) -> None:
+        """Report members that count no more, in the first of their fragments, or again, in all of them."""
+        for member in record.members:
+            before = bool(fragments := self._left_out.setdefault(member, set()))
+            (fragments.add if member in record.left_out else fragments.discard)(number)
+            if bool(fragments) != before and self.quorum.group.rank == 0:
+                why = {"why": record.left_out[member]} if fragments else {}
+                self.quorum.membership.note(Kind.EXCLUDED, member, **why)
 
     # ---- after a loss
 

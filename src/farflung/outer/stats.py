@@ -96,6 +96,7 @@ class Round:
     seconds_hidden: float
     lost: Mapping[int, str] = field(default_factory=dict)  # why members were lost since the round before, by id
     joined: tuple[int, ...] = ()  # the ids of those that joined since then
+    left_out: Mapping[int, str] = field(default_factory=dict)  # why members did not count in this round, by id
     seconds_voting: float = 0.0  # parts of the exposed and hidden ones
     seconds_encoding: float = 0.0
     seconds_landing: float = 0.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Protocol, TypeAlias
 
 from farflung.base.checks import check_number, check_whole
@@ -14,18 +14,22 @@ from farflung.base.checks import check_number, check_whole
 Norm = Literal["none", "local", "sent"]
 
 
-# What a policy remembers of the replicas' norms, by rank: count, mean and mean square of those it took for sound, and
-# how many it has refused since the last one.
+# What a policy remembers of the replicas' norms, by rank. `WithoutOutliers`: count, mean and mean square of those it
+# took for sound, and how many it has refused since the last one. `Screened`: strikes, and whether it is left out.
 NormHistory: TypeAlias = dict[int, list[float]]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Factors by rank, what their sum of values is divided by, and the ranks whose values nobody can use."""
+    """Factors by rank, what their sum of values is divided by, and the ranks whose values nobody can use.
+
+    If some are unfit all drop the round; of those that are `left_out`, with the reason, only they do not count.
+    """
 
     factors: tuple[float, ...]
     total: float
     unfit: tuple[int, ...] = ()
+    left_out: Mapping[int, str] = field(default_factory=dict)
 
 
 class Policy(Protocol):
@@ -48,6 +52,7 @@ class Policy(Protocol):
         Args:
             weights: what each rank has done since the last round, as a part of what a full round has.
             norms: of each rank; one that is not finite means that its values aren't.
+            history: of the rounds before; what the policy changes in it counts once this round has ended.
         """
 
 
@@ -169,3 +174,59 @@ class WithoutOutliers:
         rate = max(1 - self.decay, 1 / past[0])  # a plain mean of the first ones
         past[1] += rate * (norm - past[1])
         past[2] += rate * (norm * norm - past[2])
+
+
+@dataclass(frozen=True)
+class Screened:
+    """Leaves out replicas whose values are no numbers or keep being far too large; `rule` decides on the others.
+
+    A round in which a replica's norm is above `bound` times the median of all replicas at work is a strike, any other
+    finite one takes a strike back. With `patience` strikes it is left out, until it has none. One whose values are not
+    finite is left out of that round. A replica counts for at most `bound` times the median of the work reported.
+
+    If no majority is left, or fewer than three are at work, no replica is left out, and values that are not finite drop
+    the round, as under `ByWork`.
+
+    Args:
+        rule: `ByWork()` or `ClippedToMedian()`.
+        norm: the norms that it compares; with `none`, for weights that are averaged, only values that are not finite
+            count.
+
+    Raises:
+        ConfigError: a number is out of its range.
+
+    Source: norms are compared with their median as in SparseLoCo (arXiv:2508.15706); strikes are ours.
+    """
+
+    rule: Policy
+    norm: Norm = "local"
+    bound: float = 5.0
+    patience: int = 3
+    max_norm: ClassVar[float] = math.inf
+
+    def __post_init__(self) -> None:
+        check_number("bound", self.bound, above=1)
+        check_whole("patience", self.patience, least=1)
+
+    def __call__(self, weights: Sequence[float], norms: Sequence[float], history: NormHistory) -> Decision:
+        at_work = [rank for rank, weight in enumerate(weights) if weight]
+        sound = [rank for rank in at_work if 0 < weights[rank] < math.inf and math.isfinite(norms[rank])]
+        left_out = {rank: "its values are not finite" for rank in at_work if rank not in sound}
+        if len(at_work) < 3 or 2 * len(sound) <= len(at_work):
+            return in_proportion([weights[rank] if rank in sound else 0.0 for rank in range(len(norms))], (*left_out,))
+        middle = statistics.median(norms[rank] for rank in sound)
+        known = {rank: history.setdefault(rank, [0, 0]) for rank in sound if middle}
+        far = [rank for rank, past in known.items() if self._is_out(norms[rank] > self.bound * middle, past)]
+        if 2 * len(left_out) + 2 * len(far) < len(at_work):
+            why = f"its values were over {self.bound:g} times as large as the median of all replicas"
+            left_out |= dict.fromkeys(far, why)
+        most = self.bound * statistics.median(weights[rank] for rank in sound)
+        kept = [0.0 if rank in left_out else min(weight, most) for rank, weight in enumerate(weights)]
+        decision = self.rule(kept, [norm if weight else 0.0 for norm, weight in zip(norms, kept, strict=True)], history)
+        return replace(decision, left_out=left_out)
+
+    def _is_out(self, is_far: bool, past: list[float]) -> bool:
+        """Count a round of one replica in its `past`; return whether it is left out of it."""
+        past[0] = min(self.patience, past[0] + 1) if is_far else max(0, past[0] - 1)
+        past[1] = float(past[0] == self.patience or (past[1] > 0 and past[0] > 0))
+        return past[1] > 0
