@@ -136,7 +136,8 @@ def summary() -> str:
             done = [seed for seed in seeds if (rule, fault, seed) in runs]
             losses = [(runs[rule, fault, seed], runs["none", None, seed]) for seed in done]
             mean, others = (sum(column) / len(done) for column in zip(*losses, strict=True))
-            cells.append(f"{mean:.3f} ({mean / others - 1:+.1%})" if math.isfinite(mean) else "not finite")
+            more = f"{mean / others - 1:+.1%}" if mean < 10 * others else f"{mean / others:,.0f} times"
+            cells.append(f"{mean:,.3f} ({more})" if math.isfinite(mean) else "not finite")
         lines.append(f"| {fault} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

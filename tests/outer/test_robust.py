@@ -82,7 +82,7 @@ def far(one, other):
     return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
 
 
-@pytest.mark.law("robust-rules-are-means")
+@pytest.mark.law("outliers-are-left-out")
 @pytest.mark.parametrize(("name", "rule"), ACCEPTED)
 def test_of_equal_members_a_rule_is_the_mean_and_their_order_does_not_matter(name, rule):
     plain = replace(RECIPES[name], same_data=True)
@@ -93,7 +93,7 @@ def test_of_equal_members_a_rule_is_the_mean_and_their_order_does_not_matter(nam
     assert far(ahead[0][0], back[0][0]) < 1e-5
 
 
-@pytest.mark.law("no-member-spoils-all")
+@pytest.mark.law("outliers-are-left-out")
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(("name", "rule"), ACCEPTED)
 def test_with_one_faulty_member_all_agree_and_are_where_the_others_would_be(name, rule, fault):
@@ -114,7 +114,7 @@ def told(capsys):
     return [line for line in capsys.readouterr().err.splitlines() if "rounds" in line]
 
 
-@pytest.mark.law("no-member-spoils-all")
+@pytest.mark.law("outliers-are-left-out")
 @pytest.mark.parametrize(
     "recipe", [diloco(2), streaming_diloco(4, 2, delay=1, codec="none")], ids=["whole", "streaming"]
 )
@@ -154,7 +154,7 @@ def spoiled(group, recipe):
     return model[1].running_mean[0].item(), model[1].num_batches_tracked.item()
 
 
-@pytest.mark.law("no-member-spoils-all")
+@pytest.mark.law("outliers-are-left-out")
 @pytest.mark.parametrize("rule", RULES)
 def test_statistics_and_counters_of_one_member_spoil_no_model(rule):
     assert run_replicas(spoiled, 4, robust(diloco(1), rule)) == [(2.0, 3)] * 4
@@ -164,7 +164,7 @@ def judged(rule, memory, *norms, weights=None):
     return rule(weights or (1.0,) * len(norms), norms, memory)
 
 
-@pytest.mark.law("no-member-spoils-all")
+@pytest.mark.law("outliers-are-left-out")
 def test_strikes_are_counted_and_taken_back():
     rule, memory = Screened(ClippedToMedian()), {}
     outs = [bool(judged(rule, memory, 1.0, norm, 1.0).left_out) for norm in (9, 9, 1, 9, 9, 1, 1, 1, 9)]
@@ -175,7 +175,7 @@ def test_strikes_are_counted_and_taken_back():
     assert judged(rule, memory, 0.0, 0.0, 0.0).factors == (1.0,) * 3
 
 
-@pytest.mark.law("no-member-spoils-all")
+@pytest.mark.law("outliers-are-left-out")
 @given(norms=st.lists(st.one_of(st.floats(0, 1e9), st.just(math.inf)), min_size=1, max_size=6))
 def test_of_two_members_or_without_a_majority_none_is_left_out(norms):
     rule, memory = Screened(ClippedToMedian(), patience=1), {}
@@ -192,7 +192,7 @@ def test_of_two_members_or_without_a_majority_none_is_left_out(norms):
         assert not decision.unfit
 
 
-@pytest.mark.law("no-member-spoils-all")
+@pytest.mark.law("outliers-are-left-out")
 @pytest.mark.parametrize("weight", [1e30, math.inf, math.nan, -1.0])
 def test_work_that_a_member_reports_counts_within_bounds(weight):
     decision = judged(Screened(ByWork()), {}, 1.0, 1.0, 1.0, weights=(1.0, 1.0, weight))
@@ -200,7 +200,7 @@ def test_work_that_a_member_reports_counts_within_bounds(weight):
     assert shares == ([1 / 7, 1 / 7, 5 / 7] if weight == 1e30 else [0.5, 0.5, 0.0])
 
 
-@pytest.mark.law("no-member-spoils-all")
+@pytest.mark.law("outliers-are-left-out")
 def test_values_too_large_for_the_codec_drop_no_round_of_the_others():
     recipe = robust(diloco(2, codec="fp16"), "clip")
     found = run_replicas(trained, 5, recipe, 8, (0, 1, 9, 2, 3), 2, "huge")
@@ -312,7 +312,7 @@ def test_norms_of_islands_are_those_of_the_whole_model():
 
 
 @pytest.mark.long
-@pytest.mark.law("no-member-spoils-all")
+@pytest.mark.law("outliers-are-left-out")
 def test_in_an_elastic_run_replicas_die_and_come_while_one_is_left_out(tmp_path):
     recipe = robust(diloco(4, **PLAIN), "trimmed")
     with ElasticRun(recipe=recipe, expected=5, grace_s=20.0, folder=tmp_path) as run:
