@@ -58,6 +58,33 @@ def voters(size):
             one.release()
 
 
+@pytest.mark.parametrize("number", range(1, 4))
+def test_a_signal_that_comes_while_the_watchdog_looks_is_not_forgotten(number):
+    class Interrupted(PreemptionVote):
+        """Gets a signal right after `why` is read for the `number`-th time."""
+
+        _why, _num_reads = "", -1  # one read is before the look
+
+        @property
+        def why(self):
+            before, self._num_reads = self._why, self._num_reads + 1
+            self._why = before or ("SIGUSR1 at rank 0" if self._num_reads == number else "")
+            return before
+
+        @why.setter
+        def why(self, text):
+            self._why = text
+
+    vote = Interrupted(0, 2)
+    try:
+        assert not vote.passes()
+        for _ in range(4):
+            vote.look(Presence(Store(2), 0))
+        assert vote.why
+    finally:
+        vote.release()
+
+
 def stops(size, seed, in_lockstep, signalled):
     """Where each rank stops, None where it comes to its end, if ranks and watchdogs are delayed at random."""
     store, stopped, over = Store(size), {}, threading.Event()

@@ -75,8 +75,24 @@ def end(launcher, seconds=60):
 
 def everyone(home):
     """The launcher and all that it has started, workers too: what runs in the home, but for the clients of `warm`."""
-    found = psutil.Process().children(recursive=True)
-    return [process for process in found if process.cwd() == str(home) and "-IS" not in process.cmdline()]
+    there = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # a worker, at the end of its epoch
+            there += [process] if process.cwd() == str(home) and "-IS" not in process.cmdline() else []
+    return there
+
+
+def send(number, processes):
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+@pytest.fixture(autouse=True)
+def nobody_stays(home):
+    """Let no run go on after a test that fell."""
+    yield
+    send(signal.SIGKILL, everyone(home))
 
 
 @pytest.mark.parametrize(
@@ -99,8 +115,7 @@ def test_a_run_that_is_signalled_is_saved_and_continues_bit_by_bit_when_it_is_st
         old.unlink()
     launcher = launch(*more, "train.py", 1000, patience(0.1), workers)
     wait_for(train / "up0", train / "up1")
-    for process in everyone(train) if to_all else [launcher]:
-        process.send_signal(number)
+    send(number, everyone(train) if to_all else [launcher])
     code, said = end(launcher)
     assert code == REQUEUE, said
     assert "from which accelerator.resume() continues" in said
@@ -169,8 +184,7 @@ def test_a_handler_of_the_script_hears_a_warning_once_and_the_launcher_waits_for
     (home / "notebook.py").write_text(NOTEBOOK)
     launcher = start(*words)
     until(lambda: len(list(home.glob("up*"))) == 2)
-    for process in everyone(home) if to_all else [launcher]:
-        process.send_signal(number)
+    send(number, everyone(home) if to_all else [launcher])
     ended, printed = end(launcher)
     assert ended == code, printed
     assert len(list(home.glob("saved*"))) == 2

@@ -57,10 +57,10 @@ class PreemptionVote:
 
     def look(self, presence: PresenceStore) -> None:
         """Take part in the vote: the watchdog calls this now and then."""
-        reason = presence.published("signal")
-        if self.why and not reason:
+        if reason := presence.published("signal"):
+            self.why = reason
+        elif self.why:  # never set to what it was: a handler may set it in between
             presence.publish("signal", self.why)
-        self.why = reason or self.why
         if not self.why or self._decided.is_set():
             return
         if not self._has_published:
