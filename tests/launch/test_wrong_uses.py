@@ -134,6 +134,7 @@ WRONG = [
     ("launch --cpu --outer diloco --outer-every 0 train.py", "every is 0"),
     ("launch --cpu --outer diloco --outer-every often train.py", "--outer_every is 'often'"),
     ("launch --cpu --outer-every 4 train.py", "--outer"),
+    ("launch --cpu --outer auto --outer-every 4 train.py", "every is for auto to choose. Leave it out"),
     ("launch --cpu --outer diloco --outer-every 4 --outer-seconds 2 train.py", "seconds"),
     ("launch --cpu --outer diloco --outer-every 4 --outer-codec int3 train.py", "Did you mean `int8`?"),
     ("launch --cpu --outer diloco --outer-every 4 --outer-lr inf train.py", "lr is inf"),
