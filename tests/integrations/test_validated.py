@@ -197,7 +197,7 @@ def evaluated():
             dist.barrier()
             model.eval()
             seen.append(are_equal(model))
-            for module in model.modules() if step == 4 else ():  # as Lightning goes back
+            for module in model.module.modules() if step == 4 else ():  # as Lightning goes back
                 module.training = True
             model.train() if step == 1 else model(torch.randn(1, 4))
             seen.append(torch.equal(before, model.module.weight))
