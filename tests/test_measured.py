@@ -313,3 +313,11 @@ def test_the_page_of_elastic_runs_has_how_long_replicas_stood_still_after_an_eve
         assert row in page, row
     assert drill.newest().keys() == drill.EVENTS.keys()
     assert all(one["silence_s"] < 60 for one in drill.newest().values())
+
+
+def test_the_page_of_frameworks_has_the_verdicts_that_were_measured(monkeypatch):
+    module = benchmark("frameworks/run", monkeypatch)
+    page = (ROOT / "docs" / "frameworks.md").read_text(encoding="utf-8")
+    for line in module.table().splitlines():
+        assert line in page, line
+    assert set(module.kept()) <= set(module.PROGRAMS)

@@ -35,6 +35,8 @@ FOREIGN = {
     "CHANGELOG.md",
     "PersistentKeepalive",  # WireGuard's
     "private.key",
+    *("EPOCH_COMPLETED", "ITERATION_COMPLETED", "ModelCheckpoint", "idist.Parallel", "idist.auto_dataloader"),
+    *("auto_model", "ckpt_path", "idist.auto_model", "model.fit", "save_weights", "toggle_optimizer"),
     *("Infinity", "NaN"),  # as JSON's readers know them
 }
 

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs of Lightning, ignite and Keras train as they are, and save and validate what all replicas have."""
+
+import sys
+
+import pytest
+
+from farflung.testing.patience import patience
+from tests.test_measured import benchmark
+
+
+def rows():
+    for package, program, mode in (
+        ("lightning", "lightning", "outer"),
+        ("lightning", "fabric", "elastic"),
+        ("lightning", "lightning-gan", "outer"),
+        ("lightning", "lightning-resumed", "outer"),
+        ("lightning", "fabric", "outer"),
+        ("ignite", "ignite", "outer"),
+        ("keras", "keras", "elastic"),
+    ):
+        yield pytest.param(program, mode, marks=pytest.mark.package(package), id=f"{program}-{mode}")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("program", "mode"), rows())
+def test_replicas_end_equal_with_what_was_validated_and_saved(monkeypatch, program, mode):
+    module = benchmark("frameworks/run", monkeypatch)
+    code, ranks, text = module.launched(sys.executable, program, mode, patience(200))
+    assert module.verdict(code, ranks, text, None) == "right", text
+    assert "over 2 replicas of a DDP model" in text
+
+
+@pytest.mark.package("keras")
+def test_a_fit_of_keras_that_nothing_averages_is_refused(monkeypatch):
+    module = benchmark("frameworks/run", monkeypatch)
+    code, ranks, text = module.launched(sys.executable, "keras-fit", "outer", patience(200))
+    assert module.verdict(code, ranks, text, None).startswith("refused: --outer diloco did nothing"), text
