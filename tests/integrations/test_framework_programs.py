@@ -23,7 +23,7 @@ def rows():
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("program", "mode"), rows())
+@pytest.mark.parametrize(("program", "mode"), list(rows()))
 def test_replicas_end_equal_with_what_was_validated_and_saved(monkeypatch, program, mode):
     module = benchmark("frameworks/run", monkeypatch)
     code, ranks, text = module.launched(sys.executable, program, mode, patience(200))
