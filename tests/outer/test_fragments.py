@@ -9,6 +9,7 @@ from torch import nn
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.comm.group import SoloGroup
 from farflung.outer import OuterLoop, apart, blocks, by_bytes, local_sgd, streaming_diloco, strided
+from farflung.testing.sim import run_replicas
 
 
 class Block(nn.Module):
@@ -110,6 +111,25 @@ class Spectral(nn.Module):
     def __init__(self):
         super().__init__()
         self.x = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+
+
+class Rotary(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+        self.register_buffer("frequencies", torch.ones(3, dtype=torch.complex64))
+
+
+def test_complex_buffers_are_averaged_where_they_are():
+    def average(group):
+        model = Rotary()
+        memory = model.frequencies
+        loop = OuterLoop(model, local_sgd(1), group)
+        memory.mul_(complex(1 + group.rank, -group.rank))
+        loop.step()
+        assert model.frequencies is memory
+        return memory.tolist()
+
+    assert run_replicas(average, 2) == [[1.5 - 0.5j] * 3] * 2
 
 
 def test_complex_numbers_and_several_devices_are_refused():

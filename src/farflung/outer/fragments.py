@@ -30,8 +30,9 @@ class TensorPlace:
     is_embedding: bool = False  # a parameter of an nn.Embedding, which another module may use too
 
     def get(self) -> Tensor:
+        """Return the tensor; a complex buffer, such as rotary frequencies, as pairs of real numbers in its memory."""
         tensor: Tensor = self.owner[self.key]
-        return tensor
+        return torch.view_as_real(tensor) if tensor.is_complex() and not isinstance(tensor, nn.Parameter) else tensor
 
 
 @dataclass(frozen=True)
