@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from farflung.base.errors import ConfigError, RankFailure, Unsupported
 from farflung.codec.base import Identity
@@ -130,6 +132,65 @@ def test_gradients_that_nobody_sums_and_odd_meshes_are_named():
         assert "it has ['replica', 'tp']" in unknown
         assert "OuterLoop(mesh=, outer=)" in within
         assert "leave out group" in several
+
+
+class Stages:
+    """Two linear layers on two ranks, in a pipeline, or both on one; each with its optimizer and outer loop."""
+
+    def __init__(self, recipe, sizes, is_island=False):
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replica", "stage"))
+        self.index, self.stage, count = mesh.get_local_rank("replica"), mesh.get_local_rank("stage"), sizes[1]
+        torch.manual_seed(5)
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double()
+        self.model = self.layers[self.stage] if count == 2 else self.layers
+        made = PipelineStage(self.model, self.stage, count, torch.device("cpu"), group=mesh.get_group("stage"))
+        self.schedule = ScheduleGPipe(made, 2, loss_fn=nn.functional.mse_loss)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        groups = {"mesh": mesh, "outer": "replica"} if is_island else {"group": TorchGroup(mesh.get_group("replica"))}
+        self.outer = OuterLoop(self.model, recipe, **groups)
+        self.num_stages = count
+
+    def steps(self, *numbers):
+        for number in numbers:
+            data = torch.Generator().manual_seed(1000 * number + self.index)
+            inputs, targets = torch.randn(2, 4, 6, generator=data, dtype=torch.float64)
+            last = {"target": targets} if self.stage == self.num_stages - 1 else {}
+            self.schedule.step(*([inputs] if self.stage == 0 else []), **last)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.outer.step()
+        return self
+
+
+def in_stages(sizes):
+    values = []
+    for name in ("local_sgd", "slowmo", "diloco"):
+        run = Stages(EXACT[name], sizes).steps(*range(1, 8))
+        run.outer.flush()
+        run.outer.detach()
+        values += run.model.parameters()
+    return [value.detach() for value in values]
+
+
+@pytest.mark.law("islands-are-replicas")
+def test_stages_of_a_pipeline_with_a_loop_for_each_column_train_as_one_rank_does():
+    first, second, *others = run_ranks(in_stages, 4, (2, 2))
+    whole = run_ranks(in_stages, 2, (2, 1))[0]
+    joined = [value for pair in range(3) for part in (first, second) for value in part[2 * pair : 2 * pair + 2]]
+    torch.testing.assert_close(joined, whole, rtol=0, atol=1e-9)
+    assert all(map(torch.equal, [*first, *second], [value for part in others for value in part]))
+
+
+def stages_as_an_island():
+    with pytest.raises(Unsupported) as alike:
+        Stages(local_sgd(2), (2, 2), is_island=True).steps(1, 2, 3)
+    return str(alike.value)
+
+
+def test_stages_of_a_pipeline_are_not_taken_for_copies_of_one():
+    for text in run_ranks(stages_as_an_island, 4):
+        assert text.startswith("weight has other values on rank 1 of an island than on its rank 0")
+        assert "give each stage an OuterLoop of its own" in text
 
 
 def lose_an_island(folder):

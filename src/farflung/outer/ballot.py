@@ -53,6 +53,10 @@ class Ballot:
     trained: int = 0  # a digest of the names of what this rank has trained; 0 if that is nothing, or not asked
 
 
+_ISLAND_RANK = "island rank"
+_STAGES = (
+    "Pipeline stages are no island: give each stage an OuterLoop of its own, over the ranks of its column as group=."
+)
 _LARGEST = 3e38  # stands for a norm that is finite, but not in fp32
 BALLOT_BYTES = 8 * 14  # on the wire: so many numbers of fp64
 
@@ -158,6 +162,7 @@ class Voters:
         there = sorted(where.items(), key=lambda found: names.index(found[0].split()[0]))
         odd = [f"  on {numbered(self.noun, who)} alone: {line}" for line, who in there if len(who) < self.group.size]
         lines += odd[:_TENSORS_SHOWN] + ([f"  and {len(odd) - _TENSORS_SHOWN} more"] if odd[_TENSORS_SHOWN:] else [])
+        lines += [f"  {_STAGES}"] if self.noun == _ISLAND_RANK else []
         raise CollectiveMismatch("The ranks of an outer loop are not in the same round:\n" + "\n".join(lines))
 
 
@@ -179,7 +184,7 @@ class Island:
     """
 
     def __init__(self, group: Group, is_sharded: bool, description: str, tensors: Sequence[str]) -> None:
-        self.voters = Voters(group, description, tensors, "island rank")
+        self.voters = Voters(group, description, tensors, _ISLAND_RANK)
         self.size = group.size
         self.shard = group.rank if is_sharded else 0
 
@@ -221,7 +226,8 @@ class Island:
                         f"{name} has other values on rank {rank} of an island than on its rank {other}, though neither "
                         "has a part of it that the other lacks: nothing sums its gradients over them, or they began "
                         "with different values. Make it a DTensor too (by parallelize_module, such as "
-                        "SequenceParallel, or fully_shard of the whole model), or freeze it."
+                        "SequenceParallel, or fully_shard of the whole model), average its gradients over the island "
+                        f"(DDP's process_group=), or freeze it. {_STAGES}"
                     )
 
     def meet(self) -> None:

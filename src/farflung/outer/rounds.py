@@ -96,7 +96,7 @@ class Rounds:
                 norm, largest, sound = fragment.load(fragment.pending_weight[level] > 0 or must_look)
                 if level == 0 and fragment.pending_weight[0] and self.twins.are_looked_for(quorum.generation.ids):
                     mark = fragment.fingerprint()
-                if self.replica.is_sharded and fragment.comparison.is_unseen:
+                if quorum.generation.island.size > 1 and fragment.comparison.is_unseen:
                     seen = fragment.held_by_several()
             claimed = fragment.claim(level)
             if number == level == 0:
