@@ -19,6 +19,7 @@ from tests.outer.replicas import same
 
 TP, FSDP_TP = {"tp_size": 2}, {"dp_shard_size": 2, "tp_size": 2}
 CP, FSDP_CP, CP_TP = {"cp_size": 2}, {"dp_shard_size": 2, "cp_size": 2}, {"cp_size": 2, "tp_size": 2}
+HSDP_TP = {"dp_replicate_size": 2, **FSDP_TP}
 ISLANDS = {"dp_replicate_size": 2, "dp_shard_size": 2}
 
 
@@ -97,8 +98,8 @@ def close(values, wanted):
 
 @pytest.mark.parametrize(
     "sizes",
-    [TP, CP, *(pytest.param(sizes, marks=pytest.mark.long) for sizes in (FSDP_TP, FSDP_CP))],
-    ids=["tp", "cp", "fsdp+tp", "fsdp+cp"],
+    [TP, CP, *(pytest.param(sizes, marks=pytest.mark.long) for sizes in (FSDP_TP, FSDP_CP, CP_TP, HSDP_TP))],
+    ids=["tp", "cp", "fsdp+tp", "fsdp+cp", "cp+tp", "hsdp+tp"],
 )
 def test_models_and_sequences_that_are_cut_train_and_resume_as_on_one_process(sizes, tmp_path):
     num_ranks = math.prod(sizes.values())

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -385,6 +386,11 @@ def sharded():
     step_once(fully_shard(net()).parameters())
 
 
+def with_a_mesh_of_its_own():
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard"))
+    step_once(fully_shard(net(), mesh=mesh["shard"]).parameters())
+
+
 def flat(use_orig_params=False):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is deprecated, and prefers GPUs
@@ -428,7 +434,8 @@ def megatron():
 REFUSED = {
     without_ddp: "trains 6 parameters which no DDP model has",
     other_parameters: "trains 2 parameters which none of the 1 DDP models has",
-    sharded: "sharded by FSDP over all 2 ranks",
+    sharded: "Shard over some of them with an Accelerator",
+    with_a_mesh_of_its_own: 'OuterLoop(model, recipe, mesh=mesh, outer="replica")',
     flat: "with NO_SHARD gradients, over all 2 ranks in each step. Use DDP in place of NO_SHARD",
     views_of_flat: "with NO_SHARD gradients, over all 2 ranks in each step",
     zero: "ZeroRedundancyOptimizer sends all parameters in each step",

@@ -278,8 +278,9 @@ class DDPTakeover:
             )
         if any(map(is_sharded, trained)):
             raise ConfigError(
-                f"{asked}: the parameters are sharded by FSDP over all {dist.get_world_size()} ranks, so there are no "
-                "replicas to average. Shard over some of the ranks with an Accelerator (docs/islands.md), or use DDP."
+                f"{asked}: the parameters are sharded, and --outer does not know over which ranks. Shard over some of "
+                "them with an Accelerator, or leave out --outer and name the dimension of replicas of your own mesh: "
+                'OuterLoop(model, recipe, mesh=mesh, outer="replica") (docs/islands.md).'
             )
         if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
             raise ConfigError(f"{asked}: ZeroRedundancyOptimizer sends all parameters in each step. Use a plain one.")

@@ -141,7 +141,7 @@ class OpenRound:
                 self.ballot = replace(self.ballot, norm=pipeline.encode_weights())
         with meter.timed("voting"):
             self.ballot = self._generation.in_round.ballot(self.ballot)
-            if self._seen:
+            if self._seen and math.isfinite(self.ballot.norm):  # else the round is dropped
                 self._generation.in_round.compare(self._seen)
             votes = voters.begin(self.ballot)
         meter.add("bytes_voting", (self.group.size - 1) * BALLOT_BYTES)
