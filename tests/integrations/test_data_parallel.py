@@ -434,7 +434,7 @@ def megatron():
 REFUSED = {
     without_ddp: "trains 6 parameters which no DDP model has",
     other_parameters: "trains 2 parameters which none of the 1 DDP models has",
-    sharded: "Shard over some of them with an Accelerator",
+    sharded: "Shard over some ranks with an Accelerator",
     with_a_mesh_of_its_own: 'OuterLoop(model, recipe, mesh=mesh, outer="replica")',
     flat: "with NO_SHARD gradients, over all 2 ranks in each step. Use DDP in place of NO_SHARD",
     views_of_flat: "with NO_SHARD gradients, over all 2 ranks in each step",

@@ -181,11 +181,8 @@ def _resolved(
         fsdp_plugin = lazy.sharding.fsdp_from_environment()
     if parallelism_config is None and environ.flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         parallelism_config = lazy.parallelism.parallelism_from_environment()
-    if fsdp_plugin is None and parallelism_config is not None:
-        # DDP does not take layers that are cut, and would average over ranks with different tokens.
-        averages_parts = parallelism_config.cp_enabled and parallelism_config.tp_enabled
-        if parallelism_config.dp_shard_enabled or averages_parts:
-            fsdp_plugin = lazy.sharding.FullyShardedDataParallelPlugin()
+    if fsdp_plugin is None and parallelism_config is not None and parallelism_config.dp_shard_size > 1:
+        fsdp_plugin = lazy.sharding.FullyShardedDataParallelPlugin()
     islands = stated_island_size(world.local_size, island_size, world.group, world.place)
     device_mesh = None
     if parallelism_config is not None:

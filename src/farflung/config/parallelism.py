@@ -124,6 +124,8 @@ class ParallelismConfig:
                 f"ParallelismConfig(sp_size={self.sp_size}): sequence parallelism is not supported yet. Leave it and "
                 "its handler out, and cut sequences with cp_size."
             )
+        if self.cp_enabled and self.tp_enabled:
+            raise Unsupported("ParallelismConfig: cp_size and tp_size can't be combined yet. Leave one of them out.")
         if self.cp_handler is not None and not self.cp_enabled:
             raise ConfigError("ParallelismConfig: cp_handler is read only with a cp_size above 1, which is missing.")
         if self.total_size == 1:

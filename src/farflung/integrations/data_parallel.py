@@ -278,9 +278,8 @@ class DDPTakeover:
             )
         if any(map(is_sharded, trained)):
             raise ConfigError(
-                f"{asked}: the parameters are sharded, and --outer does not know over which ranks. Shard over some of "
-                "them with an Accelerator, or leave out --outer and name the dimension of replicas of your own mesh: "
-                'OuterLoop(model, recipe, mesh=mesh, outer="replica") (docs/islands.md).'
+                f"{asked}: the parameters are sharded. Shard over some ranks with an Accelerator, or leave out --outer: "
+                'OuterLoop(model, recipe, mesh=mesh, outer="replica") takes a mesh of your own (docs/islands.md).'
             )
         if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
             raise ConfigError(f"{asked}: ZeroRedundancyOptimizer sends all parameters in each step. Use a plain one.")

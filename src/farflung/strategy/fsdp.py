@@ -27,7 +27,6 @@ from farflung.base.errors import ConfigError, StateError, Unsupported
 from farflung.base.torch_internals import own_parameters
 from farflung.comm.bucket import broadcast_values
 from farflung.comm.shards import is_sharded, model_has_dtensor, reshard, sharded_parts, spread_like
-from farflung.comm.torch_group import TorchGroup
 from farflung.process.mesh import Mesh
 from farflung.strategy.base import Single
 from farflung.strategy.sharded import ShardedModels, refuse_muon
@@ -126,8 +125,7 @@ class FSDP(ShardedModels):
         if not spares_memory:
             tensors = [*model.parameters(), *model.buffers()]
             broadcast_values([one for one in tensors if not is_sharded(one)], self.mesh.everyone)
-            for group in (self.mesh.replicas, TorchGroup(self.mesh.row.get_group())):  # who hold the same parts
-                broadcast_values([one for one in tensors if is_sharded(one)], group)
+            broadcast_values([one for one in tensors if is_sharded(one)], self.mesh.readers)
         ignored = _ignored(model, plugin.ignored_modules)
         wrapped = modules_to_wrap(model, plugin.policy_for(model), ignored)
         _recompute(model, wrapped, plugin)
