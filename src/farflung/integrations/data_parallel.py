@@ -278,7 +278,7 @@ class DDPTakeover:
             )
         if any(map(is_sharded, trained)):
             raise ConfigError(
-                f"{asked}: the parameters are sharded. Shard over some ranks with an Accelerator, or leave out --outer: "
+                f"{asked}: its parameters are shards. Shard over some ranks with an Accelerator, or leave out --outer: "
                 'OuterLoop(model, recipe, mesh=mesh, outer="replica") takes a mesh of your own (docs/islands.md).'
             )
         if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
