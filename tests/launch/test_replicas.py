@@ -279,8 +279,8 @@ def test_a_run_whose_launcher_and_replicas_were_all_killed_goes_on_with_the_same
         pulled = farflung("checkpoint", "pull", where, "model.safetensors")
         assert re.fullmatch(r"model.safetensors has 2 tensors after step \d+\n", pulled.stdout), pulled.stderr
         os.kill(first.process.pid, signal.SIGKILL)
-        for one in psutil.process_iter(["cmdline"]):
-            if "train.py" in (one.info["cmdline"] or []) and one.cwd() == str(home):
+        for one in psutil.process_iter(["cmdline", "cwd"]):
+            if "train.py" in (one.info["cmdline"] or []) and one.info["cwd"] == str(home):
                 one.kill()
     (home / "at").unlink()
     with Launcher(*line) as again:

@@ -252,8 +252,8 @@ def test_a_terminal_names_a_replica_that_is_stopped_and_one_that_is_killed(at_ho
         launcher.sendintr()
         launcher.expect(pexpect.EOF)
         launcher.close(force=True)
-        for one in psutil.process_iter(["cmdline"]):  # replicas of a launcher that was too slow to end them
-            if "train.py" in (one.info["cmdline"] or []) and one.cwd() == str(at_home):
+        for one in psutil.process_iter(["cmdline", "cwd"]):  # replicas of a launcher that was too slow to end them
+            if "train.py" in (one.info["cmdline"] or []) and one.info["cwd"] == str(at_home):
                 one.kill()
     said = pexpect.run(f"{sys.executable} -m farflung report --json", encoding="utf-8")
     assert '"lost": 1' in said

@@ -114,7 +114,7 @@ def cluster():
     yield made
     made.shutdown()
     psutil.wait_procs(own, timeout=patience(30))
-    left = [one for one in own if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    left = [one for one in psutil.process_iter(["status"]) if one in own and one.info["status"] != psutil.STATUS_ZOMBIE]
     assert not left
 
 
