@@ -25,8 +25,8 @@ class LentWeights:
         this = weakref.ref(self)
 
         def before_forward(module: nn.Module, *_: Any) -> None:  # a function, which copies of the model share
-            trains: Any = module.module.training  # Lightning leaves DDP's own mode as it was in the evaluation
-            if not torch.compiler.is_compiling() and trains and (one := this()) is not None:
+            inner: Any = module.module  # Lightning leaves DDP's own mode as it was in the evaluation
+            if not torch.compiler.is_compiling() and inner.training and (one := this()) is not None:
                 one.end()
 
         ddp.register_forward_pre_hook(before_forward)
