@@ -189,7 +189,7 @@ ACCELERATOR = [
     ("Accelerator(parallelism_config=ParallelismConfig(sp_size=2))", "sp_size=2"),
     (
         "Accelerator(parallelism_config=ParallelismConfig(cp_handler=TorchContextParallelConfig()))",
-        "cp_handler is read only with cp_size",
+        "cp_handler is read only with a cp_size above 1",
     ),
     ('Accelerator(dynamo_plugin=TorchDynamoPlugin("eager"), dynamo_backend="eager")', "both"),
     ("Accelerator(kwargs_handlers=[AutocastKwargs()] * 2)", "two AutocastKwargs"),

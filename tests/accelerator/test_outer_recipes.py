@@ -2,7 +2,7 @@
 """`Accelerator(outer=...)` with every recipe, and from a checkpoint that was written in the middle of a round."""
 
 from farflung import OuterConfig
-from farflung.outer.arguments import MAKERS
+from farflung.config.outer import RECIPES
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
 from tests.accelerator.test_outer_attached import DILOCO, alike, one_epoch, one_step, prepared, weights
@@ -11,7 +11,7 @@ from tests.recipes import OPTIONS
 
 def all_recipes():
     states = {}
-    for recipe in MAKERS:
+    for recipe in RECIPES:
         options = {name: value for name, value in OPTIONS[recipe].items() if name != "codec"}
         run = prepared(OuterConfig(recipe, **({"seconds": 0.01} if recipe == "edit" else options)))
         one_epoch(*run)
@@ -23,7 +23,7 @@ def all_recipes():
 
 def test_every_recipe_ends_a_pass_with_equal_replicas():
     first, second = run_ranks(all_recipes, 2)
-    for recipe in MAKERS:
+    for recipe in RECIPES:
         assert alike([first[recipe], second[recipe]]), recipe
 
 

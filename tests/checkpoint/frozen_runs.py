@@ -161,10 +161,20 @@ class Run:
 
 
 def without_times(state):
-    """The state of an outer loop without what a clock says, in the order of then."""
+    """The state of an outer loop without what a clock says, and without what it has since, in the order of then."""
     names = ("description", "position", "synced", "began", "are_alike", "shard", "lr", "rounds")
-    assert {*names, "seconds", "stats"} == {*state}
-    return {name: state[name] for name in names}
+    since = {"layout", "changes", "agreed", "proposed"}
+    assert {*names, "seconds", "stats", *since} == {*state}
+    return without({name: state[name] for name in names}, {"trained", "proposal", "left_out", "history"})
+
+
+def without(node, names):
+    """A nested value without what has these names; nothing of a fragment's history was kept by rounds then."""
+    if not isinstance(node, dict):
+        return node
+    return {
+        key: value if key == "fragments" else without(value, names) for key, value in node.items() if key not in names
+    }
 
 
 def digest(node):

@@ -140,6 +140,8 @@ SENTENCES = [
         Event(Kind.CHANGED, 0, facts={"step": 1280, "every": 64, "delay": 3}),
         "from step 1,280 on a round has 64 steps, applied 3 steps later",
     ),
+    (Event(Kind.EXCLUDED, 0, "replica 2", facts={"why": "NaN"}), "replica 2 does not count in rounds: NaN"),
+    (Event(Kind.EXCLUDED, 0, "replica 2", facts={"why": ""}), "replica 2 counts in rounds again"),
 ]
 # Those whose message is a fact, and the one that nobody is shown.
 OF_A_MESSAGE = {"settings", "submitted", "state", "ending", "left", "note", "warning", "process"}

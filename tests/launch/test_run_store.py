@@ -93,7 +93,7 @@ def test_launchers_of_containers_with_one_host_name_and_one_process_id_have_name
 
 def test_a_run_begins_where_a_launcher_died_as_it_began_one(tmp_path):
     address.transport_at(tmp_path.as_uri()).board.put("first", b"another")
-    board = elastic._met(LaunchSettings(meet=tmp_path.as_uri(), elastic="1:2"), 1, "mine").board
+    board = elastic._met(LaunchSettings(meet=tmp_path.as_uri(), elastic="1:2"), 1, "mine", None).board
     assert json.loads(board.get("run"))["most"] == 2
 
 

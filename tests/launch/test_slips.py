@@ -16,6 +16,7 @@ SLIPS = [
     ("chekpoint ls", "'chekpoint'", "Did you mean `checkpoint`"),
     ("estimat x", "'estimat'", "Did you mean `estimate`"),
     ("confg", "'confg'", "Did you mean `config`"),
+    ("key --hlp", "--hlp", "Did you mean --help"),
     ("--hlep", "'--hlep'", "Did you mean --help"),
     ("--verson", "'--verson'", "Did you mean --version"),
     ("launch --num-proceses 2 train.py", "--num_proceses", "Did you mean --num_processes"),

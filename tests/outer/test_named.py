@@ -10,7 +10,7 @@ from torch import nn
 from farflung import Accelerator, OuterConfig
 from farflung.base.errors import ConfigError
 from farflung.codec.named import CODECS as MADE, codec_of
-from farflung.config.outer import CODECS
+from farflung.config.outer import CODECS, RECIPES as NAMES
 from farflung.config.recipes import RECIPES
 from farflung.outer import ErrorFeedback, OuterLoop, diloco
 from farflung.outer.arguments import MAKERS, chosen_recipe, recipe_of
@@ -25,7 +25,7 @@ def comparable(recipe):
 
 
 def test_a_name_alone_is_the_recipe_with_its_defaults():
-    for name in (name for name in MAKERS if not needed(name)):
+    for name in (name for name in NAMES if not needed(name)):
         for recipe in (chosen_recipe(name), recipe_of(OuterConfig(name), 1)):
             assert comparable(recipe) == comparable(MAKERS[name]())
 

@@ -141,8 +141,8 @@ class LaunchSettings(LayoutSettings, EngineSettings):
     )
     outer_recipe: str | None = setting(
         None,
-        "Train replicas independently and synchronize them every H steps with this recipe: auto, which measures and "
-        f"chooses, {', '.join(RECIPES)}. The other --outer flags set its options. [the script's recipe, if any]",
+        "Train replicas that synchronize every H steps by this recipe: auto (measures and "
+        f"chooses), {', '.join(RECIPES)}. The other --outer flags set its options. [the script's recipe, if any]",
         told=True,
         flags=("--outer_recipe", "--outer"),
         choices=NAMES,

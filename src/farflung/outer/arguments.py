@@ -305,8 +305,8 @@ def checked_items(items: object, done: bool, recipe: Recipe) -> float:
     return count
 
 
-def check_state(where: str, state: object, like: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless `state` is that of an outer loop with the same description and shards as `like`."""
+def check_form(where: str, state: object) -> None:
+    """Raise ConfigError unless `state` is that of an outer loop."""
     if not isinstance(state, Mapping):
         raise wrong_type(where, state, "what OuterLoop.state_dict() returned")
     missing = [name for name in _STATE if name not in state]
@@ -315,6 +315,10 @@ def check_state(where: str, state: object, like: Mapping[str, Any]) -> None:
             f"{where}: {shown(list(state)) if state else '{}'} is not the state of an outer loop: {', '.join(missing)} "
             "is missing. Give it what OuterLoop.state_dict() returned."
         )
+
+
+def check_state(state: Mapping[str, Any], like: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless the state of a loop has the same description and shards as `like`."""
     saved, here = state["description"], like["description"]
     if saved != here:
         pairs = zip(_PARTS.split(saved), _PARTS.split(here), strict=False)

@@ -27,7 +27,15 @@ from farflung.base.sizes import num_buffers_among
 from farflung.comm.group import Group
 from farflung.comm.shards import reshard
 from farflung.comm.torch_group import explained
-from farflung.outer.arguments import OuterConfig, check_attached, check_state, checked, checked_items, groups_of
+from farflung.outer.arguments import (
+    OuterConfig,
+    check_attached,
+    check_form,
+    check_state,
+    checked,
+    checked_items,
+    groups_of,
+)
 from farflung.outer.gradients import GradientWarmup, kept_local
 from farflung.outer.inner import hooks_of
 from farflung.outer.leaving import Leaving
@@ -368,10 +376,11 @@ class OuterLoop:
             ConfigError: it is no such state, or of another model or recipe.
         """
         self._check_open()
+        check_form("load_state_dict", state)
         if not self.is_newcomer and "auto" in state:
             self._sync.resume(state["auto"])
         replica = self._rounds.replica
-        self._rounds.align(state, lambda: check_state("load_state_dict", state, _identity(replica, self._quorum)))
+        self._rounds.align(state, lambda: check_state(state, _identity(replica, self._quorum)))
         reshard(self._model.modules())
         if self.is_newcomer:
             self.reset_anchor()

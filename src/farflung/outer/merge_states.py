@@ -19,7 +19,7 @@ from torch import Tensor
 
 from farflung.base.checks import wrong_type
 from farflung.base.tree import flatten, unflatten
-from farflung.outer.arguments import check_state
+from farflung.outer.arguments import check_form, check_state
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ def merge_states(states: Sequence[dict[str, Any]]) -> MergedState:
             "merge_states: states", states, "a list of what state_dict() returned on each of the old ranks"
         )
     for state in states:
-        check_state("merge_states", state, states[0])
+        check_form("merge_states", state)
+        check_state(state, states[0])
     columns = list(zip(*(state["rounds"]["fragments"] for state in states), strict=True))
     fragments = [_merged_fragment(column, number, states) for number, column in enumerate(columns)]
     weights = {name: value for fragment in fragments for name, value in fragment["local"].items()}

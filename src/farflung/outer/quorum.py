@@ -32,6 +32,7 @@ from farflung.outer.recipe import Recipe
 from farflung.outer.replica import BoundFragment, Replica
 from farflung.outer.schedule import Action, Apply, Change, Launch
 from farflung.outer.stats import Meter
+from farflung.outer.structure import settings_of
 from farflung.outer.timetable import Timetable
 from farflung.outer.weighting import Decision, in_proportion
 
@@ -53,6 +54,19 @@ class Welcome:
         agreed = self.fragments[number]["agreed"] | {kind: now["agreed"][kind] for kind in kinds or now["agreed"]}
         fragments = (*self.fragments[:number], {**now, "agreed": agreed}, *self.fragments[number + 1 :])
         return replace(self, fragments=fragments)
+
+
+def _needs_of(recipe: Recipe, replica: Replica) -> dict[str, Any]:
+    """Return what a model, as this recipe exchanges it, requires of the members."""
+    return {
+        "description": replica.description,
+        "tensors": replica.tensors,
+        "is_shared": replica.is_shared,
+        "settings": f"{settings_of(recipe)}; buckets of {replica.cap_bytes} bytes",
+        "could": replica.could,
+        "layout": lambda: replica.layout,
+        "align": replica.align,
+    }
 
 
 def _parts(replica: Replica, numbers: Iterable[int]) -> dict[str, Any]:
@@ -117,22 +131,16 @@ class Quorum:
         self, membership: Membership, recipe: Recipe, replica: Replica, timetable: Timetable, meter: Meter
     ) -> None:
         self.membership = membership
-        said = (replica.description, replica.tensors)
         self._is_behind = recipe.schedule.delay > 0
         self.needs = Needs(
             recipe.levels,
             self._is_behind or recipe.is_undecided,
             replica.is_sharded,
-            *said,
             num_votes=1,
             admits=True,
             has_state=False,
             state=partial(self._shared_state, ()),
-            is_shared=replica.is_shared,
-            settings=replica.settings,
-            could=replica.could,
-            layout=lambda: replica.layout,
-            align=replica.align,
+            **_needs_of(recipe, replica),
         )
         self.welcome: Welcome | None = None
         self.joined_in = -1
@@ -261,7 +269,7 @@ class Quorum:
     def restart(self, recipe: Recipe, replica: Replica) -> None:
         """Continue with a model as another recipe exchanges it; nothing is sent."""
         self._replica, self._is_behind = replica, recipe.schedule.delay > 0
-        self.needs = replace(self.needs_now(), overlaps=self._is_behind, is_shared=replica.is_shared)
+        self.needs = replace(self.needs, overlaps=self._is_behind, **_needs_of(recipe, replica))
         if hasattr(self, "generation"):
             self.describe(replica.description, replica.tensors)
             self.worker = self._new_worker()

@@ -27,7 +27,7 @@ from farflung.outer.fragments import Fragment, TensorPlace, training, without_ma
 from farflung.outer.membership import Generation
 from farflung.outer.momentum import OuterSGD
 from farflung.outer.recipe import Recipe
-from farflung.outer.structure import Layout, buckets_of, described, line_of, settings_of, structure_of
+from farflung.outer.structure import Layout, buckets_of, described, line_of, structure_of
 from farflung.outer.trained import TrainedSet
 from farflung.outer.weighting import NormHistory, Screened
 
@@ -274,7 +274,7 @@ class Replica:
 
     def _lay_out(self, cut: list[Fragment]) -> None:
         self._cut = cut
-        self.description, self.tensors = described(self.settings, cut)
+        self.description, self.tensors = described(self._recipe, cut, self.cap_bytes)
         self.trained.exchange({place.name for one in cut for place in one.parameters})
         buffers = [place for one in cut for place in (*one.averages, *one.counters)]
         self.could = [line_of(place) for place in (*self.trained.places.values(), *buffers)]
@@ -282,11 +282,6 @@ class Replica:
     @property
     def device(self) -> torch.device:
         return next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
-
-    @property
-    def settings(self) -> str:
-        """The part of the description that does not depend on what is trained."""
-        return settings_of(self._recipe, self.cap_bytes)
 
     @property
     def layout(self) -> Layout:
@@ -424,7 +419,7 @@ class Replica:
         kept = {place.name for fragment in self.fragments for place in fragment.cut.places}
         known = {place.name: place.name in kept for one in self._cut for place in one.averages}
         fragments = self._cut_again()
-        description, tensors = described(self.settings, fragments)
+        description, tensors = described(self._recipe, fragments, self.cap_bytes)
         fit = [without_masks(fragment, known) for fragment in fragments]
         sizes = {id(tensor): tensor.numel() for fragment in self.fragments for tensor in fragment.trained}
         new = [p for one in fit for p in one.parameters if sizes.get(id(p.get())) != p.get().numel()]

@@ -303,11 +303,11 @@ class Rounds:
             "fragments": [fragment.state_dict() for fragment in self.replica.fragments],
         }
 
-    def align(self, state: Any, check: Callable[[], None]) -> None:
+    def align(self, state: Mapping[str, Any], check: Callable[[], None]) -> None:
         """Exchange what a saved loop did, if `check` finds nothing else in which it differs."""
         before = self.replica.layout
         try:
-            self.replica.align(state["layout"] if isinstance(state, Mapping) and "layout" in state else before)
+            self.replica.align(state.get("layout", before))
             check()
         except ConfigError:
             self.replica.align(before)

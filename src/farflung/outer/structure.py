@@ -55,7 +55,7 @@ def line_of(place: TensorPlace) -> str:
     return f"{place.name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def settings_of(recipe: Recipe, cap_bytes: int) -> str:
+def settings_of(recipe: Recipe) -> str:
     """Describe what must be the same on all ranks whatever they train."""
     outer = "none"
     if recipe.optimizer is not None:
@@ -64,11 +64,11 @@ def settings_of(recipe: Recipe, cap_bytes: int) -> str:
     return (
         f"{recipe.schedule}, {recipe.codec}, {recipe.aggregator}, {recipe.policy}, by {recipe.weigh_by}, "
         f"{recipe.merge}, {'eager, ' if recipe.eager else ''}{recipe.inner}, outer optimizer {outer}"
-        f"{''.join(f', {change}' for change in recipe.changes)}, buckets of {cap_bytes} bytes"
+        f"{''.join(f', {change}' for change in recipe.changes)}"
     )
 
 
-def described(settings: str, fragments: Sequence[Fragment]) -> tuple[str, list[str]]:
+def described(recipe: Recipe, fragments: Sequence[Fragment], cap_bytes: int) -> tuple[str, list[str]]:
     """Describe, for errors, what must be the same on all ranks, and each tensor that is exchanged."""
     layout, tensors = hashlib.blake2b(digest_size=4), []
     places = [(number, place) for number, fragment in enumerate(fragments) for place in fragment.places]
@@ -79,9 +79,8 @@ def described(settings: str, fragments: Sequence[Fragment]) -> tuple[str, list[s
         tensors.append(line_of(place))
     numel = sum(place.get().numel() for fragment in fragments for place in fragment.parameters)
     description = (
-        f"{settings}; {counted(len(fragments), 'fragment')} of {counted(len(places), 'tensor')} "
-        f"with {counted(numel, 'trainable value')} "
-        f"(layout {layout.hexdigest()})"
+        f"{settings_of(recipe)}; {counted(len(fragments), 'fragment')} of {counted(len(places), 'tensor')} "
+        f"with {counted(numel, 'trainable value')} (layout {layout.hexdigest()}), buckets of {cap_bytes} bytes"
     )
     return description, tensors
 
