@@ -142,7 +142,7 @@ class LaunchSettings(LayoutSettings, EngineSettings):
     outer_recipe: str | None = setting(
         None,
         "Train replicas that synchronize every H steps by this recipe: auto (measures and "
-        f"chooses), {', '.join(RECIPES)}. The other --outer flags set its options. [the script's recipe, if any]",
+        f"chooses), {', '.join(RECIPES)}. The other --outer flags set its options. [the script's]",
         told=True,
         flags=("--outer_recipe", "--outer"),
         choices=NAMES,
