@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a pass over the data ends, replicas are equal, and what is validated there is what is saved."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from farflung.base.errors import RankFailure
 from farflung.integrations.data_parallel import DDPTakeover
+from farflung.integrations.training_data import TrainingData
 from farflung.outer.arguments import OuterConfig
 from farflung.testing.ranks import run_ranks
 
@@ -153,6 +157,53 @@ def evaluated_from_train_mode():
 
 def test_an_evaluation_is_none_of_the_training_though_it_began_in_train_mode():
     assert run_ranks(evaluated_from_train_mode, 2) == [[False] * (STEPS - 1) + [True]] * 2
+
+
+def evaluated_in_part(mode):
+    """Whether replicas are equal after steps that came after an evaluation which is left open, and began in `mode`."""
+    takeover = DDPTakeover(CONFIGS[1000])
+    takeover.install()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(2 * STEPS, 4))
+    train, test = (DataLoader(data, 1, sampler=DistributedSampler(data, shuffle=each)) for each in (True, False))
+    model.train(mode)
+    batches = iter(test)
+    model.eval()
+    next(batches)
+    model.train()
+    seen = []
+    for (batch,) in train:
+        trained(model, optimizer, batch)
+        test.sampler.set_epoch(1)  # of no pass that was trained on
+        seen.append(are_equal(model)[0])
+    next(batches)  # it was open until here
+    return seen
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_steps_are_of_the_pass_whose_batch_came_in_train_mode(mode):
+    assert run_ranks(partial(evaluated_in_part, mode), 2) == [[False] * (STEPS - 1) + [True]] * 2
+
+
+def looked_into():
+    """What torch's iterator says of a share of the data and of all of it, after two batches."""
+    data = TrainingData(lambda: True, DDPTakeover(CONFIGS[3]))
+    share = SimpleNamespace(begin=lambda epoch: None, is_shared=True, hands_out=lambda: True, close=lambda: None)
+    slots = SimpleNamespace(shared_as_it_is=lambda loader, parts: (DataLoader(loader.dataset, 1), share))
+    data.install()
+    tensors = TensorDataset(torch.zeros(5, 4))
+    seen = []
+    for data.slots in (None, slots):
+        batches = iter(DataLoader(tensors, 1, sampler=DistributedSampler(tensors, 1, 0)))
+        list(zip(range(2), batches, strict=False))
+        seen.append((batches._num_yielded, batches._dataset is tensors))
+    return seen
+
+
+def test_an_iterator_has_what_libraries_look_for_in_torchs_own():
+    assert run_ranks(looked_into, 1) == [[(2, True), (0, True)]]  # a share has no first batches to be skipped again
 
 
 def failing():

@@ -29,6 +29,8 @@ class LoaderPass:
     base_dataloader: DataLoader[Any]
     share: Any  # of a replica that comes and goes
     may_train: bool  # it began with a model in train mode
+    is_training: bool = False  # the model was in train mode as the latest batch was fetched
+    batches: Any = None  # torch's iterator over the share, once it exists
     num_batches: int = 0
     end_of_dataloader: bool = False
     remainder: int = -1
@@ -45,10 +47,19 @@ class ReportingIterator(Iterator[Any]):
     Args:
         batches: the iterator itself, which has what is not here.
         length: how many batches it has; -1: unknown.
+        is_training: returns whether the model is in train mode.
     """
 
-    def __init__(self, batches: Iterator[Any], length: int, current: LoaderPass, loop: LoopState) -> None:
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        length: int,
+        current: LoaderPass,
+        loop: LoopState,
+        is_training: Callable[[], bool],
+    ) -> None:
         self._batches, self._length, self._pass, self._loop = batches, length, current, loop
+        self._is_training = is_training
         loop.enter(current)
 
     def __next__(self) -> Any:
@@ -58,6 +69,7 @@ class ReportingIterator(Iterator[Any]):
             self._loop.leave(self._pass, at_end=True)
             raise
         self._pass.num_batches += 1
+        self._pass.is_training = self._is_training()
         self._pass.end_of_dataloader = self._pass.num_batches == self._length
         self._loop.enter(self._pass, batch)
         return batch
@@ -66,9 +78,11 @@ class ReportingIterator(Iterator[Any]):
         return len(self._batches)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_batches":  # not set yet
+        if name in ("_batches", "_pass"):  # not set yet
             raise AttributeError(name)
-        return getattr(self._batches, name)
+        if name == "_num_yielded" and self._pass.share is not None:
+            return 0  # that a restarted replica has to skip: what it did of its share is not handed out again
+        return getattr(self._batches if self._pass.batches is None else self._pass.batches, name)
 
     def __del__(self) -> None:
         self._loop.leave(self._pass)
@@ -113,9 +127,11 @@ class TrainingData:
         """Record what a step was made on; return the pass whose loop it is in, if any.
 
         Frameworks begin a pass of an evaluation before they put the model into eval mode, so the latest pass that began
-        in train mode counts only for scripts that read a sampler without a loader.
+        in train mode counts only for scripts that read a sampler without a loader. They also leave one unfinished
+        without closing it, so a pass whose latest batch came in the mode of the step comes before all others.
         """
-        around = self._loop.around(self._trace)
+        is_training = self.is_training()
+        around = self._loop.around(self._trace, lambda one: one.is_training == is_training)
         latest = None if self._latest is None else self._latest()
         sampler = latest if around is None else sampler_of(around.loader.base_dataloader)
         if sampler is not None:
@@ -148,9 +164,10 @@ class TrainingData:
         self._loop.begin(current)
         self._begin(sampler)  # whose class may draw in a function of its own
         if copy is not None:
-            return ReportingIterator(self._shared(loader, sampler, copy, share), -1, current, self._loop)
-        batches: Any = iterate(loader)
-        return ReportingIterator(batches, length_hint(batches, -1), current, self._loop)
+            batches: Any = self._shared(loader, sampler, copy, current)
+            return ReportingIterator(batches, -1, current, self._loop, self.is_training)
+        batches = iterate(loader)
+        return ReportingIterator(batches, length_hint(batches, -1), current, self._loop, self.is_training)
 
     def _length(self, length: Callable[..., int], loader: DataLoader[Any]) -> int:
         """Return the share of one of the replicas that the run begins with, by which schedules are planned."""
@@ -175,18 +192,19 @@ class TrainingData:
             self.is_inside = before
 
     def _shared(
-        self, loader: DataLoader[Any], sampler: DistributedSampler[Any], copy: DataLoader[Any], share: Any
+        self, loader: DataLoader[Any], sampler: DistributedSampler[Any], copy: DataLoader[Any], current: LoaderPass
     ) -> Iterator[Any]:
         """Yield the batches of this replica's share of an epoch, or of all the data in an evaluation."""
+        share = current.share
         with self._inside():
             epoch = max(sampler.epoch, self._epochs.get(loader, -1) + 1) if self.is_training() else sampler.epoch
             share.begin(epoch)
             if share.is_shared:
                 self._epochs[loader] = epoch
-            batches = iter(copy)
+            current.batches = iter(copy)
         while True:
             with self._inside():
-                batch = next(batches, _END)
+                batch = next(current.batches, _END)
             if batch is _END:
                 break
             if share.hands_out():

@@ -350,12 +350,15 @@ class LoopState:
         window.complete = window.step % num_steps == 0
         return window.complete
 
-    def around(self, trace: Trace) -> ActiveLoader | None:
+    def around(self, trace: Trace, is_likely: Callable[[Any], bool] = lambda loader: True) -> ActiveLoader | None:
         """Return the loader of the loop around what happens now, such as a micro-batch; a window ends where it ends.
 
         It is the first that handed out a batch since the last micro-batch of any window, and stays the same as long as
         it hands out a batch each time that this happens, whatever else is iterated inside its loop. When it is iterated
         again it is the one again.
+
+        Args:
+            is_likely: tells which loaders come before all others where there is a choice.
         """
         if trace.source is None or not self.loaders or trace.source is not self.loaders[-1]:
             fresh = self._since(trace.seen)
@@ -363,7 +366,8 @@ class LoopState:
             if not any(before is one for one in fresh or self.loaders):
                 loader = self.resumed_in if before is None else before.loader
                 again = [one for one in fresh if one.loader is loader]
-                trace.source = next(iter(again or self._since(self._seen) or fresh), None)
+                found = sorted(again or self._since(self._seen) or fresh, key=lambda one: not is_likely(one))
+                trace.source = next(iter(found), None)
         trace.seen = self._seen = self._handed_out
         return trace.source
 
