@@ -12,6 +12,7 @@ from tests.test_measured import benchmark
 def rows():
     for package, program, mode in (
         ("lightning", "lightning", "outer"),
+        ("lightning", "lightning", "elastic"),
         ("lightning", "fabric", "elastic"),
         ("lightning", "lightning-gan", "outer"),
         ("lightning", "lightning-resumed", "outer"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Lightning needs in addition to hooks, held by its own names; and messages in the words of each framework."""
+"""What Lightning and transformers' Trainer need in addition to hooks; and messages in the words of each framework."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -24,7 +24,15 @@ def lightning(put=sys.modules.__setitem__):
     """The parts of Lightning that are followed, put among the loaded modules."""
 
     class Strategy:
+        def __init__(self, is_last_batch=True):
+            loop = SimpleNamespace(batch_progress=SimpleNamespace(is_last_batch=is_last_batch))
+            trainer = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=loop))
+            self.lightning_module = SimpleNamespace(trainer=trainer)
+
         def on_train_end(self):
+            pass
+
+        def on_validation_start(self):
             pass
 
     def sized_len(loader):
@@ -37,36 +45,68 @@ def lightning(put=sys.modules.__setitem__):
     return strategies, data
 
 
+class CallbackHandler:
+    """What is called of transformers' handler of its Trainer's callbacks."""
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        return control
+
+    def on_train_end(self, args, state, control, **kwargs):
+        return control
+
+
+def ended(event):
+    assert getattr(CallbackHandler(), event)(None, None, "control", more=1) == "control"
+
+
+ENDS = {
+    "nothing": lambda strategy: None,
+    "a Lightning fit": lambda strategy: strategy().on_train_end(),
+    "a Lightning epoch, validated": lambda strategy: strategy().on_validation_start(),
+    "a Lightning validation in mid-epoch": lambda strategy: strategy(is_last_batch=False).on_validation_start(),
+    "a Trainer's epoch": lambda strategy: ended("on_epoch_end"),
+    "a Trainer's training": lambda strategy: ended("on_train_end"),
+}
+IN_MID_PASS = ("nothing", "a Lightning validation in mid-epoch")
+
+
 def fitted():
-    """Whether the ranks have the same weights in memory before and after Lightning's end of a fit in mid-pass."""
+    """After each of the ends, reached in mid-pass: whether the ranks have the same weights in memory, and save them."""
     strategies, _ = lightning()
+    sys.modules["transformers.trainer_callback"] = SimpleNamespace(CallbackHandler=CallbackHandler)
     takeover = DDPTakeover(OuterConfig("diloco", every=1000, report="off"))
     takeover.install()
-    torch.manual_seed(0)
-    net = nn.Linear(4, 2)
-    model = DistributedDataParallel(net)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    seen = []
-    for number, _ in enumerate(DataLoader(DATA, 1, sampler=DistributedSampler(DATA))):
-        if dist.get_rank() == 0 or number == 0:  # the other one has fewer steps
-            model(torch.full((2, 4), 1.0 + dist.get_rank())).square().mean().backward()
-            optimizer.step()
-        if number == 2:
-            break
-    for end in (lambda: None, strategies.Strategy().on_train_end):
-        end()
+    seen = {}
+    for name, end in ENDS.items():
+        takeover.forget()
+        torch.manual_seed(0)
+        net = nn.Linear(4, 2)
+        model = DistributedDataParallel(net)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number, _ in enumerate(DataLoader(DATA, 1, sampler=DistributedSampler(DATA))):
+            if dist.get_rank() == 0 or number == 0:  # the other one has fewer steps
+                model(torch.full((2, 4), 1.0 + dist.get_rank())).square().mean().backward()
+                optimizer.step()
+            if number == 2:
+                break
+        end(strategies.Strategy)
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, net.weight.tolist())
-        seen.append(everyone[0] == everyone[1] and torch.equal(net.state_dict()["weight"], net.weight))
+        seen[name] = everyone[0] == everyone[1] and torch.equal(net.state_dict()["weight"], net.weight)
     takeover.close()
     return seen
 
 
-def test_the_end_of_a_lightning_fit_brings_all_steps_together():
-    assert run_ranks(fitted, 2) == [[False, True]] * 2
+def test_where_frameworks_end_a_fit_or_an_epoch_all_steps_come_together():
+    assert run_ranks(fitted, 2) == [{name: name not in IN_MID_PASS for name in ENDS}] * 2
 
 
-WORDS = {"lightning": 'strategy="ddp"', "pytorch_lightning": "Trainer", "ignite": "idist", "keras": "fit does not"}
+WORDS = {
+    "lightning": 'strategy="ddp"',
+    "pytorch_lightning": "Trainer",
+    "ignite": "DistributedDataParallel",
+    "keras": "fit does not",
+}
 
 
 def test_lightning_is_told_no_length_that_is_only_planned(monkeypatch):
@@ -74,7 +114,7 @@ def test_lightning_is_told_no_length_that_is_only_planned(monkeypatch):
     planned, known = DistributedSampler(DATA, 1, 0), DistributedSampler(DATA, 1, 0, shuffle=False)
     loaders = [DataLoader(DATA, 2, sampler=sampler) for sampler in (planned, known)]
     for _ in range(2):  # as each DDP model calls it
-        frameworks.follow_lightning(lambda: None, lambda sampler: sampler is planned)
+        frameworks.follow_frameworks(lambda **_: None, lambda sampler: sampler is planned)
     combined = [SimpleNamespace(flattened=[loader], __len__=None) for loader in loaders]
     assert [data.sized_len(loader) for loader in loaders] == [None, 4]
     assert data.sized_len(combined[0]) is None

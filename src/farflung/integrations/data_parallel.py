@@ -50,7 +50,7 @@ from farflung.config import environ
 from farflung.config.launch import launched_outer
 from farflung.integrations.elastic import members_of, slots_of
 from farflung.integrations.evaluation import LentWeights
-from farflung.integrations.frameworks import follow_lightning, to_make_a_group, to_make_ddp
+from farflung.integrations.frameworks import follow_frameworks, to_make_a_group, to_make_ddp
 from farflung.integrations.patching import around
 from farflung.integrations.rounds import RoundFigures, RoundOutputs
 from farflung.integrations.spawned import follow_processes
@@ -205,7 +205,7 @@ class DDPTakeover:
             given.arguments["process_group"] = mesh.row.get_group()
         make(*given.args, **given.kwargs)
         ddp = given.arguments["self"]
-        follow_lightning(self._end_fit, self._data.is_planned)
+        follow_frameworks(self._flush_all, self._data.is_planned)
         self._followed.append(FollowedModel(ddp, self._recipe.may_warm_up, mesh, self._flush_model))
         if mesh.device_mesh is not None:  # DDP has made the ranks of each island equal
             broadcast_values([*ddp.module.parameters(), *ddp.module.buffers()], mesh.replicas)
@@ -389,9 +389,9 @@ class DDPTakeover:
             with self._in_round():
                 one.driver.flush()
 
-    def _end_fit(self) -> None:
+    def _flush_all(self, if_behind: bool = False) -> None:
         """Flush all loops, so that the weights in memory are equal and those of the state dict: a collective."""
-        for one in self._followed:
+        for one in [one for one in self._followed if one.epochs.is_behind or not if_behind]:
             one.epochs.flush()
 
     def _make_join(self, make: Callable[..., None], join: Join, joinables: Any, *args: Any, **options: Any) -> None:
@@ -418,8 +418,8 @@ class DDPTakeover:
         make(*given.args, **given.kwargs)
 
     def _leave_join(self, leave: Callable[..., None], join: Join, kind: Any, *error: Any) -> None:
-        for one in self._followed if kind is None and join in self._joins else ():
-            one.epochs.flush()
+        if kind is None and join in self._joins:
+            self._flush_all()
         leave(join, kind, *error)
 
     def _barrier(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frameworks around torch's DDP: what Lightning needs in addition to hooks, and the words of each for what it calls."""
+"""Frameworks around torch's DDP: what some need in addition to hooks of torch's, and what each calls a group or DDP."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ _WORDS = {
     "lightning": ('give the Trainer, or Fabric, strategy="ddp"',) * 2,
     "pytorch_lightning": ('give the Trainer strategy="ddp"',) * 2,
     "lightning_fabric": ('give Fabric strategy="ddp"',) * 2,
-    "ignite": ("run the training in idist.Parallel(backend=...)", "pass the model through idist.auto_model"),
+    "ignite": (
+        "run the training in idist.Parallel(backend=...)",
+        "pass the model through idist.auto_model or, under --elastic, where that makes no DDP for the one process of a "
+        "replica, through torch.nn.parallel.DistributedDataParallel",
+    ),
     "keras": (
         "call torch.distributed.init_process_group in the script",
         "wrap the Keras model in torch.nn.parallel.DistributedDataParallel and train it in a loop, as fit does not",
@@ -44,18 +48,25 @@ def to_make_ddp() -> str:
     return _words()[1]
 
 
-def follow_lightning(flush: Callable[[], None], is_planned: Callable[[DistributedSampler[Any]], bool]) -> None:
-    """Follow Lightning, if the script has loaded it.
+def follow_frameworks(flush: Callable[..., None], is_planned: Callable[[DistributedSampler[Any]], bool]) -> None:
+    """Follow Lightning and transformers' Trainer, if the script has loaded them.
 
     Args:
-        flush: called where a fit ends on all ranks: a collective.
+        flush: called where a fit ends on all ranks, and where an epoch of the Trainer does, whose loaders have no
+            `DistributedSampler` to tell: a collective. With `if_behind` where Lightning validates at the end of an
+            epoch: it fetches a batch ahead of data of unknown length, so its last step comes after the pass.
         is_planned: returns whether a sampler's length is a plan, and its passes may end before or after it. Lightning
             would end an epoch there without its validation, or leave data out, so it is not told the length.
     """
 
-    def end(ended: Callable[..., None], *args: Any) -> None:
+    def end(ended: Callable[..., Any], *args: Any, **options: Any) -> Any:
         flush()
-        ended(*args)
+        return ended(*args, **options)
+
+    def validate(begun: Callable[..., Any], strategy: Any) -> Any:
+        if strategy.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            flush(if_behind=True)
+        return begun(strategy)
 
     def length(sized_len: Callable[[object], int | None], loader: Any) -> int | None:
         parts = [part for part in getattr(loader, "flattened", [loader]) if isinstance(part, DataLoader)]
@@ -64,7 +75,11 @@ def follow_lightning(flush: Callable[[], None], is_planned: Callable[[Distribute
 
     for module, owner, name, act in (
         ("lightning.pytorch.strategies", "Strategy", "on_train_end", end),
+        ("lightning.pytorch.strategies", "Strategy", "on_validation_start", validate),
         ("pytorch_lightning.strategies", "Strategy", "on_train_end", end),
+        ("pytorch_lightning.strategies", "Strategy", "on_validation_start", validate),
+        ("transformers.trainer_callback", "CallbackHandler", "on_epoch_end", end),
+        ("transformers.trainer_callback", "CallbackHandler", "on_train_end", end),
         ("lightning.fabric.utilities.data", "", "sized_len", length),
         ("lightning_fabric.utilities.data", "", "sized_len", length),
     ):
