@@ -539,3 +539,17 @@ def test_without_the_first_launcher_training_goes_on_until_the_next_loss_ends_it
     assert said.count("failed on node1") == 1
     assert said.count("The replicas can't agree on how to continue") == 3  # box and lines
     assert second.process.returncode == FAILED
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("warm")
+def test_a_newcomer_trains_by_the_recipe_that_auto_has_chosen_for_the_others(home):
+    (home / "train.py").write_text(RANKS)
+    with Launcher("--elastic", "2:3", "--outer", "auto", "train.py") as first:
+        where = first.printed(r"--join (\S+)")[1]
+        recipe = first.printed(r"auto: 2 replicas .* The same by hand: --outer (\w+)")[1]
+        with Launcher("--join", where, "--outer", "auto", "train.py") as second:
+            second.printed(f"auto: continues with {recipe} ")
+            first.printed("joined; 3 replicas train")
+            (home / "last").touch()
+            assert (first.ended(), second.ended()) == (0, 0)
