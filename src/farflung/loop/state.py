@@ -358,7 +358,7 @@ class LoopState:
         again it is the one again.
 
         Args:
-            is_likely: tells which loaders come before all others where there is a choice.
+            is_likely: returns whether a loader comes before those for which it returns False, if there are several.
         """
         if trace.source is None or not self.loaders or trace.source is not self.loaders[-1]:
             fresh = self._since(trace.seen)
