@@ -24,6 +24,7 @@ from farflung.outer import (
     sparse_loco,
     streaming_diloco,
 )
+from farflung.outer.ballot import BALLOT_BYTES
 from farflung.testing.simulate import simulate
 from tests.recipes import made
 
@@ -190,7 +191,7 @@ def test_seconds_are_those_of_the_cost_model(recipe):
     short, long = steps(16), steps(32)  # what is sent at the end is the same in both
     forecast = 16 * cost_of(RUN, method_of(recipe, RUN.parameters, name="any")).seconds_per_step
     votes = (
-        (len(long.rounds) - len(short.rounds)) * 8 * (6 * 52 + 3 * 4) / RUN.bandwidth_bps
+        (len(long.rounds) - len(short.rounds)) * 8 * 3 * (BALLOT_BYTES + 4) / RUN.bandwidth_bps
     )  # what they weigh, at most
     assert forecast <= (long.seconds - short.seconds) * (1 + 1e-9)
     assert long.seconds - short.seconds <= (forecast + votes) * (1 + 1e-9)
