@@ -152,3 +152,16 @@ def test_as_many_iterations_are_counted_as_the_script_made(orders, skips):
     for which, done in zip(attempts, dones, strict=True):
         ended += iteration.step_attempted(optimizers[which], done)
     assert ended == [any(dones[3 * k : 3 * k + 3]) for k in range(len(orders))]
+
+
+def test_the_first_round_takes_all_that_the_first_iteration_trained():
+    model, accelerator = net(), Accelerator(cpu=True, outer=OuterConfig("local_sgd", every=1, report="off"))
+    optimizers = [torch.optim.SGD(part.parameters(), 0.1) for part in model]
+    prepared, *optimizers = accelerator.prepare(model, *optimizers)
+    (loop,) = accelerator.outer_loops
+    accelerator.backward(prepared(torch.ones(1, 3)).sum())
+    for optimizer in optimizers:
+        optimizer.step()
+    assert sum(map(len, loop.state_dict()["layout"][0])) == len([*model.parameters()])
+    accelerator.end_training()
+    AcceleratorState._reset_state(reset_partial_state=True)

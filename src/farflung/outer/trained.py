@@ -42,7 +42,7 @@ class Moves:
         self.known: Mapping[int, Tensor] = {}
         self.ids: set[int] = set()
         self._first_move = first_move
-        self._is_seen = False  # an optimizer has stepped some of them since the latest count
+        self._under_way: set[int] = set()  # what optimizers have stepped since the latest count
         self.seen = 0  # the id of the optimizer whose step under way had gradients before it
         _FOLLOWING.add(self)
 
@@ -50,7 +50,7 @@ class Moves:
         """Note the parameters that a step of an optimizer moves: those with a gradient. Return whether it has any."""
         trained = (one for group in optimizer.param_groups for one in group["params"] if one.grad is not None)
         found = self.known.keys() & set(map(id, trained))
-        self._is_seen |= bool(found)
+        self._under_way |= found
         if new := found - self.ids:
             self._first_move(new)
         self.ids |= found
@@ -58,9 +58,13 @@ class Moves:
 
     def count(self) -> None:
         """Count a step; if no optimizer of torch's has made it, all that requires gradients may have moved."""
-        if not self._is_seen:
+        if not self._under_way:
             self.ids |= {number for number, one in self.known.items() if one.requires_grad}
-        self._is_seen = False
+        self._under_way = set()
+
+    def forget(self) -> None:
+        """Count all that has trained as sent, but for the step under way."""
+        self.ids = set(self._under_way)
 
 
 _FOLLOWING: weakref.WeakSet[Moves] = weakref.WeakSet()  # hooks can't be registered in hooks, where loops may begin
@@ -158,8 +162,8 @@ class TrainedSet:
             local(self.places[name].get()).copy_(value)
 
     def forget_moves(self) -> None:
-        """Count all that was trained as agreed on."""
-        self.moves.ids.clear()
+        """Count all that was trained as agreed on, but for the step under way."""
+        self.moves.forget()
         self._before.clear()
 
     def ids(self) -> set[int]:
