@@ -175,6 +175,9 @@ def expect_batches(loader: DataLoader[Any], number: int) -> None:
 ASK_OF_KIND = ("_has_compatible_shallow_copy_type", "_is_view")
 
 
+NUM_YIELDED = "_num_yielded"  # of a loader's iterator: how many batches it has handed out
+
+
 def is_exhausted(iterator: Any) -> bool:
     """Return whether an iterator of a loader over a stream has come to the stream's end. Others never say so."""
     return bool(getattr(getattr(iterator, "_dataset_fetcher", None), "ended", False))

@@ -18,6 +18,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from farflung.base.torch_internals import NUM_YIELDED
 from farflung.integrations.patching import around
 from farflung.loop.state import LoopState, Observer, Trace
 
@@ -80,7 +81,7 @@ class ReportingIterator(Iterator[Any]):
     def __getattr__(self, name: str) -> Any:
         if name in ("_batches", "_pass"):  # not set yet
             raise AttributeError(name)
-        if name == "_num_yielded" and self._pass.share is not None:
+        if name == NUM_YIELDED and self._pass.share is not None:
             return 0  # that a restarted replica has to skip: what it did of its share is not handed out again
         return getattr(self._batches if self._pass.batches is None else self._pass.batches, name)
 
