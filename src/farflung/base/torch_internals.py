@@ -173,8 +173,6 @@ def expect_batches(loader: DataLoader[Any], number: int) -> None:
 
 # Methods of a tensor that ask what it is, and read no values.
 ASK_OF_KIND = ("_has_compatible_shallow_copy_type", "_is_view")
-
-
 NUM_YIELDED = "_num_yielded"  # of a loader's iterator: how many batches it has handed out
 
 
