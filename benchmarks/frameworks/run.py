@@ -99,7 +99,8 @@ def verdict(code, ranks, text, ddp):
         return f"refused: {warnings[-1]}"
     if code:
         errors = re.findall(r"((?:\w+\.)*\w*(?:Error|Exception): .+?)\s*(?:│|$)", text, re.MULTILINE)
-        return f"fails: {errors[-1] if errors else text.strip().splitlines()[-1]}"
+        reason = errors[-1] if errors else text.strip().splitlines()[-1]
+        return f"fails: {re.sub(r'/[^ )]*/', '', reason)}"  # without this machine's folders
     wrong = [] if len(ranks) == 2 else [f"{len(ranks)} of 2 replicas reported"]
     if len({rank["weights"] for rank in ranks}) > 1:
         wrong.append("replicas differ")
