@@ -107,7 +107,7 @@ class Seal:
 
     Args:
         key: the run's, 32 random bytes.
-        scope: what names begin with, in addition to those that are given: the part of the address that has the run.
+        scope: a prefix of all names: the part of the address where the run lies.
 
     Raises:
         ConfigError: the package `cryptography` is missing.

@@ -74,7 +74,7 @@ def _alone_s(run: Workload) -> float:
 
 
 def choose(measured: Measured) -> Choice:
-    """Return the recipe that keeps most of DDP's gain, of those that wait at most `WAITING` of the time."""
+    """Return the recipe that keeps most of DDP's gain among the recipes that wait at most `WAITING` of the time."""
     run, steps = workload(measured), measured.steps or ASSUMED_STEPS
     rows = Rows(run, 2 * (steps // ROUNDS) * 5, 1 - WAITING)  # a round is at most a tenth of what it is given
     found = [row for row in rows.chosen if not row.script and (row.outer is not None or measured.may_average)]

@@ -171,7 +171,7 @@ class Admission:
         return found
 
     def admit(self, record: Record, description: str, needs: Needs) -> Record:
-        """Return the next generation, with those that wait, which one member decides: all call this together."""
+        """Return the next generation, which admits the waiting replicas. One member decides; all members call this."""
         there = self.waiting(record, description, needs)
         waiting = {name: one for name, one in there.items() if self._members.is_ready(name)}
         newcomers = tuple(sorted({one.member for one in waiting.values()}))[: self._most - len(record.ids)]

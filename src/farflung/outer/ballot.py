@@ -58,7 +58,7 @@ _STAGES = (
     "Pipeline stages are no island: give each stage an OuterLoop of its own, over the ranks of its column as group=."
 )
 _LARGEST = 3e38  # stands for a norm that is finite, but not in fp32
-BALLOT_BYTES = 8 * 14  # on the wire: so many numbers of fp64
+BALLOT_BYTES = 8 * 14  # on the wire: 14 fp64 numbers
 
 
 @dataclass(frozen=True)

@@ -429,7 +429,7 @@ class OuterLoop:
 
     @property
     def changes(self) -> tuple[Change, ...]:
-        """From which steps on H is another one: those that the recipe has, and those that ranks have agreed on."""
+        """The changes of H: the recipe's own, and those agreed on during the run."""
         return self._timetable.changes
 
     @property

@@ -143,7 +143,7 @@ class GradientWarmup:
         is_done_by_ddp: torch's DDP averages gradients, in the backward pass.
 
     Attributes:
-        optimizers: those that are attached. Each may have a backward pass of its own, as in a GAN.
+        optimizers: the attached optimizers. Each may have its own backward pass, as in a GAN.
         are_alike: the weights of all replicas; not if one had no more data.
         averaged: the position up to which gradients have been averaged.
         is_over: no rank stays without data any more.

@@ -133,14 +133,14 @@ def open_generation(
     background = group.duplicate(in_background=True) if overlaps else beside
     if is_fresh and group.size > 1:  # a rank that trains in turns may have begun in another one's turn
         needs = needs.aligned(gather_json(Exchange(beside), needs.layout(), "outer loop")[0])
-    said = needs.description, needs.tensors
-    alone = Island(island.duplicate(), needs.is_sharded, *said)
-    in_round = Island(island.duplicate(in_background=True), needs.is_sharded, *said) if overlaps else alone
-    voters = Voters(beside, *said, noun)
+    described = needs.description, needs.tensors
+    alone = Island(island.duplicate(), needs.is_sharded, *described)
+    in_round = Island(island.duplicate(in_background=True), needs.is_sharded, *described) if overlaps else alone
+    voters = Voters(beside, *described, noun)
     # Before anything else is sent, as ranks that differ would differ in that too.
     tally = voters.begin(alone.ballot(Ballot(0, 1.0, position=needs.num_votes)))()
     levels = [background, *(group.split(size) for size in needs.levels)]
-    by_level = tuple(Voters(level, *said, noun) for level in levels)
+    by_level = tuple(Voters(level, *described, noun) for level in levels)
     voters.describe(_OUTSIDE + needs.description, needs.tensors)
     return Generation(number, tuple(ids), voters, by_level, alone, in_round, tally.position, tuple(newcomers))
 

@@ -248,10 +248,10 @@ class Replica:
         description: all that must be the same on all ranks: recipe, shapes, cut.
         tensors: a line for each tensor that is exchanged; the description has only a digest of them.
         could: the same of each tensor that may be exchanged at some time.
-        trained: the parameters that are exchanged, and those that have trained since.
+        trained: which parameters are exchanged, and which have been trained since the last round.
         fragments: bound to memory.
 
-    All ranks exchange the same parameters: those that any of them has trained, or at first that require gradients.
+    All ranks exchange the same parameters: any that a rank has trained; at first, all that require gradients.
     What none has trained between two rounds of the first fragment leaves it.
     """
 
@@ -300,10 +300,10 @@ class Replica:
         return self.description, self.tensors
 
     def retrain(self, names: Collection[str], anchors: Mapping[int, Tensor]) -> None:
-        """Exchange these parameters from now on, and no others; those that leave rest at what was agreed on.
+        """Exchange exactly these parameters from now on. Any that are dropped keep their agreed values.
 
         Args:
-            anchors: the agreed values, `[numel]`, of those that come, by the parameter's id.
+            anchors: the agreed values, `[numel]`, of newly exchanged parameters, by the parameter's id.
         """
         new = self.trained.coming(names)
         numbers = self._numbers_of(new)
@@ -361,7 +361,7 @@ class Replica:
         return frozen_fingerprints(self._model, self.trained.ids())
 
     def tune(self, every: int | None) -> None:
-        """Give outer optimizers the settings that follow from H; None: those that the recipe began with."""
+        """Set the outer optimizers' rate and momentum for this H; None restores the recipe's initial settings."""
         made = self._recipe.optimizer
         if isinstance(made, OuterSGD):
             made = made if every is None else replace(made, every=every)
