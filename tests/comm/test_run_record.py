@@ -14,7 +14,7 @@ from farflung.base.errors import ConfigError, Unreachable
 from farflung.base.events import Kind
 from farflung.comm.address import objects_at, transport_at
 from farflung.comm.member_store import LauncherNotes, MemberStore, Record
-from farflung.comm.run_record import OtherKey, knock
+from farflung.comm.run_record import KeyMismatch, knock
 from farflung.comm.saved_state import Saved, SavedStates, pull
 from farflung.comm.seal import Seal
 from farflung.process.identity import address_of, has_ended
@@ -126,7 +126,7 @@ def test_a_launcher_with_another_key_is_refused_and_both_sides_know(place, tmp_p
     before = {name: run.board.get(name) for name in run.board.list("")}
     there = transport_at(address, seal=ours and Seal(ours))
     for act in (lambda: there.of_run(SETTINGS), lambda: pull(address, tmp_path / "x.safetensors", ours)):
-        with pytest.raises(OtherKey, match=f"The record of the run at .* can't be used: {why}. Give the key"):
+        with pytest.raises(KeyMismatch, match=f"The record of the run at .* can't be used: {why}. Give the key"):
             act()
     knock(there.board, "node:1")
     notes = LauncherNotes(run.board)

@@ -11,7 +11,7 @@ from hypothesis.strategies import integers, lists
 
 from farflung.comm import seal as module
 from farflung.comm.folder import FolderTransport
-from farflung.comm.seal import Seal, Unsealed, Versions
+from farflung.comm.seal import Seal, SealError, SeenVersions
 
 KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
 MIB = 2**20
@@ -82,7 +82,7 @@ def test_what_was_not_written_so_does_not_open_and_is_named_once(change):
     seal = Seal(KEY)
     assert opened(Seal(KEY), "g5/ready/1", LONG) == b"x" * (2 * MIB + 7)
     for _ in range(2):
-        with pytest.raises(Unsealed):
+        with pytest.raises(SealError):
             opened(seal, "g5/ready/1", CHANGES[change](LONG))
     (line,) = seal.versions.notices
     assert line.startswith("someone without this run's key may write there: 'g5/ready/1' is not taken, as it")
@@ -105,11 +105,11 @@ def test_an_older_version_that_is_put_back_is_noticed_whoever_has_written_it():
 
 
 def test_a_read_that_another_thread_has_overtaken_is_no_replay():
-    versions = Versions()
+    versions = SeenVersions()
     began, (older, newer) = time.monotonic(), (versions.next(), versions.next())
     versions.check("x", newer, began)
     versions.check("x", older, began)
-    with pytest.raises(Unsealed):
+    with pytest.raises(SealError):
         versions.check("x", older, time.monotonic())
     versions.check("x", newer, time.monotonic())
 

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, strategies as st
 
 from farflung.config.outer import OuterSettings
-from farflung.cost.auto import FOREVER, WAITING, Corrector, Interval, averaging_s, choose, workload
+from farflung.cost.auto import FOREVER, WAITING, Interval, IntervalController, averaging_s, choose, workload
 from farflung.cost.methods import Rows, gradients
 from farflung.cost.model import cost_of
-from farflung.outer.trial import Link, Measured
+from farflung.outer.trial import Link, Measurements
 
 MBIT = 1e6
-RUN = Measured(Link(100 * MBIT, 1e-3), (0.05, 0.05), 2, 385_000, 4, 0, 1, 10_000, True, False, False)
+RUN = Measurements(Link(100 * MBIT, 1e-3), (0.05, 0.05), 2, 385_000, 4, 0, 1, 10_000, True, False, False)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ NOW = Interval(32)
 
 def after(shares, now=NOW, steps=100_000, at=1_000, members=2):
     """The first change that rounds with these shares of waiting bring, and after how many."""
-    corrector = Corrector(steps)
+    corrector = IntervalController(steps)
     for number, share in enumerate(shares, 1):
         if (new := corrector.note(at, now, share, members)) is not None:
             return number, new
@@ -116,7 +116,7 @@ def test_nothing_changes_alone_or_within_the_last_tenth_and_a_run_keeps_twenty_r
 
 def test_longer_rounds_that_do_not_help_are_undone():
     """They wait for a slower replica, as long as it takes, and not for the line."""
-    corrector, now, seen = Corrector(100_000), Interval(32), []
+    corrector, now, seen = IntervalController(100_000), Interval(32), []
     for _ in range(100):
         now = corrector.note(1_000, now, 0.2, 2) or now
         seen.append(now.every)
@@ -128,7 +128,7 @@ def test_longer_rounds_that_do_not_help_are_undone():
 def test_waiting_is_low_again_within_30_rounds_of_a_change_of_the_line(name):
     run = replace(workload(RUN), layers=6)
     rows = {row.outer.recipe: row for row in Rows(run, 5_000, 1 - WAITING).chosen if row.outer is not None}
-    method, corrector, step = rows[name].method, Corrector(100_000), 0
+    method, corrector, step = rows[name].method, IntervalController(100_000), 0
     now = Interval(method.every, method.fragments, method.delay)
     for rate in (100, 10, 100, 10):
         run, waits = replace(run, bandwidth_bps=rate * MBIT), []

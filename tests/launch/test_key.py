@@ -13,7 +13,7 @@ import pytest
 from farflung.base.errors import ConfigError
 from farflung.comm.c10d_transport import C10dTransport
 from farflung.comm.member_store import LauncherNotes
-from farflung.comm.run_record import OtherKey
+from farflung.comm.run_record import KeyMismatch
 from farflung.comm.seal import Seal
 from farflung.config import environ
 from farflung.config.key import run_key
@@ -125,7 +125,7 @@ def test_one_that_joins_a_store_with_another_key_is_refused_on_both_sides(theirs
     store = serve_store("127.0.0.1", 0, wait_for_workers=False)
     first = C10dTransport(store, seal=seals[0])
     first.board.put("run", b"{}")
-    with pytest.raises(OtherKey, match=r"The record of the run at a:1 can't be used: it (is not sealed|has a key)"):
+    with pytest.raises(KeyMismatch, match=r"The record of the run at a:1 can't be used: it (is not sealed|has a key)"):
         elastic._found(C10dTransport(("127.0.0.1", store.port), seal=seals[1]), "join", "a:1", "node:1")
     notes = LauncherNotes(first.board)
     (event,) = [*notes.receive(), *notes.strangers()]

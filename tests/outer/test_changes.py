@@ -14,7 +14,7 @@ from farflung.base.errors import CollectiveMismatch, ConfigError, StateError
 from farflung.comm.group import SoloGroup
 from farflung.outer import Change, OuterLoop, Streaming, Warmup, diloco, edit, local_sgd
 from farflung.outer.momentum import delay_of, rate_of
-from farflung.outer.schedule import Apply, Changing, Clock, Launch
+from farflung.outer.schedule import Apply, ChangingSchedule, Clock, Launch
 from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
 from tests.outer.elastic_run import ElasticRun, wrong
@@ -39,7 +39,7 @@ def plans(draw):
         step += every * draw(st.integers(1, 3))
         every = draw(st.integers(fragments, 9))
         changes.append(Change(step, every, draw(st.integers(0, every)) if delays else 0))
-    return Changing(Warmup(warmup, first) if warmup else first, tuple(changes))
+    return ChangingSchedule(Warmup(warmup, first) if warmup else first, tuple(changes))
 
 
 @pytest.mark.law("a-changed-h-is-a-planned-h")

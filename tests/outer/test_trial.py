@@ -11,7 +11,7 @@ from farflung.base.errors import ConfigError
 from farflung.comm.group import SoloGroup
 from farflung.config.outer import OuterSettings
 from farflung.outer import OuterLoop, slowmo
-from farflung.outer.schedule import Every, Streaming, Undecided
+from farflung.outer.schedule import Every, Streaming, TrialSchedule
 from farflung.outer.trial import Link
 from farflung.testing.sim import run_replicas
 from tests.outer.replicas import net, train, values
@@ -82,7 +82,7 @@ def test_all_ranks_continue_with_what_was_chosen_and_end_alike(name, averaging_s
     assert measured.may_average == measured.is_averaged == (averaging_s == 0)
     assert len(measured.step_s) == measured.replicas == 3
     assert all(one[1] == measured for one in found)
-    assert "Undecided" not in description
+    assert "TrialSchedule" not in description
     assert stats.rounds > (0 if name == "by time" else 4)
 
 
@@ -148,7 +148,7 @@ def test_a_resumed_loop_continues_with_what_was_chosen_bit_for_bit():
 
 def test_a_loop_that_was_saved_on_trial_continues_its_trial():
     for *_, schedule in run_replicas(partial(resumed, until=11), 2):
-        assert isinstance(schedule, Undecided)
+        assert isinstance(schedule, TrialSchedule)
 
 
 def remembered(group):

@@ -20,7 +20,7 @@ from farflung.comm.group import Group, Work
 from farflung.comm.objects import ObjectBoard
 from farflung.comm.packed import Damaged, packed, unpack
 from farflung.comm.run_record import begin, check_pointer, renew_pointer
-from farflung.comm.seal import Unsealed
+from farflung.comm.seal import SealError
 from farflung.comm.threads import ThreadedCall, side_by_side
 from farflung.comm.transport import Entered, Watch
 
@@ -143,7 +143,7 @@ class ObjectGroup(Group):
         missing = dict(rows)
 
         def look(rank: int) -> None:
-            with suppress(Unreachable, Unsealed):  # its author is late until it has written one that opens
+            with suppress(Unreachable, SealError):  # its author is late until it has written one that opens
                 if self._at_once.read(f"{number}.{rank}", partial(self._take, number, rank, missing[rank])):
                     del missing[rank]
 

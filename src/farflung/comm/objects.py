@@ -18,7 +18,7 @@ from urllib.parse import quote, unquote
 
 from farflung.base.errors import Unreachable
 from farflung.comm.board import Board
-from farflung.comm.seal import Seal, Unsealed
+from farflung.comm.seal import Seal, SealError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -110,7 +110,7 @@ class ObjectBoard(Board):
         return self.ask(decide, "create")
 
     def get(self, key: str) -> bytes | None:
-        with suppress(Unsealed):
+        with suppress(SealError):
             return self.read(key, lambda file, size: file.read())
         return None
 
@@ -127,7 +127,7 @@ class ObjectBoard(Board):
         return [key.removeprefix(self.prefix) for key in ours if key.startswith(self.prefix + prefix)]
 
     def has(self, keys: Iterable[str]) -> bool:
-        with suppress(Unsealed):
+        with suppress(SealError):
             return all(self.read(key, lambda file, size: True) for key in keys)
         return False
 

@@ -15,13 +15,13 @@ from contextlib import suppress
 from farflung.base.errors import ConfigError, Unreachable
 from farflung.comm.board import Board, vanished
 from farflung.comm.objects import ObjectBoard, quoted
-from farflung.comm.seal import RECORD_OF_RUN, Unsealed, is_sealed
+from farflung.comm.seal import RECORD_OF_RUN, SealError, is_sealed
 
 PART = "run-[0-9a-f]{8}"  # names of parts
 _RUN, _STATES = RECORD_OF_RUN, "loop1/saved/"
 
 
-class OtherKey(ConfigError):
+class KeyMismatch(ConfigError):
     """The run at an address has another key than this process."""
 
     def __init__(self, address: str, why: str) -> None:
@@ -47,9 +47,9 @@ def check_key(board: Board, address: str) -> None:
     """Raise OtherKey if the run whose records are on a board has another key than this process."""
     content = board.get(_RUN)
     if content is None and board.seal is not None:
-        raise OtherKey(address, "it is not sealed with this key")
+        raise KeyMismatch(address, "it is not sealed with this key")
     if content is not None and is_sealed(content):
-        raise OtherKey(address, "it has a key, and none was given")
+        raise KeyMismatch(address, "it has a key, and none was given")
 
 
 def part_of_run(board: ObjectBoard, address: str) -> str | None:
@@ -61,11 +61,11 @@ def part_of_run(board: ObjectBoard, address: str) -> str | None:
     """
     try:
         content = board.read(_RUN, lambda file, size: file.read())
-    except Unsealed as error:
-        raise OtherKey(address, str(error)) from None
+    except SealError as error:
+        raise KeyMismatch(address, str(error)) from None
     if content is not None:
         if is_sealed(content) and board.seal is None:
-            raise OtherKey(address, "it has a key, and none was given")
+            raise KeyMismatch(address, "it has a key, and none was given")
         return _part_in(content)
     parts = {key.partition(_STATES)[0] for key in board.list("") if _STATES in key}
     if parts - {""}:

@@ -29,7 +29,7 @@ from farflung.comm.board import Log, forget
 from farflung.comm.objects import ObjectBoard
 from farflung.comm.packed import Damaged, packed, unpack
 from farflung.comm.run_record import part_of_run
-from farflung.comm.seal import Seal, Unsealed
+from farflung.comm.seal import Seal, SealError
 from farflung.comm.state_transfer import filled, form_of
 
 _KEPT = 2
@@ -141,7 +141,7 @@ class SavedStates:
     def num_bytes(self, saved: Saved) -> int:
         """Return how many bytes the parts of all ranks have."""
         keys = [_key(saved.name, rank, part) for rank in range(saved.ranks) for part in saved.parts]
-        with suppress(Unsealed):
+        with suppress(SealError):
             return sum(self._board.read(key, lambda _, size: size) or 0 for key in keys)
         return 0
 
@@ -162,7 +162,7 @@ class SavedStates:
 
         try:
             is_there = self._board.read(key, act)
-        except Unsealed as error:
+        except SealError as error:
             raise Damaged(f"{key} can't be used: {error}") from None
         if not is_there:
             raise Damaged(f"{key} is not there")

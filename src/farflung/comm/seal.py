@@ -38,7 +38,7 @@ _HEAD, _TAG, _PIECE = 56, 16, 2**20  # bytes
 _MOST_NAMES, _MOST_NOTICES = 4096, 20
 
 
-class Unsealed(Exception):
+class SealError(Exception):
     """An object was not sealed with this key under its name, or a later version of it was read before."""
 
 
@@ -47,7 +47,7 @@ def is_sealed(content: bytes) -> bool:
     return content.startswith(_MAGIC)
 
 
-class Versions:
+class SeenVersions:
     """Which version of each name this process has read last, so that it notices an older one that is put back.
 
     Writers number what they write. Versions of several writers have the order in which they were read first, as clocks
@@ -83,7 +83,7 @@ class Versions:
             if changed > began or (next(reversed(row), b"") == writer and row[writer] == number):
                 return
             if number <= row.get(writer, 0):
-                raise Unsealed("an older version of it was put back, or a deleted one")
+                raise SealError("an older version of it was put back, or a deleted one")
             row.pop(writer, None)
             self._rows[name] = {**row, writer: number}, time.monotonic()
 
@@ -115,7 +115,7 @@ class Seal:
 
     key: bytes = field(repr=False)
     scope: str = ""
-    versions: Versions = field(default_factory=Versions, repr=False)
+    versions: SeenVersions = field(default_factory=SeenVersions, repr=False)
     _cipher: type[AESGCM] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -143,7 +143,7 @@ class Seal:
 
     def at_root(self) -> Seal:
         """Return the seal for another address."""
-        return replace(self, scope="", versions=Versions())
+        return replace(self, scope="", versions=SeenVersions())
 
     def tag(self, name: str) -> str:
         """Return what the name of an object ends with."""
@@ -175,13 +175,13 @@ class Seal:
         try:
             head = file.read(_HEAD)
             if not is_sealed(head):
-                raise Unsealed("it is not sealed with any key")
+                raise SealError("it is not sealed with any key")
             if head[16:24] != self._digest:
-                raise Unsealed("it is sealed with another key")
+                raise SealError("it is sealed with another key")
             notice = partial(self.versions.notice, self.scope + name)
             opened = _Opened(self._cipher_of(head, name), file, size - _HEAD, notice)
             self.versions.check(self.scope + name, head[40:], began)
-        except Unsealed as error:
+        except SealError as error:
             self.versions.notice(self.scope + name, str(error))
             raise
         return BufferedReader(opened), opened.num_bytes
@@ -193,7 +193,7 @@ class Seal:
         """Return a value; None if it was not sealed so."""
         try:
             return self.open(name, BufferedReader(BytesIO(value)), len(value), began)[0].read()
-        except Unsealed:
+        except SealError:
             return None
 
     def _cipher_of(self, head: bytes, name: str) -> AESGCM:
@@ -209,7 +209,7 @@ class _Opened(io.RawIOBase):
         self._count = max(1, -(-size // (_PIECE + _TAG)))
         self.num_bytes = self._size = size - self._count * _TAG
         if self.num_bytes < 0:
-            raise Unsealed("it is too short")
+            raise SealError("it is too short")
         self._next, self._left = 0, memoryview(b"")
         self._left = self._piece(memoryview(bytearray(min(_PIECE, self._size))))
 
@@ -235,7 +235,7 @@ class _Opened(io.RawIOBase):
         except Exception:  # InvalidTag, or a ValueError for other sizes
             why = "it was not sealed under this name, or was changed"
             self._notice(why)
-            raise Unsealed(why) from None
+            raise SealError(why) from None
         self._next, self._size = self._next + 1, self._size - len(into)
         return into
 

@@ -13,7 +13,7 @@ from farflung.config.outer import OuterSettings
 from farflung.cost.evidence import GAIN_KEPT
 from farflung.cost.methods import Row, Rows, gradients
 from farflung.cost.model import Workload
-from farflung.outer.trial import Measured
+from farflung.outer.trial import Measurements
 
 WAITING = 0.05  # the share of the time that a recipe may wait
 ROUNDS = 20  # that a run has at least
@@ -35,7 +35,7 @@ class Choice:
     reason: str
 
 
-def workload(measured: Measured) -> Workload:
+def workload(measured: Measurements) -> Workload:
     """Return the run in the numbers of the cost model; a step is the median replica's, without communication."""
     others = measured.replicas - 1
     run = Workload(
@@ -52,7 +52,7 @@ def workload(measured: Measured) -> Workload:
     return replace(run, step_s=_alone_s(run)) if measured.is_averaged else run
 
 
-def averaging_s(measured: Measured) -> float:
+def averaging_s(measured: Measurements) -> float:
     """Return how long an exchange of all gradients takes."""
     return _with_gradients_s(workload(measured), 1e-9)
 
@@ -73,7 +73,7 @@ def _alone_s(run: Workload) -> float:
     return high
 
 
-def choose(measured: Measured) -> Choice:
+def choose(measured: Measurements) -> Choice:
     """Return the recipe that keeps most of DDP's gain among the recipes that wait at most `WAITING` of the time."""
     run, steps = workload(measured), measured.steps or ASSUMED_STEPS
     rows = Rows(run, 2 * (steps // ROUNDS) * 5, 1 - WAITING)  # a round is at most a tenth of what it is given
@@ -130,7 +130,7 @@ class Interval:
     delay: int = 0
 
 
-class Corrector:
+class IntervalController:
     """Decides, round by round, whether rounds should get longer or shorter: at most by a factor of two at a time.
 
     It takes the median of the latest ten rounds since the last change, so one that waited for a slow replica counts

@@ -16,11 +16,11 @@ from dataclasses import asdict, replace
 from farflung.base.events import Kind, tell
 from farflung.base.files import atomic_file
 from farflung.config.outer import OuterSettings
-from farflung.cost.auto import ASSUMED_STEPS, Corrector, Interval, averaging_s, choose, workload
+from farflung.cost.auto import ASSUMED_STEPS, Interval, IntervalController, averaging_s, choose, workload
 from farflung.outer.engine import OuterLoop
 from farflung.outer.schedule import Every, Streaming
 from farflung.outer.stats import Round
-from farflung.outer.trial import Link, Measured
+from farflung.outer.trial import Link, Measurements
 from farflung.process.run_files import add_event, run_folder, who
 
 _FILE = "line.json"  # in the run's folder
@@ -33,7 +33,7 @@ class LineTuner:
     def __init__(self) -> None:
         self.planned: Callable[[], int | None] = lambda: None
         self._loop: weakref.ref[OuterLoop] | None = None
-        self._corrector = Corrector(ASSUMED_STEPS)
+        self._corrector = IntervalController(ASSUMED_STEPS)
         self._landed_at = time.perf_counter()
 
     def remembered(self, parameters: int, replicas: int) -> tuple[Link, float, float] | None:
@@ -44,20 +44,20 @@ class LineTuner:
                 return Link(row["bandwidth_bps"], row["turn_s"]), row["fastest_s"], row["slowest_s"]
         return None
 
-    def averaging_s(self, measured: Measured) -> float:
+    def averaging_s(self, measured: Measurements) -> float:
         return averaging_s(measured)
 
-    def choose(self, measured: Measured) -> OuterSettings:
+    def choose(self, measured: Measurements) -> OuterSettings:
         return choose(measured).settings
 
     def alone(self) -> None:
         _say("auto: this process trains alone, so there is nothing to decide.")
 
-    def chosen(self, settings: OuterSettings, measured: Measured | None) -> None:
+    def chosen(self, settings: OuterSettings, measured: Measurements | None) -> None:
         if measured is None:
             _say(f"auto: continues with {settings.recipe} {settings.given()}, which the run has chosen.")
             return
-        self._corrector = Corrector(measured.steps or ASSUMED_STEPS)
+        self._corrector = IntervalController(measured.steps or ASSUMED_STEPS)
         _say(f"auto: {choose(measured).reason}")
         folder = run_folder()
         if folder is None or who()["rank"]:

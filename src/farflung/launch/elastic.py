@@ -187,7 +187,7 @@ def _met(settings: LaunchSettings, count: int, machine: str, sealed: Seal | None
         there = comm_address.transport_of(settings.meet, seal=sealed)
         try:
             transport = there.of_run(_described(settings, count))
-        except run_record.OtherKey:
+        except run_record.KeyMismatch:
             run_record.knock(there.board, machine)
             raise
         transport.board.put_new("first", machine.encode())
@@ -226,7 +226,7 @@ def _found(transport: Transport, flag: str, where: str, machine: str) -> Transpo
             if transport.board.has(["run"]):
                 run_record.check_key(transport.board, where)
                 return transport
-        except run_record.OtherKey:
+        except run_record.KeyMismatch:
             run_record.knock(transport.board, machine)
             raise
         except Unreachable as error:

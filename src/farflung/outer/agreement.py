@@ -220,7 +220,7 @@ class Averaged:
         """Take over a state that `state_dict` returned."""
 
 
-class Coming(Averaged):
+class NewParameters(Averaged):
     """local <- local + (mean - what was sent): parameters in their first round, whose mean becomes their anchor."""
 
     def __init__(self, buckets: Buckets) -> None:

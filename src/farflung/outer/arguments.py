@@ -40,7 +40,7 @@ from farflung.outer.inner import AverageState, Inner, KeepState, ResetState
 from farflung.outer.membership import Membership
 from farflung.outer.recipe import Recipe, too_few as too_few
 from farflung.outer.robustness import robust
-from farflung.outer.schedule import Undecided
+from farflung.outer.schedule import TrialSchedule
 
 _PARTS = re.compile(r"[;,] (?![^(]*\))")  # of a description: commas that are not within parentheses
 _STATE = ("description", "position", "synced", "began", "seconds", "lr", "stats", "rounds")
@@ -48,7 +48,7 @@ _STATE = ("description", "position", "synced", "began", "seconds", "lr", "stats"
 
 def _undecided() -> Recipe:
     """Return the recipe of a trial: its anchor is what all share when the recipe that was chosen begins."""
-    return Recipe(schedule=Undecided(), optimizer=partial(torch.optim.SGD, lr=1.0))
+    return Recipe(schedule=TrialSchedule(), optimizer=partial(torch.optim.SGD, lr=1.0))
 
 
 MAKERS: Mapping[str, Callable[..., Recipe]] = {
@@ -131,8 +131,8 @@ def recipe_of(config: OuterSettings, local_size: int) -> Recipe:
         parts["inner"] = _INNER[parts["inner"]]()
     make = MAKERS[config.recipe]
     recipe = make(**options)
-    if isinstance(recipe.schedule, Undecided):
-        parts["schedule"] = Undecided(steps)
+    if isinstance(recipe.schedule, TrialSchedule):
+        parts["schedule"] = TrialSchedule(steps)
     elif steps is not None:
         rounds = _rounds_in(steps, recipe)
         if rounds is not None and "rounds" in signature(make).parameters:

@@ -23,13 +23,13 @@ from farflung.outer.fragments import Cut, whole
 from farflung.outer.inner import Inner, KeepState
 from farflung.outer.schedule import (
     Change,
-    Changing,
+    ChangingSchedule,
     Every,
     Levels,
     Quadratic,
     Schedule,
     Streaming,
-    Undecided,
+    TrialSchedule,
     Warmup,
     after_warmup,
     check_schedule,
@@ -156,7 +156,7 @@ class Recipe:
         """Return the schedule with these changes of H; ConfigError if they do not fit the recipe."""
         for change in changes:
             self.check_interval(change.every, change.delay)
-        return Changing(self.schedule, changes) if changes else self.schedule
+        return ChangingSchedule(self.schedule, changes) if changes else self.schedule
 
     def check_interval(self, every: int, delay: int) -> None:
         """Raise ConfigError unless H could change to `every`, with this delay."""
@@ -237,7 +237,7 @@ class Recipe:
     @property
     def is_undecided(self) -> bool:
         """Whether it is that of a trial, after which another one is chosen."""
-        return isinstance(after_warmup(self.schedule), Undecided)
+        return isinstance(after_warmup(self.schedule), TrialSchedule)
 
     @property
     def may_warm_up(self) -> bool:

@@ -13,7 +13,7 @@ from farflung.codec.sparse import TopK
 from farflung.outer.aggregate import RadialMean, TrimmedMean
 from farflung.outer.inner import AverageState
 from farflung.outer.recipe import Recipe
-from farflung.outer.schedule import Levels, Undecided, Warmup
+from farflung.outer.schedule import Levels, TrialSchedule, Warmup
 from farflung.outer.weighting import ByWork, ClippedToMedian, Norm, Screened
 
 RULES = ("trimmed", "clip")
@@ -46,7 +46,7 @@ def robust(recipe: Recipe, rule: str) -> Recipe:
 
 def _reasons(recipe: Recipe, rule: str) -> Iterator[str]:
     """Yield why a rule can't be part of a recipe."""
-    if isinstance(recipe.schedule, Undecided):
+    if isinstance(recipe.schedule, TrialSchedule):
         yield "the recipe is yet to be chosen, and not each takes a rule. Use diloco, or leave out robust"
     if not recipe.agrees:
         how = "eager anchors" if recipe.eager else str(recipe.aggregator)

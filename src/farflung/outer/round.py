@@ -27,7 +27,7 @@ from farflung.outer.recipe import Recipe
 from farflung.outer.replica import BoundFragment
 from farflung.outer.schedule import Launch
 from farflung.outer.stats import Meter, Round
-from farflung.outer.trained import Wish
+from farflung.outer.trained import TrainedProposal
 from farflung.outer.weighting import Decision, NormHistory, Screened, in_proportion
 
 _LAG = 2  # of two buckets that follow each other so, the second is sent only after the first has arrived
@@ -78,7 +78,7 @@ class OpenRound:
         request: RoundRequest,
         claimed: list[float],
         seen: Seen | None = None,
-        wish: Wish | None = None,
+        wish: TrainedProposal | None = None,
     ) -> None:
         self.ballot, self.request, self._claimed, self._seen, self.wish = ballot, request, claimed, seen, wish
         self.phase = Phase.OPENED
@@ -162,7 +162,7 @@ class OpenRound:
             self._agree_on_trained(self.wish, self.tally)
         self._check_agreement(self.tally.digests)
 
-    def _agree_on_trained(self, wish: Wish, tally: Tally) -> None:
+    def _agree_on_trained(self, wish: TrainedProposal, tally: Tally) -> None:
         """Exchange in this round too what comes into it; a collective, if ranks have trained anything else."""
         names = wish.agreed(tally, self._generation.in_round.voters.group, self.group)
         if names is None or self.is_dropped or self.is_empty:

@@ -28,7 +28,7 @@ from farflung.outer.round import OpenRound, Phase, RoundRequest
 from farflung.outer.schedule import Launch
 from farflung.outer.stats import ROUNDS, Meter, Round
 from farflung.outer.timetable import Timetable
-from farflung.outer.trained import Wish
+from farflung.outer.trained import TrainedProposal
 from farflung.outer.twins import Twins
 from farflung.outer.weighting import Decision
 
@@ -88,7 +88,7 @@ class Rounds:
         fragment, quorum = self.replica.fragments[number], self.quorum
         norm, largest, sound, mark, claimed = 0.0, 0.0, True, 0, [0.0] * len(fragment.pending_weight)
         seen: Seen | None = None
-        wish: Wish | None = None
+        wish: TrainedProposal | None = None
         if not request.is_empty:
             with self.meter.timed("encoding"):
                 fragment.rebind()

@@ -110,7 +110,7 @@ class Every(_AtOnce):
 
 
 @dataclass(frozen=True)
-class Undecided(_AtOnce):
+class TrialSchedule(_AtOnce):
     """The schedule of a trial, after whose first `every` steps another one is chosen, if it has found other ranks.
 
     Args:
@@ -305,7 +305,7 @@ class Levels(_AtOnce):
 
 
 @dataclass(frozen=True)
-class Changing:
+class ChangingSchedule:
     """A schedule whose H changes at given steps: `Every` or `Streaming`, also after a warm-up.
 
     A change comes at the end of a round (of the last fragment's), so it splits none. All that is under way then is

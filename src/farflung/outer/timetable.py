@@ -12,7 +12,7 @@ from farflung.base.checks import check_whole
 from farflung.base.errors import ConfigError, StateError
 from farflung.outer.ballot import Island
 from farflung.outer.recipe import Recipe
-from farflung.outer.schedule import Action, Change, Changing, Clock, Launch, Schedule, after_warmup
+from farflung.outer.schedule import Action, Change, ChangingSchedule, Clock, Launch, Schedule, after_warmup
 
 
 class Timetable:
@@ -56,7 +56,7 @@ class Timetable:
     @property
     def schedule(self) -> Schedule:
         """The one of the next step, after a warm-up."""
-        if isinstance(self._schedule, Changing):
+        if isinstance(self._schedule, ChangingSchedule):
             return self._schedule.part(self.synced + 1)[1]
         return after_warmup(self._schedule)
 
@@ -89,7 +89,7 @@ class Timetable:
         """Begin what was agreed on after this step, if a round ends there."""
         if self.agreed is None:
             return
-        planned = Changing(self.recipe.schedule, self.changes)
+        planned = ChangingSchedule(self.recipe.schedule, self.changes)
         if planned.ends_round(step):
             now, change, self.agreed = planned.part(step)[1], Change(step, *self.agreed), None
             is_new = (change.every, change.delay) != (now.every, now.delay)

@@ -21,13 +21,13 @@ from farflung.comm.collectives import gather_json
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group
 from farflung.comm.shards import local
-from farflung.outer.agreement import Coming
+from farflung.outer.agreement import NewParameters
 from farflung.outer.ballot import Tally, digest_of
 from farflung.outer.fragments import TensorPlace, could_train
 from farflung.outer.structure import buckets_of, line_of
 
 
-class Moves:
+class SteppedParameters:
     """The parameters of a model that have trained, as hooks of all optimizers see it.
 
     Attributes:
@@ -67,7 +67,9 @@ class Moves:
         self.ids = set(self._under_way)
 
 
-_FOLLOWING: weakref.WeakSet[Moves] = weakref.WeakSet()  # hooks can't be registered in hooks, where loops may begin
+_FOLLOWING: weakref.WeakSet[SteppedParameters] = (
+    weakref.WeakSet()
+)  # hooks can't be registered in hooks, where loops may begin
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:  # as a round may run in a hook after it
@@ -105,14 +107,14 @@ class TrainedSet:
     keeps: bool
     names: set[str] = field(default_factory=set)
     places: dict[str, TensorPlace] = field(default_factory=dict)
-    moves: Moves = field(init=False)
+    moves: SteppedParameters = field(init=False)
     ever: set[str] = field(default_factory=set)
     _names_of: dict[int, str] = field(default_factory=dict)
     _before: dict[str, Tensor] = field(default_factory=dict)  # the first step of what is not exchanged yet
 
     def __post_init__(self) -> None:
         this = weakref.ref(self)
-        self.moves = Moves(lambda ids: None if (one := this()) is None else one._keep(ids))
+        self.moves = SteppedParameters(lambda ids: None if (one := this()) is None else one._keep(ids))
 
     def _keep(self, ids: set[int]) -> None:
         names = {self._names_of[number] for number in ids if number in self._names_of} - self.names
@@ -174,11 +176,11 @@ class TrainedSet:
         """Return what this rank has trained since the last call of `take`."""
         return sorted({self._names_of[number] for number in self.moves.ids if number in self._names_of})
 
-    def wish(self) -> Wish:
+    def wish(self) -> TrainedProposal:
         """Return what this rank has trained since the round before."""
-        return Wish(self, set(self.names_of_moves()))
+        return TrainedProposal(self, set(self.names_of_moves()))
 
-    def take(self) -> Wish:
+    def take(self) -> TrainedProposal:
         """Return the same, for the next round."""
         wish = self.wish()
         self.moves.ids.clear()
@@ -194,7 +196,7 @@ class TrainedSet:
 
 
 @dataclass(eq=False)
-class Wish:
+class TrainedProposal:
     """What one rank has trained since the round before, `names`, and wants to be exchanged from now on.
 
     Attributes:
@@ -205,11 +207,11 @@ class Wish:
     trained: TrainedSet
     names: set[str]
     accepted: set[str] | None = None
-    coming: Coming = field(init=False)
+    coming: NewParameters = field(init=False)
 
     def accept(self, names: set[str], cap_bytes: int) -> None:
         self.accepted = names
-        self.coming = Coming(buckets_of(self.trained.coming(names), cap_bytes, None))
+        self.coming = NewParameters(buckets_of(self.trained.coming(names), cap_bytes, None))
 
     def anchors(self) -> dict[int, Tensor]:
         """Return the mean of each parameter that has come, `[numel]`, by its id: of one rank alone, its value."""

@@ -32,7 +32,7 @@ from farflung.outer.fragments import num_blocks
 from farflung.outer.membership import Membership
 from farflung.outer.quorum import Quorum
 from farflung.outer.recipe import Recipe
-from farflung.outer.schedule import Undecided, Warmup, after_warmup
+from farflung.outer.schedule import TrialSchedule, Warmup, after_warmup
 
 _TURNS = 3  # small collectives, the fastest shows what one takes without its bytes
 _FIRST_BYTES, _MOST_BYTES, _GROWTH = 1 << 16, 1 << 23, 4
@@ -52,7 +52,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurements:
     """What a recipe is chosen from, the same on all ranks."""
 
     link: Link
@@ -81,13 +81,13 @@ class Tuner(Protocol):
         """Return the line, and the seconds of the fastest and the slowest replica's step, as an earlier start of this
         run measured them; the first member's count."""
 
-    def averaging_s(self, measured: Measured) -> float:
+    def averaging_s(self, measured: Measurements) -> float:
         """Return how long an exchange of all gradients takes."""
 
-    def choose(self, measured: Measured) -> OuterSettings:
+    def choose(self, measured: Measurements) -> OuterSettings:
         """Return the recipe for a run."""
 
-    def chosen(self, settings: OuterSettings, measured: Measured | None) -> None:
+    def chosen(self, settings: OuterSettings, measured: Measurements | None) -> None:
         """Called on each rank with what was chosen; without what was measured if another replica has chosen."""
 
     def alone(self) -> None:
@@ -120,7 +120,7 @@ class RecipeTrial:
         self._recipe, self._tuner, self._membership, self._model = recipe, tuner, membership, model
         self._quorum: Quorum
         self._times: list[float] = []  # of steps, without waits
-        self._until = Undecided.every
+        self._until = TrialSchedule.every
         self._link: Link | None = None
         self.spec = _ALONE
 
@@ -160,7 +160,7 @@ class RecipeTrial:
         self.spec = spec
         if self.is_on:
             inside = after_warmup(self._recipe.schedule)
-            self._recipe = replace(self._recipe, schedule=Warmup(Undecided.every, inside) if spec else inside)
+            self._recipe = replace(self._recipe, schedule=Warmup(TrialSchedule.every, inside) if spec else inside)
             return self._recipe
         return self._take(spec, None)
 
@@ -188,7 +188,7 @@ class RecipeTrial:
 
         if quorum.group.size > 1:
             quorum.run(choose)
-        self._until += Undecided.every
+        self._until += TrialSchedule.every
         return chosen[-1] if chosen else None
 
     def _step_s(self) -> float:
@@ -240,13 +240,13 @@ class RecipeTrial:
 
     def _planned(self) -> float:
         inside = after_warmup(self._recipe.schedule)
-        assert isinstance(inside, Undecided)
+        assert isinstance(inside, TrialSchedule)
         return inside.steps or self._tuner.planned() or 0
 
-    def _measured(self, step_s: Sequence[float], steps: float) -> Measured:
+    def _measured(self, step_s: Sequence[float], steps: float) -> Measurements:
         quorum, (parameters, buffer_bytes) = self._quorum, self._count()
         assert self._link is not None
-        return Measured(
+        return Measurements(
             self._link,
             tuple(step_s),
             quorum.group.size,
@@ -260,13 +260,13 @@ class RecipeTrial:
             may_average=self._recipe.warmup > 0,
         )
 
-    def _decide(self, measured: Measured) -> Recipe:
+    def _decide(self, measured: Measurements) -> Recipe:
         settings = self._tuner.choose(measured)
         text = json.dumps({"recipe": settings.recipe, **settings.given()})
         agreed = self._quorum.membership.agreed(text)
         return self._take(agreed, measured if agreed == text else None)
 
-    def _take(self, text: str, measured: Measured | None) -> Recipe:
+    def _take(self, text: str, measured: Measurements | None) -> Recipe:
         settings = OuterSettings(**json.loads(text))
         self._tuner.chosen(settings, measured)
         self.spec = text
