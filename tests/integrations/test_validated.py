@@ -107,14 +107,17 @@ def test_a_pass_of_a_script_ends_with_equal_replicas_that_are_what_is_saved(ever
                 assert (first, last) == (both, both)
 
 
-def left_early():
-    """Whether replicas are equal after a pass that was left in its middle, and after a barrier that follows it."""
-    takeover = DDPTakeover(CONFIGS[1000])
-    takeover.install()
+def followed():
+    """A model of DDP whose loop no round of its own ends, its optimizer, and data."""
+    DDPTakeover(CONFIGS[1000]).install()
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(4, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = TensorDataset(torch.randn(2 * STEPS, 4))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), TensorDataset(torch.randn(2 * STEPS, 4))
+
+
+def left_early():
+    """Whether replicas are equal after a pass that was left in its middle, and after a barrier that follows it."""
+    model, optimizer, data = followed()
     loader = DataLoader(data, 1, sampler=DistributedSampler(data))
     if dist.get_rank() == 0:
         list(loader)  # alone, in train mode, before there is a loop: nothing may wait for the others
@@ -134,12 +137,7 @@ def test_a_pass_that_is_left_is_made_up_for_at_a_barrier_of_all_ranks():
 
 def evaluated_from_train_mode():
     """Whether replicas are equal after steps around an evaluation that began in train mode, as Lightning begins it."""
-    takeover = DDPTakeover(CONFIGS[1000])
-    takeover.install()
-    torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Linear(4, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = TensorDataset(torch.randn(2 * STEPS, 4))
+    model, optimizer, data = followed()
     samplers = [DistributedSampler(data, shuffle=shuffle) for shuffle in (True, False)]
     train, test = (DataLoader(data, 1, sampler=sampler) for sampler in samplers)
     seen = []
@@ -161,12 +159,7 @@ def test_an_evaluation_is_none_of_the_training_though_it_began_in_train_mode():
 
 def evaluated_in_part(mode):
     """Whether replicas are equal after steps that came after an evaluation which is left open, and began in `mode`."""
-    takeover = DDPTakeover(CONFIGS[1000])
-    takeover.install()
-    torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Linear(4, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = TensorDataset(torch.randn(2 * STEPS, 4))
+    model, optimizer, data = followed()
     train, test = (DataLoader(data, 1, sampler=DistributedSampler(data, shuffle=each)) for each in (True, False))
     model.train(mode)
     batches = iter(test)

@@ -146,7 +146,7 @@ class ObjectBoard(Board):
         """Return what `act` finds in an object, given the number of its bytes; None if there is no such object.
 
         Raises:
-            Unsealed: it was not sealed with the run's key; `act` may have read the beginning of one that was changed.
+            SealError: it was not sealed with the run's key; `act` may have read the beginning of one that was changed.
         """
         seal, began = self.seal, time.monotonic()
         if seal is None:

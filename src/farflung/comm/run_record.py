@@ -44,7 +44,7 @@ def knock(board: Board, who: str) -> None:
 
 
 def check_key(board: Board, address: str) -> None:
-    """Raise OtherKey if the run whose records are on a board has another key than this process."""
+    """Raise KeyMismatch if the run whose records are on a board has another key than this process."""
     content = board.get(_RUN)
     if content is None and board.seal is not None:
         raise KeyMismatch(address, "it is not sealed with this key")
@@ -57,7 +57,7 @@ def part_of_run(board: ObjectBoard, address: str) -> str | None:
 
     Raises:
         ConfigError: there are states of runs, and no record says which one is meant.
-        OtherKey: the run has another key than this process, or only one of them has any.
+        KeyMismatch: the run has another key than this process, or only one of them has any.
     """
     try:
         content = board.read(_RUN, lambda file, size: file.read())

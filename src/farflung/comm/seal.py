@@ -69,7 +69,7 @@ class SeenVersions:
         return self._writer + (os.getpid() % 2**32).to_bytes(4, "big") + next(self._numbers).to_bytes(8, "big")
 
     def check(self, name: str, version: bytes, began: float) -> None:
-        """Record a version that was read; Unsealed if it is an older one than one that was known when the read began.
+        """Record a version that was read; SealError if it is an older one than one that was known when the read began.
 
         Args:
             began: by the monotonic clock.
@@ -167,10 +167,10 @@ class Seal:
 
         Args:
             file: of `size` bytes.
-            began: see `Versions.check`.
+            began: see `SeenVersions.check`.
 
         Raises:
-            Unsealed: it is not one of this key and name, or an older version of it. Reading it may raise that too.
+            SealError: it is not one of this key and name, or an older version of it. Reading it may raise that too.
         """
         try:
             head = file.read(_HEAD)

@@ -144,7 +144,7 @@ class RecipeTrial:
             self._tuner.alone()
         if not self.is_on or quorum.group.size == 1:
             return None
-        is_fixed = quorum.membership.is_fixed and not _is_mail(quorum.group)
+        is_fixed = quorum.membership.is_fixed and not _is_by_objects(quorum.group)
         remembered: list[tuple[float, ...]] = []
         quorum.run(lambda: remembered.append(self._measure_line()))
         if remembered[-1]:
@@ -229,7 +229,7 @@ class RecipeTrial:
                 break
             size *= _GROWTH
         turn_s = max(seconds for (seconds,) in self._gathered(min(turns)))
-        passes = group.size if _is_mail(group) else group.size - 1
+        passes = group.size if _is_by_objects(group) else group.size - 1
         self._link = Link(8 * size * passes / max(took_s - turn_s, 1e-9), turn_s)
         return ()
 
@@ -255,7 +255,7 @@ class RecipeTrial:
             buffer_bytes,
             quorum.generation.island.size,
             int(steps) or None,
-            is_direct=not _is_mail(quorum.group),
+            is_direct=not _is_by_objects(quorum.group),
             is_averaged=self._recipe.warmup > 0,
             may_average=self._recipe.warmup > 0,
         )
@@ -275,7 +275,7 @@ class RecipeTrial:
         return _like(self._recipe, settings)
 
 
-def _is_mail(group: Group) -> bool:
+def _is_by_objects(group: Group) -> bool:
     """Return whether values travel as objects, in requests, rather than between the members."""
     return isinstance(group, ObjectGroup)
 
