@@ -187,7 +187,7 @@ def one_rank_fails(folder):
 def test_an_error_on_one_rank_is_raised_on_all_and_names_it(tmp_path):
     for words, names in run_ranks(one_rank_fails, 2, tmp_path):
         assert len(words) == 2
-        assert all("rank 1: OSError: [Errno 28] No space left on device" in word for word in words)
+        assert all("rank 1: OSError: [Errno 28] No space left on device" in word for word in words), words
         assert all("rank 0" not in word for word in words)
         assert names == ["first"]
 
