@@ -83,23 +83,6 @@ def test_errors_of_ours_are_one_line_and_exit_code_2(farflung):
     assert done.stderr == "ConfigError: --num_processes is 0; it must be at least 1.\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["lunch"], "No such command 'lunch'. Did you mean `launch`?"),
-        (["lanch", "train.py"], "No such command 'lanch'. Did you mean `launch`?"),
-        (["launch", "--num_proceses", "2", "train.py"], "Did you mean --num_processes?"),
-        (["launch"], "Missing argument 'SCRIPT'"),
-        (["launch", "--nope"], "--nope"),
-    ],
-)
-def test_a_wrong_command_line_is_exit_code_2(arguments, message, capsys):
-    with pytest.raises(SystemExit) as ended:
-        command.main(arguments)
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 LONG = "x" * 3000 + " y" * 1500  # one long word, and many short ones
 
 

@@ -15,7 +15,6 @@ from uuid import uuid4
 import pytest
 
 from farflung.config import environ
-from farflung.launch import main as command
 from farflung.launch.codes import FAILED
 from farflung.launch.network import get_free_port
 from farflung.testing.patience import patience
@@ -353,14 +352,6 @@ def test_a_failed_run_is_tried_again_as_often_as_asked_for_and_each_failure_is_s
     assert "rank 1 failed on " in done.stderr
     assert "farflung: the processes start again (restart 1 of 1)" in done.stderr
     assert any((home / "logs").iterdir())
-
-
-def test_nothing_is_started_when_the_command_line_can_not_work(home):
-    (home / "train.py").write_text("open('started', 'w')\n")
-    for wrong in (["--num_processes", "0"], ["--machine_rank", "1"], ["--num_machines", "2"], ["--use_deepspeed"]):
-        with pytest.raises(SystemExit, match="2"):
-            command.main(["launch", "--cpu", *wrong, "train.py"])
-    assert not (home / "started").exists()
 
 
 def test_quiet_says_nothing(farflung, home):

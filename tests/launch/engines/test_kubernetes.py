@@ -299,27 +299,15 @@ def wait_for(cluster, words: str, index: int | None = None) -> None:
 
 
 WRONG = [
-    ("", 2, "no image is named. Add --engine_options image="),
-    ("--engine-options image=a,imge=b", 2, "'imge', which kubernetes does not know"),
-    ("--engine-options image=a,gpus=two", 2, "gpus=two; use a whole number"),
-    ("--engine-options image=a,end_within=5m", 2, "end_within=5m; use a whole number"),
-    ("--engine-options image=a,node_selector=a100", 2, "node_selector=a100; use key=value"),
-    ("--engine-options image=a --hosts a,b", 2, "hosts is for --engine ssh"),
-    ("--engine-options image=a --num_machines 2 --machine_rank 1", 2, "machine_rank is 1, but Kubernetes"),
-    ("--engine-options image=a --num_machines 2 --main_process_ip 10.0.0.1", 2, "main_process_ip is 10.0.0.1"),
-    ("--engine-options image=a --elastic 1:2", 2, "meet is None, but pods come and go"),
-    ("--engine-options image=a --elastic 1:2 --meet tcp://a:1", 2, "meet is tcp://a:1, but pods come and go"),
-    ("--engine-options image=a --elastic 1:2 --meet file:///workspace/r", 2, "Mount a claim at /workspace"),
-    ("--engine-options image=a,claim=b --elastic 1:2 --meet file:///tmp/r", 2, "file:///tmp/r, a folder that pods"),
-    ("--engine-options image=a,context=there", 5, "context is 'there', which kubeconfig does not describe"),
-    ("--engine-options image=a,namespace=nowhere", 5, 'namespaces "nowhere" not found'),
-    ("--engine-options image=a,namespace=training,claim=none", 5, "persistentvolumeclaims/none"),
+    ("--engine-options image=a,context=there", "context is 'there', which kubeconfig does not describe"),
+    ("--engine-options image=a,namespace=nowhere", 'namespaces "nowhere" not found'),
+    ("--engine-options image=a,namespace=training,claim=none", "persistentvolumeclaims/none"),
 ]
 
 
-@pytest.mark.parametrize(("flags", "code", "words"), WRONG)
-def test_a_wrong_use_is_answered_in_words_and_nothing_is_submitted(flags, code, words, cluster, capsys):
-    assert call_farflung("launch", "--engine", "kubernetes", "--run-dir", "run", *flags.split(), "train.py") == code
+@pytest.mark.parametrize(("flags", "words"), WRONG)
+def test_a_wrong_use_is_answered_in_words_and_nothing_is_submitted(flags, words, cluster, capsys):
+    assert call_farflung("launch", "--engine", "kubernetes", "--run-dir", "run", *flags.split(), "train.py") == 5
     error = capsys.readouterr().err
     assert words in error
     assert len(error.splitlines()) <= 15

@@ -236,32 +236,6 @@ def test_an_interrupt_and_a_cancel_end_what_runs_on_the_nodes(home, cluster, sta
         until(lambda pids=pids: not any(map(psutil.pid_exists, pids)))
 
 
-WRONG = [
-    ("--engine-options cpu=2", 2, "'cpu', which ray does not know"),
-    ("--engine-options cpus=two", 2, "cpus=two; use a whole number"),
-    ("--engine-options cpus=0", 2, "cpus=0; a launcher needs at least one"),
-    ("--engine-options gpus=-1", 2, "gpus=-1; use a whole number"),
-    ("--engine-options wait=5m", 2, "wait=5m; use a whole number"),
-    ("--engine-options address=ray://head:10001", 2, "address is ray://head:10001, which is for Ray's client"),
-    ("--hosts a,b", 2, "hosts is for --engine ssh, but engine is ray"),
-    ("--sync", 2, "sync is for --engine ssh, but engine is ray"),
-    ("--num_machines 2 --machine_rank 1", 2, "machine_rank is 1, but Ray decides"),
-    ("--num_machines 2 --main_process_ip 10.0.0.1", 2, "main_process_ip is 10.0.0.1, but Ray decides"),
-    ("--run-dir none", 2, "run_dir is none, but an engine keeps"),
-    ("--log_dir logs", 2, "log_dir is for a run on this machine"),
-]
-
-
-@pytest.mark.parametrize(("flags", "code", "words"), WRONG)
-def test_a_wrong_use_is_answered_in_words_before_anything_connects(flags, code, words, home, capsys):
-    (home / "train.py").touch()
-    assert call_farflung("launch", "--engine", "ray", "--run-dir", "run", *flags.split(), "train.py") == code
-    error = capsys.readouterr().err
-    assert words in error
-    assert len(error.splitlines()) <= 15
-    assert not Path("run").exists()
-
-
 def test_a_missing_package_is_named_and_a_dry_run_needs_none(home, monkeypatch, capsys):
     (home / "train.py").touch()
     monkeypatch.setitem(sys.modules, "ray", None)

@@ -334,36 +334,27 @@ def test_what_would_be_submitted_is_shown(home, name, capsys):
     assert shown == golden.read_text()
 
 
-# Flags, the exit code, and words of the answer: the value that is wrong, and what to do.
+# Flags, and words of the answer: the value that is wrong, and what to do.
 WRONG = [
-    ("--engine_options partition=gpu", 5, "partition is 'gpu', but this cluster has cpu, high, small"),
-    ("--engine_options partition=smal", 5, "Did you mean `small`"),
-    ("--num_machines 3", 5, "num_machines is 3, but partition cpu has 2 nodes"),
-    ("--num_machines 2 --engine_options partition=small", 5, "num_machines is 2, but partition small has 1 node."),
-    ("--engine_options partitoin=cpu", 2, "'partitoin', which slurm does not know"),
-    ("--engine_options cpu", 2, "begins with 'cpu'; use key=value"),
-    ("--engine_options signal=soon", 2, "signal=soon; use a whole number"),
-    ("--engine_options signal=60", 2, "only a run with --save_on_signal or --elastic"),
-    ("--engine_options time=long", 5, "sbatch refused: Invalid --time specification"),
-    ("--engine_options mem=100T", 5, "sbatch refused: .*Memory specification can not be satisfied"),
-    ("--engine_options gres=gpu:8", 5, "sbatch refused: .*Invalid generic resource"),
-    ("--engine_options reservation=mine", 5, "sbatch refused: .*reservation"),
-    ("--engine_options nodelist=node7", 5, "sbatch refused: .*Invalid node name"),
-    ("--num_machines 2 --machine_rank 1", 2, "machine_rank is 1, but Slurm chooses the nodes. Leave it out"),
-    ("--elastic 2:4 --main_process_ip node0", 2, "main_process_ip is node0, .*--meet says where replicas meet"),
-    ("--hosts a,b", 2, "hosts is for --engine ssh, but engine is slurm"),
-    ("--run-dir a%j", 2, "takes % in names of output files for patterns of its own. Name a folder without"),
-    ("--run-dir none", 2, "run_dir is none"),
+    ("--engine_options partition=gpu", "partition is 'gpu', but this cluster has cpu, high, small"),
+    ("--engine_options partition=smal", "Did you mean `small`"),
+    ("--num_machines 3", "num_machines is 3, but partition cpu has 2 nodes"),
+    ("--num_machines 2 --engine_options partition=small", "num_machines is 2, but partition small has 1 node."),
+    ("--engine_options time=long", "sbatch refused: Invalid --time specification"),
+    ("--engine_options mem=100T", "sbatch refused: .*Memory specification can not be satisfied"),
+    ("--engine_options gres=gpu:8", "sbatch refused: .*Invalid generic resource"),
+    ("--engine_options reservation=mine", "sbatch refused: .*reservation"),
+    ("--engine_options nodelist=node7", "sbatch refused: .*Invalid node name"),
 ]
 
 
 @pytest.mark.server
-@pytest.mark.parametrize(("flags", "code", "words"), WRONG)
-def test_what_cannot_work_is_refused_in_few_lines_and_nothing_is_submitted(slurm, flags, code, words, capsys):
+@pytest.mark.parametrize(("flags", "words"), WRONG)
+def test_what_cannot_work_is_refused_in_few_lines_and_nothing_is_submitted(slurm, flags, words, capsys):
     (slurm / "train.py").touch()
     ended = call_farflung("launch", "--engine", "slurm", "--cpu", *flags.split(), "train.py")
     said = capsys.readouterr().err
-    assert ended == code, said
+    assert ended == ENGINE, said
     assert re.search(words, said), said
     assert len(said.splitlines()) <= 15
     assert not asked("squeue", "--noheader")

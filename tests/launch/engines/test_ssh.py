@@ -20,7 +20,7 @@ from farflung.base.errors import ConfigError
 from farflung.config import environ
 from farflung.config.engines import Host, parse_hosts
 from farflung.config.launch import LaunchSettings
-from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, FAILED, USAGE, EngineFailure
+from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, FAILED, EngineFailure
 from farflung.launch.engines.engine import Job
 from farflung.launch.engines.ssh_client import SshClient
 from farflung.testing.patience import patience
@@ -359,42 +359,22 @@ def test_a_dry_run_shows_the_command_of_each_host(home, capsys):
 
 
 SLIPS = [
-    ("--hosts a,,b", USAGE, "hosts holds ''", "a name that ssh knows"),
-    ("--hosts -oProxyCommand=x,b", USAGE, "'-oProxyCommand=x'", "a name that ssh knows"),
-    ("--hosts a:0", USAGE, "'a:0'", "node1:2"),
-    ("--hosts a:2,me@a", USAGE, "names a twice", "use a:2"),
-    ("--hosts gone.txt", USAGE, "'gone.txt'", "no such file"),
-    ("--hosts empty", USAGE, "'empty', which names no machine", "one a line"),
-    ("--hosts a:2,b:4", USAGE, "a:2, b:4", "--elastic, where hosts may differ"),
-    ("--hosts a,b --num_processes 3", USAGE, "num_processes is 3", "a multiple of 2"),
-    ("--hosts a:2,b:2 --num_processes 8", USAGE, "num_processes is 8", "Leave one of them out"),
-    ("--hosts a,b --num_machines 3 --main_process_ip a", USAGE, "num_machines is 3", "Leave both out"),
-    ("--hosts a:4,b:4 --elastic 1:4", USAGE, "8 replicas", "elastic is 1:4"),
-    ("--hosts a:1,b:1 --elastic 3:4", USAGE, "2 replicas", "elastic is 3:4"),
-    ("--hosts a,b --engine slurm", USAGE, "engine is slurm", "hosts is for --engine ssh"),
-    ("--engine ssh", USAGE, "no hosts are named", "Add --hosts a,b"),
-    ("--sync", USAGE, "none are named", "Add --hosts a,b"),
-    ("--hosts a --engine-options prt=3", USAGE, "'prt'", "python, folder, ssh"),
-    ("--hosts a --engine-options 22", USAGE, "'22'", "key=value"),
-    ("--hosts a,b --run-dir none", USAGE, "run_dir is none", "keeps in the run's folder"),
-    ("--hosts a,b --log_dir logs", USAGE, "engine is ssh", "log_dir is for a run on this machine"),
-    ("--hosts 127.0.0.1 --engine-options ssh=-p1", ENGINE, "127.0.0.1", "Connection refused"),
-    ("--hosts no-such-host.invalid", ENGINE, "no-such-host.invalid", "Could not resolve hostname"),
-    ("--hosts a,b --cpu --sync", ENGINE, "rsync", "This machine has none"),
+    ("--hosts 127.0.0.1 --engine-options ssh=-p1", "127.0.0.1", "Connection refused"),
+    ("--hosts no-such-host.invalid", "no-such-host.invalid", "Could not resolve hostname"),
+    ("--hosts a,b --cpu --sync", "rsync", "This machine has none"),
 ]
 
 
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="OpenSSH's client is not installed")
-@pytest.mark.parametrize(("line", "code", "wrong", "meant"), SLIPS, ids=[line for line, *_ in SLIPS])
-def test_a_slip_is_answered_with_what_was_wrong_and_what_to_do(line, code, wrong, meant, home, capsys, monkeypatch):
+@pytest.mark.parametrize(("line", "wrong", "meant"), SLIPS, ids=[line for line, *_ in SLIPS])
+def test_a_slip_is_answered_with_what_was_wrong_and_what_to_do(line, wrong, meant, home, capsys, monkeypatch):
     (home / "train.py").touch()
-    (home / "empty").write_text("# nobody\n")
     environ.remove("FARFLUNG_RUN_DIR")
     if "--sync" in line:
         monkeypatch.setenv("PATH", str(home))
     ended = call_farflung("launch", *line.split(), "train.py")
     said = capsys.readouterr().err
-    assert ended == code, said
+    assert ended == ENGINE, said
     assert len(said.splitlines()) <= 15
     assert wrong in said
     assert meant in said
