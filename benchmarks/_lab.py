@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 DEVICE = "farflung"
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-_SPACES = ("farflung-lab-0", "farflung-lab-1")
+_SPACES = tuple(f"farflung-lab-{os.getpid()}-{rank}" for rank in range(2))  # several benchmarks may run at a time
 _MTU = 9000
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _BURST_S = 0.002  # of sending at full rate that a line may have saved up
@@ -46,7 +46,6 @@ def line(megabits: float | None, rtt_s: float = 0.0) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for space in _SPACES:
-            subprocess.run(["ip", "netns", "del", space], capture_output=True)  # left by a run that was killed
             _ip("netns", "add", space)
             stack.callback(subprocess.run, ["ip", "netns", "del", space], capture_output=True)
             _ip("-n", space, "link", "set", "lo", "up")
@@ -93,14 +92,19 @@ def _ip(*words: str) -> None:
 
 
 def _joined(megabits: float | None) -> None:
-    peers = ("farflung-a", "farflung-b")
-    _ip("link", "add", peers[0], "type", "veth", "peer", "name", peers[1])
-    for peer, space, address in zip(peers, _SPACES, ADDRESSES, strict=True):
-        _ip("link", "set", peer, "netns", space, "name", DEVICE)
+    first, second = _SPACES
+    _ip("link", "add", DEVICE, "netns", first, "type", "veth", "peer", "name", DEVICE, "netns", second)
+    for space, address in zip(_SPACES, ADDRESSES, strict=True):
         _up(space, address)
-        if megabits is not None:
-            shape = ["root", "tbf", "rate", f"{megabits}mbit", "burst", "64kb", "latency", "400ms"]
-            subprocess.run(["tc", "-n", space, "qdisc", "add", "dev", DEVICE, *shape], check=True)
+    if megabits is not None:
+        shape_line(megabits)
+
+
+def shape_line(megabits: float) -> None:
+    """Give the line without a delay another rate, in each direction."""
+    for space in _SPACES:
+        shape = ["root", "tbf", "rate", f"{megabits}mbit", "burst", f"{max(64, megabits / 4):g}kb", "latency", "400ms"]
+        subprocess.run(["tc", "-n", space, "qdisc", "replace", "dev", DEVICE, *shape], check=True)
 
 
 def _up(space: str, address: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from farflung.config.outer import OuterSettings
-from farflung.cost.auto import FOREVER, WAITING, Interval, IntervalController, averaging_s, choose, workload
+from farflung.cost.auto import FOREVER, WAITING, Interval, IntervalController, averages, choose, workload
 from farflung.cost.methods import Rows, gradients
 from farflung.cost.model import cost_of
 from farflung.outer.trial import Link, Measurements
@@ -70,9 +70,16 @@ def test_the_seconds_of_a_step_are_found_under_an_exchange_of_gradients(step_s, 
         assert found.step_s == pytest.approx(seconds / 20, rel=0.01)
 
 
-def test_an_exchange_of_gradients_takes_what_the_line_says():
-    measured = replace(RUN, link=Link(10 * MBIT, 0.0))
-    assert averaging_s(measured) == pytest.approx(32 * 385_000 / (10 * MBIT), rel=0.05)
+def test_gradients_are_averaged_in_a_trial_only_where_that_could_be_best():
+    for rate, step_s, expected in ((10, (), True), (5, (), False), (10, (0.05,), False), (10_000, (0.05,), True)):
+        measured = replace(RUN, link=Link(rate * MBIT, 0.0), step_s=step_s)
+        assert averages(measured) is expected, (rate, step_s)
+
+
+def test_rounds_may_get_longer_at_any_time_in_a_run_of_unknown_length():
+    assert after([0.5] * 20, steps=None, at=50_000) == (6, Interval(64))
+    assert after([0.5] * 20, Interval(100), steps=None, at=100) is None  # 2,000 steps are assumed at first
+    assert after([0.5] * 20, Interval(100), steps=None, at=5_000) == (6, Interval(200))
 
 
 # ---- corrections

@@ -28,21 +28,21 @@ CHOICES = {
 class FixedTuner:
     """Chooses what the test says, and keeps what it was asked."""
 
-    def __init__(self, settings, averaging_s=9.0, known=None):
-        self.settings, self.seconds, self.known = settings, averaging_s, known
+    def __init__(self, settings, averaging_s=9.0, known=None, is_worth_it=True):
+        self.settings, self.seconds, self.known, self.is_worth_it = settings, averaging_s, known, is_worth_it
         self.measured, self.is_alone, self.loop, self.planned = None, False, None, lambda: 60
 
     def remembered(self, parameters, replicas):
         return self.known
 
-    def averaging_s(self, measured):
-        return self.seconds
+    def averages(self, measured):
+        return self.seconds < 1.5 if not measured.step_s else self.is_worth_it
 
     def choose(self, measured):
         return self.settings
 
-    def chosen(self, settings, measured):
-        self.measured = measured
+    def chosen(self, settings, measured, steps, is_first):
+        self.measured, self.steps = measured, steps
 
     def alone(self):
         self.is_alone = True
@@ -64,8 +64,8 @@ class Auto:
             train(self.model, self.optimizer, step, self.rank)
 
 
-def trained(group, name, averaging_s):
-    one = Auto(group, FixedTuner(CHOICES[name], averaging_s))
+def trained(group, name, averaging_s, is_worth_it=True):
+    one = Auto(group, FixedTuner(CHOICES[name], averaging_s, is_worth_it=is_worth_it))
     one.train(0, 60)
     state = one.loop.state_dict()
     one.loop.close()
@@ -79,7 +79,8 @@ def test_all_ranks_continue_with_what_was_chosen_and_end_alike(name, averaging_s
     first, measured, description, stats = found[0]
     assert all(torch.equal(first[key], value) for other, *_ in found for key, value in other.items())
     assert measured.steps == 60
-    assert measured.may_average == measured.is_averaged == (averaging_s == 0)
+    assert measured.may_average == (averaging_s == 0)
+    assert not measured.is_averaged  # the loop's own exchange is not part of the steps' seconds
     assert len(measured.step_s) == measured.replicas == 3
     assert all(one[1] == measured for one in found)
     assert "TrialSchedule" not in description
@@ -90,6 +91,27 @@ def test_gradients_are_averaged_for_ever_where_that_is_chosen():
     for weights, _, _, stats in (found := run_replicas(trained, 2, "gradients", 0.0)):
         assert stats.steps == 60
         assert all(torch.equal(value, weights[key]) for key, value in found[0][0].items())
+
+
+def test_averaging_that_takes_too_long_for_each_step_ends_after_two():
+    for weights, measured, _, stats in (found := run_replicas(trained, 2, "diloco", 0.0, False)):
+        assert not measured.may_average
+        assert stats.rounds == 6  # after 24, 32, 40, 48 and 56 steps, and at the end
+        assert all(torch.equal(value, weights[key]) for key, value in found[0][0].items())
+
+
+def flushed_while_averaging(group):
+    """The gradients of all steps so far were averaged when each rank flushes: none of them is lost."""
+    one = Auto(group, FixedTuner(CHOICES["diloco"], averaging_s=0.0))
+    one.train(0, 5)
+    before = [parameter.detach().clone() for parameter in one.model.parameters()]
+    one.loop.flush()
+    return before, list(one.model.parameters())
+
+
+def test_a_flush_among_averaged_steps_keeps_them():
+    for before, after in run_replicas(flushed_while_averaging, 2):
+        assert all(map(torch.equal, before, after))
 
 
 def no_step_is_lost(group):

@@ -21,6 +21,7 @@ ASSUMED_STEPS = 2_000  # of a run whose length nobody knows
 UNEVEN = 1.3  # from this ratio of the seconds of a step on, rounds start by time
 FOREVER = 10**9  # steps of a warm-up that is data-parallel training
 
+_AVERAGING_S = 1.5  # an exchange of gradients that takes longer is not tried
 _LOW, _HIGH = 0.01, 0.1  # between these shares of waiting nothing changes
 _WINDOW, _REST = 10, 20  # rounds
 _LATEST = 4  # a fragment lands at most a quarter of its interval late, as in the evidence
@@ -52,9 +53,11 @@ def workload(measured: Measurements) -> Workload:
     return replace(run, step_s=_alone_s(run)) if measured.is_averaged else run
 
 
-def averaging_s(measured: Measurements) -> float:
-    """Return how long an exchange of all gradients takes."""
-    return _with_gradients_s(workload(measured), 1e-9)
+def averages(measured: Measurements) -> bool:
+    """Return whether averaging gradients in each step could be the best; `step_s` is empty before the first."""
+    if not measured.step_s:
+        return _with_gradients_s(workload(replace(measured, step_s=(1.0,))), 1e-9) < _AVERAGING_S
+    return gradients(workload(measured), None)[0].cost.utilization > 1 - 2 * WAITING
 
 
 def _with_gradients_s(run: Workload, step_s: float) -> float:
@@ -91,7 +94,7 @@ def choose(measured: Measurements) -> Choice:
         seconds = float(f"{every * run.step_s:.2g}")
         ratio = f"the slowest replica takes {max(measured.step_s) / min(measured.step_s):.1f} times as long for a step"
         settings = OuterSettings("edit", seconds=seconds, codec="e3m0")
-        return Choice(settings, f"{facts}; {ratio}, so rounds start by time. The same by hand: {_flags(settings)}")
+        return Choice(settings, f"{facts}; {ratio}, so rounds start by time. The same by hand: {flags(settings)}")
     if found and found[0].outer is None:
         settings = OuterSettings("post_local_sgd", warmup=FOREVER)
         why = f"{facts}; plain data parallelism is best here: it waits {1 - found[0].cost.utilization:.1%} of the time"
@@ -101,7 +104,7 @@ def choose(measured: Measurements) -> Choice:
         why = f"few steps: {ROUNDS} rounds"
     else:
         settings, why = _settings(found[0]), _why(found[0])
-    return Choice(settings, f"{facts}; {why}. The same by hand: {_flags(settings)}")
+    return Choice(settings, f"{facts}; {why}. The same by hand: {flags(settings)}")
 
 
 def _settings(row: Row) -> OuterSettings:
@@ -116,7 +119,8 @@ def _why(row: Row) -> str:
     return f"{row.method.name} should wait {1 - row.cost.utilization:.1%} of the time; in our tests it kept {kept}"
 
 
-def _flags(settings: OuterSettings) -> str:
+def flags(settings: OuterSettings) -> str:
+    """Return the flags of `farflung launch` that select the same by hand."""
     options = "".join(f" --outer-{name.replace('_', '-')} {value}" for name, value in settings.given().items())
     return f"--outer {settings.recipe}{options}"
 
@@ -138,11 +142,12 @@ class IntervalController:
     ones that waited too much are not tried again for a while.
 
     Args:
-        steps: of the whole run. It has at least `ROUNDS` rounds, and nothing changes within its last tenth.
+        steps: of the whole run. It has at least `ROUNDS` rounds, and nothing changes within its last tenth. None:
+            unknown, so it is taken to be half over at each step.
     """
 
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
+    def __init__(self, steps: int | None) -> None:
+        self._known_steps, self._steps = steps, steps or ASSUMED_STEPS
         self._shares: deque[float] = deque(maxlen=_WINDOW)
         self._before: tuple[Interval, float] | None = None  # the last lengthening, and what each step waited then
         self._number = self._rests_until = self._not_shorter_until = 0
@@ -151,6 +156,7 @@ class IntervalController:
     def note(self, step: int, now: Interval, waiting: float, members: int) -> Interval | None:
         """Count a round after `step`, in which a share of the time was waiting; return the interval to change to."""
         self._number += 1
+        self._steps = self._known_steps or max(ASSUMED_STEPS, 2 * step)
         if members < 2:  # no evidence: alone there is no line
             self._shares.clear()
             return None

@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from farflung.base.events import Kind, tell
 from farflung.base.files import atomic_file
 from farflung.config.outer import OuterSettings
-from farflung.cost.auto import ASSUMED_STEPS, Interval, IntervalController, averaging_s, choose, workload
+from farflung.cost.auto import Interval, IntervalController, averages, choose, flags, workload
 from farflung.outer.engine import OuterLoop
 from farflung.outer.schedule import Every, Streaming
 from farflung.outer.stats import Round
@@ -33,7 +33,7 @@ class LineTuner:
     def __init__(self) -> None:
         self.planned: Callable[[], int | None] = lambda: None
         self._loop: weakref.ref[OuterLoop] | None = None
-        self._corrector = IntervalController(ASSUMED_STEPS)
+        self._corrector = IntervalController(None)
         self._landed_at = time.perf_counter()
 
     def remembered(self, parameters: int, replicas: int) -> tuple[Link, float, float] | None:
@@ -44,8 +44,8 @@ class LineTuner:
                 return Link(row["bandwidth_bps"], row["turn_s"]), row["fastest_s"], row["slowest_s"]
         return None
 
-    def averaging_s(self, measured: Measurements) -> float:
-        return averaging_s(measured)
+    def averages(self, measured: Measurements) -> bool:
+        return averages(measured)
 
     def choose(self, measured: Measurements) -> OuterSettings:
         return choose(measured).settings
@@ -53,11 +53,13 @@ class LineTuner:
     def alone(self) -> None:
         _say("auto: this process trains alone, so there is nothing to decide.")
 
-    def chosen(self, settings: OuterSettings, measured: Measurements | None) -> None:
+    def chosen(self, settings: OuterSettings, measured: Measurements | None, steps: int | None, is_first: bool) -> None:
+        self._corrector = IntervalController(steps)
         if measured is None:
-            _say(f"auto: continues with {settings.recipe} {settings.given()}, which the run has chosen.")
+            _say(f"auto: continues with {flags(settings)}, which the run has chosen.")
             return
-        self._corrector = IntervalController(measured.steps or ASSUMED_STEPS)
+        if not is_first:
+            return
         _say(f"auto: {choose(measured).reason}")
         folder = run_folder()
         if folder is None or who()["rank"]:
@@ -83,7 +85,9 @@ class LineTuner:
         waiting = min(1.0, this.seconds_exposed / max(elapsed_s, 1e-9))
         new = self._corrector.note(this.step, interval, waiting, len(this.members))
         if new is not None:
-            _say(f"auto: rounds waited {waiting:.0%} of the time; H changes from {inside.every} to {new.every} steps.")
+            changes = [f"H from {interval.every} to {new.every} steps"] * (new.every != interval.every)
+            changes += [f"the delay from {interval.delay} to {new.delay}"] * (new.delay != interval.delay)
+            _say(f"auto: rounds waited {waiting:.0%} of the time; changes {' and '.join(changes)}.")
             loop.change_schedule(new.every, new.delay)
 
 

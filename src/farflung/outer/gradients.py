@@ -166,6 +166,11 @@ class GradientWarmup:
         """Whether the next step is one of them."""
         return self.timetable.position < self.steps
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether the exchange of gradients counts as waiting; DDP and an Accelerator have theirs in the step."""
+        return self.averaged > 0 and not self.is_done_by_ddp
+
     def makes_alike(self) -> bool:
         """Whether all replicas make the next step, with the same gradients."""
         return self.timetable.position < self.steps and self.are_alike

@@ -71,7 +71,7 @@ class Sync:
 
     def note_step(self) -> None:
         assert self.trial is not None
-        self.trial.note_step(self.meter.stats().seconds_exposed)
+        self.trial.note_step(self.meter.stats().seconds_exposed, waits_in_steps=not self.warmup.is_timed)
 
     def end_trial(self, is_early: bool) -> bool:
         """Choose a recipe, if it is time or early, and as far as that is possible. Return whether one was chosen."""
@@ -96,6 +96,7 @@ class Sync:
         The recipe so far has an anchor, and no round is under way.
         """
         before, replica = self.replica, self.replica_of(recipe)
+        self._share_warmup()
         kept = before.copies(())
         before.adopt()
         replica.begin_alike(self.quorum.generation)
@@ -152,8 +153,7 @@ class Sync:
         replica, timetable = self.replica, self.timetable
         self.warmup.stay()
         with self.meter.timed("exposed"):
-            if 0 < timetable.position <= self.warmup.steps and self.warmup.are_alike:
-                replica.reset_anchor()
+            self._share_warmup()
             last, timetable.position = self._walk_on()
             are_dropped = [last in self.rounds.apply_all()]
             for number in range(len(replica.fragments)):
@@ -171,6 +171,11 @@ class Sync:
             self._share_buffers()
             self._average_moved()
         timetable.take(timetable.position, timetable.position)
+
+    def _share_warmup(self) -> None:
+        """Take the weights for common ones while a warm-up makes them alike."""
+        if 0 < self.timetable.position <= self.warmup.steps and self.warmup.are_alike:
+            self.replica.reset_anchor()
 
     def _walk_on(self) -> tuple[int, int]:
         """Advance along the schedule without training until all ranks do so.

@@ -2,6 +2,7 @@
 """The first steps of a loop whose recipe is chosen from what they measure: the line, and the time of a step.
 
     open     all members send a few MB at once; a fixed group whose gradients take little time averages them
+    2 steps  show whether averaging takes too long for each step; then each replica continues alone
     20 steps timed, without what they waited; an early flush ends the trial as well
     then     the members gather the times, choose the recipe that follows from them, and start it where they stand
 
@@ -37,7 +38,7 @@ from farflung.outer.schedule import TrialSchedule, Warmup, after_warmup
 _TURNS = 3  # small collectives, the fastest shows what one takes without its bytes
 _FIRST_BYTES, _MOST_BYTES, _GROWTH = 1 << 16, 1 << 23, 4
 _FILL_S = 0.3  # TCP has found out by then how much the line takes
-_AVERAGING_S = 1.5  # an exchange of gradients that takes longer is not worth it in each step of the trial
+_AVERAGED_STEPS = 2  # that show whether averaging could be worth it in each step
 _LEAST_STEPS = 4  # that are timed
 _ALONE, _AVERAGED = "", "averaged"  # gradients in the steps of the trial
 _FIRST_STEPS = 2  # which compile, allocate and warm up caches
@@ -64,7 +65,7 @@ class Measurements:
     island_size: int
     steps: int | None  # of the whole run; None: unknown
     is_direct: bool  # the members are connected with each other
-    is_averaged: bool  # gradients were, in the steps that were timed, whose seconds have that in them
+    is_averaged: bool  # gradients were, in the steps that were timed, whose seconds include the exchange
     may_average: bool  # replicas are alike in all, also in the state of their optimizers
 
 
@@ -81,14 +82,20 @@ class Tuner(Protocol):
         """Return the line, and the seconds of the fastest and the slowest replica's step, as an earlier start of this
         run measured them; the first member's count."""
 
-    def averaging_s(self, measured: Measurements) -> float:
-        """Return how long an exchange of all gradients takes."""
+    def averages(self, measured: Measurements) -> bool:
+        """Return whether averaging gradients in each step could be the best; `step_s` is empty before the first."""
 
     def choose(self, measured: Measurements) -> OuterSettings:
         """Return the recipe for a run."""
 
-    def chosen(self, settings: OuterSettings, measured: Measurements | None) -> None:
-        """Called on each rank with what was chosen; without what was measured if another replica has chosen."""
+    def chosen(self, settings: OuterSettings, measured: Measurements | None, steps: int | None, is_first: bool) -> None:
+        """Called on each rank with what was chosen.
+
+        Args:
+            measured: None if another replica has chosen, or an earlier start of the run.
+            steps: of the whole run; None: unknown.
+            is_first: this rank is of the first member.
+        """
 
     def alone(self) -> None:
         """Called if there is nothing to choose, as this process will always train alone."""
@@ -121,6 +128,7 @@ class RecipeTrial:
         self._quorum: Quorum
         self._times: list[float] = []  # of steps, without waits
         self._until = TrialSchedule.every
+        self._waits_in_steps = False
         self._link: Link | None = None
         self.spec = _ALONE
 
@@ -151,7 +159,8 @@ class RecipeTrial:
             self._link, step_s = Link(*remembered[-1][:2]), remembered[-1][2:]
             (steps,) = self._gathered(self._planned())[0]
             return self._decide(replace(self._measured(step_s, steps), is_averaged=False, may_average=is_fixed))
-        if is_fixed and self._tuner.averaging_s(self._measured([1.0], 0)) < _AVERAGING_S:
+        if is_fixed and self._tuner.averages(self._measured((), 0)):
+            self._until = _AVERAGED_STEPS
             return self.resumed(_AVERAGED)
         return None
 
@@ -164,10 +173,16 @@ class RecipeTrial:
             return self._recipe
         return self._take(spec, None)
 
-    def note_step(self, waited_s: float) -> None:
-        """Record that a step has ended, in a process that has `waited_s` seconds for others until now."""
+    def note_step(self, waited_s: float, waits_in_steps: bool) -> None:
+        """Record that a step has ended.
+
+        Args:
+            waited_s: how many seconds this process has waited for others since its loop began.
+            waits_in_steps: an exchange of gradients is not part of those.
+        """
         if not self.is_on:
             return
+        self._waits_in_steps = waits_in_steps
         if any(parameter.is_cuda for parameter in self._model.parameters()):
             torch.cuda.synchronize()
         self._times.append(time.perf_counter() - waited_s)
@@ -183,18 +198,27 @@ class RecipeTrial:
             if self._link is None:
                 self._measure_line()
             times, planned = zip(*self._gathered(self._step_s(), self._planned()), strict=True)
-            is_known = all(map(math.isfinite, times))
-            chosen.append(self._decide(self._measured(times, planned[0])) if is_known else None)
+            if all(map(math.isfinite, times)):
+                measured = self._measured(times, planned[0])
+                chosen.append(self._alone_unless_averaged(measured) if is_look else self._decide(measured))
 
+        is_look = self._until == _AVERAGED_STEPS
         if quorum.group.size > 1:
             quorum.run(choose)
-        self._until += TrialSchedule.every
+        self._until = TrialSchedule.every if is_look else self._until + TrialSchedule.every
         return chosen[-1] if chosen else None
+
+    def _alone_unless_averaged(self, measured: Measurements) -> Recipe | None:
+        if self._tuner.averages(measured):
+            return None
+        self._times.clear()
+        return self.resumed(_ALONE)
 
     def _step_s(self) -> float:
         """Return how long a step takes here; infinite if there were too few."""
         each = [after - before for before, after in pairwise(self._times)]
-        return statistics.median(each[_FIRST_STEPS:] or each) if len(each) >= _LEAST_STEPS else math.inf
+        least = 1 if self._until == _AVERAGED_STEPS else _LEAST_STEPS
+        return statistics.median(each[_FIRST_STEPS:] or each) if len(each) >= least else math.inf
 
     def _gathered(self, *mine: float) -> list[list[float]]:
         """Return numbers of each replica, the largest of its ranks, by rank: a collective."""
@@ -256,7 +280,7 @@ class RecipeTrial:
             quorum.generation.island.size,
             int(steps) or None,
             is_direct=not _is_by_objects(quorum.group),
-            is_averaged=self._recipe.warmup > 0,
+            is_averaged=self._recipe.warmup > 0 and self._waits_in_steps,
             may_average=self._recipe.warmup > 0,
         )
 
@@ -268,7 +292,8 @@ class RecipeTrial:
 
     def _take(self, text: str, measured: Measurements | None) -> Recipe:
         settings = OuterSettings(**json.loads(text))
-        self._tuner.chosen(settings, measured)
+        is_first = measured is not None and self._quorum.group.rank == 0
+        self._tuner.chosen(settings, measured, int(self._planned()) or None, is_first)
         self.spec = text
         if measured is not None and settings.every:
             self._membership.expect_round(settings.every * max(measured.step_s))

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does `auto` choose as well as somebody who tries a grid by hand? Two ranks in network namespaces; needs root.
+
+The demo's GPT trains between two machines at each rate: by `auto`, by the rows of a small grid, and with no exchange. A
+step takes a fixed time, what is left of it is slept: so that the ranks of one machine and their exchange do not take
+the processor from each other, as they would not between two machines. All of a seed run in turns on one line.
+
+With `--change` the rate of the line changes while `auto` trains, after each third of the steps, and a picture shows it.
+
+python benchmarks/bench_auto.py [--size small] [--megabits 5 20 100 1000] [--steps 600] [--step-s 0.06] [--seeds 3]
+    [--only auto ...] [--change] [--picture docs/images/auto.png] [--write]
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import _lab
+import torch
+import torch.distributed as dist
+from _measure import report
+from bench_slow_network import judge
+
+from farflung.demo.gpt import GPT, loss_per_sequence
+from farflung.demo.settings import SIZES
+from farflung.demo.text import load_text
+from farflung.integrations.tuner import LineTuner
+from farflung.outer import OuterLoop
+from farflung.outer.arguments import OuterConfig
+
+AUTO, NONE = "auto", "no exchange"
+GRID: dict[str, dict[str, Any]] = {
+    "diloco(8) e3m0": {"recipe": "diloco", "every": 8, "codec": "e3m0"},
+    "diloco(30) e3m0": {"recipe": "diloco", "every": 30, "codec": "e3m0"},
+    "streaming_diloco(30, 3, delay=7)": {"recipe": "streaming_diloco", "every": 30, "fragments": 3, "delay": 7},
+    "sparse_loco(30)": {"recipe": "sparse_loco", "every": 30},
+}
+METHODS = {AUTO: {"recipe": "auto"}, **GRID, NONE: {}}
+LEARNING_RATE = {"small": 1.5e-3, "large": 4e-4}
+
+
+@dataclass
+class Run:
+    """One training of a rank."""
+
+    method: str
+    seed: int
+    opened_s: float
+    seconds: float  # of all steps, with the rounds that are due in them
+    closed_s: float
+    computed_s: float  # in the steps, without exchange and sleep
+    bytes_sent: int
+    loss: float
+    digest: str  # of the weights
+    recipe: str  # that auto has chosen
+    changes: list[list[int]]
+    rounds: list[tuple[float, int, float, int]]  # when, after which step, share of the time waited, H
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=list(LEARNING_RATE), default="small")
+    parser.add_argument("--megabits", type=float, nargs="+", default=[5.0, 20.0, 100.0, 1000.0])
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--step-s", type=float, default=0.06)
+    parser.add_argument("--batch", type=int, default=4, help="sequences in a step")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--change", action="store_true", help="change the rate in mid-run instead, through --megabits")
+    parser.add_argument("--picture", type=Path, help="where to draw what --change did")
+    parser.add_argument("--write", action="store_true", help="append the lines to benchmarks/results/auto.jsonl")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.worker:
+        work(**json.loads(chosen.worker))
+        return
+    if not _lab.is_possible():
+        sys.exit("This benchmark makes network namespaces: run it as root, with iproute2 installed.")
+    write_to = "auto.jsonl" if chosen.write else None
+    facts = {name: getattr(chosen, name) for name in ("size", "steps", "step_s", "batch")}
+    if chosen.change:
+        figures = changed(chosen, facts)
+        report("Does `auto` follow a line that changes?", figures, seed=0, write_to=write_to, **facts)
+        return
+    for megabits in chosen.megabits:
+        runs: list[list[Run]] = []
+        with _lab.line(megabits):
+            for seed in range(chosen.seeds):
+                for method in chosen.only:
+                    runs.append(pair(method, seed, facts))
+        question = "Does `auto` choose as well as somebody who tries a grid by hand?"
+        report(question, compared(runs), seed=0, write_to=write_to, megabits=megabits, seeds=chosen.seeds, **facts)
+
+
+def pair(method: str, seed: int, facts: dict[str, Any]) -> list[Run]:
+    """Train by one method in both namespaces; return the run of each rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        task = {"method": method, "seed": seed, "folder": folder, **facts}
+        _lab.run_pair([sys.executable, __file__, "--worker", json.dumps(task)], {"OMP_NUM_THREADS": "1"}, 3000)
+        runs = [Run(**json.loads((Path(folder) / f"{rank}.json").read_text())) for rank in range(2)]
+    assert method == NONE or runs[0].digest == runs[1].digest, f"{method}: the replicas differ"
+    first = runs[0]
+    shown = f"{method:34} seed {seed}: {first.seconds:6.1f} s, loss {first.loss:.3f}, {first.bytes_sent / 1e6:.2f} MB"
+    print(f"{shown}, computed {first.computed_s:.1f} s {first.recipe} {first.changes}", file=sys.stderr)
+    return runs
+
+
+def compared(runs: list[list[Run]]) -> dict[str, Any]:
+    """Return the medians over seeds of each method; throughput is that next to no exchange, of the same seed."""
+    alone = {first.seed: first.seconds for first, _ in runs if first.method == NONE}
+    lines: dict[str, Any] = {}
+    for method in dict.fromkeys(first.method for first, _ in runs):
+        mine = [first for first, _ in runs if first.method == method]
+        lines[method] = {
+            "seconds": _middle(run.seconds for run in mine),
+            "opened_s": _middle(run.opened_s for run in mine),
+            "closed_s": _middle(run.closed_s for run in mine),
+            "computed_s": _middle(run.computed_s for run in mine),
+            "mb_sent": _middle(run.bytes_sent / 1e6 for run in mine),
+            "losses": [round(run.loss, 4) for run in mine],
+        }
+        if alone:
+            lines[method]["throughput"] = _middle(alone[run.seed] / run.seconds for run in mine)
+        if method == AUTO:
+            lines[method] |= {"recipes": [run.recipe for run in mine], "changes": [run.changes for run in mine]}
+    return lines
+
+
+def _middle(values: Any) -> float:
+    return round(statistics.median(values), 4)
+
+
+def changed(chosen: argparse.Namespace, facts: dict[str, Any]) -> dict[str, Any]:
+    """Train by `auto` on a line whose rate changes; return how many rounds it took until waiting was below 10 %."""
+    each = chosen.steps // len(chosen.megabits)
+    with _lab.line(chosen.megabits[0]), tempfile.TemporaryDirectory() as folder:
+        marks = Path(folder) / "steps"
+        ends: list[float] = []
+        watcher = threading.Thread(target=_change, args=(chosen.megabits, each, marks, ends), daemon=True)
+        watcher.start()
+        first, _ = pair(AUTO, 0, facts | {"marks": str(marks)})
+    parts = [[row for row in first.rounds if each * n < row[1] <= each * (n + 1)] for n in range(len(chosen.megabits))]
+    figures = {
+        "megabits": chosen.megabits,
+        "rounds_until_low": [_rounds_until_low([row[2] for row in part]) for part in parts],
+        "recipe": first.recipe,
+        "changes": first.changes,
+        "replicas_are_equal": True,  # or `pair` would have failed
+        "rounds": [[round(row[0], 2), row[1], round(row[2], 3), row[3]] for row in first.rounds],
+    }
+    if chosen.picture:
+        draw(figures, each, chosen.picture)
+    return figures
+
+
+def _rounds_until_low(shares: list[float]) -> int | None:
+    """Return after how many rounds the median of ten stays below a tenth; None: it never does."""
+    low = [statistics.median(shares[max(0, end - 10) : end]) < 0.1 for end in range(1, len(shares) + 1)]
+    last = max((number for number, is_low in enumerate(low, 1) if not is_low), default=0)
+    return last if last < len(shares) else None
+
+
+def _change(rates: list[float], each: int, marks: Path, ends: list[float]) -> None:
+    for number, rate in enumerate(rates[1:], 1):
+        while not marks.exists() or int(marks.read_text() or 0) < each * number:
+            time.sleep(0.05)
+        _lab.shape_line(rate)
+
+
+def draw(figures: dict[str, Any], each: int, path: Path) -> None:
+    """Draw waiting and H over the steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 4))
+    steps = [row[1] for row in figures["rounds"]]
+    above.plot(steps, [100 * row[2] for row in figures["rounds"]], ".-", linewidth=0.8, markersize=3)
+    above.axhline(10, color="grey", linewidth=0.8, linestyle=":")
+    above.set_ylabel("waiting, % of the time")
+    below.step(steps, [row[3] for row in figures["rounds"]], where="post")
+    below.set_ylabel("H, steps")
+    below.set_xlabel("step")
+    for number, rate in enumerate(figures["megabits"]):
+        above.text(each * (number + 0.5), above.get_ylim()[1], f"{rate:g} Mbit/s", ha="center", va="bottom")
+        for axis in (above, below):
+            axis.axvline(each * number, color="grey", linewidth=0.8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+# ---- in the namespaces
+
+
+def work(
+    method: str,
+    seed: int,
+    folder: str,
+    size: str,
+    steps: int,
+    step_s: float,
+    batch: int,
+    marks: str | None = None,
+) -> None:
+    """Train one replica, and write down how it went."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, text, shape = dist.get_rank(), load_text(None), SIZES[size]
+    torch.manual_seed(seed)
+    model = GPT(shape)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE[size], betas=(0.9, 0.95), weight_decay=0.1)
+    draw_places = torch.Generator().manual_seed(1000 * seed + rank)
+    train = torch.frombuffer(bytearray(text.train), dtype=torch.uint8)
+    began, loop = time.perf_counter(), None
+    options = METHODS[method]
+    if options:
+        tuner = LineTuner()
+        loop = OuterLoop(model, OuterConfig(**options, steps=steps), inner=optimizer, tuner=tuner)
+        if method == AUTO:
+            tuner.follow(loop)
+    rounds: list[tuple[float, int, float, int]] = []
+    if loop is not None and method == AUTO:
+        loop.listeners.append(lambda this: rounds.append(_row(this, loop)))
+    dist.barrier()
+    start, sent = time.perf_counter(), _lab.bytes_out()
+    opened_s, computed_s, length = start - began, 0.0, min(shape.context, 64)
+    for step in range(1, steps + 1):
+        at = time.perf_counter()
+        places = torch.randint(len(train) - length - 1, (batch,), generator=draw_places)
+        drawn = torch.stack([train[place : place + length + 1] for place in places.tolist()])
+        loss_per_sequence(model(drawn[:, :-1]), drawn[:, 1:]).mean().backward()
+        took_s = time.perf_counter() - at
+        time.sleep(max(0.0, step_s - took_s))
+        if loop is not None:
+            loop.average_gradients()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        computed_s += took_s
+        if loop is not None:
+            loop.step()
+        if marks and rank == 0:
+            Path(marks).write_text(str(step))
+    end = time.perf_counter()
+    recipe, changes = "", []
+    if loop is not None:
+        recipe = loop.state_dict().get("auto", "")
+        changes = [[change.step, change.every, change.delay] for change in loop.changes]
+        loop.close()
+    closed_s = time.perf_counter() - end
+    digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in model.state_dict().values())).hexdigest()
+    (loss,) = judge(model, [model.state_dict()], text.validation, length)
+    numbers = (opened_s, end - start, closed_s, computed_s, _lab.bytes_out() - sent, loss)
+    run = Run(method, seed, *numbers, digest, recipe, changes, rounds)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(asdict(run)))
+    _lab.go_home()
+
+
+_AT = [0.0]
+
+
+def _row(this: Any, loop: OuterLoop) -> tuple[float, int, float, int]:
+    now = time.perf_counter()
+    elapsed, _AT[0] = now - _AT[0], now
+    every = getattr(loop.schedule, "every", 0)
+    return now, this.step, min(1.0, this.seconds_exposed / max(elapsed, 1e-9)), every
+
+
+if __name__ == "__main__":
+    main()
