@@ -303,7 +303,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "method", ["fork", *(pytest.param(method, marks=pytest.mark.long) for method in ("spawn", "forkserver"))]
+)
 def test_workers_of_a_loader_ignore_the_signals_and_end_with_their_rank(method, home, request):
     if method == "fork":
         request.getfixturevalue("warm")

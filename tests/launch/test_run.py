@@ -19,6 +19,7 @@ from farflung.launch.codes import FAILED
 from farflung.launch.network import get_free_port
 from farflung.testing.patience import patience
 from tests.launch.machines import LISTENING
+from tests.python import call_farflung
 
 # Each rank writes what it sees, and the sum over all ranks of rank + 1, which only connected processes can know.
 CONNECTED = """
@@ -226,16 +227,17 @@ def test_modules_and_programs_are_started_too(farflung, home):
         ("os.kill(os.getpid(), signal.SIGKILL)", ["signal 9 (SIGKILL)", "memory"]),
     ],
 )
-def test_a_rank_that_fails_is_named_once_and_takes_all_with_it(deed, words, farflung, home, mark):
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_rank_that_fails_is_named_once_and_takes_all_with_it(deed, words, home, mark, capfd):
     (home / "train.py").write_text(DOOMED)
-    done = farflung("launch", "--cpu", "--num_processes", "3", "train.py", deed)
-    assert done.returncode == FAILED
-    report = done.stderr[done.stderr.index("╭") :]
+    assert call_farflung("launch", "--cpu", "--num_processes", "3", "train.py", deed) == FAILED
+    said = capfd.readouterr().err
+    report = said[said.index("╭") :]
     assert report.count("rank 1 failed") == 1
     assert "then ended by the launcher: ranks 0 and 2" in report
     assert all(word in report for word in words)
-    assert "ChildFailedError" not in done.stderr
-    assert "torch/distributed/elastic" not in done.stderr
+    assert "ChildFailedError" not in said
+    assert "torch/distributed/elastic" not in said
     assert none_left(mark), left_behind(mark)
 
 

@@ -78,7 +78,7 @@ def test_children_that_heed_no_signal_are_killed_when_their_time_is_over_or_at_t
     lab.acts = {second: [Request(number, 1, 0)] for second in at}
     lab.supervisor.add("a")
     lab.supervisor.add("b")
-    lab.supervisor.follow(lab.look)
+    lab.supervisor.follow({lab.look: 0.0})
     assert lab.sent() == [[number, signal.SIGKILL]] * 2
     assert abs(lab.now - 1000 - killed_s) <= 3
     assert lab.supervisor.code == BY_SIGNAL + number
@@ -94,7 +94,7 @@ def test_sigkill_comes_again_until_a_child_has_ended(lab):
         if lab.now > 1020:
             lab.children[0].code = -signal.SIGKILL
 
-    lab.supervisor.follow(look)
+    lab.supervisor.follow({look: 0.0})
     assert lab.children[0].sent[:2] == [signal.SIGTERM, signal.SIGKILL]
     assert lab.children[0].sent.count(signal.SIGKILL) >= 3
 
@@ -104,14 +104,14 @@ def test_a_warning_reaches_all_and_ends_none_unless_it_is_the_last_signal(lab):
     lab.heeds = (signal.SIGKILL, signal.SIGUSR1)
     lab.supervisor.add("a")
     lab.acts = {1: [Request(signal.SIGUSR1, 1, 0)], 9: [Request(signal.SIGTERM, 1, 0)]}
-    lab.supervisor.follow(lab.look)
+    lab.supervisor.follow({lab.look: 0.0})
     assert lab.sent()[0] == [signal.SIGUSR1]
     assert len(lab.children) == 2, "what has ended at a warning was not started again"
     last = Supervisor(lab.start, lab.ended, GRACE_S, 3, (signal.SIGUSR1,))
     lab.supervisor, lab.acts, lab.now = last, {1: [Request(signal.SIGUSR1, 1, 0)]}, 1000.0
     lab.ends = {"a": iter([None])}
     last.add("a")
-    last.follow(lab.look)
+    last.follow({lab.look: 0.0})
     assert last.code == REQUEUE
 
 
@@ -123,14 +123,14 @@ def test_a_child_is_restarted_after_waits_that_double_and_only_so_often_within_a
     with showing(sink):
         lab.supervisor.add("a")
         lab.supervisor.add("b")
-        lab.supervisor.follow(lab.look)
+        lab.supervisor.follow({lab.look: 0.0})
     waits = [event.facts["wait_s"] for event in events if event.kind is Kind.RESTARTED]
     assert (waits, lab.lost) == ([1.0, 2.0], ["a"])
     assert lab.supervisor.code is None
     lab.now += 3601
     lab.ends = {"a": iter([1, 0])}
     lab.supervisor.add("a")
-    lab.supervisor.follow(lab.look)
+    lab.supervisor.follow({lab.look: 0.0})
     assert lab.lost == ["a"]
 
 
@@ -139,7 +139,7 @@ def test_nothing_starts_after_a_signal_and_what_was_starting_is_ended_too(lab):
     lab.supervisor.add("a")
     lab.supervisor.add("late")
     lab.acts = {1: [Request(signal.SIGTERM, 1, 0)]}
-    lab.supervisor.follow(lab.look)
+    lab.supervisor.follow({lab.look: 0.0})
     assert not lab.supervisor.due
     assert [child.name for child in lab.children] == ["a"]
 
@@ -156,6 +156,6 @@ def test_children_of_a_run_that_is_to_end_get_their_time_once(lab):
     lab.supervisor.add("a")
     lab.supervisor.end_within(5)
     lab.supervisor.end_within(20)
-    lab.supervisor.follow(lab.look)
+    lab.supervisor.follow({lab.look: 0.0})
     assert lab.sent() == [[signal.SIGTERM, signal.SIGKILL]]
     assert abs(lab.now - 1000 - 5 - GRACE_S) <= 3

@@ -127,7 +127,7 @@ class _Launcher:
         self._code, self._has_finished, self._is_over = 0, False, False
         self._code_after = 0  # of a replica that has failed once its training was over; it counts if none has finished
         self._unrecorded: dict[int, tuple[int, str]] = {}  # ends of members' processes, while the store is away
-        self._beat_at, self._renew_at = 0.0, time.monotonic() + _RENEW_S
+        self._renew_at = time.monotonic() + _RENEW_S
 
     def run(self, count: int) -> int:
         """Start `count` replicas; return the exit code once all have ended."""
@@ -136,7 +136,7 @@ class _Launcher:
         with handled(self._supervisor.hear, SUPERVISED):
             for number in range(count):
                 self._supervisor.add(f"replica {number}{where}")
-            self._supervisor.follow(self._look)
+            self._supervisor.follow({self._beat: self._heartbeat_s})
             self._beat()
             self._part()
         if self._supervisor.code is not None:
@@ -253,11 +253,6 @@ class _Launcher:
             self._shown.add(line)
             show([failure], checkpoint=newest_checkpoint(self._reports), name=replica.name)
         return f" ({line})" if failure.traceback else "", failure.cause
-
-    def _look(self) -> None:
-        if time.monotonic() >= self._beat_at:
-            self._beat_at = time.monotonic() + self._heartbeat_s
-            self._beat()
 
     def _beat(self) -> None:
         nothing: list[Event] = []

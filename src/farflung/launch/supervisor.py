@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from math import inf
 from typing import Generic, Protocol, TypeVar
 
@@ -96,8 +96,9 @@ class Supervisor(Generic[C]):
         record(Kind.RESTARTED, name, how=how, restart=len(past), max_restarts=self._max_restarts, wait_s=wait_s)
         return True
 
-    def follow(self, look: Callable[[], None]) -> None:
-        """Return once all have ended and none is to start; `look` is called now and then."""
+    def follow(self, acts: Mapping[Callable[[], None], float]) -> None:
+        """Return once all have ended and none is to start; each of `acts` is called once in so many seconds."""
+        act_at = dict.fromkeys(acts, 0.0)
         while self.running or self.due:
             self._start_due()
             for name, child in list(self.running.items()):
@@ -107,7 +108,10 @@ class Supervisor(Generic[C]):
                     self._ended(child, code)
             if time.monotonic() >= self._end_at:
                 self.end()
-            look()
+            for act, every_s in acts.items():
+                if time.monotonic() >= act_at[act]:
+                    act_at[act] = time.monotonic() + every_s
+                    act()
             time.sleep(_LOOK_S)
 
     def hear(self, request: Request) -> None:

@@ -8,7 +8,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from math import inf, isfinite
@@ -25,7 +25,6 @@ from farflung.base.words import counted, in_bytes, in_seconds
 from farflung.observe.folder import named_run
 from farflung.observe.history import described, timeline
 from farflung.observe.problems import problems
-from farflung.observe.records import RoundLine
 from farflung.observe.run import ObservedRun
 
 _LOOK_S = 0.5  # between two looks
@@ -109,20 +108,14 @@ def _rounds(run: ObservedRun, width: int, back: int) -> Table:
         for kind in kinds:
             cells.append(*_CELLS[kind])
         table.add_row(Text(name), cells)
-    figures = round_figures(run.longest)
+    lines = run.longest
+    whole = lines[-1].time - lines[0].time + lines[0].seconds_exposed
+    waiting = min(1.0, sum(row.seconds_exposed for row in lines) / max(whole, 1e-9))
+    sent = in_bytes(sum(row.bytes_sent for row in lines))
     legend = f"{counted(len(rounds), 'round')}: " + "  ".join(f"{sign} {name}" for name, (sign, _) in _CELLS.items())
-    said = f"{figures['waiting']:.0%} of the time waiting, {in_bytes(figures['bytes_sent'])} sent by each"
+    said = f"{waiting:.0%} of the time waiting, {sent} sent by each"
     table.add_row("", Text(f"{legend}; {said}", style="dim", overflow="fold"))
     return table
-
-
-def round_figures(lines: Sequence[RoundLine]) -> dict[str, float]:
-    """Return the share of time in which training waited for a replica's rounds, and the bytes that it has sent."""
-    if not lines:
-        return {"waiting": 0.0, "bytes_sent": 0}
-    whole = lines[-1].time - lines[0].time + lines[0].seconds_exposed
-    waited = sum(row.seconds_exposed for row in lines)
-    return {"waiting": min(1.0, waited / max(whole, 1e-9)), "bytes_sent": sum(row.bytes_sent for row in lines)}
 
 
 def _curve(run: ObservedRun, width: int) -> Text | None:

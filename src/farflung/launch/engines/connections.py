@@ -35,6 +35,7 @@ GONE = 255  # exit code of ssh if the connection or the machine behind it fails
 _OTHERS_END_WITHIN_S, _WITHOUT_GONE_S = 20.0, 5.0  # once a host of a fixed run has failed, or is gone
 _READ_WITHIN_S, _REPORT_WITHIN_S = 1.0, 30.0  # once a connection has ended; until a launcher's report was read
 _END_WITHIN_S = 35.0  # ranks have half a minute to end
+_LOOK_S = 1.0
 
 
 class Connection:
@@ -164,7 +165,6 @@ class Connections(Generic[L]):
         self._settings, self._mark, self._connect = settings, mark_of(token), connect
         self._is_elastic = settings.elastic is not None
         self._lock = threading.Lock()  # around what is printed
-        self._sign_at = 0.0
         self.all: dict[str, L] = {}
         self.supervisor = Supervisor(self._start, self._ended, _END_WITHIN_S, max_restarts)
         for name in names:
@@ -176,17 +176,14 @@ class Connections(Generic[L]):
         return any(connection.code == DONE for connection in self.all.values())
 
     def follow(self, look: Callable[[], None] = lambda: None) -> int:
-        """Print what comes until all have ended, and call `look` now and then; return the run's exit code."""
+        """Print what comes until all have ended, and call `look` each second; return the run's exit code."""
 
-        def look_and_sign() -> None:
-            if time.monotonic() >= self._sign_at:
-                self._sign_at = time.monotonic() + SIGN_S
-                for connection in self.supervisor.running.values():
-                    connection.send(0)
-            look()
+        def sign() -> None:
+            for connection in self.supervisor.running.values():
+                connection.send(0)
 
         with handled(self.supervisor.hear, SUPERVISED):
-            self.supervisor.follow(look_and_sign)
+            self.supervisor.follow({sign: SIGN_S, look: _LOOK_S})
         return self._exit_code()
 
     def _start(self, name: str) -> L:
@@ -286,7 +283,7 @@ class ForegroundEngine(Generic[L]):
         return self._connections.follow(self._look)
 
     def _look(self) -> None:
-        """See about the run, many times a second."""
+        """See about the run, once a second."""
 
     def cancel(self) -> str:
         """End the launcher that holds the connections, if it runs on this machine, and so what it has started."""

@@ -7,7 +7,6 @@ The script is in no loop of Ray's. What an actor runs ends with it, and all of t
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
@@ -30,7 +29,6 @@ OPTIONS = {
     "folder": "the working folder on the nodes [the path of this one]",
     "wait": "seconds to wait until enough nodes are free [300]",
 }
-_LOOK_S = 1.0
 
 
 class Ray(ForegroundEngine[RayConnection]):
@@ -38,7 +36,7 @@ class Ray(ForegroundEngine[RayConnection]):
 
     def __init__(self, job: Job) -> None:
         job.check_options(OPTIONS, numbers=("cpus", "gpus", "wait"))
-        self._job, self._look_at = job, 0.0
+        self._job = job
         job.check_unicode("Ray")
         if job.options.get("cpus") == "0":
             raise ConfigError("engine_options has cpus=0; a launcher needs at least one.")
@@ -91,9 +89,8 @@ class Ray(ForegroundEngine[RayConnection]):
     def _look(self) -> None:
         """Start replicas in place of those on draining nodes; start and end some as `scale` has asked for."""
         supervisor = self._connections.supervisor
-        if time.monotonic() < self._look_at or supervisor.signal:
+        if supervisor.signal:
             return
-        self._look_at = time.monotonic() + _LOOK_S
         draining = self._cluster.draining()
         staying = [connection for connection in supervisor.running.values() if not connection.is_leaving]
         for connection in staying:
