@@ -288,7 +288,9 @@ class Watchdog:
                 why = "the machine is gone, or the line to it"
             lines.append(f"{named(silent)} did not answer: {why}")
         allowed = "--hang_timeout_s, WatchdogKwargs(timeout_s=) or FARFLUNG_HANG_TIMEOUT_S"
-        if is_overdue:
+        if is_overdue or (
+            self._is_default and not environ.text("FARFLUNG_HANG_TIMEOUT_S")
+        ):  # the watchdog may be first
             allowed = "InitProcessGroupKwargs(timeout=), the time-out of the process group"
         lines.append(f"If it may take so long, allow more: {allowed}")
         return "\n".join(lines)
