@@ -35,7 +35,7 @@ class Membership:
     """What slots ask of `Elastic`."""
 
     def __init__(self, joined=0):
-        self.record, self.joined = SimpleNamespace(ids=(), number=0), joined
+        self.record, self.joined = SimpleNamespace(ids=(), number=0, began=0), joined
         self.has_kept, self.round_listeners, self.loop = False, [], "loop1"
 
     def keep_logs(self, names, landed_in):
@@ -94,7 +94,7 @@ class Run:
         self.store, self.most, self.loaders = dist.HashStore(), most, loaders
         self.board = C10dTransport(self.store).board
         self.dataset = torch.arange(num_batches)
-        self.counted, self.live, self.num_members, self.number = Counter(), [], 0, 0
+        self.counted, self.live, self.num_members, self.number, self.began = Counter(), [], 0, 0, 0
 
     def join(self, **options):
         self.num_members += 1
@@ -108,7 +108,7 @@ class Run:
         self.number += 1
         for one in self.live:
             ids = tuple(other.member for other in self.live)
-            one.membership.record = SimpleNamespace(ids=ids, number=self.number)
+            one.membership.record = SimpleNamespace(ids=ids, number=self.number, began=self.began)
 
     def lose(self, one):
         self.live.remove(one)
@@ -352,6 +352,41 @@ def test_one_that_was_left_out_goes_on_with_nothing_that_it_had_read_ahead():
     run.expect([0])
 
 
+def test_a_run_whose_members_all_died_before_a_state_was_written_begins_its_epochs_again():
+    run = Run()
+    for one in run.join(), run.join():
+        assert one.take()
+    run.round()
+    for one in list(run.live):
+        one.take()
+        run.lose(one)
+    run.counted.clear()  # the weights are those of the beginning
+    run.began = run.number + 1
+    run.join()
+    run.join()  # a generation later, and the first to ask the board
+    run.live.reverse()
+    finish(run)
+    run.expect([0])
+
+
+def test_one_that_sleeps_as_others_continue_from_its_state_records_nothing_when_it_wakes():
+    run = Run(64, most=2)
+    asleep = run.join()
+    asleep.take()
+    run.round()
+    log = Log(run.board.part("data").part("0"), "epochs")
+    number, of_the_state = log.last()
+    run.live.remove(asleep)
+    other = run.join()
+    assert log.append(number, of_the_state)
+    other.take()
+    for _ in range(40):
+        assert asleep.take()
+    asleep.followed.round_ended(ended(asleep.position, 1))  # it does not know yet
+    finish(run)
+    run.expect([0])
+
+
 @pytest.mark.parametrize("position", [1, 50])
 @pytest.mark.parametrize("takes", [1, 60])
 def test_one_that_was_left_out_and_has_kept_its_steps_keeps_its_batches_unless_others_have_taken_them(takes, position):
@@ -420,11 +455,11 @@ def test_the_ranks_of_a_replica_share_its_slots(size, options):
     other = run.join(batch_size=2)
     other.take()
     run.round()
-    other.membership.record = SimpleNamespace(ids=(1, 2), number=9)
+    other.membership.record = SimpleNamespace(ids=(1, 2), number=9, began=0)
 
     def train(group):
         one = Replica(run, 2, batch_size=2, exchange=Exchange(group), **options)
-        one.membership.record = SimpleNamespace(ids=(1, 2), number=9)
+        one.membership.record = SimpleNamespace(ids=(1, 2), number=9, began=0)
         while one.take():
             pass
         return [batch for _, _, batch in one.unsent]

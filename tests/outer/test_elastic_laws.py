@@ -115,13 +115,13 @@ def test_newcomers_wait_for_the_one_that_alone_has_state(end):
 
 @pytest.mark.law("no-member-without-state-gives-state")
 def test_members_of_a_first_generation_that_never_came_are_not_waited_for():
-    members = Members(Record(1, 1, (1, 2), is_fresh=True), ready=(2,))
+    members = Members(Record(1, 1, (1, 2), began=1), ready=(2,))
     assert settled(members.member(2), False).ids == (2,)
 
 
 @pytest.mark.parametrize("launcher", ["alive", "none"])
 def test_who_asks_while_another_one_begins_waits_for_it_if_its_launcher_looks_after_it(launcher):
-    members = Members(Record(1, 1, (1,), is_fresh=True))
+    members = Members(Record(1, 1, (1,), began=1))
     if launcher == "alive":
         members.notes.put("machine", 1, "node1:7")
         members.notes.beat("node1:7", 600.0)

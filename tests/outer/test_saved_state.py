@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,12 +21,15 @@ from farflung.base.errors import ConfigError, RankFailure, Unreachable
 from farflung.comm import board as board_module
 from farflung.comm.address import transport_at
 from farflung.comm.board import Log
+from farflung.comm.exchange import Exchange
+from farflung.comm.group import SoloGroup
 from farflung.comm.member_store import LauncherNotes, MemberStore, Record
 from farflung.comm.packed import Damaged
 from farflung.comm.saved_state import Saved, SavedStates, pull
 from farflung.comm.torch_group import TorchGroup
 from farflung.outer import OuterLoop, diloco, local_sgd, replica, streaming_diloco
 from farflung.outer.elastic import Elastic
+from farflung.outer.saver import Saver
 from farflung.testing.ranks import run_ranks
 from tests.outer.elastic_run import EVERY, ElasticRun, wrong
 from tests.outer.replicas import same, values
@@ -71,6 +75,21 @@ def test_what_other_ranks_have_written_of_the_next_state_stays(board):
     states.finish(saved("1.20", 2))
     assert [one.name for one in states.newest()] == ["1.20", "1.10"]
     assert states.read(next(states.newest()), 1)["place"] == TREE["place"]
+
+
+def test_what_a_killed_replica_had_asked_for_does_not_stay_beside_the_state_that_is_continued(board):
+    name = "data/0/epochs"
+    assert Log(board, name).append(0, b"known to the state")
+
+    def is_still_due():  # meanwhile an older request is carried out
+        Log(board, name).append(1, b"of a round that is lost")
+        return True
+
+    saver = Saver(board, board, Exchange(SoloGroup()), 1)
+    assert saver.restore_logs(replace(saved("1.10"), logs={name: "known to the state"}), is_still_due)
+    assert Log(board, name).last() == (3, b"known to the state")
+    assert not saver.restore_logs(replace(saved("1.10"), logs={name: "too late"}), lambda: False)
+    assert Log(board, name).last() == (3, b"known to the state")
 
 
 @pytest.mark.parametrize(
@@ -613,3 +632,17 @@ def test_all_may_be_killed_at_any_moment_and_started_again(address, recipe, time
         assert len(ends) == 1
         continued = sum("training continues with 2 replicas from the state at step" in event for event in run.events)
         assert continued >= times - 1  # the first two may be killed before any state is there
+
+
+@pytest.mark.law("a-run-outlives-its-members")
+def test_a_newcomer_whose_only_giver_dies_continues_from_the_state_at_the_address(tmp_path):
+    with ElasticRun(address=tmp_path.as_uri(), state_every=2) as run:
+        giver = run.start(0, dies=("admission", 1))
+        run.until(lambda: run.joined(giver) and next(SavedStates(run.board.part("loop1")).newest(), None))
+        comes = run.start(1)
+        run.until(lambda: run.has_ended(giver) and run.joined(comes), 60.0)
+        newest = next(SavedStates(run.board.part("loop1")).newest())
+        said = run.finish()
+    (begun,) = [one["joined"] for one in said if one["member"] == comes and "joined" in one]
+    assert begun >= newest.position > 0
+    assert not wrong(said)

@@ -41,9 +41,14 @@ class Record:
     past: int = 0  # the number of the first vote that no member has had yet
     lost: Mapping[int, str] = field(default_factory=dict)  # why members of the generation before are not in it, by id
     odd: tuple[int, ...] = ()  # those of them whose state was not that of the others
-    is_fresh: bool = False  # nobody had anything that was trained, so all begin alike
+    began: int = 0  # the generation in which training began, as nobody had anything that was trained
     saved: str = ""  # the name of the state at the run's address that all of them begin with
     ended: int = 0  # after a loss: some member has closed each vote before this one that is not in `common`
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether nobody had anything that was trained, so all begin alike."""
+        return self.began == self.number
 
     @property
     def giver(self) -> int:

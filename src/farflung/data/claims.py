@@ -13,7 +13,7 @@ from farflung.base.errors import Unreachable
 from farflung.comm.board import Board
 from farflung.comm.exchange import Exchange
 from farflung.data.ledger import Ledger, Sent
-from farflung.data.slot_board import Landed, SlotBoard, landed_in
+from farflung.data.slot_board import Landed, Rounds, SlotBoard, landed_in
 
 if TYPE_CHECKING:
     from farflung.outer.elastic import Elastic
@@ -95,7 +95,7 @@ class Claims:
         """Return the number of a further loader, and the board of its slots."""
         number = len(self.boards)
         self.log_names.append(f"data/{number}/epochs")
-        self.boards.append(SlotBoard(self.board.part("data").part(str(number)), self.member, self.landed))
+        self.boards.append(SlotBoard(self.board.part("data").part(str(number)), self.member, self._rounds))
         return number, self.boards[-1]
 
     def follow(self, membership: Elastic, num_fragments: int) -> Followed:
@@ -150,6 +150,13 @@ class Claims:
         records = [loop.membership.record for loop in self.loops]
         ids = next((record.ids for record in records if record is not None), (self.member,))
         return range(ids.index(self.member), number, len(ids)) if self.is_gone else range(0)
+
+    def _rounds(self) -> Rounds:
+        found: Rounds = {}
+        for loop, record in [(one.membership.loop, one.membership.record) for one in self.loops]:
+            if record is not None:
+                found[loop] = record.began, max((record.number, 0), self.landed.get(loop, (0, 0)))
+        return found
 
     def follow_members(self) -> None:
         """Give up all claims if this replica was left out meanwhile; record the batches that lost ones could not."""

@@ -27,6 +27,8 @@ from farflung.data.torch_loaders import Source
 _T = TypeVar("_T")
 Landed: TypeAlias = "dict[str, tuple[int, int]]"  # the latest round, by outer loop: its generation and its vote
 
+Rounds: TypeAlias = "dict[str, tuple[int, tuple[int, int]]]"
+
 _GIVEN_UP = 0  # in place of an owner; the ids of members begin at 1
 _SLOTS_EACH = 16  # of each of the most replicas, so that the last one to finish is late by 1/16 of a share at most
 _BATCHES_EACH = 16  # in a slot at least, as a claim is a question to the store
@@ -141,14 +143,15 @@ class SlotBoard:
     Args:
         board: for this loader alone.
         member: this replica's id.
-        landed: the latest round that this replica has applied, kept up to date by its owner.
+        rounds: returns for each outer loop the generation in which its training began, and the latest round that this
+            replica has applied, or the 0th of the generation that it is in.
 
     Attributes:
         has_begun: this replica has a seed from here.
     """
 
-    def __init__(self, board: Board, member: int, landed: Landed) -> None:
-        self._board, self._member, self._landed = board, member, landed
+    def __init__(self, board: Board, member: int, rounds: Callable[[], Rounds]) -> None:
+        self._board, self._member, self._rounds = board, member, rounds
         self._log = Log(board, "epochs", _DECIDED_AT_A_TIME)
         self.has_begun = False
         self._claimed: set[tuple[int, int]] = set()  # epochs and slots that are not done, as far as is known here
@@ -282,12 +285,16 @@ class SlotBoard:
             number, content = self._log.last()
             state = first if content is None else _LoaderRecord.decode(content)
             assert state is not None, "a seed was agreed on first"
+            rounds = {loop: (*one, state.landed.get(loop, one[1])) for loop, one in self._rounds().items()}
+            if any(known[0] < began for began, _, known in rounds.values()):
+                state = _LoaderRecord(state.seed)  # all that trained by it were lost before a state was written
+            is_left_out = any(known[0] > last[0] for _, last, known in rounds.values())
             found = act(state)
             for epoch, one in list(state.open.items()):
                 if not one.held and (one.claimed == one.slots or epoch < state.epoch):
                     del state.open[epoch]  # it is over
-            if state.encode() == content:
+            if is_left_out or state.encode() == content:
                 return found
-            state.landed |= {loop: max(last, state.landed.get(loop, last)) for loop, last in self._landed.items()}
+            state.landed |= {loop: max(last, known) for loop, (_, last, known) in rounds.items()}
             if self._log.append(number, state.encode()):
                 return found

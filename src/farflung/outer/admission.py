@@ -119,10 +119,12 @@ class Admission:
             return
         ids, has_state = tuple(fit), there[0][1].has_state
         number = 1 if record is None else record.number + 1
-        new = Record(number, self._member, ids, ids[1:] if has_state else (), is_fresh=not has_state)
+        before = 0 if record is None else record.began
+        began = before if has_state or saved is not None else number
+        new = Record(number, self._member, ids, ids[1:] if has_state else (), began=began)
         state: dict[str, int] = {}
         if saved is not None and self._saver is not None:
-            new = replace(new, newcomers=ids, is_fresh=False, saved=saved.name)
+            new = replace(new, newcomers=ids, saved=saved.name)
             state = {"step": saved.position, "rounds_lost": self._saver.num_lost(saved)}
             if not self._saver.restore_logs(saved, lambda: self._members.record() == record):
                 return
@@ -175,7 +177,11 @@ class Admission:
         there = self.waiting(record, description, needs)
         waiting = {name: one for name, one in there.items() if self._members.is_ready(name)}
         newcomers = tuple(sorted({one.member for one in waiting.values()}))[: self._most - len(record.ids)]
-        new = Record(record.number + 1, self._member, record.ids + newcomers, newcomers, past=needs.num_votes)
+        new = replace(
+            Record(record.number + 1, self._member, record.ids + newcomers, newcomers),
+            past=needs.num_votes,
+            began=record.began,
+        )
         names = {name: one for name, one in waiting.items() if one.member in newcomers}
         differs = {name: why for name, one in names.items() if (why := other_versions(one.description, description))}
         for name, why in differs.items():

@@ -227,7 +227,9 @@ class Elastic:
             self._end_island_waits()
             has_state = needs.has_state and self.member not in self.record.newcomers
             self._decided = self._settled(Post(needs.num_votes, has_state))
-            if has_state and self.member not in self._decided.ids:
+            if self._decided.is_fresh and from_first(self._share_group, self._has_saved):
+                self.peers.record, self._decided = self._decided, None  # it asks, and begins with what was saved
+            elif has_state and self.member not in self._decided.ids:
                 self._is_unapplied = self._know_unapplied(())
         if self.record is not None:
             self._transfers.stop(self.record.newcomers)
@@ -310,6 +312,9 @@ class Elastic:
         """Return whether this replica is in no generation, or can't continue in it."""
         record = self._decided or self.record
         return record is None or self.member not in record.ids or not (needs.has_state or self._decided)
+
+    def _has_saved(self) -> bool:
+        return self.saver is not None and self.saver.found() is not None
 
     def _settled(self, post: Post) -> Record:
         return from_first(self._share_group, lambda: settle(self.peers, self.member, post))

@@ -28,7 +28,7 @@ _READY_S = 5.0  # a newcomer that is admitted looks for it many times a second
 _HOLDER_GRACES = 20  # how long replicas without a state wait for the one that holds the trained state
 _SLOWEST_BPS = 125_000  # bytes per second; slower values count as lost, until a speed was measured
 
-_PROTOCOL = 3  # of what replicas say to each other; other numbers don't understand it
+_PROTOCOL = 4  # of what replicas say to each other; other numbers don't understand it
 _SETTINGS = ("protocol", "processes in a replica", "outer loop", "data")
 _TENSORS_SHOWN = 5
 _PART = re.compile(r", (?![^(]*\))|; ")  # of a description, outside of brackets

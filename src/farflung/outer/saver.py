@@ -227,12 +227,14 @@ class Saver:
 
     def restore_logs(self, saved: Saved, is_still_due: Callable[[], bool]) -> bool:
         """Give logs the values that belong to a state, unless another replica has begun from it meanwhile."""
-        logs = {name: Log(self._run, name, _LOG_KEEPS) for name in saved.logs}
-        numbers = {name: log.last()[0] for name, log in logs.items()}
-        if not is_still_due():
-            return False
-        for name, log in logs.items():
-            log.append(numbers[name], saved.logs[name].encode())
+        for name, value in saved.logs.items():
+            log = Log(self._run, name, _LOG_KEEPS)
+            while True:  # what a killed replica had asked for may still be carried out
+                number, _ = log.last()
+                if not is_still_due():
+                    return False
+                if log.append(number, value.encode()):
+                    break
         return True
 
     def num_lost(self, saved: Saved) -> int:

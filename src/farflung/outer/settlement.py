@@ -94,8 +94,9 @@ def decide(record: Record, member: int, posts: Mapping[int, Post], absent: Mappi
     odd = {one: why for one, why in odd.items() if one not in ids}
     lost = {**absent, **odd}
     ended = max(posts[one].votes for one in ids)
-    number, is_fresh = record.number + 1, not have
-    return Record(number, member, ids, common=common, lost=lost, odd=tuple(odd), is_fresh=is_fresh, ended=ended)
+    number = record.number + 1
+    began = record.began if have else number
+    return Record(number, member, ids, common=common, lost=lost, odd=tuple(odd), began=began, ended=ended)
 
 
 def _absent_holders(
