@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
-from farflung.base.errors import ConfigError, StateError, Unreachable
+from farflung.base.errors import ConfigError, StateError, Unreachable, Unsupported
 from farflung.comm.board import Log
 from farflung.comm.c10d_transport import C10dTransport
 from farflung.comm.exchange import Exchange
@@ -334,6 +334,17 @@ def test_two_loaders_have_epochs_of_their_own():
         run.round()
     run.expect([0])
     run.expect([0], which=1)
+
+
+@pytest.mark.parametrize("looks", [1, 9])
+def test_steps_on_batches_of_two_loaders_at_once_are_refused_but_a_look_at_one_is_not(looks):
+    one = Run(40, loaders=({"shuffle": True},) * 2).join()
+    other = iter(one.loaders[1])
+    with pytest.raises(Unsupported, match="StackDataset") if looks > 1 else nullcontext():
+        for step in range(9):
+            if step < looks:
+                next(other)
+            one.take()
 
 
 def test_one_that_was_left_out_goes_on_with_nothing_that_it_had_read_ahead():

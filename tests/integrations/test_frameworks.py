@@ -114,10 +114,51 @@ def test_lightning_is_told_no_length_that_is_only_planned(monkeypatch):
     planned, known = DistributedSampler(DATA, 1, 0), DistributedSampler(DATA, 1, 0, shuffle=False)
     loaders = [DataLoader(DATA, 2, sampler=sampler) for sampler in (planned, known)]
     for _ in range(2):  # as each DDP model calls it
-        frameworks.follow_frameworks(lambda **_: None, lambda sampler: sampler is planned)
+        frameworks.follow_frameworks(lambda **_: None, lambda: False, lambda sampler: sampler is planned)
     combined = [SimpleNamespace(flattened=[loader], __len__=None) for loader in loaders]
     assert [data.sized_len(loader) for loader in loaders] == [None, 4]
     assert data.sized_len(combined[0]) is None
+
+
+class UnevenLoader(DataLoader):
+    """The share of a replica: each pass has another number of batches, and `len()` is what is planned."""
+
+    def __init__(self, passes):
+        super().__init__(DATA, sampler=DistributedSampler(DATA, 1, 0))
+        self.passes = iter(passes)
+
+    def __iter__(self):
+        return iter(range(next(self.passes)))
+
+    def __len__(self):
+        return 3
+
+
+@pytest.mark.package("ignite")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what ignite calls
+@pytest.mark.parametrize(
+    ("epoch_length", "passes", "epochs"),
+    [(None, (3, 5, 2, 0, 4), [3, 5, 2, 0, 4]), (None, (4, 4, 1), [4, 4, 1]), (2, (4, 4, 4), [2] * 5)],
+)
+def test_an_epoch_of_ignite_is_a_pass_and_its_end_a_flush_unless_it_is_an_evaluation(
+    monkeypatch, epoch_length, passes, epochs
+):
+    from ignite.engine import Engine, Events
+
+    monkeypatch.setattr(Engine, "run", Engine.run)  # put back at the end
+    seen, flushes, steps = [], [], 0
+
+    def train(engine, batch):
+        nonlocal steps
+        seen[-1] += 1
+        steps += 1
+
+    frameworks.follow_frameworks(lambda if_behind: flushes.append(steps), lambda: steps > 0, lambda sampler: True)
+    trainer, evaluator = Engine(train), Engine(lambda engine, batch: None)
+    trainer.add_event_handler(Events.EPOCH_STARTED, lambda: seen.append(0))
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(range(2)) if steps else None)
+    trainer.run(UnevenLoader(passes), max_epochs=len(epochs), epoch_length=epoch_length)
+    assert (seen, flushes) == (epochs, [sum(epochs)])
 
 
 @pytest.mark.parametrize("name", WORDS)

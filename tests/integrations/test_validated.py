@@ -180,6 +180,31 @@ def test_steps_are_of_the_pass_whose_batch_came_in_train_mode(mode):
     assert run_ranks(partial(evaluated_in_part, mode), 2) == [[False] * (STEPS - 1) + [True]] * 2
 
 
+def planned_lengths():
+    """The lengths of loaders of two replicas of an elastic run, once a first fit has trained, and evaluated."""
+    takeover = DDPTakeover(CONFIGS[3])
+    data, is_training = TrainingData(lambda: is_training, takeover), True
+    share = SimpleNamespace(begin=lambda epoch: None, is_shared=True, hands_out=lambda: True, close=lambda: None)
+    data.slots = SimpleNamespace(
+        shared_as_it_is=lambda loader, parts: (DataLoader(loader.dataset, 1), share), expected=2
+    )
+    data.install()
+    tensors = TensorDataset(torch.zeros(8, 4))
+    trained, evaluated, of_next_fit, in_order = (
+        DataLoader(tensors, 1, sampler=DistributedSampler(tensors, 1, 0, shuffle=shuffle))
+        for shuffle in (True, True, True, False)
+    )
+    for _ in trained:
+        data.stepped()
+    is_training = False
+    list(evaluated)
+    return [len(one) for one in (trained, evaluated, of_next_fit, in_order)]
+
+
+def test_the_loader_of_a_second_fit_has_the_length_of_a_share_too():
+    assert run_ranks(planned_lengths, 1) == [[4, 8, 4, 8]]
+
+
 def looked_into():
     """What torch's iterator says of a share of the data and of all of it, after two batches."""
     data = TrainingData(lambda: True, DDPTakeover(CONFIGS[3]))

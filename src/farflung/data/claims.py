@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from farflung.base.errors import Unreachable
+from farflung.base.errors import Unreachable, Unsupported
 from farflung.comm.board import Board
 from farflung.comm.exchange import Exchange
 from farflung.data.ledger import Ledger, Sent
@@ -37,6 +37,13 @@ class Followed:
         self._meet()
         self.claims.ledger.send(self.sent, step)
         self.claims.num_steps += 1
+        if self.claims.ledger.mixed > 1:  # once, it may be a batch that a script has only looked at
+            raise Unsupported(
+                "Each step trains on batches of several loaders, but the replicas of this run come and go: they share "
+                "the epochs of each loader at their own pace, so those of two loaders don't end together. Train from "
+                "one loader of torch.utils.data.StackDataset, which has samples of several data sets, or of "
+                "ConcatDataset."
+            )
 
     def _round_begins(self) -> None:
         """Record the batches in the round, for others to know if this replica doesn't live to see it land."""

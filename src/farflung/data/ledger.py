@@ -76,11 +76,14 @@ class Ledger:
     Attributes:
         tenure: how often this replica has been left out; what it took before that is no longer its own.
         open: batches that were handed out and are not done, by the number of their loader.
+        mixed: how many steps in a row were made on batches of several loaders.
     """
 
     def __init__(self) -> None:
         self.tenure = 0
         self.open: dict[int, Done] = {}
+        self.mixed = 0
+        self._fresh: set[int] = set()  # the loaders of the batches since the latest step
         self.loops: list[Sent] = []
         self._num_handed_out = 0
         self._waiting: deque[tuple[int, Sequence[Share]]] = deque()  # each with how often batches were handed out
@@ -88,12 +91,16 @@ class Ledger:
     def hand_out(self, shares: Sequence[Share]) -> None:
         self._num_handed_out += 1
         self._waiting.append((self._num_handed_out, shares))
+        self._fresh |= {share.loader for share in shares}
         for share in shares:
             self.open.setdefault(share.loader, {})[share.epoch, share.slot] = share.done
 
     def send(self, loop: Sent, step: int) -> None:
         """Record that the rounds of a loop after this step contain all batches handed out so far."""
         loop.send(step, self._num_handed_out)
+        if self._fresh:  # the first loop of the step
+            self.mixed = self.mixed + 1 if len(self._fresh) > 1 else 0
+            self._fresh = set()
 
     def land(self, loop: Sent, fragment: int, step: int) -> dict[int, Done]:
         """Record that a round has landed; return the batches that are done now, by the number of the loader."""

@@ -205,7 +205,7 @@ class DDPTakeover:
             given.arguments["process_group"] = mesh.row.get_group()
         make(*given.args, **given.kwargs)
         ddp = given.arguments["self"]
-        follow_frameworks(self._flush_all, self._data.is_planned)
+        follow_frameworks(self._flush_all, self._is_behind, self._data.is_planned)
         self._followed.append(FollowedModel(ddp, self._recipe.may_warm_up, mesh, self._flush_model))
         if mesh.device_mesh is not None:  # DDP has made the ranks of each island equal
             broadcast_values([*ddp.module.parameters(), *ddp.module.buffers()], mesh.replicas)
@@ -388,6 +388,9 @@ class DDPTakeover:
             one.evaluation.end()
             with self._in_round():
                 one.driver.flush()
+
+    def _is_behind(self) -> bool:
+        return any(one.epochs.is_behind for one in self._followed)
 
     def _flush_all(self, if_behind: bool = False) -> None:
         """Flush all loops, so that the weights in memory are equal and those of the state dict: a collective."""

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -48,15 +49,18 @@ def to_make_ddp() -> str:
     return _words()[1]
 
 
-def follow_frameworks(flush: Callable[..., None], is_planned: Callable[[DistributedSampler[Any]], bool]) -> None:
-    """Follow Lightning and transformers' Trainer, if the script has loaded them.
+def follow_frameworks(
+    flush: Callable[..., None], is_behind: Callable[[], bool], is_planned: Callable[[DistributedSampler[Any]], bool]
+) -> None:
+    """Follow Lightning, ignite and transformers' Trainer, if the script has loaded them.
 
     Args:
         flush: called where a fit ends on all ranks, and where an epoch of the Trainer does, whose loaders have no
             `DistributedSampler` to tell: a collective. With `if_behind` where Lightning validates at the end of an
             epoch: it fetches a batch ahead of data of unknown length, so its last step comes after the pass.
+        is_behind: returns whether there have been steps since the latest flush.
         is_planned: returns whether a sampler's length is a plan, and its passes may end before or after it. Lightning
-            would end an epoch there without its validation, or leave data out, so it is not told the length.
+            and ignite would end an epoch there, in the middle of a pass, so they are not told the length.
     """
 
     def end(ended: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -68,10 +72,20 @@ def follow_frameworks(flush: Callable[..., None], is_planned: Callable[[Distribu
             flush(if_behind=True)
         return begun(strategy)
 
-    def length(sized_len: Callable[[object], int | None], loader: Any) -> int | None:
+    def has_plan(loader: Any) -> bool:
         parts = [part for part in getattr(loader, "flattened", [loader]) if isinstance(part, DataLoader)]
-        samplers = [sampler for part in parts if (sampler := sampler_of(part)) is not None]
-        return None if any(map(is_planned, samplers)) else sized_len(loader)
+        return any(is_planned(sampler) for part in parts if (sampler := sampler_of(part)) is not None)
+
+    def length(sized_len: Callable[[object], int | None], loader: Any) -> int | None:
+        return None if has_plan(loader) else sized_len(loader)
+
+    def run(run: Callable[..., Any], engine: Any, data: Any = None, *args: Any, **options: Any) -> Any:
+        was_behind = is_behind()  # then this may be an evaluator, perhaps of one rank, in the middle of an epoch
+        with _epochs_of_passes(engine, data) if has_plan(data) else nullcontext():
+            result = run(engine, data, *args, **options)
+        if not was_behind:
+            flush(if_behind=True)
+        return result
 
     for module, owner, name, act in (
         ("lightning.pytorch.strategies", "Strategy", "on_train_end", end),
@@ -82,8 +96,31 @@ def follow_frameworks(flush: Callable[..., None], is_planned: Callable[[Distribu
         ("transformers.trainer_callback", "CallbackHandler", "on_train_end", end),
         ("lightning.fabric.utilities.data", "", "sized_len", length),
         ("lightning_fabric.utilities.data", "", "sized_len", length),
+        ("ignite.engine", "Engine", "run", run),
     ):
         there: Any = sys.modules.get(module)
         there = getattr(there, owner) if there is not None and owner else there
         if there is not None and not hasattr(getattr(there, name), "__wrapped__"):
             around(there, name, act)
+
+
+@contextmanager
+def _epochs_of_passes(engine: Any, data: Any) -> Iterator[None]:
+    """Let each epoch of an ignite engine be a pass over its data, however many batches that has."""
+    planned, is_pass = len(data), True
+
+    def begin() -> None:
+        nonlocal is_pass
+        is_pass = engine.state.epoch_length in (None, planned)  # the script has asked for no other length
+        if is_pass:
+            engine.state.epoch_length = None
+            if engine.state.epoch > 1:
+                engine.set_data(data)  # ignite continues with the iterator of the epoch before, which has ended
+
+    def end() -> None:
+        if is_pass:
+            engine.state.epoch_length = None  # it was this epoch's; ignite would count later ones by it
+
+    events = sys.modules["ignite.engine"].Events
+    with engine.add_event_handler(events.EPOCH_STARTED, begin), engine.add_event_handler(events.EPOCH_COMPLETED, end):
+        yield

@@ -112,7 +112,8 @@ class TrainingData:
         self._trace = Trace()
         self._trained: weakref.WeakSet[DistributedSampler[Any]] = weakref.WeakSet()
         self._begun: weakref.WeakSet[DistributedSampler[Any]] = weakref.WeakSet()  # in train mode
-        self._latest: weakref.ref[DistributedSampler[Any]] | None = None  # of these
+        self._evaluated: weakref.WeakSet[DistributedSampler[Any]] = weakref.WeakSet()  # begun in eval mode
+        self._latest: weakref.ref[DistributedSampler[Any]] | None = None  # of those begun in train mode
         self._shares: weakref.WeakKeyDictionary[DataLoader[Any], tuple[DataLoader[Any], Any]] = (
             weakref.WeakKeyDictionary()
         )
@@ -146,6 +147,8 @@ class TrainingData:
         if self.is_training():
             self._begun.add(sampler)
             self._latest = weakref.ref(sampler)
+        else:
+            self._evaluated.add(sampler)
 
     def _draw(self, draw: Callable[..., Iterator[int]], sampler: DistributedSampler[Any]) -> Iterator[int]:
         if not self.is_inside:
@@ -178,8 +181,12 @@ class TrainingData:
         return -(-length(loader) // self.slots.expected) if self.is_planned(sampler) else length(loader)
 
     def is_planned(self, sampler: DistributedSampler[Any]) -> bool:
-        """Return whether a sampler is of data that replicas share in training, each as much as it can."""
-        return self._is_shared(sampler) and (sampler in self if self._trained else sampler.shuffle)
+        """Return whether a sampler is of data that replicas share in training, each as much as it can.
+
+        Before its first pass, those that shuffle are: a second fit makes others than the first one trained from.
+        """
+        may_train = sampler.shuffle and sampler not in self._evaluated
+        return self._is_shared(sampler) and (sampler in self._trained or may_train)
 
     def _is_shared(self, sampler: DistributedSampler[Any]) -> bool:
         return self.slots is not None and sampler.num_replicas == self.num_parts
