@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 NAME, FOLDER = sys.argv[1], Path(sys.argv[2])  # the program, and where its ranks write
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+SAVED = FOLDER / f"saved{os.environ.get('FARFLUNG_MEMBER', '')}"  # files of a replica that comes and goes are its own
 EPOCHS, STEPS, BATCH = 4, 11, 16  # of an epoch, on each of two ranks
 
 
@@ -40,7 +41,7 @@ def loss_on(net, held_out=None, loss_of=squared_error):
     for module, _ in modes:
         module.training = False  # unlike eval(), nothing can notice
     with torch.no_grad():
-        loss = loss_of(net, (held_out or task(1))[:]).item()
+        loss = loss_of(net, (task(1) if held_out is None else held_out)[:]).item()
     for module, mode in modes:
         module.training = mode
     return loss

@@ -33,8 +33,10 @@ MODES = {
 }
 FILES = {  # of programs, with the package that each is about
     "with_lightning.py": {
-        **dict.fromkeys(("lightning", "lightning-gan", "lightning-resumed", "fabric"), "lightning"),
-        "litgpt": "litgpt",
+        **dict.fromkeys(
+            ("lightning", "lightning-gan", "lightning-resumed", "lightning-loaders", "fabric"), "lightning"
+        ),
+        **{name: name for name in ("litgpt", "darts", "pytorch-forecasting")},
     },
     "with_ignite.py": {"ignite": "pytorch-ignite", "monai": "monai"},
     "own_loops.py": {
@@ -46,11 +48,12 @@ FILES = {  # of programs, with the package that each is about
     "trainers.py": {
         "composer": "mosaicml",
         **{name: name for name in ("fastai", "speechbrain", "sentence-transformers", "setfit")},
-        "skorch": "skorch",
+        **{name: name for name in ("skorch", "catalyst", "ultralytics")},
+        "denoising-diffusion": "denoising-diffusion-pytorch",
     },
 }
 PROGRAMS = {name: (file, package) for file, programs in FILES.items() for name, package in programs.items()}
-ON_ACCELERATE = ("fastai", "sentence-transformers", "setfit", "skorch")
+ON_ACCELERATE = ("fastai", "sentence-transformers", "setfit", "skorch", "catalyst", "denoising-diffusion")
 OURS = r"(?:farflung\.base\.errors\.)?(?:ConfigError|Unsupported|StateError|CollectiveMismatch)"
 FLAGS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
 

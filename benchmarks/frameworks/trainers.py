@@ -5,7 +5,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from common import BATCH, EPOCHS, FOLDER, NAME, loss_on, network, report, task
+from common import BATCH, EPOCHS, FOLDER, NAME, SAVED, STEPS, loss_on, network, report, task
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -39,13 +39,13 @@ def composer():
         optimizers=torch.optim.Adam(model.parameters(), lr=0.01),
         max_duration=f"{EPOCHS}ep",
         device="cpu",
-        save_folder=str(FOLDER / "saved"),
+        save_folder=str(SAVED),
         callbacks=[Watch()],
         progress_bar=False,
     )
     trainer.fit()
     dist.barrier()
-    path = max(FOLDER.glob("saved/ep*.pt"), key=lambda path: path.stat().st_mtime_ns)
+    path = max(SAVED.glob("ep*.pt"), key=lambda path: path.stat().st_mtime_ns)
     report(model, seen[-1], torch.load(path, weights_only=False)["state"]["model"], loss)
 
 
@@ -90,12 +90,12 @@ def speechbrain():
     options = {"device": "cpu", "distributed_launch": True, "distributed_backend": "gloo"}
     ddp_init_group(options)
     seen, net = [], network()
-    keep = Checkpointer(FOLDER / "saved", {"net": net})
+    keep = Checkpointer(SAVED, {"net": net})
     brain = Regression({"net": net}, lambda ps: torch.optim.Adam(ps, 0.01), {}, options, checkpointer=keep)
     loading = {"batch_size": BATCH, "shuffle": True}
     brain.fit(range(EPOCHS), task(), task(1), progressbar=False, train_loader_kwargs=loading)
     dist.barrier()
-    path = max(FOLDER.glob("saved/*/net.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+    path = max(SAVED.glob("*/net.ckpt"), key=lambda path: path.stat().st_mtime_ns)
     report(net, seen[-1], torch.load(path))
 
 
@@ -143,7 +143,7 @@ def sentence_transformers():
     seen, (net, pairs, loss) = [], sentence_model()
     data = Dataset.from_dict(dict(zip(("one", "other", "score"), zip(*pairs, strict=True), strict=True)))
     arguments = Arguments(
-        str(FOLDER / "saved"), num_train_epochs=EPOCHS, per_device_train_batch_size=BATCH, use_cpu=True,
+        str(SAVED), num_train_epochs=EPOCHS, per_device_train_batch_size=BATCH, use_cpu=True,
         eval_strategy="epoch", save_strategy="epoch", learning_rate=1e-2, report_to="none", disable_tqdm=True,
         ddp_backend="gloo", logging_strategy="no",
     )  # fmt: skip
@@ -152,7 +152,7 @@ def sentence_transformers():
     )
     trainer.train()
     dist.barrier() if dist.is_initialized() else None
-    path = max(FOLDER.glob("saved/checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    path = max(SAVED.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     report(net, seen[-1], SentenceTransformer(str(path), device="cpu").state_dict(), loss)
 
 
@@ -165,7 +165,7 @@ def setfit():
     data = Dataset.from_dict({"text": [pair[0] for pair in pairs[:32]], "label": [k % 2 for k in range(32)]})
     model = SetFitModel(net, LogisticRegression(), labels=["a", "b"])
     arguments = TrainingArguments(
-        str(FOLDER / "saved"), num_epochs=1, batch_size=BATCH, num_iterations=10, body_learning_rate=1e-2,
+        str(SAVED), num_epochs=1, batch_size=BATCH, num_iterations=10, body_learning_rate=1e-2,
         save_strategy="no", report_to="none",
     )  # fmt: skip
     Trainer(model, arguments, data).train()
@@ -198,6 +198,77 @@ def skorch():
     net.fit(x.numpy(), y.numpy())
     saved = {name.removeprefix("module."): value for name, value in torch.load(OWN / "saved.pt").items()}
     report(net.module_, seen[-1], saved)
+
+
+def denoising_diffusion():
+    """Its Trainer, by Accelerate, on images of noise around two shades, without its samples and scores."""
+    from denoising_diffusion_pytorch import GaussianDiffusion, Trainer, Unet
+    from PIL import Image
+
+    OWN.mkdir()
+    torch.manual_seed(0)
+    for number in range(352):
+        shade = torch.randint(0, 60, (8, 8, 3), dtype=torch.uint8) + 150 * (number % 2)
+        Image.fromarray(shade.numpy()).save(OWN / f"{number:03}.png")
+    net = GaussianDiffusion(Unet(8, dim_mults=(1, 2), flash_attn=False), image_size=8, timesteps=20)
+    images = torch.rand(32, 3, 8, 8)
+
+    def denoised(module, batch):
+        with torch.random.fork_rng():
+            torch.manual_seed(1)  # times and noise
+            return module(batch)
+
+    loss = lambda module: loss_on(module, images, denoised)  # noqa: E731
+    net.sample = lambda batch_size: images[:batch_size]
+    steps = EPOCHS * STEPS
+    trainer = Trainer(
+        net, str(OWN), train_batch_size=2 * BATCH, train_lr=1e-3, train_num_steps=steps, save_and_sample_every=steps,
+        num_samples=4, results_folder=str(SAVED), calculate_fid=False,
+    )  # fmt: skip
+    trainer.train()
+    trainer.accelerator.wait_for_everyone()
+    trainer.model.eval()
+    validated = loss(net)
+    report(net, validated, torch.load(SAVED / "model-1.pt", weights_only=False)["model"], loss)
+
+
+def catalyst():
+    """Its SupervisedRunner with a validation, whose engine is an Accelerator."""
+    from catalyst import dl
+
+    class Watch(dl.Callback):
+        def __init__(self):
+            super().__init__(order=dl.CallbackOrder.External)
+
+        def on_epoch_end(self, runner):
+            seen.append(loss_on(net))
+            torch.save(runner.engine.unwrap_model(runner.model).state_dict(), OWN / "saved.pt")
+
+    OWN.mkdir()
+    seen, net = [], network()
+    loaders = {"train": DataLoader(task(), BATCH, shuffle=True), "valid": DataLoader(task(1), 2 * BATCH)}
+    dl.SupervisedRunner().train(
+        engine=dl.CPUEngine(), model=net, criterion=nn.MSELoss(), optimizer=torch.optim.Adam(net.parameters(), lr=0.01),
+        loaders=loaders, num_epochs=EPOCHS, callbacks=[Watch()],
+    )  # fmt: skip
+    report(net, seen[-1], torch.load(OWN / "saved.pt"))
+
+
+def ultralytics():
+    """YOLO's training of a classifier, which makes DDP for several GPUs only."""
+    from PIL import Image
+    from ultralytics import YOLO
+
+    for number in range(64):
+        path = OWN / ("train", "val")[number % 2] / ("dark", "light")[number // 2 % 2]
+        path.mkdir(parents=True, exist_ok=True)
+        shade = torch.randint(0, 60, (32, 32, 3), dtype=torch.uint8) + 150 * (number // 2 % 2)
+        Image.fromarray(shade.numpy()).save(path / f"{number}.png")
+    model = YOLO("yolov8n-cls.yaml")
+    model.train(data=str(OWN), epochs=1, imgsz=32, batch=16, device="cpu", workers=0, project=str(OWN), plots=False)
+    net = model.model
+    loss = lambda module: loss_on(module, [torch.rand(2, 3, 32, 32)], lambda net, batch: net(batch)[0].sum())  # noqa: E731
+    report(net, loss(net), net.state_dict(), loss)
 
 
 if __name__ == "__main__":

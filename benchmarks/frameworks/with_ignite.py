@@ -3,7 +3,7 @@
 
 import ignite.distributed as idist
 import torch
-from common import BATCH, EPOCHS, FOLDER, NAME, loss_on, network, newest, report, task
+from common import BATCH, EPOCHS, NAME, SAVED, loss_on, network, newest, report, task
 from ignite.engine import Events, create_supervised_evaluator, create_supervised_trainer
 from ignite.handlers import ModelCheckpoint
 from ignite.metrics import Loss
@@ -25,11 +25,11 @@ def training(local_rank):
         evaluator.run(held_out)
         seen.append(loss_on(net))
 
-    keep = ModelCheckpoint(FOLDER / "saved", "net", n_saved=None, require_empty=False)
+    keep = ModelCheckpoint(SAVED, "net", n_saved=None, require_empty=False)
     trainer.add_event_handler(Events.EPOCH_COMPLETED, keep, {"model": net})
     trainer.run(loader, max_epochs=EPOCHS)
     idist.barrier()
-    report(net, seen[-1], torch.load(newest(FOLDER / "saved")))
+    report(net, seen[-1], torch.load(newest(SAVED)))
 
 
 def monai(local_rank):
@@ -58,12 +58,12 @@ def monai(local_rank):
         network=model,
         optimizer=torch.optim.Adam(model.parameters(), lr=0.01),
         loss_function=nn.MSELoss(),
-        train_handlers=[CheckpointSaver(str(FOLDER / "saved"), {"net": net}, save_interval=1)],
+        train_handlers=[CheckpointSaver(str(SAVED), {"net": net}, save_interval=1)],
     )
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: seen.append(loss_on(net)))
     trainer.run()
     idist.barrier()
-    report(net, seen[-1], torch.load(newest(FOLDER / "saved")))
+    report(net, seen[-1], torch.load(newest(SAVED)))
 
 
 if __name__ == "__main__":
