@@ -50,7 +50,7 @@ from farflung.config import environ
 from farflung.config.launch import launched_outer
 from farflung.integrations.elastic import members_of, slots_of
 from farflung.integrations.evaluation import LentWeights
-from farflung.integrations.frameworks import follow_frameworks, to_make_a_group, to_make_ddp
+from farflung.integrations.frameworks import follow_frameworks, show_in_trainer, to_make_a_group, to_make_ddp
 from farflung.integrations.patching import around
 from farflung.integrations.rounds import RoundFigures, RoundOutputs
 from farflung.integrations.spawned import follow_processes
@@ -314,7 +314,7 @@ class DDPTakeover:
             if one in self._trained_by(other):
                 driver.iteration.expect(other)
         self._outputs.listen(driver.loop, self._followed.index(one))
-        self._show_trainer(RoundFigures(driver.loop, self._followed.index(one)))
+        show_in_trainer(RoundFigures(driver.loop, self._followed.index(one)))
         for whole in filter(None, (module, compiled_from(module))):
             hooks: Any = whole  # whose types are not complete in torch
             hooks.register_state_dict_post_hook(functools.partial(_put_agreed, weakref.ref(one)))
@@ -337,12 +337,6 @@ class DDPTakeover:
         for optimizer in list(self._optimizers):
             if any(one.driver is None for one in self._trained_by(optimizer)):
                 self._about_to_step(optimizer)
-
-    def _show_trainer(self, figures: RoundFigures) -> None:
-        """Add the figures of rounds to what transformers' Trainer logs, if the script has loaded it."""
-        trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
-        if trainer is not None:
-            around(trainer, "log", functools.partial(_log_with, figures))
 
     def _stepped(self, optimizer: Optimizer, done: bool = True) -> None:
         if self._is_in_round or optimizer not in self._driven:
@@ -476,11 +470,6 @@ def take_over(slots: Callable[..., Any]) -> DDPTakeover:
     takeover.install()
     follow_processes(takeover, partial(take_over, slots))
     return takeover
-
-
-def _log_with(figures: RoundFigures, log: Callable[..., Any], trainer: Any, logs: Any, *args: Any, **more: Any) -> Any:
-    logs.update(figures.take())
-    return log(trainer, logs, *args, **more)
 
 
 def _put_agreed(

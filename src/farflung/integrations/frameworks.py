@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from farflung.integrations.patching import around
+from farflung.integrations.rounds import RoundFigures
 from farflung.integrations.training_data import sampler_of
 
 # By a module that a script has loaded: how it makes a process group, and a DDP model.
@@ -124,3 +125,15 @@ def _epochs_of_passes(engine: Any, data: Any) -> Iterator[None]:
     events = sys.modules["ignite.engine"].Events
     with engine.add_event_handler(events.EPOCH_STARTED, begin), engine.add_event_handler(events.EPOCH_COMPLETED, end):
         yield
+
+
+def show_in_trainer(figures: RoundFigures) -> None:
+    """Add the figures of rounds to what transformers' Trainer logs, if the script has loaded it."""
+
+    def log(log: Callable[..., Any], trainer: Any, logs: Any, *args: Any, **options: Any) -> Any:
+        logs.update(figures.take())
+        return log(trainer, logs, *args, **options)
+
+    trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
+    if trainer is not None:
+        around(trainer, "log", log)
