@@ -11,7 +11,7 @@ from farflung.comm.board import Log
 from farflung.comm.c10d_transport import C10dTransport
 from farflung.comm.folder import FolderTransport
 from farflung.comm.seal import Seal
-from farflung.process.sockets import serve_store
+from tests.outer.elastic_run import served
 
 
 @pytest.fixture(params=["store", "folder", "store with a key", "folder with a key"])
@@ -19,7 +19,7 @@ def board(request, tmp_path):
     seal = Seal(bytes(range(32))) if request.param.endswith("key") else None
     if request.param.startswith("folder"):
         return FolderTransport(tmp_path, seal=seal).board
-    return C10dTransport(serve_store("127.0.0.1", 0, wait_for_workers=False), seal=seal).board
+    return C10dTransport(served(seal), seal=seal).board
 
 
 def test_keys_of_a_part_are_its_own(board):

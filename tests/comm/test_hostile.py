@@ -96,7 +96,7 @@ TARGETS = {
 # What is put there, of the former and the current content, an object of the same name in another run, and another one.
 ACTS = {
     "plain": lambda old, new, theirs, another: b'{"number": 666}',
-    "sealed with another key": lambda old, new, theirs, another: Seal(OTHER).close_value("x", b"666"),
+    "sealed with another key": lambda old, new, theirs, another: b"".join(Seal(OTHER).close("x", [b"666"])),
     "a bit changed": lambda old, new, theirs, another: new[:-20] + bytes([new[-20] ^ 1]) + new[-19:],
     "another writer": lambda old, new, theirs, another: new[:40] + bytes(8) + new[48:],
     "cut off": lambda old, new, theirs, another: new[:-7],

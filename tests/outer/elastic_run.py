@@ -13,22 +13,21 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 from multiprocessing.connection import wait
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from farflung.base.errors import Unreachable
 from farflung.comm import address
 from farflung.comm.c10d_transport import PATIENCE_S, C10dTransport
+from farflung.comm.keyed_store import KeyedServer
 from farflung.comm.member_store import LauncherNotes
 from farflung.comm.seal import Seal
 from farflung.config.key import run_key
 from farflung.outer import OuterLoop, diloco
 from farflung.outer.elastic import Elastic
-from farflung.process.sockets import serve_store
+from farflung.process.sockets import listening_socket, serve_store
 from farflung.testing.patience import patience
 from farflung.testing.ranks import fork_context
 from tests.faults import fail_at
@@ -48,9 +47,10 @@ class Blocks(nn.Module):
 
 def transport_at(place, patience_s=PATIENCE_S):
     """How replicas meet: at the port of a store on this machine, or at an address."""
+    seal = Seal(key) if (key := run_key()) else None
     if not isinstance(place, int):
-        return address.transport_at(place, patience_s, Seal(key) if (key := run_key()) else None)
-    return C10dTransport(dist.TCPStore("127.0.0.1", place, is_master=False, timeout=timedelta(seconds=60)))
+        return address.transport_at(place, patience_s, seal)
+    return C10dTransport(("127.0.0.1", place), seal=seal)
 
 
 def replica(pipe, place, folder, member, *row):
@@ -132,9 +132,16 @@ def figures_of(this):
     return {"round": this.number, "ranks": len(this.weights), "lost": dict(this.lost), "new": this.joined} | weights
 
 
-def serve(pipe):
+def served(seal):
+    """A store that this process serves to all on this machine, or to those that have a key."""
+    if seal is not None:
+        return KeyedServer(listening_socket("127.0.0.1", 0), "127.0.0.1", seal)
+    return serve_store("127.0.0.1", 0, wait_for_workers=False)
+
+
+def serve(pipe, key):
     """Serve the store of a run."""
-    store = serve_store("127.0.0.1", 0, wait_for_workers=False)
+    store = served(Seal(key) if key else None)
     pipe.send(store.port)
     time.sleep(3600)
 
@@ -167,7 +174,7 @@ class ElasticRun:
         self._place, self._server = (address, patience_s), None
         if address is None:
             here, there = self._context.Pipe(duplex=False)
-            self._server = self._context.Process(target=serve, args=(there,))
+            self._server = self._context.Process(target=serve, args=(there, run_key()))
             self._server.start()
             self._place = (here.recv(),)
         self.board = transport_at(*self._place).board

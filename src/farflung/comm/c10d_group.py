@@ -44,6 +44,30 @@ def close_connections(pg: dist.ProcessGroup) -> None:
             pg.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
+def check_peers(pg: dist.ProcessGroup, proof: Callable[[int, int], bytes], timeout_s: float) -> None:
+    """Have each rank prove who it is, over gloo's own connection to it, as whoever comes first may take its place.
+
+    Args:
+        proof: what one rank sends another one; both can tell it, and nobody else.
+
+    Raises:
+        RuntimeError: a rank has sent something else, or nothing for `timeout_s`.
+    """
+
+    def sent(sender: int, receiver: int) -> torch.Tensor:
+        return torch.frombuffer(bytearray(proof(sender, receiver)), dtype=torch.uint8)
+
+    mine, peers = pg.rank(), [rank for rank in range(pg.size()) if rank != pg.rank()]
+    proofs = [sent(mine, peer) for peer in peers]
+    received = [torch.zeros_like(one) for one in proofs]
+    works = [pg.send([one], peer, _UNUSED_TAG) for peer, one in zip(peers, proofs, strict=True)]
+    works += [pg.recv([one], peer, _UNUSED_TAG) for peer, one in zip(peers, received, strict=True)]
+    for work in works:
+        work.wait(timedelta(seconds=timeout_s))
+    if wrong := [peer for peer, one in zip(peers, received, strict=True) if not torch.equal(one, sent(peer, mine))]:
+        raise RuntimeError(f"what has connected as rank {wrong[0]} does not have the run's key")
+
+
 class C10dGroup(Group):
     """Collectives over a c10d process group. Subclasses differ in how a wait learns that ranks are gone."""
 

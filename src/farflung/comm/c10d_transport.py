@@ -22,7 +22,8 @@ from concurrent.futures import Future, TimeoutError as NoAnswer  # up to Python 
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
@@ -31,8 +32,10 @@ from farflung.base.errors import RankFailure, Unreachable
 from farflung.base.torch_internals import bare_group
 from farflung.base.words import in_seconds
 from farflung.comm.board import Board
-from farflung.comm.c10d_group import C10dGroup, close_connections, transport_said
+from farflung.comm.c10d_group import C10dGroup, check_peers, close_connections, transport_said
 from farflung.comm.group import Group
+from farflung.comm.keyed_store import KeyedServer, KeyedStore
+from farflung.comm.run_record import KeyMismatch
 from farflung.comm.seal import Seal
 from farflung.comm.threads import start_until_exit
 from farflung.comm.transport import Entered, Watch
@@ -54,25 +57,25 @@ class C10dTransport:
     """Groups of replicas that meet over one c10d store.
 
     Args:
-        store: such as a `TCPStore`, which may serve others; or the host and the port at which one is served.
+        store: such as a `TCPStore` or a `KeyedServer`, which serve others; or the host and the port of one.
         patience_s, seal: see `StoreBoard`.
     """
 
     is_lasting = False
 
     def __init__(
-        self, store: Store | tuple[str, int], patience_s: float = PATIENCE_S, seal: Seal | None = None
+        self, store: Store | KeyedServer | tuple[str, int], patience_s: float = PATIENCE_S, seal: Seal | None = None
     ) -> None:
         given, at = (None, store) if isinstance(store, tuple) else (store, _address_of(store))
-        self.board = StoreBoard(_Line(given, at), patience_s=patience_s, seal=seal)
+        self.board = StoreBoard(_Line(given, at, seal), patience_s=patience_s, seal=seal)
         self.address = "" if at is None else f"{at[0]}:{at[1]}"
         self._releasing: list[threading.Thread] = []
 
     def connect(self, name: str, rank: int, size: int, watch: Watch) -> Group:
         return GenerationGroup(self, name, rank, size, watch)
 
-    def release(self, held: list[dist.ProcessGroup]) -> None:
-        """Release the process group in a list, which is the only reference to it, in a thread of its own.
+    def release(self, held: list[Any]) -> None:
+        """Release the process group in a list, which has the only reference to it, in a thread of its own.
 
         A process group waits for all that it began before it is gone. If a connection closes while gloo is about to
         send over it, that wait has no end.
@@ -108,7 +111,8 @@ class GenerationGroup(C10dGroup):
         self.rank, self.size = rank, size
         self.supported = {"cpu", *(("cuda",) if dist.is_nccl_available() else ())}
         self._transport, self._name, self._watch = transport, name, watch
-        self._held: list[dist.ProcessGroup] = []  # the process group, once it is connected; no other reference stays
+        # The process group and its store, once it is connected; no other reference stays.
+        self._held: list[Any] = []
         # An error on the way into a generation drops a group that nobody has freed.
         weakref.finalize(self, _drop, transport, self._held).atexit = False
         self._num_entered = self._num_made = 0
@@ -116,12 +120,16 @@ class GenerationGroup(C10dGroup):
     @property
     def pg(self) -> dist.ProcessGroup:
         if not self._held:
+            board, within_s = self._transport.board, self._watch.connect_s
             try:
-                store = self._transport.board.lend(self._name)
-                self._held.append(bare_group(store, self.rank, self.size, self._watch.connect_s))
+                store = board.lend(self._name)
+                self._held += [bare_group(store, self.rank, self.size, within_s), store]
+                if board.seal is not None:
+                    check_peers(self._held[0], partial(board.proof, self._name), within_s)
             except RuntimeError as error:
                 raise self.failure(error) from None
-        return self._held[0]
+        group: dist.ProcessGroup = self._held[0]
+        return group
 
     def enter(self, kind: str, nbytes: int) -> Entered:
         self._num_entered += 1
@@ -154,7 +162,8 @@ class GenerationGroup(C10dGroup):
         if not reusable:
             self.abort()
         if self._held:
-            self._transport.release([self._held.pop()])
+            held, self._held[:] = self._held[:], []
+            self._transport.release(held)
 
     def leave(self, reason: str, for_good: bool = False, cause: Cause = Cause.OWN) -> None:
         self._watch.break_off(reason)
@@ -164,7 +173,7 @@ class GenerationGroup(C10dGroup):
         self._watch.look(Entered("", 0), 0.0)
 
 
-def _drop(transport: C10dTransport, held: list[dist.ProcessGroup]) -> None:
+def _drop(transport: C10dTransport, held: list[Any]) -> None:
     if held:
         close_connections(held[0])
         transport.release(held)
@@ -177,7 +186,7 @@ class StoreBoard(Board):
     Args:
         patience_s: how long the store may give no answer before a request ends with `Unreachable`; 0: one attempt. It
             ends at once if nothing listens at its address any more.
-        seal: of the run's key; None: it has none.
+        seal: of the run's key, with which the line is sealed; None: it has none.
     """
 
     line: _Line
@@ -193,59 +202,58 @@ class StoreBoard(Board):
         return replace(self, patience_s=seconds)
 
     def unsealed(self) -> StoreBoard:
-        return replace(self, seal=None)
+        return replace(self, line=self.line.unsealed(), seal=None)
 
     def put(self, key: str, value: bytes) -> None:
-        sealed, name = self._sealed(key, value), self._named(self.prefix + key)
         # torch's types know of texts alone.
-        self.line.write(lambda store: store.set(name, sealed), self.patience_s)  # type: ignore[arg-type]
+        self.line.write(lambda store: store.set(self.prefix + key, value), self.patience_s)  # type: ignore[arg-type]
 
     def put_new(self, key: str, value: bytes) -> bool:
-        return self._swap(key, b"", self._sealed(key, value)) == value
+        return self._swap(key, b"", value) == value
 
     def get(self, key: str) -> bytes | None:
         # `get` of a c10d store would wait, if another one deletes the key meanwhile.
-        return self._swap(key, _NOTHING, _NOTHING)
+        found = self._swap(key, _NOTHING, _NOTHING)
+        return None if found == _NOTHING else found
 
     def has(self, keys: Iterable[str]) -> bool:
-        asked = [self._named(self.prefix + key) for key in keys]
+        asked = [self.prefix + key for key in keys]
         return bool(self._ask(lambda store: store.check(asked)))
 
     def delete(self, *keys: str) -> None:
         if keys:
-            names = [self._named(self.prefix + key) for key in keys]
-            self._ask(lambda store: [store.delete_key(name) for name in names])
+            self._ask(lambda store: [store.delete_key(self.prefix + key) for key in keys])
 
     def list(self, prefix: str) -> Sequence[str]:
-        names = self._ask(lambda store: store.list_keys())
-        keys = names if self.seal is None else [name.rpartition(".")[0] or name for name in names]
-        ours = [key for key, name in zip(keys, names, strict=True) if self._named(key) == name]
-        if self.seal is not None and prefix.startswith("events/"):  # in other places are names of gloo's, too
-            for name in set(names) - set(map(self._named, ours)):
-                if name.startswith(self.prefix + prefix):
-                    self.seal.versions.notice(name, "its name has no tag of the key")
-        return [key.removeprefix(self.prefix) for key in ours if key.startswith(self.prefix + prefix)]
+        keys = self._ask(lambda store: store.list_keys())
+        return [key.removeprefix(self.prefix) for key in keys if key.startswith(self.prefix + prefix)]
 
     def lend(self, name: str) -> Store:
         """Return a c10d store for a process group that meets under this name, over a connection of its own."""
-        return dist.PrefixStore(self.prefix + name, self.line.another())  # type: ignore[attr-defined]
+        return _Lent(self.prefix + name, self.line.another())
 
-    def _swap(self, key: str, before: bytes, by: bytes) -> bytes | None:
+    def proof(self, name: str, sender: int, receiver: int) -> bytes:
+        """Return what one rank of a group of this run sends another one, to prove that it has the run's key."""
+        assert self.seal is not None
+        if not self.line.run:
+            self.has([])  # connects
+        return self.seal.proof(f"{self.line.run} {self.prefix}{name} {sender} {receiver}")
+
+    def _swap(self, key: str, before: bytes, by: bytes) -> bytes:
         """Write `by` over the value `before` (empty: no value), if that is current; return the value afterwards."""
-        name, began = self._named(self.prefix + key), time.monotonic()
-        found: bytes = self._ask(lambda store: store.compare_set(name, before, by))  # type: ignore[arg-type]
-        if found == _NOTHING or self.seal is None:
-            return None if found == _NOTHING else found
-        return self.seal.open_value(self.prefix + key, found, began)
-
-    def _sealed(self, key: str, value: bytes) -> bytes:
-        return value if self.seal is None else self.seal.close_value(self.prefix + key, value)
-
-    def _named(self, key: str) -> str:
-        return key if self.seal is None else f"{key}{self.seal.tag(key)}"
+        found: bytes = self._ask(lambda store: store.compare_set(self.prefix + key, before, by))  # type: ignore[arg-type]
+        return found
 
     def _ask(self, act: Callable[[Store], _T]) -> _T:
         return self.line.ask(act, self.patience_s)
+
+
+class _Lent(dist.PrefixStore):  # type: ignore[misc, name-defined]
+    """Keeps the store below it, which may be an object of Python that no object of C++ keeps."""
+
+    def __init__(self, prefix: str, store: Any) -> None:
+        super().__init__(prefix, store)
+        self.below = store
 
 
 class _Line:
@@ -254,16 +262,19 @@ class _Line:
     A write has no answer, so it is repeated over the next connection, unless another request has been answered since.
     """
 
-    def __init__(self, given: Store | None, at: tuple[str, int] | None) -> None:
-        self._given, self._at = given, at  # the store may be the one that serves
+    def __init__(self, given: Store | KeyedServer | None, at: tuple[str, int] | None, seal: Seal | None = None) -> None:
+        self._given, self._at, self._seal = given, at, seal  # the store may be the one that serves
         self._lock = threading.Lock()
-        self._store: Store | None = None if at else given
+        self._store: Any = None if at else given
         self._socket: socket.socket | None = None
         self._dialled: Future[tuple[Store, socket.socket | None]] | None = None
         self._unanswered: list[Callable[[Store], object]] = []
         self._num_written = 0  # of these, over this connection
         self._lost_at: float | None = None
-        self._run = ""
+        self.run = ""
+
+    def unsealed(self) -> _Line:
+        return _Line(None, self._at)
 
     def write(self, act: Callable[[Store], object], patience_s: float) -> None:
         with self._lock:
@@ -303,10 +314,10 @@ class _Line:
                         raise Unreachable(self._why(error, silent_s), isinstance(error, _OVER)) from None
             time.sleep(_PAUSE_S)
 
-    def another(self) -> Store:
+    def another(self) -> Any:
         """Return a store over a connection of its own."""
         try:
-            return self._dial().result(ANSWER_S)[0] if self._given is None or self._at else self._given
+            return self._dial().result(ANSWER_S)[0] if self._at else self._given
         except (dist.DistError, OSError, NoAnswer) as error:
             raise Unreachable(self._why(error, ANSWER_S)) from None
 
@@ -323,17 +334,18 @@ class _Line:
                 if self._dialled.done():
                     self._dialled = None
             # Another run may be served at this address by now.
-            run = self._store.compare_set("board", self._run, self._run or secrets.token_hex(8)).decode()
-            if self._run and (run != self._run or not self._store.check(["board"])):
+            run = self._store.compare_set("board", self.run, self.run or secrets.token_hex(8)).decode()
+            if self.run and (run != self.run or not self._store.check(["board"])):
                 raise _OtherRun
-            self._run = run
-        return self._store
+            self.run = run
+        store: Store = self._store
+        return store
 
     def _dial(self) -> Future[tuple[Store, socket.socket | None]]:
         """Connect on a thread, as torch may do so without end."""
         assert self._at is not None
         found: Future[tuple[Store, socket.socket | None]] = Future()
-        threading.Thread(target=_connect, args=(*self._at, found), daemon=True).start()
+        threading.Thread(target=_connect, args=(*self._at, self._seal, found), daemon=True).start()
         return found
 
     def _drop(self) -> None:
@@ -357,8 +369,8 @@ class _Line:
         return f"The store of this run{at} has given no answer for {in_seconds(silent_s)}."
 
 
-def _address_of(store: Store) -> tuple[str, int] | None:
-    """Return where a TCPStore is served, None for stores of other kinds."""
+def _address_of(store: Store | KeyedServer) -> tuple[str, int] | None:
+    """Return where a TCPStore is served; None if it serves nobody."""
     return (store.host, store.port) if hasattr(store, "host") and hasattr(store, "port") else None
 
 
@@ -376,12 +388,15 @@ class _OtherRun(OSError):
 _OVER = (_OtherRun, ConnectionRefusedError)
 
 
-def _connect(host: str, port: int, found: Future[tuple[Store, socket.socket | None]]) -> None:
+def _connect(host: str, port: int, seal: Seal | None, found: Future[tuple[Store, socket.socket | None]]) -> None:
     try:
+        if seal is not None:
+            keyed = _with_key(host, port, seal)
+            return found.set_result((keyed, _Handle(fileno=os.dup(keyed.socket.fileno()))))
         # First so, as torch writes what fails to the screen.
         socket.create_connection((host, port), ANSWER_S).close()
         before = set(_sockets_to(port))
-        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=ANSWER_S))  # type: ignore[attr-defined]
+        store = _without_key(host, port)
         new = [one for one in _sockets_to(port) if one not in before]
         for one in new:
             with socket.socket(fileno=os.dup(one)) as handle:
@@ -390,6 +405,24 @@ def _connect(host: str, port: int, found: Future[tuple[Store, socket.socket | No
         found.set_result((store, _Handle(fileno=os.dup(new[0])) if len(new) == 1 else None))
     except BaseException as error:
         found.set_exception(error)
+
+
+def _with_key(host: str, port: int, seal: Seal) -> KeyedStore:
+    at = f"{host}:{port}"
+    try:
+        return KeyedStore(host, port, seal, ANSWER_S)
+    except (ConnectionResetError, TimeoutError):
+        with suppress(dist.DistError):
+            _without_key(host, port)
+            raise KeyMismatch(at, "it has no key, and one was given") from None
+        raise
+    except KeyMismatch as error:
+        raise KeyMismatch(at, error.why) from None
+
+
+def _without_key(host: str, port: int) -> Store:
+    store: Store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=ANSWER_S))  # type: ignore
+    return store
 
 
 def _sockets_to(port: int) -> list[int]:

@@ -25,6 +25,7 @@ class KeyMismatch(ConfigError):
     """The run at an address has another key than this process."""
 
     def __init__(self, address: str, why: str) -> None:
+        self.why = why
         super().__init__(
             f"The record of the run at {address} can't be used: {why}. Give the key that the run has begun with "
             "(--key_file, FARFLUNG_KEY), or another address: a run with another key is another run."
@@ -34,22 +35,13 @@ class KeyMismatch(ConfigError):
 def knock(board: Board, who: str) -> None:
     """Leave names that say to the launchers of all runs at an address that one with another key was refused."""
     name, line = f"events/first/refused {who}", f"{who} was refused: it has another key, or only one side has any"
-    if not isinstance(board, ObjectBoard):
-        return board.unsealed().put(name, line.encode())
     names: list[str] = []
     with suppress(Unreachable):
+        if not isinstance(board, ObjectBoard):
+            return board.unsealed().put(name, line.encode())
         board.ask(lambda: board.find_names("", names), "list")
         for part in {found[0] for known in names if (found := re.match(PART, known))}:
             board.write_name(f"{part}/{quoted(name)}", [line.encode()], is_new=False)
-
-
-def check_key(board: Board, address: str) -> None:
-    """Raise KeyMismatch if the run whose records are on a board has another key than this process."""
-    content = board.get(_RUN)
-    if content is None and board.seal is not None:
-        raise KeyMismatch(address, "it is not sealed with this key")
-    if content is not None and is_sealed(content):
-        raise KeyMismatch(address, "it has a key, and none was given")
 
 
 def part_of_run(board: ObjectBoard, address: str) -> str | None:

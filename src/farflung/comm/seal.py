@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from io import BufferedReader, BytesIO
+from io import BufferedReader
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -100,6 +100,12 @@ class SeenVersions:
             self._noticed.add(name)
             self.notices.append(f"someone without this run's key may write there: {name!r} is not taken, as {why}")
 
+    def refuse(self, peer: str, why: str) -> None:
+        """Record that a client of this process's server was refused."""
+        if peer not in self._noticed and len(self._noticed) < _MOST_NOTICES:
+            self._noticed.add(peer)
+            self.notices.append(f"{peer} was refused at the port of this run: {why}")
+
 
 @dataclass(frozen=True, eq=False)
 class Seal:
@@ -134,7 +140,8 @@ class Seal:
         return hmac.digest(self.key, b"objects", "sha256")
 
     @cached_property
-    def _digest(self) -> bytes:
+    def digest(self) -> bytes:
+        """Tells two keys apart, and says nothing else of them."""
         return hmac.digest(self.key, b"digest", "sha256")[:8]
 
     def below(self, part: str) -> Seal:
@@ -153,8 +160,8 @@ class Seal:
 
     def close(self, name: str, parts: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
         """Return the parts of the sealed object."""
-        head = _MAGIC + self._digest + secrets.token_bytes(16) + self.versions.next()
-        cipher, last = self._cipher_of(head, name), max(0, sum(map(len, parts)) - 1) // _PIECE
+        head = _MAGIC + self.digest + secrets.token_bytes(16) + self.versions.next()
+        cipher, last = self.cipher(head + (self.scope + name).encode()), max(0, sum(map(len, parts)) - 1) // _PIECE
         sealed: list[bytes | memoryview] = [head]
         for number, piece in enumerate(_pieces(parts)):
             out = memoryview(bytearray(len(piece) + _TAG))
@@ -176,29 +183,23 @@ class Seal:
             head = file.read(_HEAD)
             if not is_sealed(head):
                 raise SealError("it is not sealed with any key")
-            if head[16:24] != self._digest:
+            if head[16:24] != self.digest:
                 raise SealError("it is sealed with another key")
             notice = partial(self.versions.notice, self.scope + name)
-            opened = _Opened(self._cipher_of(head, name), file, size - _HEAD, notice)
+            opened = _Opened(self.cipher(head + (self.scope + name).encode()), file, size - _HEAD, notice)
             self.versions.check(self.scope + name, head[40:], began)
         except SealError as error:
             self.versions.notice(self.scope + name, str(error))
             raise
         return BufferedReader(opened), opened.num_bytes
 
-    def close_value(self, name: str, value: bytes) -> bytes:
-        return b"".join(self.close(name, [value]))
+    def proof(self, label: str) -> bytes:
+        """Return 32 bytes that nobody without the key can tell, of their own for each label."""
+        return hmac.digest(self._objects, b"proof " + label.encode(), "sha256")
 
-    def open_value(self, name: str, value: bytes, began: float) -> bytes | None:
-        """Return a value; None if it was not sealed so."""
-        try:
-            return self.open(name, BufferedReader(BytesIO(value)), len(value), began)[0].read()
-        except SealError:
-            return None
-
-    def _cipher_of(self, head: bytes, name: str) -> AESGCM:
-        key = hmac.digest(self._objects, head + (self.scope + name).encode(), "sha256")
-        return self._cipher(key)
+    def cipher(self, label: bytes) -> AESGCM:
+        """Return a cipher with a key of its own for each label."""
+        return self._cipher(hmac.digest(self._objects, label, "sha256"))
 
 
 class _Opened(io.RawIOBase):

@@ -36,15 +36,16 @@ from farflung.launch.plan import (
 )
 from farflung.launch.replicas import new_machine_name, supervise
 from farflung.process.identity import has_ended
-from farflung.process.sockets import serve_store
+from farflung.process.sockets import listening_socket, serve_store
 
 if TYPE_CHECKING:
-    from farflung.comm import address as comm_address, c10d_transport, member_store, run_record, seal
+    from farflung.comm import address as comm_address, c10d_transport, keyed_store, member_store, run_record, seal
     from farflung.comm.seal import Seal
     from farflung.comm.transport import Transport
 else:
     comm_address = LazyModule("farflung.comm.address")
     c10d_transport = LazyModule("farflung.comm.c10d_transport")
+    keyed_store = LazyModule("farflung.comm.keyed_store")
     member_store = LazyModule("farflung.comm.member_store")
     run_record = LazyModule("farflung.comm.run_record")
     seal = LazyModule("farflung.comm.seal")
@@ -155,7 +156,10 @@ def _join_command(settings: LaunchSettings, where: str, script: str, arguments: 
 def _served(settings: LaunchSettings, host: str, port: int, count: int, machine: str, sealed: Seal | None) -> Transport:
     """Serve the store of a run that begins."""
     try:
-        store = serve_store(host, port, timeout=_MEET_WITHIN, wait_for_workers=False)
+        if sealed is None:
+            store = serve_store(host, port, timeout=_MEET_WITHIN, wait_for_workers=False)
+        else:
+            store = keyed_store.KeyedServer(listening_socket(host, port), host, sealed)
     except OSError as error:
         raise ConfigError(f"This machine can't listen at {host}:{port}: {error.strerror}.") from None
     transport = c10d_transport.C10dTransport(store, seal=sealed)
@@ -221,13 +225,16 @@ def _described(settings: LaunchSettings, count: int) -> bytes:
 def _found(transport: Transport, flag: str, where: str, machine: str) -> Transport:
     """Wait a while for the run to join; its launcher may be about to start."""
     deadline, why = time.monotonic() + _FIND_WITHIN_S, "its first launcher has recorded no settings"
+    host, _, port = transport.address.rpartition(":")
     while True:
         try:
+            if transport.board.seal is None and keyed_store.is_keyed(host, int(port)):
+                raise run_record.KeyMismatch(where, "it has a key, and none was given")
             if transport.board.has(["run"]):
-                run_record.check_key(transport.board, where)
                 return transport
         except run_record.KeyMismatch:
-            run_record.knock(transport.board, machine)
+            if not keyed_store.is_keyed(host, int(port)):  # else it has seen for itself who was refused
+                run_record.knock(transport.board, machine)
             raise
         except Unreachable as error:
             why = str(error)

@@ -15,6 +15,12 @@ def address_on_route_to(address: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at one address, and nowhere else; port 0 takes any free one."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address[:2], family=family, backlog=4096)
+
+
 def serve_store(host: str, port: int, listen: str | None = None, **options: Any) -> Any:
     """Return a `TCPStore` that this process serves at `port` of one address, and nowhere else.
 
@@ -26,7 +32,6 @@ def serve_store(host: str, port: int, listen: str | None = None, **options: Any)
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # here, as the launcher's command needs none
 
-    family, _, _, _, address = socket.getaddrinfo(listen or host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.create_server(address[:2], family=family, backlog=4096)
+    listener = listening_socket(listen or host, port)
     port = listener.getsockname()[1]
     return TCPStore(host, port, is_master=True, master_listen_fd=listener.detach(), **options)
