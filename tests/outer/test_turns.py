@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nets that train in turns: what any rank trains is in the next round, and what rests costs nothing."""
 
+import cProfile
 import itertools
 from dataclasses import replace
 
@@ -247,3 +248,25 @@ def test_what_only_some_ranks_have_is_named_when_they_train_it():
     for message in run_replicas(trained_apart, 2):
         assert "CollectiveMismatch" in message
         assert "1.weight float32 [2, 2]" in message
+
+
+class Still(torch.optim.SGD):
+    def step(self, closure=None):
+        pass
+
+
+def calls_of_a_step(num_layers):
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(num_layers)))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer, calls = Still(model.parameters(), lr=0.1), []
+    outer = OuterLoop(model, local_sgd(100)).attach(optimizer)
+    for _ in range(4):
+        profile = cProfile.Profile()
+        profile.runcall(optimizer.step)
+        calls.append(sum(row.callcount for row in profile.getstats()))
+    outer.detach()
+    return min(calls)  # the first steps import and notice
+
+
+def test_a_step_between_rounds_costs_as_many_calls_for_any_number_of_parameters():
+    assert calls_of_a_step(2) == calls_of_a_step(50)

@@ -471,6 +471,7 @@ class OuterLoop:
     def _end(self, is_in_step: bool, reason: str = "") -> None:
         """End the loop. The ranks of an island come here together `is_in_step` with others, or if there is a reason."""
         self._open = False
+        self._rounds.replica.trained.moves.end()
         self._finalizer.detach()
         if self._leaving is not None:
             self._leaving.stop()

@@ -86,9 +86,8 @@ class Timetable:
                 self._proposed = None
 
     def _change_after(self, step: int) -> None:
-        """Begin what was agreed on after this step, if a round ends there."""
-        if self.agreed is None:
-            return
+        """Begin what was agreed on, if a round ends at this step."""
+        assert self.agreed is not None
         planned = ChangingSchedule(self.recipe.schedule, self.changes)
         if planned.ends_round(step):
             now, change, self.agreed = planned.part(step)[1], Change(step, *self.agreed), None
@@ -116,7 +115,8 @@ class Timetable:
         inner = self.inner
         if self._lr is not None and inner is not None:
             self._lr = max(self._lr, float(inner.param_groups[0]["lr"]))
-        self._change_after(step)
+        if self.agreed is not None:
+            self._change_after(step)
         due = list(self._schedule(Clock(step, self.began, seconds, self._lr)))
         if self.recipe.inner.needs_optimizer and due and inner is None:
             raise ConfigError(f"{self.recipe.inner} needs the inner optimizer: OuterLoop(..., inner=optimizer).")

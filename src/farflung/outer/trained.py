@@ -42,29 +42,53 @@ class SteppedParameters:
         self.known: Mapping[int, Tensor] = {}
         self.ids: set[int] = set()
         self._first_move = first_move
-        self._under_way: set[int] = set()  # what optimizers have stepped since the latest count
+        self._under_way: dict[int, set[int]] = {}  # what each optimizer has stepped since the latest count
+        # Of optimizers with nothing left to note before the next round: parameter groups, their sizes, ids.
+        self._complete: dict[int, tuple[list[dict[str, Any]], list[int], set[int]]] = {}
         self.seen = 0  # the id of the optimizer whose step under way had gradients before it
         _FOLLOWING.add(self)
 
     def stepped(self, optimizer: Optimizer) -> bool:
-        """Note the parameters that a step of an optimizer moves: those with a gradient. Return whether it has any."""
-        trained = (one for group in optimizer.param_groups for one in group["params"] if one.grad is not None)
-        found = self.known.keys() & set(map(id, trained))
-        self._under_way |= found
-        if new := found - self.ids:
-            self._first_move(new)
-        self.ids |= found
+        """Note the parameters that a step of an optimizer moves: those with a gradient. Return whether it has any.
+
+        Once all of its parameters have moved since the last round, it looks at a single one: a look at each of 32
+        costs 90 us of a step in which they are not in the cache.
+        """
+        groups = optimizer.param_groups
+        sizes = [len(group["params"]) for group in groups]
+        before, known_sizes, found = self._complete.get(id(optimizer), ((), [], set()))
+        if before is groups and known_sizes == sizes:
+            if all(self.known[number].grad is None for number in found):
+                return False
+        else:
+            mine = self.known.keys() & {id(parameter) for group in groups for parameter in group["params"]}
+            found = {number for number in mine if self.known[number].grad is not None}
+            if new := found - self.ids:
+                self._first_move(new)
+            self.ids |= found
+            if mine <= self.ids:
+                self._complete[id(optimizer)] = groups, sizes, mine
+            found = found and found | self._under_way.get(id(optimizer), set())
+        if found:
+            self._under_way[id(optimizer)] = found
         return bool(found)
 
     def count(self) -> None:
         """Count a step; if no optimizer of torch's has made it, all that requires gradients may have moved."""
         if not self._under_way:
             self.ids |= {number for number, one in self.known.items() if one.requires_grad}
-        self._under_way = set()
+        self._under_way = {}
+
+    def follow(self, known: Mapping[int, Tensor], ids: set[int]) -> None:
+        """Continue with the parameters of a model, of which those with these ids have trained."""
+        self.known, self.ids, self._complete = known, ids, {}
 
     def forget(self) -> None:
         """Count all that has trained as sent, but for the step under way."""
-        self.ids = set(self._under_way)
+        self.follow(self.known, set().union(*self._under_way.values()))
+
+    def end(self) -> None:
+        _FOLLOWING.discard(self)
 
 
 _FOLLOWING: weakref.WeakSet[SteppedParameters] = (
@@ -123,8 +147,9 @@ class TrainedSet:
 
     def read(self, model: nn.Module, parameters: Sequence[Tensor]) -> None:
         """Find the parameters of a model that has changed."""
-        before, self.moves.known = self.moves.known, {id(one): one for one in parameters}
-        self.moves.ids |= self.moves.known.keys() - before.keys() if before else set()  # unseen until now
+        before, known = self.moves.known, {id(one): one for one in parameters}
+        new = known.keys() - before.keys() if before else set()  # unseen until now
+        self.moves.follow(known, self.moves.ids | new)
         self.places, self._names_of = could_train(model)
 
     def exchange(self, names: set[str]) -> None:
@@ -183,7 +208,7 @@ class TrainedSet:
     def take(self) -> TrainedProposal:
         """Return the same, for the next round."""
         wish = self.wish()
-        self.moves.ids.clear()
+        self.moves.follow(self.moves.known, set())
         return wish
 
     def count_again(self, names: Collection[str]) -> None:
