@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a pass over the data ends, replicas are equal, and what is validated there is what is saved."""
 
+import copy
+import io
 from functools import partial
 from types import SimpleNamespace
 
@@ -279,6 +281,32 @@ def evaluated():
 
 def test_an_evaluation_in_mid_epoch_has_the_weights_that_are_saved_on_every_rank():
     assert run_ranks(evaluated, 2) == [([(True, True), True] * 2, True)] * 2
+
+
+def copied():
+    """Whether copies and files of a model in `eval()`, with the agreed weights, have these, and no hook of its own."""
+    takeover = DDPTakeover(CONFIGS[3])
+    takeover.install()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(5):
+        trained(model, optimizer, torch.full((2, 4), 1.0 + dist.get_rank()))
+    own = model.module.weight.clone()
+    model.eval()
+    torch.save(model.module, written := io.BytesIO())
+    written.seek(0)
+    agreed, seen = model.module.weight.clone(), []
+    for one in (copy.deepcopy(model.module), torch.load(written, weights_only=False)):
+        seen.append(torch.equal(one.weight, agreed) and torch.equal(one.state_dict()["weight"], agreed))
+        one.load_state_dict({name: value + 1 for name, value in one.state_dict().items()})
+        seen.append(torch.equal(model.module.weight, agreed))  # the model is evaluated as before
+    model.train()
+    return [*seen, torch.equal(model.module.weight, own), not torch.equal(own, agreed)]
+
+
+def test_a_model_can_be_copied_and_written_as_a_whole_while_it_is_evaluated():
+    assert run_ranks(copied, 2) == [[True] * 6] * 2
 
 
 def wrapped_twice():

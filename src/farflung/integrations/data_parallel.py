@@ -18,7 +18,6 @@ All by public names of torch: hooks of communication, of steps and of state dict
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import sys
@@ -49,7 +48,7 @@ from farflung.comm.torch_group import TorchGroup
 from farflung.config import environ
 from farflung.config.launch import launched_outer
 from farflung.integrations.elastic import members_of, slots_of
-from farflung.integrations.evaluation import LentWeights
+from farflung.integrations.evaluation import FollowedHook, LentWeights
 from farflung.integrations.frameworks import follow_frameworks, show_in_trainer, to_make_a_group, to_make_ddp
 from farflung.integrations.patching import around
 from farflung.integrations.rounds import RoundFigures, RoundOutputs
@@ -317,9 +316,9 @@ class DDPTakeover:
         show_in_trainer(RoundFigures(driver.loop, self._followed.index(one)))
         for whole in filter(None, (module, compiled_from(module))):
             hooks: Any = whole  # whose types are not complete in torch
-            hooks.register_state_dict_post_hook(functools.partial(_put_agreed, weakref.ref(one)))
-            hooks.register_load_state_dict_pre_hook(one.evaluation.end)
-            hooks.register_load_state_dict_post_hook(functools.partial(_begin_anew, weakref.ref(one)))
+            hooks.register_state_dict_post_hook(FollowedHook(_put_agreed, one))
+            hooks.register_load_state_dict_pre_hook(FollowedHook(lambda one, *_: one.evaluation.end(), one))
+            hooks.register_load_state_dict_post_hook(FollowedHook(_begin_anew, one))
         leave_note(OUTER_ATTACHED)
         record = None if members.membership is None else members.membership.record
         size = mesh.replicas.size if record is None else len(record.ids)
@@ -472,21 +471,16 @@ def take_over(slots: Callable[..., Any]) -> DDPTakeover:
     return takeover
 
 
-def _put_agreed(
-    reference: weakref.ref[FollowedModel], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
-) -> None:
+def _put_agreed(one: FollowedModel, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Put copies of the agreed weights into a state dict of a followed model."""
-    one = reference()
-    driver = one.driver if one is not None and one.holds(module) else None
-    if driver is None or not driver.lends:
+    if one.driver is None or not one.driver.lends:
         return
-    with driver.agreed():
+    with one.driver.agreed():
         own = {key: value for key, value in state.items() if key.startswith(prefix) and torch.is_tensor(value)}
         state.update({key: value.clone() for key, value in own.items()})
 
 
-def _begin_anew(reference: weakref.ref[FollowedModel], module: nn.Module, keys: Any) -> None:
+def _begin_anew(one: FollowedModel, keys: Any) -> None:
     """Treat loaded weights as a new starting point, not as a step of training."""
-    one = reference()
-    if one is not None and one.holds(module) and one.driver is not None:
+    if one.driver is not None:
         one.driver.loop.reset_anchor()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -44,3 +45,21 @@ class LentWeights:
         if self._own is not None:
             restoring, self._own = self._own, None
             restoring.close()
+
+
+class FollowedHook:
+    """Calls `act` with a followed model and what a hook of it gets.
+
+    Copies of the model, and files of it as a whole, have the hook too, where it does nothing.
+    """
+
+    def __init__(self, act: Callable[..., None] | None = None, one: Any = None) -> None:
+        self._act, self._one = act, None if one is None else weakref.ref(one)
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        one = None if self._one is None else self._one()
+        if self._act is not None and one is not None and one.holds(module):
+            self._act(one, *args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FollowedHook, ()
