@@ -162,12 +162,13 @@ def darts():
     """Its NBEATSModel, which trains by a Trainer of its own making."""
     from darts import TimeSeries
     from darts.models import NBEATSModel
+    from darts.utils.data.torch_datasets.utils import PLModuleInput
 
     train, test = (TimeSeries.from_values(series(seed).numpy()) for seed in (0, 1))
     windows = series(1).unfold(0, 9, 1)[:, :, None]
 
     def error(module, batch):
-        return nn.functional.mse_loss(module((batch[:, :8], None)).squeeze(-1)[:, -1:], batch[:, 8:])
+        return nn.functional.mse_loss(module(PLModuleInput(batch[:, :8])).prediction[:, -1:, :, 0], batch[:, 8:])
 
     watch = Watch(lambda module: loss_on(module, windows, error))
     options = {"accelerator": "cpu", "strategy": "ddp", "devices": WORLD, "enable_progress_bar": False, "logger": False}
