@@ -41,8 +41,9 @@ class Trainer:
         order = torch.Generator().manual_seed(11 + accelerator.process_index)  # all take that of the first
         shuffled = DataLoader(data, batch_size=4 // num_readers, shuffle=True, generator=order)
         in_order = DataLoader(data, batch_size=3)
-        self.model, self.optimizer, self.loader, self.in_order = accelerator.prepare(
-            model, optimizer, shuffled, in_order
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4 * num_readers, 0.5)
+        self.model, self.optimizer, self.loader, self.in_order, self.scheduler = accelerator.prepare(
+            model, optimizer, shuffled, in_order, scheduler
         )
         self.norms = []
 
@@ -52,6 +53,7 @@ class Trainer:
                 self.accelerator.backward((self.model(inputs) - targets).square().mean())
             self.norms.append(float(self.accelerator.clip_grad_norm_(self.model.parameters(), 0.05)))
             self.optimizer.step()
+            self.scheduler.step()  # as often as there are processes with batches of their own
             self.optimizer.zero_grad()
         return self
 

@@ -66,7 +66,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
     Args:
         gradient_accumulation_steps: None takes that of this process's first Accelerator, or the launcher's, or 1.
         scheduler_ticks: `per_process` steps a prepared scheduler `num_processes` times per optimizer step, as
-            scripts written for Accelerate expect; `per_update` once.
+            scripts written for Accelerate expect, divided by `tp_size` and `cp_size`; `per_update` once.
         outer: trains replicas of each model that is prepared with its optimizer independently, with this recipe; they
             are synchronized after each epoch of the training data too. A recipe's name, such as `"diloco"`, takes its
             defaults. None: as the launcher says (`--outer`).

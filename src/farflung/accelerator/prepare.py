@@ -155,7 +155,7 @@ class Preparer:
                 scheduler,
                 followed or self.run.optimizers,
                 step_with_optimizer=self.step_scheduler_with_optimizer,
-                ticks=1 if per_update else self.run.world.size,
+                ticks=1 if per_update else self.run.strategy.mesh.readers.size,
                 warns=self.run.world.is_main,
             )
         return self.run.add(self.run.schedulers, scheduler, prepared)

@@ -2,7 +2,8 @@
 """A prepared learning-rate scheduler: it ticks when its optimizers have really stepped.
 
 Existing scripts compute a schedule's length as "how many per-device batches will be processed in all", so by default
-one optimizer step ticks as often as there are processes. `scheduler_ticks="per_update"` gives torch's own rule.
+one optimizer step ticks as often as there are processes with batches of their own: the ranks of tensor parallelism
+share theirs. `scheduler_ticks="per_update"` gives torch's own rule.
 """
 
 from __future__ import annotations
