@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that the ranks of an island train by tensor or context parallelism, alone or with FSDP2 over it."""
+"""Models that the ranks of an island train by tensor, context or expert parallelism, alone or with FSDP2 over it."""
 
 from contextlib import nullcontext
 
@@ -8,13 +8,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 from torch.nn import functional
@@ -31,17 +32,22 @@ LAYOUTS = {
     "hsdp": {"copies": 2, "dp": 2},
     "cp": {"cp": 2},
     "fsdp+cp": {"dp": 2, "cp": 2},
+    "loss parallel": {"tp": 2},
+    "ep": {"ep": 2},
 }
 
 
 class Block(nn.Module):
     """Two layers around a nonlinearity, behind a norm; `five` rows can't be cut into equal parts."""
 
+    inner = 10
+    loss = staticmethod(functional.mse_loss)
+
     def __init__(self):
         torch.manual_seed(3)
         super().__init__()
         self.norm = nn.LayerNorm(16)
-        self.up, self.down = nn.Linear(16, 10), nn.Linear(10, 16, bias=False)
+        self.up, self.down = nn.Linear(16, self.inner), nn.Linear(self.inner, 16, bias=False)
         self.last = nn.RMSNorm(16)
         self.five = nn.Linear(16, 5, bias=False)
         self.up.bias.requires_grad_(False)
@@ -60,6 +66,42 @@ class Attending(Block):
             return super().forward(x + functional.scaled_dot_product_attention(values, values, values)[:, 0])
 
 
+class Rows(Block):
+    """The same with matrices whose parts on a rank of any layout consist of whole blocks of 8 values."""
+
+    inner = 16
+
+
+class Classes(Block):
+    """The same with classes to tell apart."""
+
+    @staticmethod
+    def loss(outputs, targets):
+        return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(0, 1).argmax(-1))
+
+
+class Experts(Block):
+    """The same behind a mixture of three experts, which two ranks can't have equal numbers of."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(16, 3, bias=False)
+        self.experts = nn.Parameter(torch.randn(3, 16, 16) / 4)
+
+    def forward(self, x):
+        values, gates = x.flatten(0, 1), self.router(x).softmax(-1).flatten(0, 1).T[..., None]
+        if isinstance(self.experts, DTensor):
+            mesh = self.experts.device_mesh
+            values, gates = (DTensor.from_local(one, mesh, [Replicate()]) for one in (values, gates))
+        mixed = (gates * torch.matmul(values.expand(3, -1, -1), self.experts)).sum(0)
+        if isinstance(mixed, DTensor):
+            mixed = mixed.redistribute(placements=[Replicate()]).to_local()
+        return super().forward(x + mixed.view_as(x))
+
+
+MADE = {"cp": Attending, "fsdp+cp": Attending, "loss parallel": Classes, "ep": Experts}
+
+
 PLAN = {
     # The first norm computes with parts of the sequences, so its gradients are summands; the last one is plain.
     "": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=False),
@@ -68,6 +110,7 @@ PLAN = {
     "down": RowwiseParallel(),
     "five": ColwiseParallel(output_layouts=Replicate()),
 }
+IN_CLASSES = {"five": ColwiseParallel(use_local_output=False)}
 
 
 def average(parameters, group):
@@ -93,7 +136,9 @@ class ParallelRun:
         self.mesh, self.index = mesh, mesh.get_local_rank("replica")
         self.model = model = made().double()
         if "tp" in sizes:
-            parallelize_module(model, mesh["tp"], PLAN)
+            parallelize_module(model, mesh["tp"], PLAN if layout != "loss parallel" else PLAN | IN_CLASSES)
+        if "ep" in sizes:
+            model.experts = nn.Parameter(distribute_tensor(model.experts, mesh["ep"], [Shard(0)]))
         if "dp" in sizes:
             shards = mesh[("copies", "dp")] if "copies" in sizes else mesh["dp"]
             shards = mesh[("dp", "cp")]._flatten("dp_cp") if "cp" in sizes else shards
@@ -101,7 +146,7 @@ class ParallelRun:
             fully_shard(model, mesh=shards)
         trained = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=RATE, foreach=False)
-        self.rounds = []
+        self.rounds, self.in_classes = [], layout == "loss parallel"
         options = {"bucket_bytes": 256, "inner": self.optimizer} | options
         self.outer = OuterLoop(model, recipe, **options)
         self.outer.listeners.append(self.rounds.append)
@@ -116,8 +161,8 @@ class ParallelRun:
             inputs = torch.randn(4, 4, 16, generator=generator, dtype=torch.float64)
             targets = torch.randn(4, 4, 5, generator=generator, dtype=torch.float64)
             self.optimizer.zero_grad()
-            with self.cut(inputs, targets):
-                (self.model(inputs) - targets).square().mean().backward()
+            with self.cut(inputs, targets), loss_parallel() if self.in_classes else nullcontext():
+                self.model.loss(self.model(inputs), targets).backward()
             self.optimizer.step()
             self.outer.step()
         return self
