@@ -25,7 +25,8 @@ from farflung.launch.engines.ray import Ray
 from farflung.launch.engines.slurm import Slurm
 from farflung.launch.engines.ssh import Ssh
 from farflung.testing.patience import patience
-from tests.launch.test_replicas import TRAINS, Launcher
+from tests.launch.screen import launcher
+from tests.launch.test_replicas import TRAINS
 from tests.outer.elastic_run import served
 from tests.python import call_farflung
 from tests.waits import until
@@ -116,10 +117,6 @@ def test_engines_carry_the_key_unseen_or_say_how_it_gets_there(home, key_file, m
             assert f"--key_file {key_file}" in words
 
 
-def printed(output):
-    return "".join(output.lines)
-
-
 @pytest.mark.parametrize(
     ("theirs", "ours", "here", "there"),
     [
@@ -154,26 +151,26 @@ def test_nothing_shows_a_runs_key_and_those_without_it_are_refused_on_both_sides
     mine = *line[2:], "--key_file", "run7.key", "--run_dir", str(folder), "--tee", "3", "--debug", "train.py"
     assert call_farflung("launch", "--cpu", *mine[:-1], "--dry_run", "train.py") == 0
     shown = capfd.readouterr().out
-    with Launcher(*mine) as launcher:
-        launcher.printed("training begins with 1 replica")
+    with launcher(*mine) as run:
+        run.wait_for("training begins with 1 replica")
         for number, flags in enumerate([("--key_file", "other.key"), ()]):
             began = time.monotonic()
             assert call_farflung(*line, *flags, "train.py") == 2
             refused = capfd.readouterr().err
             why = ("it is sealed with another key", "it has a key, and none was given")[number]
             assert re.search(f"The record of the run at {where} can't be used: {why}. Give the key", refused)
-            launcher.printed("someone without this run's key may write there: '.*events/first/refused.*' is not taken")
+            run.wait_for("someone without this run's key may write there: '.*events/first/refused.*' is not taken")
             assert time.monotonic() < began + 10
             (home / "at").unlink(missing_ok=True)
             until(lambda: (home / "at").exists())  # it trains on
         assert call_farflung("checkpoint", "pull", where, "x.safetensors") == 2
         assert "can't be used: it has a key" in capfd.readouterr().err
         (home / "last").write_text("1")
-        assert launcher.ended() == 0
+        assert run.ended() == 0
     assert call_farflung("checkpoint", "pull", where, "x.safetensors", "--key_file", "run7.key") == 0
     assert call_farflung("report", str(folder), "--out", "page.html") == 0
     output = capfd.readouterr()
-    texts = [shown, output.out, output.err, printed(launcher)]
+    texts = [shown, output.out, output.err, run.text]
     texts += [path.read_bytes().decode(errors="replace") for path in home.rglob("*") if path.is_file()]
     processes = (folder / "logs" / "replica").parent.rglob("*")
     assert any("--key_file run7.key" in path.read_text() for path in processes if path.is_file())  # as `ps` shows it

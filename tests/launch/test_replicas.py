@@ -8,11 +8,7 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
-import threading
 import time
-from contextlib import suppress
 
 import psutil
 import pytest
@@ -25,10 +21,9 @@ from farflung.launch import elastic
 from farflung.launch.codes import FAILED
 from farflung.launch.network import get_free_port
 from farflung.launch.plan import Script
-from farflung.testing.patience import patience
 from tests.launch.engines.test_connections import RANK, WORST
 from tests.launch.machines import ADDRESSES, two_machines
-from tests.launch.test_two_machines import Screen
+from tests.launch.screen import Screen, launcher
 from tests.python import call_farflung
 from tests.waits import until
 
@@ -150,45 +145,6 @@ DILOCO = ["--outer", "diloco", "--outer-every", "4"]
 DIES = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
 
 
-class Launcher:
-    """A launcher whose lines are kept."""
-
-    def __init__(self, *arguments):
-        command = [sys.executable, "-m", "farflung", "launch", "--cpu", *arguments]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
-        self.lines = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.process.terminate()  # its replicas would outlive it, and hold its streams, if it were killed
-        with suppress(subprocess.TimeoutExpired):
-            self.ended()
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self._reader.join()
-        self.process.stderr.close()
-
-    def _read(self):
-        for line in self.process.stderr:
-            self.lines.append(line)
-
-    def printed(self, pattern):
-        """Wait for a line, and return what it was matched by."""
-        return until(
-            lambda: next((found for line in list(self.lines) if (found := re.search(pattern, line))), None),
-            lambda: f"{pattern}: not among {self.lines}",
-        )
-
-    def ended(self):
-        """Wait for the end, and return the exit code."""
-        return self.process.wait(patience(60))
-
-
 @pytest.fixture
 def far(home, warm):
     """Two machines with a launcher each, whose two replicas train with those of the other; and what they print."""
@@ -212,21 +168,21 @@ def until_further(home):
 @pytest.mark.usefixtures("warm")
 def test_a_killed_replica_starts_again_another_launcher_joins_and_all_end_well(home):
     (home / "train.py").write_text(TRAINS)
-    with Launcher("--elastic", "2:3", "--replicas", "2", "train.py") as first:
-        where = first.printed(r"more join with `farflung launch --join (\S+) --cpu train.py`$")[1]
-        first.printed("generation 1: training begins with 2 replicas")
+    with launcher("--elastic", "2:3", "--replicas", "2", "train.py") as first:
+        where = first.wait_for(r"more join with `farflung launch --join (\S+) --cpu train.py`$")[1]
+        first.wait_for("generation 1: training begins with 2 replicas")
         mine = until(lambda: len(found := list(home.glob("in*"))) == 2 and found)
         os.kill(int(mine[0].name[2:]), signal.SIGKILL)
-        lost = first.printed(r"(replica \d) was killed by SIGKILL; it starts again in 1 s \(restart 1 of 3 within an")[
+        lost = first.wait_for(r"(replica \d) was killed by SIGKILL; it starts again in 1 s \(restart 1 of 3 within an")[
             1
         ]
-        first.printed(
+        first.wait_for(
             f"generation 2: {lost} is out: was killed by SIGKILL; training continues with 1 replica$"
         )  # fewer than the least go on
-        first.printed(f"generation 3: {lost} joined; 2 replicas train")
-        with Launcher("--join", where, "train.py", "1.5") as second:  # seconds that it takes longer to end
-            second.printed(f"1 replica of a run at {where}$")
-            first.printed(r"generation 4: replica 0 of \S+ joined; 3 replicas train")
+        first.wait_for(f"generation 3: {lost} joined; 2 replicas train")
+        with launcher("--join", where, "train.py", "1.5") as second:  # seconds that it takes longer to end
+            second.wait_for(f"1 replica of a run at {where}$")
+            first.wait_for(r"generation 4: replica 0 of \S+ joined; 3 replicas train")
             (home / "last.tmp").write_text(str(int((home / "at").read_text() or 0) + 40))
             (home / "last.tmp").rename(home / "last")
             assert (first.ended(), second.ended()) == (0, 0)
@@ -243,13 +199,13 @@ def test_launchers_of_the_same_line_meet_at_an_address_and_outlive_the_first_one
     (home / "train.py").write_text(script)
     where = f"file://{home}/run%207" if kind == "folder" else request.getfixturevalue("bucket")
     line = "--elastic", "1:4", "--meet", where, "--heartbeat_s", "1", "train.py"
-    with Launcher(*line) as one, Launcher(*line) as another:
-        for launcher in (one, another):
-            launcher.printed(f"1 replica of a run at {where}; the same line on any machine adds more$")
+    with launcher(*line) as one, launcher(*line) as another:
+        for screen in (one, another):
+            screen.wait_for(f"1 replica of a run at {where}; the same line on any machine adds more$")
         begun = until(lambda: [it for it in (one, another) if any("training begins" in text for text in it.lines)])
         assert len(begun) == 1
         first, second = (one, another) if begun == [one] else (another, one)
-        first.printed(r"training begins with 2 replicas$|joined; 2 replicas train$")
+        first.wait_for(r"training begins with 2 replicas$|joined; 2 replicas train$")
         board = transport_at(where).of_run(b"").board
         machine = board.get("first")
         (member,) = [key for key in board.list("machine/") if board.get(key) == machine]
@@ -257,9 +213,9 @@ def test_launchers_of_the_same_line_meet_at_an_address_and_outlive_the_first_one
         until(lambda: len(list(home.glob("in*"))) == 2)  # the newcomer has the state
         for pid in (machine.rpartition(b":")[2].partition(b".")[0], replica.name.partition("_")[2]):
             os.kill(int(pid), signal.SIGKILL)
-        second.printed(r"generation \d: replica 0 is out: its machine gave no sign for .*; training continues")
-        with Launcher(*line, "0.5") as back:
-            second.printed(r"generation \d: replica 0 of \S+ joined; 2 replicas train$")
+        second.wait_for(r"generation \d: replica 0 is out: its machine gave no sign for .*; training continues")
+        with launcher(*line, "0.5") as back:
+            second.wait_for(r"generation \d: replica 0 of \S+ joined; 2 replicas train$")
             (home / "last").write_text(str(int((home / "at").read_text() or 0) + 40))
             assert (second.ended(), back.ended()) == (0, 0)
 
@@ -273,8 +229,8 @@ def test_a_run_whose_launcher_and_replicas_were_all_killed_goes_on_with_the_same
     nothing = farflung("checkpoint", "pull", where, "model.safetensors")
     assert nothing.returncode == 2
     assert re.search(r"Nothing can be pulled from \S+. No state was written there yet|No such file", nothing.stderr)
-    with Launcher(*line) as first:
-        first.printed("training begins with 2 replicas")
+    with launcher(*line) as first:
+        first.wait_for("training begins with 2 replicas")
         until(lambda: (home / "at").exists() and int((home / "at").read_text() or 0) > 40)
         pulled = farflung("checkpoint", "pull", where, "model.safetensors")
         assert re.fullmatch(r"model.safetensors has 2 tensors after step \d+\n", pulled.stdout), pulled.stderr
@@ -283,8 +239,8 @@ def test_a_run_whose_launcher_and_replicas_were_all_killed_goes_on_with_the_same
             if "train.py" in (one.info["cmdline"] or []) and one.info["cwd"] == str(home):
                 one.kill()
     (home / "at").unlink()
-    with Launcher(*line) as again:
-        found = again.printed(
+    with launcher(*line) as again:
+        found = again.wait_for(
             r"training continues with 2 replicas from the state at step (\d+), (\w+) (later )?rounds? lost"
         )
         assert int(found[1]) > 20
@@ -297,10 +253,10 @@ def test_a_run_whose_launcher_and_replicas_were_all_killed_goes_on_with_the_same
 def test_launchers_of_the_same_line_meet_at_a_port_that_the_first_of_them_serves(home):
     (home / "train.py").write_text(TRAINS)
     line = "--elastic", "1:4", "--meet", f"tcp://127.0.0.1:{get_free_port()}", "train.py"
-    with Launcher(*line) as first:
-        first.printed("training begins with 1 replica")
-        with Launcher(*line, "0.5") as second:
-            first.printed(r"generation 2: .* joined; 2 replicas train$")
+    with launcher(*line) as first:
+        first.wait_for("training begins with 1 replica")
+        with launcher(*line, "0.5") as second:
+            first.wait_for(r"generation 2: .* joined; 2 replicas train$")
             (home / "last").write_text(str(int((home / "at").read_text() or 0) + 40))
             assert (first.ended(), second.ended()) == (0, 0)
 
@@ -389,11 +345,11 @@ def test_with_tee_files_have_what_each_replica_prints_byte_by_byte(home):
 @pytest.mark.long
 def test_one_that_is_killed_again_and_again_waits_longer_and_is_given_up(home):
     (home / "train.py").write_text(DIES)
-    with Launcher("--elastic", "1:2", "--max_restarts", "2", "train.py") as run:
+    with launcher("--elastic", "1:2", "--max_restarts", "2", "train.py") as run:
         assert run.ended() == FAILED
-        run.printed(r"in 1 s \(restart 1 of 2 within an hour\)")
-        run.printed(r"in 2 s \(restart 2 of 2 within an hour\)")
-        run.printed("replica 0 was killed by SIGKILL; it is not started again")
+        run.wait_for(r"in 1 s \(restart 1 of 2 within an hour\)")
+        run.wait_for(r"in 2 s \(restart 2 of 2 within an hour\)")
+        run.wait_for("replica 0 was killed by SIGKILL; it is not started again")
 
 
 @pytest.mark.long
@@ -409,14 +365,14 @@ def test_a_script_that_fails_before_it_met_anyone_is_not_started_again(farflung,
 @pytest.mark.usefixtures("warm")
 def test_a_replica_of_several_ranks_is_started_again_if_one_of_them_dies(home):
     (home / "train.py").write_text(RANKS)
-    with Launcher("--elastic", "2:2", "--ranks_per_replica", "2", *DILOCO, "train.py") as run:
-        run.printed("round 1, step 4")  # before that there may be nothing that training could go on with
+    with launcher("--elastic", "2:2", "--ranks_per_replica", "2", *DILOCO, "train.py") as run:
+        run.wait_for("round 1, step 4")  # before that there may be nothing that training could go on with
         ranks = until(lambda: len(found := list(home.glob("rank1_*"))) == 2 and found)
         os.kill(int(ranks[0].name[6:]), signal.SIGKILL)
-        lost = run.printed(r"farflung: (replica \d) ended with exit code 137; it starts again in 1 s")[1]
+        lost = run.wait_for(r"farflung: (replica \d) ended with exit code 137; it starts again in 1 s")[1]
         # Its other rank may have left, and said why, before the launcher has seen the end of this one.
-        run.printed(f"generation 2: {lost} is out: .*; training continues with 1 replica")
-        run.printed(f"generation 3: {lost} joined; 2 replicas train")
+        run.wait_for(f"generation 2: {lost} is out: .*; training continues with 1 replica")
+        run.wait_for(f"generation 3: {lost} joined; 2 replicas train")
         (home / "last").touch()
         assert run.ended() == 0
 
@@ -479,11 +435,11 @@ def test_a_script_that_ends_well_without_an_outer_loop_gets_a_warning(farflung, 
 @pytest.mark.usefixtures("warm")
 def test_a_run_that_ends_well_ends_well_for_replicas_too_that_wait_to_be_let_in(home):
     (home / "train.py").write_text(TRAINS)
-    with Launcher("--elastic", "1:1", "--grace_s", "2", "train.py") as first:
-        where = first.printed(r"--join (\S+)")[1]
-        first.printed("training begins with 1 replica")
-        with Launcher("--join", where, "train.py", "1.5") as second:
-            first.printed(r"replica 0 of \S+ waits: the others admit it")
+    with launcher("--elastic", "1:1", "--grace_s", "2", "train.py") as first:
+        where = first.wait_for(r"--join (\S+)")[1]
+        first.wait_for("training begins with 1 replica")
+        with launcher("--join", where, "train.py", "1.5") as second:
+            first.wait_for(r"replica 0 of \S+ waits: the others admit it")
             (home / "last").write_text("1")
             assert (first.ended(), second.ended()) == (0, 0)
     assert re.search(r"replica 0 of \S+ is not let in: the others have finished the work", "".join(second.lines))
@@ -493,7 +449,7 @@ def test_a_run_that_ends_well_ends_well_for_replicas_too_that_wait_to_be_let_in(
 @pytest.mark.usefixtures("warm")
 def test_ctrl_c_ends_the_replicas(home):
     (home / "train.py").write_text(WAITS)
-    with Launcher("--elastic", "1:2", "train.py") as run:
+    with launcher("--elastic", "1:2", "train.py") as run:
         until((home / "up").exists)
         run.process.send_signal(signal.SIGINT)
         assert run.ended() == 128 + signal.SIGINT
@@ -545,11 +501,11 @@ def test_without_the_first_launcher_training_goes_on_until_the_next_loss_ends_it
 @pytest.mark.usefixtures("warm")
 def test_a_newcomer_trains_by_the_recipe_that_auto_has_chosen_for_the_others(home):
     (home / "train.py").write_text(RANKS)
-    with Launcher("--elastic", "2:3", "--outer", "auto", "train.py") as first:
-        where = first.printed(r"--join (\S+)")[1]
-        recipe = first.printed(r"auto: 2 replicas .* The same by hand: --outer (\w+)")[1]
-        with Launcher("--join", where, "--outer", "auto", "train.py") as second:
-            second.printed(f"auto: continues with {recipe} ")
-            first.printed("joined; 3 replicas train")
+    with launcher("--elastic", "2:3", "--outer", "auto", "train.py") as first:
+        where = first.wait_for(r"--join (\S+)")[1]
+        recipe = first.wait_for(r"auto: 2 replicas .* The same by hand: --outer (\w+)")[1]
+        with launcher("--join", where, "--outer", "auto", "train.py") as second:
+            second.wait_for(f"auto: continues with {recipe} ")
+            first.wait_for("joined; 3 replicas train")
             (home / "last").touch()
             assert (first.ended(), second.ended()) == (0, 0)

@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import time
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
 from farflung.launch.codes import FAILED, HUNG, USAGE
 from farflung.testing.patience import patience
 from tests.launch.machines import ADDRESSES, LISTENING, NAMES, Machines, two_machines
-from tests.waits import until
+from tests.launch.screen import Screen
 
 PAGE = (Path(__file__).parents[2] / "docs" / "two-machines.md").read_text(encoding="utf-8")
 SECTIONS = {part.partition("\n")[0]: part for part in PAGE.split("\n## ")[1:]}
@@ -29,31 +27,6 @@ pytestmark = [
     pytest.mark.namespace,
     pytest.mark.timeout(240),
 ]
-
-
-class Screen(Thread):
-    """Reads what a command prints, while it runs."""
-
-    def __init__(self, process) -> None:
-        super().__init__(daemon=True)
-        self.process = process
-        self.text = ""
-        self.start()
-
-    def run(self) -> None:
-        for line in self.process.stdout:
-            self.text += line
-
-    def wait_for(self, words: str) -> None:
-        until(lambda: words in self.text, lambda: self.text, _PATIENCE_S)
-
-    def end(self) -> str:
-        try:
-            self.process.wait(patience(_PATIENCE_S))
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"{self.process.args} did not end; it said:\n{self.text}")
-        self.join()
-        return self.text
 
 
 def scenes(section: str) -> list[dict[str, str]]:

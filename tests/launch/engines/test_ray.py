@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 import pytest
@@ -22,7 +21,7 @@ from farflung.launch.engines.engine import Job
 from farflung.testing.patience import patience
 from tests.launch.engines.test_arguments import DUMP, make_arguments, seen
 from tests.launch.engines.test_connections import RANK, WORST
-from tests.launch.test_two_machines import Screen
+from tests.launch.screen import Screen, started as start_farflung
 from tests.python import call_farflung
 from tests.waits import until
 
@@ -57,32 +56,6 @@ dist.barrier()
 """
 GAVE_UP = "timed out during startup"  # in Ray's words
 DILOCO = ["--outer", "diloco", "--outer-every", "4"]
-
-
-class Run(Screen):
-    """A `farflung launch --engine ray` of its own, and what it has printed."""
-
-    def __init__(self, home: Path, address: str, *words: str) -> None:
-        line = [sys.executable, "-m", "farflung", "launch", "--engine", "ray", "--cpu", "--run-dir", "run", *words]
-        env = os.environ | {"RAY_ADDRESS": address}
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        super().__init__(subprocess.Popen(line, cwd=home, env=env, text=True, **streams))
-
-    def until(self, words: str) -> str:
-        """Wait for a line that matches; return the match."""
-
-        def found():
-            has_ended = not self.is_alive()  # asked first: it may print the last lines meanwhile
-            match = re.search(words, self.text)
-            assert match or not has_ended, f"ended without {words!r}:\n{self.text}"
-            return match
-
-        return until(found, lambda: f"no {words!r} in\n{self.text}", 120)[0]
-
-    def code(self) -> int:
-        self.end()
-        self.process.stdout.close()
-        return self.process.returncode
 
 
 def tried(start):
@@ -121,17 +94,18 @@ def cluster():
 @pytest.fixture
 def started(home, cluster):
     """Return what starts a run on the cluster; what is left of runs and nodes is ended."""
-    runs: list[Run] = []
+    runs: list[Screen] = []
 
-    def start(*words: str) -> Run:
-        runs.append(Run(home, cluster.address, *words))
+    def start(*words: str) -> Screen:
+        line = ["launch", "--engine", "ray", "--cpu", "--run-dir", "run", *words]
+        runs.append(start_farflung(*line, cwd=home, env=os.environ | {"RAY_ADDRESS": cluster.address}))
         return runs[-1]
 
     yield start
     for one in runs:
         if one.process.poll() is None:
             one.process.kill()
-        one.code()
+        one.end()
     for node in list(cluster.worker_nodes):
         cluster.remove_node(node)
 
@@ -151,25 +125,26 @@ def test_replicas_of_lost_and_draining_nodes_start_elsewhere_and_the_others_trai
     one, two = cluster.more(2)
     meet = f"file://{home}/meet"
     launched = started("--elastic", "1:3", "--replicas", "2", "--meet", meet, *DILOCO, "train.py")
-    launched.until(r"2 replicas train|begins with 2 replicas")
+    launched.wait_for(r"2 replicas train|begins with 2 replicas")
     # A node that drains: its replica signs out, and another one starts on the node that is new.
     cluster.more()
     drain(cluster, one)
-    launched.until(r"\d@\S+ signs out: its node drains")
-    launched.until(r"\[2@.*was let in; 2 replicas train")
+    launched.wait_for(r"\d@\S+ signs out: its node drains")
+    launched.wait_for(r"\[2@.*was let in; 2 replicas train")
     # A node that is gone, with the replica there.
     cluster.more()
     cluster.remove_node(two, allow_graceful=False)
-    lost = launched.until(r"replica \d is gone: .*died because its node has died.*; it starts again in 1 s").split()[1]
-    launched.until(rf"it starts again in 1 s[\s\S]*\[{lost}@.*was let in; 2 replicas train")
+    lost = launched.wait_for(r"replica (\d) is gone: .*died because its node has died.*; it starts again in 1 s")[1]
+    launched.wait_for(rf"it starts again in 1 s[\s\S]*\[{lost}@.*was let in; 2 replicas train")
     # More replicas, and fewer.
     cluster.more()
     assert call_farflung("scale", "run", "3") == 0
-    launched.until(r"\[3@.*was let in; 3 replicas train")
+    launched.wait_for(r"\[3@.*was let in; 3 replicas train")
     assert call_farflung("scale", "run", "2") == 0
-    launched.until(r"3@\S+ signs out: the run is to have fewer replicas")
+    launched.wait_for(r"3@\S+ signs out: the run is to have fewer replicas")
     (home / "last").touch()
-    assert launched.code() == 0, launched.text
+    launched.end()
+    assert launched.process.returncode == 0, launched.text
     assert launched.text.count("trained") in (2, 3)  # one that is to leave may have finished before it does
 
 
@@ -179,11 +154,13 @@ def test_a_fixed_run_has_a_node_for_each_machine_and_a_failure_is_one_box(home, 
     cluster.more(2)
     words = ["--num_machines", "2", "--num_processes", "2", "train.py"]
     launched = started(*words)
-    assert launched.code() == 0, launched.text
+    launched.end()
+    assert launched.process.returncode == 0, launched.text
     for rank in range(2):
         assert re.search(rf"^\[{rank}@.*\] rank {rank} of 2 is on a node", launched.text, re.MULTILINE), launched.text
     launched = started(*words, "1")
-    assert launched.code() == 3, launched.text
+    launched.end()
+    assert launched.process.returncode == 3, launched.text
     assert launched.text.count("ValueError: a bad value") >= 1
     assert launched.text.count("rank 1 failed") == 1, launched.text
 
@@ -194,7 +171,8 @@ def test_every_argument_reaches_an_actor_as_it_was(home, cluster, started):
     cluster.more()
     arguments = make_arguments(is_text=True)
     launched = started("train.py", *arguments)
-    assert launched.code() == 0, launched.text
+    launched.end()
+    assert launched.process.returncode == 0, launched.text
     assert seen(home) == arguments
 
 
@@ -229,10 +207,11 @@ def test_an_interrupt_and_a_cancel_end_what_runs_on_the_nodes(home, cluster, sta
     ):
         launched = started("--num_machines", "2", "--num_processes", "2", "train.py")
         for number in range(2):
-            launched.until(rf"\[{number}@\S+\] up \d+")
+            launched.wait_for(rf"\[{number}@\S+\] up \d+")
         pids = [int(pid) for pid in re.findall(r"up (\d+)", launched.text)]
         ends(launched)
-        assert launched.code() == expected, launched.text
+        launched.end()
+        assert launched.process.returncode == expected, launched.text
         until(lambda pids=pids: not any(map(psutil.pid_exists, pids)))
 
 
@@ -265,10 +244,12 @@ def test_a_cluster_that_is_away_or_too_small_is_told_before_anything_starts(home
     (home / "train.py").touch()
     cluster.more()
     launched = started("--num_machines", "2", "--engine-options", "cpus=1,gpus=4", "train.py")
-    assert launched.code() == 5
+    launched.end()
+    assert launched.process.returncode == 5, launched.text
     assert "2 nodes with 1 CPUs and 4 GPUs each are needed, but the cluster has 0" in launched.text
     launched = started("--engine-options", "address=127.0.0.1:1", "train.py")
-    assert launched.code() == 5
+    launched.end()
+    assert launched.process.returncode == 5, launched.text
     assert "Ray's cluster at 127.0.0.1:1 can't be reached: " in launched.text
 
 
@@ -277,7 +258,8 @@ def test_a_folder_that_a_node_does_not_have_ends_the_run_with_its_name(home, clu
     (home / "train.py").touch()
     cluster.more()
     launched = started("--engine-options", "folder=/nowhere", "train.py")
-    assert launched.code() == 3
+    launched.end()
+    assert launched.process.returncode == 3, launched.text
     assert "nothing could be started in /nowhere: No such file or directory" in launched.text
 
 
@@ -285,7 +267,8 @@ def test_a_folder_that_a_node_does_not_have_ends_the_run_with_its_name(home, clu
 def test_a_cluster_of_this_machine_is_started_for_a_run_that_asks_for_one(home, started):
     (home / "train.py").write_text("print('hello')\n")
     launched = started("--engine-options", "address=local", "train.py")
-    code = launched.code()
+    launched.end()
+    code = launched.process.returncode
     if GAVE_UP in launched.text:
         pytest.skip("Ray's node did not start within its 30 s")
     assert code == 0, launched.text

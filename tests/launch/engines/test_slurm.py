@@ -25,8 +25,8 @@ from farflung.launch.engines.engine import Job
 from farflung.testing.patience import patience
 from tests.launch.engines.slurm_cluster import slurm_cluster, why_impossible
 from tests.launch.engines.test_arguments import DUMP, HOSTILE, make_arguments, seen
+from tests.launch.screen import started
 from tests.launch.test_run import CONNECTED, seen_by
-from tests.launch.test_two_machines import Screen
 from tests.python import call_farflung, run_farflung
 from tests.waits import until
 
@@ -125,27 +125,10 @@ def asked(*words):
     return subprocess.run(words, capture_output=True, text=True, timeout=patience(60), check=True).stdout
 
 
-class Followed(Screen):
-    """A launcher that follows what it has submitted; the end of a test kills it."""
-
-    def __init__(self, *words) -> None:
-        command = [sys.executable, "-m", "farflung", *words]
-        super().__init__(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.process.kill()
-        self.join()
-        self.process.stdout.close()
-        self.process.wait()
-
-
 def launched(*flags, run="run", arguments=()):
     """Submit the script, which trains on the CPU, with a folder of its own."""
     engine = ("--engine", "slurm", "--engine_options", "partition=cpu,time=1:00:00")
-    return Followed("launch", *engine, "--run-dir", run, "--cpu", *flags, "train.py", *arguments)
+    return started("launch", *engine, "--run-dir", run, "--cpu", *flags, "train.py", *arguments)
 
 
 def ended(run):

@@ -26,9 +26,9 @@ from farflung.launch.engines.ssh_client import SshClient
 from farflung.testing.patience import patience
 from tests.launch.engines.test_arguments import DUMP, HOSTILE, SHELLS, make_arguments, seen
 from tests.launch.machines import ADDRESSES
+from tests.launch.screen import Screen
 from tests.launch.sshd import host_with_shell, two_hosts, why_no_sshd
 from tests.launch.test_replicas import TRAINS, until_further
-from tests.launch.test_two_machines import Screen
 from tests.python import call_farflung, run_farflung
 from tests.waits import until
 
