@@ -505,7 +505,7 @@ def test_a_newcomer_trains_by_the_recipe_that_auto_has_chosen_for_the_others(hom
         where = first.wait_for(r"--join (\S+)")[1]
         recipe = first.wait_for(r"auto: 2 replicas .* The same by hand: --outer (\w+)")[1]
         with launcher("--join", where, "--outer", "auto", "train.py") as second:
-            second.wait_for(f"auto: continues with {recipe} ")
+            second.wait_for(f"auto: continues with --outer {recipe} ")
             first.wait_for("joined; 3 replicas train")
             (home / "last").touch()
             assert (first.ended(), second.ended()) == (0, 0)
