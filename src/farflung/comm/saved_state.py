@@ -84,7 +84,9 @@ class SavedStates:
             form = form_of(tree, part, tensors)
             rows = [[key, str(x.dtype).removeprefix("torch."), list(x.shape)] for key, x in tensors.items()]
             header = {"form": form, "tensors": rows}
-            self._board.write(_key(name, rank, part), packed(header, list(tensors.values())))
+            self._board.write(
+                _key(name, rank, part), packed(header, list(tensors.values()), self._board.seal is not None)
+            )
         self._board.put(_key(name, rank, "done"), b"1")
 
     def finish(self, saved: Saved, is_current: Callable[[], bool] | None = None, within_s: float = _RANKS_S) -> bool:
@@ -157,7 +159,7 @@ class SavedStates:
                 return list(tensors.values())
 
             tensors.clear()
-            unpack(file, size, _HEADER_BYTES, memory, bar)
+            unpack(file, size, _HEADER_BYTES, memory, bar, self._board.seal is not None)
             return True
 
         try:
