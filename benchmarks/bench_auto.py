@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -43,6 +44,7 @@ GRID: dict[str, dict[str, Any]] = {
     "diloco(8) e3m0": {"recipe": "diloco", "every": 8, "codec": "e3m0"},
     "diloco(30) e3m0": {"recipe": "diloco", "every": 30, "codec": "e3m0"},
     "streaming_diloco(30, 3, delay=7)": {"recipe": "streaming_diloco", "every": 30, "fragments": 3, "delay": 7},
+    "streaming_diloco(24, 3, delay=1)": {"recipe": "streaming_diloco", "every": 24, "fragments": 3, "delay": 1},
     "sparse_loco(30)": {"recipe": "sparse_loco", "every": 30},
 }
 METHODS = {AUTO: {"recipe": "auto"}, **GRID, NONE: {}}
@@ -59,6 +61,7 @@ class Run:
     seconds: float  # of all steps, with the rounds that are due in them
     closed_s: float
     computed_s: float  # in the steps, without exchange and sleep
+    waited_s: float  # in rounds
     bytes_sent: int
     loss: float
     digest: str  # of the weights
@@ -73,7 +76,9 @@ def main() -> None:
     parser.add_argument("--megabits", type=float, nargs="+", default=[5.0, 20.0, 100.0, 1000.0])
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--step-s", type=float, default=0.06)
-    parser.add_argument("--batch", type=int, default=4, help="sequences in a step")
+    parser.add_argument(
+        "--batch", type=int, default=4, help="sequences in a step; 0: gradients are noise, for the time"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--change", action="store_true", help="change the rate in mid-run instead, through --megabits")
@@ -110,8 +115,9 @@ def pair(method: str, seed: int, facts: dict[str, Any]) -> list[Run]:
         runs = [Run(**json.loads((Path(folder) / f"{rank}.json").read_text())) for rank in range(2)]
     assert method == NONE or runs[0].digest == runs[1].digest, f"{method}: the replicas differ"
     first = runs[0]
-    shown = f"{method:34} seed {seed}: {first.seconds:6.1f} s, loss {first.loss:.3f}, {first.bytes_sent / 1e6:.2f} MB"
-    print(f"{shown}, computed {first.computed_s:.1f} s {first.recipe} {first.changes}", file=sys.stderr)
+    sent = f"{first.bytes_sent / 1e6:.2f} MB, waited {first.waited_s:.1f} s, computed {first.computed_s:.1f} s"
+    print(f"{method:34} seed {seed}: {first.seconds:.1f} s, loss {first.loss:.3f}, {sent}", file=sys.stderr)
+    print(f"{'':34} {first.recipe} {first.changes}" * bool(first.recipe), file=sys.stderr)
     return runs
 
 
@@ -126,8 +132,9 @@ def compared(runs: list[list[Run]]) -> dict[str, Any]:
             "opened_s": _middle(run.opened_s for run in mine),
             "closed_s": _middle(run.closed_s for run in mine),
             "computed_s": _middle(run.computed_s for run in mine),
+            "waiting": _middle(run.waited_s / run.seconds for run in mine),
             "mb_sent": _middle(run.bytes_sent / 1e6 for run in mine),
-            "losses": [round(run.loss, 4) for run in mine],
+            "losses": [round(run.loss, 4) for run in mine if not math.isnan(run.loss)],
         }
         if alone:
             lines[method]["throughput"] = _middle(alone[run.seed] / run.seconds for run in mine)
@@ -219,7 +226,9 @@ def work(
     rank, text, shape = dist.get_rank(), load_text(None), SIZES[size]
     torch.manual_seed(seed)
     model = GPT(shape)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE[size], betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    if batch:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE[size], betas=(0.9, 0.95), weight_decay=0.1)
     draw_places = torch.Generator().manual_seed(1000 * seed + rank)
     train = torch.frombuffer(bytearray(text.train), dtype=torch.uint8)
     began, loop = time.perf_counter(), None
@@ -234,12 +243,17 @@ def work(
         loop.listeners.append(lambda this: rounds.append(_row(this, loop)))
     dist.barrier()
     start, sent = time.perf_counter(), _lab.bytes_out()
+    noises = [torch.randn(parameter.shape, generator=draw_places) for parameter in model.parameters() if not batch]
     opened_s, computed_s, length = start - began, 0.0, min(shape.context, 64)
     for step in range(1, steps + 1):
         at = time.perf_counter()
-        places = torch.randint(len(train) - length - 1, (batch,), generator=draw_places)
-        drawn = torch.stack([train[place : place + length + 1] for place in places.tolist()])
-        loss_per_sequence(model(drawn[:, :-1]), drawn[:, 1:]).mean().backward()
+        if batch:
+            places = torch.randint(len(train) - length - 1, (batch,), generator=draw_places)
+            drawn = torch.stack([train[place : place + length + 1] for place in places.tolist()])
+            loss_per_sequence(model(drawn[:, :-1]), drawn[:, 1:]).mean().backward()
+        else:
+            for parameter, noise in zip(model.parameters(), noises, strict=True):
+                parameter.grad = noise.clone()
         took_s = time.perf_counter() - at
         time.sleep(max(0.0, step_s - took_s))
         if loop is not None:
@@ -253,15 +267,16 @@ def work(
         if marks and rank == 0:
             Path(marks).write_text(str(step))
     end = time.perf_counter()
-    recipe, changes = "", []
+    recipe, changes, waited_s = "", [], 0.0
     if loop is not None:
+        waited_s = loop.stats().seconds_exposed
         recipe = loop.state_dict().get("auto", "")
         changes = [[change.step, change.every, change.delay] for change in loop.changes]
         loop.close()
     closed_s = time.perf_counter() - end
     digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in model.state_dict().values())).hexdigest()
-    (loss,) = judge(model, [model.state_dict()], text.validation, length)
-    numbers = (opened_s, end - start, closed_s, computed_s, _lab.bytes_out() - sent, loss)
+    (loss,) = judge(model, [model.state_dict()], text.validation, length) if batch else (float("nan"),)
+    numbers = (opened_s, end - start, closed_s, computed_s, waited_s, _lab.bytes_out() - sent, loss)
     run = Run(method, seed, *numbers, digest, recipe, changes, rounds)
     (Path(folder) / f"{rank}.json").write_text(json.dumps(asdict(run)))
     _lab.go_home()

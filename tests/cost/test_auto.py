@@ -24,6 +24,7 @@ RUN = Measurements(Link(100 * MBIT, 1e-3), (0.05, 0.05), 2, 385_000, 4, 0, 1, 10
         (5, 10_000, {}, "sparse_loco"),
         (5, 10_000, {"parameters": 14_000_000, "step_s": (0.5, 0.5)}, "streaming_diloco"),
         (100, 60, {}, "diloco"),
+        (5, 140, {"parameters": 14_000_000, "step_s": (0.5, 0.5)}, "sparse_loco"),
         (100, 10_000, {"step_s": (0.05, 0.1)}, "edit"),
         (5, 2_000, {"is_direct": False, "link": Link(5 * MBIT, 0.2)}, "streaming_diloco"),
     ],
@@ -33,7 +34,7 @@ def test_a_recipe_for_each_line(rate, steps, changes, expected):
     chosen = choose(measured)
     assert chosen.settings.recipe == expected, chosen.reason
     every = chosen.settings.every
-    assert every is None or expected == "post_local_sgd" or every <= steps // 20
+    assert every is None or expected == "post_local_sgd" or every <= max(steps // 20, min(steps // 10, 8))
     assert f"{measured.parameters:,} parameters" in chosen.reason
     assert ("no --outer" if expected == "post_local_sgd" else f"--outer {expected}") in chosen.reason
 

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from farflung.base.words import counted, in_rate, in_seconds
-from farflung.config.outer import OuterSettings
+from farflung.config.outer import FEW_ROUNDS, OuterSettings
 from farflung.cost.evidence import GAIN_KEPT
 from farflung.cost.methods import Row, Rows, gradients
 from farflung.cost.model import Workload
@@ -22,8 +22,9 @@ UNEVEN = 1.3  # from this ratio of the seconds of a step on, rounds start by tim
 FOREVER = 10**9  # steps of a warm-up that is data-parallel training
 
 _AVERAGING_S = 1.5  # an exchange of gradients that takes longer is not tried
-_LOW, _HIGH = 0.01, 0.1  # between these shares of waiting nothing changes
+_LOW, _HIGH = 0.02, 0.1  # between these shares of waiting nothing changes; half of H waits twice as much
 _WINDOW, _REST = 10, 20  # rounds
+_SHORTEST = 8  # steps of a round: fewer were not measured with each recipe
 _LATEST = 4  # a fragment lands at most a quarter of its interval late, as in the evidence
 _BLOCKING = "diloco e3m0"  # of the rows that wait in each round, the one that keeps most
 
@@ -79,7 +80,8 @@ def _alone_s(run: Workload) -> float:
 def choose(measured: Measurements) -> Choice:
     """Return the recipe that keeps most of DDP's gain among the recipes that wait at most `WAITING` of the time."""
     run, steps = workload(measured), measured.steps or ASSUMED_STEPS
-    rows = Rows(run, 2 * (steps // ROUNDS) * 5, 1 - WAITING)  # a round is at most a tenth of what it is given
+    longest = max(steps // ROUNDS, min(steps // FEW_ROUNDS, _SHORTEST))
+    rows = Rows(run, FEW_ROUNDS * longest, 1 - WAITING)  # a round is at most a tenth of what it is given
     found = [row for row in rows.chosen if not row.script and (row.outer is not None or measured.may_average)]
     found = [row for row in found if row.outer is None or row.gain_kept > 0] or found
     length = f"{steps:,} steps" if measured.steps else f"{steps:,} steps, as nobody says how many (--outer-steps)"
