@@ -143,6 +143,29 @@ def compared(runs: list[list[Run]]) -> dict[str, Any]:
     return lines
 
 
+def table_row(line: dict[str, Any]) -> str:
+    """Return the row of a line of results as the page of evidence has it.
+
+    The best by hand has the lowest loss of those that waited at most a tenth of the time, else the least waiting.
+    """
+    figures = line["figures"]
+    by_hand = {name: figures[name] for name in GRID if name in figures}
+    fast = [name for name in by_hand if by_hand[name]["waiting"] <= 0.1 and by_hand[name]["losses"]]
+    losses = {name: statistics.mean(by_hand[name]["losses"]) for name in fast}
+    best = (
+        min(losses, key=lambda name: losses[name]) if fast else min(by_hand, key=lambda name: by_hand[name]["waiting"])
+    )
+    chosen = [json.loads(recipe) for recipe in figures[AUTO]["recipes"]]
+    names = " or ".join(dict.fromkeys(f"`{one['recipe']}({one.get('every', '')})`" for one in chosen))
+    cells = [line["size"], f"{line['megabits']:g} Mbit/s", names, *_cells(figures[AUTO]), f"`{best}`"]
+    return f"| {' | '.join([*cells, *_cells(by_hand[best])])} |"
+
+
+def _cells(figures: dict[str, Any]) -> list[str]:
+    loss = f"{statistics.mean(figures['losses']):.3f}" if figures["losses"] else "-"
+    return [f"{figures['waiting']:.1%}", f"{figures['seconds']:.1f} s", f"{figures['mb_sent']:.1f} MB", loss]
+
+
 def _middle(values: Any) -> float:
     return round(statistics.median(values), 4)
 

@@ -321,3 +321,17 @@ def test_the_page_of_frameworks_has_the_verdicts_that_were_measured(monkeypatch)
     for line in module.table().splitlines():
         assert line in page, line
     assert set(module.kept()) <= set(module.PROGRAMS)
+
+
+def test_the_page_of_evidence_has_what_auto_chose(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    bench = importlib.import_module("bench_auto")
+    page = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+    lines = (ROOT / "benchmarks" / "results" / "auto.jsonl").read_text(encoding="utf-8").splitlines()
+    latest = {(line["size"], line.get("megabits")): line for line in map(json.loads, lines)}
+    for (_, megabits), line in latest.items():
+        if megabits is None:  # the rate changed in mid-run
+            first, second, third = line["figures"]["rounds_until_low"]
+            assert f"after {first}, {second} and {third} rounds" in page
+        else:
+            assert bench.table_row(line) in page

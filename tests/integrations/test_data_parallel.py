@@ -2,6 +2,7 @@
 """`--outer` around plain DDP scripts: the same bits as a loop by hand around the bare model, or one sentence."""
 
 import copy
+import json
 import sys
 import time
 import warnings
@@ -141,6 +142,25 @@ def taken_over(config, make=net, stepping=None, **options):
     epochs(wrapped, step)
     takeover.close()
     return {name.replace("module.", "").replace("_orig_mod.", ""): one for name, one in wrapped.state_dict().items()}
+
+
+def chosen_by_auto():
+    """Let `auto` choose for two passes of a script, of which the first is shorter than a trial."""
+    takeover, loops = DDPTakeover(OuterConfig("auto")), []
+    takeover.install()
+    wrapped = DistributedDataParallel(net())
+    step = Step(wrapped.parameters())
+    step.after = lambda done: loops.extend(one.driver.loop for one in takeover._followed if one.driver and not loops)
+    epochs(wrapped, step)
+    choice = loops[0].state_dict()["auto"]
+    takeover.close()
+    return json.loads(choice)["recipe"], {name: one.tolist() for name, one in wrapped.module.state_dict().items()}
+
+
+def test_auto_chooses_for_a_ddp_script_at_the_end_of_a_short_pass():
+    first, second = run_ranks(chosen_by_auto, 2)
+    assert first == second
+    assert first[0] != "auto"
 
 
 WAYS = {

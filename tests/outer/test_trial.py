@@ -13,8 +13,12 @@ from farflung.config.outer import OuterSettings
 from farflung.outer import OuterLoop, slowmo
 from farflung.outer.schedule import Every, Streaming, TrialSchedule
 from farflung.outer.trial import Link
+from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
-from tests.outer.replicas import net, train, values
+from tests.faults import fail_at
+from tests.outer.islands import Grid, IslandRun
+from tests.outer.replicas import net, same, train, values
+from tests.outer.test_membership import ChangingMembership, Lost, be_lost, door_of
 
 CHOICES = {
     "diloco": OuterSettings("diloco", every=8, codec="e3m0"),
@@ -196,3 +200,66 @@ def test_one_process_alone_has_nothing_to_choose_and_trains():
 def test_a_plain_loop_names_what_chooses_recipes():
     with pytest.raises(ConfigError, match=r"auto chooses a recipe for an Accelerator.*farflung plan"):
         OuterLoop(net(), "auto")
+
+
+# ---- replicas that are lost, and islands
+
+
+class AgreeingMembership(ChangingMembership):
+    """Replicas that keep the first text that one of them gives."""
+
+    def agreed(self, text):
+        door = door_of(self.group)
+        door.text = getattr(door, "text", "") or text
+        return door.text
+
+
+def being_lost(group, fails_at, lost):
+    """Train replicas of which one may be lost."""
+    me, model = group.rank, net()
+    fault = fail_at(None, fails_at if me == lost else 0, be_lost)
+    membership = fault.membership(AgreeingMembership(group, [0, 1, 2]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    try:
+        loop = OuterLoop(model, "auto", membership=membership, tuner=FixedTuner(CHOICES["diloco"])).attach(optimizer)
+        while loop.position < 60:
+            train(model, optimizer, loop.position, me)
+        loop.close()
+    except Lost:
+        return None, fault.seen
+    return values(model), loop.schedule
+
+
+@pytest.mark.law("a-run-outlives-its-members")
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_replica_may_be_lost_at_any_phase_of_a_trial(lost):
+    """The line is measured, the times gathered, the recipe begun: the others choose, and end alike."""
+    for at in range(1, 32):
+        found = run_replicas(being_lost, 3, at, lost)
+        assert found[lost][0] is None
+        (first, schedule), (second, _) = [one for rank, one in enumerate(found) if rank != lost]
+        assert schedule == Every(8), at
+        assert same(first, second), at
+
+
+def in_islands(averaging_s):
+    """Train as islands of two ranks, in shards and by DDP, and without islands."""
+    made, grid = {}, Grid()
+    for wrap in ("alone", "sharded", "in_step"):
+        tuner = FixedTuner(CHOICES["weights"], averaging_s)
+        run = IslandRun(grid, "auto", wrap, tuner=tuner)
+        run.steps(*range(1, 40))
+        run.outer.flush()
+        made[wrap] = run.values(), run.outer.schedule, tuner.measured.island_size, tuner.measured.parameters
+        run.outer.close()
+    return made
+
+
+@pytest.mark.long
+@pytest.mark.law("islands-are-replicas")
+@pytest.mark.parametrize("averaging_s", [0.0, 9.0], ids=["averaged", "alone"])
+def test_islands_choose_as_replicas_of_one_rank_do(averaging_s):
+    for made in run_ranks(in_islands, 4, averaging_s):
+        for wrap in ("sharded", "in_step"):
+            assert same(made[wrap][0], made["alone"][0]), wrap
+            assert made[wrap][1:] == (Every(8), 2, made["alone"][3])
