@@ -107,7 +107,7 @@ def follow_frameworks(
 
 @contextmanager
 def _epochs_of_passes(engine: Any, data: Any) -> Iterator[None]:
-    """Let each epoch of an ignite engine be a pass over its data, however many batches that has."""
+    """Make each epoch of an ignite engine a pass over its data, however many batches that has."""
     planned, is_pass = len(data), True
 
     def begin() -> None:

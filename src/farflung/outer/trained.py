@@ -80,7 +80,7 @@ class SteppedParameters:
         self._under_way = {}
 
     def follow(self, known: Mapping[int, Tensor], ids: set[int]) -> None:
-        """Continue with the parameters of a model, of which those with these ids have trained."""
+        """Continue with the parameters of a model; those with these ids have trained."""
         self.known, self.ids, self._complete = known, ids, {}
 
     def forget(self) -> None:
