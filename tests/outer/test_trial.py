@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A loop whose recipe is chosen after its first steps: what it measures, when it chooses, and what it keeps."""
 
+import json
+import os
+import time
 from copy import deepcopy
 from functools import partial
 
@@ -11,11 +14,13 @@ from farflung.base.errors import ConfigError
 from farflung.comm.group import SoloGroup
 from farflung.config.outer import OuterSettings
 from farflung.outer import OuterLoop, slowmo
+from farflung.outer.elastic import Elastic
 from farflung.outer.schedule import Every, Streaming, TrialSchedule
 from farflung.outer.trial import Link
 from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
 from tests.faults import fail_at
+from tests.outer.elastic_run import ElasticRun, transport_at
 from tests.outer.islands import Grid, IslandRun
 from tests.outer.replicas import net, same, train, values
 from tests.outer.test_membership import ChangingMembership, Lost, be_lost, door_of
@@ -263,3 +268,42 @@ def test_islands_choose_as_replicas_of_one_rank_do(averaging_s):
         for wrap in ("sharded", "in_step"):
             assert same(made[wrap][0], made["alone"][0]), wrap
             assert made[wrap][1:] == (Every(8), 2, made["alone"][3])
+
+
+def chooses(pipe, place, folder, member, variables, step_s, numel, dies, recipe, steps, *_):
+    """Train until enough others are there, and then for so many steps."""
+    os.chdir(folder)
+    elastic, is_full = Elastic(transport_at(*place), member, grace_s=8.0), False
+    model, tuner, draw = net(), FixedTuner(CHOICES["diloco"]), torch.Generator().manual_seed(member)
+    membership = fail_at(*dies or ("local step", 0)).membership(elastic)
+    with OuterLoop(model, "auto", membership=membership, tuner=tuner) as loop:
+        pipe.send({"member": member, "joined": loop.position})
+        while steps:
+            is_full |= len(elastic.record.ids) > numel or bool(elastic.record.lost)
+            steps -= is_full
+            time.sleep(step_s)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 1e-3 * torch.rand(parameter.shape, generator=draw)
+            loop.step()
+    end = [one.tolist() for one in model.parameters()]
+    pipe.send({"member": member, "auto": loop.state_dict()["auto"], "end": end})
+
+
+@pytest.mark.law("every-wait-has-an-end-and-a-line")
+@pytest.mark.parametrize(
+    "dies", [None, *(pytest.param(("exchange", k), marks=pytest.mark.long) for k in range(2, 14, 2))]
+)
+def test_replicas_that_come_and_go_choose_after_a_round_though_one_has_ended_or_dies(dies, tmp_path):
+    with ElasticRun(address=tmp_path.as_uri(), play=chooses, folder=tmp_path, numel=1 + bool(dies)) as run:
+        first = run.start(0, saves=5)  # it waits in its last flush as the others end the trial
+        run.until(lambda: run.joined(first))
+        members = [first, run.start(1, saves=45)]
+        if dies:
+            run.start(2, saves=35, dies=dies)
+        run.until(lambda: run.has_ended(*members), 60.0)
+        run.until(lambda: sum("end" in one for one in list(run.said)) >= 2, 5.0)
+        ends = [one for one in run.said if "end" in one and one["member"] in members]
+    assert not [event for event in run.events if "late" in event]
+    assert [(one["auto"], one["end"]) for one in ends] == [(ends[0]["auto"], ends[0]["end"])] * 2
+    assert OuterSettings(**json.loads(ends[0]["auto"])) == CHOICES["diloco"]

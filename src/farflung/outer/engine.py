@@ -210,8 +210,8 @@ class OuterLoop:
     def _leave_after_a_round(self, leaving: Leaving) -> None:
         """Bring the steps since the last round into the next one, and end this process."""
         with torch.no_grad():
-            if self.steps_since_sync > 0 and not (self.is_warming or self._sync.is_on_trial):
-                self._sync.run_next()  # else all have the same already, or the others are about to choose a recipe
+            if self.steps_since_sync > 0 and not self.is_warming:
+                self._sync.run_next()  # else all have the same already
             self._rounds.apply_all()
         self._end(is_in_step=False, reason="it was asked to end, and did so after a round")
         leaving.leave()

@@ -45,6 +45,7 @@ class Rounds:
 
     Attributes:
         is_awaited: newcomers wait, as the votes have said.
+        num_landed: rounds of all replicas that were applied, without those that a loss has cut short.
     """
 
     recipe: Recipe
@@ -55,6 +56,7 @@ class Rounds:
     listeners: list[Callable[[Round], None]]
     twins: Twins
     is_awaited: bool = False
+    num_landed: int = 0
     _open: dict[int, OpenRound] = field(default_factory=dict)  # by fragment
     _lost: list[RoundRequest] = field(default_factory=list)  # rounds that failed, as ranks were lost in them
     _has_warned: bool = False
@@ -188,6 +190,7 @@ class Rounds:
     def _after(self, number: int, this: OpenRound) -> None:
         fragment = self.replica.fragments[number]
         if this.level == 0:
+            self.num_landed += 1
             self._note_round(number, this)
             assert this.tally is not None
             self.twins.look(number, self.quorum.generation.ids, this.tally.marks)

@@ -48,6 +48,10 @@ class Sync:
     trial: RecipeTrial | None
     replica_of: Callable[[Recipe], Replica]
 
+    def __post_init__(self) -> None:
+        if self.trial is not None:
+            self.trial.quorum = self.quorum
+
     # ---- a recipe that is to be chosen
 
     def enter(self) -> None:
@@ -62,7 +66,7 @@ class Sync:
             quorum.enter()
         if quorum.welcome is not None:
             self.run(quorum.welcome.due)
-        if trial is not None and (recipe := trial.begin(quorum)) is not None:
+        if trial is not None and (recipe := trial.begin()) is not None:
             self._restart(recipe)
 
     @property
@@ -76,7 +80,7 @@ class Sync:
     def end_trial(self, is_early: bool) -> bool:
         """Choose a recipe, if it is time or early, and as far as that is possible. Return whether one was chosen."""
         assert self.trial is not None
-        if not (is_early or self.trial.is_due(self.timetable.synced)):
+        if not (self.quorum.membership.is_fixed and (is_early or self.trial.is_due(self.timetable.synced))):
             return False
         with self.meter.timed("exposed"), torch.no_grad():
             recipe = self.trial.end()
@@ -113,6 +117,15 @@ class Sync:
         self.timetable.follow(recipe)
         self.quorum.restart(recipe, replica)
 
+    def _apply(self, fragment: int) -> None:
+        """Apply a round; members that come and go choose a recipe once they have applied one of the trial."""
+        num_landed = self.rounds.num_landed
+        self.rounds.apply(fragment)
+        if self.is_on_trial and self.rounds.num_landed > num_landed and not self.quorum.membership.is_fixed:
+            assert self.trial is not None
+            if (recipe := self.trial.look()) is not None:
+                self._restart(recipe)
+
     # ---- rounds
 
     def run(self, due: Sequence[Action]) -> None:
@@ -130,7 +143,7 @@ class Sync:
             if isinstance(action, Launch):
                 self.rounds.launch(action, self.timetable.position, finished=False)
             elif isinstance(action, Apply):
-                self.rounds.apply(action.fragment)
+                self._apply(action.fragment)
             else:
                 self.quorum.follow(action)
 
@@ -150,11 +163,12 @@ class Sync:
 
     def flush(self) -> None:
         """Stay in the rounds until every rank has come here; see `OuterLoop.flush`."""
-        replica, timetable = self.replica, self.timetable
+        timetable = self.timetable
         self.warmup.stay()
         with self.meter.timed("exposed"):
             self._share_warmup()
             last, timetable.position = self._walk_on()
+            replica = self.replica
             are_dropped = [last in self.rounds.apply_all()]
             for number in range(len(replica.fragments)):
                 if number != last:
@@ -196,7 +210,7 @@ class Sync:
                 left.extend(timetable.due(step, math.inf))
             action = left.popleft()
             if isinstance(action, Apply):
-                rounds.apply(action.fragment)
+                self._apply(action.fragment)
                 continue
             if isinstance(action, Change):
                 self.quorum.follow(action)

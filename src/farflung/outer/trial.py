@@ -6,7 +6,8 @@
     20 steps timed, without what they waited; an early flush ends the trial as well
     then     the members gather the times, choose the recipe that follows from them, and start it where they stand
 
-Everyone derives the same recipe from the same gathered numbers. Of replicas that come and go the first decision counts,
+Everyone derives the same recipe from the same gathered numbers. Replicas that come and go train in rounds meanwhile,
+and gather all of that after one of them, as they come to nothing else together. Of them the first decision counts,
 which is kept with the run's records for newcomers.
 """
 
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -33,6 +34,8 @@ from farflung.outer.membership import Membership
 from farflung.outer.quorum import Quorum
 from farflung.outer.recipe import Recipe
 from farflung.outer.schedule import TrialSchedule, Warmup, after_warmup
+
+_T = TypeVar("_T")
 
 _TURNS = 3  # small collectives, the fastest shows what one takes without its bytes
 _FIRST_BYTES, _MOST_BYTES, _GROWTH = 1 << 16, 1 << 23, 4
@@ -111,11 +114,14 @@ class RecipeTrial:
         tuner: chooses.
 
     Attributes:
+        quorum: the loop's.
         spec: the text of the recipe that was chosen, or one of the two kinds of trial.
 
     Raises:
         ConfigError: there is no tuner.
     """
+
+    quorum: Quorum
 
     def __init__(self, recipe: Recipe, tuner: Tuner | None, membership: Membership, model: nn.Module) -> None:
         if tuner is None:
@@ -124,7 +130,6 @@ class RecipeTrial:
                 "plain loop name one: `farflung plan` compares them for a line."
             )
         self._recipe, self._tuner, self._membership, self._model = recipe, tuner, membership, model
-        self._quorum: Quorum
         self._times: list[float] = []  # of steps, without waits
         self._until = TrialSchedule.every
         self._waits_in_steps = False
@@ -144,18 +149,15 @@ class RecipeTrial:
         text = self._membership.agreed("")
         return self._take(text, None) if text and self.is_on else None
 
-    def begin(self, quorum: Quorum) -> Recipe | None:
+    def begin(self) -> Recipe | None:
         """Measure the line: a collective, unless this process is alone. Return what to begin with if not the trial."""
-        self._quorum = quorum
+        quorum = self.quorum
         if quorum.group.size == 1 and quorum.membership.is_fixed:
             self._tuner.alone()
-        if not self.is_on or quorum.group.size == 1:
+        if not self.is_on or quorum.group.size == 1 or not quorum.membership.is_fixed:
             return None
-        is_fixed = quorum.membership.is_fixed and not _is_by_objects(quorum.group)
-        remembered: list[tuple[float, ...]] = []
-        quorum.run(lambda: remembered.append(self._measure_line()))
-        if remembered[-1]:
-            self._link, step_s = Link(*remembered[-1][:2]), remembered[-1][2:]
+        is_fixed = not _is_by_objects(quorum.group)
+        if step_s := self._together(self._measure_line):
             (steps,) = self._gathered(self._planned())[0]
             return self._decide(replace(self._measured(step_s, steps), is_averaged=False, may_average=is_fixed))
         if is_fixed and self._tuner.averages(self._measured((), 0)):
@@ -187,25 +189,43 @@ class RecipeTrial:
         self._times.append(time.perf_counter() - waited_s)
 
     def end(self) -> Recipe | None:
-        """Choose: a collective, unless this process is alone. None: nothing can be known yet."""
-        quorum, chosen = self._quorum, list[Recipe | None]()
+        """Choose: a collective of fixed members, unless this process is alone. None: nothing can be known yet."""
+        is_look = self._until == _AVERAGED_STEPS
+        measured = self._together(self._measure) if self.quorum.group.size > 1 else None
+        self._until = TrialSchedule.every if is_look else self._until + TrialSchedule.every
+        if measured is None:
+            return None
+        return self._alone_unless_averaged(measured) if is_look else self._decide(measured)
+
+    def look(self) -> Recipe | None:
+        """Choose after a round of members that come and go: a collective. None: nothing can be known yet.
+
+        If one is lost in between, those that have chosen already have left their choice for the others.
+        """
+        found: list[Recipe] = []
 
         def choose() -> None:
-            if known := quorum.membership.agreed(""):  # another member continued before one was lost
-                chosen.append(self._take(known, None))
-                return
-            if self._link is None:
-                self._measure_line()
-            times, planned = zip(*self._gathered(self._step_s(), self._planned()), strict=True)
-            if all(map(math.isfinite, times)):
-                measured = self._measured(times, planned[0])
-                chosen.append(self._alone_unless_averaged(measured) if is_look else self._decide(measured))
+            self._link = None  # newcomers have not measured it
+            if measured := self._measure():
+                found.append(self._decide(measured))
 
-        is_look = self._until == _AVERAGED_STEPS
-        if quorum.group.size > 1:
-            quorum.run(choose)
-        self._until = TrialSchedule.every if is_look else self._until + TrialSchedule.every
-        return chosen[-1] if chosen else None
+        if self.quorum.group.size > 1:
+            self.quorum.run(choose, again=False)
+        return found[0] if found else self.known()
+
+    def _together(self, act: Callable[[], _T]) -> _T:
+        found: list[_T] = []
+        self.quorum.run(lambda: found.append(act()))
+        return found[-1]
+
+    def _measure(self) -> Measurements | None:
+        """Return what all members have measured, None if some have trained too few steps: a collective."""
+        times, planned = zip(*self._gathered(self._step_s(), self._planned()), strict=True)
+        if not all(map(math.isfinite, times)):
+            return None
+        if self._link is None:
+            self._measure_line()
+        return self._measured(times, planned[0])
 
     def _alone_unless_averaged(self, measured: Measurements) -> Recipe | None:
         if self._tuner.averages(measured):
@@ -225,20 +245,25 @@ class RecipeTrial:
 
     def _gathered(self, *mine: float) -> list[list[float]]:
         """Return numbers of each replica, the largest of its ranks, by rank: a collective."""
-        largest = [max(column) for column in zip(*self._quorum.generation.island.gathered(*mine), strict=True)]
-        rows: list[list[float]] = self._quorum.group.all_gather_small(
+        largest = [max(column) for column in zip(*self.quorum.generation.island.gathered(*mine), strict=True)]
+        rows: list[list[float]] = self.quorum.group.all_gather_small(
             torch.tensor(largest, dtype=torch.float64)
         ).tolist()
         return rows
 
     def _measure_line(self) -> tuple[float, ...]:
-        """Measure the line, all members at once; return what the first member remembers of an earlier start."""
-        known = self._tuner.remembered(self._count()[0], self._quorum.group.size)
+        """Measure the line, all members at once, unless the first one remembers it from an earlier start.
+
+        Returns:
+            The seconds of the fastest and the slowest replica's step then.
+        """
+        known = self._tuner.remembered(self._count()[0], self.quorum.group.size)
         numbers = (0.0,) * 4 if known is None else (known[0].bandwidth_bps, known[0].turn_s, *known[1:])
         remembered = self._gathered(*numbers)[0]
         if remembered[0] > 0:
-            return tuple(remembered)
-        group = self._quorum.group
+            self._link = Link(*remembered[:2])
+            return tuple(remembered[2:])
+        group = self.quorum.group
         turns = []
         for _ in range(_TURNS):
             began = time.perf_counter()
@@ -271,7 +296,7 @@ class RecipeTrial:
         return inside.steps or self._tuner.planned() or 0
 
     def _measured(self, step_s: Sequence[float], steps: float) -> Measurements:
-        quorum, (parameters, buffer_bytes) = self._quorum, self._count()
+        quorum, (parameters, buffer_bytes) = self.quorum, self._count()
         assert self._link is not None
         return Measurements(
             self._link,
@@ -290,12 +315,12 @@ class RecipeTrial:
     def _decide(self, measured: Measurements) -> Recipe:
         settings = self._tuner.choose(measured)
         text = json.dumps({"recipe": settings.recipe, **settings.given()})
-        agreed = self._quorum.membership.agreed(text)
+        agreed = self.quorum.membership.agreed(text)
         return self._take(agreed, measured if agreed == text else None)
 
     def _take(self, text: str, measured: Measurements | None) -> Recipe:
         settings = OuterSettings(**json.loads(text))
-        is_first = measured is not None and self._quorum.group.rank == 0
+        is_first = measured is not None and self.quorum.group.rank == 0
         self._tuner.chosen(settings, measured, int(self._planned()) or None, is_first)
         self.spec = text
         if measured is not None and settings.every:
