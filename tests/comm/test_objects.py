@@ -275,6 +275,8 @@ def header_of(content, **changed):
     ids=["bit", "short", "long", "numel", "dtype", "read", "words", "empty", "deep", "list"],
 )
 def test_a_share_that_is_not_what_its_author_had_to_write_names_it_for_all(place, change, why):
+    if "digest" in why and place.board.seal is not None:
+        pytest.skip("the seal shows that nobody else has changed it")
     first, second, third = place.groups(3)
     second.all_gather(torch.empty(15), torch.ones(5))
     (key,) = awaited(place.keys)

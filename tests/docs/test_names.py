@@ -26,7 +26,16 @@ OBJECTS = {
 OTHERS = ("accelerate", "dataclasses", "model", "optimizer", "scheduler", "train", "transformers")
 # Of libraries, of papers, of scripts, and of Accelerate where a page says that they are not here.
 FOREIGN = {
-    *("BatchEncoding", "Delta", "F.linear", "OptimizedModule", "Trainer", "Trainer.evaluate", "TrainingArguments"),
+    *(
+        "BatchEncoding",
+        "Delta",
+        "F.linear",
+        "OptimizedModule",
+        "StackDataset",
+        "Trainer",
+        "Trainer.evaluate",
+        "TrainingArguments",
+    ),
     "SDPBackend.MATH",
     *("ZeroRedundancyOptimizer", "evidence.redo", "farflung.json", "farflung.trackers", "farflung.x"),
     "rounds.jsonl",  # files of a run's folder
