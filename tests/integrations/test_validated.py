@@ -283,6 +283,24 @@ def test_an_evaluation_in_mid_epoch_has_the_weights_that_are_saved_on_every_rank
     assert run_ranks(evaluated, 2) == [([(True, True), True] * 2, True)] * 2
 
 
+def averaged_afterwards():
+    """What a model has in a state dict, in an evaluation and after a barrier, once a script has set it after a pass."""
+    model, optimizer, data = followed()
+    for (batch,) in DataLoader(data, 1, sampler=DistributedSampler(data)):
+        trained(model, optimizer, batch)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    dist.barrier()
+    return are_equal(model.eval()), {name: one.unique().tolist() for name, one in model.state_dict().items()}
+
+
+def test_weights_that_a_callback_sets_at_the_end_of_a_fit_are_evaluated_and_saved():
+    for equal, found in run_ranks(averaged_afterwards, 2):
+        assert equal == (True, True)
+        assert set(map(tuple, found.values())) == {(1.0,)}
+
+
 def copied():
     """Whether copies and files of a model in `eval()`, with the agreed weights, have these, and no hook of its own."""
     takeover = DDPTakeover(CONFIGS[3])

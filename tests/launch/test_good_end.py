@@ -35,9 +35,9 @@ def folder(size):
     shutil.rmtree("run", ignore_errors=True)
 
 def links(size):
-    for path in Path("run").rglob("*"):
-        if not path.is_dir():
-            with suppress(OSError):  # another rank is faster
+    for folder, _, names in os.walk("run"):  # which another rank may be removing
+        for path in (Path(folder, name) for name in names):
+            with suppress(OSError):
                 path.unlink()
                 path.symlink_to("/dev/full" if size % 2 else "no/where")
 

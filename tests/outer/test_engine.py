@@ -453,3 +453,32 @@ def test_seconds_add_up():
     parts = stats.seconds_encoding + stats.seconds_landing
     assert 0 < parts <= stats.seconds_exposed
     assert stats.seconds_exposed < stats.seconds_total <= outer.stats().seconds_total
+
+
+def sets_weights(group, differ):
+    """Weights that a script sets after a flush, as averages of earlier ones, stay in a flush without steps."""
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with OuterLoop(model, diloco(4), group, inner=optimizer).attach(optimizer) as outer:
+        for step in range(6):
+            train(model, optimizer, step, group.rank)
+        outer.flush()
+        outer.flush()
+        before = values(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(1.0 + 2 * differ * group.rank)
+        outer.flush()
+        after = values(model)
+        train(model, optimizer, 6, group.rank)
+    return before, after, values(model)
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_weights_that_a_script_sets_without_a_step_are_the_new_common_ones(differ):
+    (before, after, end), others = run_replicas(sets_weights, 2, differ)
+    assert same(before, others[0])
+    assert same(after, others[1])
+    assert same(end, others[2])
+    assert all(torch.equal(one, torch.full_like(one, 1.0 + differ)) for one in after.values())
+    assert not same(end, after)

@@ -156,7 +156,7 @@ class DDPTakeover:
         trained, result = module.training, train(module, mode)
         for one in self._followed:
             if one.holds(module) or module is one.local.ddp:
-                one.evaluation.change(mode, one.driver if trained and one.epochs.is_behind else None)
+                one.evaluation.change(mode, one.driver if trained else None)
         return result
 
     def close(self) -> None:

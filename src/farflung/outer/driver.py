@@ -117,8 +117,9 @@ class Driver:
 
     @property
     def lends(self) -> bool:
-        """Whether `agreed` changes the weights of the model."""
-        return self.loop.has_anchor and not self.loop.is_warming
+        """Whether `agreed` changes the weights of the model: not those that a script has set after a flush."""
+        is_behind = self.epochs is None or self.epochs.is_behind
+        return is_behind and self.loop.has_anchor and not self.loop.is_warming
 
     def agreed(self) -> AbstractContextManager[None]:
         """Put the weights that all ranks last agreed on into the model, if the recipe keeps them; nothing is sent."""

@@ -13,6 +13,7 @@ import torch
 from farflung.base.errors import ConfigError
 from farflung.comm.bucket import broadcast_values
 from farflung.comm.shards import local, num_parts
+from farflung.outer.ballot import Tally
 from farflung.outer.comparison import FINGERPRINT_BYTES
 from farflung.outer.fragments import TensorPlace
 from farflung.outer.gradients import GradientWarmup
@@ -167,16 +168,17 @@ class Sync:
         self.warmup.stay()
         with self.meter.timed("exposed"):
             self._share_warmup()
-            last, timetable.position = self._walk_on()
-            replica = self.replica
+            last, tally = self._walk_on()
+            timetable.position, replica = tally.position, self.replica
             are_dropped = [last in self.rounds.apply_all()]
             for number in range(len(replica.fragments)):
                 if number != last:
                     self.rounds.launch(Launch(number), timetable.position, finished=True)
                     are_dropped.append(self.rounds.apply(number))
-            if self.recipe.agrees:
+            is_set = self._has_set_weights(tally)
+            if self.recipe.agrees and not is_set:
                 replica.adopt()
-            if any(are_dropped) or not self.recipe.agrees:
+            if any(are_dropped) or not self.recipe.agrees or is_set:
                 self.average()
                 replica.reset()
                 for number in range(len(replica.fragments)):
@@ -186,18 +188,28 @@ class Sync:
             self._average_moved()
         timetable.take(timetable.position, timetable.position)
 
+    def _has_set_weights(self, last: Tally) -> bool:
+        """Return whether some script has set weights since all were equal, without a step: a collective."""
+        if any(last.weights) or not (self.recipe.leaves_alike and self.recipe.has_anchor):
+            return False
+        number = len([one for one in self.replica.fragments if not one.weights.is_adopted()])
+        largest = max(count for (count,) in self.quorum.generation.island.gathered(number))
+        mine, group = torch.tensor([float(largest)]), self.quorum.group
+        self.meter.add("bytes_voting", (group.size - 1) * mine.nbytes)
+        return bool(group.all_gather_small(mine).any())
+
     def _share_warmup(self) -> None:
         """Take the weights for common ones while a warm-up makes them alike."""
         if 0 < self.timetable.position <= self.warmup.steps and self.warmup.are_alike:
             self.replica.reset_anchor()
 
-    def _walk_on(self) -> tuple[int, int]:
+    def _walk_on(self) -> tuple[int, Tally]:
         """Advance along the schedule without training until all ranks do so.
 
         Ranks vote in the order of the schedule. One that has no more data may not skip votes that others still reach.
 
         Returns:
-            The fragment then under way, and the furthest position of any rank.
+            The fragment then under way, and what its votes say.
         """
         timetable, rounds = self.timetable, self.rounds
         step = max(timetable.synced, self.warmup.steps)  # nothing is due in a warm-up, which may never end
@@ -218,7 +230,7 @@ class Sync:
             rounds.launch(action, timetable.position, finished=True)
             tally = rounds.finished_tally(action.fragment)
             if tally is not None:
-                return action.fragment, tally.position
+                return action.fragment, tally
 
     def average(self, coming: Sequence[TensorPlace] | None = None) -> None:
         """local <- the mean of all ranks, weights and floating buffers: a collective outside of rounds.
