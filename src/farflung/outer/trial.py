@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -130,7 +131,8 @@ class RecipeTrial:
                 "plain loop name one: `farflung plan` compares them for a line."
             )
         self._recipe, self._tuner, self._membership, self._model = recipe, tuner, membership, model
-        self._times: list[float] = []  # of steps, without waits
+        # Of the latest steps, without waits: a replica that comes and goes may be on trial alone for days.
+        self._times: deque[float] = deque(maxlen=2 * TrialSchedule.every)
         self._until = TrialSchedule.every
         self._waits_in_steps = False
         self._link: Link | None = None
@@ -184,7 +186,7 @@ class RecipeTrial:
         if not self.is_on:
             return
         self._waits_in_steps = waits_in_steps
-        if any(parameter.is_cuda for parameter in self._model.parameters()):
+        if self.quorum.group.size > 1 and any(parameter.is_cuda for parameter in self._model.parameters()):
             torch.cuda.synchronize()
         self._times.append(time.perf_counter() - waited_s)
 
