@@ -273,13 +273,15 @@ def test_islands_choose_as_replicas_of_one_rank_do(averaging_s):
 def chooses(pipe, place, folder, member, variables, step_s, numel, dies, recipe, steps, *_):
     """Train until enough others are there, and then for so many steps."""
     os.chdir(folder)
-    elastic, is_full = Elastic(transport_at(*place), member, grace_s=8.0), False
+    transport, is_full = transport_at(*place), False
+    elastic = Elastic(transport, member, grace_s=8.0)
     model, tuner, draw = net(), FixedTuner(CHOICES["diloco"]), torch.Generator().manual_seed(member)
     membership = fail_at(*dies or ("local step", 0)).membership(elastic)
     with OuterLoop(model, "auto", membership=membership, tuner=tuner) as loop:
         pipe.send({"member": member, "joined": loop.position})
         while steps:
-            is_full |= len(elastic.record.ids) > numel or bool(elastic.record.lost)
+            there = len(elastic.record.ids)
+            is_full |= there > numel or (there > 1 and transport.board.get("died") is not None)
             steps -= is_full
             time.sleep(step_s)
             with torch.no_grad():
@@ -300,7 +302,9 @@ def test_replicas_that_come_and_go_choose_after_a_round_though_one_has_ended_or_
         run.until(lambda: run.joined(first))
         members = [first, run.start(1, saves=45)]
         if dies:
-            run.start(2, saves=35, dies=dies)
+            third = run.start(2, saves=35, dies=dies)
+            run.until(lambda: run.has_ended(third) or run.has_ended(*members), 60.0)
+            run.board.put("died", b"1")
         run.until(lambda: run.has_ended(*members), 60.0)
         run.until(lambda: sum("end" in one for one in list(run.said)) >= 2, 5.0)
         ends = [one for one in run.said if "end" in one and one["member"] in members]
