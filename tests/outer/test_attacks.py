@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One with write access and no key attacks a run of three replicas: it ends with the right weights, and names it."""
+"""Somebody with write access and no key attacks a run of three replicas: it ends with the right weights.
+
+Not every attack is named, as what was overwritten is put back at once; an event that was forged is.
+"""
 
 import random
 import threading

@@ -230,7 +230,7 @@ class StoreBoard(Board):
 
     def lend(self, name: str) -> Store:
         """Return a c10d store for a process group that meets under this name, over a connection of its own."""
-        return _Lent(self.prefix + name, self.line.another())
+        return _PrefixedStore(self.prefix + name, self.line.another())
 
     def proof(self, name: str, sender: int, receiver: int) -> bytes:
         """Return what one rank of a group of this run sends another one, to prove that it has the run's key."""
@@ -248,7 +248,7 @@ class StoreBoard(Board):
         return self.line.ask(act, self.patience_s)
 
 
-class _Lent(dist.PrefixStore):  # type: ignore[misc, name-defined]
+class _PrefixedStore(dist.PrefixStore):  # type: ignore[misc, name-defined]
     """Keeps the store below it, which may be an object of Python that no object of C++ keeps."""
 
     def __init__(self, prefix: str, store: Any) -> None:

@@ -89,7 +89,7 @@ class _Channel:
 
 
 class KeyedServer:
-    """Serves records to all that prove that they have the run's key; the notices of `seal` name those that can't.
+    """Serves records to clients that prove that they have the run's key; the seal's notices name all others.
 
     Args:
         listener: a socket that listens.

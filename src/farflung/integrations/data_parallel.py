@@ -48,7 +48,7 @@ from farflung.comm.torch_group import TorchGroup
 from farflung.config import environ
 from farflung.config.launch import launched_outer
 from farflung.integrations.elastic import members_of, slots_of
-from farflung.integrations.evaluation import FollowedHook, LentWeights
+from farflung.integrations.evaluation import FollowedModelHook, LentWeights
 from farflung.integrations.frameworks import follow_frameworks, show_in_trainer, to_make_a_group, to_make_ddp
 from farflung.integrations.patching import around
 from farflung.integrations.rounds import RoundFigures, RoundOutputs
@@ -316,9 +316,9 @@ class DDPTakeover:
         show_in_trainer(RoundFigures(driver.loop, self._followed.index(one)))
         for whole in filter(None, (module, compiled_from(module))):
             hooks: Any = whole  # whose types are not complete in torch
-            hooks.register_state_dict_post_hook(FollowedHook(_put_agreed, one))
-            hooks.register_load_state_dict_pre_hook(FollowedHook(lambda one, *_: one.evaluation.end(), one))
-            hooks.register_load_state_dict_post_hook(FollowedHook(_begin_anew, one))
+            hooks.register_state_dict_post_hook(FollowedModelHook(_put_agreed, one))
+            hooks.register_load_state_dict_pre_hook(FollowedModelHook(lambda one, *_: one.evaluation.end(), one))
+            hooks.register_load_state_dict_post_hook(FollowedModelHook(_begin_anew, one))
         leave_note(OUTER_ATTACHED)
         record = None if members.membership is None else members.membership.record
         size = mesh.replicas.size if record is None else len(record.ids)

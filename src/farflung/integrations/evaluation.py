@@ -47,7 +47,7 @@ class LentWeights:
             restoring.close()
 
 
-class FollowedHook:
+class FollowedModelHook:
     """Calls `act` with a followed model and what a hook of it gets.
 
     Copies of the model, and files of it as a whole, have the hook too, where it does nothing.
@@ -62,4 +62,4 @@ class FollowedHook:
             self._act(one, *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FollowedHook, ()
+        return FollowedModelHook, ()

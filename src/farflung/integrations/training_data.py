@@ -183,7 +183,7 @@ class TrainingData:
     def is_planned(self, sampler: DistributedSampler[Any]) -> bool:
         """Return whether a sampler is of data that replicas share in training, each as much as it can.
 
-        Before its first pass, those that shuffle are: a second fit makes others than the first one trained from.
+        A sampler that shuffles counts as such before its first pass too, as each fit makes new samplers.
         """
         may_train = sampler.shuffle and sampler not in self._evaluated
         return self._is_shared(sampler) and (sampler in self._trained or may_train)

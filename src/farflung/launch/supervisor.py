@@ -97,7 +97,7 @@ class Supervisor(Generic[C]):
         return True
 
     def follow(self, acts: Mapping[Callable[[], None], float]) -> None:
-        """Return once all have ended and none is to start; each of `acts` is called once in so many seconds."""
+        """Return once all have ended and none is to start; call each of `acts` at its interval in seconds."""
         act_at = dict.fromkeys(acts, 0.0)
         while self.running or self.due:
             self._start_due()

@@ -117,7 +117,7 @@ class Driver:
 
     @property
     def lends(self) -> bool:
-        """Whether `agreed` changes the weights of the model: not those that a script has set after a flush."""
+        """Whether `agreed` changes the model's weights. After a flush it doesn't, as a script may have set them."""
         is_behind = self.epochs is None or self.epochs.is_behind
         return is_behind and self.loop.has_anchor and not self.loop.is_warming
 

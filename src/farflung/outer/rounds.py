@@ -45,7 +45,7 @@ class Rounds:
 
     Attributes:
         is_awaited: newcomers wait, as the votes have said.
-        num_landed: rounds of all replicas that were applied, without those that a loss has cut short.
+        num_landed: how many rounds of all replicas were applied, not counting those that a loss interrupted.
     """
 
     recipe: Recipe

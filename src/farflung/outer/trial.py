@@ -202,7 +202,7 @@ class RecipeTrial:
     def look(self) -> Recipe | None:
         """Choose after a round of members that come and go: a collective. None: nothing can be known yet.
 
-        If one is lost in between, those that have chosen already have left their choice for the others.
+        If a member is lost meanwhile, the others find the recipe that any of them has chosen already.
         """
         found: list[Recipe] = []
 
