@@ -3,12 +3,13 @@
 
 The demo's GPT trains between two machines at each rate: by `auto`, by the rows of a small grid, and with no exchange. A
 step takes a fixed time, what is left of it is slept: so that the ranks of one machine and their exchange do not take
-the processor from each other, as they would not between two machines. All of a seed run in turns on one line.
+the processor from each other, as they would not between two machines. All run in turns, or
+`--jobs` at a time, each on a line of its own: a job takes two cores for as long as its steps compute.
 
 With `--change` the rate of the line changes while `auto` trains, after each third of the steps, and a picture shows it.
 
 python benchmarks/bench_auto.py [--size small] [--megabits 5 20 100 1000] [--steps 600] [--step-s 0.06] [--seeds 3]
-    [--only auto ...] [--change] [--picture docs/images/auto.png] [--write]
+    [--only auto ...] [--jobs N] [--change] [--picture docs/images/auto.png] [--write]
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +83,7 @@ def main() -> None:
         "--batch", type=int, default=4, help="sequences in a step; 0: gradients are noise, for the time"
     )
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=1, help="how many trainings run at a time")
     parser.add_argument("--only", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--change", action="store_true", help="change the rate in mid-run instead, through --megabits")
     parser.add_argument("--picture", type=Path, help="where to draw what --change did")
@@ -97,14 +101,25 @@ def main() -> None:
         figures = changed(chosen, facts)
         report("Does `auto` follow a line that changes?", figures, seed=0, write_to=write_to, **facts)
         return
+    tasks = [
+        (megabits, method, seed, facts)
+        for megabits in chosen.megabits
+        for seed in range(chosen.seeds)
+        for method in chosen.only
+    ]
+    with ProcessPoolExecutor(chosen.jobs, get_context("spawn")) as pool:
+        runs = list(pool.map(on_a_line, *zip(*tasks, strict=True)))
     for megabits in chosen.megabits:
-        runs: list[list[Run]] = []
-        with _lab.line(megabits):
-            for seed in range(chosen.seeds):
-                for method in chosen.only:
-                    runs.append(pair(method, seed, facts))
+        mine = [run for task, run in zip(tasks, runs, strict=True) if task[0] == megabits]
         question = "Does `auto` choose as well as somebody who tries a grid by hand?"
-        report(question, compared(runs), seed=0, write_to=write_to, megabits=megabits, seeds=chosen.seeds, **facts)
+        more = {"megabits": megabits, "seeds": chosen.seeds, "jobs": chosen.jobs, **facts}
+        report(question, compared(mine), seed=0, write_to=write_to, **more)
+
+
+def on_a_line(megabits: float, method: str, seed: int, facts: dict[str, Any]) -> list[Run]:
+    """Train by one method on a line of its own."""
+    with _lab.line(megabits):
+        return pair(method, seed, facts)
 
 
 def pair(method: str, seed: int, facts: dict[str, Any]) -> list[Run]:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What do outer loops keep of DDP's gain with 121M parameters? Four replicas, one after the other on one GPU.
 
-All methods have the same first tenth, made by DDP, the same text, inner optimizer and learning rates, none of them
-tuned. Steps are compiled, in bf16 with fp32 weights; exchanges are the package's own, in memory, and count their bytes.
+All methods have the same first tenth, made by DDP (none `--from_scratch`), the same text, inner optimizer and learning
+rates, none of them tuned. Steps are compiled, in bf16 with fp32 weights; exchanges are the package's own, in memory,
+and count their bytes.
 
-python benchmarks/bench_gpu_evidence.py [--seconds 300] [--steps N] [--size 121M] [--write]
+python benchmarks/bench_gpu_evidence.py [--seconds 300] [--steps N] [--size 121M] [--seed 0] [--from_scratch] [--write]
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from farflung.outer import OuterLoop, diloco, streaming_diloco
 from farflung.testing.sim import run_replicas
 
 QUESTION = "what do outer loops keep of DDP's gain, on a GPU?"
-SEED = 0
 SHAPES = {"121M": Shape(17, 768, 12, 1024), "tiny": Shape(2, 32, 2, 64)}
 REPLICAS, BATCH = 4, 4  # sequences of a replica in a step
 LR, BETAS, DECAY, MAX_NORM = 6e-4, (0.9, 0.95), 0.1, 1.0
@@ -45,7 +45,8 @@ METHODS = {
 class Trainer:
     """A model on the GPU with its optimizer; all of them share one compiled step, whose weights are arguments."""
 
-    def __init__(self, size: str) -> None:
+    def __init__(self, size: str, seed: int, common: float) -> None:
+        self.seed, self.common = seed, common
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.shape = SHAPES[size]
         self.text = texts()[0].to(self.device)
@@ -62,9 +63,9 @@ class Trainer:
 
     def plan(self, steps: int) -> None:
         """Draw what each replica sees in so many steps."""
-        self.run = Run("", "", LR, SEED, steps, batch=BATCH)
+        self.run = Run("", "", LR, self.seed, steps, batch=BATCH, common=self.common)
         self.starts = draws(self.run, self.shape.context).to(self.device)
-        torch.manual_seed(SEED)
+        torch.manual_seed(self.seed)
 
     def fresh(self) -> tuple[nn.Module, torch.optim.AdamW]:
         model = GPT(self.shape).to(self.device)
@@ -158,7 +159,8 @@ def measured(trainer: Trainer, steps: int, write: bool) -> None:
             "seconds": round(time.perf_counter() - began, 1),
         }
         facts = {"method": name, "parameters": numel, "replicas": REPLICAS, "batch": BATCH, "steps": steps, "lr": LR}
-        report(QUESTION, figures, seed=SEED, write_to="gpu.jsonl" if write else None, **facts)
+        facts["common"] = trainer.common
+        report(QUESTION, figures, seed=trainer.seed, write_to="gpu.jsonl" if write else None, **facts)
 
 
 def main() -> None:
@@ -166,11 +168,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300, help="how long all steps may take together")
     parser.add_argument("--steps", type=int, help="instead of as many as the time allows")
     parser.add_argument("--size", choices=SHAPES, default="121M")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--from_scratch", action="store_true", help="without a first tenth made by DDP")
     parser.add_argument("--write", action="store_true", help="append to benchmarks/results/gpu.jsonl")
     given = parser.parse_args()
-    seeded(SEED)
+    seeded(given.seed)
     torch.set_float32_matmul_precision("high")
-    trainer = Trainer(given.size)
+    trainer = Trainer(given.size, given.seed, 0.0 if given.from_scratch else Run.common)
     measured(trainer, given.steps or affordable(trainer, given.seconds), given.write)
 
 
