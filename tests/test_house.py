@@ -310,7 +310,7 @@ def test_what_serves_accelerates_names_alone_and_the_lowest_room_stay_small():
 FOREIGN_WORDS = {"base/causes.py", "launch/estimate.py", "doctor/machine.py", "loop/accumulation.py"}
 FOREIGN_WORDS |= {
     "launch/engines/slurm.py",
-    "launch/engines/ssh_client.py",
+    "launch/engines/ssh.py",
     "comm/object_store.py",
 }  # Slurm, rsync, obstore
 

@@ -18,7 +18,7 @@ from farflung.base.errors import ConfigError
 from farflung.config.launch import LaunchSettings
 from farflung.launch.engines.engine import Job
 from farflung.launch.engines.kubernetes import Kubernetes
-from farflung.launch.engines.sbatch import batch_script
+from farflung.launch.engines.slurm import batch_script
 from farflung.launch.engines.ssh import Ssh
 from farflung.testing.patience import patience
 from tests.launch.engines.kubelet import expanded

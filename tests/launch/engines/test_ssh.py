@@ -22,7 +22,7 @@ from farflung.config.engines import Host, parse_hosts
 from farflung.config.launch import LaunchSettings
 from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, FAILED, EngineFailure
 from farflung.launch.engines.engine import Job
-from farflung.launch.engines.ssh_client import SshClient
+from farflung.launch.engines.ssh import SshClient
 from farflung.testing.patience import patience
 from tests.launch.engines.test_arguments import DUMP, HOSTILE, SHELLS, make_arguments, seen
 from tests.launch.machines import ADDRESSES

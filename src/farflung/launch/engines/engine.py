@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from farflung.base.errors import ConfigError, did_you_mean
+from farflung.base.errors import ConfigError, FarflungError, did_you_mean
 from farflung.base.files import atomic_file
 from farflung.config import environ
 from farflung.config.engines import LOCAL
@@ -24,10 +24,9 @@ from farflung.launch.folder import SUBMITTED
 _NOT_INNER = ("engine", "hosts", "sync", "engine_options", "dry_run", "config_file", "run_dir", "quiet")
 _TO_FIND = ("engine", "hosts", "engine_options", "elastic", "replicas", "meet", "json")  # a job that was submitted
 # What `follow`, `scale` and `cancel` need of a handle, by engine.
-_LAUNCHER: Mapping[str, type] = {"pid": int, "machine": str}
 _HANDLES: Mapping[str, Mapping[str, type]] = {
-    "ssh": {**_LAUNCHER, "hosts": list},
-    "ray": _LAUNCHER,
+    "ssh": {"pid": int, "machine": str, "hosts": list},
+    "ray": {"pid": int, "machine": str},
     "slurm": {"jobs": list, "next": int},
     "kubernetes": {"job": str, "namespace": str},
 }
@@ -100,11 +99,11 @@ class Job:
         place = ("--engine", LOCAL, "--config_file", NO_FILE, "--run_dir", str(self.folder))
         return "launch", *place, *flags_for(inner, without=_NOT_INNER), self.script, *self.arguments
 
-    def check_options(self, known: Mapping[str, str], numbers: Sequence[str] = ()) -> None:
+    def check_options(self, known: Collection[str], numbers: Sequence[str] = ()) -> None:
         """Raise ConfigError for what `engine_options` can't hold.
 
         Args:
-            known: the keys, with what each means.
+            known: the keys, which the engine's page in `docs/engines` explains.
             numbers: those of whole numbers.
         """
         if self.handle:  # it runs, whatever this release thinks of its options
@@ -152,39 +151,33 @@ class Job:
         """Return the job whose run's folder this is; raise ConfigError if it was started without an engine."""
         try:
             rows = json.loads((folder / SUBMITTED).read_text(encoding="utf-8"))
+            handle, arguments = dict(rows["handle"]), tuple(rows["arguments"])
+            job = cls(_known_settings(rows["settings"]), rows["script"], arguments, folder, handle)
+            needed = _HANDLES[job.settings.engine or "ssh"]
         except FileNotFoundError:
             raise ConfigError(
                 f"{folder} is of a run that was started on this machine alone: no engine knows it. Ctrl-C at its "
                 "launcher ends it; with --elastic, `farflung launch --join` or the same --meet adds replicas."
             ) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, FarflungError) as error:
             raise _damaged(folder, str(error)) from None
-        return cls(*_read_rows(folder, rows))
+        except KeyError as error:
+            raise _damaged(folder, f"it has no usable {error}") from None
+        if not handle:
+            raise EngineFailure(
+                f"{folder.name} was not submitted: its engine refused it, or its launcher is about to submit it."
+            )
+        if wrong := [name for name, kind in needed.items() if not isinstance(handle.get(name), kind)]:
+            raise _damaged(folder, f"its handle has no usable {', '.join(wrong)}")
+        return job
 
 
-def _read_rows(folder: Path, rows: Any) -> tuple[LaunchSettings, str, tuple[str, ...], Path, Mapping[str, Any]]:
-    """Check what another release, or a torn write, may have left in the file of a submitted run."""
-    rows = rows if isinstance(rows, dict) else {}
-    stated, script, arguments, handle = (rows.get(name) for name in ("settings", "script", "arguments", "handle"))
-    if not (isinstance(stated, dict) and isinstance(script, str) and isinstance(handle, dict)):
-        raise _damaged(folder, "it lacks settings, script or handle")
-    if not isinstance(arguments, list) or not all(isinstance(word, str) for word in arguments):
-        raise _damaged(folder, "arguments are no list of words")
+def _known_settings(stated: Mapping[str, Any]) -> LaunchSettings:
+    """The launchers have their settings already: those that this release has no longer must not hide a running job."""
     known = {entry.name: stated[entry.name] for entry in fields(LaunchSettings) if entry.name in stated}
-    # The launchers have their settings already. Those that this release has no longer must not hide a running job.
-    for kept in (known, {name: known[name] for name in _TO_FIND if name in known}):
-        with suppress(ConfigError, TypeError, ValueError, AttributeError):
-            settings = LaunchSettings(**kept)
-            kinds = _HANDLES[settings.engine or "ssh"]
-            wrong = [name for name, kind in kinds.items() if not isinstance(handle.get(name), kind)]
-            if not handle:
-                raise EngineFailure(
-                    f"{folder.name} was not submitted: its engine refused it, or its launcher is about to submit it."
-                )
-            if wrong:
-                raise _damaged(folder, f"its handle has no usable {', '.join(wrong)}")
-            return settings, script, tuple(arguments), folder, handle
-    raise _damaged(folder, "its settings do not name an engine of this release")
+    with suppress(FarflungError, TypeError, ValueError, AttributeError):
+        return LaunchSettings(**known)
+    return LaunchSettings(**{name: known[name] for name in _TO_FIND if name in known})
 
 
 def _damaged(folder: Path, why: str) -> EngineFailure:

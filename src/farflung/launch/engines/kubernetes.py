@@ -26,21 +26,11 @@ from farflung.launch.folder import NONE
 from farflung.launch.supervisor import max_restarts
 from farflung.observe.folder import RUNS
 
-OPTIONS = {
-    "image": "the container image, with Python, farflung and the script in it; required",
-    "namespace": "where the job is made [default]",
-    "context": "the cluster, as kubeconfig calls it [its current one]",
-    "claim": "a persistent volume claim that all pods may write to; it is mounted at /workspace",
-    "folder": "the working folder in the container, where the script is [/workspace]",
-    "python": "the Python of the image [python3]",
-    "gpus": "nvidia.com/gpu of each pod",
-    "cpu": "cores that each pod asks for",
-    "memory": "memory that each pod asks for and may use, such as 16Gi",
-    "node_selector": "labels that a node must have: key=value;key=value",
-    "service_account": "the pods' service account",
-    "secret": "a secret whose keys become variables, such as a bucket's credentials",
-    "end_within": "seconds that a pod has to save and end after SIGTERM [120]",
-}
+# Keys of `engine_options`.
+_OPTIONS = (
+    *("image", "namespace", "context", "claim", "folder", "python", "gpus", "cpu", "memory", "node_selector"),
+    *("service_account", "secret", "end_within"),
+)
 _MOUNT = "/workspace"
 _CONTAINER, _JOB, _INDEX = "farflung", "batch.kubernetes.io/job-name", "batch.kubernetes.io/job-completion-index"
 _LONGEST_NAME = 41  # of 63, as a digest follows, and pods add their index and a word
@@ -77,7 +67,7 @@ class Kubernetes:
     outlives_launch = True
 
     def __init__(self, job: Job) -> None:
-        job.check_options(OPTIONS, numbers=("gpus", "end_within"))
+        job.check_options(_OPTIONS, numbers=("gpus", "end_within"))
         self._job, self._options = job, job.options
         word = re.sub(r"[^a-z0-9]+", "-", job.name.lower())
         digest = hashlib.sha256(os.fsencode(job.folder)).hexdigest()[:8]  # names may differ in what is left out

@@ -8,6 +8,8 @@ it, and replicas meet in a folder under it, unless `meet` names another place.
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -17,18 +19,25 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from string import Template
 from typing import Any, ClassVar, NamedTuple
 
-from farflung.base.errors import FarflungError, did_you_mean
+from farflung.base.errors import ConfigError, FarflungError, did_you_mean
 from farflung.base.events import Kind, record
 from farflung.base.words import counted
-from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, FAILED, EngineFailure
-from farflung.launch.engines.engine import Job
-from farflung.launch.engines.sbatch import batch_script, check_options
+from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, FAILED, REQUEUE, EngineFailure
+from farflung.launch.engines.engine import Job, launcher_command
 from farflung.launch.events import pass_on
 from farflung.launch.plan import command_line
+from farflung.launch.shell import sh_text, shell_line
 from farflung.observe.run import ObservedRun
 
+# Keys of `engine_options`: sbatch's own, by its names, and those of the batch script.
+_SBATCH = (
+    *("partition", "account", "qos", "time", "gres", "mem", "cpus_per_task", "constraint", "nodelist", "exclude"),
+    "reservation",
+)
+_OURS = ("python", "setup", "signal")
 _LOOK_S, _ASK_S, _ANSWER_WITHIN_S = 0.2, 2.0, 60.0  # at output files; for states
 _AWAY_S = 600.0  # for how long slurmctld may be away, such as while it is started again
 _OVER = (
@@ -37,6 +46,27 @@ _OVER = (
 )
 _NO_OUTPUT = BY_SIGNAL + 53  # what Slurm gives a job whose output file it can't open
 _OF_ONE_MACHINE = ("/tmp/", "/var/tmp/", "/dev/shm/", "/run/")
+
+_SCRIPT = Template("""\
+#!/bin/bash
+#SBATCH --job-name=$name
+#SBATCH --output=$output
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --nodes=$nodes
+#SBATCH --ntasks-per-node=1
+$directives
+unset "$${!FARFLUNG_@}"
+$enter
+$setup
+srun $flags \\
+    $command
+code=$$?
+if [ $$code -eq $again ]; then
+    scontrol requeue "$job"
+fi
+exit $$code
+""")
 
 
 class _JobState(NamedTuple):
@@ -59,8 +89,29 @@ class Slurm:
     outlives_launch: ClassVar[bool] = True
 
     def __init__(self, job: Job) -> None:
-        check_options(job)
         self._job, self._jobs, self._shown = job, list[str](), dict[Path, int]()  # bytes of output files
+        if not job.handle:
+            self._check_settings()
+
+    def _check_settings(self) -> None:
+        job = self._job
+        job.check_options((*_SBATCH, *_OURS), numbers=("signal", "cpus_per_task"))
+        if "signal" in job.options and not _heeds_signals(job):
+            raise ConfigError(
+                "engine_options has signal, at which only a run with --save_on_signal or --elastic saves."
+            )
+        job.check_key("A batch script would show it: have --key_file name a file that all nodes can read.")
+        placed = ("machine_rank", "main_process_ip", "main_process_port") if job.is_elastic else ("machine_rank",)
+        instead = " --meet says where replicas meet." if job.is_elastic else ""
+        job.check_left_out(placed, f"Slurm chooses the nodes. Leave it out.{instead}")
+        if odd := {*"\\%"} & {*str(job.folder)}:  # also in the path of a job's folder, which can't be quoted
+            raise ConfigError(
+                f"The run's folder is {str(job.folder)!r}, but Slurm takes {' and '.join(sorted(odd))} in names of "
+                "output files for patterns of its own. Name a folder without by --run_dir."
+            )
+        for key, value in job.options.items():
+            if key in _SBATCH and not value.isprintable():
+                raise ConfigError(f"engine_options has {key}={value!r}; a directive of sbatch is one line.")
 
     def check(self) -> None:
         """Find out whether there are such a partition, as many nodes, and a folder that they can share."""
@@ -206,3 +257,36 @@ def _run(*words: str) -> str:
     if done.returncode and "Invalid job id" not in message:
         raise EngineFailure(f"{words[0]} refused: {message or f'exit code {done.returncode}'}")
     return done.stdout
+
+
+def _heeds_signals(job: Job) -> bool:
+    return job.is_elastic or job.settings.save_on_signal is not None
+
+
+def batch_script(job: Job) -> str:
+    """Return the batch script: on each node a launcher; a job that ends with REQUEUE goes back into the queue."""
+    options = job.options
+    directives = {key: options[key] for key in _SBATCH if key in options}
+    flags = ["--kill-on-bad-exit=0"]
+    if "cpus_per_task" in directives:  # which srun does not take over from sbatch
+        flags.append(f"--cpus-per-task={directives['cpus_per_task']}")
+    if job.is_elastic:
+        directives["array"] = f"0-{job.count - 1}"
+        words = job.command(replicas=1, meet=job.settings.meet or (job.folder / "meet").as_uri())
+    else:
+        words = job.command(engine="slurm")  # which has no need of main_process_ip
+        flags += ["--label"] if job.count > 1 else []
+    if _heeds_signals(job):  # it would end any other run
+        directives["signal"] = f"USR1@{options.get('signal', 90)}"
+    return _SCRIPT.substitute(
+        name=re.sub(r"[^\w.+-]", "_", job.name, flags=re.ASCII),
+        output=f"slurm-{'%A_%a' if job.is_elastic else '%j'}.out",  # in the run's folder, where sbatch is called
+        enter=sh_text(f"cd {shlex.quote(os.getcwd())} || exit {ENGINE}"),
+        nodes=1 if job.is_elastic else job.count,
+        directives="\n".join(f"#SBATCH --{key.replace('_', '-')}={shlex.quote(directives[key])}" for key in directives),
+        setup=options.get("setup", ""),
+        flags=shlex.join(flags),
+        command=shell_line(launcher_command(words, options.get("python", sys.executable))),
+        again=REQUEUE,
+        job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.is_elastic else "$SLURM_JOB_ID",  # of one: the array's
+    )
