@@ -13,7 +13,7 @@ import torch
 from farflung.base import bars
 from farflung.base.errors import RankFailure
 from farflung.comm.c10d_transport import C10dTransport
-from farflung.comm.member_store import LauncherNotes
+from farflung.comm.member_store import Heartbeats, LauncherNotes
 from farflung.comm.state_transfer import StateReceiver, StateSender, TransferWatch
 from farflung.process.sockets import serve_store
 from farflung.testing.patience import patience
@@ -38,7 +38,7 @@ class Pair:
         return StateSender(lambda over: self.group(name, 0, over))
 
     def group(self, name, rank, is_over):
-        return self.transport.connect(name, rank, 2, TransferWatch(self.notes, 2 - rank, is_over))
+        return self.transport.connect(name, rank, 2, TransferWatch(Heartbeats(self.notes), 2 - rank, is_over))
 
 
 class Terminal(io.StringIO):
@@ -157,7 +157,7 @@ def test_a_receiver_goes_on_with_another_member_when_the_first_one_ends(pair):
 
 def test_the_waits_of_a_transfer_end_with_the_other_replica_or_when_it_is_stopped(pair):
     is_over = threading.Event()
-    watch = TransferWatch(pair.notes, 2, is_over.is_set)
+    watch = TransferWatch(Heartbeats(pair.notes), 2, is_over.is_set)
     watch.look(None, 1e6)  # nobody is late
     is_over.set()
     with pytest.raises(RankFailure, match="it was stopped"):

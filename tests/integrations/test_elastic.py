@@ -1,14 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`farflung.elastic.place()`: which part of the data a script reads that shares it out by itself."""
+"""A replica in the run of its launcher: its place among the data, and trainings that follow each other."""
 
 import json
+import os
 
 import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from farflung import Accelerator
+from farflung.base.errors import RankFailure
+from farflung.comm.address import transport_at
 from farflung.comm.c10d_transport import C10dTransport
 from farflung.comm.member_store import LauncherNotes
+from farflung.config import environ
+from farflung.data.slots import Slots
 from farflung.elastic import launched_membership, place
+from farflung.integrations.data_parallel import DDPTakeover
+from farflung.outer import OuterLoop, diloco
+from farflung.outer.arguments import OuterConfig
+from farflung.process.place import Place
 from farflung.process.sockets import serve_store
+from farflung.testing.ranks import run_ranks
+
+CONFIG = OuterConfig("diloco", every=4, lr=1.0, momentum=0.0, report="off")
 
 
 class Launched:
@@ -60,3 +77,89 @@ def test_the_ranks_of_a_replica_share_its_place(monkeypatch):
     run = Launched(monkeypatch, expected=2)
     places = [run.place(member, rank, size=2) for member in (0, 1) for rank in (0, 1)]
     assert places == [(0, 4), (1, 4), (2, 4), (3, 4)]
+
+
+class Fits:
+    """Trainings of one model that follow each other in a process, each with an outer loop of its own."""
+
+    def __init__(self):
+        self.model = nn.Linear(2, 1, bias=False)
+        nn.init.zeros_(self.model.weight)
+
+    def batches(self, sampler=None):
+        data = TensorDataset(torch.ones(5, 2))
+        return DataLoader(data, 1, sampler=None if sampler is None else sampler(data))
+
+    def train(self, model, optimizer, loader):
+        for (batch,) in loader:
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+
+    def optimizer(self):
+        return torch.optim.SGD(self.model.parameters(), lr=1.0)
+
+
+class Loops(Fits):
+    def fit(self):
+        optimizer = self.optimizer()
+        with OuterLoop(self.model, diloco(4, lr=1.0, momentum=0.0), membership=launched_membership()) as loop:
+            loop.attach(optimizer)
+            self.train(self.model, optimizer, self.batches())
+
+    def end(self):
+        return None
+
+
+class Prepared(Fits):
+    def __init__(self):
+        super().__init__()
+        self.accelerator = Accelerator(cpu=True, outer=CONFIG)
+
+    def fit(self):
+        self.train(*self.accelerator.prepare(self.model, self.optimizer(), self.batches()))
+        self.accelerator.free_memory()
+
+    def end(self):
+        self.accelerator.end_training()
+
+
+class Wrapped(Fits):
+    def __init__(self):
+        super().__init__()
+        self.takeover = DDPTakeover(CONFIG, Slots, Place.launched())
+        self.takeover.install()
+
+    def fit(self):
+        loader = self.batches(lambda data: DistributedSampler(data, 1, 0))
+        self.train(DistributedDataParallel(self.model), self.optimizer(), loader)
+
+    def end(self):
+        self.takeover.close()
+
+
+def fitted(host, address):
+    """The weight after each of three fits, and what a replica is told that starts meanwhile."""
+    board = transport_at(address).board
+    environ.export({"FARFLUNG_STORE": address, "FARFLUNG_RUN_DIR": "none"})
+    os.environ["FARFLUNG_MEMBER"] = str(LauncherNotes(board).enroll("replica"))
+    fits, weights = host(), []
+    for _ in range(3):
+        fits.fit()
+        weights.append(fits.model.weight.tolist())
+    os.environ["FARFLUNG_MEMBER"] = str(LauncherNotes(board).enroll("restarted"))
+    try:
+        OuterLoop(nn.Linear(2, 1, bias=False), diloco(4, lr=1.0, momentum=0.0), membership=launched_membership())
+    except RankFailure as error:
+        return weights, str(error)
+    finally:
+        fits.end()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("host", [Loops, Prepared, Wrapped])
+def test_a_process_may_train_several_times_in_one_run(tmp_path, host):
+    transport_at(tmp_path.as_uri()).board.put("run", json.dumps({"expected": 1, "most": 2}).encode())
+    ((weights, told),) = run_ranks(fitted, 1, host, tmp_path.as_uri())
+    assert weights == [[[-5.0, -5.0]], [[-10.0, -10.0]], [[-15.0, -15.0]]]
+    assert "second fit" in told

@@ -558,7 +558,7 @@ def test_ranks_that_are_asked_to_end_leave_their_replica_at_one_step_with_its_st
     pull(tmp_path.as_uri(), tmp_path / "x.safetensors")
     found = load_file(tmp_path / "x.safetensors")
     assert all(torch.equal(found[name], x) for name, x in weights.items())
-    assert LauncherNotes(board).get("left", member) == "it was asked to end, and did so after a round"
+    assert LauncherNotes(board).why_left(member) == "it was asked to end, and did so after a round"
 
 
 def failing_in_shards(address, failing):

@@ -23,7 +23,9 @@ _HEARTBEATS_LOST, _LEAST_LOST_S = 2.5, 2.5  # intervals without a heartbeat of a
 _OF_GENERATION = re.compile(r"g(\d+)/")
 # What is written once and needed for as long as the run lasts.
 _OF_LOG = re.compile(r"(ends|loops/\d+|place/\d+|loop\d+/(?:generation|saved)|data/\d+/epochs)/\d+")
-_LASTING = re.compile(r"run|(?:name|machine|process|in|gone|left|lates)/\d+|launchers/.+|loop\d+/g\d+/ready/\d+")
+_LASTING = re.compile(
+    r"run|(?:name|machine|process|in|gone|left|lates)/\d+|launchers/.+|loop\d+/(?:g\d+/ready|left)/\d+"
+)
 _FIRST = "first"  # the launcher that prints all events
 
 _Row = TypeVar("_Row")
@@ -100,8 +102,10 @@ class LauncherNotes:
         name, machine      how a member is called; which launcher looks after it, if any does
         process            its process, as its launcher identifies it
         gone, stopped      how its process has ended; there while it is stopped
-        in, left           there once it has been in a generation; why it no longer takes part: `done` if its work is,
-                           `too late` if it asked to be admitted after the run had ended
+        in                 there once it has been in a generation
+        left               why it no longer takes part: `done` if its process has ended well, `too late` if it asked to
+                           be admitted after the run had ended
+        loop<number>/left  why it no longer takes part in one of its outer loops: `done` if that has ended
         lates              how often it was excluded because it was late
         loops              its outer loops, which are numbered as other members number theirs
         ends               a log in which each end of a process gets a number
@@ -149,10 +153,28 @@ class LauncherNotes:
 
     def number_of_loop(self, member: int) -> int:
         """Return a number for one more outer loop of a member."""
-        number = Log(self.board, f"loops/{member}").count()
+        number = self._loops_of(member).count()
         if number == 1 and self.get("in", member):
             raise vanished(f"loops/{member}")
         return number
+
+    def leave_loop(self, loop: str, member: int, why: str) -> None:
+        """Record why a member no longer takes part in one of its outer loops; a script may go on to another."""
+        self.board.put(f"{loop}/left/{member}", why.encode())
+
+    def why_left(self, member: int, loop: str = "") -> str:
+        """Return why a member no longer takes part in an outer loop, or else in its latest; empty if it does."""
+        if left := self.get("left", member):
+            return left
+        return self.read(f"{loop or f'loop{self._loops_of(member).last()[0]}'}/left/{member}")
+
+    def is_done_with(self, member: int, loop: str) -> bool:
+        """Return whether a member's work in an outer loop is done, or it has gone on from there to a later one."""
+        left = self.why_left(member, loop)
+        return left == DONE or (bool(left) and self._loops_of(member).last()[0] > int(loop.removeprefix("loop")))
+
+    def _loops_of(self, member: int) -> Log:
+        return Log(self.board, f"loops/{member}")
 
     def note_end(self, member: int, how: str) -> None:
         self.put("gone", member, how)
@@ -194,7 +216,7 @@ class LauncherNotes:
         for key in self.board.list("process/"):
             member = int(key.rpartition("/")[2])
             if has_ended(self.read(key)):
-                if not self.get("gone", member) and not self.get("left", member):
+                if not self.get("gone", member) and not self.why_left(member):
                     self.note_end(member, "ended after its launcher")
                 self.forget(member, "process")
         for key in self.board.list("launchers/"):
@@ -247,22 +269,28 @@ class LauncherNotes:
 
 
 class Heartbeats:
-    """Decides from the heartbeats of launchers whether their members are alive; nothing else does."""
+    """Decides from the heartbeats of launchers whether their members are alive; nothing else does.
 
-    def __init__(self, notes: LauncherNotes) -> None:
-        self._notes = notes
+    Args:
+        loop: the outer loop that they are members of.
+    """
+
+    def __init__(self, notes: LauncherNotes, loop: str = "") -> None:
+        self._notes, self._loop = notes, loop
         self._beats: dict[str, tuple[str, float]] = {}  # by machine: the latest one, and since when it is there
 
     def over(self, notes: LauncherNotes) -> Heartbeats:
         """Return the same, read from a board with another patience."""
-        found = Heartbeats(notes)
+        found = Heartbeats(notes, self._loop)
         found._beats = self._beats
         return found
 
     def ended(self, member: int) -> str:
-        """Return how a member has ended or left; empty while no record says that it has."""
-        left = self._notes.get("left", member)
-        return self._notes.get("gone", member) or ("its work is done" if left == DONE else left)
+        """Return how a member has ended, or left the loop; empty while no record says that it has."""
+        if gone := self._notes.get("gone", member):
+            return gone
+        left = self._notes.why_left(member, self._loop)
+        return "its work is done" if left == DONE else left
 
     def silent_s(self, member: int) -> float:
         """Return how many seconds the launcher of a member has been silent, if those are too many; else 0."""

@@ -20,7 +20,7 @@ from farflung.base.bars import Bar, bar
 from farflung.base.errors import RankFailure, Unreachable
 from farflung.comm.fingerprint import bytes_of, fingerprint
 from farflung.comm.group import Group
-from farflung.comm.member_store import Heartbeats, LauncherNotes
+from farflung.comm.member_store import Heartbeats
 from farflung.comm.threads import start_until_exit
 from farflung.comm.transport import Entered
 
@@ -219,8 +219,8 @@ class TransferWatch:
 
     connect_s = _CONNECT_S
 
-    def __init__(self, notes: LauncherNotes, other: int, is_over: Callable[[], bool]) -> None:
-        self._heartbeats, self._other, self._is_over = Heartbeats(notes), other, is_over
+    def __init__(self, heartbeats: Heartbeats, other: int, is_over: Callable[[], bool]) -> None:
+        self._heartbeats, self._other, self._is_over = heartbeats, other, is_over
 
     def look(self, entered: Entered, waited_s: float) -> None:
         with suppress(Unreachable):

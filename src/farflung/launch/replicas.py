@@ -235,7 +235,7 @@ class _Launcher:
         """Record the ends of members' processes that are not in the store yet; return what `_note_end` does, by id."""
         ends = {}
         for member, (code, how) in list(self._unrecorded.items()):
-            ends[member] = bool(notes.get("in", member)), notes.get("left", member)
+            ends[member] = bool(notes.get("in", member)), notes.why_left(member)
             if code:
                 notes.note_end(member, how)
             else:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from farflung.base.causes import Cause
 from farflung.base.errors import ConfigError, RankFailure
 from farflung.base.events import Event, Kind
-from farflung.comm.member_store import DONE, LATE, Ask, Record
+from farflung.comm.member_store import LATE, Ask, Record
 from farflung.comm.saved_state import Saved
 from farflung.outer.membership import Needs
 from farflung.outer.peers import Peers, other_versions, unlike, unlike_tensors
@@ -21,7 +21,10 @@ _logger = logging.getLogger(__name__)
 
 _PAUSES = 4  # of the board, between two looks whether this replica is admitted
 _ASK_S = 0.5  # how often one that asks looks who could admit it
-_RUN_ENDED = "The run has ended: the others have done their work. Nothing is left to join."
+_RUN_ENDED = (
+    "The run has ended: the others have done their work. Nothing is left to join. If they train on, as in a second fit "
+    "of the script, a process that starts again can't follow them there."
+)
 _LONGEST_PAUSE_S = 60.0  # before one that was late several times asks again
 
 
@@ -87,7 +90,7 @@ class Admission:
         """
         heartbeats = self._peers.heartbeats
         came_back = {ask.member for ask in asks if ask.last >= record.number} | {self._member}
-        if any(self._notes.get("left", one) == DONE for one in record.ids):
+        if any(self._notes.is_done_with(one, self._peers.loop) for one in record.ids):
             self.is_over = True
             self._notes.put("left", self._member, LATE)
             raise RankFailure(_RUN_ENDED, Cause.RUN_ENDED)

@@ -277,7 +277,7 @@ class Elastic:
     def _note_left(self, reason: str) -> None:
         if not self._admission.is_over:
             with suppress(Unreachable):
-                self.peers.notes.put("left", self.member, reason or DONE)
+                self.peers.notes.leave_loop(self.peers.loop, self.member, reason or DONE)
 
     def _writes_last(self, saver: Saver, record: Record, reason: str) -> bool:
         """Return whether this replica writes the last state: no member before it does.

@@ -57,7 +57,7 @@ class Peers:
         own = board.part(loop)
         self.loop = loop
         self.notes = LauncherNotes(board)
-        self.heartbeats = Heartbeats(self.notes)
+        self.heartbeats = Heartbeats(self.notes, loop)
         self.members_soon, self.notes_soon = MemberStore(own.patient(_SOON_S)), LauncherNotes(board.patient(_SOON_S))
         self.heartbeats_soon = self.heartbeats.over(self.notes_soon)
         self.members, self.at_once = MemberStore(own), MemberStore(own.patient(0))

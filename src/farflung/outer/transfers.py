@@ -109,7 +109,7 @@ class Transfers:
                     self._peers.at_once.begin_transfer(newcomer, name, self._member)
 
     def _connected(self, name: str, rank: int, other: int, is_over: Callable[[], bool]) -> Group:
-        watch = TransferWatch(self._peers.notes, other, is_over)
+        watch = TransferWatch(self._peers.heartbeats.over(self._peers.notes), other, is_over)
         return self._transport.connect(f"{self._peers.loop}/{name}/c{self._island.rank}", rank, 2, watch)
 
     # ---- of a newcomer
