@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -31,9 +31,6 @@ from farflung.process.mesh import cut_sequences
 from farflung.process.world import World
 from farflung.resume.run import Run
 from farflung.strategy.base import Strategy
-
-if TYPE_CHECKING:
-    pass
 
 
 def _joined(run: Run) -> World:

@@ -105,13 +105,13 @@ class Log:
     def last(self) -> tuple[int, bytes | None]:
         """Return the number and the value of the latest decision; 0 and None if there is none yet."""
         number, value = self._known
-        if self._get(number + 1) is None and self._get(number) == value:
+        if self.get(number + 1) is None and self.get(number) == value:
             return self._known
         until = time.monotonic() + _LATE_S
         while True:
             found = max((one for one in self._numbers() if one >= number), default=number)
-            content = self._get(found)
-            while (later := self._get(found + 1)) is not None:
+            content = self.get(found)
+            while (later := self.get(found + 1)) is not None:
                 found, content = found + 1, later
             if found > number and content is not None:
                 self._known = found, content
@@ -125,7 +125,7 @@ class Log:
     def renew(self) -> None:
         """Write the latest two decisions again, unless others have deleted them: a purge deletes what is old."""
         last, _ = self.last()
-        rows = {number: self._get(number) for number in (0, last - 1, last) if number >= 0}
+        rows = {number: self.get(number) for number in (0, last - 1, last) if number >= 0}
         for number, content in rows.items():
             if content is not None:
                 self._board.put(self._key(number), content)
@@ -134,14 +134,14 @@ class Log:
 
     def get(self, number: int) -> bytes | None:
         """Return a decision, the latest or one before it; None if it is not there, or not any more."""
-        return self._get(number)
+        return self._board.get(self._key(number))
 
     def append(self, after: int, value: bytes) -> bool:
         """Append a decision, unless there is one after the number `after`; return whether it counts."""
         known, before = self._known if self._known[0] == after else self.last()
         if known != after or not self._board.put_new(self._key(after + 1), value):
             return False
-        if self._get(after) != before:
+        if self.get(after) != before:
             self._board.delete(self._key(after + 1))
             return False
         self._known = after + 1, value
@@ -161,9 +161,6 @@ class Log:
 
     def _key(self, number: int) -> str:
         return f"{self._name}/{number}"
-
-    def _get(self, number: int) -> bytes | None:
-        return self._board.get(self._key(number))
 
     def _numbers(self) -> list[int]:
         return [int(key.rpartition("/")[2]) for key in self._board.list(f"{self._name}/")]

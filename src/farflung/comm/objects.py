@@ -27,10 +27,7 @@ _T = TypeVar("_T")
 Act: TypeAlias = Literal["write", "create", "read", "list", "delete"]
 
 PATIENCE_S = 60.0
-_FIRST_PAUSE_S, _PAUSES = (
-    0.2,
-    12,
-)  # before a failed request is retried; the minimum number of retries within the patience
+_FIRST_PAUSE_S, _PAUSES = 0.2, 12  # before a failed request is retried; retries within the patience, at least
 _APART_S = 2.0  # between two failed requests of one outage, at most
 
 

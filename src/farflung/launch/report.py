@@ -91,12 +91,8 @@ def in_order(failures: Sequence[Failure]) -> tuple[list[Failure], list[Failure]]
     failed = [failure for failure in failures if failure not in ended]
     if not failed:  # each was asked to end; the agent lists first the one that another program asked
         failed, ended = ended[:1], ended[1:]
-    return sorted(failed, key=lambda failure: (_distance(failure), failure.time_s)), ended
-
-
-def _distance(failure: Failure) -> int:
-    """How far from the cause of everything: 0 a fault, 1 an error of its own, 2 the loss of another rank."""
-    return {Cause.FAULT: 0, Cause.PEER: 2, Cause.LATE: 2}.get(failure.cause, 1)
+    failed.sort(key=lambda one: (one.cause.is_of_others, one.cause is not Cause.FAULT, one.time_s))
+    return failed, ended
 
 
 def explain(
@@ -116,13 +112,15 @@ def explain(
     failed, ended = in_order(failures)
     cause = failed[0]
     parts = [cause.traceback.rstrip() if cause.traceback else _without_traceback(cause)]
-    others = [f"rank {other.rank} failed too: {in_short(other)}" for other in failed[1:] if _distance(other) < 2]
-    others += _listed([other for other in failed[1:] if _distance(other) == 2], "lost the connection to it")
+    others = [
+        f"rank {other.rank} failed too: {in_short(other)}" for other in failed[1:] if not other.cause.is_of_others
+    ]
+    others += _listed([other for other in failed[1:] if other.cause.is_of_others], "lost the connection to it")
     others += _listed(ended, "ended by the launcher")
     if finished:
         others.append(
             f"{numbered('rank', finished)} ended with exit code 0"
-            + (" while others still needed it, which is the cause." if _distance(cause) == 2 else ".")
+            + (" while others still needed it, which is the cause." if cause.cause.is_of_others else ".")
         )
     elif cause.cause is Cause.PEER and others_at is not None:
         others.append("The cause is on another machine; see the report there.")

@@ -219,7 +219,12 @@ class Connections(Generic[L]):
         if self._is_elastic:
             return next(filter(None, codes), DONE if codes else FAILED)
         failures = [(event, connection) for connection in connections for event in connection.failures]
-        failures.sort(key=lambda pair: (_has_lost_a_peer(pair[0]), pair[0].facts.get("failed_at", 0.0)))
+
+        def order(failure: tuple[Event, L]) -> tuple[bool, float]:
+            facts = failure[0].facts
+            return Cause(facts.get("cause", Cause.OWN)).is_of_others, facts.get("failed_at", 0.0)
+
+        failures.sort(key=order)
         gone = next((connection for connection in connections if connection.is_gone), None)
         facts: dict[str, Any] = {}
         if gone is not None:
@@ -243,9 +248,10 @@ class Connections(Generic[L]):
         """Print what a host prints, a whole line at a time with its name before it."""
         for is_report, line in split_reports(source, self._mark):
             text = line.decode(errors="replace")
-            row = _row_of(text) if is_report else None
-            event = None if row is None else Event.of_row(row)
-            if row is None or event is None:
+            event: Event | None = None
+            with suppress(ValueError):  # it is cut off
+                event = Event.of_row(json.loads(text)) if is_report else None
+            if event is None:
                 if out is sys.stderr:
                     connection.last_line = text.rstrip()
                 self._print(b"[%s] %s\n" % (connection.host.encode(), line.removesuffix(b"\n")), out)
@@ -254,7 +260,7 @@ class Connections(Generic[L]):
             connection.failures += [event] if is_failure else []
             connection.has_reported_end = connection.has_reported_end or event.kind is Kind.ENDED
             if self._settings.json:
-                self._print(f"{json.dumps(row | {'host': connection.host})}\n".encode(), out)
+                self._print(f"{json.dumps(event.row() | {'host': connection.host})}\n".encode(), out)
             elif is_failure and self._is_elastic:
                 with self._lock:
                     record(Kind.FAILED, message=words(event), report=event.facts["report"])
@@ -276,7 +282,7 @@ class ForegroundEngine(Generic[L]):
     def follow(self) -> int:
         if by := self._job.handle:
             raise EngineFailure(
-                f"{self._job.name} was started by {self._job.settings.engine or 'ssh'}: process {by['pid']} on "
+                f"{self._job.name} was started by {self._job.engine}: process {by['pid']} on "
                 f"{by['machine']} shows what it prints, and nobody else gets it. `farflung watch {self._job.name}` "
                 "shows where it is."
             )
@@ -306,15 +312,3 @@ def _read(pipe: IO[bytes]) -> Iterator[bytes]:
     """Yield the lines of a pipe, and close it."""
     with pipe:
         yield from pipe
-
-
-def _row_of(report: str) -> dict[str, Any] | None:
-    """Return the JSON object that a launcher, of this version or another, reports; None for a line that is cut off."""
-    with suppress(ValueError):
-        row = json.loads(report)
-        return row if isinstance(row, dict) else None
-    return None
-
-
-def _has_lost_a_peer(failure: Event) -> bool:
-    return Cause(failure.facts.get("cause", Cause.OWN)).is_of_others

@@ -59,6 +59,11 @@ class Job:
                 raise ConfigError(f"{word!r} can't be an argument of a program. Leave NUL and lone surrogates out.")
 
     @property
+    def engine(self) -> str:
+        """The name of what starts it."""
+        return self.settings.engine or "ssh"
+
+    @property
     def is_elastic(self) -> bool:
         """Whether it consists of replicas that come and go, each a small job of its own."""
         return self.settings.elastic is not None
@@ -111,7 +116,7 @@ class Job:
         for key, value in self.options.items():
             if key not in known:
                 raise ConfigError(
-                    f"engine_options has the key {key!r}, which {self.settings.engine or 'ssh'} does not know; use one "
+                    f"engine_options has the key {key!r}, which {self.engine} does not know; use one "
                     f"of {', '.join(known)}.{did_you_mean(key, known)}"
                 )
             if key in numbers and not value.isdecimal():
@@ -153,7 +158,7 @@ class Job:
             rows = json.loads((folder / SUBMITTED).read_text(encoding="utf-8"))
             handle, arguments = dict(rows["handle"]), tuple(rows["arguments"])
             job = cls(_known_settings(rows["settings"]), rows["script"], arguments, folder, handle)
-            needed = _HANDLES[job.settings.engine or "ssh"]
+            needed = _HANDLES[job.engine]
         except FileNotFoundError:
             raise ConfigError(
                 f"{folder} is of a run that was started on this machine alone: no engine knows it. Ctrl-C at its "

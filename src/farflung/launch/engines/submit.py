@@ -23,18 +23,10 @@ from farflung.launch.folder import NONE, SUBMITTED, RunFolder
 from farflung.launch.plan import Script
 from farflung.observe.folder import RUNS, named_run
 
-# By the names of the setting `engine`.
-_ENGINES = {
-    "ssh": "farflung.launch.engines.ssh:Ssh",
-    "slurm": "farflung.launch.engines.slurm:Slurm",
-    "ray": "farflung.launch.engines.ray:Ray",
-    "kubernetes": "farflung.launch.engines.kubernetes:Kubernetes",
-}
-
 
 def _engine_of(job: Job) -> Engine:
-    module, name = _ENGINES[job.settings.engine or "ssh"].split(":")
-    made: Engine = getattr(import_module(module), name)(job)
+    """Return `Ssh` of `ssh.py`, `Slurm` of `slurm.py` and so on; each loads what it needs alone."""
+    made: Engine = getattr(import_module(f"farflung.launch.engines.{job.engine}"), job.engine.capitalize())(job)
     return made
 
 
@@ -61,7 +53,7 @@ class Submitted:
     def prepare(self) -> dict[str, Any]:
         self._job = self._engine.check() or self._job
         noun = "replicas" if self._job.is_elastic else "machines"
-        return {"engine": self._job.settings.engine or "ssh", noun: self._job.count}
+        return {"engine": self._job.engine, noun: self._job.count}
 
     def follow(self, folder: RunFolder) -> int:
         if folder.path is None:
@@ -69,7 +61,7 @@ class Submitted:
                 "An engine keeps in the run's folder what it has submitted. Name one that can be written."
             )
         job = replace(self._job, folder=folder.path)
-        engine, where = _engine_of(job), job.settings.engine or "ssh"
+        engine, where = _engine_of(job), job.engine
         try:
             if not (job.folder / SUBMITTED).exists():  # if this one is refused, the job before stays in reach
                 job.write({})  # before anything of it can start
