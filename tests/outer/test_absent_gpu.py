@@ -40,8 +40,9 @@ def check_same(here, there):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_ends_with_the_cpus_bits_and_waits_for_the_device_in_rounds_alone(name):
-    there = run_replicas(learnt, 4, name, "cuda")
-    check_same(there, run_replicas(learnt, 4, name, "cpu"))
+    size = 4 if name in ("hierarchical", "gossip", "noloco") else 2  # what two replicas can't show
+    there = run_replicas(learnt, size, name, "cuda")
+    check_same(there, run_replicas(learnt, size, name, "cpu"))
     for _, waits in there:
         if name not in ("hierarchical", "streaming_diloco", "streaming_diloco without delay"):  # due in each step
             assert waits.count(0) >= STEPS / 3
