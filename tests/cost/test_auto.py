@@ -25,7 +25,8 @@ RUN = Measurements(Link(100 * MBIT, 1e-3), (0.05, 0.05), 2, 385_000, 4, 0, 1, 10
         (5, 10_000, {"parameters": 14_000_000, "step_s": (0.5, 0.5)}, "streaming_diloco"),
         (100, 60, {}, "diloco"),
         (5, 140, {"parameters": 14_000_000, "step_s": (0.5, 0.5)}, "sparse_loco"),
-        (100, 10_000, {"step_s": (0.05, 0.1)}, "edit"),
+        (5, 10_000, {"step_s": (0.05, 0.1)}, "streaming_diloco"),
+        (5, 10_000, {"step_s": (0.05, 0.1), "is_fixed": False}, "diloco"),
         (5, 2_000, {"is_direct": False, "link": Link(5 * MBIT, 0.2)}, "streaming_diloco"),
     ],
 )
@@ -105,6 +106,7 @@ def after(shares, now=NOW, steps=100_000, at=1_000, members=2):
         ([0.05] * 50, Interval(32), None),
         ([0.0] * 10, Interval(32), (10, Interval(16))),
         ([0.0] * 10, Interval(8), None),  # shorter ones kept no more in the tests
+        ([0.0] * 10, Interval(8, 3, 2), None),  # nor did a shorter delay
         ([0.3, 0.05] * 30, Interval(32), None),  # half of the rounds, as with a replica that is slow for a while
         ([0.12] * 10, Interval(64, 3, 4), (6, Interval(64, 3, 7))),  # hidden by a longer delay
         ([0.5] * 10, Interval(64, 3, 4), (6, Interval(128, 3, 8))),

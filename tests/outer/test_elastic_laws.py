@@ -185,7 +185,7 @@ def test_one_that_is_late_again_and_again_hears_what_helps_and_waits_longer():
     peers = Members(Record(1, 1, (1, 2))).member(1).peers
     assert [_late_facts(peers, 2) for _ in range(3)][1:] == [{"num_lates": n, "pause_s": 2.0**n} for n in (2, 3)]
     event = Event.now(Kind.LOST, "member 2", 2, why="late", has_state=True, replicas=1, **_late_facts(peers, 2))
-    assert "late 4 times so far: rounds by time, such as edit(seconds=...)" in str(event)
+    assert "late 4 times so far: rounds by time, such as diloco(seconds=...)" in str(event)
     assert "it asks again in 16 s" in str(event)
 
 

@@ -89,6 +89,7 @@ def test_a_run_of_few_rounds_is_warned_of_and_a_longer_one_is_not():
 def test_a_recipe_says_of_itself_whether_a_run_is_short():
     assert local_sgd(8).few_rounds(80) == ""
     assert edit(seconds=1.0).few_rounds(1) == ""
+    assert diloco(seconds=1.0).few_rounds(1) == ""
     assert "79 steps make 9 rounds of 8" in local_sgd(8).few_rounds(79)
     assert "100 steps make 0 rounds of 8" in post_local_sgd(100, 8).few_rounds(100)
 

@@ -436,7 +436,7 @@ def test_advice_is_by_cause_and_names_what_can_be_set():
     assert "(every=), send fewer bits (codec=), or let rounds overlap" in meter.advice(by_flags=False)
     assert "(--outer-every), send fewer bits (--outer-codec), or let rounds overlap" in meter.advice(by_flags=True)
     meter.add("seconds_voting", 70.0)
-    for by_flags, by_time in (False, "(edit(seconds=10))"), (True, "(--outer edit --outer-seconds 10)"):
+    for by_flags, by_time in (False, "(diloco(seconds=10))"), (True, "(--outer diloco --outer-seconds 10)"):
         advice = meter.advice(by_flags)
         assert "89% of that for slower ranks: start rounds by time" in advice
         assert by_time in advice

@@ -187,8 +187,8 @@ def _late_again(facts: Mapping[str, Any]) -> str:
     if facts.get("num_lates", 0) < 2:
         return ""
     return (
-        f" (late {facts['num_lates']} times so far: rounds by time, such as edit(seconds=...), fewer steps a round, or "
-        f"a longer --grace_s would keep it; it asks again in {in_seconds(facts['pause_s'])})"
+        f" (late {facts['num_lates']} times so far: rounds by time, such as diloco(seconds=...), fewer steps a round, "
+        f"or a longer --grace_s would keep it; it asks again in {in_seconds(facts['pause_s'])})"
     )
 
 

@@ -18,7 +18,7 @@ from farflung.outer.trial import Measurements
 WAITING = 0.05  # the share of the time that a recipe may wait
 ROUNDS = 20  # that a run has at least
 ASSUMED_STEPS = 2_000  # of a run whose length nobody knows
-UNEVEN = 1.3  # from this ratio of the seconds of a step on, rounds start by time
+UNEVEN = 1.3  # from this ratio of the seconds of a step on, rounds of replicas that come and go start by time
 FOREVER = 10**9  # steps of a warm-up that is data-parallel training
 
 _AVERAGING_S = 1.5  # an exchange of gradients that takes longer is not tried
@@ -88,15 +88,15 @@ def choose(measured: Measurements) -> Choice:
     turn = in_seconds(measured.link.turn_s)
     line = f"{in_rate(run.bandwidth_bps)}, {turn} {'a turn' if measured.is_direct else 'an exchange'}"
     facts = f"{counted(run.replicas, 'replica')} of {run.parameters:,} parameters, {in_seconds(run.step_s)} a step, "
-    facts += f"{line}, {length}"
-    if max(measured.step_s) > UNEVEN * min(measured.step_s):
+    ratio = max(measured.step_s) / min(measured.step_s)
+    facts += f"{ratio:.1f} times that for the slowest, " * (ratio > UNEVEN) + f"{line}, {length}"
+    if ratio > UNEVEN and not measured.is_fixed:  # fixed replicas have as many steps each: some wait in any case
         every = next(
             (row.method.every for row in found if row.method.name.startswith("diloco")), max(1, steps // ROUNDS)
         )
         seconds = float(f"{every * run.step_s:.2g}")
-        ratio = f"the slowest replica takes {max(measured.step_s) / min(measured.step_s):.1f} times as long for a step"
-        settings = OuterSettings("edit", seconds=seconds, codec="e3m0")
-        return Choice(settings, f"{facts}; {ratio}, so rounds start by time. The same by hand: {flags(settings)}")
+        settings = OuterSettings("diloco", every=every, seconds=seconds, codec="e3m0")
+        return Choice(settings, f"{facts}; rounds start by time. The same by hand: {flags(settings)}")
     if found and found[0].outer is None:
         settings = OuterSettings("post_local_sgd", warmup=FOREVER)
         why = f"{facts}; plain data parallelism is best here: it waits {1 - found[0].cost.utilization:.1%} of the time"
@@ -208,5 +208,5 @@ def _shorter(now: Interval) -> Interval:
     least = min(now.every, max(now.fragments, max(measured, key=lambda every: measured[every])))
     every = max(least, math.ceil(now.every / 2))
     if every == now.every:
-        return replace(now, delay=min(now.delay, max(1, math.ceil(now.delay / 2))))
+        return now  # a shorter delay alone keeps hardly more, and no longer hides replicas that are uneven for a moment
     return replace(now, every=every, delay=min(now.delay, max(1, every // _LATEST)))

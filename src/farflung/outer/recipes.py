@@ -156,6 +156,7 @@ def slowmo(every: int = _SELDOM, *, alpha: float = 1.0, beta: float = 0.6, codec
 def diloco(
     every: int = _SELDOM,
     *,
+    seconds: float | None = None,
     rounds: int | None = None,
     lr: float | None = None,
     momentum: float | None = None,
@@ -177,6 +178,9 @@ def diloco(
 
     Args:
         every: sync interval H, in optimizer steps.
+        seconds: seconds between two rounds, instead of H steps: fast replicas do more steps than slow ones. Call
+            `gather` or `save_state` where all ranks come together: after an epoch or a flush. H then only says about
+            how many steps that is, for the learning rate.
         rounds: planned number of rounds, if known: a constant momentum that needs more of them gets a warning.
         lr: learning rate of the outer optimizer.
         momentum: momentum of the outer optimizer, the same in all rounds. None: it grows with them.
@@ -190,7 +194,7 @@ def diloco(
 
     Source: DiLoCo (arXiv:2311.08105); `radial` is of Decoupled DiLoCo (arXiv:2604.21428).
     """
-    schedule = Every(every)
+    schedule: Schedule = Every(every) if seconds is None else ByTime(seconds)
     return _anchored(schedule, codec, _nesterov(every, lr, momentum, rounds, nesterov), radial=radial)
 
 
@@ -324,8 +328,7 @@ def edit(
 
     Args:
         every: by default 32 steps, unless `seconds` is given.
-        seconds: seconds between two rounds, instead of `every`; fast replicas do more steps than slow ones. Call
-            `gather` or `save_state` where all ranks come together: after an epoch or a flush.
+        seconds: seconds between two rounds, instead of `every`; see `diloco`.
         lr: learning rate of the outer optimizer.
         momentum: momentum of the outer optimizer.
         threshold: z-score of a replica's norm, against its own history, above which the replica is left out.

@@ -162,7 +162,7 @@ class Meter:
             share += f"{voting:.0%} of that for slower ranks: "
             if voting > 0.5:  # fewer bytes or rounds would leave the slow ones as slow as they are
                 seconds = option("seconds", f"{now.seconds_total / now.rounds:.2g}")
-                by_time = f"--outer edit {seconds}" if by_flags else f"edit({seconds})"
+                by_time = f"--outer diloco {seconds}" if by_flags else f"diloco({seconds})"
                 share += f"start rounds by time ({by_time}), so that each rank makes the steps that it has time "
                 said.append(f"{share}for, or give slower ranks less work per step.")
             else:

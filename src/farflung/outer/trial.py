@@ -70,6 +70,7 @@ class Measurements:
     is_direct: bool  # the members are connected with each other
     is_averaged: bool  # gradients were, in the steps that were timed, whose seconds include the exchange
     may_average: bool  # replicas are alike in all, also in the state of their optimizers
+    is_fixed: bool = True  # the members; those that come and go divide the work by what each gets done
 
 
 class Tuner(Protocol):
@@ -312,6 +313,7 @@ class RecipeTrial:
             is_direct=not _is_by_objects(quorum.group),
             is_averaged=self._recipe.warmup > 0 and self._waits_in_steps,
             may_average=self._recipe.warmup > 0,
+            is_fixed=quorum.membership.is_fixed,
         )
 
     def _decide(self, measured: Measurements) -> Recipe:
