@@ -19,7 +19,7 @@ with bars.bar("Reading [one]", 3_400_000_000, {is_shown}) as bar:
     bar.advance(600_000_000)
     {pause}
     bar.advance(600_000_000)
-assert bar.num_bytes == 1_200_000_000
+assert bar.num_done == 1_200_000_000
 print("done", "rich" in sys.modules, "torch" in sys.modules)
 """
 NOW, NEVER = "bars._PATIENCE_S = 0", "bars._PATIENCE_S = 1e9"

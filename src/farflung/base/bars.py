@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bars for long work on bytes: on a terminal alone, and only while the work takes longer than a moment."""
+"""Bars for long work: on a terminal alone, and only while the work takes longer than a moment."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ _REDRAW_S = 0.1
 
 
 class Bar:
-    """Counts bytes that are done, and draws how many of `total_bytes` they are. No thread draws but those that count.
+    """Counts bytes, or steps, that are done, and draws how many of `total` they are; only threads that count draw.
 
     Attributes:
-        num_bytes: done so far.
-        total_bytes: to be done in all; it may change.
+        num_done: so far.
+        total: to be done in all; it may change.
     """
 
-    def __init__(self, what: str, total_bytes: int, is_shown: bool) -> None:
-        self.num_bytes = 0
-        self._what, self.total_bytes = what, total_bytes
+    def __init__(self, what: str, total: int, is_shown: bool, of_bytes: bool = True) -> None:
+        self.num_done, self.total = 0, total
+        self._what, self._of_bytes = what, of_bytes
         self._due_at = time.monotonic() + _PATIENCE_S if is_shown else math.inf  # when it is drawn next
         self._drawn: Any = None
         self._lock = Lock()
 
-    def advance(self, num_bytes: int) -> None:
-        """Count bytes that are done now; any thread may call it."""
+    def advance(self, number: int) -> None:
+        """Count what is done now; any thread may call it."""
         with self._lock:
-            self.num_bytes += num_bytes
+            self.num_done += number
             if (now := time.monotonic()) < self._due_at:
                 return
             self._due_at = now + _REDRAW_S
             try:
-                self._drawn = self._drawn or _drawn(self._what)
-                done = {"completed": self.num_bytes, "total": self.total_bytes}
+                self._drawn = self._drawn or _drawn(self._what, self._of_bytes)
+                done = {"completed": self.num_done, "total": self.total}
                 self._drawn.update(self._drawn.task_ids[0], **done, refresh=True)
             except (OSError, ValueError):  # the terminal is gone, or closed; the work is not
                 self._due_at = math.inf
@@ -53,21 +53,21 @@ class Bar:
 
 
 @contextmanager
-def bar(what: str, total_bytes: int, is_shown: bool = True) -> Iterator[Bar]:
+def bar(what: str, total: int, is_shown: bool = True) -> Iterator[Bar]:
     """Yield a bar on stderr, which is gone when the block is left; nothing is drawn if stderr is no terminal.
 
     Args:
         what: is done, such as `Reading checkpoint_3`.
         is_shown: False on all processes but the main one.
     """
-    made = Bar(what, total_bytes, is_shown and sys.stderr is not None and sys.stderr.isatty())
+    made = Bar(what, total, is_shown and sys.stderr is not None and sys.stderr.isatty())
     try:
         yield made
     finally:
         made.close()
 
 
-def _drawn(what: str) -> Any:
+def _drawn(what: str, of_bytes: bool) -> Any:
     from rich import progress  # late: most work is over before a bar is due
     from rich.console import Console
     from rich.control import Control
@@ -80,7 +80,7 @@ def _drawn(what: str) -> Any:
     columns = (
         progress.TextColumn("{task.description}", markup=False, table_column=one_line),
         progress.BarColumn(),
-        progress.DownloadColumn(table_column=one_line),
+        (progress.DownloadColumn if of_bytes else progress.MofNCompleteColumn)(table_column=one_line),
         progress.TimeRemainingColumn(table_column=one_line),
     )
     # What the script prints meanwhile goes where it always goes: rich would send stdout to this console too.

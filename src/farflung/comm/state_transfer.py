@@ -199,7 +199,7 @@ class StateReceiver:
                     self._over.set()
                     return
                 tensor = torch.empty(said["shape"], dtype=getattr(torch, said["dtype"]))
-                shown.total_bytes = shown.num_bytes + said["left"]
+                shown.total = shown.num_done + said["left"]
                 for piece in _pieces(tensor, group):
                     group.broadcast(piece, 0).wait()
                     self.num_bytes += piece.nbytes

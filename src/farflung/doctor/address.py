@@ -53,7 +53,7 @@ def _measure(board: ObjectBoard, address: str) -> Found:
         written = LARGE_BYTES / _seconds(lambda: board.put("large", large))
         read = LARGE_BYTES / _seconds(lambda: board.get("large"))
         is_whole = board.get("large") == large
-        creates_once = _creates_once(board)
+        creates_once = board.put_new("once", b"1") and not board.put_new("once", b"2")
     finally:
         for key in keys:
             with suppress(Unreachable):
@@ -79,12 +79,3 @@ def _seconds(request: Callable[[], object]) -> float:
     began = time.perf_counter()
     request()
     return time.perf_counter() - began
-
-
-def _creates_once(board: ObjectBoard) -> bool:
-    board.put("once", b"1")
-    try:
-        board.write("once", [b"2"], is_new=True)
-    except FileExistsError:
-        return True
-    return False

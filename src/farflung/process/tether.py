@@ -17,10 +17,10 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from math import inf
-from pathlib import Path
 
 from farflung.base.signals import handled
 from farflung.config import environ
+from farflung.process.identity import process_state
 
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>; it also holds for a program that takes this process's place
 
@@ -42,16 +42,8 @@ def end_with_launcher() -> None:
         return
     is_tied = ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) == 0
     # It may have ended before; or its child is another program, which has started this process.
-    if is_tied and os.getppid() != launcher and _has_ended(launcher):
+    if is_tied and os.getppid() != launcher and process_state(launcher, None, inf) == "gone":
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _has_ended(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0]
-    except OSError:
-        return True
-    return state in "ZX"
 
 
 def mark_of(token: str) -> bytes:

@@ -4,20 +4,19 @@
 from __future__ import annotations
 
 import math
-import time
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from farflung.base.bars import Bar
 from farflung.base.checks import check_callable, check_number, check_type, check_whole, shown, wrong_type
 from farflung.base.errors import ConfigError, RankFailure
 from farflung.base.words import counted
@@ -30,8 +29,6 @@ from farflung.outer.recipes import post_local_sgd
 from farflung.outer.schedule import ByTime
 from farflung.outer.stats import Round, Stats
 from farflung.testing.sim import Network, SimGroup, TimedGroup, VirtualClock, run_replicas
-
-_PATIENCE_S = 2.0  # before a bar shows up by itself
 
 Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
 
@@ -151,7 +148,7 @@ def simulate(
         lost: the step after which a replica is lost, by its rank.
         bandwidth_bps: bits a second of each replica's line, each way at the same time.
         latency_s: seconds from one replica to another, one way.
-        progress: whether a bar shows how far it is. None: on a terminal, after two seconds.
+        progress: whether a bar shows how far it is, once that takes longer than a moment. None: on a terminal.
 
     Raises:
         ConfigError: a number is out of its range, or the recipe does not fit the model.
@@ -170,7 +167,12 @@ def simulate(
     }
     del given["progress"]
     task = SimulateArguments(**given)
-    with _bar(steps, progress) as show:
+    is_shown = sys.stderr is not None and sys.stderr.isatty() if progress is None else progress
+    with closing(Bar("simulating", steps, is_shown, of_bytes=False)) as bar:
+
+        def show(done: int) -> None:
+            bar.advance(max(0, done - bar.num_done))
+
         return _summary(run_replicas(lambda group: _SimulatedReplica(group, task, show).play(), replicas, seed=seed))
 
 
@@ -283,30 +285,6 @@ def _summary(replicas: Sequence[_SimulatedReplica]) -> Simulation:
         model=first.model,
         first=number,
     )
-
-
-@contextmanager
-def _bar(total: int, wanted: bool | None) -> Iterator[Callable[[int], None]]:
-    """Yield what draws a bar at so many of `total` steps done, or leaves it where it is if it has been further.
-
-    It is shown at once if `wanted`, on a terminal after two seconds if that is None.
-    """
-    console = Console(stderr=True)
-    is_on = console.is_terminal if wanted is None else wanted
-    due_at = time.perf_counter() + (_PATIENCE_S if wanted is None else 0)
-    bar = Progress(console=console, transient=True)
-    task = bar.add_task("simulating", total=total)
-
-    def show(done: int) -> None:
-        bar.update(task, completed=max(done, bar.tasks[0].completed))
-        if is_on and time.perf_counter() >= due_at:
-            bar.start()
-
-    try:
-        yield show
-    finally:
-        if bar.live.is_started:
-            bar.stop()
 
 
 class _SimulatedReplica:
