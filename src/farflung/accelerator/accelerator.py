@@ -18,6 +18,7 @@ from farflung.accelerator import lazy, settings
 from farflung.accelerator.checkpoints import Checkpointing
 from farflung.accelerator.control import ProcessControl
 from farflung.accelerator.controller import OuterController, OuterMethods
+from farflung.accelerator.join import join_uneven_inputs
 from farflung.accelerator.operations import extract_model_from_parallel, gather_for_metrics
 from farflung.accelerator.prepare import Preparer
 from farflung.accelerator.properties import AcceleratorProperties
@@ -42,6 +43,8 @@ from farflung.comm.group import Group
 from farflung.comm.torch_group import explained
 from farflung.config import environ, handlers
 from farflung.config.compile import TorchDynamoPlugin
+from farflung.config.parallelism import ParallelismConfig
+from farflung.config.sharding import FullyShardedDataParallelPlugin
 from farflung.data.loader import PreparedLoader
 from farflung.data.prepare import skip_first_batches
 from farflung.loop import clip
@@ -53,10 +56,9 @@ from farflung.process.mesh import IslandSize
 from farflung.process.run_files import Metrics
 from farflung.resume.run import Run
 from farflung.strategy.choose import choose_strategy
+from farflung.tools.memory import release_memory
 
 if TYPE_CHECKING:
-    from farflung.config.parallelism import ParallelismConfig
-    from farflung.config.sharding import FullyShardedDataParallelPlugin
     from farflung.outer.arguments import OuterConfig
 
 
@@ -332,7 +334,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
                 stacklevel=2,
             )
             return nullcontext()
-        return lazy.join.join_uneven_inputs(joinables, even_batches, self._run, self._controller.has)
+        return join_uneven_inputs(joinables, even_batches, self._run, self._controller.has)
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which `backward` synchronizes the gradients of `model`, though its forward pass ran
@@ -424,8 +426,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         self._controller.drop()
         self._run.clear()
         self._loop.reset()
-        released: list[None] = lazy.memory.release_memory(*objects)
-        return released
+        return release_memory(*objects)
 
     clear = free_memory
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from farflung.accelerator import lazy
 from farflung.base.checks import check_type, check_whole, shown
 from farflung.base.enums import DistributedType
 from farflung.base.errors import ConfigError, StateError, StateReset, Unsupported
@@ -19,6 +18,12 @@ from farflung.comm.torch_group import TorchGroup
 from farflung.config import environ
 from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import GradientAccumulationPlugin
+from farflung.config.parallelism import ParallelismConfig, parallelism_from_environment
+from farflung.config.sharding import (
+    FullyShardedDataParallelPlugin,
+    enable_fsdp_ram_efficient_loading,
+    fsdp_from_environment,
+)
 from farflung.loop.state import LoopState
 from farflung.loop.uneven import UnevenDataCheck
 from farflung.process.mesh import IslandSize, Mesh, make_mesh, make_parallel_mesh, require_replicas, stated_island_size
@@ -26,8 +31,6 @@ from farflung.process.world import World
 
 if TYPE_CHECKING:
     from farflung.accelerator.controller import OuterController
-    from farflung.config.parallelism import ParallelismConfig
-    from farflung.config.sharding import FullyShardedDataParallelPlugin
 
 
 @dataclass(frozen=True)
@@ -125,10 +128,10 @@ def check_layout(fsdp_plugin: Any, parallelism_config: Any, island_size: Any) ->
     """Check the types of the arguments of `Accelerator` that say how ranks share models."""
     if fsdp_plugin is not None:
         wanted = "a FullyShardedDataParallelPlugin(...)"
-        check_type("fsdp_plugin", fsdp_plugin, lazy.sharding.FullyShardedDataParallelPlugin, wanted)
+        check_type("fsdp_plugin", fsdp_plugin, FullyShardedDataParallelPlugin, wanted)
     if parallelism_config is not None:
         wanted = "a ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)"
-        check_type("parallelism_config", parallelism_config, lazy.parallelism.ParallelismConfig, wanted)
+        check_type("parallelism_config", parallelism_config, ParallelismConfig, wanted)
     if island_size is not None and island_size != "host":
         check_whole("island_size", island_size, least=1)
 
@@ -165,7 +168,7 @@ def resolve_layout(
         # transformers loads weights on rank 0 alone then; variables that were not set before go with the session.
         names = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
         session.announced = tuple(name for name in names if environ.text(name) is None)
-        lazy.sharding.enable_fsdp_ram_efficient_loading()
+        enable_fsdp_ram_efficient_loading()
     session.layout = layout
     return layout
 
@@ -178,11 +181,11 @@ def _resolved(
 ) -> Layout:
     world = session.world
     if fsdp_plugin is None and environ.flag("ACCELERATE_USE_FSDP"):
-        fsdp_plugin = lazy.sharding.fsdp_from_environment()
+        fsdp_plugin = fsdp_from_environment()
     if parallelism_config is None and environ.flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        parallelism_config = lazy.parallelism.parallelism_from_environment()
+        parallelism_config = parallelism_from_environment()
     if fsdp_plugin is None and parallelism_config is not None and parallelism_config.dp_shard_size > 1:
-        fsdp_plugin = lazy.sharding.FullyShardedDataParallelPlugin()
+        fsdp_plugin = FullyShardedDataParallelPlugin()
     islands = stated_island_size(world.local_size, island_size, world.group, world.place)
     device_mesh = None
     if parallelism_config is not None:

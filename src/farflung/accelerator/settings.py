@@ -39,6 +39,7 @@ from farflung.config.handlers import (
 )
 from farflung.precision.amp import choose_precision
 from farflung.precision.base import Precision
+from farflung.precision.fp8 import Float8
 
 if TYPE_CHECKING:
     from farflung.outer.arguments import OuterConfig
@@ -153,7 +154,7 @@ def resolve_precision(name: str, device: torch.device, handlers: Mapping[type, A
     """Return the precision of this name, with the arguments that `handlers` has for it, and no others."""
     autocast, scaler = handlers.get(AutocastKwargs), handlers.get(GradScalerKwargs)
     if name == "fp8" and scaler is None:
-        precision: Precision = lazy.fp8.Float8(device, autocast, handlers.get(AORecipeKwargs))
+        precision: Precision = Float8(device, autocast, handlers.get(AORecipeKwargs))
         return precision
     if AORecipeKwargs in handlers:
         raise ConfigError(f"An AORecipeKwargs was given, but mixed_precision is {name!r}. Give mixed_precision='fp8'.")

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from farflung.accelerator import lazy
 from farflung.base.checks import check_text, check_type
 from farflung.base.errors import ConfigError
 from farflung.base.forward import Forward
+from farflung.trackers.base import GeneralTracker
 
 if TYPE_CHECKING:
     from farflung.accelerator.controller import OuterController
@@ -107,4 +107,4 @@ class TrackerMethods:
         if self.trackers:
             known = ", ".join(tracker.name for tracker in self.trackers)
             raise ConfigError(f"get_tracker: there is no tracker {name!r}; there is {known}.")
-        return lazy.base.GeneralTracker(_blank=True)
+        return GeneralTracker(_blank=True)

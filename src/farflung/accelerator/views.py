@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from farflung.accelerator.control import ProcessControl
 from farflung.accelerator.session import (
@@ -29,15 +30,11 @@ from farflung.base.torch_internals import current_accelerator
 from farflung.config import environ
 from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs
+from farflung.config.parallelism import ParallelismConfig
+from farflung.config.sharding import FullyShardedDataParallelPlugin
 from farflung.loop.state import LoopState, LoopView
 from farflung.process.bootstrap import join_world, leave_world
 from farflung.process.world import World, current_world, joined_world
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from farflung.config.parallelism import ParallelismConfig
-    from farflung.config.sharding import FullyShardedDataParallelPlugin
 
 
 class _SharedState:

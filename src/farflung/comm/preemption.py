@@ -12,14 +12,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 from farflung.base.errors import ConfigError
 from farflung.base.events import tell
 from farflung.base.signals import Request, preemption
-
-if TYPE_CHECKING:
-    from farflung.comm.presence import PresenceStore
+from farflung.comm.presence import PresenceStore
 
 
 class PreemptionVote:

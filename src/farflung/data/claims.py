@@ -7,17 +7,15 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from farflung.base.errors import Unreachable, Unsupported
 from farflung.comm.board import Board
 from farflung.comm.exchange import Exchange
 from farflung.data.ledger import Ledger, Sent
 from farflung.data.slot_board import Landed, Rounds, SlotBoard, landed_in
-
-if TYPE_CHECKING:
-    from farflung.outer.elastic import Elastic
-    from farflung.outer.stats import Round
+from farflung.outer.elastic import Elastic
+from farflung.outer.stats import Round
 
 
 @dataclass(eq=False)

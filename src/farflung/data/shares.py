@@ -5,17 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils import data as torch_data
 from torch.utils.data import IterableDataset
 
 from farflung.base.errors import ConfigError, Unsupported
+from farflung.comm.group import Group
+from farflung.data.torch_loaders import Source
 from farflung.loop.uneven import SAY_SHARDED
-
-if TYPE_CHECKING:
-    from farflung.comm.group import Group
-    from farflung.data.torch_loaders import Source
 
 # How classes call the number of shares and which one is this process's: torch's and transformers' samplers, data sets
 # for several processes, our own shards and Accelerate's.

@@ -8,30 +8,24 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import click
 
 from farflung.base.checks import check_path
 from farflung.base.errors import ConfigError, FarflungError
-from farflung.base.lazy import LazyModule
 from farflung.base.optional import installed_version
+from farflung.config.files import write_file
 from farflung.config.grid import HOST
 from farflung.config.launch import FIELDS, LaunchSettings, field_named
 from farflung.config.places import find_file, own_file
 from farflung.config.resolve import Resolved, resolve
 from farflung.config.setting import BOTH_SPELLINGS, Field, Value
+from farflung.cost.forecast import Forecast
 from farflung.cost.units import parse_count, parse_rate, parse_seconds
 from farflung.launch.main import CommandGroup
 from farflung.launch.options import SettingsCommand, given, launch_options
 from farflung.launch.plan import count_gpus, usable_cores
-
-if TYPE_CHECKING:
-    from farflung.config import files
-    from farflung.cost import forecast as forecast_module
-else:
-    forecast_module = LazyModule("farflung.cost.forecast")
-    files = LazyModule("farflung.config.files")
 
 _PACKAGES = ("farflung", "torch", "numpy", "safetensors", "accelerate", "transformers")
 _LAYERS = 24
@@ -50,7 +44,7 @@ def config(ctx: click.Context, config_file: str | None) -> None:
     path = check_path("--config_file", config_file or own_file())
     if path.exists():
         click.confirm(f"{path} exists. Replace it?", abort=True)
-    files.write_file(path, ask())
+    write_file(path, ask())
     click.echo(f"Written to {path}.")
     _say_if_hidden(path)
 
@@ -132,7 +126,7 @@ def ask_outer(answers: Mapping[str, Value]) -> dict[str, Value]:
     step = _number("How long does one optimizer step take without communication, such as 500ms?", parse_seconds)
     steps = _number("How many optimizer steps does the whole run have, such as 20k?", parse_count)
     run = {"parameters": parameters // shards, "layers": _LAYERS, "step_s": step, "replicas": int(count)}
-    forecast = forecast_module.Forecast({**run, "bandwidth_bps": rate, "latency_s": latency}, steps, None, _UTILIZATION)
+    forecast = Forecast({**run, "bandwidth_bps": rate, "latency_s": latency}, steps, None, _UTILIZATION)
     row = forecast.rows[0]
     click.echo(forecast.advice())
     if row.outer is None:
@@ -190,7 +184,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
         click.echo(f"{path} exists and was not changed. `farflung config` asks whether to replace it.")
         return False
     precision = field_named("mixed_precision").parse(mixed_precision, "mixed_precision")
-    return files.write_file(path, {"mixed_precision": precision})
+    return write_file(path, {"mixed_precision": precision})
 
 
 def _show(origin: bool, **params: Any) -> None:

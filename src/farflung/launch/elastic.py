@@ -18,6 +18,9 @@ from urllib.parse import unquote
 from farflung.base.errors import ConfigError, Unreachable
 from farflung.base.events import Kind, record
 from farflung.base.lazy import LazyModule
+from farflung.comm.member_store import LauncherNotes
+from farflung.comm.run_record import KeyMismatch, knock
+from farflung.comm.seal import Seal
 from farflung.config.key import key_variables, run_key
 from farflung.config.launch import LaunchSettings, flags_for
 from farflung.config.resolve import Resolved
@@ -39,16 +42,12 @@ from farflung.process.identity import has_ended
 from farflung.process.sockets import listening_socket, serve_store
 
 if TYPE_CHECKING:
-    from farflung.comm import address as comm_address, c10d_transport, keyed_store, member_store, run_record, seal
-    from farflung.comm.seal import Seal
+    from farflung.comm import address as comm_address, c10d_transport, keyed_store
     from farflung.comm.transport import Transport
 else:
     comm_address = LazyModule("farflung.comm.address")
     c10d_transport = LazyModule("farflung.comm.c10d_transport")
     keyed_store = LazyModule("farflung.comm.keyed_store")
-    member_store = LazyModule("farflung.comm.member_store")
-    run_record = LazyModule("farflung.comm.run_record")
-    seal = LazyModule("farflung.comm.seal")
 
 _ASK_S = 0.5
 _FIND_WITHIN_S = 60.0  # torch loads, where all launchers start together
@@ -102,7 +101,7 @@ class Replicas:
         key = run_key(settings.key_file)
         self._has_sums = check_recipe(self._resolved, self._variables, settings.bounds[1])
         with torch_is_loaded(self._variables):
-            sealed = None if key is None else seal.Seal(key)
+            sealed = None if key is None else Seal(key)
             leaves = interface is not None or (settings.meet or "").startswith(("s3:", "gs:", "az:"))
             self._is_open = leaves and key is None
             if at_port:
@@ -191,11 +190,11 @@ def _met(settings: LaunchSettings, count: int, machine: str, sealed: Seal | None
         there = comm_address.transport_of(settings.meet, seal=sealed)
         try:
             transport = there.of_run(_described(settings, count))
-        except run_record.KeyMismatch:
-            run_record.knock(there.board, machine)
+        except KeyMismatch:
+            knock(there.board, machine)
             raise
         transport.board.put_new("first", machine.encode())
-        member_store.LauncherNotes(transport.board).take_over(machine, has_ended)
+        LauncherNotes(transport.board).take_over(machine, has_ended)
         _tell_differences(settings, transport, count)
     except Unreachable as error:
         remedy = " Delete all of it, or give another address, to begin a run." if error.is_gone else ""
@@ -229,12 +228,12 @@ def _found(transport: Transport, flag: str, where: str, machine: str) -> Transpo
     while True:
         try:
             if transport.board.seal is None and keyed_store.is_keyed(host, int(port)):
-                raise run_record.KeyMismatch(where, "it has a key, and none was given")
+                raise KeyMismatch(where, "it has a key, and none was given")
             if transport.board.has(["run"]):
                 return transport
-        except run_record.KeyMismatch:
+        except KeyMismatch:
             if not keyed_store.is_keyed(host, int(port)):  # else it has seen for itself who was refused
-                run_record.knock(transport.board, machine)
+                knock(transport.board, machine)
             raise
         except Unreachable as error:
             why = str(error)

@@ -15,24 +15,19 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from farflung.base.errors import ConfigError
 from farflung.base.events import Event, Kind, tell
 from farflung.base.files import atomic_file
-from farflung.base.lazy import LazyModule
 from farflung.base.optional import installed_version
 from farflung.config import environ
+from farflung.config.launch import LaunchSettings
+from farflung.config.resolve import Resolved
+from farflung.observe.attempts import next_attempt
 from farflung.observe.folder import FACTS, LATEST, RUNS
 from farflung.process.identity import process_identity
 from farflung.process.run_files import EVENTS, LOGS, add_lines
-
-if TYPE_CHECKING:
-    from farflung.config.launch import LaunchSettings
-    from farflung.config.resolve import Resolved
-    from farflung.observe import attempts
-else:
-    attempts = LazyModule("farflung.observe.attempts")
 
 NONE = "none"  # in place of a folder
 SUBMITTED = "engine.json"  # what was submitted to an engine, whose launchers write into the folder of whoever did it
@@ -98,7 +93,7 @@ def make_folder(
         path.mkdir(parents=True, exist_ok=True)
         path = path if settings.run_dir else _new(path, Path(script).stem)
         launcher = None if "engine" in world else os.urandom(4).hex()
-        attempt = attempts.next_attempt(path, world) if settings.run_dir else 1  # a new folder has none yet
+        attempt = next_attempt(path, world) if settings.run_dir else 1  # a new folder has none yet
         made = RunFolder(path, attempt, launcher)
         if launcher is not None and (path / SUBMITTED).exists():
             return made

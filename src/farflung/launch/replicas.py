@@ -27,6 +27,8 @@ from farflung.base.causes import Cause
 from farflung.base.events import EVENTS, FILES_ONLY, Event, Kind, record
 from farflung.base.lazy import LazyModule
 from farflung.base.signals import WARNINGS, handled
+from farflung.comm import member_store
+from farflung.comm.member_store import LauncherNotes
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 from farflung.launch.agent import newest_checkpoint, read_report
@@ -39,12 +41,9 @@ from farflung.process.heard import SignalForwarder
 from farflung.process.identity import address_of
 
 if TYPE_CHECKING:
-    from farflung.comm import member_store
-    from farflung.comm.member_store import LauncherNotes
     from farflung.comm.transport import Transport
     from farflung.launch import run_store
 else:
-    member_store = LazyModule("farflung.comm.member_store")
     run_store = LazyModule("farflung.launch.run_store")
 
 _ASK_S = 0.5

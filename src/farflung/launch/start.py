@@ -16,13 +16,13 @@ from farflung.launch.codes import DONE, INTERRUPTED, EngineFailure, of_error
 from farflung.launch.events import FolderSink, Screen, showing
 from farflung.launch.folder import RunFolder, make_folder
 from farflung.launch.plan import Script
+from farflung.launch.run import Ranks
 
 if TYPE_CHECKING:
-    from farflung.launch import elastic, run
+    from farflung.launch import elastic
     from farflung.launch.engines import submit
 else:
     elastic = LazyModule("farflung.launch.elastic")
-    run = LazyModule("farflung.launch.run")
     submit = LazyModule("farflung.launch.engines.submit")
 
 
@@ -53,7 +53,7 @@ def starter_of(resolved: Resolved, script: Script) -> Starter:
     if not settings.is_local:
         return submit.Submitted(resolved, script)
     is_elastic = settings.elastic is not None or settings.join is not None
-    return elastic.Replicas(resolved, script) if is_elastic else run.Ranks(resolved, script)
+    return elastic.Replicas(resolved, script) if is_elastic else Ranks(resolved, script)
 
 
 def launch_script(resolved: Resolved, script: Script) -> int:

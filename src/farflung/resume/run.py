@@ -13,6 +13,7 @@ from torch import nn
 
 from farflung.base.torch_internals import compiled_from
 from farflung.comm.shards import is_sharded, mesh_of
+from farflung.config.sharding import FullyShardedDataParallelPlugin
 from farflung.data.loader import PreparedLoader
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.scheduler import AcceleratedScheduler
@@ -22,7 +23,6 @@ from farflung.process.world import World
 from farflung.strategy.base import Strategy
 
 if TYPE_CHECKING:
-    from farflung.config.sharding import FullyShardedDataParallelPlugin
     from farflung.data.slots import Slots
 
 Hooks = OrderedDict[int, Callable[..., Any]]

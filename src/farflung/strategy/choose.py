@@ -10,13 +10,13 @@ import torch
 from farflung.base.enums import DistributedType
 from farflung.base.lazy import LazyModule
 from farflung.config.handlers import DistributedDataParallelKwargs
+from farflung.config.sharding import FullyShardedDataParallelPlugin
 from farflung.process.mesh import Mesh
 from farflung.process.world import World
 from farflung.strategy.base import Single, Strategy
 from farflung.strategy.ddp import DDP
 
 if TYPE_CHECKING:
-    from farflung.config.sharding import FullyShardedDataParallelPlugin
     from farflung.strategy import fsdp as fsdp_strategy
 else:
     fsdp_strategy = LazyModule("farflung.strategy.fsdp")

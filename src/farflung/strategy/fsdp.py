@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +27,10 @@ from farflung.base.errors import ConfigError, StateError, Unsupported
 from farflung.base.torch_internals import own_parameters
 from farflung.comm.bucket import broadcast_values
 from farflung.comm.shards import is_sharded, model_has_dtensor, reshard, sharded_parts, spread_like
+from farflung.config.sharding import FullyShardedDataParallelPlugin
 from farflung.process.mesh import Mesh
 from farflung.strategy.base import Single
 from farflung.strategy.sharded import ShardedModels, refuse_muon
-
-if TYPE_CHECKING:
-    from farflung.config.sharding import FullyShardedDataParallelPlugin
 
 
 class OneShard(Single):
