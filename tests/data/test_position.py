@@ -225,8 +225,8 @@ def check_workers(dataset, persistent, workers, pick):
 @pytest.mark.parametrize(
     ("dataset", "persistent", "workers", "pick"),
     [
-        ("table", False, 1, 3),
-        ("table", False, 2, 2),
+        ("table", False, 1, 7),
+        ("table", False, 2, 5),
         pytest.param("table", False, 4, 3, marks=pytest.mark.long),
         ("table", True, 2, 5),  # torch takes 5 s to end a persistent worker that has had a second epoch
         ("stream", False, 2, 4),
