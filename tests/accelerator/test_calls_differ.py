@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two ranks in different calls: whatever the two are, both get the same `CollectiveMismatch` within seconds."""
 
-import itertools
 import time
 
 import pytest
@@ -83,10 +82,14 @@ CALLS = {
         )
     },
 }
-COMMON = ("gather", "broadcast", "barrier", "start of a shuffled pass", "LocalSGD", "round in the background")
+# Each call against one that exchanges headers, and those that do and those that don't against each other.
 PAIRS = [
-    *itertools.combinations(COMMON, 2),
-    *(("gather", other) for other in CALLS if other not in COMMON),
+    *(("gather", other) for other in CALLS if other != "gather"),
+    ("broadcast", "LocalSGD"),
+    ("barrier", "start of a shuffled pass"),
+    ("barrier", "round in the background"),
+    ("start of a shuffled pass", "LocalSGD"),
+    ("LocalSGD", "round in the background"),
     ("round", "round of two"),
     ("anchored round", "eager round"),
     ("lending", "hierarchical round"),

@@ -14,16 +14,14 @@ from farflung.config.launch import check_variables
 NAME = "FARFLUNG_TEST_VARIABLE"
 
 
-@pytest.mark.parametrize("word", ["1", "true", "True", "YES", "on", " y "])
-def test_words_that_mean_yes(word):
-    with environ.patched({NAME: word}):
-        assert environ.flag(NAME) is True
-
-
-@pytest.mark.parametrize("word", ["0", "false", "False", "NO", "off", ""])
-def test_words_that_mean_no(word):
-    with environ.patched({NAME: word}):
-        assert environ.flag(NAME, default=True) is False
+@pytest.mark.parametrize(
+    ("words", "means"),
+    [(("1", "true", "True", "YES", "on", " y "), True), (("0", "false", "False", "NO", "off", ""), False)],
+)
+def test_words_that_mean_yes_and_no(words, means):
+    for word in words:
+        with environ.patched({NAME: word}):
+            assert environ.flag(NAME, default=not means) is means, word
 
 
 def test_a_word_that_means_neither_is_refused():

@@ -336,12 +336,6 @@ def test_replicas_come_and_go_under_other_recipes(name):
         assert len(set(ends)) == 1, (at, ends)
 
 
-@pytest.mark.parametrize("recipe", [STREAMING, eager_diloco(3, lr=LR, momentum=MOMENTUM)], ids=["streaming", "eager"])
-def test_replicas_come_while_rounds_are_under_way(recipe):
-    ends = [path[-1] for path, _ in run_replicas(train, 4, [0, 1, 2], recipe, None, 0, 2 * STEPS)]
-    assert len(set(ends)) == 1
-
-
 @pytest.mark.law("a-changed-h-is-a-planned-h")
 @pytest.mark.parametrize("name", [name for name in OTHERS if name != "quadratic"])
 def test_replicas_come_and_go_while_h_changes(name):

@@ -484,22 +484,6 @@ def test_a_last_state_whose_loop_has_vanished_is_kept_here(tmp_path, monkeypatch
     assert re.search(rf"have vanished(.|\n)* lies in \S+, from step {outer.position if is_first else 8}\.", caplog.text)
 
 
-def trained_in_shards(address, member):
-    """Train a replica of two ranks over FSDP, alone in its run; return its whole weights in the end."""
-    mesh = init_device_mesh("cpu", (2,))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))  # 5 rows and 1, which two ranks do not share evenly
-    fully_shard(model, mesh=mesh)
-    membership = Elastic(transport_at(address), member, state_every=2, island=TorchGroup())
-    with OuterLoop(model, diloco(2, lr=1.0, momentum=0.0), membership=membership) as outer:
-        for _ in range(5):
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.to_local().add_(1.0)
-            outer.step()
-    return {name: x.full_tensor() for name, x in model.state_dict().items()}
-
-
 def stranded_in_shards(address, member):
     """Train a replica of two ranks until its address is gone; return why it ends."""
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
@@ -585,16 +569,6 @@ def test_a_rank_that_fails_waits_for_no_other_and_the_last_one_finishes_their_st
     assert ends[failing] == "a test"
     assert f"rank {failing} " in ends[1 - failing]
     assert [one.position for one in SavedStates(board.part("loop1")).newest()] == [4, 2]
-
-
-def test_the_weights_of_shards_are_pulled_as_whole_tensors(tmp_path):
-    (tmp_path / "run").mkdir()
-    address = (tmp_path / "run").as_uri()
-    weights = run_ranks(trained_in_shards, 2, address, LauncherNotes(transport_at(address).board).enroll("replica"))[0]
-    pull(address, tmp_path / "x.safetensors")
-    found = load_file(tmp_path / "x.safetensors")
-    assert found.keys() == weights.keys()
-    assert all(torch.equal(found[name], x) for name, x in weights.items())
 
 
 @pytest.mark.law("a-run-outlives-its-members")
