@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a key does to objects: those that have it read what was written, and nobody else brings anything in."""
 
+import os
 import time
 from dataclasses import replace
 from io import BufferedReader, BytesIO
@@ -90,6 +91,62 @@ def test_what_was_not_written_so_does_not_open_and_is_named_once(change):
             opened(seal, "g5/ready/1", CHANGES[change](LONG))
     (line,) = seal.versions.notices
     assert line.startswith("someone without this run's key may write there: 'g5/ready/1' is not taken, as it")
+
+
+@pytest.mark.parametrize("change", ["with more behind it", "with a piece more", "cut off", "without its last piece"])
+def test_an_object_of_another_size_does_not_even_begin_to_open(change):
+    content = CHANGES[change](LONG)
+    with pytest.raises(SealError):
+        Seal(KEY).open("g5/ready/1", BufferedReader(BytesIO(content)), len(content), time.monotonic())
+
+
+def test_each_notice_is_reported_once_and_the_last_one_says_that_no_more_are():
+    versions = SeenVersions()
+    for number in range(2 * module._MOST_NOTICES):
+        versions.notice(f"a{number // 2}", "it is empty")
+    assert len(set(versions.notices)) == len(versions.notices) == module._MOST_NOTICES
+    assert [number for number, line in enumerate(versions.notices) if "no more" in line] == [len(versions.notices) - 1]
+    assert not versions.is_news("another")
+
+
+def huge(path):
+    with open(path, "r+b") as file:
+        file.truncate(2**40)
+
+
+def replaced(make):
+    return lambda path: (path.unlink(), make(path))
+
+
+OBSTACLES = {
+    "a terabyte": huge,
+    "a named pipe": replaced(os.mkfifo),
+    "a folder": replaced(os.mkdir),
+    "a device": replaced(lambda path: path.symlink_to("/dev/zero")),
+}
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_what_is_no_file_of_this_size_is_not_taken_and_named_without_a_wait(obstacle, tmp_path):
+    seal = Seal(KEY)
+    board = FolderTransport(tmp_path, seal=seal).board
+    board.put("log/1", b"right" * MIB)
+    (file,) = (tmp_path / "log").iterdir()
+    OBSTACLES[obstacle](file)
+    assert board.patient(0).get("log/1") is None
+    assert not board.patient(0).has(["log/1"])
+    assert ["'log/1' is not taken" in line for line in seal.versions.notices] == [True]
+
+
+def test_names_that_no_text_has_are_named_and_end_no_listing(tmp_path):
+    board = FolderTransport(tmp_path, seal=Seal(KEY)).board
+    board.put("log/1", b"1")
+    for name in (b"\xff.value", b"\x1b[31m.value", b"%FF.1.value"):
+        with open(os.path.join(os.fsencode(tmp_path), b"log", name), "wb"):
+            pass
+    assert list(board.list("log/")) == ["log/1"]
+    assert len(board.seal.versions.notices) == 3
+    assert "".join(board.seal.versions.notices).isprintable()
 
 
 def test_an_older_version_that_is_put_back_is_noticed_whoever_has_written_it():

@@ -8,8 +8,10 @@ open files by name, as listings of a network file system may be late.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import secrets
+import stat
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -63,6 +65,15 @@ def folder_at(path: str | os.PathLike[str], patience_s: float = PATIENCE_S, seal
     """Return the files of a folder, which may be one that this process can't write to."""
     folder = Path(path).absolute()
     return FolderBoard(f"folder {folder}", patience_s=patience_s, path=str(folder), seal=seal)
+
+
+def _open_file(path: str, flags: int) -> int:
+    """Open a file; IsADirectoryError if it is something else, such as a named pipe, whose reader would wait forever."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise IsADirectoryError(errno.EISDIR, "Is not a file", path)
+    return descriptor
 
 
 def _delete_abandoned(aside: Path) -> None:
@@ -129,9 +140,11 @@ class FolderBoard(ObjectBoard):
         def read() -> _T | None:
             for _ in range(2):
                 try:
-                    with open(path, "rb") as file:
+                    with open(path, "rb", opener=_open_file) as file:
                         return act(file, os.fstat(file.fileno()).st_size)
                 except OSError as error:
+                    if error.errno == errno.EISDIR and self.seal is not None:
+                        return act(BufferedReader(io.BytesIO()), 0)  # what is not sealed
                     if error.errno not in (errno.ENOENT, errno.ESTALE):
                         raise
                 self._renew(path)

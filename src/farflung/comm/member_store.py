@@ -263,9 +263,14 @@ class LauncherNotes:
     def receive(self, machine: str = _FIRST) -> list[Event]:
         """Return the events sent to the first launcher, or to that of a machine, since the last call."""
         keys = sorted(self.board.list(f"events/{machine}/"))
-        lines = [self.read(key) for key in keys]
+        lines = list(filter(None, map(self.read, keys)))  # one that is sealed otherwise is none
         self.board.delete(*keys)
-        return [Event.of_json(line) or Event.now(Kind.NOTE, message=line) for line in lines]
+        events = [Event.of_json(line) or Event.now(Kind.NOTE, message=line) for line in lines]
+        if self.board.seal is None:
+            return events
+        is_news = self.board.seal.versions.is_news  # several members find the same objects of strangers
+        of_strangers = [event.kind is Kind.REFUSED and "message" in event.facts for event in events]
+        return [event for event, is_one in zip(events, of_strangers, strict=True) if not is_one or is_news(str(event))]
 
 
 class Heartbeats:

@@ -116,7 +116,8 @@ class ObjectBoard(Board):
         found: MutableSequence[str] = []
         while not self.ask(lambda: self.find_names(quoted(folder), found), "list"):
             continue  # with the names after the last one received
-        keys = [unquote(name.partition(".")[0]) for name in found]
+        plain = (name.encode(errors="replace").decode() for name in found)  # a file system has names that are no texts
+        keys = [unquote(name.partition(".")[0]) for name in plain]
         ours = [key for key, name in zip(keys, found, strict=True) if self._named(key) == name]
         if self.seal is not None and len(ours) < len(found):
             for name in set(found) - set(map(self._named, ours)):

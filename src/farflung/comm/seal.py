@@ -4,8 +4,9 @@
     head: magic 16 bytes | digest of the run's key 8 | salt 16 | writer 8 | number of the write 8
     body: pieces of 1 MiB, each sealed by AES-256-GCM; the nonce is its index, with a mark on the last one
 
-The key of an object is HMAC-SHA256 of head and name under the run's key. So an object does not open under another name,
-in another run or in another generation, as the name has both; and names have a tag, so nobody else can invent one.
+The key of an object is HMAC-SHA256 of its head, size and name under the run's key. So an object does not open under
+another name, in another run or in another generation, as the name has both, nor if anything is missing or added at its
+end; and names have a tag, so nobody else can invent one.
 
 Source: pieces as in STREAM (Hoang et al., Online Authenticated-Encryption, eprint.iacr.org/2015/189).
 """
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 RECORD_OF_RUN = "run"  # its name has no tag, so that a launcher with another key finds the run
 _MAGIC = b"farflung sealed1"
 _HEAD, _TAG, _PIECE = 56, 16, 2**20  # bytes
-_MOST_NAMES, _MOST_NOTICES = 4096, 20
+_MOST_NAMES, _MOST_NOTICES = 4096, 100
 
 
 class SealError(Exception):
@@ -54,7 +55,7 @@ class SeenVersions:
     may differ.
 
     Attributes:
-        notices: sentences about objects that did not open, the first few.
+        notices: sentences about what those without the key have done, until they are reported.
     """
 
     def __init__(self) -> None:
@@ -96,15 +97,23 @@ class SeenVersions:
                 self._rows[name] = {**row, b"": 0}, time.monotonic()
 
     def notice(self, name: str, why: str) -> None:
-        if name not in self._noticed and len(self._noticed) < _MOST_NOTICES:
-            self._noticed.add(name)
-            self.notices.append(f"someone without this run's key may write there: {name!r} is not taken, as {why}")
+        """Record that an object was not taken."""
+        self._report(f"someone without this run's key may write there: {name!r} is not taken, as {why}")
 
     def refuse(self, peer: str, why: str) -> None:
         """Record that a client of this process's server was refused."""
-        if peer not in self._noticed and len(self._noticed) < _MOST_NOTICES:
-            self._noticed.add(peer)
-            self.notices.append(f"{peer} was refused at the port of this run: {why}")
+        self._report(f"{peer} was refused at the port of this run: {why}")
+
+    def is_news(self, sentence: str) -> bool:
+        """Return whether this process has yet to report a sentence: each once, and so many that they fill no disk."""
+        is_news = sentence not in self._noticed and len(self._noticed) < _MOST_NOTICES
+        self._noticed |= {sentence} if is_news else set()
+        return is_news
+
+    def _report(self, sentence: str) -> None:
+        if self.is_news(sentence):
+            is_last = len(self._noticed) == _MOST_NOTICES
+            self.notices.append(sentence + (". This process reports no more of this kind" if is_last else ""))
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,8 +169,8 @@ class Seal:
 
     def close(self, name: str, parts: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
         """Return the parts of the sealed object."""
-        head = _MAGIC + self.digest + secrets.token_bytes(16) + self.versions.next()
-        cipher, last = self.cipher(head + (self.scope + name).encode()), max(0, sum(map(len, parts)) - 1) // _PIECE
+        head, size = _MAGIC + self.digest + secrets.token_bytes(16) + self.versions.next(), sum(map(len, parts))
+        cipher, last = self._of_object(head, name, size), max(0, size - 1) // _PIECE
         sealed: list[bytes | memoryview] = [head]
         for number, piece in enumerate(_pieces(parts)):
             out = memoryview(bytearray(len(piece) + _TAG))
@@ -185,13 +194,22 @@ class Seal:
                 raise SealError("it is not sealed with any key")
             if head[16:24] != self.digest:
                 raise SealError("it is sealed with another key")
-            notice = partial(self.versions.notice, self.scope + name)
-            opened = _Opened(self.cipher(head + (self.scope + name).encode()), file, size - _HEAD, notice)
+            notice, count = (
+                partial(self.versions.notice, self.scope + name),
+                max(1, -(-(size - _HEAD) // (_PIECE + _TAG))),
+            )
+            num_bytes = size - _HEAD - count * _TAG
+            if num_bytes < 0:
+                raise SealError("it is too short")
+            opened = _Opened(self._of_object(head, name, num_bytes), file, count, num_bytes, notice)
             self.versions.check(self.scope + name, head[40:], began)
         except SealError as error:
             self.versions.notice(self.scope + name, str(error))
             raise
-        return BufferedReader(opened), opened.num_bytes
+        return BufferedReader(opened), num_bytes
+
+    def _of_object(self, head: bytes, name: str, num_bytes: int) -> AESGCM:
+        return self.cipher(head + num_bytes.to_bytes(8, "big") + (self.scope + name).encode())
 
     def proof(self, label: str) -> bytes:
         """Return 32 bytes that nobody without the key can tell, of their own for each label."""
@@ -205,12 +223,10 @@ class Seal:
 class _Opened(io.RawIOBase):
     """The bytes of a sealed object. The first piece is opened at once, so nobody acts on what does not open."""
 
-    def __init__(self, cipher: AESGCM, file: BufferedReader, size: int, notice: Callable[[str], None]) -> None:
-        self._cipher, self._file, self._notice = cipher, file, notice
-        self._count = max(1, -(-size // (_PIECE + _TAG)))
-        self.num_bytes = self._size = size - self._count * _TAG
-        if self.num_bytes < 0:
-            raise SealError("it is too short")
+    def __init__(
+        self, cipher: AESGCM, file: BufferedReader, count: int, num_bytes: int, notice: Callable[[str], None]
+    ) -> None:
+        self._cipher, self._file, self._count, self._size, self._notice = cipher, file, count, num_bytes, notice
         self._next, self._left = 0, memoryview(b"")
         self._left = self._piece(memoryview(bytearray(min(_PIECE, self._size))))
 
