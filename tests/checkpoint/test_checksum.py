@@ -8,6 +8,7 @@ import zlib
 import pytest
 
 from farflung.checkpoint import files
+from farflung.comm import checksum
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -21,9 +22,11 @@ def test_sums_are_those_of_zlib_with_and_without_isal(length, installed, monkeyp
         monkeypatch.setitem(sys.modules, "isal", None)
         monkeypatch.setitem(sys.modules, "isal.isal_zlib", None)
     try:
+        importlib.reload(checksum)
         importlib.reload(files)
         assert (files.crc32 is zlib.crc32) is not installed
         assert files.sums_of(tmp_path / "file") == (length, zlib.crc32(content))
     finally:
         monkeypatch.undo()
+        importlib.reload(checksum)
         importlib.reload(files)

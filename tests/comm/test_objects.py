@@ -5,7 +5,11 @@ import json
 import os
 import threading
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from hashlib import blake2b
+from io import BufferedReader, BytesIO
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +19,7 @@ from farflung.base.errors import RankFailure, Unreachable
 from farflung.comm import objects
 from farflung.comm.address import transport_at
 from farflung.comm.folder import folder_at
+from farflung.comm.packed import Damaged, packed, unpack
 from farflung.comm.seal import Seal
 from farflung.outer import GatherMean, Int4, TopK
 from farflung.testing.patience import patience
@@ -254,19 +259,19 @@ def damaged(content):
 
 def header_of(content, **changed):
     line, _, plain = content.partition(b"\n")
-    digest, _, header = line.partition(b" ")
-    return digest + b" " + json.dumps(json.loads(header) | changed).encode() + b"\n" + plain
+    checksum, _, header = line.partition(b" ")
+    return checksum + b" " + json.dumps(json.loads(header) | changed).encode() + b"\n" + plain
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (damaged, "its digest shows that it is damaged"),
+        (damaged, "its checksum shows that it is damaged"),
         (lambda content: content[:-3], "in .* bytes instead of"),
         (lambda content: content + b"x", "in .* bytes instead of"),
         (lambda content: header_of(content, numel=10**15), r"'numel': 10+} instead of"),
         (lambda content: header_of(content, dtype="torch.int32"), "torch.int32.* instead of .*torch.float32"),
-        (lambda content: header_of(content, read=2), "its digest shows that it is damaged"),
+        (lambda content: header_of(content, read=2), "its checksum shows that it is damaged"),
         (lambda content: header_of(content, read="x"), "instead of"),
         (lambda content: b"", "it has no header"),
         (lambda content: b"[" * 3000, "it has no header"),
@@ -275,8 +280,6 @@ def header_of(content, **changed):
     ids=["bit", "short", "long", "numel", "dtype", "read", "words", "empty", "deep", "list"],
 )
 def test_a_share_that_is_not_what_its_author_had_to_write_names_it_for_all(place, change, why):
-    if "digest" in why and place.board.seal is not None:
-        pytest.skip("the seal shows that nobody else has changed it")
     first, second, third = place.groups(3)
     second.all_gather(torch.empty(15), torch.ones(5))
     (key,) = awaited(place.keys)
@@ -288,6 +291,16 @@ def test_a_share_that_is_not_what_its_author_had_to_write_names_it_for_all(place
     assert first._watch.authors == [1]
     with pytest.raises(RankFailure, match=why):
         third.all_gather(torch.empty(15), torch.zeros(5)).wait()
+
+
+def test_an_object_of_before_that_has_a_digest_is_read_and_a_damaged_one_is_not():
+    header, plain = b"[5]", torch.arange(5.0).numpy().tobytes()
+    digest = blake2b(header + plain, digest_size=16).hexdigest().encode()
+    for content, is_right in ((plain, True), (damaged(plain), False)):
+        written, out = digest + b" " + header + b"\n" + content, torch.empty(5)
+        with nullcontext() if is_right else pytest.raises(Damaged, match="its checksum"):
+            unpack(BufferedReader(BytesIO(written)), len(written), 100, lambda _, out=out: [out])
+    assert b"".join(packed([5], [torch.arange(5.0)])).partition(b" ")[0] == b"%08x" % zlib.crc32(header + plain)
 
 
 def test_foreign_objects_change_nothing(place):

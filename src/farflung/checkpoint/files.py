@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files on the disk: only regular ones inside their folder are opened; their sizes and checksums.
 
-A named pipe would make its reader wait for ever, and a device never ends. The checksum is zlib's CRC-32, which isal,
-if it is installed, computes with the processor's own instructions.
+A named pipe would make its reader wait for ever, and a device never ends.
 """
 
 from __future__ import annotations
@@ -12,11 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from farflung.base.bars import Bar
 from farflung.base.errors import CheckpointError
-
-try:
-    from isal.isal_zlib import crc32 as crc32  # 14 GB/s from memory and 75 from a cache, where zlib's is 1 to 4
-except ImportError:  # a platform that it has no wheel for: the same sum, later
-    from zlib import crc32 as crc32
+from farflung.comm.checksum import crc32
 
 _BLOCK = 2**20  # bytes at a time; small enough to stay in a processor's cache between the file and the checksum
 _KINDS = {

@@ -25,7 +25,7 @@ from farflung.base.errors import ConfigError
 from farflung.base.files import atomic_file
 from farflung.base.tensor_memory import bytes_of, memory_of
 from farflung.base.tree import leaves_of
-from farflung.checkpoint.files import crc32
+from farflung.comm.checksum import crc32
 
 _logger = logging.getLogger("farflung.utils.other")
 

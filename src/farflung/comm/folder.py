@@ -12,7 +12,7 @@ import io
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -112,7 +112,7 @@ class FolderBoard(ObjectBoard):
         for name in names:
             self.ask(partial(delete, self._path(name)), "delete")
 
-    def write_name(self, name: str, parts: Sequence[bytes | memoryview], is_new: bool) -> None:
+    def write_name(self, name: str, parts: Iterable[bytes | memoryview], is_new: bool) -> None:
         place = os.link if is_new else os.replace
         path, aside = self._path(name), os.path.join(self.path, _ASIDE, secrets.token_hex(8))
 

@@ -93,7 +93,7 @@ class ObjectGroup(Group):
         self.rank, self.size = rank, size
         self._board, self._name, self._watch, self._first = board, name, watch, first
         self._objects, self._at_once = board.part(name), board.part(name).patient(0)
-        self._is_sealed, self._lock = board.seal is not None, threading.Lock()
+        self._lock = threading.Lock()
         self._num_begun = self._num_said = self._num_made = 0
         self._unread: set[int] = set()  # collectives that this rank has begun and not read
         self._shares: list[int] = []  # of this rank, which exist
@@ -181,7 +181,7 @@ class ObjectGroup(Group):
         header, x = {**self._described(number, self.rank, x), "read": num_read}, x.detach().cpu()
 
         def write() -> None:
-            self._objects.write(f"{number}.{self.rank}", packed(header, [x], self._is_sealed))
+            self._objects.write(f"{number}.{self.rank}", packed(header, [x]))
 
         return number, ThreadedCall(write, "write a share", in_thread=self._board.num_at_once > 1)
 
@@ -200,7 +200,7 @@ class ObjectGroup(Group):
             return [host]
 
         try:
-            unpack(file, size, _HEADER_BYTES, memory, is_sealed=self._is_sealed)
+            unpack(file, size, _HEADER_BYTES, memory)
         except Damaged as error:
             name = self._objects.name(f"{number}.{rank}")
             raise self._failure(f"rank {rank} has written a share that can't be used: {error} ({name})", rank) from None

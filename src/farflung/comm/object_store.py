@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -121,8 +121,9 @@ class BucketBoard(ObjectBoard):
         for name in names:
             self.ask(partial(delete, name), "delete")
 
-    def write_name(self, name: str, parts: Sequence[bytes | memoryview], is_new: bool) -> None:
-        is_small = sum(map(len, parts)) <= _SMALL
+    def write_name(self, name: str, parts: Iterable[bytes | memoryview], is_new: bool) -> None:
+        content = list(parts)
+        is_small = sum(map(len, content)) <= _SMALL
         how: dict[str, Any] = {"use_multipart": False}
         if is_new:
             how["mode"] = "create"
@@ -130,7 +131,7 @@ class BucketBoard(ObjectBoard):
             how = {"chunk_size": _PART, "max_concurrency": _SIDE_BY_SIDE}
         store = self.quick if is_small else self.slow
         act: Act = "create" if is_new else "write"
-        self.ask(lambda: obstore.put(store, name, list(parts), **how), act)
+        self.ask(lambda: obstore.put(store, name, content, **how), act)
 
     def read_name(self, name: str, act: Callable[[BufferedReader, int], _T]) -> _T | None:
         def read() -> _T | None:

@@ -152,8 +152,8 @@ class ObjectBoard(Board):
         return self.read_name(self.name(key), lambda file, size: act(*seal.open(self.prefix + key, file, size, began)))
 
     @abstractmethod
-    def write_name(self, name: str, parts: Sequence[bytes | memoryview], is_new: bool) -> None:
-        """Write bytes under a name, as `write` does."""
+    def write_name(self, name: str, parts: Iterable[bytes | memoryview], is_new: bool) -> None:
+        """Write bytes under a name, as `write` does; a retry reads `parts` again."""
 
     @abstractmethod
     def read_name(self, name: str, act: Callable[[BufferedReader, int], _T]) -> _T | None:

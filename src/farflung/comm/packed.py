@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors as one object: a digest, a header in JSON and the plain bytes, so that whoever reads it knows what it has."""
+"""Tensors as one object: a checksum, a header in JSON and the plain bytes, so that a reader knows what it has."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from farflung.base.bars import Bar
+from farflung.comm.checksum import crc32
 from farflung.comm.fingerprint import bytes_of
 
-_SEALED = b"sealed"  # in the place of a digest
 _BLOCK = 4 * 2**20  # bytes that are read at a time
 
 
@@ -22,15 +22,14 @@ class Damaged(ValueError):
     """An object is not what its author has written."""
 
 
-def packed(header: Any, tensors: Sequence[Tensor], is_sealed: bool = False) -> list[bytes | memoryview]:
-    """Return the parts of an object. The tensors' memory is theirs, if it is the host's and contiguous.
-
-    Args:
-        is_sealed: the run's key will seal it, which shows any damage: it needs no digest.
-    """
-    said = json.dumps(header).encode()
+def packed(header: Any, tensors: Sequence[Tensor]) -> list[bytes | memoryview]:
+    """Return the parts of an object. The tensors' memory is theirs, if it is the host's and contiguous."""
+    line = json.dumps(header).encode()
     plain = [_memory(tensor.detach().cpu().contiguous()) for tensor in tensors]
-    return [_SEALED if is_sealed else _digest(said, plain), b" ", said, b"\n", *plain]
+    checksum = crc32(line)
+    for one in plain:
+        checksum = crc32(one, checksum)
+    return [b"%08x " % checksum, line, b"\n", *plain]
 
 
 def unpack(
@@ -39,7 +38,6 @@ def unpack(
     limit: int,
     memory: Callable[[Any], Sequence[Tensor]],
     bar: Bar | None = None,
-    is_sealed: bool = False,
 ) -> None:
     """Read an object of `size` bytes into tensors on the host.
 
@@ -47,13 +45,12 @@ def unpack(
         limit: of the header, in bytes.
         memory: returns the tensors for a header; Damaged if it is not one that can be meant.
         bar: counts the bytes of tensors that were read.
-        is_sealed: the run's key has sealed it; see `packed`.
 
     Raises:
-        Damaged: it has another size than these tensors, or another digest than it should.
+        Damaged: it has another size than these tensors, or another checksum than it should.
     """
     line = file.readline(limit)
-    said, _, header = line.rstrip(b"\n").partition(b" ")
+    written, _, header = line.rstrip(b"\n").partition(b" ")
     try:
         found = json.loads(header)
     except (ValueError, RecursionError):
@@ -61,21 +58,24 @@ def unpack(
     plain = [_memory(tensor) for tensor in memory(found)]
     if size != len(line) + sum(map(len, plain)):
         raise Damaged(f"{found} in {size} bytes instead of {len(line) + sum(map(len, plain))}")
+    checksum = crc32(header)
     for one in plain:
         num_bytes = 0
         while num_bytes < len(one) and (count := file.readinto(one[num_bytes : num_bytes + _BLOCK])):
+            checksum = crc32(one[num_bytes : num_bytes + count], checksum)
             num_bytes += count
             if bar is not None:
                 bar.advance(count)
-    if not (is_sealed and said == _SEALED) and _digest(header, plain) != said:
-        raise Damaged("its digest shows that it is damaged")
+    if written != b"%08x" % checksum and written != _former_digest(header, plain):
+        raise Damaged("its checksum shows that it is damaged")
 
 
 def _memory(tensor: Tensor) -> memoryview:
     return memoryview(bytes_of(tensor).numpy().data)
 
 
-def _digest(header: bytes, plain: Sequence[memoryview]) -> bytes:
+def _former_digest(header: bytes, plain: Sequence[memoryview]) -> bytes:
+    """Return what objects had in the place of a checksum until November 2026."""
     digest = blake2b(header, digest_size=16)
     for one in plain:
         digest.update(one)

@@ -2,7 +2,7 @@
 """The state that replicas share, as it lies at the address of their run: whole, and for whoever comes later.
 
 Each rank of a replica writes its own part. A state counts once all of them are there, which a log says; the last two
-are kept. Objects are JSON and plain bytes, each with a digest.
+are kept. Objects are JSON and plain bytes, each with a checksum.
 """
 
 from __future__ import annotations
@@ -84,9 +84,7 @@ class SavedStates:
             form = form_of(tree, part, tensors)
             rows = [[key, str(x.dtype).removeprefix("torch."), list(x.shape)] for key, x in tensors.items()]
             header = {"form": form, "tensors": rows}
-            self._board.write(
-                _key(name, rank, part), packed(header, list(tensors.values()), self._board.seal is not None)
-            )
+            self._board.write(_key(name, rank, part), packed(header, list(tensors.values())))
         self._board.put(_key(name, rank, "done"), b"1")
 
     def finish(self, saved: Saved, is_current: Callable[[], bool] | None = None, within_s: float = _RANKS_S) -> bool:
@@ -159,7 +157,7 @@ class SavedStates:
                 return list(tensors.values())
 
             tensors.clear()
-            unpack(file, size, _HEADER_BYTES, memory, bar, self._board.seal is not None)
+            unpack(file, size, _HEADER_BYTES, memory, bar)
             return True
 
         try:

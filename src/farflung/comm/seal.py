@@ -20,7 +20,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from io import BufferedReader
@@ -167,16 +167,10 @@ class Seal:
             return ""
         return f".{hmac.digest(self._names, (self.scope + name).encode(), 'sha256')[:8].hex()}"
 
-    def close(self, name: str, parts: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
-        """Return the parts of the sealed object."""
+    def close(self, name: str, parts: Sequence[bytes | memoryview]) -> Iterable[bytes | memoryview]:
+        """Return the parts of the sealed object, each of which is made when it is written."""
         head, size = _MAGIC + self.digest + secrets.token_bytes(16) + self.versions.next(), sum(map(len, parts))
-        cipher, last = self._of_object(head, name, size), max(0, size - 1) // _PIECE
-        sealed: list[bytes | memoryview] = [head]
-        for number, piece in enumerate(_pieces(parts)):
-            out = memoryview(bytearray(len(piece) + _TAG))
-            cipher.encrypt_into(_nonce(number, number == last), piece, None, out)
-            sealed.append(out)
-        return sealed
+        return _Closed(head, self._of_object(head, name, size), parts, max(0, size - 1) // _PIECE)
 
     def open(self, name: str, file: BufferedReader, size: int, began: float) -> tuple[BufferedReader, int]:
         """Return a sealed object as a file that can be read once, and the number of its bytes.
@@ -218,6 +212,23 @@ class Seal:
     def cipher(self, label: bytes) -> AESGCM:
         """Return a cipher with a key of its own for each label."""
         return self._cipher(hmac.digest(self._objects, label, "sha256"))
+
+
+@dataclass(frozen=True)
+class _Closed:
+    """The parts of a sealed object. A retry reads them again."""
+
+    head: bytes
+    cipher: AESGCM
+    parts: Sequence[bytes | memoryview]
+    last: int
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        yield self.head
+        for number, piece in enumerate(_pieces(self.parts)):
+            out = memoryview(bytearray(len(piece) + _TAG))
+            self.cipher.encrypt_into(_nonce(number, number == self.last), piece, None, out)
+            yield out
 
 
 class _Opened(io.RawIOBase):

@@ -15,8 +15,8 @@ from farflung.base.errors import CheckpointError, ConfigError, StateError
 from farflung.base.tensor_memory import bytes_of
 from farflung.checkpoint import paths
 from farflung.checkpoint.entries import Entry
-from farflung.checkpoint.files import crc32
 from farflung.checkpoint.reader import read_torch
+from farflung.comm.checksum import crc32
 from farflung.config.outer import AUTO
 from farflung.integrations.rounds import RoundFigures
 from farflung.outer.arguments import OuterConfig, chosen_recipe
