@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Robust rules: whatever one replica brings, the others train as without it; it is left out, and may come back."""
 
+import itertools
 import json
 import logging
 import math
@@ -9,8 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from farflung.base.errors import ConfigError
 from farflung.base.events import EVENTS, Event, Kind
@@ -28,6 +31,7 @@ from tests.outer.elastic_run import ElasticRun, wrong
 from tests.outer.islands import Uneven
 from tests.outer.replicas import RATE, linear, net, same, through_a_file, train, values
 from tests.outer.test_elastic_laws import Members
+from tests.outer.test_membership import ChangingMembership
 from tests.recipes import RECIPES
 
 PAIRS = {  # of the table of recipes, each that takes a rule; test_wrong_uses.py has what the others are refused with
@@ -42,6 +46,7 @@ FAULTS = {
     "garbage": lambda moved: torch.randn(moved.shape, generator=torch.Generator().manual_seed(1)),
 }
 PLAIN = {"lr": 1.0, "momentum": 0.0}
+KINDS = None, "FSDP", "TP"  # of islands
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -276,26 +281,60 @@ def test_strikes_are_in_checkpoints_and_in_what_a_newcomer_gets(rule):
     assert run_replicas(resumed, 4, recipe) == [({0: [0, 0], 1: [2, 0], 2: [0, 0], 3: [0, 0]}, {1})] * 4
 
 
+class Noting(ChangingMembership):
+    """Keeps what the loop reports."""
+
+    def __init__(self, group, first):
+        super().__init__(group, first)
+        self.noted = []
+
+    def note(self, kind, member, **facts):
+        self.noted.append(facts["message"])
+
+
+def among_few(group, rule):
+    """Three replicas, then a fourth one, until one is lost."""
+    model, membership = linear(), Noting(group, (0, 1, 2))
+    outer = OuterLoop(model, robust(diloco(2), rule), membership=membership)
+    while outer.position < 20:
+        if group.rank == 2 and outer.position == 12:
+            return None  # it is lost
+        outer.step()
+    outer.close()
+    return membership.noted
+
+
+@pytest.mark.law("outliers-are-left-out")
+def test_an_event_says_when_replicas_have_become_too_few_for_a_rule_or_enough_again():
+    found = run_replicas(among_few, 4, "trimmed")
+    few = "with 3 replicas one of them can spoil the weights: the robust rule outvotes one of 4 or more"
+    assert found[0] == [few, "with 4 replicas the robust rule outvotes any one of them again", few]
+    assert found[1] == found[3] == []
+    assert run_replicas(among_few, 4, "clip")[0] == []
+
+
 def in_islands():
-    """Four islands of two ranks with shards of a model, of which the second has a fault; and single ranks instead."""
+    """Four islands of two ranks with parts of a model, of which the second has a fault; and single ranks instead."""
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("replicas", "shards"))
     column, island = (TorchGroup(mesh.get_group(name)) for name in mesh.mesh_dim_names)
     outcomes = {}
     for rule in RULES:
-        for wraps in (False, True):
+        for kind in KINDS:
             model, seen = Uneven(), []
-            if wraps:
+            if kind == "FSDP":
                 fully_shard(model, mesh=mesh["shards"])
-            outer = OuterLoop(
-                model, robust(diloco(1), rule), column, island=island if wraps else None, bucket_bytes=256
-            )
+            if kind == "TP":  # both ranks have a copy of what is not cut, which counts once
+                for name, part in (("body", 0), ("five", 1)):
+                    module = getattr(model, name)
+                    module.weight = nn.Parameter(distribute_tensor(module.weight, mesh["shards"], [Shard(part)]))
+            outer = OuterLoop(model, robust(diloco(1), rule), column, island=island if kind else None, bucket_bytes=256)
             outer.listeners.append(lambda this, seen=seen: seen.append((this.norms, {*this.left_out})))
             for step in range(4):
                 with torch.no_grad():
                     for parameter in (one for one in model.parameters() if one.requires_grad):
                         parameter.add_(-50.0 if column.rank == 1 else 0.5 ** (step + column.rank))
                 outer.step()
-            outcomes[rule, wraps] = {name: full(one).clone() for name, one in model.state_dict().items()}, seen
+            outcomes[rule, kind] = {name: full(one).clone() for name, one in model.state_dict().items()}, seen
             outer.detach()
     return outcomes
 
@@ -305,11 +344,11 @@ def in_islands():
 def test_norms_of_islands_are_those_of_the_whole_model():
     ranks = run_ranks(in_islands, 8, timeout_s=120)
     for rule in RULES:
-        alone, seen = ranks[0][rule, False]
-        for each in ranks:
-            model, in_shards = each[rule, True]
+        alone, seen = ranks[0][rule, None]
+        for each, kind in itertools.product(ranks, KINDS[1:]):
+            model, in_shards = each[rule, kind]
             assert far(model, alone) < 1e-5
-            assert same(model, ranks[0][rule, True][0])
+            assert same(model, ranks[0][rule, kind][0])
             assert [out for _, out in in_shards] == [out for _, out in seen] == [set(), set(), {1}, {1}]
             for (one, _), (other, _) in zip(in_shards, seen, strict=True):
                 assert one == pytest.approx(other, rel=1e-5)
