@@ -101,19 +101,22 @@ class SeenVersions:
         self._report(f"someone without this run's key may write there: {name!r} is not taken, as {why}")
 
     def refuse(self, peer: str, why: str) -> None:
-        """Record that a client of this process's server was refused."""
-        self._report(f"{peer} was refused at the port of this run: {why}")
+        """Record that a client of this process's server was refused, once for each machine."""
+        if self.is_news(peer):
+            self._report(f"{peer} was refused at the port of this run: {why}")
 
     def is_news(self, sentence: str) -> bool:
         """Return whether this process has yet to report a sentence: each once, and so many that they fill no disk."""
-        is_news = sentence not in self._noticed and len(self._noticed) < _MOST_NOTICES
-        self._noticed |= {sentence} if is_news else set()
-        return is_news
+        if sentence in self._noticed or len(self._noticed) >= _MOST_NOTICES:
+            return False
+        self._noticed.add(sentence)
+        if len(self._noticed) == _MOST_NOTICES:
+            self.notices.append("From now on this process reports no more objects and machines without this run's key")
+        return True
 
     def _report(self, sentence: str) -> None:
         if self.is_news(sentence):
-            is_last = len(self._noticed) == _MOST_NOTICES
-            self.notices.append(sentence + (". This process reports no more of this kind" if is_last else ""))
+            self.notices.append(sentence)
 
 
 @dataclass(frozen=True, eq=False)
