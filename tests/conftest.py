@@ -142,6 +142,13 @@ def process_as_before():
             signal.signal(number, handler)
 
 
+@pytest.fixture(params=["no key", pytest.param("a key", marks=pytest.mark.long)])
+def either_key(request, monkeypatch):
+    """Let a run have no key, and then one."""
+    if request.param == "a key":
+        monkeypatch.setenv(environ.KEY, "5" * 64)
+
+
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     """An empty home that is the working directory too, and an environment that sets nothing."""

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from urllib.parse import unquote
 
 import pytest
 
@@ -137,6 +138,31 @@ def test_one_that_joins_a_store_with_another_key_is_refused_on_both_sides(theirs
     notes = LauncherNotes(first.board)
     (event,) = [*notes.receive(), *notes.strangers()]
     assert there in str(event)
+    assert time.monotonic() < began + patience(10)
+
+
+@pytest.mark.parametrize("kind", ["folder", pytest.param("bucket", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("theirs", "ours", "here", "there"),
+    [
+        (KEY, OTHER, "it is sealed with another key", "refused node:1' is not taken, as its name has no tag"),
+        (KEY, None, "it has a key, and none was given", "refused node:1' is not taken, as its name has no tag"),
+        (None, KEY, "it is not sealed with any key", "node:1 was refused: it has another key, or only one side has"),
+    ],
+    ids=["other", "none", "one"],
+)
+def test_one_that_meets_at_an_address_with_another_key_is_refused_on_both_sides(
+    theirs, ours, here, there, kind, tmp_path, request
+):
+    where = request.getfixturevalue("bucket") if kind == "bucket" else tmp_path.as_uri()
+    seals = [Seal(bytes.fromhex(key)) if key else None for key in (theirs, ours)]
+    settings, began = LaunchSettings(elastic="1:2", meet=where), time.monotonic()
+    first = elastic._met(settings, 1, "node:0", seals[0])
+    with pytest.raises(KeyMismatch, match=f"The record of the run at {where} can't be used: {here}"):
+        elastic._met(settings, 1, "node:1", seals[1])
+    notes = LauncherNotes(first.board)
+    (event,) = until(lambda: [*notes.receive(), *notes.strangers()])
+    assert there in unquote(str(event))
     assert time.monotonic() < began + patience(10)
 
 

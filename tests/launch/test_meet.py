@@ -32,7 +32,8 @@ pytestmark = [
 ]
 
 
-def test_two_machines_without_a_way_to_each_other_train_through_a_bucket(home, warm):
+@pytest.mark.usefixtures("warm", "either_key")
+def test_two_machines_without_a_way_to_each_other_train_through_a_bucket(home):
     (home / "train.py").write_text(TRAINS)
     machines = Apart(megabits=20.0)
     outer = ["--outer", "streaming_diloco", "--outer-every", "20", "--outer-fragments", "1", "--heartbeat_s", "1"]

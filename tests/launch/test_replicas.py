@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from farflung.base.errors import ConfigError
-from farflung.comm.address import transport_at
 from farflung.config.launch import LaunchSettings
 from farflung.config.resolve import Resolved
 from farflung.launch import elastic
@@ -24,6 +23,7 @@ from farflung.launch.plan import Script
 from tests.launch.engines.test_connections import RANK, WORST
 from tests.launch.machines import ADDRESSES, two_machines
 from tests.launch.screen import Screen, launcher
+from tests.outer.elastic_run import transport_at
 from tests.python import call_farflung
 from tests.waits import until
 
@@ -146,7 +146,7 @@ DIES = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
 
 
 @pytest.fixture
-def far(home, warm):
+def far(home, warm, either_key):
     """Two machines with a launcher each, whose two replicas train with those of the other; and what they print."""
     (home / "train.py").write_text(TRAINS)
     first = ["--elastic", "2:4", "--main_process_ip", ADDRESSES[0], "--main_process_port", "29600", "train.py"]
@@ -193,7 +193,7 @@ def test_a_killed_replica_starts_again_another_launcher_joins_and_all_end_well(h
 
 
 @pytest.mark.parametrize("kind", ["folder", "bucket"])
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("warm", "either_key")
 def test_launchers_of_the_same_line_meet_at_an_address_and_outlive_the_first_one(home, kind, request):
     script = TRAINS.replace("in{os.getpid()}", "in{os.environ['FARFLUNG_MEMBER']}_{os.getpid()}")
     (home / "train.py").write_text(script)
@@ -221,7 +221,7 @@ def test_launchers_of_the_same_line_meet_at_an_address_and_outlive_the_first_one
 
 
 @pytest.mark.parametrize("kind", ["folder", "bucket"])
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("warm", "either_key")
 def test_a_run_whose_launcher_and_replicas_were_all_killed_goes_on_with_the_same_line(farflung, home, kind, request):
     (home / "train.py").write_text(TRAINS)
     where = f"file://{home}/run" if kind == "folder" else request.getfixturevalue("bucket")
@@ -249,7 +249,7 @@ def test_a_run_whose_launcher_and_replicas_were_all_killed_goes_on_with_the_same
         assert again.ended() == 0
 
 
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("warm", "either_key")
 def test_launchers_of_the_same_line_meet_at_a_port_that_the_first_of_them_serves(home):
     (home / "train.py").write_text(TRAINS)
     line = "--elastic", "1:4", "--meet", f"tcp://127.0.0.1:{get_free_port()}", "train.py"

@@ -67,6 +67,7 @@ class Cluster(kmock.KubernetesEmulator):
         self.failed: dict[int, int] = {}
         self.containers: list[threading.Thread] = []
         self.folder, self.cut_after = starts, None
+        self.secrets: dict[str, dict[str, str]] = {}  # variables by the name of a secret
         self.asked: list[tuple[str, dict]] = []  # of what changes something
         self.answers: list[int] = []  # statuses of the next answers, instead of what was asked for; CUT, or 0: none
         self.loop = asyncio.get_running_loop()
@@ -136,6 +137,8 @@ class Cluster(kmock.KubernetesEmulator):
         [container] = self.job["spec"]["template"]["spec"]["containers"]
         words = [expanded(word, {}).replace("/workspace", str(self.folder)) for word in container["command"]]
         env = os.environ | {one["name"]: str(pod.index) for one in container.get("env", [])}
+        for source in container.get("envFrom", []):
+            env |= self.secrets[source["secretRef"]["name"]]
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(words, cwd=self.folder, env=env, text=True, start_new_session=True, **streams)
         pod.process, pod.phase = process, "Running"

@@ -19,6 +19,7 @@ from farflung.launch.engines.kubernetes import Kubernetes
 from farflung.launch.engines.kubernetes_api import PodLog
 from farflung.launch.folder import SUBMITTED
 from farflung.testing.patience import patience
+from tests.launch.keyed import KEY, check_sealed_and_unseen, end_soon, write_key
 from tests.python import call_farflung
 from tests.waits import until
 
@@ -287,6 +288,30 @@ def test_pods_of_an_elastic_run_meet_on_the_claim_and_one_that_is_lost_comes_bac
     assert codes == [0], capsys.readouterr()
     shown = capsys.readouterr().out
     assert all(f"[pod {index}] trained True" in shown for index in range(3)), shown
+
+
+@pytest.mark.long
+def test_a_key_reaches_pods_by_a_secret_unseen_and_seals_the_run(home, kubeconfig, capsys):
+    claim = home / "claim"
+    claim.mkdir()
+    key = write_key(claim)
+    key.rename(home / key.name)
+    options = f"{HERE[1]},python={sys.executable},folder={claim},secret=run7"
+    words = [*ELASTIC_HERE[:3], "--elastic", "2:2", "--replicas", "2", *ELASTIC_HERE[7:-3], "--engine-options", options]
+    with fake.running(home, starts=claim) as cluster:
+        cluster.secrets["run7"] = {"FARFLUNG_KEY": KEY}
+        assert call_farflung("launch", *words, "--dry_run", "train.py") == 0
+        codes: list[int] = []
+        launch = "launch", *words, "train.py"
+        thread = threading.Thread(target=lambda: codes.append(call_farflung(*launch)), daemon=True)
+        thread.start()
+        wait_for(cluster, "training begins with 2 replicas")
+        end_soon(claim)
+        thread.join(patience(60))
+        records = json.dumps(cluster.asked)
+    shown = capsys.readouterr()
+    assert codes == [0], shown
+    check_sealed_and_unseen(home, claim / "run7", shown.out, shown.err, records)
 
 
 def wait_for(cluster, words: str, index: int | None = None) -> None:

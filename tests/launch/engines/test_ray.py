@@ -21,6 +21,7 @@ from farflung.launch.engines.engine import Job
 from farflung.testing.patience import patience
 from tests.launch.engines.test_arguments import DUMP, make_arguments, seen
 from tests.launch.engines.test_connections import RANK, WORST
+from tests.launch.keyed import check_sealed_and_unseen, end_soon, write_key
 from tests.launch.screen import Screen, started as start_farflung
 from tests.python import call_farflung
 from tests.waits import until
@@ -146,6 +147,19 @@ def test_replicas_of_lost_and_draining_nodes_start_elsewhere_and_the_others_trai
     launched.end()
     assert launched.process.returncode == 0, launched.text
     assert launched.text.count("trained") in (2, 3)  # one that is to leave may have finished before it does
+
+
+@pytest.mark.server
+def test_a_key_is_read_on_the_nodes_unseen_and_seals_the_run(home, cluster, started):
+    cluster.more(2)
+    key, meet = write_key(home), home / "meet"
+    meet.mkdir()
+    run = started("--elastic", "2:2", "--meet", meet.as_uri(), "--key_file", str(key), "train.py")
+    run.wait_for("training begins with 2 replicas")
+    end_soon(home)
+    text = run.end()
+    assert run.process.returncode == 0, text
+    check_sealed_and_unseen(home, meet, text)
 
 
 @pytest.mark.server

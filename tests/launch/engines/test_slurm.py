@@ -25,6 +25,7 @@ from farflung.launch.engines.engine import Job
 from farflung.testing.patience import patience
 from tests.launch.engines.slurm_cluster import slurm_cluster, why_impossible
 from tests.launch.engines.test_arguments import DUMP, HOSTILE, make_arguments, seen
+from tests.launch.keyed import check_sealed_and_unseen, end_soon, write_key
 from tests.launch.screen import started
 from tests.launch.test_run import CONNECTED, seen_by
 from tests.python import call_farflung, run_farflung
@@ -270,6 +271,18 @@ def test_replicas_of_an_array_are_killed_preempted_cancelled_added_and_ended_and
     assert all(0 <= rest < 3 * EVERY for _, rest in rests)
     stops = [longest_stop(stays, moment, moment + 5) for moment in moments]
     assert max(stops) < patience(2.0), (stops, text)
+
+
+@pytest.mark.server
+def test_a_key_is_read_on_the_nodes_unseen_and_seals_the_run(slurm):
+    key, meet = write_key(slurm), slurm / "meet"
+    meet.mkdir()
+    with launched("--elastic", "2:2", "--meet", meet.as_uri(), "--key_file", str(key)) as run:
+        run.wait_for("training begins with 2 replicas")
+        end_soon(slurm)
+        code, text = ended(run)
+    assert code == DONE, text
+    check_sealed_and_unseen(slurm, meet, text, asked("scontrol", "show", "jobs"))
 
 
 @pytest.mark.server

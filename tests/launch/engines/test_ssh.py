@@ -25,6 +25,7 @@ from farflung.launch.engines.engine import Job
 from farflung.launch.engines.ssh import SshClient
 from farflung.testing.patience import patience
 from tests.launch.engines.test_arguments import DUMP, HOSTILE, SHELLS, make_arguments, seen
+from tests.launch.keyed import check_sealed_and_unseen, end_soon, write_key
 from tests.launch.machines import ADDRESSES
 from tests.launch.screen import Screen
 from tests.launch.sshd import host_with_shell, two_hosts, why_no_sshd
@@ -222,12 +223,24 @@ def test_a_cut_line_costs_the_other_replicas_nothing_and_ends_those_behind_it(la
     until_further(home)
     screen.wait_for("farflung: node1 is gone: Timeout, server 10.77.0.2 not responding.; the others continue")
     until(lambda: sum("farflung.process.tether" in words for words in lab.left()) == 1)
-    until_further(home)
-    (home / "last").write_text("1")
+    end_soon(home)
     text = screen.end()
     assert screen.process.returncode == DONE, text
     assert "╭─" not in text
     assert not lab.left()
+
+
+@in_lab
+def test_a_key_reaches_the_hosts_unseen_and_seals_the_run(on_lab, home):
+    key, meet = write_key(home), home / "meet"
+    meet.mkdir()
+    where = ["--elastic", "2:2", "--meet", meet.as_uri()]
+    screen = on_lab.launch("--hosts", "node0,node1", *where, "--key_file", str(key), **on_lab.warm)
+    screen.wait_for("training begins with 2 replicas")
+    end_soon(home)
+    text = screen.end()
+    assert screen.process.returncode == DONE, text
+    check_sealed_and_unseen(home, meet, text)
 
 
 @in_lab
