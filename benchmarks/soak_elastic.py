@@ -9,11 +9,13 @@ waited, whether any step was lost or counted twice, and what has grown (memory, 
     --storm launcher     two launchers, of which the one that joined is killed, and started again
     --storm recipes      kills under each of twelve recipes
 
-with `--minutes` in place of `--events`. A run whose weights begin anew counts as `fresh_weights`.
+with `--minutes` in place of `--events`, `--meet` of a folder or a bucket, and `--key_file` of a run's key. A run whose
+weights begin anew counts as `fresh_weights`.
 """
 
 import argparse
 import itertools
+import os
 import random
 import re
 import signal
@@ -30,6 +32,7 @@ from _measure import report
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from farflung import outer
+from farflung.config.key import run_key
 from tests.faults import PHASES, kill, stop
 from tests.outer.elastic_run import ElasticRun, wrong
 
@@ -191,7 +194,7 @@ def going_on(asked):
 def soak(asked):
     """Let events happen to one of four replicas after the other."""
     growth, last = [], 0
-    with ElasticRun(step_s=0.01, numel=4096, expected=REPLICAS, grace_s=asked.grace_s) as run:
+    with ElasticRun(step_s=0.01, numel=4096, address=asked.meet, expected=REPLICAS, grace_s=asked.grace_s) as run:
         soak = Soak(run, random.Random(asked.seed), asked.grace_s, KINDS[asked.storm])
         for last in going_on(asked):
             kind, seconds = soak.event()
@@ -216,7 +219,7 @@ def soak(asked):
 def alternate(asked):
     """Kill one of two replicas, then the other one as soon as the first is back."""
     mistakes = num_fresh = last = 0
-    with ElasticRun(step_s=0.01, numel=4096, expected=2, grace_s=asked.grace_s) as run:
+    with ElasticRun(step_s=0.01, numel=4096, address=asked.meet, expected=2, grace_s=asked.grace_s) as run:
         there = [run.start(name) for name in range(2)]
         run.until(lambda: run.joined(*there))
         run.said.clear()
@@ -348,8 +351,14 @@ def main():
     parser.add_argument("--minutes", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--grace-s", type=float, default=1.0)
+    parser.add_argument("--meet", help="the address of a folder or a bucket; without it replicas meet at a port")
+    parser.add_argument("--key_file")
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
+    if asked.meet and asked.storm in ("launcher", "recipes"):
+        parser.error(f"--meet: the storm {asked.storm} makes its runs itself")
+    if asked.key_file:
+        os.environ["FARFLUNG_KEY"] = run_key(asked.key_file).hex()
     begun = time.time()
     figures = STORMS[asked.storm](asked)
     report(
@@ -358,6 +367,7 @@ def main():
         seed=asked.seed,
         write_to=("elastic_storms.jsonl" if asked.storm else "elastic_soak.jsonl") if asked.write else None,
         grace_s=asked.grace_s,
+        meet=(asked.meet or "tcp").partition(":")[0] + " with a key" * bool(asked.key_file),
         **({"storm": asked.storm} if asked.storm else {"events": figures.pop("events")}),
     )
 
