@@ -252,7 +252,7 @@ class ElasticRun:
                     self.notes.note_end(*self._unrecorded[0])
                     del self._unrecorded[0]
                 if self._has_store:
-                    self.events += map(str, self.notes.receive())
+                    self.events += map(str, [*self.notes.receive(), *self.notes.strangers()])
 
     def _take(self, pipe):
         """Take all that a replica has said, so that it never waits for this process."""
