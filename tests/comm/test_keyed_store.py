@@ -4,6 +4,7 @@
 import random
 import socket
 import struct
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -71,6 +72,7 @@ SENDS = {
     "another key": (lambda run, draw: b"farflung keyed 1" + draw.randbytes(40), "another key"),
     "a message that is not sealed": (lambda run, draw: hello(run) + struct.pack("!I", 40) + bytes(40), "not sealed"),
     "a huge message": (lambda run, draw: hello(run) + struct.pack("!I", 2**32 - 1), "too long"),
+    "a large first message": (lambda run, draw: hello(run) + struct.pack("!I", 2**20), "too long"),
     "what a member has sent before": (lambda run, draw: recorded(run), "not sealed"),
 }
 
@@ -94,11 +96,28 @@ def test_a_stranger_at_the_port_changes_nothing_and_is_named(run, sends):
     assert [why in notice for notice in notices] == ([True] if why else [])
 
 
-def test_connections_that_say_nothing_keep_no_member_out_for_long(run, monkeypatch):
+@pytest.mark.parametrize("says", ["nothing", "a byte at a time"])
+def test_connections_that_prove_nothing_keep_no_member_out_for_long(run, monkeypatch, says):
     monkeypatch.setattr(keyed_store, "_HELLO_S", 0.3)
+    monkeypatch.setattr(keyed_store, "_FIRST_BYTES", 2**32)
     with ExitStack() as idle:
-        for _ in range(2 * keyed_store._MOST_HELLOS):
-            idle.enter_context(socket.create_connection(at(run), 10))
+        strangers = [
+            idle.enter_context(socket.create_connection(at(run), 10)) for _ in range(2 * keyed_store._MOST_HELLOS)
+        ]
+        is_over = threading.Event()
+        idle.callback(is_over.set)
+
+        def speak():
+            for byte in hello(run) + struct.pack("!I", 2**25) + bytes(10**6):
+                for stranger in strangers:
+                    with suppress(OSError):
+                        stranger.send(bytes([byte]))
+                if is_over.wait(0.02):
+                    return
+
+        if says != "nothing":
+            threading.Thread(target=speak, daemon=True).start()
+        time.sleep(2 * keyed_store._HELLO_S)
         assert run.board.get("generation/1") == b"right"
         assert C10dTransport(at(run), seal=Seal(KEY)).board.get("generation/1") == b"right"
 

@@ -27,7 +27,7 @@ from farflung.comm.threads import start_until_exit
 _MAGIC, _HELLO = b"farflung keyed 1", 56
 _NO_KEY = bytes(8)  # in the place of a digest
 _HELLO_S, _MOST_HELLOS = 5.0, 64  # how long a client may take to prove that it has the key; of them at a time
-_MOST_BYTES = 2**26  # of a message
+_MOST_BYTES, _FIRST_BYTES = 2**26, 2**16  # of a message; of the first one, before which nothing is proved
 _PAUSE_S = 0.01
 
 
@@ -37,6 +37,7 @@ class _Channel:
     def __init__(self, connection: socket.socket, seal: Seal | None, is_server: bool) -> None:
         """Exchange hellos; KeyMismatch if the other side has another key, ConnectionError if it speaks otherwise."""
         self._socket, self._sent, self._received = connection, 0, 0  # numbers of messages
+        self._until = time.monotonic() + _HELLO_S if is_server else None  # for the first message
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         mine = secrets.token_bytes(32)
@@ -62,7 +63,7 @@ class _Channel:
     def receive(self) -> list[bytes]:
         """Return the parts of the next message; ConnectionError if none comes, or it isn't one of this connection."""
         (size,) = struct.unpack("!I", self._read(4))
-        if size > _MOST_BYTES:
+        if size > (_MOST_BYTES if self._received else _FIRST_BYTES):
             raise ConnectionError("a message is too long")
         try:
             content = self._in.decrypt(self._received.to_bytes(12, "big"), self._read(size), None)
@@ -71,6 +72,9 @@ class _Channel:
         except Exception:  # InvalidTag, or a ValueError for other sizes
             raise ConnectionError("a message was not sealed with the run's key") from None
         self._received += 1
+        if self._until is not None:
+            self._until = None
+            self._socket.settimeout(None)
         parts, at = [], 0
         while at < len(content):
             (size,) = struct.unpack_from("!I", content, at)
@@ -81,6 +85,10 @@ class _Channel:
     def _read(self, size: int) -> bytes:
         content = bytearray()
         while len(content) < size:
+            if self._until is not None:  # one that sends a byte at a time has no more time than others
+                if (left_s := self._until - time.monotonic()) <= 0:
+                    raise TimeoutError("it has not proved in time that it has the key")
+                self._socket.settimeout(left_s)
             piece = self._socket.recv(min(size - len(content), 2**20))
             if not piece:
                 raise ConnectionResetError("the connection was closed")
@@ -122,7 +130,6 @@ class KeyedServer:
 
     def _serve(self, connection: socket.socket, peer: str) -> None:
         with connection, suppress(OSError):
-            connection.settimeout(_HELLO_S)
             try:
                 channel = _Channel(connection, self._seal, is_server=True)
                 request = channel.receive()
@@ -134,7 +141,6 @@ class KeyedServer:
                 return self._seal.versions.refuse(peer, str(error))
             finally:
                 self._hellos.release()
-            connection.settimeout(None)
             while True:
                 if (answer := self._answer(*request)) is not None:
                     channel.send(*answer)
