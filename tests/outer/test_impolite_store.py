@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of three replicas in a bucket whose server is impolite by chance: each end is right, or says why and what to do.
 
-With FARFLUNG_IMPOLITE_SEEDS=200 there are more seeds than ten; with 20:200 those from 20 on.
+Runs of odd seeds have a key. With FARFLUNG_IMPOLITE_SEEDS=200 there are more seeds than ten; with 20:200 those from 20
+on.
 """
 
 import os
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 
 from farflung.base.errors import ConfigError
 from farflung.comm.saved_state import pull
+from farflung.config.key import run_key
 from farflung.testing.patience import patience
 from tests.outer.elastic_run import EVERY, START, ElasticRun
 
@@ -58,7 +60,9 @@ def manners_of(seed):
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(int(FIRST or 0), int(LAST)))
-def test_each_step_is_counted_or_the_end_says_why(seed, s3, bucket, tmp_path):
+def test_each_step_is_counted_or_the_end_says_why(seed, s3, bucket, tmp_path, monkeypatch):
+    if seed % 2:
+        monkeypatch.setenv("FARFLUNG_KEY", "5" * 64)
     product, event, what, at = manners_of(seed)
     print(f"seed {seed}: {product}, {event} {what} at step {at}")
     if event == "refused":
@@ -154,6 +158,6 @@ def check_sentence(error, said, folder, has_state):
 
 def weight_at(address, target):
     """The step and the weight of the newest state at an address."""
-    step = int(re.search(r"after step (\d+)", pull(address, target))[1])
+    step = int(re.search(r"after step (\d+)", pull(address, target, run_key()))[1])
     (weight,) = {float(one) for tensor in load_file(target).values() for one in tensor.flatten()}
     return step, weight
