@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checksum of files and objects: zlib's CRC-32, which isal, if installed, computes by the processor's instructions.
 
-It shows damage. Against those who change values on purpose a run has a key.
+It shows damage; against changes on purpose a run has a key.
 """
 
 try:
