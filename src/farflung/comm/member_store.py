@@ -159,7 +159,7 @@ class LauncherNotes:
         return number
 
     def leave_loop(self, loop: str, member: int, why: str) -> None:
-        """Record why a member no longer takes part in one of its outer loops; a script may go on to another."""
+        """Record why a member no longer takes part in one of its outer loops; a script may continue to another."""
         self.board.put(f"{loop}/left/{member}", why.encode())
 
     def why_left(self, member: int, loop: str = "") -> str:
@@ -169,7 +169,7 @@ class LauncherNotes:
         return self.read(f"{loop or f'loop{self._loops_of(member).last()[0]}'}/left/{member}")
 
     def is_done_with(self, member: int, loop: str) -> bool:
-        """Return whether a member's work in an outer loop is done, or it has gone on from there to a later one."""
+        """Return whether a member's work in an outer loop is done, or it has continued from there to a later one."""
         left = self.why_left(member, loop)
         return left == DONE or (bool(left) and self._loops_of(member).last()[0] > int(loop.removeprefix("loop")))
 
