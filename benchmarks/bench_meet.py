@@ -6,8 +6,10 @@ nothing. The same steps are timed in turns: by replicas that send nothing, and b
 With `--cores 0.8` each of the two has so much of a core in both turns (cgroups, version 1), and the server, which would
 be elsewhere, what they leave.
 
-python benchmarks/bench_meet.py [--megabits 20] [--size small] [--steps 400] [--runs 3] [--codec int4]
-    [--recipe streaming_diloco] [--every 32] [--cores 0.8] [--write]
+`--recipe auto` chooses for the bucket, whose answers are late by `--request_ms`, or for a folder of this machine.
+
+python benchmarks/bench_meet.py [--megabits 20] [--request_ms 0] [--folder] [--size small] [--steps 400] [--runs 3]
+    [--codec int4] [--recipe streaming_diloco] [--every 32] [--cores 0.8] [--write]
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -28,6 +31,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.launch.machines import SERVER, Apart, two_machines
 from tests.s3_server import BUCKET, s3_server, variables_for
 
+LATE = """
+import sys
+from tests.s3_server import S3Server
+S3Server(f"http://127.0.0.1:{sys.argv[1]}").set(late_s=float(sys.argv[2]))
+"""
 PERIOD_US = 10_000  # in which a machine has its share of a core
 TRAINS = """
 import hashlib, json, sys, time
@@ -37,8 +45,8 @@ from farflung.demo.settings import SIZES
 from farflung.demo.text import load_text
 from farflung.elastic import launched_membership
 from farflung.outer import OuterLoop
-from farflung.outer.arguments import recipe_of
-from farflung import OuterConfig
+from farflung.integrations.tuner import LineTuner
+from farflung.outer.arguments import OuterConfig
 size, steps, recipe, options = sys.argv[1], int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
 torch.set_num_threads(1)
 shape = SIZES[size]
@@ -50,7 +58,10 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 membership = launched_membership()
 outer = None
 if membership is not None:
-    outer = OuterLoop(model, recipe_of(OuterConfig(recipe, **options), 2), membership=membership)
+    tuner, config = LineTuner(), OuterConfig(recipe, steps=steps + steps // 4, **options)
+    outer = OuterLoop(model, config, inner=optimizer, membership=membership, tuner=tuner)
+    if recipe == "auto":
+        tuner.follow(outer)
     torch.manual_seed(membership.member)
 for step in range(steps + steps // 4):
     if step == steps // 4:  # then all have met
@@ -62,10 +73,12 @@ for step in range(steps + steps // 4):
     if outer:
         outer.step()
 seconds, stats = time.perf_counter() - began, outer.stats().as_dict() if outer else {}
+chosen = outer.state_dict().get("auto", "") if outer else ""
 if outer:
     outer.close()
 digest = hashlib.blake2b(b"".join(one.detach().numpy().tobytes() for one in model.parameters()), digest_size=8)
 said = {name: stats[name] - before[name] for name in stats if isinstance(stats[name], (int, float))}
+said["recipe"] = chosen
 numel = sum(one.numel() for one in model.parameters())
 print("RESULT", json.dumps({"seconds": seconds, "digest": digest.hexdigest(), "numel": numel, **said}), flush=True)
 """
@@ -74,7 +87,7 @@ print("RESULT", json.dumps({"seconds": seconds, "digest": digest.hexdigest(), "n
 def run(machines: Apart, folder: Path, port: str, address: str, chosen: argparse.Namespace) -> list[dict[str, Any]]:
     """Train on both machines, together if there is an address; return what each one has said."""
     (folder / "train.py").write_text(TRAINS)
-    options = {"every": chosen.every} | ({"codec": chosen.codec} if chosen.codec else {})
+    options = {"every": chosen.every, "codec": chosen.codec} if chosen.recipe != "auto" else {}
     script = ["train.py", chosen.size, str(chosen.steps), chosen.recipe, json.dumps(options)]
     screens = []
     for machine in range(2):
@@ -97,6 +110,8 @@ def run(machines: Apart, folder: Path, port: str, address: str, chosen: argparse
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--megabits", type=float, default=20)
+    parser.add_argument("--request_ms", type=float, default=0, help="how late each answer of the bucket is")
+    parser.add_argument("--folder", action="store_true", help="meet in a folder instead")
     parser.add_argument("--size", default="small")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--runs", type=int, default=3)
@@ -110,9 +125,12 @@ def main() -> None:
     machines = Apart(chosen.megabits)
     serving = s3_server("0.0.0.0", ("ip", "netns", "exec", machines.spaces[2]))
     with tempfile.TemporaryDirectory() as folder, two_machines(machines), serving as port:
+        late = [sys.executable, "-c", LATE, port, str(chosen.request_ms / 1000)]
+        subprocess.run(["ip", "netns", "exec", machines.spaces[2], *late], check=True, cwd=Path(__file__).parents[1])
         for number in range(chosen.runs):
+            place = Path(folder).as_uri() if chosen.folder else f"s3://{BUCKET}"
             alone = run(machines, Path(folder), port, "", chosen)
-            together = run(machines, Path(folder), port, f"s3://{BUCKET}/run{number}", chosen)
+            together = run(machines, Path(folder), port, f"{place}/run{number}", chosen)
             assert together[0]["digest"] == together[1]["digest"], "the replicas have different weights"
             shares.append(max(one["seconds"] for one in alone) / max(one["seconds"] for one in together))
             rows.append(together[0])
@@ -127,6 +145,7 @@ def main() -> None:
             "seconds": round(statistics.median(row["seconds"] for row in rows), 1),
             "MB sent in rounds": round(rows[0]["bytes_sent"] / 1e6, 2),
             "digests equal": True,
+            "recipes": [row["recipe"] for row in rows],
         },
         seed=0,
         write_to="meet.jsonl" if chosen.write else None,
