@@ -107,6 +107,7 @@ def test_several_machines_meet_at_the_main_one():
     meeting = meet(LaunchSettings(**said))
     assert (meeting.backend, meeting.endpoint, meeting.num_machines) == ("static", "10.0.0.1:29500", 2)
     assert meeting.conf == {"rank": 1, "timeout": "30"}
+    assert meet(LaunchSettings(**said | {"main_process_ip": "fd00::1"})).endpoint == "[fd00::1]:29500"
     meeting = meet(LaunchSettings(**said, rdzv_backend="c10d", main_process_port=4))
     assert (meeting.backend, meeting.endpoint, meeting.conf) == ("c10d", "10.0.0.1:4", {"timeout": "30"})
 

@@ -131,7 +131,14 @@ def test_shared_steps_of_a_warm_up_count_no_weight():
     assert run_replicas(gone_on_alone, 2) == [[6.0], [6.0]]
 
 
-@pytest.mark.parametrize("recipe", [post_local_sgd(3, 4), replace(diloco(2), schedule=Warmup(3, Every(2)))])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        post_local_sgd(3, 4),
+        replace(diloco(2), schedule=Warmup(3, Every(2))),
+        replace(eager_diloco(2), schedule=Warmup(3, eager_diloco(2).schedule)),
+    ],
+)
 @pytest.mark.parametrize("steps", [2, 3, 4])
 def test_a_flush_in_or_after_a_warm_up_averages_buffers_too(recipe, steps):
     def flushed(group):

@@ -343,6 +343,7 @@ def test_what_has_stopped_training_is_pulled_too_and_continues_where_it_was(tmp_
     step(outer, 12)
     held = {name for fragment in outer._rounds.replica.fragments for name in fragment.comparison.names}
     assert held == {"b.weight", "b.bias"}
+    assert outer.state_dict()["rounds"]["trained"]["rest"].keys() == {"a.weight", "a.bias"}
     pull(address, tmp_path / "x.safetensors")
     pulled = load_file(tmp_path / "x.safetensors")
     assert pulled.keys() == model.state_dict().keys()

@@ -126,3 +126,14 @@ def test_a_fingerprint_tells_values_and_places_apart(dtype, size):
     else:
         others.pop()
     assert all(fingerprint(other) != fingerprint(x) for other in others)
+
+
+def beside_weights_without_values(group):
+    model = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1, device="meta").requires_grad_(False)])
+    with OuterLoop(model, local_sgd(1), group) as outer:
+        outer.step()
+    return outer.stats().rounds
+
+
+def test_frozen_weights_without_values_are_left_alone():
+    assert run_replicas(beside_weights_without_values, 2) == [1, 1]
