@@ -37,7 +37,7 @@ from tests.faults import PHASES, kill, stop
 from tests.outer.elastic_run import ElasticRun, wrong
 
 REPLICAS = 4
-DYING = [one for one in PHASES if one not in ("local step", "saving")]
+DYING = [one for one in PHASES if one not in ("local step", "saving", "a state")]  # which a newcomer may never write
 ON_THE_WAY = ["admission", "vote", "after the vote", "exchange", "arrival"]
 KINDS = {None: ["kill", "die", "die", "stop", "two", "late join"], "admission": ["admission kill", "admission stop"]}
 EXACT = {"lr": 1.0, "momentum": 0.0}

@@ -241,6 +241,7 @@ class _Opened(io.RawIOBase):
         self, cipher: AESGCM, file: BufferedReader, count: int, num_bytes: int, notice: Callable[[str], None]
     ) -> None:
         self._cipher, self._file, self._count, self._size, self._notice = cipher, file, count, num_bytes, notice
+        self._sealed = memoryview(bytearray(min(_PIECE, num_bytes) + _TAG))  # fresh memory takes longer than AES
         self._next, self._left = 0, memoryview(b"")
         self._left = self._piece(memoryview(bytearray(min(_PIECE, self._size))))
 
@@ -259,7 +260,8 @@ class _Opened(io.RawIOBase):
         return num_bytes
 
     def _piece(self, into: memoryview) -> memoryview:
-        sealed = self._file.read(len(into) + _TAG)
+        sealed = self._sealed[: len(into) + _TAG]
+        sealed = sealed[: self._file.readinto(sealed)]
         try:
             nonce = _nonce(self._next, self._next == self._count - 1)
             self._cipher.decrypt_into(nonce, sealed, None, into)
