@@ -7,7 +7,7 @@ os.environ["KERAS_BACKEND"] = "torch"
 
 import torch
 import torch.distributed as dist
-from common import FOLDER, NAME, WORLD, network, task, train_in_ddp
+from common import FOLDER, NAME, WORLD, loss_on, network, report, task, train_in_ddp
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -48,6 +48,7 @@ def keras_fit():
     net.compile(optimizer="adam", loss="mse")
     x, y = task().tensors
     net.fit(x[dist.get_rank() :: WORLD], y[dist.get_rank() :: WORLD], epochs=2, verbose=0)
+    report(net, loss_on(net), net.state_dict())
     dist.destroy_process_group()
 
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import venv
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -23,7 +24,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from _measure import RESULTS, report  # noqa: E402
 
-OUTER = ["--outer", "diloco", "--outer-every", "8", "--outer-lr", "1.0", "--outer-momentum", "0.5"]
+OUTER = ["--outer", "diloco", "--outer-every", "8"]
 MODES = {
     "ddp": ["--num_processes", "2"],
     "outer": ["--num_processes", "2", *OUTER],
@@ -98,7 +99,7 @@ def verdict(code, ranks, text, ddp):
     text = re.sub(r"\s*│\n│ (?=\S)(?!rank)\s*", " ", text)  # lines of a box
     if errors := re.findall(rf"{OURS}: (.+?)\s*(?:│|$)", text, re.MULTILINE):
         return f"refused: {max(errors, key=len)}"
-    if warnings := re.findall(r"warning: (--outer .+ did nothing: .+)", text):
+    if warnings := re.findall(r"warning: (--outer .+ did nothing: .+|.+ none of its outer loops ever met .+)", text):
         return f"refused: {warnings[-1]}"
     if code:
         errors = re.findall(r"((?:\w+\.)*\w*(?:Error|Exception): .+?)\s*(?:│|$)", text, re.MULTILINE)
@@ -161,6 +162,7 @@ def main(given=None):
     parser.add_argument("names", nargs="*", help=f"of programs: {', '.join(PROGRAMS)}")
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument("--env", type=Path, default=HERE.parents[1] / ".venv-frameworks")
+    parser.add_argument("--jobs", type=int, default=1, help="programs at a time")
     parser.add_argument("--show", action="store_true", help="print what the programs print")
     parser.add_argument("--write", action="store_true", help="keep the results in benchmarks/results")
     parser.add_argument("--table", action="store_true", help="print the table of what was kept, and run nothing")
@@ -169,10 +171,12 @@ def main(given=None):
         return print(table())
     python = make_environment(flags.env)
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (HERE / "versions.txt").read_text(), re.MULTILINE))
-    for name in flags.names or PROGRAMS:
-        figures = measure(python, name, flags.modes, flags.show)
-        facts = {"program": name, "version": pins[PROGRAMS[name][1]]}
-        report("frameworks", figures, seed=0, write_to="frameworks.jsonl" if flags.write else None, **facts)
+    names = flags.names or list(PROGRAMS)
+    with ThreadPoolExecutor(flags.jobs) as pool:
+        rows = pool.map(lambda name: measure(python, name, flags.modes, flags.show), names)
+        for name, figures in zip(names, rows, strict=True):
+            facts = {"program": name, "version": pins[PROGRAMS[name][1]]}
+            report("frameworks", figures, seed=0, write_to="frameworks.jsonl" if flags.write else None, **facts)
 
 
 if __name__ == "__main__":

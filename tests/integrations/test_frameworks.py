@@ -35,14 +35,24 @@ def lightning(put=sys.modules.__setitem__):
         def on_validation_start(self):
             pass
 
+    class _FitLoop:
+        def on_advance_end(self):
+            pass
+
     def sized_len(loader):
         return len(loader)
 
-    strategies, data = ModuleType("lightning.pytorch.strategies"), ModuleType("lightning.fabric.utilities.data")
-    strategies.Strategy, data.sized_len = Strategy, sized_len
-    for one in (strategies, data):
-        put(one.__name__, one)
-    return strategies, data
+    parts = {
+        "pytorch.strategies": {"Strategy": Strategy},
+        "pytorch.loops": {"_FitLoop": _FitLoop},
+        "fabric.utilities.data": {"sized_len": sized_len},
+    }
+    made = []
+    for name, content in parts.items():
+        made.append(ModuleType(f"lightning.{name}"))
+        vars(made[-1]).update(content)
+        put(made[-1].__name__, made[-1])
+    return made
 
 
 class CallbackHandler:
@@ -60,19 +70,20 @@ def ended(event):
 
 
 ENDS = {
-    "nothing": lambda strategy: None,
-    "a Lightning fit": lambda strategy: strategy().on_train_end(),
-    "a Lightning epoch, validated": lambda strategy: strategy().on_validation_start(),
-    "a Lightning validation in mid-epoch": lambda strategy: strategy(is_last_batch=False).on_validation_start(),
-    "a Trainer's epoch": lambda strategy: ended("on_epoch_end"),
-    "a Trainer's training": lambda strategy: ended("on_train_end"),
+    "nothing": lambda *_: None,
+    "a Lightning fit": lambda strategies, _: strategies.Strategy().on_train_end(),
+    "a Lightning epoch, validated": lambda strategies, _: strategies.Strategy().on_validation_start(),
+    "a Lightning epoch, saved": lambda _, loops: loops._FitLoop().on_advance_end(),
+    "a Lightning validation in mid-epoch": lambda strategies, _: strategies.Strategy(False).on_validation_start(),
+    "a Trainer's epoch": lambda *_: ended("on_epoch_end"),
+    "a Trainer's training": lambda *_: ended("on_train_end"),
 }
 IN_MID_PASS = ("nothing", "a Lightning validation in mid-epoch")
 
 
 def fitted():
     """After each of the ends, reached in mid-pass: whether the ranks have the same weights in memory, and save them."""
-    strategies, _ = lightning()
+    *parts, _ = lightning()
     sys.modules["transformers.trainer_callback"] = SimpleNamespace(CallbackHandler=CallbackHandler)
     takeover = DDPTakeover(OuterConfig("diloco", every=1000, report="off"))
     takeover.install()
@@ -89,7 +100,7 @@ def fitted():
                 optimizer.step()
             if number == 2:
                 break
-        end(strategies.Strategy)
+        end(*parts)
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, net.weight.tolist())
         seen[name] = everyone[0] == everyone[1] and torch.equal(net.state_dict()["weight"], net.weight)
@@ -110,14 +121,19 @@ WORDS = {
 
 
 def test_lightning_is_told_no_length_that_is_only_planned(monkeypatch):
-    _, data = lightning(lambda name, one: monkeypatch.setitem(sys.modules, name, one))
+    *_, data = lightning(lambda name, one: monkeypatch.setitem(sys.modules, name, one))
     planned, known = DistributedSampler(DATA, 1, 0), DistributedSampler(DATA, 1, 0, shuffle=False)
     loaders = [DataLoader(DATA, 2, sampler=sampler) for sampler in (planned, known)]
+    training = SimpleNamespace(is_planned=lambda sampler: sampler is planned, read_ahead=set())
     for _ in range(2):  # as each DDP model calls it
-        frameworks.follow_frameworks(lambda **_: None, lambda: False, lambda sampler: sampler is planned)
+        frameworks.follow_frameworks(lambda **_: None, lambda: False, training)
     combined = [SimpleNamespace(flattened=[loader], __len__=None) for loader in loaders]
     assert [data.sized_len(loader) for loader in loaders] == [None, 4]
     assert data.sized_len(combined[0]) is None
+    assert training.read_ahead == {planned}
+
+
+EVERY_LENGTH_IS_PLANNED = SimpleNamespace(is_planned=lambda sampler: True)
 
 
 class UnevenLoader(DataLoader):
@@ -153,7 +169,7 @@ def test_an_epoch_of_ignite_is_a_pass_and_its_end_a_flush_unless_it_is_an_evalua
         seen[-1] += 1
         steps += 1
 
-    frameworks.follow_frameworks(lambda if_behind: flushes.append(steps), lambda: steps > 0, lambda sampler: True)
+    frameworks.follow_frameworks(lambda if_behind: flushes.append(steps), lambda: steps > 0, EVERY_LENGTH_IS_PLANNED)
     trainer, evaluator = Engine(train), Engine(lambda engine, batch: None)
     trainer.add_event_handler(Events.EPOCH_STARTED, lambda: seen.append(0))
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(range(2)) if steps else None)

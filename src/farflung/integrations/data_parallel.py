@@ -204,7 +204,7 @@ class DDPTakeover:
             given.arguments["process_group"] = mesh.row.get_group()
         make(*given.args, **given.kwargs)
         ddp = given.arguments["self"]
-        follow_frameworks(self._flush_all, self._is_behind, self._data.is_planned)
+        follow_frameworks(self._flush_all, self._is_behind, self._data)
         self._followed.append(FollowedModel(ddp, self._recipe.may_warm_up, mesh, self._flush_model))
         if mesh.device_mesh is not None:  # DDP has made the ranks of each island equal
             broadcast_values([*ddp.module.parameters(), *ddp.module.buffers()], mesh.replicas)
@@ -372,7 +372,7 @@ class DDPTakeover:
 
     def iteration_ended(self, ended: Any, at_end: bool) -> None:
         for one in self._followed:
-            one.epochs.iteration_ended(ended, at_end, may_train=ended.may_train)
+            one.epochs.iteration_ended(ended, at_end, ended.may_train, self._data.is_read_ahead(ended))
 
     def _flush_model(self, one: FollowedModel) -> None:
         """Stay in the rounds of a loop until all ranks have come here: a collective."""
@@ -383,11 +383,11 @@ class DDPTakeover:
                 one.driver.flush()
 
     def _is_behind(self) -> bool:
-        return any(one.epochs.is_behind for one in self._followed)
+        return any(one.epochs.is_behind or one.epochs.is_owed for one in self._followed)
 
     def _flush_all(self, if_behind: bool = False) -> None:
         """Flush all loops, so that the weights in memory are equal and those of the state dict: a collective."""
-        for one in [one for one in self._followed if one.epochs.is_behind or not if_behind]:
+        for one in [one for one in self._followed if one.epochs.is_behind or one.epochs.is_owed or not if_behind]:
             one.epochs.flush()
 
     def _make_join(self, make: Callable[..., None], join: Join, joinables: Any, *args: Any, **options: Any) -> None:

@@ -13,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from farflung.integrations.patching import around
 from farflung.integrations.rounds import RoundFigures
-from farflung.integrations.training_data import sampler_of
+from farflung.integrations.training_data import TrainingData, sampler_of
 
 # By a module that a script has loaded: how it makes a process group, and a DDP model.
 _WORDS = {
@@ -50,18 +50,16 @@ def to_make_ddp() -> str:
     return _words()[1]
 
 
-def follow_frameworks(
-    flush: Callable[..., None], is_behind: Callable[[], bool], is_planned: Callable[[DistributedSampler[Any]], bool]
-) -> None:
+def follow_frameworks(flush: Callable[..., None], is_behind: Callable[[], bool], training: TrainingData) -> None:
     """Follow Lightning, ignite and transformers' Trainer, if the script has loaded them.
 
     Args:
         flush: called where a fit ends on all ranks, and where an epoch of the Trainer does, whose loaders have no
-            `DistributedSampler` to tell: a collective. With `if_behind` where Lightning validates at the end of an
-            epoch: it fetches a batch ahead of data of unknown length, so its last step comes after the pass.
-        is_behind: returns whether there have been steps since the latest flush.
-        is_planned: returns whether a sampler's length is a plan, and its passes may end before or after it. Lightning
-            and ignite would end an epoch there, in the middle of a pass, so they are not told the length.
+            `DistributedSampler` to tell: a collective. With `if_behind` where Lightning ends an epoch, or validates
+            there: it may have left the data early, or fetches a batch ahead of data of unknown length.
+        is_behind: returns whether there have been steps since the latest flush, or one is owed.
+        training: knows whether a sampler's length is a plan, and its passes may end before or after it. Lightning and
+            ignite would end an epoch there, in the middle of a pass, so they are not told the length.
     """
 
     def end(ended: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -73,16 +71,24 @@ def follow_frameworks(
             flush(if_behind=True)
         return begun(strategy)
 
-    def has_plan(loader: Any) -> bool:
+    def end_epoch(ended: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        flush(if_behind=True)  # before callbacks save
+        return ended(*args, **options)
+
+    def planned(loader: Any) -> list[DistributedSampler[Any]]:
         parts = [part for part in getattr(loader, "flattened", [loader]) if isinstance(part, DataLoader)]
-        return any(is_planned(sampler) for part in parts if (sampler := sampler_of(part)) is not None)
+        samplers = [sampler for part in parts if (sampler := sampler_of(part)) is not None]
+        return [sampler for sampler in samplers if training.is_planned(sampler)]
 
     def length(sized_len: Callable[[object], int | None], loader: Any) -> int | None:
-        return None if has_plan(loader) else sized_len(loader)
+        if samplers := planned(loader):
+            training.read_ahead.update(samplers)
+            return None
+        return sized_len(loader)
 
     def run(run: Callable[..., Any], engine: Any, data: Any = None, *args: Any, **options: Any) -> Any:
         was_behind = is_behind()  # then this may be an evaluator, perhaps of one rank, in the middle of an epoch
-        with _epochs_of_passes(engine, data) if has_plan(data) else nullcontext():
+        with _epochs_of_passes(engine, data) if planned(data) else nullcontext():
             result = run(engine, data, *args, **options)
         if not was_behind:
             flush(if_behind=True)
@@ -91,8 +97,10 @@ def follow_frameworks(
     for module, owner, name, act in (
         ("lightning.pytorch.strategies", "Strategy", "on_train_end", end),
         ("lightning.pytorch.strategies", "Strategy", "on_validation_start", validate),
+        ("lightning.pytorch.loops", "_FitLoop", "on_advance_end", end_epoch),
         ("pytorch_lightning.strategies", "Strategy", "on_train_end", end),
         ("pytorch_lightning.strategies", "Strategy", "on_validation_start", validate),
+        ("pytorch_lightning.loops", "_FitLoop", "on_advance_end", end_epoch),
         ("transformers.trainer_callback", "CallbackHandler", "on_epoch_end", end),
         ("transformers.trainer_callback", "CallbackHandler", "on_train_end", end),
         ("lightning.fabric.utilities.data", "", "sized_len", length),

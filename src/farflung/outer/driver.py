@@ -207,23 +207,27 @@ class EpochTracker:
         self._resumed, self._usual = here.get(state["now"]), state["usual"]
         self.is_owed, self.is_behind, self._is_flushed = state["is_owed"], state["is_behind"], state["is_flushed"]
 
-    def iteration_ended(self, ended: DataPass, at_end: bool, may_train: bool | None = None) -> None:
+    def iteration_ended(
+        self, ended: DataPass, at_end: bool, may_train: bool | None = None, is_ahead: bool = False
+    ) -> None:
         """Called after a pass.
 
         Args:
             may_train: whether it trains, though this rank made no step in it; None: unknown, so only if it was empty.
+            is_ahead: the host reads ahead: it still trains on the last batch, and calls `flush_owed` after that.
         """
         is_known = self._knows(ended.loader)
         is_resumed = self._resumed is not None and ended.loader.base_dataloader is self._resumed
         if ended is self._pass or is_resumed:
             self._pass, self._resumed, self._share = None, None, ended.loader.share
-            if not self._is_flushed and at_end:
+            if not self._is_flushed and at_end and not is_ahead:
                 self.flush()
             self.is_owed = not self._is_flushed
         elif at_end and (ended.num_batches == 0 if may_train is None else may_train):
             if is_known or (ended.num_batches == 0 and not self._data):
-                self._share = ended.loader.share
-                self.flush()
+                self._share, self.is_owed = ended.loader.share, True
+                if not is_ahead:
+                    self.flush()
             elif not self._data:  # perhaps an evaluation by this rank alone, before it trains
                 self.is_owed = True
 
