@@ -17,6 +17,7 @@ from farflung.base.errors import RankFailure
 from farflung.integrations.data_parallel import DDPTakeover
 from farflung.integrations.training_data import TrainingData
 from farflung.outer.arguments import OuterConfig
+from farflung.outer.driver import EpochTracker
 from farflung.testing.ranks import run_ranks
 
 CONFIGS = {every: OuterConfig("diloco", every=every, report="off") for every in (3, 1000)}
@@ -350,3 +351,51 @@ def wrapped_twice():
 
 def test_a_model_that_is_wrapped_again_begins_where_its_replicas_agree():
     assert run_ranks(wrapped_twice, 2) == [[True] * 4] * 2
+
+
+def read_ahead_in_turns(share):
+    """Flushes of replicas of an elastic run that read ahead, in an epoch with a share of so many batches."""
+    flushes, steps = [], 0
+    one = EpochTracker(lambda: flushes.append(steps))
+    epoch = SimpleNamespace(base_dataloader=object(), share=None)
+    passes = [SimpleNamespace(loader=epoch, num_batches=number, end_of_dataloader=False) for number in (2, share)]
+    for this in passes:  # the first pass makes the loader known
+        one.iteration_starts(epoch)
+        for _ in range(this.num_batches - 1):
+            steps += 1
+            one.step_attempted(this, is_open=False)
+        one.iteration_ended(this, at_end=True, may_train=True, is_ahead=True)
+        if this.num_batches:
+            steps += 1
+            one.step_attempted(None, is_open=False)
+        one.flush_owed()  # where the framework ends its epoch
+    return flushes
+
+
+@pytest.mark.parametrize("share", [0, 1, 2, 3])
+def test_each_epoch_that_is_read_ahead_ends_in_one_flush_after_its_last_step_however_small_the_share(share):
+    assert read_ahead_in_turns(share) == [2, 2 + share]
+
+
+def numbered(evaluates):
+    """The sizes of the data that are shared in two fits, with an evaluation by this replica between them or not."""
+    names, is_training = [], True
+    data = TrainingData(lambda: is_training, DDPTakeover(CONFIGS[3]))
+    share = SimpleNamespace(begin=lambda epoch: None, is_shared=True, hands_out=lambda: True, close=lambda: None)
+
+    def shared_as_it_is(loader, parts):
+        names.append(len(loader.dataset))
+        return DataLoader(loader.dataset, 1), share
+
+    data.slots = SimpleNamespace(shared_as_it_is=shared_as_it_is, expected=1)
+    data.install()
+    for size, is_training in ((1, True), (2, False), (3, True)):
+        tensors = TensorDataset(torch.zeros(size))
+        if is_training or evaluates:
+            assert len(list(DataLoader(tensors, 1, sampler=DistributedSampler(tensors, 1, 0)))) == size
+    return names
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_data_that_are_only_evaluated_are_none_of_those_that_replicas_share(evaluates):
+    assert run_ranks(partial(numbered, evaluates), 1) == [[1, 3]]
