@@ -336,6 +336,23 @@ def test_two_loaders_have_epochs_of_their_own():
     run.expect([0], which=1)
 
 
+def test_data_that_one_replica_alone_evaluates_take_no_number_of_those_that_all_share():
+    run, shares = Run(6), []
+    for one in (run.join(), run.join()):
+        for trains in (True, False, True):  # two fits, and an evaluation between them
+            loader, share = one.slots.shared_as_it_is(DataLoader(run.dataset, shuffle=True), 1)
+            one.training = trains
+            if trains or one.member == 1:
+                share.begin(0)
+                batches = iter(loader)
+                if trains:
+                    shares.append((len(one.slots.boards), [next(batches).item() for _ in range(2)]))
+                else:
+                    assert len(list(batches)) == 6
+    assert [number for number, _ in shares] == [2, 3, 2, 3]  # after the prepared one
+    assert all(set(first).isdisjoint(second) for (_, first), (_, second) in zip(shares[:2], shares[2:], strict=True))
+
+
 @pytest.mark.parametrize("looks", [1, 9])
 def test_steps_on_batches_of_two_loaders_at_once_are_refused_but_a_look_at_one_is_not(looks):
     one = Run(40, loaders=({"shuffle": True},) * 2).join()

@@ -28,7 +28,7 @@ from farflung.data.ledger import Share
 from farflung.data.loader import DataLoaderShard
 from farflung.data.resume.iteration import Iteration
 from farflung.data.samplers import SamplerView, filled
-from farflung.data.slot_board import Claim, agreed_order, digest_of, num_slots, proposed_seed
+from farflung.data.slot_board import Claim, SlotBoard, agreed_order, digest_of, num_slots, proposed_seed
 from farflung.data.torch_loaders import Source
 
 # What ranks of a replica do together, as errors name it.
@@ -43,12 +43,14 @@ class Slots(Claims):
         self.kind = SlotLoader  # of the loaders whose batches are shares
         self._samplers: list[SlotSampler] = []
 
-    def shared(self, source: Source, per_round: int, num_parts: int = 1) -> Source:
+    def shared(self, source: Source, per_round: int, num_parts: int = 1, is_prepared: bool = True) -> Source:
         """Return a copy of a loader whose batches are this replica's share.
 
         Args:
             per_round: how many batches the ranks of the replica consume together.
             num_parts: among how many of its ranks the loader's sampler shares out the data by itself.
+            is_prepared: it is numbered in this order on all replicas; False: as it is first trained from, as some
+                replicas may evaluate less than others.
 
         Raises:
             ConfigError: it can't be cut into slots.
@@ -72,12 +74,14 @@ class Slots(Claims):
                 f"{type(source.indices).__name__} has no __len__. Give it one."
             ) from None
         made = SlotSampler(source, self, per_round)
+        if is_prepared:
+            made.enroll()
         self._samplers.append(made)
         return source.with_indices(made)
 
     def shared_as_it_is(self, loader: DataLoader[Any], num_parts: int) -> tuple[DataLoader[Any], SlotSampler]:
         """Return a copy of a loader that is not prepared, and this replica's share of it; see `shared`."""
-        made = self.shared(Source(loader), 1, num_parts)
+        made = self.shared(Source(loader), 1, num_parts, is_prepared=False)
         return made.loader, made.indices
 
     def described(self) -> str:
@@ -99,13 +103,18 @@ class SlotSampler(SamplerView):
         self.is_shared = not isinstance(self.sampler, SequentialSampler)  # the latest pass is one of training
         self.is_past = self.has_begun = False  # the others were through with the latest pass's epoch; there was a pass
         self._source, self._claims, self._per_round = source, claims, per_round
-        self._number, self._board = claims.add_loader()
+        self._number = -1  # until it is enrolled
+        self._board: SlotBoard
         self._seed = 0
         self._epoch = self._ended = -1
         self._drawn: deque[Share] = deque()
         self._num_drawn = self._num_steps = 0
         self._orders: dict[int, list[Any]] = {}
         self._own: Iterator[Claim] = iter(())  # without a store
+
+    def enroll(self) -> None:
+        """Take the next number among the loaders that replicas share, which must be the same on all of them."""
+        self._number, self._board = self._claims.add_loader()
 
     @property
     def _whole(self) -> Any:
@@ -142,6 +151,8 @@ class SlotSampler(SamplerView):
                 "numbers, so each must have another: leave set_epoch out, or count its argument up."
             )
         if not self.has_begun:
+            if self._number < 0:
+                self.enroll()
             self._seed = from_first(claims.exchange, lambda: self._board.seed(proposed_seed(self._source)), _START)
             self.has_begun = True
         self._epoch, self._num_steps = epoch, claims.num_steps

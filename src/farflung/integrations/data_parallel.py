@@ -423,7 +423,7 @@ class DDPTakeover:
     ) -> Any:
         if group in (None, dist.group.WORLD) and not self._is_in_round:
             for one in self._followed:
-                if one.driver is not None:
+                if one.driver is not None and not one.epochs.is_ahead:  # else it may be called before a backward pass
                     one.epochs.flush_owed()
         return wait(group, *args, **more)
 

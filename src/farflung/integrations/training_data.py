@@ -162,11 +162,16 @@ class TrainingData:
         sampler = sampler_of(loader)
         if sampler is None or self.is_inside:
             return iterate(loader)
-        current = LoaderPass(loader, None, self.is_training())
+        copy = share = None
+        if self._is_shared(sampler):
+            if loader not in self._shares:
+                self._shares[loader] = self.slots.shared_as_it_is(loader, self.num_parts)
+            copy, share = self._shares[loader]
+        current = LoaderPass(loader, share, self.is_training())
         self._loop.begin(current)
         self._begin(sampler)  # whose class may draw in a function of its own
-        if self._is_shared(sampler):
-            batches: Any = self._shared(loader, sampler, iterate, current)
+        if copy is not None:
+            batches: Any = self._shared(loader, sampler, copy, current)
             return ReportingIterator(batches, -1, current, self._loop, self.is_training)
         batches = iterate(loader)
         return ReportingIterator(batches, length_hint(batches, -1), current, self._loop, self.is_training)
@@ -201,22 +206,10 @@ class TrainingData:
         return sampler_of(ended.base_dataloader) in self.read_ahead
 
     def _shared(
-        self,
-        loader: DataLoader[Any],
-        sampler: DistributedSampler[Any],
-        iterate: Callable[..., Iterator[Any]],
-        current: LoaderPass,
+        self, loader: DataLoader[Any], sampler: DistributedSampler[Any], copy: DataLoader[Any], current: LoaderPass
     ) -> Iterator[Any]:
         """Yield the batches of this replica's share of an epoch, or of all the data in an evaluation."""
-        if loader not in self._shares and self.is_training():  # numbered as those of others, which may evaluate less
-            self._shares[loader] = self.slots.shared_as_it_is(loader, self.num_parts)
-        if loader not in self._shares:
-            with self._inside():
-                current.batches = iterate(loader)
-            yield from current.batches
-            return
-        copy, share = self._shares[loader]
-        current.share = share
+        share = current.share
         with self._inside():
             epoch = max(sampler.epoch, self._epochs.get(loader, -1) + 1) if self.is_training() else sampler.epoch
             share.begin(epoch)

@@ -172,11 +172,12 @@ class EpochTracker:
     Attributes:
         is_owed: a pass was left early, and the replicas have not been synchronized since.
         is_behind: there have been steps since they were synchronized.
+        is_ahead: a pass has ended before its last batch was trained on, so the host flushes later.
     """
 
     def __init__(self, flush: Callable[[], None]) -> None:
         self._flush_loop = flush
-        self.is_owed = self.is_behind = False
+        self.is_owed = self.is_behind = self.is_ahead = False
         self._pass: DataPass | None = None  # the one under way
         self._resumed: Any = None  # the data of the one that was under way in a loaded state, until the next step
         self._is_flushed = False  # in this pass
@@ -216,6 +217,7 @@ class EpochTracker:
             may_train: whether it trains, though this rank made no step in it; None: unknown, so only if it was empty.
             is_ahead: the host reads ahead: it still trains on the last batch, and calls `flush_owed` after that.
         """
+        self.is_ahead = is_ahead
         is_known = self._knows(ended.loader)
         is_resumed = self._resumed is not None and ended.loader.base_dataloader is self._resumed
         if ended is self._pass or is_resumed:
@@ -261,7 +263,7 @@ class EpochTracker:
 
     def flush(self) -> None:
         """Flush the loop, unless the others are in the middle of a later epoch than the latest pass."""
-        self.is_owed = self.is_behind = False
+        self.is_owed = self.is_behind = self.is_ahead = False
         self._is_flushed = True
         share = self._share
         if share is not None and share.is_past:
