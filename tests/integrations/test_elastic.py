@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from farflung import Accelerator
+from farflung.base.causes import Cause
 from farflung.base.errors import RankFailure
 from farflung.comm.address import transport_at
 from farflung.comm.c10d_transport import C10dTransport
@@ -142,24 +143,33 @@ def fitted(host, address):
     """The weight after each of three fits, and what a replica is told that starts meanwhile."""
     board = transport_at(address).board
     environ.export({"FARFLUNG_STORE": address, "FARFLUNG_RUN_DIR": "none"})
-    os.environ["FARFLUNG_MEMBER"] = str(LauncherNotes(board).enroll("replica"))
+    first = LauncherNotes(board).enroll("replica")
+    os.environ["FARFLUNG_MEMBER"] = str(first)
     fits, weights = host(), []
     for _ in range(3):
         fits.fit()
         weights.append(fits.model.weight.tolist())
-    os.environ["FARFLUNG_MEMBER"] = str(LauncherNotes(board).enroll("restarted"))
-    try:
-        OuterLoop(nn.Linear(2, 1, bias=False), diloco(4, lr=1.0, momentum=0.0), membership=launched_membership())
-    except RankFailure as error:
-        return weights, str(error)
-    finally:
-        fits.end()
+    errors = []
+    for is_gone in (False, True):
+        if is_gone:
+            LauncherNotes(board).note_end(first, "was killed by SIGKILL")
+        os.environ["FARFLUNG_MEMBER"] = str(LauncherNotes(board).enroll("restarted"))
+        with pytest.raises(RankFailure) as caught:
+            OuterLoop(nn.Linear(2, 1, bias=False), diloco(4, lr=1.0, momentum=0.0), membership=launched_membership())
+        errors.append(caught.value)
+    fits.end()
+    return weights, [str(error) for error in errors], [error.cause for error in errors]
 
 
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize("host", [Loops, Prepared, Wrapped])
-def test_a_process_may_train_several_times_in_one_run(tmp_path, host):
+@pytest.mark.parametrize(
+    ("host", "cause"), [(Loops, Cause.RUN_ENDED), (Prepared, Cause.RUN_ENDED), (Wrapped, Cause.FAULT)]
+)
+def test_a_process_may_train_several_times_in_one_run(tmp_path, host, cause):
+    """A newcomer is told so while others train, and once they have ended; an error if their last loop has not."""
     transport_at(tmp_path.as_uri()).board.put("run", json.dumps({"expected": 1, "most": 2}).encode())
-    ((weights, told),) = run_ranks(fitted, 1, host, tmp_path.as_uri())
+    ((weights, told, causes),) = run_ranks(fitted, 1, host, tmp_path.as_uri())
     assert weights == [[[-5.0, -5.0]], [[-10.0, -10.0]], [[-15.0, -15.0]]]
-    assert "second fit" in told
+    assert "second fit" in told[0]
+    assert ("All replicas have ended in a later outer loop" in told[1]) == (cause is Cause.FAULT)
+    assert causes == [Cause.RUN_ENDED, cause]

@@ -25,6 +25,10 @@ _RUN_ENDED = (
     "The run has ended: the others have done their work. Nothing is left to join. If they train on, as in a second fit "
     "of the script, a process that starts again can't follow them there."
 )
+_ENDED_LATER = (
+    "All replicas have ended in a later outer loop than this one, as in a second fit of the script. A process that "
+    "starts again begins with the first, whose work is done. Start the script at another address, from a checkpoint."
+)
 _LONGEST_PAUSE_S = 60.0  # before one that was late several times asks again
 
 
@@ -93,6 +97,9 @@ class Admission:
         if any(self._notes.is_done_with(one, self._peers.loop) for one in record.ids):
             self.is_over = True
             self._notes.put("left", self._member, LATE)
+            are_gone = all(self._notes.get("gone", one) or heartbeats.unheard(one) for one in record.ids)
+            if are_gone and not all(self._notes.why_left(one) for one in record.ids):
+                raise RankFailure(_ENDED_LATER, Cause.FAULT)
             raise RankFailure(_RUN_ENDED, Cause.RUN_ENDED)
         begins = record.is_fresh and waited_s < self._peers.grace_s
         there = [
