@@ -7,7 +7,7 @@ os.environ["KERAS_BACKEND"] = "torch"
 
 import torch
 import torch.distributed as dist
-from common import FOLDER, NAME, WORLD, loss_on, network, report, task, train_in_ddp
+from common import BATCH, NAME, STEPS, WORLD, loss_on, network, report, task, train_in_ddp
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -107,14 +107,19 @@ def x_transformers():
 
 def torchtune(shards=False):
     """A llama of torchtune and its chunked loss; with `shard_model`, as its distributed recipes call it."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torchtune.models.llama3_2 import llama3_2
     from torchtune.modules.loss import CEWithChunkedOutputLoss
     from torchtune.training import shard_model
 
-    torch.manual_seed(0)
-    net = llama3_2(32, num_layers=2, num_heads=2, num_kv_heads=1, embed_dim=16, max_seq_len=16, intermediate_dim=32)
-    net.set_num_output_chunks(2)
+    def llama():
+        torch.manual_seed(0)
+        net = llama3_2(32, num_layers=2, num_heads=2, num_kv_heads=1, embed_dim=16, max_seq_len=16, intermediate_dim=32)
+        net.set_num_output_chunks(2)
+        return net
+
+    net = llama()
     loss = CEWithChunkedOutputLoss(num_output_chunks=2)
     loss_of = lambda net, batch: loss(net(batch[0][:, :-1]), batch[0][:, 1:].contiguous())  # noqa: E731
     if not shards:
@@ -124,9 +129,14 @@ def torchtune(shards=False):
     shard_model(net, [lambda name, module: "layers" in name and name.split(".")[-1].isdigit()], cpu_offload=False,
                 dp_mesh=init_device_mesh("cpu", (WORLD,)))  # fmt: skip
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-    loss_of(net, sentences(0)[:16]).backward()
-    optimizer.step()
-    (FOLDER / "stepped").touch()
+    for start in range(0, STEPS * BATCH, BATCH):
+        loss_of(net, sentences(0)[start : start + BATCH]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = llama()
+    whole.load_state_dict(get_model_state_dict(net, options=StateDictOptions(full_state_dict=True)))
+    judge = lambda module: loss_on(module, sentences(1), loss_of)  # noqa: E731
+    report(whole, judge(whole), whole.state_dict(), judge)
 
 
 if __name__ == "__main__":
