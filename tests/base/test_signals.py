@@ -15,6 +15,13 @@ from farflung.base.signals import END, WARNINGS, handled, preemption, restore_de
 OTHERS = [number for number in (*END, *WARNINGS) if number != signal.SIGINT]
 
 
+@pytest.fixture(autouse=True)
+def started_without_nohup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", [*OTHERS[:6], OTHERS[-1]])
 def test_signals_that_come_together_are_one_request_and_later_ones_another(number, monkeypatch):
     heard, now = [], [100.0]

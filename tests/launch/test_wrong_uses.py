@@ -265,8 +265,8 @@ WRONG = [
     # recipes of the outer loop
     ("launch --cpu --num_processes 2 --outer quadratic --outer-every 4 train.py", "quadratic needs alpha"),
     (
-        "launch --cpu --num_processes 2 --outer diloco --outer-every 4 --outer-seconds 2 train.py",
-        "diloco has no option seconds; it takes",
+        "launch --cpu --num_processes 2 --outer slowmo --outer-every 4 --outer-seconds 2 train.py",
+        "slowmo has no option seconds; it takes",
     ),
     (
         "launch --cpu --num_processes 2 --outer diloco --outer-every 0 train.py",
