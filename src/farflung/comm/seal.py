@@ -106,7 +106,7 @@ class SeenVersions:
             self._report(f"{peer} was refused at the port of this run: {why}")
 
     def is_news(self, sentence: str) -> bool:
-        """Return whether this process has yet to report a sentence: each once, and so many that they fill no disk."""
+        """Return whether a sentence is to be reported: each once, and a limited number, so that no disk fills."""
         if sentence in self._noticed or len(self._noticed) >= _MOST_NOTICES:
             return False
         self._noticed.add(sentence)
@@ -173,7 +173,7 @@ class Seal:
     def close(self, name: str, parts: Sequence[bytes | memoryview]) -> Iterable[bytes | memoryview]:
         """Return the parts of the sealed object, each of which is made when it is written."""
         head, size = _MAGIC + self.digest + secrets.token_bytes(16) + self.versions.next(), sum(map(len, parts))
-        return _Closed(head, self._of_object(head, name, size), parts, max(0, size - 1) // _PIECE)
+        return _SealedParts(head, self._of_object(head, name, size), parts, max(0, size - 1) // _PIECE)
 
     def open(self, name: str, file: BufferedReader, size: int, began: float) -> tuple[BufferedReader, int]:
         """Return a sealed object as a file that can be read once, and the number of its bytes.
@@ -191,10 +191,8 @@ class Seal:
                 raise SealError("it is not sealed with any key")
             if head[16:24] != self.digest:
                 raise SealError("it is sealed with another key")
-            notice, count = (
-                partial(self.versions.notice, self.scope + name),
-                max(1, -(-(size - _HEAD) // (_PIECE + _TAG))),
-            )
+            notice = partial(self.versions.notice, self.scope + name)
+            count = max(1, -(-(size - _HEAD) // (_PIECE + _TAG)))
             num_bytes = size - _HEAD - count * _TAG
             if num_bytes < 0:
                 raise SealError("it is too short")
@@ -218,7 +216,7 @@ class Seal:
 
 
 @dataclass(frozen=True)
-class _Closed:
+class _SealedParts:
     """The parts of a sealed object. A retry reads them again."""
 
     head: bytes

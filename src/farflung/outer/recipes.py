@@ -180,7 +180,7 @@ def diloco(
         every: sync interval H, in optimizer steps.
         seconds: seconds between two rounds, instead of H steps: fast replicas do more steps than slow ones. Call
             `gather` or `save_state` where all ranks come together: after an epoch or a flush. H then only says about
-            how many steps that is, for the learning rate.
+            how many steps that is, for the default lr and momentum.
         rounds: planned number of rounds, if known: a constant momentum that needs more of them gets a warning.
         lr: learning rate of the outer optimizer.
         momentum: momentum of the outer optimizer, the same in all rounds. None: it grows with them.

@@ -45,7 +45,7 @@ class Rounds:
 
     Attributes:
         is_awaited: newcomers wait, as the votes have said.
-        num_landed: how many rounds of all replicas were applied, not counting those that a loss interrupted.
+        num_landed: the number of rounds that all replicas have applied; one that a loss interrupted does not count.
     """
 
     recipe: Recipe

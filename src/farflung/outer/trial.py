@@ -70,7 +70,7 @@ class Measurements:
     is_direct: bool  # the members are connected with each other
     is_averaged: bool  # gradients were, in the steps that were timed, whose seconds include the exchange
     may_average: bool  # replicas are alike in all, also in the state of their optimizers
-    is_fixed: bool = True  # the members; those that come and go divide the work by what each gets done
+    is_fixed: bool = True  # no replica comes or goes; otherwise a faster one does more of the work
 
 
 class Tuner(Protocol):

@@ -178,7 +178,7 @@ class Job:
 
 
 def _known_settings(stated: Mapping[str, Any]) -> LaunchSettings:
-    """The launchers have their settings already: those that this release has no longer must not hide a running job."""
+    """Leave out settings that this release no longer has: the job's launchers have them, and it has to be found."""
     known = {entry.name: stated[entry.name] for entry in fields(LaunchSettings) if entry.name in stated}
     with suppress(FarflungError, TypeError, ValueError, AttributeError):
         return LaunchSettings(**known)

@@ -162,7 +162,7 @@ def _lines(output: bytes) -> list[str]:
 
 
 def _unpack(stream: IO[bytes], into: Path) -> None:
-    """Write the files of a host's tar: logs take the place of what is there, lines are added to it."""
+    """Write the files of a host's tar: logs replace those that are there, and JSON lines are appended to theirs."""
     with tarfile.open(fileobj=stream, mode="r|") as packed:
         for entry in packed:
             folder, _, name = entry.name.rpartition("/")
