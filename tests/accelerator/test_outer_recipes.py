@@ -1,7 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Accelerator(outer=...)` with every recipe, and from a checkpoint that was written in the middle of a round."""
 
-from farflung import OuterConfig
+import io
+from contextlib import redirect_stderr
+from itertools import islice
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from farflung import Accelerator, OuterConfig
 from farflung.config.outer import RECIPES
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
@@ -63,3 +71,31 @@ def test_a_run_goes_on_from_a_checkpoint_in_mid_round_and_ends_with_the_same_bit
         states = [found[number][0] for found in (*whole, *resumed)]
         assert alike(states), config
         assert len({found[number][1] for found in (*whole, *resumed)}) == 1, config
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.zeros(12_000, 3))
+
+
+def chosen_by_auto():
+    """Train for as long as a trial lasts, and return what is said then: for data of known length, and for a stream."""
+    lines = []
+    for data in (torch.zeros(12_000, 3), Stream()):
+        accelerator = Accelerator(cpu=True, outer="auto", gradient_accumulation_steps=2)
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data))
+        with redirect_stderr(io.StringIO()) as screen:
+            for batch in islice(loader, 44):
+                one_step(accelerator, model, optimizer, batch)
+        lines.append(screen.getvalue())
+        accelerator.free_memory()
+        AcceleratorState._reset_state()
+    return lines
+
+
+def test_auto_plans_for_at_least_one_pass_over_the_data():
+    whole, stream = run_ranks(chosen_by_auto, 2)[0]
+    assert ", 3,000 steps of one pass over the data, as nobody says how many" in whole
+    assert ", 2,000 steps, as nobody says how many" in stream

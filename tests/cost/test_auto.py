@@ -13,7 +13,7 @@ from farflung.cost.model import cost_of
 from farflung.outer.trial import Link, Measurements
 
 MBIT = 1e6
-RUN = Measurements(Link(100 * MBIT, 1e-3), (0.05, 0.05), 2, 385_000, 4, 0, 1, 10_000, True, False, False)
+RUN = Measurements(Link(100 * MBIT, 1e-3), (0.05, 0.05), 2, 385_000, 4, 0, 1, 10_000, None, True, False, False)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,10 @@ def test_gradients_are_not_averaged_among_replicas_that_may_differ_already():
 
 
 def test_a_length_that_nobody_states_is_said_to_be_assumed():
-    assert "2,000 steps, as nobody says how many (--outer-steps)" in choose(replace(RUN, steps=None)).reason
+    for pass_steps, stated in ((None, "2,000 steps"), (100, "2,000 steps"), (9_000, "9,000 steps of one pass")):
+        chosen = choose(replace(RUN, link=Link(MBIT / 4, 1e-3), steps=None, pass_steps=pass_steps))
+        assert f"{stated}, as nobody says how many (--outer-steps)" in chosen.reason.replace(" over the data", "")
+        assert chosen.settings.every <= max(2_000, pass_steps or 0) // 20
 
 
 @given(st.floats(1e-3, 5), st.floats(1, 1e4))

@@ -146,13 +146,14 @@ def taken_over(config, make=net, stepping=None, **options):
 
 def chosen_by_auto():
     """Let `auto` choose for two passes of a script, of which the first is shorter than a trial."""
-    takeover, loops = DDPTakeover(OuterConfig("auto")), []
+    takeover, drivers = DDPTakeover(OuterConfig("auto")), []
     takeover.install()
     wrapped = DistributedDataParallel(net())
     step = Step(wrapped.parameters())
-    step.after = lambda done: loops.extend(one.driver.loop for one in takeover._followed if one.driver and not loops)
+    step.after = lambda done: drivers.extend(one.driver for one in takeover._followed if one.driver and not drivers)
     epochs(wrapped, step)
-    choice = loops[0].state_dict()["auto"]
+    choice = drivers[0].loop.state_dict()["auto"]
+    assert drivers[0].pass_steps() == drivers[0].attempts // 2
     takeover.close()
     return json.loads(choice)["recipe"], {name: one.tolist() for name, one in wrapped.module.state_dict().items()}
 

@@ -40,6 +40,7 @@ class FixedTuner:
     def __init__(self, settings, averaging_s=9.0, known=None, is_worth_it=True):
         self.settings, self.seconds, self.known, self.is_worth_it = settings, averaging_s, known, is_worth_it
         self.measured, self.is_alone, self.loop, self.planned = None, False, None, lambda: 60
+        self.pass_steps = lambda: None
 
     def remembered(self, parameters, replicas):
         return self.known

@@ -17,7 +17,7 @@ from farflung.outer.trial import Measurements
 
 WAITING = 0.05  # the share of the time that a recipe may wait
 ROUNDS = 20  # that a run has at least
-ASSUMED_STEPS = 2_000  # of a run whose length nobody knows
+ASSUMED_STEPS = 2_000  # of a run whose length nobody knows, if a pass over its data has no more
 UNEVEN = 1.3  # from this ratio of the seconds of a step on, rounds of replicas that come and go start by time
 FOREVER = 10**9  # steps of a warm-up that is data-parallel training
 
@@ -79,12 +79,14 @@ def _alone_s(run: Workload) -> float:
 
 def choose(measured: Measurements) -> Choice:
     """Return the recipe that keeps most of DDP's gain among the recipes that wait at most `WAITING` of the time."""
-    run, steps = workload(measured), measured.steps or ASSUMED_STEPS
+    run, steps = workload(measured), measured.steps or max(ASSUMED_STEPS, measured.pass_steps or 0)
     longest = max(steps // ROUNDS, min(steps // FEW_ROUNDS, _SHORTEST))
     rows = Rows(run, FEW_ROUNDS * longest, 1 - WAITING)  # a round is at most a tenth of what it is given
     found = [row for row in rows.chosen if not row.script and (row.outer is not None or measured.may_average)]
     found = [row for row in found if row.outer is None or row.gain_kept > 0] or found
-    length = f"{steps:,} steps" if measured.steps else f"{steps:,} steps, as nobody says how many (--outer-steps)"
+    one_pass = " of one pass over the data" * (steps > ASSUMED_STEPS)
+    assumed = f"{steps:,} steps{one_pass}, as nobody says how many (--outer-steps)"
+    length = f"{steps:,} steps" if measured.steps else assumed
     turn = in_seconds(measured.link.turn_s)
     line = f"{in_rate(run.bandwidth_bps)}, {turn} {'a turn' if measured.is_direct else 'an exchange'}"
     facts = f"{counted(run.replicas, 'replica')} of {run.parameters:,} parameters, {in_seconds(run.step_s)} a step, "

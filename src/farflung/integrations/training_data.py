@@ -41,6 +41,9 @@ class LoaderPass:
     def loader(self) -> LoaderPass:
         return self
 
+    def __len__(self) -> int:
+        return len(self.base_dataloader)
+
 
 class ReportingIterator(Iterator[Any]):
     """A loader's iterator, which reports its batches and its end.

@@ -32,6 +32,7 @@ class LineTuner:
 
     def __init__(self) -> None:
         self.planned: Callable[[], int | None] = lambda: None
+        self.pass_steps: Callable[[], int | None] = lambda: None
         self._loop: weakref.ref[OuterLoop] | None = None
         self._corrector = IntervalController(None)
         self._landed_at = time.perf_counter()

@@ -10,7 +10,7 @@ next call that all ranks must make.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,7 +33,10 @@ class DataPass(Protocol):
 
     @property
     def loader(self) -> Any:
-        """Its `base_dataloader` identifies the data; its `share` is an elastic replica's part of them, or None."""
+        """Its `base_dataloader` identifies the data; its `share` is an elastic replica's part of them, or None.
+
+        Its length is the number of batches; TypeError: unknown.
+        """
 
 
 @dataclass(frozen=True)
@@ -84,9 +87,11 @@ class Driver:
         self.each_step = True
         self.attempts = 0
         self.epochs: EpochTracker | None = None
+        self._pass: DataPass | None = None  # of the latest step
+        self._before_pass = 0  # attempts
         membership = members.membership
         if tuner is not None:
-            tuner.planned = planned
+            tuner.planned, tuner.pass_steps = planned, self.pass_steps
         self.loop = OuterLoop(
             model, recipe, members.group, island=members.island, membership=membership, inner=inner, tuner=tuner
         )
@@ -104,6 +109,8 @@ class Driver:
             done: False for a step that was skipped because fp16 gradients overflowed.
             around: the pass whose loop the step is in, if it is known.
         """
+        if around is not self._pass:
+            self._pass, self._before_pass = around, self.attempts
         self._count(self.iteration.step_attempted(optimizer, done), around)
         if not self.iteration.is_open and self.each_step:
             self.loop.sync_if_due()
@@ -114,6 +121,15 @@ class Driver:
         """Count an iteration that some optimizers have not ended, and flush the loop: a collective."""
         self._count(self.iteration.close())
         self.loop.flush()
+
+    def pass_steps(self) -> int | None:
+        """Return how many steps the pass over the data has that is under way; None: unknown."""
+        steps = self.attempts - self._before_pass
+        if self._pass is None or not steps:
+            return None
+        with suppress(TypeError):  # a stream has no length
+            return round(len(self._pass.loader) * steps / self._pass.num_batches)
+        return None
 
     @property
     def lends(self) -> bool:

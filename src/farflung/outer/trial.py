@@ -67,6 +67,7 @@ class Measurements:
     buffer_bytes: int
     island_size: int
     steps: int | None  # of the whole run; None: unknown
+    pass_steps: int | None  # of a pass over the data, likewise
     is_direct: bool  # the members are connected with each other
     is_averaged: bool  # gradients were, in the steps that were timed, whose seconds include the exchange
     may_average: bool  # replicas are alike in all, also in the state of their optimizers
@@ -78,9 +79,11 @@ class Tuner(Protocol):
 
     Attributes:
         planned: returns the steps of the whole run, None if unknown.
+        pass_steps: returns those of a pass over the data, None if unknown.
     """
 
     planned: Callable[[], int | None]
+    pass_steps: Callable[[], int | None]
 
     def remembered(self, parameters: int, replicas: int) -> tuple[Link, float, float] | None:
         """Return the line, and the seconds of the fastest and the slowest replica's step, as an earlier start of this
@@ -161,9 +164,9 @@ class RecipeTrial:
             return None
         is_fixed = not _is_by_objects(quorum.group)
         if step_s := self._together(self._measure_line):
-            (steps,) = self._gathered(self._planned())[0]
+            steps = self._gathered(*self._planned())[0]
             return self._decide(replace(self._measured(step_s, steps), is_averaged=False, may_average=is_fixed))
-        if is_fixed and self._tuner.averages(self._measured((), 0)):
+        if is_fixed and self._tuner.averages(self._measured((), (0, 0))):
             self._until = _AVERAGED_STEPS
             return self.resumed(_AVERAGED)
         return None
@@ -223,12 +226,12 @@ class RecipeTrial:
 
     def _measure(self) -> Measurements | None:
         """Return what all members have measured, None if some have trained too few steps: a collective."""
-        times, planned = zip(*self._gathered(self._step_s(), self._planned()), strict=True)
+        times, *planned = zip(*self._gathered(self._step_s(), *self._planned()), strict=True)
         if not all(map(math.isfinite, times)):
             return None
         if self._link is None:
             self._measure_line()
-        return self._measured(times, planned[0])
+        return self._measured(times, [steps[0] for steps in planned])
 
     def _alone_unless_averaged(self, measured: Measurements) -> Recipe | None:
         if self._tuner.averages(measured):
@@ -293,12 +296,13 @@ class RecipeTrial:
         trained = sum(parameter.numel() for parameter in self._model.parameters() if parameter.requires_grad)
         return trained, sum(buffer.numel() * buffer.element_size() for buffer in self._model.buffers())
 
-    def _planned(self) -> float:
+    def _planned(self) -> tuple[float, float]:
+        """Return the steps of the run and those of a pass over the data; 0: unknown."""
         inside = after_warmup(self._recipe.schedule)
         assert isinstance(inside, TrialSchedule)
-        return inside.steps or self._tuner.planned() or 0
+        return inside.steps or self._tuner.planned() or 0, self._tuner.pass_steps() or 0
 
-    def _measured(self, step_s: Sequence[float], steps: float) -> Measurements:
+    def _measured(self, step_s: Sequence[float], planned: Sequence[float]) -> Measurements:
         quorum, (parameters, buffer_bytes) = self.quorum, self._count()
         assert self._link is not None
         return Measurements(
@@ -309,7 +313,8 @@ class RecipeTrial:
             num_blocks(self._model),
             buffer_bytes,
             quorum.generation.island.size,
-            int(steps) or None,
+            int(planned[0]) or None,
+            int(planned[1]) or None,
             is_direct=not _is_by_objects(quorum.group),
             is_averaged=self._recipe.warmup > 0 and self._waits_in_steps,
             may_average=self._recipe.warmup > 0,
@@ -325,7 +330,7 @@ class RecipeTrial:
     def _take(self, text: str, measured: Measurements | None) -> Recipe:
         settings = OuterSettings(**json.loads(text))
         is_first = measured is not None and self.quorum.group.rank == 0
-        self._tuner.chosen(settings, measured, int(self._planned()) or None, is_first)
+        self._tuner.chosen(settings, measured, int(self._planned()[0]) or None, is_first)
         self.spec = text
         if measured is not None and settings.every:
             self._membership.expect_round(settings.every * max(measured.step_s))
