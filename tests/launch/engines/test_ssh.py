@@ -170,6 +170,30 @@ def test_a_folder_is_copied_there_and_what_the_run_has_written_comes_back(on_lab
     assert len(begun) == 3  # of this launcher and of one on each host, each once though they share a disk
 
 
+# Stands in for ssh under the real rsync: notes the host, and runs its command here.
+HERE = """#!/bin/sh
+while case $1 in -T) shift ;; -o | -l) shift 2 ;; *) false ;; esac do :; done
+echo "$1" > "$SEEN"
+shift
+exec sh -c "$*"
+"""
+
+
+@pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")
+@pytest.mark.parametrize("host", ["me@[fe80::1]", "[::1]", "node0"])
+def test_a_folder_is_copied_to_a_host_however_it_is_named(host, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "train.py").write_text("pass")
+    (tmp_path / "ssh").write_text(HERE)
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
+    monkeypatch.chdir(tmp_path / "here")
+    SshClient({"folder": str(tmp_path / "there")}).rsync(parse_hosts(host))
+    assert (tmp_path / "there" / "train.py").exists()
+    assert (tmp_path / "seen").read_text().strip() == host.rpartition("@")[2].strip("[]")
+
+
 @in_lab
 def test_a_rank_that_fails_is_one_box_and_a_log_for_machines_has_the_host(on_lab, home):
     (home / "train.py").write_text(COUNTS.replace('"fail" in sys.argv', "True"))
