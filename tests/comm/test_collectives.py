@@ -391,6 +391,7 @@ def test_a_rank_that_fails_alone_is_named_to_the_others():
     for (own_kind, own), (kind, message) in zip(bad, first, strict=True):
         assert kind == "CollectiveMismatch"
         assert f"rank 1 failed: {own_kind}: {own}" in message
+    assert bad[2][1].startswith("broadcast: a Tensor (sparse_coo, torch.float32, on cpu) can't be sent as plain bytes.")
 
 
 def mixes_modes():

@@ -182,6 +182,15 @@ def test_what_shows_a_share():
     assert shares_of(Split(1, 2), 1, 4) is None  # of something else
     assert shares_of(Own(), 0, 2) == "its __iter__ asks for get_rank"
 
+    class Inside(IterableDataset):
+        def __iter__(self):
+            def share():
+                return torch.distributed.get_rank()
+
+            return iter([share()])
+
+    assert shares_of(Inside(), 0, 2) == "its __iter__ asks for get_rank"
+
 
 def test_one_process_needs_no_setting():
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(already_sharded=True))
