@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 from accelerate.utils import TorchDynamoPlugin as TheirPlugin
@@ -196,6 +197,38 @@ def test_an_error_names_the_file_that_took_part_in_it(home):
     (home / "farflung.yaml").write_text("machine_rank: 1\n")
     with pytest.raises(ConfigError, match=r"^farflung.yaml:1: machine_rank is 1 but num_machines is 1"):
         resolve({})
+
+
+FSDP = "use_fsdp: true\nnum_processes: 2\nfsdp_config:\n  fsdp_min_num_params: 5\n  fsdp_state_dict_type: odd\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "lines"),
+    [
+        ("outer: {recipe: hierarchical, levels: odd}\n", {}, [r"farflung.yaml:1: levels is 'odd'; map each number .*"]),
+        ("tee: odd\n", {"role": "x"}, [r"farflung.yaml:1: tee is 'odd'; use a number from 0 to 3.*"]),
+        (
+            "role: x\n",
+            {"tee": "odd"},
+            [r"--tee is 'odd'; use .* \(Settings .* were read from .*farflung.yaml.\)"],
+        ),
+        ("role: x\n", {"module": True, "no_python": True}, [r"--module and --no_python exclude .*\(Settings that .*"]),
+        (
+            FSDP,
+            {"fsdp_state_dict_type": "other"},
+            [
+                r"--fsdp_state_dict_type is 'OTHER'; it must be one of SHARDED_STATE_DICT.*",
+                r"farflung.yaml:4: fsdp_min_num_params is 5, which is for auto_wrap_policy='size_based_wrap' alone.*",
+            ],
+        ),
+    ],
+)
+def test_an_error_names_each_setting_as_it_was_written_and_the_file_only_if_no_line_does(home, file, flags, lines):
+    (home / "farflung.yaml").write_text(file)
+    with pytest.raises(ConfigError) as caught:
+        resolve(flags)
+    found = str(caught.value).split("\n")
+    assert all(re.fullmatch(line, text) for line, text in zip(lines, found, strict=True)), found
 
 
 @pytest.mark.parametrize("gpus", [("multi_gpu", "FARFLUNG_MULTI_GPU", "true"), ("gpu_ids", "FARFLUNG_GPU_IDS", "0,1")])

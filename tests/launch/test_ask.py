@@ -78,7 +78,7 @@ def test_an_answer_that_can_not_work_is_asked_again(home):
 def test_a_host_and_a_port_are_checked_when_they_are_typed(home):
     wrong = [("http://node0", "main_process_ip is"), ("node0:29500", "The port is main_process_port")]
     wrong += [("node 0", "main_process_ip is"), ("", "main_process_ip is not set")]
-    ports = [("99999", "the largest port is 65535"), ("0", "several machines must agree"), ("x", "must be an integer")]
+    ports = [("99999", "from 0 to 65535"), ("0", "several machines must agree"), ("x", "must be an integer")]
     answers = ["y", "2", "0", *(text for text, _ in wrong), "10.0.0.1", *(text for text, _ in ports), "29511"]
     done = ask(answers=[*answers, "2", "no", "n", "static", "n", "n"])
     assert done.exit_code == 0, done.output

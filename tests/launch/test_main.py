@@ -80,7 +80,7 @@ def test_accelerates_other_commands_are_answered_by_name(name, capsys):
 def test_errors_of_ours_are_one_line_and_exit_code_2(farflung):
     done = farflung("launch", "--num_processes", "0", "train.py")
     assert done.returncode == 2
-    assert done.stderr == "ConfigError: --num_processes is 0; it must be at least 1.\n"
+    assert done.stderr == "ConfigError: --num_processes is 0; it must be a whole number, 1 or more.\n"
 
 
 LONG = "x" * 3000 + " y" * 1500  # one long word, and many short ones

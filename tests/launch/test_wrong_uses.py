@@ -87,9 +87,9 @@ WRONG = [
     ("launch --cpu --num_processes 2 --main_process_ip http://node train.py", "main_process_ip is 'http://node'"),
     ("launch --cpu --main_process_port 70000 train.py", "main_process_port is 70000"),
     ("launch --cpu --main_process_port -1 train.py", "main_process_port is -1"),
-    ("launch --cpu --rdzv_conf timeout train.py", "rdzv_conf holds 'timeout'"),
-    ("launch --cpu --rdzv_conf timeout=soon train.py", "rdzv_conf holds 'timeout=soon'"),
-    ("launch --cpu --rdzv_conf tiemout=3 train.py", "rdzv_conf holds 'tiemout=3'"),
+    ("launch --cpu --rdzv_conf timeout train.py", "rdzv_conf has timeout=;"),
+    ("launch --cpu --rdzv_conf timeout=soon train.py", "rdzv_conf has timeout=soon"),
+    ("launch --cpu --rdzv_conf tiemout=3 train.py", "rdzv_conf has the key 'tiemout'"),
     # devices
     ("launch --cpu --multi_gpu train.py", "choose one"),
     ("launch --multi_gpu train.py", "torch finds none on this machine"),
@@ -294,10 +294,10 @@ WRONG = [
     ),
     # settings that exclude each other
     ("launch --gpu_ids 0,1 --num_processes 3 train.py", "names 2 GPUs"),
-    ("launch --gradient_clipping 0 train.py", "greater than 0"),
+    ("launch --gradient_clipping 0 train.py", "above 0"),
     ("launch --ranks_per_replica 2 train.py", "neither --elastic nor --join"),
-    ("launch --elastic 1:2 --replicas 0 train.py", "at least 1"),
-    ("launch --elastic 1:2 --grace_s 0 train.py", "greater than 0"),
+    ("launch --elastic 1:2 --replicas 0 train.py", "1 or more"),
+    ("launch --elastic 1:2 --grace_s 0 train.py", "above 0"),
     ("launch --elastic 1:2 --join a:1 train.py", "has its bounds already"),
     ("launch --elastic 1:2 --num_machines 2 --main_process_ip a train.py", "use --join host:port"),
     ("launch --join a:1 --num_processes 2 train.py", "Use --ranks_per_replica"),
@@ -306,9 +306,9 @@ WRONG = [
     ("launch --meet file://run --elastic 1:2 train.py", "'file://run'; use file:///shared/run7 with the whole path"),
     (
         "launch --meet s3://bucket/run --elastic 1:2 --heartbeat_s 0 train.py",
-        "heartbeat_s is 0; it must be more than 0",
+        "heartbeat_s is 0.0; it must be a finite number above 0",
     ),
-    ("launch --elastic 1:2 --heartbeat_s 1 train.py", "heartbeat_s is 1; it must be more than 0 s, and needs --meet"),
+    ("launch --elastic 1:2 --heartbeat_s 1 train.py", "heartbeat_s is 1, which needs --meet"),
     ("launch --meet file:///run --elastic 1:2 --main_process_port 29500 train.py", "excludes main_process_ip and"),
 ]
 # What stands behind `farflung launch --cpu`, before the folder of the run and the script.

@@ -43,7 +43,7 @@ def shown(value: Any) -> str:
 
 def wrong_type(name: str, value: object, wanted: str) -> WrongType:
     """Return the error for a `value` that is no `wanted`, which ends the sentence "It must be ..."."""
-    return WrongType(f"{name} is {shown(value)}; it must be {wanted}.")
+    return WrongType(f"is {shown(value)}; it must be {wanted}.", name)
 
 
 def check_type(name: str, value: object, kinds: type | tuple[type, ...], wanted: str) -> None:
@@ -87,15 +87,16 @@ def check_path(name: str, value: object) -> Path:
         raise wrong_type(name, value, "a path, such as 'runs/first'")
     text = os.fsdecode(value)
     if is_address(text):
-        raise ConfigError(f"{name} is {text!r}, an address. It must be a path: {_instead_of(text)}.")
+        raise ConfigError(f"is {text!r}, an address. It must be a path: {_instead_of(text)}.", name)
     try:
         return Path(text).expanduser()
     except RuntimeError:
         if text.partition("/")[0] != "~":  # no user has this name, so it is a folder's
             return Path(text)
         raise ConfigError(
-            f"{name} is {text!r}, and no home folder is known: HOME is not set, and this user has no entry in the "
-            "password database. Set HOME, or give a path without `~`."
+            f"is {text!r}, and no home folder is known: HOME is not set, and this user has no entry in the "
+            "password database. Set HOME, or give a path without `~`.",
+            name,
         ) from None
 
 
@@ -118,7 +119,7 @@ def check_whole(name: str, value: object, least: int | None = None, most: int | 
         raise wrong_type(name, value, wanted)
     number = int(value)
     if (least is not None and number < least) or (most is not None and number > most):
-        raise ConfigError(f"{name} is {value}; it must be {wanted}.")
+        raise ConfigError(f"is {value}; it must be {wanted}.", name)
 
 
 def check_number(
@@ -139,7 +140,7 @@ def check_number(
     is_inside = (above is None or x > above) and (least is None or x >= least)
     is_inside = is_inside and (below is None or x < below) and (most is None or x <= most)
     if math.isnan(x) or (finite and math.isinf(x)) or not is_inside:
-        raise ConfigError(f"{name} is {value}; it must be {wanted}.")
+        raise ConfigError(f"is {value}; it must be {wanted}.", name)
 
 
 def _range(least: float | None, most: float | None, above: float | None = None, below: float | None = None) -> str:
@@ -156,7 +157,7 @@ def check_word(name: str, value: object, words: Iterable[str]) -> None:
     known = list(words)
     if not isinstance(value, str) or value not in known:
         near = did_you_mean(value.lower(), known) if isinstance(value, str) else ""
-        raise ConfigError(f"{name} is {shown(value)}; it must be one of {', '.join(known)}.{near}")
+        raise ConfigError(f"is {shown(value)}; it must be one of {', '.join(known)}.{near}", name)
 
 
 def check_protocol(name: str, value: object, methods: Iterable[str], wanted: str) -> None:

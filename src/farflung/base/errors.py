@@ -26,9 +26,22 @@ from farflung.base.words import shortened
 
 
 class FarflungError(Exception):
-    """The root: catch it to catch everything that Farflung raises on purpose."""
+    """The root: catch it to catch everything that Farflung raises on purpose.
+
+    Args:
+        problem: the message or, with a setting, what follows its name.
+        setting: what the error is about, with which the message then begins. A launcher names it as the user wrote it.
+
+    Attributes:
+        together: the errors of which this one has a line each.
+    """
 
     cause = Cause.OWN
+    together: tuple[FarflungError, ...] = ()
+
+    def __init__(self, problem: str = "", setting: str = "") -> None:
+        super().__init__(f"{setting} {problem}" if setting else problem)
+        self.problem, self.setting = problem, setting
 
     def __str__(self) -> str:
         return shortened(super().__str__())

@@ -44,11 +44,11 @@ def parse_hosts(stated: str) -> Sequence[Host]:
     file = Path(stated)
     is_file = len(os.fsencode(file.name)) <= _LONGEST_NAME and file.is_file()
     if not is_file and (file.suffix in (".txt", ".hosts") or "/" in stated):
-        raise ConfigError(f"hosts is {stated!r}, and there is no such file. Name one, or the hosts: a,b,user@c:2.")
+        raise ConfigError(f"is {stated!r}, and there is no such file. Name one, or the hosts: a,b,user@c:2.", "hosts")
     try:
         lines = file.read_text(encoding="utf-8-sig").splitlines() if is_file else stated.split(",")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"hosts is {stated!r}, which can't be read as text in UTF-8: {error}.") from None
+        raise ConfigError(f"is {stated!r}, which can't be read as text in UTF-8: {error}.", "hosts") from None
     hosts: dict[str, Host] = {}
     for number, line in enumerate(lines, 1):
         word = line.partition("#")[0].strip() if is_file else line.strip()
@@ -67,7 +67,7 @@ def parse_hosts(stated: str) -> Sequence[Host]:
         hosts[host.name] = host
     if not hosts:
         raise ConfigError(
-            f"hosts is {stated!r}, which names no machine. Name some: a,b,user@c:2; in a file one a line."
+            f"is {stated!r}, which names no machine. Name some: a,b,user@c:2; in a file one a line.", "hosts"
         )
     return tuple(hosts.values())
 
@@ -99,13 +99,15 @@ class EngineSettings:
         """Raise ConfigError for settings that need another engine, or that no engine can heed."""
         for name in ("hosts", "sync"):
             if getattr(self, name) and self.engine not in (None, LOCAL, "ssh"):
-                raise ConfigError(f"{name} is for --engine ssh, but engine is {self.engine}.")
+                raise ConfigError(f"is for --engine ssh, but engine is {self.engine}.", name)
         if self.engine == "ssh" and self.hosts is None:
-            raise ConfigError("engine is ssh, but no hosts are named. Add --hosts a,b or --hosts FILE.")
+            raise ConfigError("is ssh, but no hosts are named. Add --hosts a,b or --hosts FILE.", "engine")
         if self.sync and self.hosts is None:
-            raise ConfigError("sync copies the working folder to other hosts, but none are named. Add --hosts a,b.")
+            raise ConfigError("copies the working folder to other hosts, but none are named. Add --hosts a,b.", "sync")
         if self.engine_options and self.is_local:
-            raise ConfigError(f"engine_options is {self.engine_options!r}, but no engine is named. Add --engine slurm.")
+            raise ConfigError(
+                f"is {self.engine_options!r}, but no engine is named. Add --engine slurm.", "engine_options"
+            )
         for name, value in of_this_machine.items():
             if value and not self.is_local:
-                raise ConfigError(f"{name} is for a run on this machine, but engine is {self.engine or 'ssh'}.")
+                raise ConfigError(f"is for a run on this machine, but engine is {self.engine or 'ssh'}.", name)

@@ -7,13 +7,13 @@ Names, values and variables are Accelerate's, but for `island_size`, which is Fa
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from farflung.base.errors import ConfigError, FarflungError, Unsupported
 from farflung.base.words import counted
+from farflung.config.problems import renamed
 from farflung.config.setting import Value, accelerates, setting
 from farflung.config.sharding import STATE_DICT_TYPES, WRAP_POLICIES, FullyShardedDataParallelPlugin
 
@@ -162,8 +162,9 @@ def check_layout(
 def _check_grid(settings: LayoutSettings, num_processes: int | None) -> None:
     if (settings.parallelism_config_sp_size or 1) > 1:
         raise Unsupported(
-            f"{GRID}sp_size is {settings.parallelism_config_sp_size}: sequence parallelism is not supported yet. Leave "
-            f"it out, and cut sequences with {GRID}cp_size."
+            f"is {settings.parallelism_config_sp_size}: sequence parallelism is not supported yet. Leave "
+            f"it out, and cut sequences with {GRID}cp_size.",
+            f"{GRID}sp_size",
         )
     if not settings.use_parallelism_config:
         return
@@ -173,13 +174,15 @@ def _check_grid(settings: LayoutSettings, num_processes: int | None) -> None:
         return
     if settings.use_fsdp and sizes["dp_shard"] == sizes["cp"] == 1:
         raise ConfigError(
-            f"{GRID}dp_shard_size is 1, so FSDP has nothing to shard over. Set it above 1, or leave out use_fsdp."
+            "is 1, so FSDP has nothing to shard over. Set it above 1, or leave out use_fsdp.", f"{GRID}dp_shard_size"
         )
     if num_processes is not None and product not in (1, num_processes):
-        shown = [f"{GRID}{axis}_size ({n})" for axis, n in sizes.items() if axis.startswith("dp_") or n > 1]
+        first, *others = [(f"{GRID}{axis}_size", n) for axis, n in sizes.items() if axis.startswith("dp_") or n > 1]
         raise ConfigError(
-            f"{' times '.join(shown)} is {product}, but there {'is' if num_processes == 1 else 'are'} "
-            f"{counted(num_processes, 'process')}. The product must be the number of processes on all machines."
+            f"({first[1]}){''.join(f' times {name} ({n})' for name, n in others)} is {product}, but there "
+            f"{'is' if num_processes == 1 else 'are'} {counted(num_processes, 'process')}. The product must be the "
+            "number of processes on all machines.",
+            first[0],
         )
 
 
@@ -193,36 +196,39 @@ def _check_plugin(said: LayoutSettings) -> None:
             **{argument: getattr(said, name) for name, argument in arguments.items() if getattr(said, name) is not None}
         )
     except FarflungError as error:
-        settings = {argument: name for name, argument in arguments.items()}
-        words = re.compile(rf"\b({'|'.join(settings)})\b")
-        message = str(error).replace(f"{_PLUGIN}: ", "")
-        raise type(error)(words.sub(lambda found: settings[found[0]], message)) from None
+        raise renamed(error, {f"{_PLUGIN}: {argument}": name for name, argument in arguments.items()}) from None
 
 
 def _check_islands(
     size: str, is_sharded: bool, num_processes: int | None, num_machines: int, outer_recipe: str | None
 ) -> None:
     if size != HOST and not (size.isdigit() and int(size) > 0):
-        raise ConfigError(f"island_size is {size!r}; use a number of processes, or `{HOST}` for those of one machine.")
+        raise ConfigError(
+            f"is {size!r}; use a number of processes, or `{HOST}` for those of one machine.", "island_size"
+        )
     if is_sharded:
         raise ConfigError(
-            f"island_size is {size}, but with FSDP the processes that share a sharded model are an island. Set "
-            f"{GRID}dp_shard_size to their number instead."
+            f"is {size}, but with FSDP the processes that share a sharded model are an island. Set "
+            f"{GRID}dp_shard_size to their number instead.",
+            "island_size",
         )
     if outer_recipe is None:
         raise ConfigError(
-            f"island_size is {size}, which is for an outer loop, but there is no --outer. Set one, or leave out "
-            "island_size: all processes then average gradients in every step."
+            f"is {size}, which is for an outer loop, but there is no --outer. Set one, or leave out "
+            "island_size: all processes then average gradients in every step.",
+            "island_size",
         )
     if size == HOST:
         if num_machines == 1 and num_processes != 1:
             raise ConfigError(
-                f"island_size is {HOST}, but there is one machine, so --outer {outer_recipe} has nothing to average. "
-                "Use a number of processes."
+                f"is {HOST}, but there is one machine, so --outer {outer_recipe} has nothing to average. "
+                "Use a number of processes.",
+                "island_size",
             )
         return
     if num_processes is not None and (num_processes % int(size) or num_processes == int(size) > 1):
         raise ConfigError(
-            f"island_size is {size}, but there are {counted(num_processes, 'process')}. Islands are of equal "
-            "size, and several: use a smaller divisor of the number of processes."
+            f"is {size}, but there are {counted(num_processes, 'process')}. Islands are of equal "
+            "size, and several: use a smaller divisor of the number of processes.",
+            "island_size",
         )

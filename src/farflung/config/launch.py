@@ -8,10 +8,9 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from math import inf
 from typing import Any, get_args, get_type_hints
 
-from farflung.base.checks import check_path
+from farflung.base.checks import check_number, check_path, check_whole
 from farflung.base.enums import DynamoBackend
 from farflung.base.errors import ConfigError
 from farflung.base.words import counted
@@ -19,7 +18,8 @@ from farflung.config import environ
 from farflung.config.engines import EngineSettings
 from farflung.config.grid import GRID, LayoutSettings, check_layout
 from farflung.config.groups import group_of
-from farflung.config.outer import NAMES, OPTIONS, Outer, OuterSettings, outer_config, renamed
+from farflung.config.outer import NAMES, OPTIONS, Outer, OuterSettings, outer_config
+from farflung.config.problems import renamed
 from farflung.config.recipes import RECIPES
 from farflung.config.setting import Field, Value, accelerates, setting
 
@@ -275,25 +275,29 @@ class LaunchSettings(LayoutSettings, EngineSettings):
         if self.module and self.no_python:
             raise ConfigError("--module and --no_python exclude each other: a module needs Python to run it.")
         if not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", self.tee):
-            raise ConfigError(f"tee is {self.tee!r}; use a number from 0 to 3, or a list such as 0:3,1:2.")
+            raise ConfigError(f"is {self.tee!r}; use a number from 0 to 3, or a list such as 0:3,1:2.", "tee")
         if self.only_rank is not None and not re.fullmatch(r"\d+(,\d+)*", self.only_rank):
-            raise ConfigError(f"only_rank is {self.only_rank!r}; use ranks separated by commas, such as 0 or 0,3.")
+            raise ConfigError(f"is {self.only_rank!r}; use ranks separated by commas, such as 0 or 0,3.", "only_rank")
         if self.only_rank is not None and self.rdzv_backend == "c10d" and self.num_machines > 1:
-            raise ConfigError("only_rank needs --rdzv_backend static: c10d numbers the machines when they meet.")
+            raise ConfigError("needs --rdzv_backend static: c10d numbers the machines when they meet.", "only_rank")
         for name in filter(self.value, ("run_dir", "log_dir", "save_on_signal", "key_file")):
             check_path(name, self.value(name))
         self._check_rendezvous()
         self._check_elastic()
         self.check_engine(join=self.join, log_dir=self.log_dir, only_rank=self.only_rank)
 
+    @property
+    def rendezvous(self) -> dict[str, str]:
+        """The options in `rdzv_conf`, by key."""
+        parts = (part.partition("=") for part in self.rdzv_conf.split(",") if part)
+        return {key.strip(): value.strip() for key, _, value in parts}
+
     def _check_rendezvous(self) -> None:
-        for part in filter(None, self.rdzv_conf.split(",")):
-            key, _, value = (word.strip() for word in part.partition("="))
+        for key, value in self.rendezvous.items():
             if key not in _RENDEZVOUS_KEYS:
-                known = ", ".join(_RENDEZVOUS_KEYS)
-                raise ConfigError(f"rdzv_conf holds {part!r}; each part must be key=value, with a key among {known}.")
+                raise ConfigError(f"has the key {key!r}; use one of {', '.join(_RENDEZVOUS_KEYS)}.", "rdzv_conf")
             if key in _RENDEZVOUS_NUMBERS and not value.isdecimal():
-                raise ConfigError(f"rdzv_conf holds {part!r}; it must be key=value with a whole number, {key}=60.")
+                raise ConfigError(f"has {key}={value}; use key=value with a whole number, {key}=60.", "rdzv_conf")
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -303,87 +307,83 @@ class LaunchSettings(LayoutSettings, EngineSettings):
 
     def _check_elastic(self) -> None:
         if self.meet is not None and (self.elastic is None or self.join is not None):
-            raise ConfigError("meet needs --elastic and excludes --join: each machine gets the same line.")
+            raise ConfigError("needs --elastic and excludes --join: each machine gets the same line.", "meet")
         if self.meet is not None and not re.fullmatch(r"file:///.+|(s3|gs|az)://.+|tcp://.+:\d+", self.meet):
             raise ConfigError(
-                f"meet is {self.meet!r}; use file:///shared/run7 with the whole path of a folder, s3://bucket/run7 (or "
-                "gs://, az://), or tcp://host:port."
+                f"is {self.meet!r}; use file:///shared/run7 with the whole path of a folder, s3://bucket/run7 (or "
+                "gs://, az://), or tcp://host:port.",
+                "meet",
             )
         if self.meet is not None and (self.main_process_ip or self.main_process_port):
-            raise ConfigError("meet excludes main_process_ip and main_process_port: it says where replicas meet.")
+            raise ConfigError("excludes main_process_ip and main_process_port: it says where replicas meet.", "meet")
         if self.state_every is not None and self.meet is None:
-            raise ConfigError(f"state_every is {self.state_every}, but without --meet no state outlives the replicas.")
-        if self.heartbeat_s is not None and (self.meet is None or not 0 < self.heartbeat_s < inf):
-            raise ConfigError(f"heartbeat_s is {self.heartbeat_s:g}; it must be more than 0 s, and needs --meet.")
+            raise ConfigError(f"is {self.state_every}, but without --meet no state is kept.", "state_every")
+        if self.heartbeat_s is not None and self.meet is None:
+            raise ConfigError(f"is {self.heartbeat_s:g}, which needs --meet.", "heartbeat_s")
         if self.elastic is None and self.join is None:
             for name, default in (("replicas", None), ("ranks_per_replica", 1), ("key_file", None)):
                 if getattr(self, name) != default:
-                    raise ConfigError(f"{name} is {getattr(self, name)}, but there is neither --elastic nor --join.")
+                    raise ConfigError(f"is {getattr(self, name)}, but there is neither --elastic nor --join.", name)
             return
         flag = "--elastic" if self.join is None else "--join"
         if self.only_rank is not None:
             instead = "Print on one of them: accelerator.print, or `if loop.is_first`."
-            raise ConfigError(f"only_rank and {flag} are both given, but replicas have no fixed ranks. {instead}")
+            raise ConfigError(f"and {flag} are both given, but replicas have no fixed ranks. {instead}", "only_rank")
         if self.save_on_signal is not None:
             instead = "Replicas sign out on SIGTERM and SIGUSR1; the others, or the address of --meet, keep the state."
-            raise ConfigError(f"save_on_signal and {flag} are both given. {instead}")
+            raise ConfigError(f"and {flag} are both given. {instead}", "save_on_signal")
         if self.elastic is not None and self.join is not None:
             raise ConfigError("Both --elastic and --join are given: the run that is joined has its bounds already.")
         if self.elastic is not None and not re.fullmatch(r"[1-9]\d{0,3}:[1-9]\d{0,3}", self.elastic):
-            raise ConfigError(f"elastic is {self.elastic!r}; use at least and at most how many replicas, such as 2:8.")
+            raise ConfigError(f"is {self.elastic!r}; use the least and the most replicas, such as 2:8.", "elastic")
         least, most = self.bounds
         if least > most:
-            raise ConfigError(f"elastic is {self.elastic!r}: the least, {least}, is more than the most, {most}.")
+            raise ConfigError(f"is {self.elastic!r}: the least, {least}, is more than the most, {most}.", "elastic")
         if self.replicas is not None and self.replicas > most:
-            raise ConfigError(f"replicas is {self.replicas}, but elastic is {self.elastic}: at most {most}.")
+            raise ConfigError(f"is {self.replicas}, but elastic is {self.elastic}: at most {most}.", "replicas")
         host, _, port = (self.join or "host:1").rpartition(":")
         if not port.isdecimal() or not 0 < int(port) < 65536 or not _is_host(host.strip("[]")):
-            raise ConfigError(f"join is {self.join!r}; use host:port, as the first launcher has printed it.")
+            raise ConfigError(f"is {self.join!r}; use host:port, as the first launcher has printed it.", "join")
         for name in ("num_processes", "island_size"):
             if getattr(self, name) is not None:
-                instead = "Use --ranks_per_replica for the processes of a replica."
-                raise ConfigError(f"{name} and {flag} are both given. {instead}")
+                raise ConfigError(f"and {flag} are both given. Use --ranks_per_replica instead.", name)
         if self.num_machines > 1:
-            raise ConfigError(f"num_machines and {flag} are both given. On other machines, use --join host:port.")
+            raise ConfigError(f"and {flag} are both given. On other machines, use --join host:port.", "num_machines")
 
     def _check_ranges(self) -> None:
         for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"{name} is {value}; it must be at least {least}.")
-        if not 0 <= self.hang_timeout_s < inf:
-            raise ConfigError(f"hang_timeout_s is {self.hang_timeout_s}; it must be 0 (for ever) or more, and finite.")
-        for name in ("gradient_clipping", "monitor_interval", "grace_s"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < inf:
-                raise ConfigError(f"{name} is {value}; it must be greater than 0, and finite.")
-        if self.main_process_port is not None and self.main_process_port > 65535:
-            raise ConfigError(f"main_process_port is {self.main_process_port}; the largest port is 65535.")
+            if (value := getattr(self, name)) is not None:
+                check_whole(name, value, least, 65535 if name == "main_process_port" else None)
+        check_number("hang_timeout_s", self.hang_timeout_s, least=0)
+        for name in ("gradient_clipping", "monitor_interval", "grace_s", "heartbeat_s"):
+            if (value := getattr(self, name)) is not None:
+                check_number(name, value, above=0)
 
     def _check_machines(self) -> None:
         if self.machine_rank >= self.num_machines:
             allowed = f"below {self.num_machines}" if self.num_machines > 1 else "0"
             raise ConfigError(
-                f"machine_rank is {self.machine_rank} but num_machines is {self.num_machines}; it must be {allowed}."
+                f"is {self.machine_rank} but num_machines is {self.num_machines}; it must be {allowed}.", "machine_rank"
             )
         if self.num_machines == 1:
             return
         if not self.main_process_ip and self.is_local:  # engines know where they start what
             raise ConfigError(
-                f"num_machines is {self.num_machines}, but main_process_ip is not set. "
-                "Set it to the host name or IP address of machine 0 on every machine."
+                f"is {self.num_machines}, but main_process_ip is not set. Set it to machine 0's name or address.",
+                "num_machines",
             )
         if self.main_process_ip and not _is_host(self.main_process_ip):
             raise ConfigError(
-                f"main_process_ip is {self.main_process_ip!r}; it must be a host name or an IP address alone, such as "
-                "node0 or 10.0.0.1. The port is main_process_port."
+                f"is {self.main_process_ip!r}; use a host name or an address alone. The port is main_process_port.",
+                "main_process_ip",
             )
         if self.main_process_port == 0:
-            raise ConfigError("main_process_port is 0 (any free port), but several machines must agree on one.")
+            raise ConfigError("is 0 (any free port), but several machines must agree on one.", "main_process_port")
         if self.num_processes is not None and self.num_processes % self.num_machines:
             raise ConfigError(
-                f"num_processes ({self.num_processes}) counts the processes of all machines, "
-                f"and must be a multiple of num_machines ({self.num_machines})."
+                f"({self.num_processes}) counts the processes of all machines, "
+                f"and must be a multiple of num_machines ({self.num_machines}).",
+                "num_processes",
             )
 
     def _check_devices(self) -> None:
@@ -393,11 +393,12 @@ class LaunchSettings(LayoutSettings, EngineSettings):
         if gpus and self.use_cpu:
             raise ConfigError(f"Both the CPU (--cpu) and GPUs (gpu_ids is {self.gpu_ids!r}) are asked for; choose one.")
         if len(set(gpus)) < len(gpus) or not all(_GPU.fullmatch(gpu) for gpu in gpus):
-            raise ConfigError(f"gpu_ids is {self.gpu_ids!r}; use `all`, or distinct numbers separated by commas.")
+            raise ConfigError(f"is {self.gpu_ids!r}; use `all`, or distinct numbers separated by commas.", "gpu_ids")
         if gpus and self.num_local is not None and self.num_local > len(gpus):
             raise ConfigError(
-                f"gpu_ids names {counted(len(gpus), 'GPU')} ({self.gpu_ids}) for {self.num_local} processes on this "
-                "machine; each process needs one of its own."
+                f"names {counted(len(gpus), 'GPU')} ({self.gpu_ids}) for {self.num_local} processes on this "
+                "machine; each process needs one of its own.",
+                "gpu_ids",
             )
 
 

@@ -134,15 +134,16 @@ def _check_names(recipe: str, given: Mapping[str, Any]) -> None:
     odd = [name for name in given if name not in known]
     if _GONE.name in odd:
         raise ConfigError(
-            f"{_GONE.name} is no longer an option: rounds.jsonl in the run's folder, which `farflung launch --run-dir` "
+            "is no longer an option: rounds.jsonl in the run's folder, which `farflung launch --run-dir` "
             "names, has a line for each round and replica. A script that starts without the launcher can append a "
-            "function to `loop.listeners`, which is called with each round."
+            "function to `loop.listeners`, which is called with each round.",
+            _GONE.name,
         )
     if recipe == AUTO and (chosen := [*odd, *(["inner"] if "inner" in given else [])]):
         others = f", and so {'is' if len(chosen) == 2 else 'are'} {', '.join(chosen[1:])}" if chosen[1:] else ""
         raise ConfigError(
-            f"{chosen[0]} is for {AUTO} to choose{others}. Leave it out, or name a recipe in place of {AUTO}, such as "
-            "diloco."
+            f"is for {AUTO} to choose{others}. Leave it out, or name a recipe in place of {AUTO}, such as diloco.",
+            chosen[0],
         )
     if odd:
         near = did_you_mean(odd[0], known)
@@ -161,7 +162,9 @@ def _check_report(word: str | float) -> None:
     except (TypeError, ValueError):
         is_known = False
     if not is_known:
-        raise ConfigError(f"report is {word!r}; use auto, round, off, or a number of seconds above zero, such as 30.")
+        raise ConfigError(
+            f"is {word!r}; use auto, round, off, or a number of seconds above zero, such as 30.", "report"
+        )
 
 
 def outer_config(settings: Mapping[str, Any], called: str, make: Callable[..., Outer]) -> Outer | None:
@@ -180,12 +183,6 @@ def outer_config(settings: Mapping[str, Any], called: str, make: Callable[..., O
     return make(**given)
 
 
-def renamed(error: ConfigError, names: Mapping[str, str]) -> ConfigError:
-    """Return an error that begins with what the user wrote for the option it is about: a flag, a variable, or a key."""
-    option, _, rest = str(error).partition(" ")
-    return type(error)(f"{names[option]} {rest}") if option in names else error
-
-
 def _levels(stated: Mapping[int, int | str | None] | str) -> dict[int, int | str | None]:
     """Return levels as a dictionary, in which None is all ranks."""
     pairs: list[tuple[Any, Any]] = list(stated.items()) if isinstance(stated, Mapping) else []
@@ -202,8 +199,9 @@ def _levels(stated: Mapping[int, int | str | None] | str) -> dict[int, int | str
         levels[every] = size
     if not levels:
         raise ConfigError(
-            f"levels is {stated!r}; map each number of steps to how many ranks average after it: 2 or more, "
-            "'machine' or 'all', such as '4:machine,64:all'."
+            f"is {stated!r}; map each number of steps to how many ranks average after it: 2 or more, "
+            "'machine' or 'all', such as '4:machine,64:all'.",
+            "levels",
         )
     return levels
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from farflung.base.errors import ConfigError, FarflungError, Unsupported
@@ -25,8 +25,22 @@ class Problems:
 
     def raise_all(self) -> None:
         """Raise what was caught, if anything was: several errors as one, with a line for each."""
-        if len(self._found) > 1:
-            kind = Unsupported if all(isinstance(one, Unsupported) for one in self._found) else ConfigError
-            raise kind("\n".join(map(str, self._found)))
-        for one in self._found:
-            raise one
+        if self._found:
+            raise _joined(self._found)
+
+
+def renamed(error: FarflungError, names: Mapping[str, str]) -> FarflungError:
+    """Return an error that begins with what the user wrote for its setting: a flag, a variable, or a key."""
+    if error.together:
+        return _joined([renamed(each, names) for each in error.together])
+    return type(error)(error.problem, names[error.setting]) if error.setting in names else error
+
+
+def _joined(errors: Sequence[FarflungError]) -> FarflungError:
+    """Return several errors as one, with a line for each."""
+    if len(errors) == 1:
+        return errors[0]
+    kind = Unsupported if all(isinstance(each, Unsupported) for each in errors) else ConfigError
+    error = kind("\n".join(map(str, errors)))
+    error.together = tuple(errors)
+    return error

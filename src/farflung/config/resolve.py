@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.errors import ConfigError, FarflungError, Unsupported
 from farflung.base.lazy import LazyModule
 from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.engines import LOCAL
 from farflung.config.launch import DEFAULT_PORT, FIELDS, LaunchSettings, check_variables
 from farflung.config.places import find_file
+from farflung.config.problems import renamed
 from farflung.config.setting import Field, Stated
 from farflung.config.sharding import without_effect
 from farflung.config.tasks import Task, read_processes, read_task
@@ -278,24 +279,16 @@ def _written(setting: str, origin: Stated) -> str:
     return f"{origin.place}: {setting}" if origin.kind == "file" else origin.place
 
 
-def explained(
-    error: ConfigError | Unsupported, path: Path | None, origins: Mapping[str, Stated]
-) -> ConfigError | Unsupported:
+def explained(error: FarflungError, path: Path | None, origins: Mapping[str, Stated]) -> FarflungError:
     """Name settings as the user wrote them, and the file, for readers who don't know about it.
 
-    Each line of the message begins with a setting, or an option of the outer loop without its prefix.
+    An error is about a setting, or an option of the outer loop without its prefix.
     """
-    written = {
-        name: _written(setting.removeprefix("outer_"), origin)
-        for setting, origin in origins.items()
-        for name in (setting, setting.removeprefix("outer_"))
-        if origin.place
-    }
-    lines = [line.partition(" ") for line in str(error).split("\n")]
-    message = "\n".join(f"{written.get(first, first)}{space}{rest}" for first, space, rest in lines)
-    from_file = path is not None and any(origin.kind == "file" for origin in origins.values())
-    is_placed = any(origin.kind == "file" and origin.place in message for origin in origins.values())
-    blame = (
-        f" (Settings that the command line did not give were read from {path}.)" if from_file and not is_placed else ""
-    )
-    return type(error)(message + blame)
+    stated = {name: origin for name, origin in origins.items() if origin.place}
+    stated |= {name.removeprefix("outer_"): origin for name, origin in stated.items()}
+    named = [each.setting for each in error.together or (error,)]
+    error = renamed(error, {name: _written(name.removeprefix("outer_"), origin) for name, origin in stated.items()})
+    from_file = {name for name, origin in stated.items() if origin.kind == "file"}
+    if path is None or not from_file or not from_file.isdisjoint(named):
+        return error
+    return type(error)(f"{error} (Settings that the command line did not give were read from {path}.)")

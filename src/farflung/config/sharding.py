@@ -141,7 +141,8 @@ class FullyShardedDataParallelPlugin:
         with problems.caught():
             if self.activation_checkpointing_offload and not self.activation_checkpointing:
                 raise ConfigError(
-                    f"{_NAME}: activation_checkpointing_offload is True, but activation_checkpointing is not. Set both."
+                    "is True, but activation_checkpointing is not. Set both.",
+                    f"{_NAME}: activation_checkpointing_offload",
                 )
         with problems.caught():
             self._set_wrapping()
@@ -163,8 +164,9 @@ class FullyShardedDataParallelPlugin:
         with problems.caught():
             if self.param_init_fn is not None:
                 raise Unsupported(
-                    f"{_NAME}: param_init_fn is {shown(self.param_init_fn)}, which FSDP2 does not call. Leave it out, "
-                    "and initialize the model on a device before `prepare`."
+                    f"is {shown(self.param_init_fn)}, which FSDP2 does not call. Leave it out, and initialize the "
+                    "model on a device before `prepare`.",
+                    f"{_NAME}: param_init_fn",
                 )
         for name, (value, called) in asked.items():
             hint = without_effect(name, value, called)
@@ -197,8 +199,9 @@ class FullyShardedDataParallelPlugin:
         ):
             if given not in (None, 0) and not fits:
                 raise ConfigError(
-                    f"{_NAME}: {name} is {shown(given)}, which is for auto_wrap_policy={word!r} alone, but "
-                    f"auto_wrap_policy is {shown(self.auto_wrap_policy)}. Set that policy, or leave out {name}."
+                    f"is {shown(given)}, which is for auto_wrap_policy={word!r} alone, but auto_wrap_policy is "
+                    f"{shown(self.auto_wrap_policy)}. Set that policy, or leave this out.",
+                    f"{_NAME}: {name}",
                 )
         self.transformer_cls_names_to_wrap = _class_names(names) if by_class else None
         self.min_num_params = _least_params(least) if by_size else 0
@@ -311,7 +314,7 @@ def _version(given: Any) -> int:
     if value is None:
         return 2
     if isinstance(value, bool) or str(value) not in ("1", "2"):
-        raise ConfigError(f"{called} is {shown(value)}; it must be 2, or 1 to have its settings translated.")
+        raise ConfigError(f"is {shown(value)}; it must be 2, or 1 to have its settings translated.", called)
     return int(value)
 
 
@@ -332,8 +335,8 @@ def _reshards(version: int, strategy: Any, given: Any) -> bool | int:
         reshards = parse_reshard(version, given, f"{_NAME}: reshard_after_forward")
         if by_strategy not in (None, reshards):
             raise ConfigError(
-                f"{_NAME}: sharding_strategy is {shown(strategy)}, but reshard_after_forward is {shown(given)}. Leave "
-                "out sharding_strategy."
+                f"is {shown(strategy)}, but reshard_after_forward is {shown(given)}. Leave out sharding_strategy.",
+                f"{_NAME}: sharding_strategy",
             )
         return reshards
     if by_strategy is not None:
@@ -348,12 +351,13 @@ def _reshards(version: int, strategy: Any, given: Any) -> bool | int:
 def _strategy(value: Any, called: str) -> bool:
     word = _word(value, _STRATEGIES)
     if word == "NO_SHARD":
-        raise Unsupported(f"{called} is {shown(value)}, which is not sharding. Leave out FSDP: DDP replicates models.")
+        raise Unsupported(f"is {shown(value)}, which is not sharding. Leave out FSDP: DDP replicates models.", called)
     if word.startswith("HYBRID_SHARD"):
         reshards = word == "HYBRID_SHARD"
         raise Unsupported(
-            f"{called} is {shown(value)}, which FSDP2 has as a grid of ranks. Use reshard_after_forward={reshards} and "
-            "ParallelismConfig(dp_replicate_size=..., dp_shard_size=...), whose product is the number of processes."
+            f"is {shown(value)}, which FSDP2 has as a grid of ranks. Use reshard_after_forward={reshards} and "
+            "ParallelismConfig(dp_replicate_size=..., dp_shard_size=...), whose product is the number of processes.",
+            called,
         )
     check_word(called, word, _RESHARDS)
     return _RESHARDS[word]
@@ -398,7 +402,7 @@ def _policy(value: Any) -> MixedPrecisionPolicy:
         known: dict[Any, torch.dtype] = {word: getattr(torch, name) for word, name in _PRECISIONS.items()}
         known |= {kind: kind for kind in known.values()}
         if value not in known:
-            raise ConfigError(f"{called} is {shown(value)}; use one of {', '.join(_PRECISIONS)}, or their dtypes.")
+            raise ConfigError(f"is {shown(value)}; use one of {', '.join(_PRECISIONS)}, or their dtypes.", called)
         return MixedPrecisionPolicy(param_dtype=known[value], reduce_dtype=known[value], output_dtype=known[value])
     if hasattr(value, "buffer_dtype"):  # version 1's MixedPrecision
         value = {name: getattr(value, name) for name in ("param_dtype", "reduce_dtype", "buffer_dtype")}
@@ -425,7 +429,7 @@ def _ignored(given: Any) -> list[Any] | str | None:
         try:
             re.compile(value)
         except re.error as error:
-            raise ConfigError(f"{called} is {value!r}, which is no regular expression: {error}.") from None
+            raise ConfigError(f"is {value!r}, which is no regular expression: {error}.", called) from None
         return value
     modules = list(value) if isinstance(value, Iterable) else [None]
     if not all(hasattr(module, "named_parameters") for module in modules):
@@ -439,7 +443,7 @@ def _state_dict_type(version: int, given: Any) -> str:
         return "SHARDED_STATE_DICT" if version == 2 else "FULL_STATE_DICT"
     word = _word(value, _NUMBERED_STATES)
     if word == "LOCAL_STATE_DICT":
-        raise Unsupported(f"{called} is {shown(value)}, which FSDP2 does not have. Use SHARDED_STATE_DICT.")
+        raise Unsupported(f"is {shown(value)}, which FSDP2 does not have. Use SHARDED_STATE_DICT.", called)
     check_word(called, word, STATE_DICT_TYPES)
     return word
 

@@ -60,8 +60,9 @@ def choose_interface(settings: LaunchSettings, host: str) -> Interface:
         if settings.machine_rank == 0 and len({one.name for one in outward}) == 1:
             return outward[0]
         raise ConfigError(
-            f"main_process_ip is {host!r}, which means {address} on this machine, where others can't reach it. Give "
-            f"machine 0's address on the network instead; this machine, number {settings.machine_rank}, has {listed}."
+            f"is {host!r}, which means {address} on this machine, where others can't reach it. Give machine 0's "
+            f"address on the network instead; this machine, number {settings.machine_rank}, has {listed}.",
+            "main_process_ip",
         )
     here = _address_towards(address)
     found = next((one for one in there if one.address == here), None)
@@ -138,8 +139,9 @@ def resolve_host(host: str, wait_s: float = 0.0) -> str:
         if not may_come or waited >= wait_s:
             waiting = f" even after {waited:.0f} s" if may_come and wait_s else ""
             raise ConfigError(
-                f"main_process_ip is {host!r}, which this machine can't resolve{waiting}: {reason}. Give the name or "
-                "the address of machine 0 alone, such as node0 or 10.0.0.1; the port has a setting of its own."
+                f"is {host!r}, which this machine can't resolve{waiting}: {reason}. Give the name or the address of "
+                "machine 0 alone, such as node0 or 10.0.0.1; the port has a setting of its own.",
+                "main_process_ip",
             )
         if not is_told:
             record(Kind.NOTE, message=f"waiting up to {wait_s:.0f} s for the name of machine 0, {host}: {reason}")

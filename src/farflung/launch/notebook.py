@@ -18,7 +18,7 @@ from farflung.base.signals import END, WARNINGS, restore_defaults
 from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.launch import DEFAULT_PORT, LaunchSettings, check_variables, field_named, rank_variables
-from farflung.config.outer import renamed
+from farflung.config.problems import renamed
 from farflung.launch.agent import run_agent
 from farflung.launch.events import Screen, showing
 from farflung.launch.network import choose_interface

@@ -293,14 +293,11 @@ def usable_cores() -> int:
 
 def meet(settings: LaunchSettings) -> Meeting:
     """Return where the processes meet; on one machine and without a port, at a free port that nobody else can take."""
-    conf: dict[str, str | int] = {}
-    for part in filter(None, settings.rdzv_conf.split(",")):
-        key, _, value = part.partition("=")
-        conf[key.strip()] = value.strip()
+    conf: dict[str, str | int] = {**settings.rendezvous}
     host = settings.main_process_ip or "127.0.0.1"
     if "%" in host:
         raise ConfigError(
-            f"main_process_ip is {host!r}; torch takes no address with a zone. Use one without, or a name."
+            f"is {host!r}; torch takes no address with a zone. Use one without, or a name.", "main_process_ip"
         )
     resolve_host(host, NAME_WAIT_S if settings.num_machines > 1 and not settings.dry_run else 0.0)
     port = settings.main_process_port or 0

@@ -136,7 +136,7 @@ class Recipe:
 
     def _check_without_anchor(self) -> None:
         if self.anchor_on_cpu:
-            raise ConfigError("anchor_on_cpu is True, but without an outer optimizer the recipe keeps no anchor.")
+            raise ConfigError("is True, but without an outer optimizer the recipe keeps no anchor.", "anchor_on_cpu")
         if self.schedule.delay:
             raise ConfigError(
                 f"delay={self.schedule.delay}: weights that are averaged late would undo the steps since. Give the "
@@ -162,7 +162,7 @@ class Recipe:
         """Raise ConfigError unless H could change to `every`, with this delay."""
         streaming(self.schedule, every, delay)
         if self.eager and delay != every:
-            raise ConfigError(f"every is {every} and delay is {delay}: eager needs a delay equal to every.")
+            raise ConfigError(f"is {every} and delay is {delay}: eager needs a delay equal to every.", "every")
 
     @property
     def is_whole(self) -> bool:

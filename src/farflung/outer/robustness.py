@@ -37,7 +37,7 @@ def robust(recipe: Recipe, rule: str) -> Recipe:
     """
     check_word("robust", rule, RULES)
     if why := next(_reasons(recipe, rule), ""):
-        raise ConfigError(f"robust is {rule!r}, but {why}.")
+        raise ConfigError(f"is {rule!r}, but {why}.", "robust")
     norm: Norm = "none" if recipe.optimizer is None else "sent" if isinstance(recipe.codec, ErrorFeedback) else "local"
     if rule == "clip":
         return replace(recipe, policy=Screened(ClippedToMedian(), norm))

@@ -153,7 +153,7 @@ class Streaming:
         check_whole("fragments", self.fragments, least=1)
         if self.fragments > self.every:
             raise ConfigError(
-                f"fragments is {self.fragments}; it must be at most every={self.every}, as one is sent per step."
+                f"is {self.fragments}; it must be at most every={self.every}, as one is sent per step.", "fragments"
             )
         check_whole("delay", self.delay, least=0, most=self.every)
 
@@ -287,8 +287,9 @@ class Levels(_AtOnce):
         order = [self.sizes[every] or math.inf for every in sorted(self.sizes)]
         if not order or order[-1] != math.inf or sorted(set(order)) != order:
             raise ConfigError(
-                f"levels is {dict(self.sizes)}; larger groups must average less often, and all ranks (None) least "
-                "often, such as {4: 8, 64: None}."
+                f"is {dict(self.sizes)}; larger groups must average less often, and all ranks (None) least "
+                "often, such as {4: 8, 64: None}.",
+                "levels",
             )
 
     @property
@@ -397,8 +398,9 @@ def streaming(schedule: Schedule, every: int | None = None, delay: int | None = 
     every, delay = inside.every if every is None else every, inside.delay if delay is None else delay
     if delay and not inside.delay:
         raise ConfigError(
-            f"delay is {delay}, but the loop began without one, so its rounds do not overlap with training. Begin with "
-            "a delay, such as streaming_diloco(delay=1)."
+            f"is {delay}, but the loop began without one, so its rounds do not overlap with training. Begin with "
+            "a delay, such as streaming_diloco(delay=1).",
+            "delay",
         )
     return Streaming(every, inside.fragments, delay)
 
