@@ -163,7 +163,7 @@ class Run:
 def without_times(state):
     """The state of an outer loop without what a clock says, and without what it has since, in the order of then."""
     names = ("description", "position", "synced", "began", "are_alike", "shard", "lr", "rounds")
-    since = {"layout", "changes", "agreed", "proposed"}
+    since = {"layout", "changes", "agreed", "proposed", "parts"}
     assert {*names, "seconds", "stats", *since} == {*state}
     return without({name: state[name] for name in names}, {"trained", "proposal", "left_out", "history"})
 

@@ -27,7 +27,7 @@ TENSORS = ("weight float32 [2, 3]",)
 
 
 def needs(has_state=False, description="Every(every=4), Identity(), 1 fragment", tensors=TENSORS, admits=False):
-    asks = {"settings": description, "could": tensors}
+    asks = {"settings": [description.split(", ")], "could": tensors}
     return Needs((), False, False, description, tensors, 1, admits, has_state, lambda is_whole: {}, **asks)
 
 

@@ -28,13 +28,18 @@ def plural(noun: str) -> str:
     return f"{noun[:-1]}ies" if noun.endswith("y") and noun[-2] not in "aeiou" else f"{noun}s"
 
 
-def numbered(noun: str, numbers: Iterable[int]) -> str:
-    """Return `rank 1`, or `ranks 1, 2 and 3`; of more than eight, the first ones and how many more there are."""
+def listed(numbers: Iterable[int]) -> str:
+    """Return `1`, or `1, 2 and 3`; of more than eight, the first ones and how many more there are."""
     words = [str(number) for number in numbers]
     if len(words) > _MAX_SHOWN:
         words = [*words[:_MAX_SHOWN], f"{len(words) - _MAX_SHOWN} more"]
-    listed = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
-    return f"{noun if len(words) == 1 else plural(noun)} {listed}"
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def numbered(noun: str, numbers: Iterable[int]) -> str:
+    """Return `rank 1`, or `ranks 1, 2 and 3`, as `listed` has the numbers."""
+    numbers = list(numbers)
+    return f"{noun if len(numbers) == 1 else plural(noun)} {listed(numbers)}"
 
 
 def in_bytes(count: float) -> str:

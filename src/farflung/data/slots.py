@@ -84,9 +84,9 @@ class Slots(Claims):
         made = self.shared(Source(loader), 1, num_parts, is_prepared=False)
         return made.loader, made.indices
 
-    def described(self) -> str:
+    def described(self) -> list[str]:
         """Return a description that must be the same on all replicas: the numbers of batches of prepared loaders."""
-        return ", ".join(counted(sampler.num_batches, "batch") for sampler in self._samplers)
+        return [counted(sampler.num_batches, "batch") for sampler in self._samplers]
 
 
 class SlotSampler(SamplerView):

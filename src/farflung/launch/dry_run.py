@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shlex
 
-from farflung.base.words import counted, numbered
+from farflung.base.words import counted, listed
 from farflung.config import environ
 from farflung.config.resolve import Resolved
 from farflung.launch.plan import Plan, lone_environment
@@ -35,7 +35,7 @@ def _ranks(plan: Plan) -> str:
     size = plan.num_local * plan.meeting.num_machines
     if plan.meeting.backend != "static" and plan.meeting.num_machines > 1:
         return f"ranks: {plan.num_local} of {size}, which the rendezvous numbers"
-    return f"ranks: {numbered('rank', plan.ranks).partition(' ')[2]} of {size} (RANK, WORLD_SIZE)"
+    return f"ranks: {listed(plan.ranks)} of {size} (RANK, WORLD_SIZE)"
 
 
 def _meeting(plan: Plan) -> str:

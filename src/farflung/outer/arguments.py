@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -42,7 +41,6 @@ from farflung.outer.recipe import Recipe, too_few as too_few
 from farflung.outer.robustness import robust
 from farflung.outer.schedule import TrialSchedule
 
-_PARTS = re.compile(r"[;,] (?![^(]*\))")  # of a description: commas that are not within parentheses
 _STATE = ("description", "position", "synced", "began", "seconds", "lr", "stats", "rounds")
 
 
@@ -149,7 +147,9 @@ def _rounds_in(steps: int, recipe: Recipe) -> int | None:
         return None
     if steps - recipe.warmup < every:
         warm = f" after a warm-up of {recipe.warmup}" if recipe.warmup else ""
-        raise ConfigError(f"steps is {steps}, and the first round comes after {every}{warm}. Choose a smaller every.")
+        raise ConfigError(
+            f"is {steps}, and the first round comes after {every}{warm}. Choose a smaller every.", "steps"
+        )
     said = recipe.few_rounds(steps)
     if said:
         warnings.warn(said, stacklevel=4)
@@ -321,7 +321,7 @@ def check_state(state: Mapping[str, Any], like: Mapping[str, Any]) -> None:
     """Raise ConfigError unless the state of a loop has the same description and shards as `like`."""
     saved, here = state["description"], like["description"]
     if saved != here:
-        pairs = zip(_PARTS.split(saved), _PARTS.split(here), strict=False)
+        pairs = zip(state["parts"], like["parts"], strict=False) if "parts" in state else [(saved, here)]
         odd = [f"{theirs} (here {mine})" for theirs, mine in pairs if theirs != mine]
         raise ConfigError(f"This state was saved by another outer loop, with {', '.join(odd)}. Give both the same.")
     old, new = state.get("shard", 0), like.get("shard", 0)

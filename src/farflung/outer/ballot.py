@@ -158,9 +158,10 @@ class Voters:
         ranks = {text: [rank for rank, other in enumerate(said) if other == text] for text in said}
         lines = [f"  {numbered(self.noun, who)}: {text}" for text, who in ranks.items()]
         where = {line: [rank for rank, mine in enumerate(listed) if line in mine] for mine in listed for line in mine}
-        names = list(dict.fromkeys(line.split()[0] for line in where))
-        there = sorted(where.items(), key=lambda found: names.index(found[0].split()[0]))
-        odd = [f"  on {numbered(self.noun, who)} alone: {line}" for line, who in there if len(who) < self.group.size]
+        first = {line: min(list(mine).index(line) for mine in listed if line in mine) for line in where}
+        there = sorted(where, key=first.__getitem__)  # what differs in one tensor stands together
+        alone = [(line, where[line]) for line in there if len(where[line]) < self.group.size]
+        odd = [f"  on {numbered(self.noun, ranks)} alone: {line}" for line, ranks in alone]
         lines += odd[:_TENSORS_SHOWN] + ([f"  and {len(odd) - _TENSORS_SHOWN} more"] if odd[_TENSORS_SHOWN:] else [])
         lines += [f"  {_STAGES}"] if self.noun == _ISLAND_RANK else []
         raise CollectiveMismatch("The ranks of an outer loop are not in the same round:\n" + "\n".join(lines))

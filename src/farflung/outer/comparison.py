@@ -16,15 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from farflung.base.errors import CollectiveMismatch
 from farflung.base.torch_internals import own_buffers, own_parameters, passing_buffers
 from farflung.base.words import numbered
 from farflung.comm.bucket import broadcast_values
 from farflung.comm.collectives import gather_json
 from farflung.comm.exchange import Exchange
-from farflung.comm.fingerprint import bytes_of, fingerprint
 from farflung.comm.group import Group
 from farflung.comm.shards import is_sharded, local
+from farflung.comm.tensor_memory import bytes_of, fingerprint
 from farflung.outer.agreement import Averaged
 from farflung.outer.ballot import Voters, digest_of
 
@@ -65,10 +64,10 @@ class Comparison:
     def continue_from(self, other: Comparison) -> None:
         self.digest, self._num_watched = other.digest, other._num_watched
 
-    def check(self, weights: Averaged, digests: Sequence[int], voters: Voters) -> None:
-        """Compare the digests of all ranks; CollectiveMismatch names the first tensor that differs."""
+    def difference(self, weights: Averaged, digests: Sequence[int], voters: Voters) -> str:
+        """Compare the digests of all ranks; return a sentence that names the first tensor that differs, if any does."""
         if len(set(digests)) == 1:
-            return
+            return ""
         mine = self._checksums(weights)
         everyone = voters.group.all_gather_small(torch.tensor(mine, dtype=torch.float64))
         for column, name in enumerate(self.names):
@@ -77,13 +76,10 @@ class Comparison:
             odd = [rank for rank, value in enumerate(values) if value != usual]
             if odd:
                 where = numbered(voters.noun, odd)
-                raise CollectiveMismatch(
-                    f"The replicas no longer agree on {name}: its value on {where} is not that of the others. "
-                    "Something has written to it, or their machines compute differently."
-                )
-        raise CollectiveMismatch(
+                return f"The replicas no longer agree on {name}: its value on {where} is not that of the others"
+        return (
             f"The replicas no longer agreed at the end of their last round (digests {list(digests)}), though the "
-            "tensors are equal now: something wrote to them in between."
+            "tensors are equal now"
         )
 
     def _note(self, weights: Averaged, is_compared: bool) -> None:

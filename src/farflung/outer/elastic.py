@@ -74,7 +74,7 @@ class Elastic:
         island: Group | None = None,
     ) -> None:
         self.island, self.member, self.most = island or SoloGroup(), member, most
-        self.data, self.joined, self.has_kept = "", 0, False
+        self.data, self.joined, self.has_kept = list[str](), 0, False
         self.round_listeners: list[Callable[[], None]] = []
         self._transport = transport
         self._share_group = Exchange(self.island.duplicate())

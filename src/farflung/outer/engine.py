@@ -459,7 +459,7 @@ class OuterLoop:
 
     def advice(self, by_flags: bool = False) -> str:
         """Return the changes that the statistics so far suggest, as `--outer-` flags or keywords; empty if none."""
-        return self._meter.advice(by_flags)
+        return self._meter.advice(by_flags, self._quorum.membership.is_fixed)
 
     def _check_open(self) -> None:
         if not self._open:
@@ -493,4 +493,5 @@ def _replica_of(model: nn.Module, cap_bytes: int, membership: Membership, recipe
 
 def _identity(replica: Replica, quorum: Quorum) -> dict[str, Any]:
     """Return the part of a state that must equal that of the loop that loads it."""
-    return {"description": replica.description, "shard": quorum.generation.island.shard}
+    parts = [part for group in replica.parts for part in group]
+    return {"description": replica.description, "parts": parts, "shard": quorum.generation.island.shard}

@@ -19,6 +19,7 @@ from farflung.comm.group import Group, SoloGroup
 from farflung.comm.torch_group import TorchGroup
 from farflung.outer.ballot import Ballot, Island, Voters
 from farflung.outer.leaving import Leaving
+from farflung.outer.structure import Layout, Parts
 
 
 class OddMembers(RankFailure):
@@ -29,7 +30,6 @@ class OddMembers(RankFailure):
         self.why = dict(why)
 
 
-Layout: TypeAlias = list[list[list[str]]]  # see `Replica.layout`
 Described: TypeAlias = tuple[str, Sequence[str]]
 _OUTSIDE = "an average outside the rounds of "
 
@@ -49,7 +49,7 @@ class Needs:
     state: Callable[[bool], Mapping[str, Any]]  # returns copies of that state, in parts; False: the part `place` alone
     may_keep: bool = False  # if it comes back as a newcomer, its steps since the last round could still count
     is_shared: Callable[[], bool] = lambda: True  # whether `state` would now return what all shared after a round
-    settings: str = ""  # the part of the description that does not depend on what is trained
+    settings: Parts = field(default_factory=list)  # of the description: what does not depend on what is trained
     could: Sequence[str] = ()  # a line for each tensor that this rank could exchange
     layout: Callable[[], Layout] = list  # returns what it exchanges
     align: Callable[[Layout], Described] = lambda _: ("", ())  # exchanges that instead; returns description and tensors

@@ -7,11 +7,11 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import re
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,6 +21,7 @@ from farflung.base.words import in_seconds
 from farflung.comm.member_store import Heartbeats, LauncherNotes, MemberStore, Record
 from farflung.comm.transport import Transport
 from farflung.outer.membership import Needs
+from farflung.outer.structure import text_of
 
 _GAPS = 2  # times between two rounds, for which a late one is awaited by default: a machine 3 times slower is kept
 _SOON_S = 2.0  # for an answer
@@ -31,7 +32,7 @@ _SLOWEST_BPS = 125_000  # bytes per second; slower values count as lost, until a
 _PROTOCOL = 4  # of what replicas say to each other; other numbers don't understand it
 _SETTINGS = ("protocol", "processes in a replica", "outer loop", "data")
 _TENSORS_SHOWN = 5
-_PART = re.compile(r", (?![^(]*\))|; ")  # of a description, outside of brackets
+_PARTS = "parts"  # of a description: those of its settings
 
 
 class Peers:
@@ -142,21 +143,20 @@ def versions() -> dict[str, str]:
     }
 
 
-def description_of(needs: Needs, island_size: int, data: str, versions: Mapping[str, str]) -> str:
+def description_of(needs: Needs, island_size: int, data: list[str], versions: Mapping[str, str]) -> str:
     """Return the description of a replica that asks to be admitted, as JSON."""
-    values = (_PROTOCOL, island_size, needs.settings, data)
-    return json.dumps({**dict(zip(_SETTINGS, values, strict=True)), **versions})
+    values = (_PROTOCOL, island_size, text_of(needs.settings), ", ".join(data))
+    parts = {"outer loop": [part for group in needs.settings for part in group], "data": data}
+    return json.dumps({**dict(zip(_SETTINGS, values, strict=True)), **versions, _PARTS: parts})
 
 
 def unlike(theirs: str, mine: str) -> str:
     """Return the settings in which a replica that asks differs, with both values; empty if it may be admitted."""
-    found = []
-    for name, value, own in _differing(theirs, mine, of_settings=True):
-        values, owns = _PART.split(value), _PART.split(own)
-        value = ", ".join(part for part in values if part not in owns) or value
-        own = ", ".join(part for part in owns if part not in values) or own
-        found.append(f"its {name} is {value}; the run's is {own}")
-    return "; ".join(found)
+    there, here = json.loads(theirs), json.loads(mine)
+    odd = [name for name in _SETTINGS if there.get(name) != here.get(name)]
+    return "; ".join(
+        f"its {name} is {_apart(name, there, here)}; the run's is {_apart(name, here, there)}" for name in odd
+    )
 
 
 def unlike_tensors(theirs: Iterable[str], mine: Iterable[str]) -> str:
@@ -167,11 +167,12 @@ def unlike_tensors(theirs: Iterable[str], mine: Iterable[str]) -> str:
 
 def other_versions(theirs: str, mine: str) -> str:
     """Return all other differences, which do no harm by themselves."""
-    differing = _differing(theirs, mine, of_settings=False)
-    return "; ".join(f"{name}: {value!r} instead of {own!r}" for name, value, own in differing)
-
-
-def _differing(theirs: str, mine: str, of_settings: bool) -> list[tuple[str, str, str]]:
     there, here = json.loads(theirs), json.loads(mine)
-    names = [name for name in {**here, **there} if (name in _SETTINGS) == of_settings]
-    return [(name, str(there.get(name)), str(here.get(name))) for name in names if there.get(name) != here.get(name)]
+    odd = [name for name in {**here, **there} if name not in (*_SETTINGS, _PARTS) and there.get(name) != here.get(name)]
+    return "; ".join(f"{name}: {str(there.get(name))!r} instead of {str(here.get(name))!r}" for name in odd)
+
+
+def _apart(name: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Return the parts of a setting that only `one` description has; all of the setting if it has no parts."""
+    mine, others = (each.get(_PARTS, {}).get(name, []) for each in (one, other))
+    return ", ".join(part for part in mine if part not in others) or str(one.get(name))

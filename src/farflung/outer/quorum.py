@@ -62,7 +62,7 @@ def _needs_of(recipe: Recipe, replica: Replica) -> dict[str, Any]:
         "description": replica.description,
         "tensors": replica.tensors,
         "is_shared": replica.is_shared,
-        "settings": f"{settings_of(recipe)}; buckets of {replica.cap_bytes} bytes",
+        "settings": [settings_of(recipe), [f"buckets of {replica.cap_bytes} bytes"]],
         "could": replica.could,
         "layout": lambda: replica.layout,
         "align": replica.align,

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from farflung.base.errors import ConfigError
 from farflung.codec.base import Identity
 from farflung.comm.bucket import broadcast_values
-from farflung.comm.fingerprint import fingerprint, fingerprints
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.shards import local, model_has_dtensor, part_of, reshard
+from farflung.comm.tensor_memory import fingerprint, fingerprints
 from farflung.outer.aggregate import TrimmedMax, TrimmedMean
 from farflung.outer.agreement import Aggregator, Anchored, Averaged, Max, Mean
 from farflung.outer.ballot import Seen, digest_of
@@ -27,7 +27,7 @@ from farflung.outer.fragments import Fragment, TensorPlace, training, without_ma
 from farflung.outer.membership import Generation
 from farflung.outer.momentum import OuterSGD
 from farflung.outer.recipe import Recipe
-from farflung.outer.structure import Layout, buckets_of, described, line_of, structure_of
+from farflung.outer.structure import Layout, buckets_of, described, line_of, structure_of, text_of
 from farflung.outer.trained import TrainedSet
 from farflung.outer.weighting import NormHistory, Screened
 
@@ -245,7 +245,7 @@ class Replica:
         num_buffers, island_size: see `BoundFragment`.
 
     Attributes:
-        description: all that must be the same on all ranks: recipe, shapes, cut.
+        description: all that must be the same on all ranks: recipe, shapes, cut; `parts` has it one by one.
         tensors: a line for each tensor that is exchanged; the description has only a digest of them.
         could: the same of each tensor that may be exchanged at some time.
         trained: which parameters are exchanged, and which have been trained since the last round.
@@ -274,7 +274,8 @@ class Replica:
 
     def _lay_out(self, cut: list[Fragment]) -> None:
         self._cut = cut
-        self.description, self.tensors = described(self._recipe, cut, self.cap_bytes)
+        self.parts, self.tensors = described(self._recipe, cut, self.cap_bytes)
+        self.description = text_of(self.parts)
         self.trained.exchange({place.name for one in cut for place in one.parameters})
         buffers = [place for one in cut for place in (*one.averages, *one.counters)]
         self.could = [line_of(place) for place in (*self.trained.places.values(), *buffers)]
@@ -419,7 +420,8 @@ class Replica:
         kept = {place.name for fragment in self.fragments for place in fragment.cut.places}
         known = {place.name: place.name in kept for one in self._cut for place in one.averages}
         fragments = self._cut_again()
-        description, tensors = described(self._recipe, fragments, self.cap_bytes)
+        parts, tensors = described(self._recipe, fragments, self.cap_bytes)
+        description = text_of(parts)
         fit = [without_masks(fragment, known) for fragment in fragments]
         sizes = {id(tensor): tensor.numel() for fragment in self.fragments for tensor in fragment.trained}
         new = [p for one in fit for p in one.parameters if sizes.get(id(p.get())) != p.get().numel()]

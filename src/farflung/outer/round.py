@@ -192,15 +192,12 @@ class OpenRound:
 
     def _check_agreement(self, digests: tuple[int, ...]) -> None:
         """Compare the weights that all agreed on before; if others can continue without the odd ones, name these."""
-        generation = self._generation
-        try:
-            fragment = self._fragment
-            fragment.comparison.check(fragment.weights, digests, generation.levels[self.level])
-        except CollectiveMismatch as error:
-            if not generation.may_lose:
-                raise
-            why = str(error).partition(". ")[0]
-            raise OddMembers({generation.ids[rank]: why for rank in odd_among(digests)}) from None
+        generation, fragment = self._generation, self._fragment
+        why = fragment.comparison.difference(fragment.weights, digests, generation.levels[self.level])
+        if why and generation.may_lose:
+            raise OddMembers({generation.ids[rank]: why for rank in odd_among(digests)})
+        if why:
+            raise CollectiveMismatch(f"{why}. Something has written to it, or the machines compute differently.")
 
     def _confirm(self) -> None:
         """Wait for all buckets, and for every rank to have all of them. The model is not touched.

@@ -20,6 +20,7 @@ from farflung.outer.fragments import Fragment, TensorPlace
 from farflung.outer.recipe import Recipe
 
 Layout: TypeAlias = list[list[list[str]]]  # the names of what each fragment exchanges, by kind
+Parts: TypeAlias = list[list[str]]  # of a description, in groups
 _kind = attrgetter("dtype", "shape")
 
 
@@ -55,20 +56,23 @@ def line_of(place: TensorPlace) -> str:
     return f"{place.name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def settings_of(recipe: Recipe) -> str:
+def text_of(parts: Parts) -> str:
+    """Return a description as a text."""
+    return "; ".join(map(", ".join, parts))
+
+
+def settings_of(recipe: Recipe) -> list[str]:
     """Describe what must be the same on all ranks whatever they train."""
     outer = "none"
     if recipe.optimizer is not None:
         probe = recipe.optimizer([torch.nn.Parameter(torch.zeros(1))])
         outer = f"{type(probe).__name__}({', '.join(f'{key}={value}' for key, value in probe.defaults.items())})"
-    return (
-        f"{recipe.schedule}, {recipe.codec}, {recipe.aggregator}, {recipe.policy}, by {recipe.weigh_by}, "
-        f"{recipe.merge}, {'eager, ' if recipe.eager else ''}{recipe.inner}, outer optimizer {outer}"
-        f"{''.join(f', {change}' for change in recipe.changes)}"
-    )
+    rule = [recipe.schedule, recipe.codec, recipe.aggregator, recipe.policy, f"by {recipe.weigh_by}", recipe.merge]
+    rule += ["eager"] if recipe.eager else []
+    return [*map(str, (*rule, recipe.inner, f"outer optimizer {outer}", *recipe.changes))]
 
 
-def described(recipe: Recipe, fragments: Sequence[Fragment], cap_bytes: int) -> tuple[str, list[str]]:
+def described(recipe: Recipe, fragments: Sequence[Fragment], cap_bytes: int) -> tuple[Parts, list[str]]:
     """Describe, for errors, what must be the same on all ranks, and each tensor that is exchanged."""
     layout, tensors = hashlib.blake2b(digest_size=4), []
     places = [(number, place) for number, fragment in enumerate(fragments) for place in fragment.places]
@@ -78,11 +82,11 @@ def described(recipe: Recipe, fragments: Sequence[Fragment], cap_bytes: int) -> 
         layout.update(f"{number} {place.name} {kind};".encode())
         tensors.append(line_of(place))
     numel = sum(place.get().numel() for fragment in fragments for place in fragment.parameters)
-    description = (
-        f"{settings_of(recipe)}; {counted(len(fragments), 'fragment')} of {counted(len(places), 'tensor')} "
-        f"with {counted(numel, 'trainable value')} (layout {layout.hexdigest()}), buckets of {cap_bytes} bytes"
+    cut = (
+        f"{counted(len(fragments), 'fragment')} of {counted(len(places), 'tensor')} with "
+        f"{counted(numel, 'trainable value')} (layout {layout.hexdigest()})"
     )
-    return description, tensors
+    return [settings_of(recipe), [cut, f"buckets of {cap_bytes} bytes"]], tensors
 
 
 def buckets_of(places: Sequence[TensorPlace], cap_bytes: int, num_buffers: int | None, island_size: int = 1) -> Buckets:
