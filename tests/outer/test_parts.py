@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from farflung.base.errors import ConfigError
-from farflung.comm.fingerprint import fingerprint
+from farflung.base.errors import ConfigError, Unsupported
+from farflung.comm.tensor_memory import fingerprint
 from farflung.outer import Cast, Identity, diloco, eager_diloco, streaming_diloco
 from farflung.outer.ballot import Tally
 from farflung.outer.fragments import whole, without_masks
@@ -78,9 +78,36 @@ def test_a_replaced_tensor_is_found_where_it_was():
     assert place.get() is net.norm.running_mean
 
 
-def test_a_lazy_parameter_is_refused():
-    with pytest.raises(ConfigError, match=r"weight.*no shape"):
-        whole(nn.LazyLinear(3))
+def quantized():
+    return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+
+@pytest.mark.filterwarnings("ignore:.*(quantize|nested tensors)")
+def test_what_can_not_be_exchanged_is_refused_by_name_with_what_to_do():
+    frozen = nn.LazyLinear(3, bias=False)
+    frozen.weight.requires_grad = False
+    for lazy, name in (nn.LazyLinear(3), "0.weight"), (frozen, "0.weight"), (nn.LazyBatchNorm1d(affine=False), "0.run"):
+        with pytest.raises(ConfigError, match=rf"^{name}.* has no shape yet\. Run one batch"):
+            whole(nn.Sequential(lazy))
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for odd, error, words in (
+        (quantized(), Unsupported, r"torch\.qint8 tensor.*int_repr"),
+        (torch.ones(3).view(torch.uint8).view(torch.bits8), Unsupported, r"torch\.bits8 tensor"),
+        (nested, Unsupported, "nested tensor.*to_padded_tensor"),
+        (torch.ones(3, device="meta"), ConfigError, "meta device.*Load"),
+    ):
+        net = nn.Linear(2, 2)
+        net.register_buffer("odd", odd)
+        with pytest.raises(error, match=f"^odd is .*{words}"):
+            whole(net)
+
+
+@pytest.mark.filterwarnings("ignore:.*(quantize|nested tensors)")
+def test_frozen_tensors_that_nothing_sends_may_be_of_any_dtype():
+    for odd in quantized(), torch.ones(3, device="meta"), torch.ones(3).to(torch.float8_e4m3fn):
+        net = nn.Linear(2, 2)
+        net.odd = nn.Parameter(odd, requires_grad=False)
+        assert [place.name for place in whole(net)[0].parameters] == ["weight", "bias"]
 
 
 def judged(*weights, norms=None, largest=None, sound=None):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from farflung.comm.fingerprint import fingerprint
+from farflung.comm.tensor_memory import fingerprint
 from farflung.outer import OuterLoop, diloco, local_sgd
 from farflung.testing.sim import run_replicas
 

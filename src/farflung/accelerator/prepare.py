@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, Dataset
 from farflung.base.checks import check_flag, check_type, wrong_type
 from farflung.base.errors import ConfigError
 from farflung.base.events import Kind
-from farflung.base.tensor_memory import check_exchangeable
 from farflung.base.torch_internals import before_calls, compiled_from
 from farflung.base.words import counted
+from farflung.comm.tensor_memory import check_exchangeable
 from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import DataLoaderConfiguration
 from farflung.data.loader import PreparedLoader

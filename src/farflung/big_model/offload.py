@@ -19,10 +19,10 @@ from torch import Tensor
 from farflung.base.checks import check_path
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.base.files import atomic_file
-from farflung.base.tensor_memory import bytes_of
 from farflung.big_model.tensors import Device, as_dtype
 from farflung.checkpoint.files import inside
 from farflung.checkpoint.reader import reading
+from farflung.comm.tensor_memory import host_bytes
 from farflung.process import world
 
 Index: TypeAlias = dict[str, dict[str, Any]]
@@ -43,7 +43,7 @@ def offload_weight(
         raise ConfigError(f"{weight_name} is on the meta device, so it has no values to offload. Load them first.")
     if index is not None:
         index[weight_name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
-    path, content = _file_of(offload_folder, weight_name), bytes_of(weight)
+    path, content = _file_of(offload_folder, weight_name), host_bytes(weight)
     _check_unused(path, content, own)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as beside:  # a tensor may still read the old file

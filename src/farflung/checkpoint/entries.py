@@ -15,10 +15,10 @@ from torch import Tensor
 
 from farflung.base.bars import Bar
 from farflung.base.errors import ConfigError
-from farflung.base.tensor_memory import memory_of
 from farflung.checkpoint.manifest import FileRecord
 from farflung.checkpoint.reader import unsafe_names
 from farflung.checkpoint.writer import FileWriter, write_safetensors
+from farflung.comm.tensor_memory import memory_of
 
 _LEAST_PINNED = 2**20  # bytes; smaller memory may share its pages with other memory
 

@@ -23,9 +23,9 @@ from torch import Tensor
 from farflung.base.bars import Bar
 from farflung.base.errors import ConfigError
 from farflung.base.files import atomic_file
-from farflung.base.tensor_memory import bytes_of, memory_of
 from farflung.base.tree import leaves_of
 from farflung.comm.checksum import crc32
+from farflung.comm.tensor_memory import host_bytes, memory_of
 
 _logger = logging.getLogger("farflung.utils.other")
 
@@ -236,7 +236,7 @@ def write_safetensors(tensors: Mapping[str, Tensor], file: FileWriter, metadata:
     file.write(struct.pack("<Q", len(text)) + text)
     for _, tensor in ordered:
         if tensor.numel():
-            file.write(bytes_of(tensor))
+            file.write(host_bytes(tensor))
 
 
 def tensor_bytes(content: Any) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from farflung.base.bars import Bar
 from farflung.comm.checksum import crc32
-from farflung.comm.fingerprint import bytes_of
+from farflung.comm.tensor_memory import bytes_of
 
 _BLOCK = 4 * 2**20  # bytes that are read at a time
 

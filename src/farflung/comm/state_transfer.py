@@ -18,9 +18,9 @@ from torch import Tensor
 
 from farflung.base.bars import Bar, bar
 from farflung.base.errors import RankFailure, Unreachable
-from farflung.comm.fingerprint import bytes_of, fingerprint
 from farflung.comm.group import Group
 from farflung.comm.member_store import Heartbeats
+from farflung.comm.tensor_memory import bytes_of, fingerprint
 from farflung.comm.threads import start_until_exit
 from farflung.comm.transport import Entered
 

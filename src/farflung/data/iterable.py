@@ -12,9 +12,9 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import IterableDataset, default_convert
 
-from farflung.base.tensor_memory import bytes_of
 from farflung.base.tree import batch_size_of, leaves_of
 from farflung.comm.packet import is_plain_bytes
+from farflung.comm.tensor_memory import host_bytes
 from farflung.data.batches import plain_or_none, state_of
 from farflung.data.samplers import check_split, rounds
 
@@ -181,7 +181,7 @@ def told_apart(sample: Any) -> str | None:
     leaves = leaves_of(sample)
     for leaf in leaves:
         if isinstance(leaf, Tensor) and is_plain_bytes(leaf):
-            leaf = bytes_of(leaf)
+            leaf = host_bytes(leaf)
         elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufcSU":
             leaf = leaf.tobytes()
         elif isinstance(leaf, (str, bool, int, float)) or leaf is None:

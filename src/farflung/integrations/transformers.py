@@ -12,11 +12,11 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from farflung.base.errors import CheckpointError, ConfigError, StateError
-from farflung.base.tensor_memory import bytes_of
 from farflung.checkpoint import paths
 from farflung.checkpoint.entries import Entry
 from farflung.checkpoint.reader import read_torch
 from farflung.comm.checksum import crc32
+from farflung.comm.tensor_memory import host_bytes
 from farflung.config.outer import AUTO
 from farflung.integrations.rounds import RoundFigures
 from farflung.outer.arguments import OuterConfig, chosen_recipe
@@ -196,5 +196,5 @@ def _checksum(model: nn.Module) -> int:
     found = 0
     for parameter in model.parameters():
         if parameter.requires_grad:
-            found = crc32(bytes_of(parameter), found)
+            found = crc32(host_bytes(parameter), found)
     return found

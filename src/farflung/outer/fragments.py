@@ -10,14 +10,13 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from farflung.base.checks import check_callable, check_type, check_whole, wrong_type
 from farflung.base.errors import ConfigError
-from farflung.base.tensor_memory import check_exchangeable, memory_of
 from farflung.base.torch_internals import own_buffers, own_parameters, passing_buffers
 from farflung.base.words import counted
 from farflung.comm.shards import local
+from farflung.comm.tensor_memory import check_exchangeable, memory_of
 
 
 @dataclass(frozen=True)
@@ -236,10 +235,8 @@ def _parameters(model: nn.Module) -> Iterator[TensorPlace]:
     for path, module in model.named_modules():
         for key, parameter in own_parameters(module).items():
             name = f"{path}.{key}" if path else key
-            if is_lazy(parameter):
-                raise ConfigError(f"The parameter {name} has no shape yet. Run one batch through the model first.")
             if parameter is not None:
-                check_exchangeable([(name, parameter)], takes_float8=not parameter.requires_grad)  # frozen ones stay
+                check_exchangeable([(name, parameter)], is_sent=parameter.requires_grad)
                 yield TensorPlace(name, own_parameters(module), key, id(parameter) in embeddings)
 
 
@@ -249,6 +246,8 @@ def _buffers(model: nn.Module) -> Iterator[TensorPlace]:
             if buffer is not None and key not in passing_buffers(module):
                 name = f"{path}.{key}" if path else key
                 check_exchangeable([(name, buffer)])
+                if buffer.is_meta:
+                    raise ConfigError("is on the meta device, so it has no values. Load the model first.", name)
                 yield TensorPlace(name, own_buffers(module), key)
 
 

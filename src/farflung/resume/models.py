@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from farflung.base.errors import CheckpointError
-from farflung.base.tensor_memory import memory_of
 from farflung.base.torch_internals import COMPILED_FROM, changes_what_it_loads, passing_buffers
 from farflung.base.words import counted
 from farflung.checkpoint import paths
@@ -23,6 +22,7 @@ from farflung.checkpoint.checkpoint import Checkpoint
 from farflung.checkpoint.entries import Entry
 from farflung.checkpoint.reader import read_weights
 from farflung.comm.shards import full, is_sharded, local, model_has_dtensor, spread_like
+from farflung.comm.tensor_memory import memory_of
 from farflung.resume import lazy
 from farflung.resume.part import Loading, Part, Saving
 from farflung.resume.run import Run

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors as pieces of memory: which are the same one or have the same bits, their bytes, and which can be sent."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.parameter import is_lazy
+
+from farflung.base.errors import ConfigError, Unsupported
+
+_NO_NUMBERS = (torch.bits8, torch.bits16, torch.bits1x8, torch.bits2x4, torch.bits4x2)
+_ROW = 4096  # words of 8 bytes
+_SMALL = 64 * 1024  # bytes; a tensor of fewer takes longer to look at than to copy
+
+
+def memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what is equal for two dense tensors, that are not empty, only if they are the same piece of memory.
+
+    A conjugate or negated view has its base's address, shape and strides, and other values.
+    """
+    lazily = tensor.is_conj(), tensor.is_neg()
+    return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, lazily
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor, whose dimensions of one element may have any stride."""
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
+def host_bytes(x: Tensor) -> Any:
+    """Return the values of a dense tensor as a numpy array `[n]` of bytes; no copy if they lie so on the CPU."""
+    return _flat(x.cpu()).numpy()
+
+
+def check_exchangeable(named: Iterable[tuple[str, Tensor]], takes_float8: bool = False, is_sent: bool = True) -> None:
+    """Raise an error for parameters and buffers that can't go from one process to another.
+
+    Args:
+        takes_float8: the backend sends floats of 8 bits, as NCCL does.
+        is_sent: False: they are only compared, as frozen parameters are.
+
+    Raises:
+        ConfigError: a tensor has no shape yet.
+        Unsupported: its values are no plain numbers in one piece of memory.
+    """
+    for name, tensor in named:
+        if is_lazy(tensor):
+            raise ConfigError("has no shape yet. Run one batch through the model first.", name)
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = f"a sparse tensor ({tensor.layout})" if tensor.layout is not torch.strided else "a nested tensor"
+            raise Unsupported(
+                f"is {kind}, which several processes can't train or exchange. Store it dense (to_dense(), "
+                "to_padded_tensor()), or keep it outside of the model's parameters and buffers.",
+                name,
+            )
+        if not is_sent:
+            continue
+        if tensor.is_quantized or tensor.dtype in _NO_NUMBERS:
+            raise Unsupported(
+                f"is a {tensor.dtype} tensor, which can't be sent between processes, or averaged. Store its integers, "
+                "of a quantized one int_repr() and q_scale(), as tensors of plain dtypes, or register the buffer with "
+                "persistent=False.",
+                name,
+            )
+        if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1 and not takes_float8:
+            raise Unsupported(
+                f"is a {tensor.dtype} tensor, which can't be sent between processes on CPUs, or averaged. Store its "
+                "bits as uint8 (.view(torch.uint8)), or another floating type.",
+                name,
+            )
+
+
+@torch.no_grad()
+def fingerprint(x: Tensor) -> int:
+    """Return a whole number of 48 bits in which tensors differ that have other bits, or the same ones in other places.
+
+    The bits are added up along rows and along columns: on a device, in one look at its memory for each.
+    """
+    flat = _flat(x)
+    if flat.storage_offset() % 8 or len(flat) % 8:
+        flat = pad(flat, (0, -len(flat) % 8)).clone()
+    words = flat.view(torch.int64)
+    rows = words[: len(words) // _ROW * _ROW].view(-1, _ROW)
+    sums = torch.cat([rows.sum(0), rows.sum(1), words[rows.numel() :]]).cpu()
+    return int.from_bytes(hashlib.blake2b(sums.numpy().tobytes(), digest_size=6).digest(), "big")
+
+
+@torch.no_grad()
+def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
+    """Return numbers like `fingerprint`'s for several tensors: one each for large ones, and one for all small ones."""
+    found: list[int] = []
+    small: dict[torch.device, list[Tensor]] = {}
+    for x in tensors:
+        if x.nbytes > _SMALL:
+            found.append(fingerprint(x))
+        else:
+            small.setdefault(x.device, []).append(_flat(x))
+    return found + [fingerprint(torch.cat(parts)) for parts in small.values()]
+
+
+def _flat(x: Tensor) -> Tensor:
+    return bytes_of(x.detach().resolve_conj().resolve_neg().contiguous())
