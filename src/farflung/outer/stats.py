@@ -149,8 +149,12 @@ class Meter:
         self._figures = {each.name: stats.get(each.name, each.default) for each in fields(Stats)}
         self._began = time.perf_counter()
 
-    def advice(self, by_flags: bool) -> str:
-        """Return a sentence or two of advice for this run, in flags or in keywords; empty when all is well."""
+    def advice(self, by_flags: bool, is_fixed: bool) -> str:
+        """Return a sentence or two of advice for this run, in flags or in keywords; empty when all is well.
+
+        Args:
+            is_fixed: the ranks have as many steps each, so rounds by time would leave the last ones to the slowest.
+        """
 
         def option(name: str, value: str = "") -> str:
             return f"--outer-{name}{value and ' '}{value}" if by_flags else f"{name}={value}"
@@ -163,8 +167,8 @@ class Meter:
             if voting > 0.5:  # fewer bytes or rounds would leave the slow ones as slow as they are
                 seconds = option("seconds", f"{now.seconds_total / now.rounds:.2g}")
                 by_time = f"--outer diloco {seconds}" if by_flags else f"diloco({seconds})"
-                share += f"start rounds by time ({by_time}), so that each rank makes the steps that it has time "
-                said.append(f"{share}for, or give slower ranks less work per step.")
+                share += "" if is_fixed else f"start rounds by time ({by_time}), so that each makes as many steps as "
+                said.append(f"{share}{'' if is_fixed else 'it can, or '}give slower ranks less work per step.")
             else:
                 overlaps = "--outer streaming_diloco" if by_flags else "streaming_diloco"
                 share += f"synchronize less often ({option('every')}), send fewer bits ({option('codec')}), or let "
