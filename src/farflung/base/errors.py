@@ -33,7 +33,7 @@ class FarflungError(Exception):
         setting: what the error is about, with which the message then begins. A launcher names it as the user wrote it.
 
     Attributes:
-        together: the errors of which this one has a line each.
+        together: the errors that this one joins, one a line.
     """
 
     cause = Cause.OWN
