@@ -24,6 +24,8 @@ RUN = Measurements(Link(100 * MBIT, 1e-3), (0.05, 0.05), 2, 385_000, 4, 0, 1, 10
         (5, 10_000, {}, "sparse_loco"),
         (5, 10_000, {"parameters": 14_000_000, "step_s": (0.5, 0.5)}, "streaming_diloco"),
         (100, 60, {}, "diloco"),
+        (20, 20, {"may_average": True}, "diloco"),  # gradients would wait 92 % of the time
+        (10_000, 20, {"may_average": True, "link": Link(1e10, 1e-4)}, "post_local_sgd"),
         (5, 140, {"parameters": 14_000_000, "step_s": (0.5, 0.5)}, "sparse_loco"),
         (5, 10_000, {"step_s": (0.05, 0.1)}, "streaming_diloco"),
         (5, 10_000, {"step_s": (0.05, 0.1), "is_fixed": False}, "diloco"),
@@ -55,6 +57,13 @@ def test_what_is_chosen_waits_little_if_any_row_does_and_has_twenty_rounds(rate,
 def test_gradients_are_not_averaged_among_replicas_that_may_differ_already():
     assert choose(replace(RUN, link=Link(1e10, 1e-4))).settings.recipe != "post_local_sgd"
     assert choose(replace(RUN, link=Link(1e10, 1e-4), may_average=True)).settings.warmup == FOREVER
+
+
+@pytest.mark.parametrize(("steps", "momentum"), [(5, 0.0), (30, 0.0), (79, 0.0), (80, None), (480, None)])
+def test_a_run_too_short_for_a_momentum_to_grow_takes_plain_averages(steps, momentum):
+    settings = choose(replace(RUN, steps=steps, may_average=True)).settings
+    assert (settings.recipe, settings.momentum, settings.lr) == ("diloco", momentum, None if momentum is None else 1.0)
+    assert steps >= 80 or settings.every == max(1, steps // 10)
 
 
 def test_a_length_that_nobody_states_is_said_to_be_assumed():

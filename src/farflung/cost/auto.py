@@ -31,10 +31,21 @@ _BLOCKING = "diloco e3m0"  # of the rows that wait in each round, the one that k
 
 @dataclass(frozen=True)
 class Choice:
-    """A recipe, and a sentence with the reasons."""
+    """A recipe, and the reasons in words."""
 
     settings: OuterSettings
-    reason: str
+    facts: str  # what it follows from
+    why: str  # what speaks for it, and its flags
+
+    @property
+    def reason(self) -> str:
+        """One sentence with all of that."""
+        return f"{self.facts}; {self.why}"
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Whether gradients are averaged in each step, to the end."""
+        return bool(self.settings.warmup == FOREVER)
 
 
 def workload(measured: Measurements) -> Workload:
@@ -84,6 +95,8 @@ def choose(measured: Measurements) -> Choice:
     rows = Rows(run, FEW_ROUNDS * longest, 1 - WAITING)  # a round is at most a tenth of what it is given
     found = [row for row in rows.chosen if not row.script and (row.outer is not None or measured.may_average)]
     found = [row for row in found if row.outer is None or row.gain_kept > 0] or found
+    if longest < _SHORTEST:  # too few steps for a momentum
+        found = [row for row in found[:1] if row.outer is None and averages(measured)]
     one_pass = " of one pass over the data" * (steps > ASSUMED_STEPS)
     assumed = f"{steps:,} steps{one_pass}, as nobody says how many (--outer-steps)"
     length = f"{steps:,} steps" if measured.steps else assumed
@@ -98,17 +111,18 @@ def choose(measured: Measurements) -> Choice:
         )
         seconds = float(f"{every * run.step_s:.2g}")
         settings = OuterSettings("diloco", every=every, seconds=seconds, codec="e3m0")
-        return Choice(settings, f"{facts}; rounds start by time. The same by hand: {flags(settings)}")
+        return Choice(settings, facts, f"rounds start by time. The same by hand: {flags(settings)}")
     if found and found[0].outer is None:
         settings = OuterSettings("post_local_sgd", warmup=FOREVER)
-        why = f"{facts}; plain data parallelism is best here: it waits {1 - found[0].cost.utilization:.1%} of the time"
-        return Choice(settings, f"{why}. The same by hand: no --outer")
+        why = f"plain data parallelism is best here: it waits {1 - found[0].cost.utilization:.1%} of the time"
+        return Choice(settings, facts, f"{why}. The same by hand: no --outer")
     if not found:
-        settings = OuterSettings("diloco", every=max(1, steps // ROUNDS), codec="e3m0")
-        why = f"few steps: {ROUNDS} rounds"
+        every = max(1, longest)
+        settings = OuterSettings("diloco", every=every, lr=1.0, momentum=0.0, codec="e3m0")
+        why = f"few steps, so {counted(steps // every, 'plain average')}"
     else:
         settings, why = _settings(found[0]), _why(found[0])
-    return Choice(settings, f"{facts}; {why}. The same by hand: {flags(settings)}")
+    return Choice(settings, facts, f"{why}. The same by hand: {flags(settings)}")
 
 
 def _settings(row: Row) -> OuterSettings:
