@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What do five ways to train one small GPT come to? Take over a run of `farflung demo`, and its picture if asked to.
+"""What do six ways to train one small GPT come to? Take over a run of `farflung demo`, and its picture if asked to.
 
 farflung demo && python benchmarks/bench_demo.py farflung-demo --picture
 
@@ -30,7 +30,7 @@ def main() -> None:
     settings = DemoSettings(**{**asdict(DemoSettings.load(str(folder / SETTINGS_FILE))), "output": str(folder)})
     facts = {name: value for name, value in asdict(settings).items() if name not in ("seed", "output")}
     report(
-        "What do five ways to train one small GPT come to?",
+        "What do six ways to train one small GPT come to?",
         {result.way: asdict(result) for result in load_results(settings)},
         seed=settings.seed,
         write_to="demo.jsonl",

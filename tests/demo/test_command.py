@@ -15,12 +15,12 @@ from rich.console import Console
 
 from farflung.base.errors import ConfigError
 from farflung.demo import command, compare
-from farflung.demo.report import table_of, verdicts
+from farflung.demo.report import COLOURS, MARKERS, shown, table_of, verdicts
 from farflung.demo.settings import ALONE, DemoSettings, Point, Result, load_results, save_results
 from farflung.testing.patience import patience
 from tests.python import run_farflung, run_python
 
-WAYS = ("DDP", "Local SGD", "DiLoCo", "Streaming DiLoCo", "A replica alone")
+WAYS = ("DDP", "Local SGD", "DiLoCo", "Streaming DiLoCo", "auto", "A replica alone")
 
 
 def settings_for(folder, **changes):
@@ -42,12 +42,12 @@ def a_result(way="DDP", loss=2.0, *, bytes_sent=3000, line_seconds=9.0):
 
 
 @pytest.mark.usefixtures("warm")
-def test_the_demo_trains_five_ways_draws_judges_and_writes(tmp_path):
+def test_the_demo_trains_six_ways_draws_judges_and_writes(tmp_path):
     output = tmp_path / "made by the demo"
     knobs = ["--steps", "12", "--every", "4", "--size", "tiny", "--batch", "4", "--output", output.name]
     ran = run_farflung("demo", *knobs, timeout_s=100, cwd=tmp_path)
 
-    ddp, local_sgd, diloco, streaming, alone = results = load_results(settings_for(output))
+    ddp, local_sgd, diloco, streaming, auto, alone = results = load_results(settings_for(output))
     assert tuple(result.way for result in results) == WAYS
     assert all(word in ran.stdout for word in (*WAYS, "loss", "bytes sent", "time on 20 Mbit/s", "computed, not"))
     # Three rounds instead of twelve exchanges, and the bucket that goes along with the question whether all are done; a
@@ -57,14 +57,17 @@ def test_the_demo_trains_five_ways_draws_judges_and_writes(tmp_path):
     assert streaming.bytes_sent < diloco.bytes_sent / 6  # four bits instead of 32
     assert ddp.line_seconds > local_sgd.line_seconds > streaming.line_seconds
     assert alone.bytes_sent == 0
+    assert "--outer diloco --outer-every 1 " in auto.note  # a short run
+    assert ddp.bytes_sent > auto.bytes_sent > streaming.bytes_sent
     for result in results:
-        assert [point.step for point in result.curve] == [4, 8, 12]
+        assert result is auto or [point.step for point in result.curve] == [4, 8, 12]
         assert result.loss < 5.6  # an untrained model has log(256) = 5.55
         assert result.curve[-1].bytes_sent == result.bytes_sent
         assert result.line_seconds > 0
 
     verdict = ran.stdout[ran.stdout.index("Compared with DDP at equal loss, on a line of 20 Mbit/s:") :].splitlines()
-    assert [line.split("  ")[1] for line in verdict[1:5]] == list(WAYS[1:])
+    assert [line.split("  ")[1] for line in verdict[1:6]] == list(WAYS[1:])
+    assert verdict[7] == f"auto: {auto.note}"
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert all(f'"name": "{way}"' in (output / "report.html").read_text() for way in ("DDP", "Streaming DiLoCo"))
     pasted = ran.stdout.strip().splitlines()[-1] + " --length 20"
@@ -97,6 +100,8 @@ def test_the_verdict_compares_at_equal_loss_and_says_where_a_way_loses():
     near = a_curve("near", (1, 4.0), (16, 2.5), line_seconds=8.0)
     far = a_curve("far", (1, 4.0), (16, 2.0), line_seconds=400.0)
     better = a_curve("better", (4, 3.0), (16, 1.0), line_seconds=16.0)
+    better.note = "it keeps most."
+    assert "; it keeps most." in shown(better, "5 Mbit/s")["summary"]
     assert verdicts([base, near, far, better], "5 Mbit/s") == [
         "Compared with DDP at equal loss, on a line of 5 Mbit/s:",
         # DDP is half-way between 3 and 2 after 8 steps, as a curve is straight over the logarithm of the step.
@@ -105,6 +110,7 @@ def test_the_verdict_compares_at_equal_loss_and_says_where_a_way_loses():
         "  better  reaches 2.000 in 8 s with 8 kB; then continues to 1.000; DDP needs 160 s and 16 kB, "
         "20 times as long",
         "DDP ends at 2.000, after 160 s.",
+        "better: it keeps most.",
     ]
 
 
@@ -121,6 +127,10 @@ def test_the_table_fits_into_80_columns():
         row = next(line for line in console.file.getvalue().splitlines() if way in line)
         assert "123 MB" in row
         assert "1,234 s" in row
+
+
+def test_the_picture_tells_all_ways_apart():
+    assert len(set(MARKERS)) == len(set(COLOURS)) == len(MARKERS) == len(COLOURS) == len(WAYS)
 
 
 def test_the_table_has_the_share_of_the_gain_that_is_kept():

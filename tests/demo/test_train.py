@@ -15,8 +15,21 @@ from safetensors import safe_open
 from torch.utils.data import DataLoader
 
 from farflung import Accelerator
+from farflung.config.outer import AUTO, OuterSettings
+from farflung.cost.auto import FOREVER, Choice
 from farflung.demo.settings import ALONE, MODEL_FILE, DemoSettings
-from farflung.demo.train import WAYS, Sequences, Trial, checkpoints, compete, endless, evenly, save_model
+from farflung.demo.train import (
+    Sequences,
+    Trial,
+    Way,
+    checkpoints,
+    choice_for_line,
+    compete,
+    endless,
+    evenly,
+    save_model,
+    ways,
+)
 from farflung.testing.ranks import run_ranks
 
 TEXT = bytes(range(256)) * 40
@@ -68,7 +81,11 @@ class Noting(Trial):
         self.seen = (*self.seen, batch)
 
 
-def one_contest():
+ROUNDS = Choice(OuterSettings("diloco", every=3, codec="e3m0"), "", "three steps")
+DATA_PARALLEL = Choice(OuterSettings("post_local_sgd", warmup=FOREVER), "", "plain")
+
+
+def one_contest(choice):
     accelerator = Accelerator(cpu=True)
     settings = settings_for(steps=7)
     loader, judges = accelerator.prepare(
@@ -76,7 +93,7 @@ def one_contest():
         DataLoader(evenly(Sequences(TEXT, 64), 8), batch_size=2),
     )
     with ExitStack() as stack:
-        trials = [stack.enter_context(Noting(way, accelerator, settings)) for way in WAYS]
+        trials = [stack.enter_context(Noting(way, accelerator, settings)) for way in ways(settings, choice)]
         before = [weights(trial) for trial in trials]
         compete(trials, endless(loader), judges, lambda trial: None)
     return [
@@ -86,7 +103,7 @@ def one_contest():
 
 
 def test_all_ways_start_alike_see_the_same_batches_and_end_in_agreement_but_for_the_one_that_trains_alone():
-    first, second = run_ranks(one_contest, 2, connect=False)
+    first, second = run_ranks(one_contest, 2, ROUNDS, connect=False)
     start, _, batches, _ = first[0]
     for here, there in zip(first, second, strict=True):
         assert torch.equal(start, here[0])
@@ -95,14 +112,46 @@ def test_all_ways_start_alike_see_the_same_batches_and_end_in_agreement_but_for_
         assert not torch.equal(start, here[1])
         assert torch.equal(batches, here[2])
         assert torch.equal(second[0][2], there[2])
-        assert [point.step for point in here[3].curve] == [2, 4, 6, 7]
+        ends = [3, 6, 7] if here[3].way == AUTO else [2, 4, 6, 7]  # of its own rounds
+        assert [point.step for point in here[3].curve] == ends
+        assert here[3].note == (ROUNDS.why if here[3].way == AUTO else "")
         assert [point.loss for point in here[3].curve] == [point.loss for point in there[3].curve]
         assert (here[3].bytes_sent == 0) == (here[3].way == ALONE)
     assert not torch.equal(batches, second[0][2])  # each process has a share of its own
 
 
+def test_data_parallel_training_that_auto_chose_has_the_losses_bytes_and_time_of_ddp():
+    by_way = {result.way: result for *_, result in run_ranks(one_contest, 2, DATA_PARALLEL, connect=False)[0]}
+    ddp, auto = by_way["DDP"], by_way[AUTO]
+    assert auto.curve == ddp.curve
+    assert auto.bytes_sent == ddp.bytes_sent > 0
+    line_s = 8 * ddp.bytes_sent / settings_for().bandwidth_bps
+    assert min(auto.line_seconds, ddp.line_seconds) > line_s / 2  # whatever the processor
+    assert auto.note == "plain"
+
+
+LINES = [(1e5, 480, 24), (1e5, 5, 1), (1e15, 480, None), (1e15, 5, None)]
+
+
+def choose_for_lines(processes):
+    settings, accelerator = settings_for(every=16, processes=processes), Accelerator(cpu=True)
+    lines = [dataclasses.replace(settings, bandwidth_bps=rate, steps=steps) for rate, steps, _ in LINES]
+    return [choice_for_line(accelerator, line) for line in lines]
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_all_ranks_choose_the_same_for_the_line_of_the_demo(processes):
+    first, *others = run_ranks(choose_for_lines, processes, processes, connect=False)
+    assert others == [first] * (processes - 1)
+    for (bandwidth_bps, steps, longest), choice in zip(LINES, first, strict=True):
+        assert choice.is_data_parallel == (longest is None), (bandwidth_bps, steps, choice.reason)
+        assert longest is None or choice.settings.every <= longest
+        assert f"{processes} replicas" in choice.facts
+        assert f"{steps} steps" in choice.facts
+
+
 def schedule_at_the_end():
-    trial = Trial("DDP", Accelerator(cpu=True), settings_for(steps=20))
+    trial = Trial(Way("DDP"), Accelerator(cpu=True), settings_for(steps=20))
     rates = []
     for _ in range(20):
         rates.append(trial.optimizer.param_groups[0]["lr"])

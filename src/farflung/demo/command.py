@@ -34,11 +34,11 @@ AT_LEAST_ONE = click.IntRange(min=1)
 @click.option("--generate", metavar="TEXT", help="Don't train; have the saved model continue TEXT.")
 @click.option("--length", default=400, type=AT_LEAST_ONE, help="Number of bytes to generate.")
 def demo(generate: str | None, length: int, output: str, seed: int, bandwidth: str, **knobs: Any) -> None:
-    """Train a small GPT on text by DDP, Local SGD, DiLoCo, streaming DiLoCo and alone, and compare them.
+    """Train a small GPT by DDP, Local SGD, DiLoCo, streaming DiLoCo, the recipe of `--outer auto`, and alone.
 
-    All start from the same weights and see the same data in the same order. What they would take on a slow line is
-    computed from what was measured. The output folder receives the results, a picture of the loss against time and
-    against bytes, and the best model.
+    All start from the same weights and see the same data in the same order. What they would take on a slow line, for
+    which `auto` chooses, is computed from what was measured. The output folder receives the results, a picture of the
+    loss against time and against bytes, and the best model.
     """
     if generate is not None:
         click.echo(gpt.continued(Path(output), generate, length, seed))

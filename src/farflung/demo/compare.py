@@ -58,7 +58,7 @@ def _introduce(settings: DemoSettings, text: Text) -> None:
     source = "the standard library's sources" if settings.data is None else settings.data
     size = in_bytes(len(text.train))
     processes, steps = counted(settings.processes, "process"), counted(settings.steps, "step")
-    click.echo(f"{processes} train a tiny byte-level GPT on {size} of {source}, in five ways that take turns:")
+    click.echo(f"{processes} train a tiny byte-level GPT on {size} of {source}, in six ways that take turns:")
     click.echo(f"{steps} each, on the same data, from the same weights.")
     if text.left_out:
         named = ", ".join(text.left_out[:5]) + (" ..." if len(text.left_out) > 5 else "")

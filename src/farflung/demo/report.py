@@ -17,8 +17,9 @@ from farflung.demo.settings import ALONE, Result
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MARKERS = "os^Dv"
-COLOURS = ("#0072B2", "#D55E00", "#CC79A7", "#009E73", "#555555")  # Okabe and Ito's: told apart with any eyesight
+MARKERS = "os^DPv"
+# Okabe and Ito's: told apart with any eyesight.
+COLOURS = ("#0072B2", "#D55E00", "#CC79A7", "#009E73", "#56B4E9", "#555555")
 
 
 def table_of(results: Sequence[Result], rate: str) -> Table:
@@ -47,13 +48,17 @@ def gain_kept(result: Result, results: Sequence[Result]) -> str:
 
 
 def verdicts(results: Sequence[Result], rate: str) -> list[str]:
-    """Say of each way but the first how soon, and with how many bytes, it and the first reach the same loss."""
+    """Say of each way but the first how soon, and with how many bytes, it and the first reach the same loss.
+
+    Notes on the ways come last.
+    """
     base, *others = results
     width = max(len(other.way) for other in others)
     return [
         f"Compared with {base.way} at equal loss, on a line of {rate}:",
         *(f"  {other.way:{width}}  {_verdict(other, base)}" for other in others),
         f"{base.way} ends at {base.loss:.3f}, after {in_seconds(base.line_seconds)}.",
+        *(f"{other.way}: {other.note}" for other in others if other.note),
     ]
 
 
@@ -124,5 +129,6 @@ def shown(result: Result, rate: str) -> dict[str, Any]:
     }
     cost = f"{in_seconds(result.line_seconds)} at {rate}, {in_bytes(result.bytes_sent)} sent by each"
     nothing: dict[str, Any] = {"facts": {}, "rounds": {}, "grid": {}, "events": []}
-    named = {"name": result.way, "state": "finished", "summary": f"loss {result.loss:.3f}; {cost}"}
+    summary = "; ".join(filter(None, [f"loss {result.loss:.3f}", cost, result.note]))
+    named = {"name": result.way, "state": "finished", "summary": summary}
     return named | {"curves": {loss: curve}, "loss": loss} | nothing

@@ -89,6 +89,7 @@ class Result:
     seconds: float  # on this machine
     bytes_sent: int
     line_seconds: float  # what the same training takes on the slow line, by the cost model
+    note: str = ""  # why `auto` chose it
 
     @property
     def loss(self) -> float:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import replace
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -21,21 +22,25 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from farflung import Accelerator
 from farflung.checkpoint.writer import FileWriter, write_safetensors
 from farflung.comm.ddp_hook import average_hook
+from farflung.config.outer import AUTO
+from farflung.cost.auto import Choice, choose
 from farflung.cost.model import Method, Workload, copies, cost_of
 from farflung.cost.recipes import method_of
 from farflung.demo.gpt import GPT, loss_per_sequence
 from farflung.demo.settings import ALONE, MODEL_FILE, DemoSettings, Point, Result, save_results
 from farflung.demo.text import load_text
 from farflung.outer import OuterLoop, Recipe, diloco, local_sgd, streaming_diloco
+from farflung.outer.arguments import recipe_of
+from farflung.outer.trial import Link, Measurements
 from farflung.utils import set_seed
 
-WAYS = ("DDP", "Local SGD", "DiLoCo", "Streaming DiLoCo", ALONE)
 DDP = Method("DDP", during_backward=True, bucket_bytes=25 * 2**20)  # torch's own size of a bucket
 NUM_POINTS = 12  # how often the validation loss is taken, about
 VALIDATION_SEQUENCES = 256
 WARMUP = 0.05  # of all steps
 PEAK_LR = 3e-3
 MAX_NORM = 1.0
+TIMED_STEPS = 10  # that `auto` chooses by
 
 
 class Sequences(Dataset[Tensor]):
@@ -75,34 +80,51 @@ class GradientMeter:
         model.register_comm_hook(None, hook)
 
 
+@dataclass(frozen=True)
+class Way:
+    """A way to train."""
+
+    name: str
+    recipe: Recipe | None = None  # of the outer loop, if it has one
+    note: str = ""  # why `auto` chose it
+
+    @property
+    def is_alone(self) -> bool:
+        return self.name == ALONE
+
+    @property
+    def averages_gradients(self) -> bool:
+        return self.recipe is None and not self.is_alone
+
+
 class Trial:
     """One way to train: a fresh model, and what it came to so far. All trials start from the same weights."""
 
-    def __init__(self, way: str, accelerator: Accelerator, settings: DemoSettings) -> None:
+    def __init__(self, way: Way, accelerator: Accelerator, settings: DemoSettings) -> None:
         set_seed(settings.seed)
         model = GPT(settings.shape)
         optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1)
         # A prepared scheduler counts the batches of all processes.
-        horizon = settings.steps * (1 if way == ALONE else accelerator.num_processes)
+        horizon = settings.steps * (1 if way.is_alone else accelerator.num_processes)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rise_and_fall(step / horizon))
         self.way = way
         self.accelerator = accelerator
         self.settings = settings
         prepared: Any = (
-            (model, optimizer, schedule) if way == ALONE else accelerator.prepare(model, optimizer, schedule)
+            (model, optimizer, schedule) if way.is_alone else accelerator.prepare(model, optimizer, schedule)
         )
         self.model, self.optimizer, self.schedule = prepared
-        self.recipe = recipe_of(way, settings)
+        self.judged_after = checkpoints(settings.steps, (way.recipe and way.recipe.every) or settings.every)
         self.step = 0
         self.seconds = self.cpu_seconds = 0.0
         self.curve: list[Point] = []
         self._open = ExitStack()
-        self._meter = GradientMeter(self.model) if way == DDP.name else None
+        self._meter = GradientMeter(self.model) if way.averages_gradients else None
         self._loop: OuterLoop | None = None
 
     def __enter__(self) -> Trial:
-        if self.recipe is not None:
-            self._loop = self._open.enter_context(self.accelerator.outer(self.model, self.recipe))
+        if self.way.recipe is not None:
+            self._loop = self._open.enter_context(self.accelerator.outer(self.model, self.way.recipe))
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -133,6 +155,10 @@ class Trial:
             self._open.close()
 
     @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
     def bytes_sent(self) -> int:
         """The bytes that this process sent so far."""
         if self._meter is not None:
@@ -150,7 +176,8 @@ class Trial:
         """
         bytes_sent = self.bytes_sent
         # What the replicas agree on is the anchor; without one they are equal at the end of a round.
-        lends = self._loop is not None and self.recipe is not None and self.recipe.optimizer is not None
+        recipe = self.way.recipe
+        lends = self._loop is not None and recipe is not None and recipe.optimizer is not None
         with self._loop.synced() if self._loop and lends and not at_the_end else nullcontext():
             self.model.eval()
             losses = [
@@ -162,14 +189,13 @@ class Trial:
 
     def result(self) -> Result:
         """Return what the training came to, here and on the slow line."""
-        settings = self.settings
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        method = DDP if self.recipe is None else method_of(self.recipe, parameters, name=self.way)
+        settings, way, parameters = self.settings, self.way, self.num_parameters
+        method = DDP if way.recipe is None else method_of(way.recipe, parameters, name=way.name)
         # Computing takes CPU seconds, which other programs hardly change.
         step_s = self.cpu_seconds / self.step
         run = Workload(parameters, settings.shape.depth, step_s, settings.processes, settings.bandwidth_bps)
         line_seconds = seconds_on_line(method, run, self.step, self.bytes_sent)
-        return Result(self.way, self.curve, self.seconds, self.bytes_sent, line_seconds)
+        return Result(way.name, self.curve, self.seconds, self.bytes_sent, line_seconds, way.note)
 
 
 def seconds_on_line(method: Method, run: Workload, steps: int, bytes_sent: float) -> float:
@@ -179,30 +205,64 @@ def seconds_on_line(method: Method, run: Workload, steps: int, bytes_sent: float
     return steps * cost_of(run, measured).seconds_per_step
 
 
-def recipe_of(way: str, settings: DemoSettings) -> Recipe | None:
-    """Return the recipe of one of `WAYS`; None for those without an outer loop."""
+def choice_for_line(accelerator: Accelerator, settings: DemoSettings) -> Choice:
+    """Return what `auto` chooses for the slow line: a collective that times some steps.
+
+    In a run it would measure the line, too; here that is the one between processes of one machine.
+    """
+    shape, trial = settings.shape, Trial(Way(ALONE), accelerator, settings)
+    batch = torch.zeros(settings.batch, shape.context + 1, dtype=torch.uint8)
+    seconds = []
+    for _ in range(TIMED_STEPS):
+        start = time.process_time()
+        trial.learn(batch)
+        seconds.append(time.process_time() - start)
+    step_s = accelerator.gather(torch.tensor([statistics.median(seconds)])).tolist()
+    return choose(
+        Measurements(
+            Link(settings.bandwidth_bps, turn_s=0.0),
+            tuple(step_s),
+            settings.processes,
+            trial.num_parameters,
+            shape.depth,
+            buffer_bytes=0,
+            island_size=1,
+            steps=settings.steps,
+            pass_steps=None,
+            is_direct=True,
+            is_averaged=False,
+            may_average=True,
+        )
+    )
+
+
+def ways(settings: DemoSettings, choice: Choice) -> list[Way]:
+    """Return all ways in the order of the table; `choice` is that of `auto`."""
     every = settings.every
-    return {
-        "Local SGD": local_sgd(every),
-        "DiLoCo": diloco(every),
-        "Streaming DiLoCo": streaming_diloco(every, min(every, settings.shape.depth)),
-    }.get(way)
+    return [
+        Way(DDP.name),
+        Way("Local SGD", local_sgd(every)),
+        Way("DiLoCo", diloco(every)),
+        Way("Streaming DiLoCo", streaming_diloco(every, min(every, settings.shape.depth))),
+        Way(AUTO, None if choice.is_data_parallel else recipe_of(choice.settings, local_size=1), choice.why),
+        Way(ALONE),
+    ]
 
 
 def compete(
     trials: Sequence[Trial], batches: Iterator[Tensor], judges: Iterable[Tensor], show: Callable[[Trial], None]
 ) -> None:
-    """Train all trials on the same batches, in turns of a round each: so foreign load falls on all alike."""
+    """Train all trials on the same batches, in turns of a round or less: so foreign load falls on all alike."""
     settings = trials[0].settings
-    judged_after = checkpoints(settings.steps, settings.every)
-    for start in range(0, settings.steps, settings.every):
-        turn = list(islice(batches, min(settings.every, settings.steps - start)))
+    ends = {settings.steps, *range(0, settings.steps, settings.every)}.union(*(trial.judged_after for trial in trials))
+    for start, end in pairwise(sorted(ends)):
+        turn = list(islice(batches, end - start))
         for trial in trials:
             with trial.on_the_clock():
                 for batch in turn:
                     trial.learn(batch)
                     show(trial)
-            if trial.step in judged_after:
+            if trial.step in trial.judged_after:
                 trial.judge(judges)
     for trial in trials:
         trial.finish()
@@ -231,12 +291,12 @@ def rise_and_fall(done: float) -> float:
 
 @contextmanager
 def progress_bar(accelerator: Accelerator, steps: int) -> Iterator[Callable[[Trial], None]]:
-    """Draw a bar over the steps of all ways on the main process; yield what moves it on by a step of a trial."""
+    """Draw a bar over the `steps` of all trials on the main process; yield a function that counts a trial's step."""
     columns = ("{task.description:18}", BarColumn(), MofNCompleteColumn(), "steps", TimeElapsedColumn(), "so far,")
     left = (TimeRemainingColumn(), "left")
     with Progress(*columns, *left, refresh_per_second=4, disable=not accelerator.is_main_process) as progress:
-        task = progress.add_task("", total=len(WAYS) * steps)
-        yield lambda trial: progress.update(task, advance=1, description=trial.way)
+        task = progress.add_task("", total=steps)
+        yield lambda trial: progress.update(task, advance=1, description=trial.way.name)
 
 
 def save_model(model: nn.Module, settings: DemoSettings, way: str) -> None:
@@ -257,13 +317,15 @@ def main(settings_file: str) -> None:
     set_seed(settings.seed)
     train, held_out = accelerator.prepare(train, held_out)
     with ExitStack() as stack:
-        trials = [stack.enter_context(Trial(way, accelerator, settings)) for way in WAYS]
+        choice = choice_for_line(accelerator, settings)
+        trials = [stack.enter_context(Trial(way, accelerator, settings)) for way in ways(settings, choice)]
         batches = stack.enter_context(closing(endless(train)))
-        compete(trials, batches, held_out, stack.enter_context(progress_bar(accelerator, settings.steps)))
+        show = stack.enter_context(progress_bar(accelerator, len(trials) * settings.steps))
+        compete(trials, batches, held_out, show)
     if accelerator.is_main_process:
         save_results(settings, [trial.result() for trial in trials])
         best = min(trials, key=lambda trial: trial.curve[-1].loss)
-        save_model(accelerator.unwrap_model(best.model), settings, best.way)
+        save_model(accelerator.unwrap_model(best.model), settings, best.way.name)
     accelerator.end_training()
 
 

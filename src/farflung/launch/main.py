@@ -34,7 +34,7 @@ COMMANDS = {
     "estimate": ("farflung.launch.estimate:estimate", "Estimate the memory of a published model."),
     "test": ("farflung.launch.commands:test", "Check that the processes of this machine train as one."),
     "to-fsdp2": ("farflung.launch.to_fsdp2:to_fsdp2", "Rewrite a file for FSDP version 1 for version 2."),
-    "demo": ("farflung.demo.command:demo", "Train a small GPT in five ways and compare their costs."),
+    "demo": ("farflung.demo.command:demo", "Train a small GPT in six ways and compare their costs."),
 }
 CHECKPOINT = {
     "ls": ("farflung.launch.checkpoint:ls", "List the checkpoints in a folder, or the files of one."),
