@@ -87,7 +87,9 @@ def serving() -> Iterator[str]:
         door.listen(64)  # so that a client may knock while the server is loading
         command = [sys.executable, __file__, str(door.fileno()), python]
         quiet = {**os.environ, "TORCH_CPP_LOG_LEVEL": "FATAL"}  # read when torch is loaded; the launcher sets it too
-        with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[door.fileno()], env=quiet) as server:
+        options = {"stdin": subprocess.PIPE, "pass_fds": [door.fileno()], "env": quiet}
+        # Not in the folder of the test that comes first, which may end all that runs there.
+        with subprocess.Popen(command, cwd=folder, **options) as server:
             door.close()  # so that nobody waits at the door of a server that has ended
             yield python
             server.kill()
