@@ -98,10 +98,10 @@ def nobody_stays(home):
 @pytest.mark.parametrize(
     ("number", "to_all", "more"),
     [
-        (signal.SIGUSR1, False, []),
-        (signal.SIGTERM, False, ["--max_restarts", 2]),
+        (signal.SIGUSR1, False, ["--max_restarts", 2, "--rdzv_backend", "c10d"]),
         (signal.SIGTERM, True, ["--outer", "diloco", "--outer-every", 5]),
-        (signal.SIGUSR1, True, ["--rdzv_backend", "c10d"]),
+        pytest.param(signal.SIGTERM, False, ["--max_restarts", 2], marks=pytest.mark.long),
+        pytest.param(signal.SIGUSR1, True, ["--rdzv_backend", "c10d"], marks=pytest.mark.long),
     ],
 )
 def test_a_run_that_is_signalled_is_saved_and_continues_bit_by_bit_when_it_is_started_again(
@@ -170,7 +170,7 @@ REPLICAS = ["-m", "farflung", "launch", "--cpu", "--elastic", "1:2", "--replicas
     [
         (FIXED, signal.SIGXCPU, True, 0),
         (FIXED, signal.SIGRTMIN + 3, False, 0),
-        (REPLICAS, signal.SIGUSR2, True, 0),
+        pytest.param(REPLICAS, signal.SIGUSR2, True, 0, marks=pytest.mark.long),
         (REPLICAS, signal.SIGUSR1, False, REQUEUE),
         (["notebook.py"], signal.SIGUSR2, False, 0),
     ],

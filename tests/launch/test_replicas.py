@@ -192,7 +192,7 @@ def test_a_killed_replica_starts_again_another_launcher_joins_and_all_end_well(h
         assert len(said) == 2, said
 
 
-@pytest.mark.parametrize("kind", ["folder", "bucket"])
+@pytest.mark.parametrize("kind", ["folder", pytest.param("bucket", marks=pytest.mark.long)])
 @pytest.mark.usefixtures("warm", "either_key")
 def test_launchers_of_the_same_line_meet_at_an_address_and_outlive_the_first_one(home, kind, request):
     script = TRAINS.replace("in{os.getpid()}", "in{os.environ['FARFLUNG_MEMBER']}_{os.getpid()}")
@@ -220,7 +220,7 @@ def test_launchers_of_the_same_line_meet_at_an_address_and_outlive_the_first_one
             assert (second.ended(), back.ended()) == (0, 0)
 
 
-@pytest.mark.parametrize("kind", ["folder", "bucket"])
+@pytest.mark.parametrize("kind", ["bucket", pytest.param("folder", marks=pytest.mark.long)])
 @pytest.mark.usefixtures("warm", "either_key")
 def test_a_run_whose_launcher_and_replicas_were_all_killed_goes_on_with_the_same_line(farflung, home, kind, request):
     (home / "train.py").write_text(TRAINS)

@@ -6,6 +6,16 @@ import pytest
 LONG = "bucket", "folder with a key", "store with a key"
 
 
+def in_turn(values):
+    """Rows of a value and an `address`: `make test` has each value at a store or in a folder in turn, not at both."""
+    places = "store", "folder", *LONG
+    return [
+        pytest.param(value, place, marks=[pytest.mark.long] * (place != places[number % 2]))
+        for number, value in enumerate(values)
+        for place in places
+    ]
+
+
 @pytest.fixture(params=["store", "folder", *(pytest.param(one, marks=pytest.mark.long) for one in LONG)])
 def address(request, tmp_path, monkeypatch):
     """The address of a run in a folder or in a bucket; None: its replicas meet at a store."""

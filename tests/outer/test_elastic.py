@@ -11,10 +11,13 @@ from farflung.comm.saved_state import SavedStates
 from farflung.outer import diloco, local_sgd, streaming_diloco
 from farflung.testing.patience import patience
 from tests.faults import PHASES, stop
+from tests.outer.conftest import in_turn
 from tests.outer.elastic_run import EVERY, ElasticRun, wrong
 
 
-@pytest.mark.parametrize("phase", [one for one in PHASES if one not in ("admission", "a state")])
+@pytest.mark.parametrize(
+    ("phase", "address"), in_turn(one for one in PHASES if one not in ("admission", "a state")), indirect=["address"]
+)
 def test_a_replica_may_die_at_any_time_and_come_back(phase, address):
     with ElasticRun(address=address, expected=3, grace_s=20.0) as run:
         first, second = run.start(0), run.start(1)

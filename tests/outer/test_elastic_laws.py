@@ -242,7 +242,11 @@ def test_a_newcomer_waits_for_a_stopped_member_that_alone_has_what_was_trained()
 @pytest.mark.law("no-two-different-rounds-of-a-number")
 @pytest.mark.parametrize(
     ("phase", "address"),
-    [("confirmation", "store"), *(("landing", place) for place in ("store", "folder", "bucket"))],
+    [
+        ("confirmation", "store"),
+        ("landing", "folder"),
+        *(pytest.param("landing", place, marks=pytest.mark.long) for place in ("store", "bucket")),
+    ],
     indirect=["address"],
 )
 def test_of_two_replicas_one_that_stops_in_a_round_has_closed_no_other_one_than_its_peer(phase, address):

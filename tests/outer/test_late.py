@@ -13,6 +13,7 @@ from farflung.comm.member_store import Record
 from farflung.outer import Cast, OuterLoop, diloco, edit, sparse_loco, streaming_diloco
 from farflung.testing.patience import patience
 from tests.faults import stop
+from tests.outer.conftest import in_turn
 from tests.outer.elastic_run import EVERY, START, ElasticRun
 from tests.outer.test_elastic_laws import Members, needs
 
@@ -46,7 +47,7 @@ def check_each_round(said, moves):
 
 
 @pytest.mark.law("late-is-not-lost")
-@pytest.mark.parametrize("phase", ["local step", "vote", "landing"])
+@pytest.mark.parametrize(("phase", "address"), in_turn(["local step", "vote", "landing"]), indirect=["address"])
 def test_the_steps_of_a_stopped_replica_count_in_the_next_round(phase, address):
     """It is stopped before the others have got any of its values, or once all know that they have all of them."""
     at = 4 * EVERY + 2 if phase == "local step" else 5
@@ -68,7 +69,7 @@ def test_the_steps_of_a_stopped_replica_count_in_the_next_round(phase, address):
         assert counted(said, first, late) == stats[late]["steps"] < counted(said, first, first)
 
 
-@pytest.mark.parametrize("phase", ["arrival", "confirmation"])
+@pytest.mark.parametrize(("phase", "address"), in_turn(["arrival", "confirmation"]), indirect=["address"])
 def test_steps_that_others_may_have_applied_are_not_sent_again(phase, address):
     with ElasticRun(address=address, expected=2, grace_s=patience(1.0)) as run:
         first = run.start(0)
