@@ -50,10 +50,11 @@ def by_rank():
     return run_ranks(run_all, 4, [told_to_ranks(command) for command in COMMANDS], timeout_s=120, connect=False)
 
 
-def test_the_page_shows_a_command_for_each_row_of_its_table(by_rank):
-    assert len(COMMANDS) == len(EXPECTED) == len(by_rank[0])
+def test_the_page_shows_a_command_for_each_row_of_its_table():
+    assert len(COMMANDS) == len(EXPECTED)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", range(len(EXPECTED)), ids=lambda number: COMMANDS[number])
 def test_a_command_runs_the_script_in_its_layout(by_rank, number):
     parts, has_rounds = EXPECTED[number]

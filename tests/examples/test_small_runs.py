@@ -11,6 +11,7 @@ from tests.python import run_python
 FILE = Path(__file__).parents[2] / "examples" / "small_runs.py"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("warm")
 def test_every_row_is_run():
     ended = run_python(FILE, "--steps", "6", timeout_s=90)

@@ -196,7 +196,12 @@ def test_a_ddp_script_ends_with_the_bits_of_a_loop_by_hand(way, recipe):
 
 @pytest.mark.parametrize(
     ("way", "recipe"),
-    [("plain", "post_local_sgd"), ("plain", "streaming_diloco"), *((way, "diloco") for way in WAYS)],
+    [
+        ("plain", "post_local_sgd"),
+        ("plain", "streaming_diloco"),
+        ("flag, unused", "diloco"),
+        *(pytest.param(way, "diloco", marks=pytest.mark.long) for way in WAYS if way != "flag, unused"),
+    ],
 )
 def test_within_islands_a_ddp_script_averages_as_ddp_over_their_ranks_does(way, recipe):
     assert run_ranks(equal_to_a_loop_by_hand, 4, way, recipe, 2) == [(True, True)] * 4

@@ -141,9 +141,16 @@ def over_recipes(host, way, stops):
     return {name: trained(host, config, way, stops) for name, config in CONFIGS.items()}
 
 
-@pytest.mark.parametrize("stops", [False, True])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("host", [accelerated, taken_over])
+# `make test` has each pair of a host, a way and whether passes stop early; that makes half of the triples.
+@pytest.mark.parametrize(
+    ("host", "way", "stops"),
+    [
+        pytest.param(host, way, stops, marks=[pytest.mark.long] * ((row + number + stops) % 2))
+        for row, host in enumerate((accelerated, taken_over))
+        for number, way in enumerate(WAYS)
+        for stops in (False, True)
+    ],
+)
 def test_what_is_validated_is_what_is_saved_and_nets_may_take_turns(host, way, stops):
     outcomes = run_ranks(over_recipes, 2, host, way, stops)
     for name, seen in outcomes[0].items():

@@ -89,7 +89,7 @@ def test_anchors_come_together_where_nothing_moves_and_only_by_the_pull(size):
 
 
 @pytest.mark.law("pull-brings-together")
-@pytest.mark.parametrize("size", [3, 4, 16])
+@pytest.mark.parametrize("size", [3, 4, pytest.param(16, marks=pytest.mark.long)])
 def test_so_they_do_with_the_default_momentum(size):
     rounds = MOVES + 10 * (size - 1).bit_length()
     with_pull, without = (spread(run_replicas(anchors, size, noloco(1, pull=pull), rounds)) for pull in (1.0, 0.0))

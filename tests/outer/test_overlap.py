@@ -52,7 +52,7 @@ def every_recipe(group=None):
 
 
 @pytest.mark.law("processes-are-threads")
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_processes_get_the_bits_of_threads_in_every_recipe(size):
     on_ranks, on_threads = run_ranks(every_recipe, size), run_replicas(every_recipe, size)
     for name, recipe in RECIPES.items():
