@@ -48,6 +48,20 @@ def closed(address):
 line._listening = closed
 """
 
+# It pauses after its last word to the others.
+SLOW_TO_END = """
+import time
+from farflung.comm.c10d_transport import StoreBoard
+
+put = StoreBoard.put
+
+def then_pauses(board, key, value):
+    put(board, key, value)
+    time.sleep(3 * key.startswith("done"))
+
+StoreBoard.put = then_pauses
+"""
+
 
 SITE = line.Endpoint(0, 2, "10.0.0.1", 29500, None, "10.0.0.1", "eth0")
 
@@ -206,6 +220,14 @@ def test_versions_that_differ_are_named_with_their_machines(warm):
     for found in (first, second):
         assert found["lines"]["differing"] == {"python": {"0": here, "1": "3.9.0"}}
         assert f"python is {here} on machine 0, 3.9.0 on machine 1" in advice(found, "versions")[0]
+
+
+@pytest.mark.long
+def test_a_machine_that_ends_last_has_all_figures_too(warm):
+    port = get_free_port()
+    first, second = (ended(one) for one in [start(0, port), start(1, port, fault=SLOW_TO_END)])
+    assert first["lines"] == second["lines"]
+    assert first["lines"]["lines"]["0 -> 1"]["bits_per_s"] > 0
 
 
 @pytest.mark.long

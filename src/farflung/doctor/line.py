@@ -93,7 +93,10 @@ def _measure(site: Endpoint, own: dict[str, Any], timeout_s: float) -> Found:
                 board.put(key, json.dumps(line).encode())
         until = time.monotonic() + 2 * timeout_s + _MARGIN_S
         measured[key] = _read(board, key, until) or {"not_known": f"machine {here} has written nothing about it"}
-    _from_all(board, "done", site, {}, time.monotonic() + (timeout_s if site.rank == 0 else 0.0))
+    if site.rank == 0:  # its store ends with it
+        _from_all(board, "done", site, {}, time.monotonic() + timeout_s)
+    else:
+        board.put(f"done/{site.rank}", b"{}")
     return _described(site, came, measured, timeout_s)
 
 
