@@ -9,6 +9,7 @@ next call that all ranks must make.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ class Driver:
         self.each_step = True
         self.attempts = 0
         self.epochs: EpochTracker | None = None
-        self._pass: DataPass | None = None  # of the latest step
+        self._pass: Callable[[], DataPass | None] = lambda: None  # of the latest step, as long as it exists
         self._before_pass = 0  # attempts
         membership = members.membership
         if tuner is not None:
@@ -109,8 +110,9 @@ class Driver:
             done: False for a step that was skipped because fp16 gradients overflowed.
             around: the pass whose loop the step is in, if it is known.
         """
-        if around is not self._pass:
-            self._pass, self._before_pass = around, self.attempts
+        if around is not self._pass():
+            self._pass = (lambda: None) if around is None else weakref.ref(around)
+            self._before_pass = self.attempts
         self._count(self.iteration.step_attempted(optimizer, done), around)
         if not self.iteration.is_open and self.each_step:
             self.loop.sync_if_due()
@@ -124,11 +126,10 @@ class Driver:
 
     def pass_steps(self) -> int | None:
         """Return how many steps the pass over the data has that is under way; None: unknown."""
-        steps = self.attempts - self._before_pass
-        if self._pass is None or not steps:
-            return None
-        with suppress(TypeError):  # a stream has no length
-            return round(len(self._pass.loader) * steps / self._pass.num_batches)
+        now, steps = self._pass(), self.attempts - self._before_pass
+        if now is not None and steps:
+            with suppress(TypeError):  # a stream has no length
+                return round(len(now.loader) * steps / now.num_batches)
         return None
 
     @property

@@ -162,7 +162,7 @@ def _lines(output: bytes) -> list[str]:
 
 
 def _unpack(stream: IO[bytes], into: Path) -> None:
-    """Write the files of a host's tar: logs replace those that are there, and JSON lines are appended to theirs."""
+    """Unpack a host's tar into a run's folder: log files are replaced, `*.jsonl` files are appended to."""
     with tarfile.open(fileobj=stream, mode="r|") as packed:
         for entry in packed:
             folder, _, name = entry.name.rpartition("/")
