@@ -103,7 +103,7 @@ def test_gradients_are_averaged_for_ever_where_that_is_chosen():
         assert all(torch.equal(value, weights[key]) for key, value in found[0][0].items())
 
 
-def test_averaging_that_takes_too_long_for_each_step_ends_after_two():
+def test_averaging_that_takes_too_long_for_each_step_ends_after_one():
     for weights, measured, _, stats in (found := run_replicas(trained, 2, "diloco", 0.0, False)):
         assert not measured.may_average
         assert stats.rounds == 6  # after 24, 32, 40, 48 and 56 steps, and at the end

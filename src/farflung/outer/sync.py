@@ -69,6 +69,8 @@ class Sync:
             self.run(quorum.welcome.due)
         if trial is not None and (recipe := trial.begin()) is not None:
             self._restart(recipe)
+        if self.is_on_trial:
+            self.note_step()  # from here on the first one counts
 
     @property
     def is_on_trial(self) -> bool:

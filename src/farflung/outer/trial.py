@@ -2,7 +2,7 @@
 """The first steps of a loop whose recipe is chosen from what they measure: the line, and the time of a step.
 
     open     all members send a few MB at once; a fixed group whose gradients take little time averages them
-    2 steps  show whether averaging takes too long for each step; then each replica continues alone
+    4 steps  each show whether averaging takes too long for a step; then each replica continues alone
     20 steps timed, without what they waited; an early flush ends the trial as well
     then     the members gather the times, choose the recipe that follows from them, and start it where they stand
 
@@ -40,8 +40,8 @@ _T = TypeVar("_T")
 
 _TURNS = 3  # small collectives, the fastest shows what one takes without its bytes
 _FIRST_BYTES, _MOST_BYTES, _GROWTH = 1 << 16, 1 << 23, 4
-_FILL_S = 0.3  # TCP has found out by then how much the line takes
-_AVERAGED_STEPS = 2  # that show whether averaging could be worth it in each step
+_FULL_S, _LONG_S = 0.05, 0.3  # from when on buffers on the way are full, and TCP knows how much the line takes
+_AVERAGED_STEPS = 4  # after each of which is asked whether averaging could be worth it
 _LEAST_STEPS = 4  # that are timed
 _ALONE, _AVERAGED = "", "averaged"  # gradients in the steps of the trial
 _FIRST_STEPS = 2  # which compile, allocate and warm up caches
@@ -146,6 +146,10 @@ class RecipeTrial:
     def is_on(self) -> bool:
         return self.spec in (_ALONE, _AVERAGED)
 
+    @property
+    def _is_looking(self) -> bool:
+        return self._until <= _AVERAGED_STEPS
+
     def is_due(self, position: int) -> bool:
         """Return whether the trial ends after this step."""
         return self.is_on and position >= self._until
@@ -167,7 +171,7 @@ class RecipeTrial:
             steps = self._gathered(*self._planned())[0]
             return self._decide(replace(self._measured(step_s, steps), is_averaged=False, may_average=is_fixed))
         if is_fixed and self._tuner.averages(self._measured((), (0, 0))):
-            self._until = _AVERAGED_STEPS
+            self._until = 1
             return self.resumed(_AVERAGED)
         return None
 
@@ -196,9 +200,12 @@ class RecipeTrial:
 
     def end(self) -> Recipe | None:
         """Choose: a collective of fixed members, unless this process is alone. None: nothing can be known yet."""
-        is_look = self._until == _AVERAGED_STEPS
+        is_look = self._is_looking
         measured = self._together(self._measure) if self.quorum.group.size > 1 else None
-        self._until = TrialSchedule.every if is_look else self._until + TrialSchedule.every
+        if is_look:
+            self._until = self._until + 1 if self._until < _AVERAGED_STEPS else TrialSchedule.every
+        else:
+            self._until += TrialSchedule.every
         if measured is None:
             return None
         return self._alone_unless_averaged(measured) if is_look else self._decide(measured)
@@ -237,6 +244,7 @@ class RecipeTrial:
         if self._tuner.averages(measured):
             return None
         self._times.clear()
+        self._until = TrialSchedule.every
         return self.resumed(_ALONE)
 
     def _step_s(self) -> float:
@@ -245,7 +253,7 @@ class RecipeTrial:
         Three quarters of them take longer: a process that others keep busy for a while is not a slow one.
         """
         each = [after - before for before, after in pairwise(self._times)]
-        least = 1 if self._until == _AVERAGED_STEPS else _LEAST_STEPS
+        least = 1 if self._is_looking else _LEAST_STEPS
         timed = sorted(each[_FIRST_STEPS:] or each)
         return timed[len(timed) // 4] if len(each) >= least else math.inf
 
@@ -275,21 +283,27 @@ class RecipeTrial:
             began = time.perf_counter()
             self._gathered(0.0)
             turns.append(time.perf_counter() - began)
-        size, took_s = _FIRST_BYTES, 0.0
-        while True:
-            block = torch.zeros(size, dtype=torch.uint8, device=group.wire_device)
-            everyone = block.new_empty(size * group.size)
-            began = time.perf_counter()
-            group.all_gather(everyone, block).wait()
-            everyone[-1:].cpu()
-            took_s = max(seconds for (seconds,) in self._gathered(time.perf_counter() - began))
-            if took_s > _FILL_S or size >= _MOST_BYTES:
-                break
-            size *= _GROWTH
         turn_s = max(seconds for (seconds,) in self._gathered(min(turns)))
-        passes = group.size if _is_by_objects(group) else group.size - 1
-        self._link = Link(8 * size * passes / max(took_s - turn_s, 1e-9), turn_s)
+        size, passes = _FIRST_BYTES, group.size if _is_by_objects(group) else group.size - 1
+        took_s = {size: self._gathering_s(size)}
+        while took_s[size] <= _LONG_S and size < _MOST_BYTES:
+            size *= _GROWTH
+            took_s[size] = self._gathering_s(size)
+        # A buffer on the way takes the first bytes at once; a packet that is lost delays one of the others.
+        timed = [at for at in took_s if took_s[at] > _FULL_S or at == size]
+        rates = [8 * at * passes / max(took_s[at] - turn_s, 1e-9) for at in timed]
+        self._link = Link(max(rates), turn_s)
         return ()
+
+    def _gathering_s(self, size: int) -> float:
+        """Return how long the slowest rank takes to get so many bytes of each: a collective."""
+        group = self.quorum.group
+        block = torch.zeros(size, dtype=torch.uint8, device=group.wire_device)
+        everyone = block.new_empty(size * group.size)
+        began = time.perf_counter()
+        group.all_gather(everyone, block).wait()
+        everyone[-1:].cpu()
+        return max(seconds for (seconds,) in self._gathered(time.perf_counter() - began))
 
     def _count(self) -> tuple[int, int]:
         """Return how many values the model trains, and how many bytes its buffers have."""
