@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What of models and optimizers is in a checkpoint, and under which names."""
 
+from collections import OrderedDict
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -21,36 +24,16 @@ from farflung.utils import (
 )
 
 
-class Named(nn.Module):
-    """With a child that has the name of what DDP wraps."""
-
-    def __init__(self):
-        super().__init__()
-        self.module = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, x):
-        return self.head(self.module(x))
+def chain(**layers):
+    return nn.Sequential(OrderedDict(layers))
 
 
-class Only(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.module = nn.Linear(4, 1)
-
-    def forward(self, x):
-        return self.module(x)
-
-
-class Clash(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.module = nn.Module()
-        self.module.head = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, x):
-        return self.head(self.module.head(x))
+# Models with a child that has the name of what DDP wraps.
+NAMED = {
+    "named": lambda: chain(module=nn.Linear(4, 4), head=nn.Linear(4, 1)),
+    "only": lambda: chain(module=nn.Linear(4, 1)),
+    "clash": lambda: chain(module=chain(head=nn.Linear(4, 4)), head=nn.Linear(4, 1)),
+}
 
 
 class Passing(nn.Module):
@@ -93,7 +76,7 @@ def lists(state):
 def named_module(folder):
     """Return the weights after a step in one process and on all, and after loading each form, with one more step."""
     found = []
-    for kind in (Named, Only, Clash):
+    for name, kind in NAMED.items():
         torch.manual_seed(0)
         plain = kind()
         wanted = []
@@ -106,7 +89,7 @@ def named_module(folder):
         for before in (True, False):
             run = start(kind, before)
             step(*run)
-            path = folder / f"{kind.__name__} {before}"
+            path = folder / f"{name} {before}"
             run[0].save_state(path)
             found.append((wanted[0], lists(run[0].get_state_dict(run[1]))))
             for after in (True, False):
@@ -176,7 +159,7 @@ def beside_weights(folder):
     """Save checkpoints into folders of `save_model`, and load them; return the weights of then and those after."""
     found = []
     for sharded, size in ((True, "10GB"), (True, 16), (False, 16)):
-        run = start(Only, sharded)
+        run = start(NAMED["only"], sharded)
         where = folder / f"{sharded} {size}"
         if sharded:
             run[0].save_model(run[1], where, max_shard_size=size)
@@ -189,20 +172,15 @@ def beside_weights(folder):
             run[0].save_model(run[1], where, max_shard_size=size)
         run[0].wait_for_everyone()
         assert all(path.read_bytes() == content for path, content in files.items())
-        wanted = {name: value.tolist() for name, value in run[0].get_state_dict(run[1]).items()}
-        run = start(Only, sharded)
+        wanted = lists(run[0].get_state_dict(run[1]))
+        run = start(NAMED["only"], sharded)
         run[0].load_state(where)
         found.append((wanted, lists(run[0].get_state_dict(run[1]))))
     return found
 
 
-def test_weights_for_others_and_a_checkpoint_share_a_folder(tmp_path):
-    for found in run_ranks(beside_weights, 2, tmp_path):
-        assert all(wanted == loaded for wanted, loaded in found)
-
-
 def only_rank_0_fails(folder):
-    accelerator, model, _ = start(Only, True)
+    accelerator, model, _ = start(NAMED["only"], True)
     (folder / "file").write_text("x")
     found = []
     for call in (
@@ -240,7 +218,9 @@ class Average:
 class Keeps(torch.optim.SGD):
     """Keeps what `keep` makes of each gradient."""
 
-    keep = staticmethod(lambda gradient: [])
+    def __init__(self, parameters, keep):
+        super().__init__(parameters, 0.1)
+        self.keep = keep
 
     def step(self, closure=None):
         for parameter in self.param_groups[0]["params"]:
@@ -248,20 +228,12 @@ class Keeps(torch.optim.SGD):
         return super().step(closure)
 
 
-class KeepsHistory(Keeps):
-    keep = staticmethod(lambda gradient: [gradient + 1, gradient + 2])
-
-
-class KeepsPart(Keeps):
-    keep = staticmethod(lambda gradient: gradient.to_local() + 1)
-
-
-class KeepsBoth(Keeps):
-    keep = staticmethod(lambda gradient: [gradient + 1, torch.ones(3)])
-
-
-class KeepsByNumber(Keeps):
-    keep = staticmethod(lambda gradient: {0: gradient + 1, 1: {7: gradient + 2, "n": [{3: 4}]}, (2, True): 5})
+KeepsHistory = partial(Keeps, keep=lambda gradient: [gradient + 1, gradient + 2])
+KeepsPart = partial(Keeps, keep=lambda gradient: gradient.to_local() + 1)
+KeepsBoth = partial(Keeps, keep=lambda gradient: [gradient + 1, torch.ones(3)])
+KeepsByNumber = partial(
+    Keeps, keep=lambda gradient: {0: gradient + 1, 1: {7: gradient + 2, "n": [{3: 4}]}, (2, True): 5}
+)
 
 
 def square():
@@ -269,6 +241,7 @@ def square():
 
 
 def odd_states(folder):
+    """Save and load states in parts, which are saved whole or refused on all ranks; return those of then and after."""
     found = []
     run = start(square, True)
     run[0].register_for_checkpointing(Average(run[1]))
@@ -277,15 +250,15 @@ def odd_states(folder):
             run[0].save_state(folder / "average", block=block)
     for way in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
         for kind, words in ((KeepsPart, "a plain tensor"), (KeepsBoth, "partly sharded")):
-            run = start(square, True, lambda parameters, kind=kind: kind(parameters, 0.1), state_dict_type=way)
+            run = start(square, True, kind, state_dict_type=way)
             step(*run)
             with pytest.raises(ConfigError, match=f"'kept'.*weight, is {words}"):
                 run[0].save_state(folder / "kept")
-        run = start(square, True, lambda parameters: KeepsHistory(parameters, 0.1), state_dict_type=way)
+        run = start(square, True, KeepsHistory, state_dict_type=way)
         step(*run)
         run[0].save_state(folder / way)
         wanted = [tensor.to_local().tolist() for tensor in run[2].state[next(run[1].parameters())]["kept"]]
-        run = start(square, True, lambda parameters: KeepsHistory(parameters, 0.1), state_dict_type=way)
+        run = start(square, True, KeepsHistory, state_dict_type=way)
         run[0].load_state(folder / way)
         kept = run[2].state[next(run[1].parameters())]["kept"]
         found.append((wanted, [tensor.to_local().tolist() for tensor in kept]))
@@ -302,13 +275,13 @@ def numbered_states(folder):
     """Save and load states with keys that are no text; return their keys and those after."""
     found = []
     for name in ("it", "alone"):
-        run = start(square, True, lambda parameters: KeepsByNumber(parameters, 0.1))
+        run = start(square, True, KeepsByNumber)
         run[2].param_groups[0]["table"] = {0: 0.1, 30: {"x": {1: 2}}}
         step(*run)
         run[0].save_state(folder / "it")
         save_fsdp_optimizer(None, run[0], run[2], run[1], folder / "alone")
         wanted = keys_of(run[2].optimizer.state_dict())
-        run = start(square, True, lambda parameters: KeepsByNumber(parameters, 0.1))
+        run = start(square, True, KeepsByNumber)
         if name == "it":
             run[0].load_state(folder / "it")
         else:
@@ -317,13 +290,9 @@ def numbered_states(folder):
     return found
 
 
-def test_keys_of_shards_stay_what_they_are(tmp_path):
-    for found in run_ranks(numbered_states, 2, tmp_path):
-        assert all(wanted == loaded for wanted, loaded in found)
-
-
-def test_states_in_parts_are_saved_whole_or_refused_on_all_ranks(tmp_path):
-    for found in run_ranks(odd_states, 2, tmp_path):
+@pytest.mark.parametrize("act", [beside_weights, odd_states, numbered_states])
+def test_states_come_back_as_they_were(act, tmp_path):
+    for found in run_ranks(act, 2, tmp_path):
         assert all(wanted == loaded for wanted, loaded in found)
 
 

@@ -2,6 +2,7 @@
 """LocalSGD and `accelerator.outer` around a prepared loop, on real gloo ranks."""
 
 import time
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -15,24 +16,16 @@ from farflung.testing.ranks import run_ranks
 from tests.faults import kill
 
 
-class Net(nn.Module):
+def net():
     """Something of everything: a frozen layer, batch statistics, a counter."""
-
-    def __init__(self):
-        super().__init__()
-        self.frozen = nn.Linear(3, 4)
-        self.frozen.requires_grad_(False)
-        self.norm = nn.BatchNorm1d(4)
-        self.out = nn.Linear(4, 1)
-
-    def forward(self, x):
-        return self.out(self.norm(self.frozen(x)))
+    frozen = nn.Linear(3, 4).requires_grad_(False)
+    return nn.Sequential(OrderedDict(frozen=frozen, norm=nn.BatchNorm1d(4), out=nn.Linear(4, 1)))
 
 
 def prepared(steps=1, num_batches=8, lr=0.1, **options):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, **options)
     torch.manual_seed(0)
-    model = Net()
+    model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     torch.manual_seed(1)
     data = TensorDataset(torch.randn(num_batches * accelerator.num_processes * 2, 3))
@@ -79,7 +72,7 @@ def by_hand():
     """The same run as a bare loop whose weights and statistics are averaged by plain collectives."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     torch.manual_seed(0)
-    model = Net()
+    model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(1)
     batches = torch.randn(8 * size * 2, 3).split(2)[rank::size]

@@ -181,24 +181,6 @@ def test_widths_that_differ_are_the_same_error_on_every_rank_and_nothing_is_swal
         run_ranks(different_widths, 2)
 
 
-def inside_another_loop():
-    """The evaluation's padding is cut by the evaluation's loader, the training's by its own."""
-    accelerator = Accelerator(cpu=True)
-    train, evaluate = accelerator.prepare(DataLoader(range(5), batch_size=2), DataLoader(range(100, 103), batch_size=2))
-    seen, evaluated = [], []
-    for batch in train:
-        for other in evaluate:
-            evaluated += accelerator.gather_for_metrics(other).tolist()
-        seen += accelerator.gather_for_metrics(batch).tolist()
-    return seen, evaluated
-
-
-def test_the_right_loader_says_what_is_padding():
-    for seen, evaluated in run_ranks(inside_another_loop, 2):
-        assert seen == list(range(5))
-        assert evaluated == [100, 101, 102] * 2
-
-
 def alone_on_a_short_last_batch():
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(range(7), batch_size=4))

@@ -15,24 +15,11 @@ from farflung.process.world import joined_world
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
 from farflung.utils import GradScalerKwargs
+from tests.accelerator.test_join import loss_of as loss_sum, network, tokens
 
 # For each rank the sizes of the micro-batches of one window: all different, one of them empty.
 SHARES = {1: [(3, 0, 7)], 2: [(3, 0, 7), (1, 12, 2)], 4: [(3, 7), (1, 2), (0, 0), (9, 5)]}
 PLANS = [(precision, clip) for precision in ("no", "bf16", "fp16") for clip in (None, 0.05)]
-
-
-def tokens(rank, number, count):
-    generator = torch.Generator().manual_seed(100 * rank + number)
-    return torch.randn(count, 4, generator=generator)
-
-
-def network():
-    torch.manual_seed(3)
-    return nn.Linear(4, 1)
-
-
-def loss_sum(model, x):
-    return (model(x) - 1.0).pow(2).sum()
 
 
 def expected(shares, clip):
@@ -181,17 +168,6 @@ def test_under_an_outer_loop_the_window_is_that_of_the_replica(ranks):
         assert torch.allclose(gradient, model.weight.grad, atol=1e-6)
 
 
-class Holder(nn.Module):
-    """A script's own module around a prepared one."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x):
-        return self.model(x)
-
-
 def gradients_of_other_forms(shares):
     """The gradient of one window, for each form in which a script may name its model."""
     found = {}
@@ -204,7 +180,7 @@ def gradients_of_other_forms(shares):
         elif form == "compiled":
             named = torch.compile(model, backend="eager")
         elif form == "held":
-            named = Holder(model)
+            named = nn.Sequential(model)  # a script's own module around a prepared one
         elif form == "beside one that is frozen":
             accelerator.prepare(network().requires_grad_(False))
         elif form == "beside one that is evaluated":

@@ -2,6 +2,8 @@
 """fp16 gradients that overflow: a DDP group skips together, a replica alone, and their learning rates stay one."""
 
 import itertools
+from collections import OrderedDict
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,18 +18,12 @@ from farflung.utils import GradScalerKwargs
 STEPS = 5
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(2, 2)
-        self.head = nn.Linear(2, 1)
-
-    def forward(self, x):
-        return self.head(self.body(x))
+def two_layers():
+    return nn.Sequential(OrderedDict(body=nn.Linear(2, 2), head=nn.Linear(2, 1)))
 
 
 def training(mode, accumulation, parts, sick):
-    """Train `Net` by one optimizer, or by one for each part; in the step `sick[rank]` this rank's gradients overflow.
+    """Train two layers by one optimizer, or by one for each part; in the step `sick[rank]` its gradients overflow.
 
     Returns: for each step of each optimizer, whether it was skipped, the learning rate and the weights.
     """
@@ -40,7 +36,7 @@ def training(mode, accumulation, parts, sick):
     )
     rank = accelerator.process_index
     torch.manual_seed(0)
-    net = Net()
+    net = two_layers()
     groups = [net.parameters()] if parts == 1 else [net.body.parameters(), net.head.parameters()]
     inner = [torch.optim.SGD(group, lr=0.1, fused=number == 1) for number, group in enumerate(groups)]
     model, *optimizers = accelerator.prepare(net, *inner)
@@ -62,18 +58,16 @@ def training(mode, accumulation, parts, sick):
         weights = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
         seen.append(([one.step_was_skipped for one in optimizers], rates, weights, accelerator.scaler.get_scale()))
 
-    if mode == "ddp":
+    loop = {
+        "ddp": nullcontext,
+        "LocalSGD": lambda: LocalSGD(accelerator, model, 2),
+        "outer": lambda: accelerator.outer(model, local_sgd(2)),
+    }[mode]()
+    with loop as averaging:
         for number in range(STEPS):
             step(number)
-    elif mode == "LocalSGD":
-        with LocalSGD(accelerator, model, 2) as averaging:
-            for number in range(STEPS):
-                step(number)
+            if mode == "LocalSGD":
                 averaging.step()
-    else:
-        with accelerator.outer(model, local_sgd(2)):
-            for number in range(STEPS):
-                step(number)
     final = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
     accelerator.free_memory()
     return seen, final
@@ -123,7 +117,7 @@ def test_a_replica_skips_by_itself_and_all_keep_one_rate_and_agree(num_ranks):
 def starting_late():
     """Weights are loaded after `prepare`, and rank 0 skips its first step, while rank 1 begins where it is."""
     accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=16.0)])
-    net = Net()
+    net = two_layers()
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05))
     with accelerator.outer(model, diloco(1)):
         with torch.no_grad():
