@@ -23,7 +23,8 @@ from farflung.checkpoint import atomic
 from farflung.resume import models
 from farflung.testing.ranks import fork_context, run_ranks
 from farflung.utils import FullyShardedDataParallelPlugin, ProjectConfiguration
-from tests.accelerator.test_checkpoints import Training
+from tests.accelerator.test_checkpoints import Counter, Training
+from tests.errors import error_of
 from tests.faults import disk_is_full, writing
 
 SOAK = Path(__file__).parents[2] / "benchmarks" / "soak_checkpoint.py"
@@ -70,14 +71,9 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(way, tmp_path):
     assert kills
 
 
-def go_on_after(training, folder, what):
-    """Saving fails; training and saving elsewhere go on."""
-    words = ""
-    try:
-        training.accelerator.save_state(folder)
-    except CheckpointError as error:
-        words = str(error)
-    assert words, f"{what} was no error"
+def go_on_after(training, folder):
+    """Saving fails; training goes on."""
+    words = error_of(CheckpointError, training.accelerator.save_state, folder)
     training.epochs(num_epochs=1)
     return words
 
@@ -100,7 +96,7 @@ def test_a_full_disk_is_one_clear_error(disk, values):
     training.accelerator.save_state(disk / "ckpt")
     files = sorted(path.name for path in (disk / "ckpt").iterdir())
     training.counter.seen = torch.zeros(values)
-    words = go_on_after(training, disk / "ckpt", "a full disk")
+    words = go_on_after(training, disk / "ckpt")
     assert "No space left on device" in words
     assert "nothing else has changed" in words
     assert re.search(r"this rank writes [\d.]+ [kM]B; [\d.]+ [kM]B were free", words), words
@@ -111,7 +107,7 @@ def test_a_full_disk_is_one_clear_error(disk, values):
 
 @pytest.mark.parametrize("disk", ["ro"], indirect=True)
 def test_a_read_only_folder_is_one_clear_error(disk):
-    assert "Read-only file system" in go_on_after(Training(), disk / "ckpt", "a read-only folder")
+    assert "Read-only file system" in go_on_after(Training(), disk / "ckpt")
 
 
 def replaced(folder, other, stop_at):
@@ -150,14 +146,13 @@ def load_while_it_is_replaced(folder, stop_at, sharded):
 
     with torch.no_grad():
         weight.fill_(3.0)
-    found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, "read_model", read_late)
         with pytest.raises(CheckpointError, match=r"was replaced .* by another process while it was read"):
             accelerator.load_state(folder / "a")
-    found.append(weight.mean().item())
+    kept = weight.mean().item()
     accelerator.load_state(folder / "a")
-    return [*found, weight.mean().item()]
+    return [kept, weight.mean().item()]
 
 
 @pytest.mark.parametrize("stop_at", [None, 1], ids=["wholly", "in part"])
@@ -172,21 +167,17 @@ def test_shards_that_are_replaced_while_they_are_read_are_not_loaded(tmp_path):
 def one_rank_fails(folder):
     training = Training()
     training.accelerator.save_state(folder / "first")
-    found = []
-    with writing(disk_is_full) if training.accelerator.process_index == 1 else nullcontext():
-        for block in (True, False):
-            try:
-                training.accelerator.save_state(folder / "second", block=block)
-                training.accelerator.end_training() if not block else None
-            except CheckpointError as error:
-                found.append(str(error))
-    training.accelerator.wait_for_everyone()  # the first rank takes away what was written
+    accelerator = training.accelerator
+    with writing(disk_is_full) if accelerator.process_index == 1 else nullcontext():
+        found = [error_of(CheckpointError, accelerator.save_state, folder / "second")]
+        accelerator.save_state(folder / "second", block=False)
+        found.append(error_of(CheckpointError, accelerator.end_training))
+    accelerator.wait_for_everyone()  # the first rank takes away what was written
     return found, sorted(path.name for path in folder.iterdir())
 
 
 def test_an_error_on_one_rank_is_raised_on_all_and_names_it(tmp_path):
     for words, names in run_ranks(one_rank_fails, 2, tmp_path):
-        assert len(words) == 2
         assert all("rank 1: OSError: [Errno 28] No space left on device" in word for word in words), words
         assert all("rank 0" not in word for word in words)
         assert names == ["first"]
@@ -195,12 +186,10 @@ def test_an_error_on_one_rank_is_raised_on_all_and_names_it(tmp_path):
 def too_long(folder):
     project = ProjectConfiguration(project_dir=folder / ("x" * 300), automatic_checkpoint_naming=True)
     accelerator = Accelerator(cpu=True, project_config=project)
-    found = []
-    for call in (accelerator.save_state, lambda: accelerator.load_state("latest")):
-        with pytest.raises(CheckpointError) as caught:
-            call()
-        found.append(str(caught.value))
-    return found
+    return [
+        error_of(CheckpointError, accelerator.save_state),
+        error_of(CheckpointError, accelerator.load_state, "latest"),
+    ]
 
 
 def test_a_path_that_is_too_long_is_an_error_on_all_ranks(tmp_path):
@@ -208,52 +197,30 @@ def test_a_path_that_is_too_long_is_an_error_on_all_ranks(tmp_path):
         assert all("rank 0: OSError: [Errno 36] File name too long" in words for words in found)
 
 
-class Uncopied:
-    """A registered object whose state can't be copied, as long as it has a lock."""
-
-    def __init__(self, lock):
-        self.lock = lock
-
-    def state_dict(self):
-        return {"lock": self.lock}
-
-    def load_state_dict(self, state):
-        pass
-
-
 def one_rank_is_late_or_fails(folder):
     """The first rank still writes when the others ask again; then a rank can't copy its state."""
     training = Training()
     accelerator = training.accelerator
-    go, found = threading.Event(), []
+    go = threading.Event()
     with writing(go.wait) if accelerator.process_index == 0 else nullcontext():
         accelerator.save_state(folder / "first", block=False)
         if accelerator.process_index == 1:
             training.accelerator._checkpointer.saver._thread = None  # as if it were further than the other: a race
-        try:
-            accelerator.save_state(folder / "second", busy="refuse")
-        except StateError as error:
-            found.append(str(error))
+        late = error_of(StateError, accelerator.save_state, folder / "second", busy="refuse")
         go.set()
     accelerator.save_state(folder / "second")
-    uncopied = Uncopied(threading.Lock() if accelerator.process_index == 0 else None)
+    uncopied = Counter()  # as long as it has a lock
+    uncopied.seen = threading.Lock() if accelerator.process_index == 0 else None
     accelerator.register_for_checkpointing(uncopied)
-    try:
-        accelerator.save_state(folder / "third", block=False)
-    except CheckpointError as error:
-        found.append(str(error))
-    uncopied.lock = None
-    try:
-        accelerator.save_state(folder / ("x" * 300))
-    except CheckpointError as error:
-        found.append(str(error))
+    failed = error_of(CheckpointError, accelerator.save_state, folder / "third", block=False)
+    uncopied.seen = None
+    too_long = error_of(CheckpointError, accelerator.save_state, folder / ("x" * 300))
     accelerator.save_state(folder / "fourth")
-    return found, sorted(path.name for path in folder.iterdir())
+    return (late, failed, too_long), sorted(path.name for path in folder.iterdir())
 
 
 def test_what_one_rank_can_not_do_in_time_or_at_all_is_the_same_error_on_all(tmp_path):
     for words, names in run_ranks(one_rank_is_late_or_fails, 2, tmp_path, timeout_s=30):
-        assert len(words) == 3
         assert "rank 0: StateError: save_state: the previous checkpoint is still being written" in words[0]
         assert "rank 0: TypeError: cannot pickle '_thread.lock' object" in words[1]
         assert "rank 0: OSError: [Errno 36] File name too long" in words[2]
@@ -282,11 +249,7 @@ def damaged_for_all(folder):
         path.write_bytes(path.read_bytes()[:-3])
     training.accelerator.wait_for_everyone()
     before = training.weights()
-    try:
-        training.accelerator.load_state(folder / "ckpt")
-    except CheckpointError as error:
-        return str(error), training.weights() == before
-    return "", False
+    return error_of(CheckpointError, training.accelerator.load_state, folder / "ckpt"), training.weights() == before
 
 
 def test_a_file_that_one_rank_needs_is_named_to_all(tmp_path):

@@ -25,7 +25,7 @@ from farflung.config import environ
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
 from farflung.utils import ProjectConfiguration
-from tests.accelerator.test_checkpoints import Training
+from tests.accelerator.test_checkpoints import Counter, Training
 from tests.faults import disk_is_full, writing
 
 
@@ -116,22 +116,16 @@ def test_numbers_limits_and_the_newest(tmp_path, capsys):
         training.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_3")
 
 
-def accelerate_saves(folder):
-    project = accelerate.utils.ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True)
-    accelerate.Accelerator(cpu=True, project_config=project).save_state()
-
-
 def test_a_fresh_run_in_the_folder_of_an_older_one_is_refused_at_its_first_save(tmp_path):
-    for ours in (True, False):
-        folder = tmp_path / str(ours) / "checkpoints"
-        (folder / "checkpoint_7").mkdir(parents=True)
-        if ours:
-            with pytest.raises(ConfigError) as refused:
-                Training(project=automatic(folder.parent)).accelerator.save_state()
-            assert all(way in str(refused.value) for way in ("load_state()", "another project_dir", "delete or move"))
-        else:
-            accelerate_saves(folder.parent)
-        assert sorted(os.listdir(folder)) == (["checkpoint_7"] if ours else ["checkpoint_0", "checkpoint_7"])
+    folder = tmp_path / "checkpoints"
+    (folder / "checkpoint_7").mkdir(parents=True)
+    with pytest.raises(ConfigError) as refused:
+        Training(project=automatic(tmp_path)).accelerator.save_state()
+    assert all(way in str(refused.value) for way in ("load_state()", "another project_dir", "delete or move"))
+    assert os.listdir(folder) == ["checkpoint_7"]
+    project = accelerate.utils.ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    accelerate.Accelerator(cpu=True, project_config=project).save_state()  # which does not refuse it
+    assert sorted(os.listdir(folder)) == ["checkpoint_0", "checkpoint_7"]
 
 
 def test_hooks_take_models_out_and_their_files_belong_to_the_checkpoint(tmp_path):
@@ -167,11 +161,8 @@ def test_hooks_take_models_out_and_their_files_belong_to_the_checkpoint(tmp_path
         training.accelerator.load_state(tmp_path / "ckpt")
 
 
-class Stubborn:
+class Stubborn(Counter):
     """A registered object that can be saved, but not loaded."""
-
-    def state_dict(self):
-        return {}
 
     def load_state_dict(self, state):
         raise RuntimeError("I will not")
@@ -251,12 +242,10 @@ def test_errors_of_saving_are_clear_and_training_goes_on(tmp_path):
     assert {path.name: path.read_bytes() for path in (tmp_path / "ckpt").iterdir() if path.is_file()} == before
     training.epochs(num_epochs=1)
     training.accelerator.save_state(tmp_path / "new")
-    for call in (
-        lambda: training.accelerator.save_state(tmp_path / "x", exclude_frozen_parameters=True),
-        lambda: training.accelerator.load_state(tmp_path / "new", load_kwargs={"weights_only": False}),
-    ):
-        with pytest.raises(Unsupported):
-            call()
+    with pytest.raises(Unsupported):
+        training.accelerator.save_state(tmp_path / "x", exclude_frozen_parameters=True)
+    with pytest.raises(Unsupported):
+        training.accelerator.load_state(tmp_path / "new", load_kwargs={"weights_only": False})
 
 
 def saved_from_behind(training, tmp_path, **kwargs):
@@ -350,47 +339,24 @@ def test_a_failure_in_the_background_is_raised_by_the_next_call_once(tmp_path):
 # ---- the peer
 
 
-def theirs(folder, act):
-    """Accelerate's own program with the same objects."""
-    environ.export({"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"})  # else it leaves the ranks unconnected
-    accelerator = accelerate.Accelerator(cpu=True)
-    torch.manual_seed(3)
+def both_ways(library, folder, act):
+    """One program of Accelerate's and of ours: train and save, or begin with other values and load."""
+    if library == "accelerate":
+        environ.export({"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"})  # else it leaves the ranks unconnected
+    accelerator = {"accelerate": accelerate.Accelerator, "farflung": Accelerator}[library](cpu=True)
+    torch.manual_seed(3 if act == "save" else 4)
     model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 if act == "save" else 0.3)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    return both_ways(accelerator, accelerator.prepare(model, optimizer, scheduler), folder, act)
-
-
-def ours(folder, act):
-    accelerator = Accelerator(cpu=True)
-    torch.manual_seed(4)
-    model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    return both_ways(accelerator, accelerator.prepare(model, optimizer, scheduler), folder, act)
-
-
-class Number:
-    def __init__(self):
-        self.value = 0
-
-    def state_dict(self):
-        return {"value": self.value}
-
-    def load_state_dict(self, state):
-        self.value = state["value"]
-
-
-def both_ways(accelerator, prepared, folder, act):
-    model, optimizer, scheduler = prepared
-    number = Number()
-    accelerator.register_for_checkpointing(number)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
     if act == "save":
         for k in range(3):
             x = torch.full((2, 2), float(k + 1 + accelerator.process_index))
             accelerator.backward(model(x).mean())
             optimizer.step(), scheduler.step(), optimizer.zero_grad()
-        number.value = 7
+        counter.epoch = 7
         accelerator.step = 3
         accelerator.save_state(folder)
     else:
@@ -401,7 +367,7 @@ def both_ways(accelerator, prepared, folder, act):
         [{k: v.tolist() for k, v in state.items()} for state in optimizer.state_dict()["state"].values()],
         optimizer.param_groups[0]["lr"],
         scheduler.get_last_lr(),
-        number.value,
+        counter.epoch,
         accelerator.step,
         torch.rand(2).tolist(),
         np.random.rand(),
@@ -410,11 +376,11 @@ def both_ways(accelerator, prepared, folder, act):
     return seen
 
 
-@pytest.mark.parametrize(("write", "read"), [(theirs, ours), (ours, theirs)])
+@pytest.mark.parametrize(("writer", "reader"), [("accelerate", "farflung"), ("farflung", "accelerate")])
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_checkpoint_of_accelerate_is_read_and_ours_by_it(size, write, read, tmp_path):
-    saved = run_ranks(write, size, tmp_path / "ckpt", "save", connect=False)
-    loaded = run_ranks(read, size, tmp_path / "ckpt", "load", connect=False)
+def test_a_checkpoint_of_accelerate_is_read_and_ours_by_it(size, writer, reader, tmp_path):
+    saved = run_ranks(both_ways, size, writer, tmp_path / "ckpt", "save", connect=False)
+    loaded = run_ranks(both_ways, size, reader, tmp_path / "ckpt", "load", connect=False)
     assert loaded == saved
 
 

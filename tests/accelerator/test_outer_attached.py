@@ -75,6 +75,22 @@ def differs(accelerator, model):
     return not torch.equal(*accelerator.gather(accelerator.unwrap_model(model).out.weight.detach()).split(1))
 
 
+def is_equal(value):
+    """Whether a tensor is the same on both ranks, by torch: the Accelerator makes up for a pass that was broken off."""
+    everyone = [torch.empty_like(value) for _ in range(2)]
+    torch.distributed.all_gather(everyone, value.detach())
+    return torch.equal(*everyone)
+
+
+def one_after_another(act, cases):
+    """What `act` returns for each case, in sessions of their own."""
+    outcomes = []
+    for case in cases:
+        outcomes.append(act(*case))
+        AcceleratorState._reset_state()
+    return outcomes
+
+
 # ---- the same as the explicit form
 
 
@@ -86,7 +102,7 @@ def by_setting(config, steps, separately):
     return weights(*run[:2]), loop.stats().rounds, loop.stats().steps
 
 
-def by_context(config, steps):
+def by_context(config, steps, separately):
     accelerator, *run = prepared(None, steps)
     with accelerator.outer(run[0], recipe_of(config, 1)) as outer:
         for _ in range(2):
@@ -107,24 +123,8 @@ CONFIGS = [
 ]
 
 
-def all_by_setting():
-    outcomes = []
-    for case in CONFIGS:
-        outcomes.append(by_setting(*case))
-        AcceleratorState._reset_state()
-    return outcomes
-
-
-def all_by_context():
-    outcomes = []
-    for config, steps, _ in CONFIGS:
-        outcomes.append(by_context(config, steps))
-        AcceleratorState._reset_state()
-    return outcomes
-
-
 def test_a_setting_is_the_explicit_form_bit_by_bit_and_ends_with_equal_replicas():
-    ours, explicit = run_ranks(all_by_setting, 2), run_ranks(all_by_context, 2)
+    ours, explicit = (run_ranks(one_after_another, 2, act, CONFIGS) for act in (by_setting, by_context))
     for number, case in enumerate(CONFIGS):
         (first, *counts), (second, *_) = ours[0][number], ours[1][number]
         expected, *their_counts = explicit[0][number]
@@ -138,16 +138,10 @@ def where_replicas_differ(config, leave_at=None):
     apart = []
     for number, batch in enumerate(loader, 1):
         one_step(accelerator, model, optimizer, batch)
-        # Without the Accelerator: its own collectives are where a pass that was broken off is made up for.
-        mine = accelerator.unwrap_model(model).out.weight.detach()
-        everyone = [torch.empty_like(mine) for _ in range(2)]
-        torch.distributed.all_gather(everyone, mine)
-        apart.append(not torch.equal(*everyone))
+        apart.append(not is_equal(accelerator.unwrap_model(model).out.weight))
         if number == leave_at:
             break
-    before = weights(accelerator, model)
-    after = differs(accelerator, model)
-    return apart, before, after
+    return apart, weights(accelerator, model), differs(accelerator, model)
 
 
 @pytest.mark.parametrize(
@@ -292,10 +286,7 @@ def a_skipped_step():
         accelerator.backward(loss * (float("inf") if number == 2 and accelerator.is_main_process else 1.0))
         optimizer.step()
         optimizer.zero_grad()
-        mine = accelerator.unwrap_model(model).out.weight.detach()
-        everyone = [torch.empty_like(mine) for _ in range(2)]
-        torch.distributed.all_gather(everyone, mine)
-        apart.append(not torch.equal(*everyone))
+        apart.append(not is_equal(accelerator.unwrap_model(model).out.weight))
     return apart, accelerator.outer_loops[0].stats().steps
 
 
@@ -310,17 +301,15 @@ def test_a_step_that_fp16_skipped_on_one_rank_keeps_all_in_step():
 
 def warmed_up(config):
     accelerator, model, optimizer, loader = prepared(config)
-    averaged, apart = [], []
+    averaged, equal = [], []
     for batch in loader:
         accelerator.backward(model(batch[0]))
-        gradient = accelerator.unwrap_model(model).out.weight.grad.clone()
+        weight = accelerator.unwrap_model(model).out.weight
+        averaged.append(is_equal(weight.grad))
         optimizer.step()
         optimizer.zero_grad()
-        for value, found in ((gradient, averaged), (accelerator.unwrap_model(model).out.weight.detach(), apart)):
-            everyone = [torch.empty_like(value) for _ in range(2)]
-            torch.distributed.all_gather(everyone, value)
-            found.append(torch.equal(*everyone))
-    return averaged, apart
+        equal.append(is_equal(weight))
+    return averaged, equal
 
 
 def test_gradients_are_averaged_as_usual_through_the_warm_up_and_stay_at_home_from_then_on():
@@ -397,17 +386,14 @@ def ends(how):
         one_step(accelerator, model, optimizer, next(batches))
     loop = accelerator.outer_loops[0]
     bare = accelerator.unwrap_model(model)
-    if how == "end":
-        accelerator.end_training()
-    else:
-        accelerator.free_memory()
+    getattr(accelerator, how)()
     learnt = {name: value.clone() for name, value in bare.state_dict().items()}
     with pytest.raises(StateError, match="has ended"):
         loop.step()
     return learnt, accelerator.outer_loops
 
 
-@pytest.mark.parametrize(("how", "equal"), [("end", True), ("free", False)])
+@pytest.mark.parametrize(("how", "equal"), [("end_training", True), ("free_memory", False)])
 def test_the_end_of_training_brings_all_together_and_freeing_memory_sends_nothing(how, equal):
     outcomes = run_ranks(ends, 2, how)
     assert alike([learnt for learnt, _ in outcomes]) is equal

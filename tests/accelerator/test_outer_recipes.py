@@ -13,7 +13,15 @@ from farflung import Accelerator, OuterConfig
 from farflung.config.outer import RECIPES
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
-from tests.accelerator.test_outer_attached import DILOCO, alike, one_epoch, one_step, prepared, weights
+from tests.accelerator.test_outer_attached import (
+    DILOCO,
+    alike,
+    one_after_another,
+    one_epoch,
+    one_step,
+    prepared,
+    weights,
+)
 from tests.recipes import OPTIONS
 
 
@@ -49,14 +57,6 @@ def to_the_end(config, folder, part):
     return weights(accelerator, model), accelerator.outer_loops[0].stats().rounds
 
 
-def one_part_each(configs, folder, part):
-    found = []
-    for number, config in enumerate(configs):
-        found.append(to_the_end(config, folder / str(number), part))
-        AcceleratorState._reset_state()
-    return found
-
-
 def test_a_run_goes_on_from_a_checkpoint_in_mid_round_and_ends_with_the_same_bits(tmp_path):
     configs = [
         DILOCO,
@@ -64,9 +64,11 @@ def test_a_run_goes_on_from_a_checkpoint_in_mid_round_and_ends_with_the_same_bit
         OuterConfig("post_local_sgd", warmup=4, every=3),
         OuterConfig("post_local_sgd", warmup=8, every=3),  # saved in its warm-up
     ]
-    whole = run_ranks(one_part_each, 2, configs, tmp_path, "whole")
-    run_ranks(one_part_each, 2, configs, tmp_path, "save")
-    resumed = run_ranks(one_part_each, 2, configs, tmp_path, "load")
+    parts = []
+    for part in ("whole", "save", "load"):
+        cases = [(config, tmp_path / str(number), part) for number, config in enumerate(configs)]
+        parts.append(run_ranks(one_after_another, 2, to_the_end, cases))
+    whole, _, resumed = parts
     for number, config in enumerate(configs):
         states = [found[number][0] for found in (*whole, *resumed)]
         assert alike(states), config
