@@ -56,6 +56,7 @@ def trees():
     return {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCE.rglob("*.py")}
 
 
+@cache
 def named(tree):
     """What the source mentions: functions, variables, attributes, imports."""
     found = set()
