@@ -51,7 +51,7 @@ def test_one_that_dies_while_it_joins_or_lets_others_in_is_left_out(address):
 
 
 def test_a_newcomer_to_a_large_model_gets_its_state_while_rounds_change_it(address):
-    options = {"expected": 2, "grace_s": 20.0, "numel": 1_500_000}  # more than what is sent at once
+    options = {"expected": 2, "grace_s": 20.0, "numel": 1_100_000}  # more than what is sent at once
     with ElasticRun(address=address, **options) as run:
         there = [run.start(name) for name in range(2)]
         run.until(lambda: run.joined(*there))

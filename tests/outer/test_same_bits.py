@@ -43,7 +43,7 @@ def trained(address, name):
     model = torch.nn.Sequential(torch.nn.Linear(3, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * (1 + rank))
     with OuterLoop(model, recipe_named(name), group, inner=optimizer) as outer:
-        for step in range(21):
+        for step in range(13):
             train(model, optimizer, step, rank)
             outer.step()
         # Before the end, where weights without a common anchor are averaged by a sum on the way.

@@ -228,7 +228,7 @@ def being_lost(group, fails_at, lost):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     try:
         loop = OuterLoop(model, "auto", membership=membership, tuner=FixedTuner(CHOICES["diloco"])).attach(optimizer)
-        while loop.position < 60:
+        while loop.position < 45:
             train(model, optimizer, loop.position, me)
         loop.close()
     except Lost:
