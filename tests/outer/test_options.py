@@ -444,12 +444,14 @@ def test_advice_is_by_cause_and_names_what_can_be_set():
     assert "(--outer-every), send fewer bits (--outer-codec), or let rounds overlap" in meter.advice(
         by_flags=True, is_fixed=True
     )
+    assert meter.advice(by_flags=True, is_fixed=False, is_auto=True) == ""
     meter.add("seconds_voting", 70.0)
     for by_flags, by_time in (False, "(diloco(seconds=10))"), (True, "(--outer diloco --outer-seconds 10)"):
         advice = meter.advice(by_flags, is_fixed=False)
         assert f"89% of that for slower ranks: start rounds by time {by_time}" in advice
         fixed = meter.advice(by_flags, is_fixed=True)  # all ranks have as many steps, whenever rounds begin
         assert fixed.endswith("89% of that for slower ranks: give slower ranks less work per step.")
+        assert fixed == meter.advice(by_flags, is_fixed=False, is_auto=True)
         assert "bits" not in advice
 
 

@@ -459,7 +459,7 @@ class OuterLoop:
 
     def advice(self, by_flags: bool = False) -> str:
         """Return the changes that the statistics so far suggest, as `--outer-` flags or keywords; empty if none."""
-        return self._meter.advice(by_flags, self._quorum.membership.is_fixed)
+        return self._meter.advice(by_flags, self._quorum.membership.is_fixed, is_auto=self._sync.trial is not None)
 
     def _check_open(self) -> None:
         if not self._open:

@@ -149,10 +149,11 @@ class Meter:
         self._figures = {each.name: stats.get(each.name, each.default) for each in fields(Stats)}
         self._began = time.perf_counter()
 
-    def advice(self, by_flags: bool, is_fixed: bool) -> str:
+    def advice(self, by_flags: bool, is_fixed: bool, is_auto: bool = False) -> str:
         """Return a sentence or two of advice for this run, in flags or in keywords; empty when all is well.
 
         Args:
+            is_auto: the recipe was chosen, and its options can't be set.
             is_fixed: the ranks have as many steps each, so rounds by time would leave the last ones to the slowest.
         """
 
@@ -165,15 +166,16 @@ class Meter:
             share = f"Training spent {now.seconds_exposed / now.seconds_total:.0%} of the time waiting for rounds, "
             share += f"{voting:.0%} of that for slower ranks: "
             if voting > 0.5:  # fewer bytes or rounds would leave the slow ones as slow as they are
+                as_it_is = is_fixed or is_auto
                 seconds = option("seconds", f"{now.seconds_total / now.rounds:.2g}")
                 by_time = f"--outer diloco {seconds}" if by_flags else f"diloco({seconds})"
-                share += "" if is_fixed else f"start rounds by time ({by_time}), so that each makes as many steps as "
-                said.append(f"{share}{'' if is_fixed else 'it can, or '}give slower ranks less work per step.")
-            else:
+                share += "" if as_it_is else f"start rounds by time ({by_time}), so that each makes as many steps as "
+                said.append(f"{share}{'' if as_it_is else 'it can, or '}give slower ranks less work per step.")
+            elif not is_auto:
                 overlaps = "--outer streaming_diloco" if by_flags else "streaming_diloco"
                 share += f"synchronize less often ({option('every')}), send fewer bits ({option('codec')}), or let "
                 said.append(f"{share}rounds overlap with training ({overlaps}).")
-        if now.first_drift_norm and now.drift_norm > 4 * now.first_drift_norm:
+        if not is_auto and now.first_drift_norm and now.drift_norm > 4 * now.first_drift_norm:
             said.append(
                 f"Replicas moved {now.drift_norm / now.first_drift_norm:.1f} times as far from the anchor in the "
                 f"latest round as in the first one: synchronize more often ({option('every')}), or lower the learning "
