@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
@@ -38,9 +40,9 @@ from farflung.outer.schedule import TrialSchedule, Warmup, after_warmup
 
 _T = TypeVar("_T")
 
-_TURNS = 3  # small collectives, the fastest shows what one takes without its bytes
+_TIMES = 3  # that a collective of each size is timed
 _FIRST_BYTES, _MOST_BYTES, _GROWTH = 1 << 16, 1 << 23, 4
-_FULL_S, _LONG_S = 0.05, 0.3  # from when on buffers on the way are full, and TCP knows how much the line takes
+_FILL_S = 0.05  # buffers on the way are full by then, and TCP has found out how much the line takes
 _AVERAGED_STEPS = 4  # after each of which is asked whether averaging could be worth it
 _LEAST_STEPS = 4  # that are timed
 _ALONE, _AVERAGED = "", "averaged"  # gradients in the steps of the trial
@@ -278,32 +280,28 @@ class RecipeTrial:
             self._link = Link(*remembered[:2])
             return tuple(remembered[2:])
         group = self.quorum.group
-        turns = []
-        for _ in range(_TURNS):
-            began = time.perf_counter()
-            self._gathered(0.0)
-            turns.append(time.perf_counter() - began)
-        turn_s = max(seconds for (seconds,) in self._gathered(min(turns)))
-        size, passes = _FIRST_BYTES, group.size if _is_by_objects(group) else group.size - 1
-        took_s = {size: self._gathering_s(size)}
-        while took_s[size] <= _LONG_S and size < _MOST_BYTES:
+        turn_s, size = self._timed(partial(self._gathered, 0.0)), _FIRST_BYTES
+        while (took_s := self._timed(partial(self._gather_bytes, size))) <= _FILL_S and size < _MOST_BYTES:
             size *= _GROWTH
-            took_s[size] = self._gathering_s(size)
-        # A buffer on the way takes the first bytes at once; a packet that is lost delays one of the others.
-        timed = [at for at in took_s if took_s[at] > _FULL_S or at == size]
-        rates = [8 * at * passes / max(took_s[at] - turn_s, 1e-9) for at in timed]
-        self._link = Link(max(rates), turn_s)
+        passes = group.size if _is_by_objects(group) else group.size - 1
+        self._link = Link(8 * size * passes / max(took_s - turn_s, 1e-9), turn_s)
         return ()
 
-    def _gathering_s(self, size: int) -> float:
-        """Return how long the slowest rank takes to get so many bytes of each: a collective."""
+    def _gather_bytes(self, size: int) -> None:
         group = self.quorum.group
         block = torch.zeros(size, dtype=torch.uint8, device=group.wire_device)
         everyone = block.new_empty(size * group.size)
-        began = time.perf_counter()
         group.all_gather(everyone, block).wait()
         everyone[-1:].cpu()
-        return max(seconds for (seconds,) in self._gathered(time.perf_counter() - began))
+
+    def _timed(self, collective: Callable[[], Any]) -> float:
+        """Return the median of the seconds on the slowest rank: one may lose a packet, one find an empty buffer."""
+        took_s = []
+        for _ in range(_TIMES):
+            began = time.perf_counter()
+            collective()
+            took_s.append(time.perf_counter() - began)
+        return max(seconds for (seconds,) in self._gathered(statistics.median(took_s)))
 
     def _count(self) -> tuple[int, int]:
         """Return how many values the model trains, and how many bytes its buffers have."""
