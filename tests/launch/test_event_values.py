@@ -52,109 +52,83 @@ def test_what_a_later_version_writes_is_a_note_and_what_an_earlier_one_wrote_is_
 
 SINCE = time.mktime((2026, 1, 2, 1, 44, 32, 0, 0, -1))
 AT = {"address": "10.0.0.1:2"}
-SENTENCES = [
-    (Event(Kind.STARTED, 0, facts={"processes": 2, "machines": 1}), "started: 1 machine, 2 processes"),
-    (
-        Event(Kind.STARTED, 0, facts={"replicas": 2, "join": "more"} | AT),
-        "2 replicas of a run at 10.0.0.1:2; more",
+
+
+def of(kind, who="", generation=None, **facts):
+    return Event(kind, 0, who, generation, facts)
+
+
+SENTENCES = {
+    "started: 1 machine, 2 processes": of(Kind.STARTED, processes=2, machines=1),
+    "2 replicas of a run at 10.0.0.1:2; more": of(Kind.STARTED, replicas=2, join="more", **AT),
+    "machine 1 of 2 waits for the others at a:1, over lo": of(
+        Kind.WAITS, machine_rank=1, machines=2, endpoint="a:1", interface="lo"
     ),
-    (
-        Event(Kind.WAITS, 0, facts={"machine_rank": 1, "machines": 2, "endpoint": "a:1", "interface": "lo"}),
-        "machine 1 of 2 waits for the others at a:1, over lo",
+    "member 1 waits: it is late": of(Kind.WAITS, "member 1", why="it is late"),
+    "member 1 can't begin: no": of(Kind.WAITS, "member 1", why="no", is_member=True),
+    "generation 1: training begins with 2 replicas": of(Kind.BEGAN, "", 1, replicas=2),
+    "generation 5: training continues with 2 replicas from the state at step 12, 3 later rounds lost": of(
+        Kind.BEGAN, "", 5, replicas=2, step=12, rounds_lost=3
     ),
-    (Event(Kind.WAITS, 0, "member 1", facts={"why": "it is late"}), "member 1 waits: it is late"),
-    (Event(Kind.WAITS, 0, "member 1", facts={"why": "no", "is_member": True}), "member 1 can't begin: no"),
-    (Event(Kind.BEGAN, 0, "", 1, {"replicas": 2}), "generation 1: training begins with 2 replicas"),
-    (
-        Event(Kind.BEGAN, 0, "", 5, {"replicas": 2, "step": 12, "rounds_lost": 3}),
-        "generation 5: training continues with 2 replicas from the state at step 12, 3 later rounds lost",
+    "generation 5: training continues with 1 replica from the state at step 12, no round lost": of(
+        Kind.BEGAN, "", 5, replicas=1, step=12, rounds_lost=0
     ),
-    (
-        Event(Kind.BEGAN, 0, "", 5, {"replicas": 1, "step": 12, "rounds_lost": 0}),
-        "generation 5: training continues with 1 replica from the state at step 12, no round lost",
+    "generation 3: replica 0 of node1:88 joined; 2 replicas train": of(
+        Kind.JOINED, "replica 0 of node1:88", 3, replicas=2
     ),
-    (
-        Event(Kind.JOINED, 0, "replica 0 of node1:88", 3, {"replicas": 2}),
-        "generation 3: replica 0 of node1:88 joined; 2 replicas train",
+    "replica 0 was let in; 3 replicas train": of(Kind.JOINED, "replica 0", replicas=3),
+    "replica 1 differs from the others: torch 2.1": of(Kind.DIFFERS, "replica 1", why="torch 2.1"),
+    "replica 4 is not let in: its loop": of(Kind.REFUSED, "replica 4", why="its loop"),
+    "generation 2: replica 1 is out: was killed by SIGKILL; training continues with 1 replica": of(
+        Kind.LOST, "replica 1", 2, why="was killed by SIGKILL", replicas=1, has_state=True
     ),
-    (Event(Kind.JOINED, 0, "replica 0", facts={"replicas": 3}), "replica 0 was let in; 3 replicas train"),
-    (Event(Kind.DIFFERS, 0, "replica 1", facts={"why": "torch 2.1"}), "replica 1 differs from the others: torch 2.1"),
-    (Event(Kind.REFUSED, 0, "replica 4", facts={"why": "its loop"}), "replica 4 is not let in: its loop"),
-    (
-        Event(Kind.LOST, 0, "replica 1", 2, {"why": "was killed by SIGKILL", "replicas": 1, "has_state": True}),
-        "generation 2: replica 1 is out: was killed by SIGKILL; training continues with 1 replica",
+    "generation 2: replica 1 is out: it is gone; training begins again with 1 replica": of(
+        Kind.LOST, "replica 1", 2, why="it is gone", replicas=1, has_state=False
     ),
-    (
-        Event(Kind.LOST, 0, "replica 1", 2, {"why": "it is gone", "replicas": 1, "has_state": False}),
-        "generation 2: replica 1 is out: it is gone; training begins again with 1 replica",
+    "replica 0 was left out: it is late; it asks to be let in again": of(
+        Kind.LOST, "replica 0", why="it is late", asks_again=True
     ),
-    (
-        Event(Kind.LOST, 0, "replica 0", facts={"why": "it is late", "asks_again": True}),
-        "replica 0 was left out: it is late; it asks to be let in again",
+    "rank 1 is lost: ValueError: x": of(Kind.LOST, "rank 1", why="ValueError: x"),
+    "generation 2: 2 replicas connected again (a line was cut)": of(
+        Kind.RECONNECTED, "", 2, replicas=2, why="a line was cut"
     ),
-    (Event(Kind.LOST, 0, "rank 1", facts={"why": "ValueError: x"}), "rank 1 is lost: ValueError: x"),
-    (
-        Event(Kind.RECONNECTED, 0, "", 2, {"replicas": 2, "why": "a line was cut"}),
-        "generation 2: 2 replicas connected again (a line was cut)",
+    "replica 0 was killed by SIGKILL; it starts again in 1 s (restart 1 of 3 within an hour)": of(
+        Kind.RESTARTED, "replica 0", how="was killed by SIGKILL", wait_s=1.0, restart=1, max_restarts=3
     ),
-    (
-        Event(
-            Kind.RESTARTED,
-            0,
-            "replica 0",
-            facts={"how": "was killed by SIGKILL", "wait_s": 1.0, "restart": 1, "max_restarts": 3},
-        ),
-        "replica 0 was killed by SIGKILL; it starts again in 1 s (restart 1 of 3 within an hour)",
+    "the processes start again (restart 1 of 3)": of(Kind.RESTARTED, attempt=2, max_restarts=3),
+    "replica 0 ended with exit code 3; it is not started again": of(
+        Kind.FAILED, "replica 0", how="ended with exit code 3"
     ),
-    (
-        Event(Kind.RESTARTED, 0, facts={"attempt": 2, "max_restarts": 3}),
-        "the processes start again (restart 1 of 3)",
+    "replica 0 is not started again": of(Kind.FAILED, "replica 0", how=""),
+    "rank 0 failed: ValueError: x": of(Kind.FAILED, "rank 0", why="ValueError: x\ny"),
+    "cut off from the run's store at 10.0.0.1:2 since 01:44:32; replicas train on": of(Kind.CUT_OFF, **AT, since=SINCE),
+    "still cut off from the run's store at 10.0.0.1:2, for 40 s; it gives up after 600 s": of(
+        Kind.CUT_OFF, **AT, cut_s=40, gives_up_s=600
     ),
-    (
-        Event(Kind.FAILED, 0, "replica 0", facts={"how": "ended with exit code 3"}),
-        "replica 0 ended with exit code 3; it is not started again",
+    "the run's store at 10.0.0.1:2 is gone; replicas train on, but none is started again": of(
+        Kind.CUT_OFF, **AT, is_gone=True
     ),
-    (Event(Kind.FAILED, 0, "replica 0", facts={"how": ""}), "replica 0 is not started again"),
-    (Event(Kind.FAILED, 0, "rank 0", facts={"why": "ValueError: x\ny"}), "rank 0 failed: ValueError: x"),
-    (
-        Event(Kind.CUT_OFF, 0, facts=AT | {"since": SINCE}),
-        "cut off from the run's store at 10.0.0.1:2 since 01:44:32; replicas train on",
-    ),
-    (
-        Event(Kind.CUT_OFF, 0, facts=AT | {"cut_s": 40, "gives_up_s": 600}),
-        "still cut off from the run's store at 10.0.0.1:2, for 40 s; it gives up after 600 s",
-    ),
-    (
-        Event(Kind.CUT_OFF, 0, facts=AT | {"is_gone": True}),
-        "the run's store at 10.0.0.1:2 is gone; replicas train on, but none is started again",
-    ),
-    (Event(Kind.REACHED, 0, facts=AT | {"cut_s": 3}), "reaches the run's store at 10.0.0.1:2 again, after 3 s"),
-    (Event(Kind.ENDED, 0, facts={"code": 3}), "ended with exit code 3"),
-    (
-        Event(Kind.MODEL, 0, "rank 0", facts={"parameters": 1000, "strategy": "FSDP"}),
-        "rank 0 trains 1,000 parameters by FSDP",
-    ),
-    (Event(Kind.SAVING, 0, "rank 0", facts={"seconds": 2}), "rank 0 has trained on after 2 s for a checkpoint"),
-    (Event(Kind.CHECKPOINT, 0, facts={"folder": "a"}), "checkpoint a"),
-    (
-        Event(Kind.CHANGED, 0, facts={"step": 1280, "every": 64, "delay": 3}),
-        "from step 1,280 on a round has 64 steps, applied 3 steps later",
-    ),
-    (Event(Kind.EXCLUDED, 0, "replica 2", facts={"why": "NaN"}), "replica 2 does not count in rounds: NaN"),
-    (Event(Kind.EXCLUDED, 0, "replica 2", facts={"why": ""}), "replica 2 counts in rounds again"),
-]
+    "reaches the run's store at 10.0.0.1:2 again, after 3 s": of(Kind.REACHED, **AT, cut_s=3),
+    "ended with exit code 3": of(Kind.ENDED, code=3),
+    "rank 0 trains 1,000 parameters by FSDP": of(Kind.MODEL, "rank 0", parameters=1000, strategy="FSDP"),
+    "rank 0 has trained on after 2 s for a checkpoint": of(Kind.SAVING, "rank 0", seconds=2),
+    "checkpoint a": of(Kind.CHECKPOINT, folder="a"),
+    "from step 1,280 on a round has 64 steps, applied 3 steps later": of(Kind.CHANGED, step=1280, every=64, delay=3),
+    "replica 2 does not count in rounds: NaN": of(Kind.EXCLUDED, "replica 2", why="NaN"),
+    "replica 2 counts in rounds again": of(Kind.EXCLUDED, "replica 2", why=""),
+}
 # Those whose message is a fact, and the one that nobody is shown.
 OF_A_MESSAGE = {"settings", "submitted", "state", "ending", "left", "note", "warning", "process"}
 
 
-@pytest.mark.parametrize(("event", "sentence"), SENTENCES)
-def test_each_event_has_its_words(event, sentence):
+@pytest.mark.parametrize(("sentence", "event"), SENTENCES.items())
+def test_each_event_has_its_words(sentence, event):
     assert words(event) == sentence
     assert words(Event.of_json(event.to_json())) == sentence
 
 
 def test_every_kind_has_words():
-    assert {event.kind.value for event, _ in SENTENCES} | OF_A_MESSAGE == {kind.value for kind in Kind}
+    assert {event.kind.value for event in SENTENCES.values()} | OF_A_MESSAGE == {kind.value for kind in Kind}
 
 
 @given(event=EVERY_EVENT)

@@ -87,12 +87,8 @@ def test_a_script_a_module_and_a_program_are_run(script, home):
     (home / "package").mkdir()
     (home / "package" / "train.py").touch()
     assert command_line(LaunchSettings(), script, ["-x"]) == (sys.executable, "-u", script, "-x")
-    assert command_line(LaunchSettings(module=True), "package.train", []) == (
-        sys.executable,
-        "-u",
-        "-m",
-        "package.train",
-    )
+    module = command_line(LaunchSettings(module=True), "package.train", [])
+    assert module == (sys.executable, "-u", "-m", "package.train")
     assert command_line(LaunchSettings(no_python=True), "sh", ["-c", ":"]) == ("sh", "-c", ":")
 
 

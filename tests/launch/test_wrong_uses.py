@@ -33,6 +33,12 @@ FILES = {
     "broken.json": "{",
 }
 
+TWO, FOUR = (f"launch --cpu --num_processes {number}" for number in (2, 4))
+MACHINES, GRID = (
+    "launch --cpu --num_machines 2 --main_process_ip",
+    "launch --cpu --use_parallelism_config --parallelism_config",
+)
+IMAGE = "--engine kubernetes --engine-options image=a"
 # What stands behind `farflung`, and words of the answer.
 WRONG = [
     ("", "Usage"),
@@ -72,15 +78,9 @@ WRONG = [
     ("launch --cpu --num_machines 2 --main_process_ip 10.0.0.1 --machine_rank 2 train.py", "it must be below 2"),
     ("launch --cpu --machine_rank -1 train.py", "machine_rank is -1"),
     ("launch --cpu --machine_rank 1 train.py", "machine_rank is 1 but num_machines is 1; it must be 0"),
-    (
-        "launch --cpu --num_machines 2 --main_process_ip 10.0.0.1 --num_processes 3 train.py",
-        "a multiple of num_machines",
-    ),
+    (f"{MACHINES} 10.0.0.1 --num_processes 3 train.py", "a multiple of num_machines"),
     ("launch --cpu --num_machines 2 --main_process_ip 10.0.0.1 --main_process_port 0 train.py", "must agree on one"),
-    (
-        "launch --cpu --num_processes 2 --main_process_ip nowhere.invalid train.py",
-        "main_process_ip is 'nowhere.invalid'",
-    ),
+    (f"{TWO} --main_process_ip nowhere.invalid train.py", "main_process_ip is 'nowhere.invalid'"),
     ("launch --cpu --num_machines 2 --main_process_ip 'not a host' train.py", "main_process_ip is 'not a host'"),
     ("launch --cpu --num_machines 2 --main_process_ip 999.1.1.1 train.py", "main_process_ip is '999.1.1.1'"),
     ("launch --cpu --num_machines 2 --main_process_ip 10.0.0.1:29500 train.py", "The port is main_process_port."),
@@ -128,20 +128,14 @@ WRONG = [
     ("launch --cpu --use_fsdp --fsdp_sharding_strategy NO_SHARD train.py", "DDP replicates models"),
     ("launch --cpu --use_fsdp --fsdp_state_dict_type LOCAL_STATE_DICT train.py", "Use SHARDED_STATE_DICT"),
     ("launch --cpu --use_fsdp --fsdp_min_num_params 5 train.py", "fsdp_min_num_params is 5, which is for"),
-    (
-        "launch --cpu --use_parallelism_config --parallelism_config_cp_size 2 train.py",
-        "cp_size (2) is 2, but there is 1",
-    ),
+    (f"{GRID}_cp_size 2 train.py", "cp_size (2) is 2, but there is 1"),
     ("launch --use_parallelism_config --parallelism_config_sp_size 2 train.py", "sequence parallelism"),
     ("launch --use_parallelism_config --parallelism_config_cp_backend ring train.py", "torch"),
     (
         "launch --cpu --num_processes 4 --use_parallelism_config --parallelism_config_dp_shard_size 3 train.py",
         "(1) times parallelism_config_dp_shard_size (3) is 3, but there are 4 processes",
     ),
-    (
-        "launch --cpu --use_parallelism_config --parallelism_config_dp_shard_size 2 train.py",
-        "is 2, but there is 1 process",
-    ),
+    (f"{GRID}_dp_shard_size 2 train.py", "is 2, but there is 1 process"),
     (
         "launch --cpu --num_processes 4 --use_fsdp --use_parallelism_config --parallelism_config_dp_replicate_size 4 "
         "train.py",
@@ -264,18 +258,9 @@ WRONG = [
     ("tpu-config x", "`farflung tpu-config`", "Use torch_xla's own launcher"),
     # recipes of the outer loop
     ("launch --cpu --num_processes 2 --outer quadratic --outer-every 4 train.py", "quadratic needs alpha"),
-    (
-        "launch --cpu --num_processes 2 --outer slowmo --outer-every 4 --outer-seconds 2 train.py",
-        "slowmo has no option seconds; it takes",
-    ),
-    (
-        "launch --cpu --num_processes 2 --outer diloco --outer-every 0 train.py",
-        "--outer_every is 0; it must be a whole number",
-    ),
-    (
-        "launch --cpu --num_processes 2 --outer diloco --outer-steps 20 train.py",
-        "--outer_steps is 20, and the first round comes after 32",
-    ),
+    (f"{TWO} --outer slowmo --outer-every 4 --outer-seconds 2 train.py", "slowmo has no option seconds; it takes"),
+    (f"{TWO} --outer diloco --outer-every 0 train.py", "--outer_every is 0; it must be a whole number"),
+    (f"{TWO} --outer diloco --outer-steps 20 train.py", "--outer_steps is 20, and the first round comes after 32"),
     (
         "launch --cpu --num_processes 2 --outer diloco --outer-log a.jsonl train.py",
         "--outer_log is no longer an option: rounds.jsonl in the run's",
@@ -288,10 +273,7 @@ WRONG = [
         "launch --cpu --num_processes 2 --outer local_sgd --outer-robust clip train.py",
         "--outer_robust is 'clip', but weights that are averaged have",
     ),
-    (
-        "launch --cpu --num_processes 2 --outer-every 4 train.py",
-        "--outer-every needs a recipe: set --outer, for example --outer diloco",
-    ),
+    (f"{TWO} --outer-every 4 train.py", "--outer-every needs a recipe: set --outer, for example --outer diloco"),
     # settings that exclude each other
     ("launch --gpu_ids 0,1 --num_processes 3 train.py", "names 2 GPUs"),
     ("launch --gradient_clipping 0 train.py", "above 0"),
@@ -360,27 +342,12 @@ OF_ENGINES = [
     ("--engine kubernetes --engine-options image=a,imge=b", "'imge', which kubernetes does not know"),
     ("--engine kubernetes --engine-options image=a,gpus=two", "gpus=two; use a whole number"),
     ("--engine kubernetes --engine-options image=a,node_selector=a100", "node_selector=a100; use key=value"),
-    (
-        "--engine kubernetes --engine-options image=a --num_machines 2 --machine_rank 1",
-        "machine_rank is 1, but Kubernetes",
-    ),
-    (
-        "--engine kubernetes --engine-options image=a --num_machines 2 --main_process_ip 10.0.0.1",
-        "main_process_ip is 10.0.0.1",
-    ),
+    (f"{IMAGE} --num_machines 2 --machine_rank 1", "machine_rank is 1, but Kubernetes"),
+    (f"{IMAGE} --num_machines 2 --main_process_ip 10.0.0.1", "main_process_ip is 10.0.0.1"),
     ("--engine kubernetes --engine-options image=a --elastic 1:2", "meet is None, but pods come and go"),
-    (
-        "--engine kubernetes --engine-options image=a --elastic 1:2 --meet tcp://a:1",
-        "meet is tcp://a:1, but pods come and go",
-    ),
-    (
-        "--engine kubernetes --engine-options image=a --elastic 1:2 --meet file:///workspace/r",
-        "Mount a claim at /workspace",
-    ),
-    (
-        "--engine kubernetes --engine-options image=a,claim=b --elastic 1:2 --meet file:///tmp/r",
-        "file:///tmp/r, a folder that pods",
-    ),
+    (f"{IMAGE} --elastic 1:2 --meet tcp://a:1", "meet is tcp://a:1, but pods come and go"),
+    (f"{IMAGE} --elastic 1:2 --meet file:///workspace/r", "Mount a claim at /workspace"),
+    (f"{IMAGE},claim=b --elastic 1:2 --meet file:///tmp/r", "file:///tmp/r, a folder that pods"),
 ]
 
 # Of these commands a parser of Python's answers, with the usage before.

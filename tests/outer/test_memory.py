@@ -81,19 +81,18 @@ def exchange_data(model):
     model.a.data, model.b.data = model.b.data, model.a.data
 
 
-def exchange_tensors(model):
-    torch.utils.swap_tensors(model.a, model.b)
+SWAPS = {
+    "exchange_data": exchange_data,
+    "exchange_tensors": lambda model: torch.utils.swap_tensors(model.a, model.b),
+    "assign_others": lambda model: model.load_state_dict({"a": model.b.clone(), "b": model.a.clone()}, assign=True),
+}
 
 
-def assign_others(model):
-    model.load_state_dict({"a": model.b.detach().clone(), "b": model.a.detach().clone()}, assign=True)
-
-
-@pytest.mark.parametrize("swap", [exchange_data, exchange_tensors, assign_others])
+@pytest.mark.parametrize("swap", SWAPS)
 @either
 @among
 def test_weights_that_change_places_are_averaged_where_they_are(recipe, size, swap):
-    for a, b in run_replicas(with_data_exchanged, size, recipe, swap):
+    for a, b in run_replicas(with_data_exchanged, size, recipe, SWAPS[swap]):
         assert torch.equal(a, torch.full((8,), mean(size) + 10))
         assert torch.equal(b, torch.full((8,), mean(size)))
 

@@ -59,10 +59,8 @@ def test_its_rounds_follow_the_equation_and_go_on_after_a_resume(nesterov):
 
     anchor, buffer = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     for number in range(6):
-        delta, mu = (
-            torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64) * (number + 1),
-            momentum_of(number + 1, delay=10),
-        )
+        mu = momentum_of(number + 1, delay=10)
+        delta = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64) * (number + 1)
         buffer = mu * buffer + delta
         anchor -= 0.7 * (delta + mu * buffer if nesterov else buffer)
     whole = moved(6, None)

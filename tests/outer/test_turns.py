@@ -52,31 +52,16 @@ class Turns:
             self.optimizers[name].step()
 
 
-def each_step(step, rank):
-    return ("first", "second")
-
-
-def long_turns(step, rank):
-    return ("first",) if step // 7 % 2 else ("second",)
-
-
-def out_of_step(step, rank):
-    return ("first", "second") if (step + rank) % 3 else ("second",)
-
-
-def opposite(step, rank):
-    return ("first",) if (step // 4 + rank) % 2 else ("second",)
-
-
-def one_rank_alone(step, rank):
-    return ("first", "second") if rank == 1 and step > 4 else ("second",)
-
-
-def for_ever(step, rank):
-    return ("second",) if step < 6 else ("first",)
-
-
-PLANS = [each_step, long_turns, out_of_step, opposite, one_rank_alone, for_ever]
+BOTH, FIRST, SECOND = ("first", "second"), ("first",), ("second",)
+# The nets that a rank trains in a step.
+PLANS = {
+    "each_step": lambda step, rank: BOTH,
+    "long_turns": lambda step, rank: FIRST if step // 7 % 2 else SECOND,
+    "out_of_step": lambda step, rank: BOTH if (step + rank) % 3 else SECOND,
+    "opposite": lambda step, rank: FIRST if (step // 4 + rank) % 2 else SECOND,
+    "one_rank_alone": lambda step, rank: BOTH if rank == 1 and step > 4 else SECOND,
+    "for_ever": lambda step, rank: SECOND if step < 6 else FIRST,
+}
 
 
 def in_turns(group, recipe, plan, kind):
@@ -88,14 +73,14 @@ def in_turns(group, recipe, plan, kind):
     return values(turns.model), outer.stats().dropped_rounds
 
 
-@pytest.mark.parametrize("plan", [long_turns, out_of_step, opposite])
+@pytest.mark.parametrize("plan", ["long_turns", "out_of_step", "opposite"])
 @pytest.mark.parametrize("name", sorted(RECIPES.keys() - {"post_local_sgd"}))  # which begins with the same gradients
 def test_replicas_end_alike_whoever_trains_which_net_when(name, plan):
     recipe, kind = RECIPES[name], "flags"
     if recipe.schedule.fragments > 1:
         recipe = replace(recipe, fragments=by_bytes, schedule=replace(recipe.schedule, every=4, fragments=2))
         kind = "optimizers"  # a single net at the start is too little for two fragments
-    ends, dropped = zip(*run_replicas(in_turns, 4, recipe, plan, kind), strict=True)
+    ends, dropped = zip(*run_replicas(in_turns, 4, recipe, PLANS[plan], kind), strict=True)
     assert set(dropped) == {0}
     assert same(*ends)
 
@@ -121,7 +106,7 @@ def by_round(group, plan, kind, recipe):
 @pytest.mark.parametrize("kind", ["flags", "optimizers"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_each_round_averages_all_that_any_rank_has_trained(plan, kind):
-    outcomes = [rounds for rounds, _ in run_replicas(by_round, 2, plan, kind, local_sgd(3))]
+    outcomes = [rounds for rounds, _ in run_replicas(by_round, 2, PLANS[plan], kind, local_sgd(3))]
     for (mine, after, _), (others, _, _) in zip(*outcomes, strict=True):
         for name in after:
             torch.testing.assert_close(after[name], (mine[name] + others[name]) / 2, rtol=1e-6, atol=1e-7)
@@ -137,10 +122,10 @@ def nets_of(plan, number):
 @pytest.mark.parametrize("kind", ["flags", "optimizers"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_what_rests_for_a_whole_round_costs_neither_bytes_nor_memory_after_it(plan, kind, recipe):
-    outcomes = run_replicas(by_round, 2, plan, kind, recipe)
+    outcomes = run_replicas(by_round, 2, PLANS[plan], kind, recipe)
     exchanged = {"second"} if kind == "flags" else {"first", "second"}  # trained alone at the start
     for number, (_, _, sent) in enumerate(outcomes[0][0]):
-        trained = nets_of(plan, number)
+        trained = nets_of(PLANS[plan], number)
         values_sent = sum(NUMEL[name] for name in exchanged | trained)
         assert sent == 4 * values_sent, number  # of two ranks each sends what it has once
         exchanged = trained
@@ -153,7 +138,7 @@ def lent(group, recipe):
     turns, seen, returned = Turns(group.rank, "flags", momentum=0.0), [], []
     with OuterLoop(turns.model, recipe, group) as outer:
         for step in range(12):
-            turns.train(*for_ever(step, group.rank))
+            turns.train(*PLANS["for_ever"](step, group.rank))
             outer.step()
             before = values(turns.model)
             with outer.synced():
@@ -178,14 +163,14 @@ def attached(group, recipe, plan):
     return values(turns.model)
 
 
-@pytest.mark.parametrize("plan", [each_step, long_turns])
+@pytest.mark.parametrize("plan", ["each_step", "long_turns"])
 def test_attached_optimizers_may_take_turns(plan):
-    assert same(*run_replicas(attached, 2, diloco(3), plan))
+    assert same(*run_replicas(attached, 2, diloco(3), PLANS[plan]))
 
 
 def resumed(group, recipe, at):
     """The end of a run, and that of one that another loop has continued from its state after `at` steps."""
-    plan, ends = long_turns, []
+    ends = []
     for stops in (False, True):
         turns = Turns(group.rank, "flags")
         outer = OuterLoop(turns.model, recipe, group)
@@ -200,7 +185,7 @@ def resumed(group, recipe, at):
                     one.load_state_dict(saved)
                 outer = OuterLoop(turns.model, recipe, group)
                 outer.load_state_dict(state)
-            turns.train(*plan(step, group.rank))
+            turns.train(*PLANS["long_turns"](step, group.rank))
             outer.step()
         outer.close()
         ends.append(values(turns.model))
@@ -221,7 +206,7 @@ def begun_apart(group):
         turns.model.second.requires_grad_(False)
     with OuterLoop(turns.model, diloco(2), group) as outer:
         for step in range(4):
-            turns.train(*opposite(step, group.rank))
+            turns.train(*PLANS["opposite"](step, group.rank))
             outer.step()
     return values(turns.model)
 
