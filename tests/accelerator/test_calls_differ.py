@@ -19,6 +19,16 @@ from farflung.utils import broadcast_object_list, synchronize_rng_states
 WITHIN_S = 12  # and most of it is the start of two processes on a busy machine
 
 
+ROUNDS = {
+    "round": ((3, 2), local_sgd(1)),
+    "round of two": ((5, 4), local_sgd(1)),
+    "anchored round": ((3, 2), diloco(1)),
+    "hierarchical round": ((3, 2), hierarchical({1: None})),
+    "round in the background": ((3, 2), streaming_diloco(1, 1, delay=1)),
+    "eager round": ((3, 2), eager_diloco(1)),
+}
+
+
 class Script:
     """What both ranks have made before they part: models, loops, loaders."""
 
@@ -30,14 +40,7 @@ class Script:
         data = torch.arange(24.0).reshape(8, 3)
         self.shuffled = accelerator.prepare(DataLoader(data, batch_size=2, shuffle=True))
         self.dispatched = prepare_data_loader(DataLoader(data, batch_size=2), dispatch_batches=True)
-        self.loops = {
-            "round": OuterLoop(nn.Linear(3, 2), local_sgd(1)),
-            "round of two": OuterLoop(nn.Linear(5, 4), local_sgd(1)),
-            "anchored round": OuterLoop(nn.Linear(3, 2), diloco(1)),
-            "hierarchical round": OuterLoop(nn.Linear(3, 2), hierarchical({1: None})),
-            "round in the background": OuterLoop(nn.Linear(3, 2), streaming_diloco(1, 1, delay=1)),
-            "eager round": OuterLoop(nn.Linear(3, 2), eager_diloco(1)),
-        }
+        self.loops = {name: OuterLoop(nn.Linear(*size), recipe) for name, (size, recipe) in ROUNDS.items()}
 
     def trains(self):
         """LocalSGD's own round."""
@@ -70,17 +73,7 @@ CALLS = {
     "LocalSGD": Script.trains,
     "lending": Script.lends,
     "flush": lambda script: script.loops["anchored round"].flush(),
-    **{
-        name: (lambda script, name=name: script.steps(name))
-        for name in (
-            "round",
-            "round of two",
-            "anchored round",
-            "hierarchical round",
-            "round in the background",
-            "eager round",
-        )
-    },
+    **{name: lambda script, name=name: script.steps(name) for name in ROUNDS},
 }
 # Each call against one that exchanges headers, and those that do and those that don't against each other.
 PAIRS = [

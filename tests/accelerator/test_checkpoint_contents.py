@@ -22,6 +22,7 @@ from farflung.utils import (
     save_fsdp_model,
     save_fsdp_optimizer,
 )
+from tests.errors import error_of
 
 
 def chain(**layers):
@@ -182,15 +183,11 @@ def beside_weights(folder):
 def only_rank_0_fails(folder):
     accelerator, model, _ = start(NAMED["only"], True)
     (folder / "file").write_text("x")
-    found = []
-    for call in (
-        lambda: merge_fsdp_weights(folder / "nothing", folder / "out"),
-        lambda: accelerator.save_model(model, folder / "file"),
-        lambda: accelerator.save_model(model, folder / "good", max_shard_size="much"),
-    ):
-        with pytest.raises(ConfigError) as error:
-            call()
-        found.append(str(error.value))
+    found = [
+        error_of(ConfigError, merge_fsdp_weights, folder / "nothing", folder / "out"),
+        error_of(ConfigError, accelerator.save_model, model, folder / "file"),
+        error_of(ConfigError, accelerator.save_model, model, folder / "good", max_shard_size="much"),
+    ]
     return found, accelerator.gather(torch.tensor([1.0])).tolist()
 
 

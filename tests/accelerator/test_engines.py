@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import warnings
 
-import pytest
 import torch.distributed as dist
 
 import farflung
@@ -16,6 +15,7 @@ from farflung.config.parallelism import ParallelismConfig
 from farflung.config.sharding import FullyShardedDataParallelPlugin
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
+from tests.errors import error_of
 
 GRID = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
 
@@ -56,11 +56,10 @@ def four_ranks():
     assert accelerator.torch_device_mesh is own
     assert opened_session().layout.mesh.row.get_group() is own["dp_shard"].get_group()
     AcceleratorState._reset_state()
-    refused = []
-    for said in ({"parallelism_config": ParallelismConfig(2, 1)}, {"parallelism_config": ParallelismConfig(3, 2)}):
-        with pytest.raises(ConfigError) as caught:
-            farflung.Accelerator(cpu=True, **said)
-        refused.append(str(caught.value))
+    refused = [
+        error_of(ConfigError, farflung.Accelerator, cpu=True, parallelism_config=ParallelismConfig(*sizes))
+        for sizes in ((2, 1), (3, 2))
+    ]
     assert not farflung.state.is_initialized()
     return dist.get_rank(), found, refused
 

@@ -18,6 +18,7 @@ from farflung.process.mesh import replicas_here
 from farflung.process.world import joined_world
 from farflung.state import AcceleratorState, PartialState
 from farflung.testing.ranks import run_ranks
+from tests.errors import error_of
 from tests.faults import lives_until
 from tests.outer.islands import Uneven
 from tests.outer.replicas import same
@@ -120,9 +121,7 @@ def refused():
         lambda: trained(Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()), 0, "diloco"),
         lambda: trained(Accelerator(island_size=2), 0, "LocalSGD"),
     ):
-        with pytest.raises(ConfigError) as caught:
-            make()
-        said.append(str(caught.value))
+        said.append(error_of(ConfigError, make))
         AcceleratorState._reset_state()
     return said
 

@@ -14,6 +14,7 @@ from farflung.config.parallelism import ParallelismConfig
 from farflung.outer import diloco
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
+from tests.errors import error_of
 from tests.outer.parallel import PLAN, Attending, Block
 from tests.outer.replicas import same
 
@@ -144,9 +145,7 @@ def refusals():
         (ConfigError, lambda: Accelerator(parallelism_config=ParallelismConfig(**CP)).maybe_context_parallel()),
     ):
         AcceleratorState._reset_state()
-        with pytest.raises(kind) as caught:
-            make()
-        texts.append(str(caught.value))
+        texts.append(error_of(kind, make))
     return texts
 
 

@@ -23,6 +23,7 @@ from farflung.outer import diloco
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
 from farflung.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
+from tests.errors import error_of
 
 EPOCHS = 3
 BATCHES = 12  # of each rank, in an epoch
@@ -198,17 +199,21 @@ def test_each_stop_adds_a_checkpoint_and_total_limit_holds(tmp_path):
     assert names == ["checkpoint_1", "checkpoint_2"]
 
 
-def by_itself(folder):
+def prepared(folder, *loaders):
+    """Return an Accelerator that saves on a signal, with a small model, its optimizer and these loaders."""
     accelerator = Accelerator(cpu=True, save_on_signal=folder)
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model = torch.nn.Linear(4, 1)
+    return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), *loaders)
+
+
+def by_itself(folder):
+    accelerator, model, optimizer = prepared(folder)
     noted = Noted()
     accelerator.register_for_checkpointing(noted)
     accelerator.resume()
     start = noted.steps
     for step in range(start, start + 4):
-        accelerator.backward(model(torch.full((1, 2), float(step))).mean())
+        accelerator.backward(model(torch.full((1, 4), float(step))).mean())
         optimizer.step()
         optimizer.zero_grad()
         noted.steps += 1
@@ -235,11 +240,8 @@ def test_a_loop_over_its_own_data_stops_where_it_asks_and_is_told_if_it_never_do
 
 
 def outside_of_the_loop(folder):
-    accelerator = Accelerator(cpu=True, save_on_signal=folder)
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader, held_out = (DataLoader(torch.randn(8, 4), batch_size=1) for _ in range(2))
-    model, optimizer, loader, held_out = accelerator.prepare(model, optimizer, loader, held_out)
+    loaders = [DataLoader(torch.randn(8, 4), batch_size=1) for _ in range(2)]
+    accelerator, model, optimizer, loader, held_out = prepared(folder, *loaders)
     accelerator.resume()
     passes = []
     try:
@@ -295,10 +297,7 @@ def test_a_block_with_an_outer_loop_is_left_and_continued(tmp_path):
 
 def forgets(folder):
     for _ in range(2):
-        accelerator = Accelerator(cpu=True, save_on_signal=folder)
-        model = torch.nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(torch.randn(8, 4)))
+        accelerator, model, optimizer, loader = prepared(folder, DataLoader(torch.randn(8, 4)))
         try:
             for batch in loader:
                 accelerator.backward(model(batch).mean())
@@ -314,9 +313,7 @@ def test_a_script_that_would_begin_again_over_a_saved_run_is_refused(tmp_path):
 
 
 def refused(folder):
-    with pytest.raises(ConfigError) as found:
-        Accelerator(cpu=True, save_on_signal=folder)
-    return str(found.value)
+    return error_of(ConfigError, Accelerator, cpu=True, save_on_signal=folder)
 
 
 def test_a_folder_that_can_not_be_written_is_refused_on_all_ranks(tmp_path):
@@ -327,8 +324,7 @@ def test_a_folder_that_can_not_be_written_is_refused_on_all_ranks(tmp_path):
 
 
 def elsewhere(folder):
-    folder = folder / str(os.environ["RANK"])  # as on two machines that share no disk
-    return refused(folder)
+    return refused(folder / os.environ["RANK"])  # as on two machines that share no disk
 
 
 def test_a_folder_that_ranks_do_not_share_is_refused_on_all_ranks(tmp_path):

@@ -26,13 +26,7 @@ from farflung.config.sharding import FullyShardedDataParallelPlugin
 from farflung.outer import diloco
 from farflung.state import AcceleratorState, PartialState
 from farflung.testing.ranks import run_ranks
-from farflung.utils import (
-    ParallelismConfig,
-    load_fsdp_model,
-    load_fsdp_optimizer,
-    save_fsdp_model,
-    save_fsdp_optimizer,
-)
+from farflung.utils import ParallelismConfig, load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
 
 STEPS = 6
 
@@ -99,8 +93,11 @@ class Run:
             self.accelerator.backward(self.model(x).square().mean())
             self.optimizer.step()
             self.optimizer.zero_grad()
-        state = self.accelerator.get_state_dict(self.model)
-        return {name: value.clone() for name, value in state.items()}
+        return self.weights()
+
+    def weights(self):
+        """Return copies of the whole weights."""
+        return {name: value.clone() for name, value in self.accelerator.get_state_dict(self.model).items()}
 
 
 def windows(folder):
@@ -122,11 +119,11 @@ def windows(folder):
     each.accelerator.backward(each.model(torch.ones(1, 5)).sum())  # reduced at once, but there is no step yet
     each.accelerator.save_state(folder / "reduced")
     each.optimizer.step()
-    found.append({name: value.clone() for name, value in each.accelerator.get_state_dict(each.model).items()})
+    found.append(each.weights())
     other = Run(2)
     other.accelerator.load_state(folder / "reduced")
     other.optimizer.step()
-    found.append({name: value.clone() for name, value in other.accelerator.get_state_dict(other.model).items()})
+    found.append(other.weights())
     notes = io.StringIO()
     with redirect_stderr(notes):
         Run(4).accelerator.load_state(folder / "reduced")
@@ -256,12 +253,12 @@ def all_layouts(folder):
     found = [go_on(folder, columns, names) for columns in (4, 1, 2)]
     run = Run(2)
     read_as_accelerate(run, folder / "at_once")
-    theirs = run.accelerator.get_state_dict(run.model)
+    theirs = run.weights()
     whole = Run(1)
     whole.train(range(3))
     whole.accelerator.save_state(folder / "plain")
     found.append(go_on(folder, 4, ["plain"]))
-    return *written, found, {name: value.clone() for name, value in theirs.items()}
+    return *written, found, theirs
 
 
 def whole_run(folder):

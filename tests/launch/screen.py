@@ -71,11 +71,16 @@ class Screen(Thread):
         except subprocess.TimeoutExpired:
             pytest.fail(f"{self.process.args} did not end; it said:\n{self.text}")
 
-    def end(self) -> str:
-        """Wait until it and all that holds its pipe have ended, and return what was printed."""
-        self.ended()
+    def end(self, code: int | None = None) -> str:
+        """Wait until it and all that holds its pipe have ended, and return what was printed.
+
+        Args:
+            code: what it must exit with. None: anything.
+        """
+        ended = self.ended()
         self.join()
         self._pipe.close()
+        assert code in (None, ended), self.text
         return self.text
 
 

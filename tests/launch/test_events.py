@@ -71,12 +71,10 @@ if os.environ["RANK"] in sys.argv[1:]:
 @pytest.mark.parametrize("ranks", ["0", "0,2", "1"])
 def test_only_the_ranks_that_are_asked_for_are_shown_and_failures_of_all(ranks, farflung, home):
     (home / "train.py").write_text(PRINTS)
-    done = farflung("launch", "--cpu", "--num_processes", "3", "--only-rank", ranks, "train.py")
-    assert done.returncode == DONE
+    done = farflung("launch", "--cpu", "--num_processes", "3", "--only-rank", ranks, "train.py", code=DONE)
     assert {line[5] for line in done.stdout.splitlines()} == {*ranks.split(",")}
     assert {line[5] for line in done.stderr.splitlines()} == {*ranks.split(",")}
-    failed = farflung("launch", "--cpu", "--num_processes", "2", "--only-rank", "0", "train.py", "1")
-    assert failed.returncode == FAILED
+    failed = farflung("launch", "--cpu", "--num_processes", "2", "--only-rank", "0", "train.py", "1", code=FAILED)
     assert "rank 1 failed" in failed.stderr
     assert "ValueError: bad value" in failed.stderr
 
@@ -121,8 +119,7 @@ accelerator.gather(torch.ones(1))
 @pytest.mark.usefixtures("warm")
 def test_a_run_that_hangs_ends_with_a_code_of_its_own(farflung, home):
     (home / "train.py").write_text(HANGS)
-    done = farflung("launch", "--cpu", "--num_processes", "2", "--hang_timeout_s", "2", "train.py")
-    assert done.returncode == HUNG, done.stderr
+    done = farflung("launch", "--cpu", "--num_processes", "2", "--hang_timeout_s", "2", "train.py", code=HUNG)
     assert "rank 1" in done.stderr
 
 

@@ -26,21 +26,18 @@ from farflung.launch.engines.ray import Ray
 from farflung.launch.engines.slurm import Slurm
 from farflung.launch.engines.ssh import Ssh
 from farflung.testing.patience import patience
+from tests.launch.keyed import KEY, write_key
 from tests.launch.screen import launcher
-from tests.launch.test_replicas import TRAINS
 from tests.outer.elastic_run import served
 from tests.python import call_farflung
 from tests.waits import until
 
-KEY, OTHER = "5eed" * 16, "0ff5" * 16
+OTHER = "0ff5" * 16
 
 
 @pytest.fixture
 def key_file(home):
-    path = home / "run7.key"
-    path.touch(0o600)
-    path.write_text(f"{KEY}\n")
-    return path
+    return write_key(home)
 
 
 def test_the_command_makes_a_key_in_a_file_of_ones_own(home):
@@ -169,7 +166,6 @@ def test_one_that_meets_at_an_address_with_another_key_is_refused_on_both_sides(
 @pytest.mark.long
 @pytest.mark.usefixtures("warm")
 def test_nothing_shows_a_runs_key_and_those_without_it_are_refused_on_both_sides(home, key_file, capfd, monkeypatch):
-    (home / "train.py").write_text(TRAINS + "\nimport subprocess\nprint(subprocess.getoutput('ps -ewwo args'))\n")
     (home / "other.key").touch(0o600)
     (home / "other.key").write_text(OTHER)
     where, folder = f"file://{home}/run", home / "kept"

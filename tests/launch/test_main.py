@@ -37,6 +37,18 @@ def test_help_and_the_launcher_do_without_torch(home):
     assert all(name in done.stdout for name in command.COMMANDS)
 
 
+EACH_ENDS = """
+import sys
+from farflung.launch.main import main
+for line in {lines}:
+    try:
+        main(line)
+    except SystemExit as ended:
+        assert ended.code == 2, (line, ended.code)
+    assert "torch" not in sys.modules, line
+"""
+
+
 def test_no_command_loads_torch_before_it_has_read_its_arguments(home):
     commands = [[name] for name in command.COMMANDS] + [["checkpoint", name] for name in command.CHECKPOINT]
     lines = [[*words, "--nope"] for words in commands] + [
@@ -46,17 +58,7 @@ def test_no_command_loads_torch_before_it_has_read_its_arguments(home):
         *(["launch", "--help", "gone"], ["launch", "--only_rank", "x", "gone.py"], ["test", "x"], ["config", "x"]),
         *(["launch", "gone.py"], ["launch", "--cpu", "--num_processes", "x", "train.py"], ["env", "x"], ["lunch"]),
     ]
-    run_python(
-        "-c",
-        "import sys\n"
-        "from farflung.launch.main import main\n"
-        f"for line in {lines}:\n"
-        "    try:\n"
-        "        main(line)\n"
-        "    except SystemExit as ended:\n"
-        "        assert ended.code == 2, (line, ended.code)\n"
-        "    assert 'torch' not in sys.modules, line\n",
-    )
+    run_python("-c", EACH_ENDS.format(lines=lines))
 
 
 @pytest.mark.parametrize("group", [command.farflung, command.checkpoint])
@@ -78,8 +80,7 @@ def test_accelerates_other_commands_are_answered_by_name(name, capsys):
 
 
 def test_errors_of_ours_are_one_line_and_exit_code_2(farflung):
-    done = farflung("launch", "--num_processes", "0", "train.py")
-    assert done.returncode == 2
+    done = farflung("launch", "--num_processes", "0", "train.py", code=2)
     assert done.stderr == "ConfigError: --num_processes is 0; it must be a whole number, 1 or more.\n"
 
 
@@ -108,29 +109,14 @@ def test_a_long_value_is_cut_wherever_it_is_repeated(home, capsys, monkeypatch):
             messages.append(said_of(capsys, *launch))
         if entry.in_file:
             messages.append(said_of(capsys, *launch, line=f"{entry.name}: '{LONG}'"))
-    for line in (
-        LONG,
-        f"'{LONG}': 1",
-        f"debug: [{LONG}",
-        f"debug: !{LONG}",
-        f"outer: {{recipe: '{LONG}'}}",
-        f"- {LONG}",
-    ):
-        messages.append(said_of(capsys, *launch, line=line))
+    for line in ("{}", "'{}': 1", "debug: [{}", "debug: !{}", "outer: {{recipe: '{}'}}", "- {}"):
+        messages.append(said_of(capsys, *launch, line=line.format(LONG)))
     with environ.patched({f"FARFLUNG_{LONG}": "1"}):
         messages.append(said_of(capsys, *launch))
     plan = ("plan", "--parameters", "1M", "--steps", "100", "--step_seconds", "1", "--bandwidth", "1Gbit")
     for words in (
-        *(
-            [],
-            ["-c"],
-            [f"--{LONG}"],
-            ["launch"],
-            ["launch", "-m"],
-            ["launch", "--no_python"],
-            ["env"],
-            ["env", f"--{LONG}"],
-        ),
+        *([], ["-c"], [f"--{LONG}"], ["env"], ["env", f"--{LONG}"]),
+        *(["launch"], ["launch", "-m"], ["launch", "--no_python"]),
         *(["config"], ["config", "show", "--config_file"], ["config", "default", "--config_file"]),
         *(["checkpoint"], ["checkpoint", "ls"], ["checkpoint", "ls", "."], ["checkpoint", "diff", "."]),
         *(["checkpoint", "convert", ".", "y", option] for option in ("--to", "--model")),

@@ -77,8 +77,7 @@ def digests(folder: Path) -> list[str]:
 def test_flags_or_a_file_with_variables_turn_a_plain_script_into_the_same_run(farflung, forked, script):
     two = ("--cpu", "--num_processes", "2")
     flags = ("--outer", "diloco", "--outer-every", "4", "--outer_rounds", "200", "--outer-codec", "bf16")
-    done = farflung("launch", *two, *flags, "--run-dir", "run", "train.py")
-    assert done.returncode == 0, done.stderr
+    done = farflung("launch", *two, *flags, "--run-dir", "run", "train.py", code=0)
     assert "warning" not in done.stderr  # that the loop did nothing, say
     first, second = digests(script)
     assert first == second
@@ -131,8 +130,7 @@ if sys.argv[1] != "nothing":
 @pytest.mark.usefixtures("warm")
 def test_an_outer_loop_that_did_nothing_is_said_at_the_end(what, words, farflung, home):
     (home / "train.py").write_text(IDLE)
-    done = farflung("launch", "--cpu", "--outer", "diloco", "--outer-every", "4", "train.py", what)
-    assert done.returncode == 0, done.stderr
+    done = farflung("launch", "--cpu", "--outer", "diloco", "--outer-every", "4", "train.py", what, code=0)
     warned = [line for line in done.stderr.splitlines() if line.startswith("farflung: warning: ")]
     assert len(warned) == 1
     assert words in warned[0]
@@ -226,8 +224,7 @@ def test_scripts_that_know_nothing_of_farflung_train_with_an_outer_loop(script, 
 def test_the_end_of_a_script_flushes_and_an_error_in_it_is_told_to_the_other_ranks(farflung, home):
     (home / "train.py").write_text(PLAIN.replace("END", "if dist.get_rank() == 1: raise KeyError('bad sample')"))
     flags = ["--outer", "diloco", "--outer-every", "3"]
-    done = farflung("launch", "--cpu", "--num_processes", "2", *flags, "train.py")
-    assert done.returncode == FAILED
+    done = farflung("launch", "--cpu", "--num_processes", "2", *flags, "train.py", code=FAILED)
     assert "rank 1 failed" in done.stderr
     assert "bad sample" in done.stderr
 
@@ -269,8 +266,7 @@ def test_processes_that_a_script_starts_by_itself_are_followed(farflung, home):
     (home / "train.py").write_text(SPAWNS)
     flags = ("--outer", "diloco", "--outer-every", "3", "--run-dir", "run")
     ports = map(str, (get_free_port(), get_free_port()))
-    done = farflung("launch", "--cpu", "--num_processes", "1", *flags, "train.py", *ports)
-    assert done.returncode == 0, done.stderr
+    farflung("launch", "--cpu", "--num_processes", "1", *flags, "train.py", *ports, code=0)
     for name in ("spawned", "forked"):
         assert (home / f"{name}0.txt").read_text() == (home / f"{name}1.txt").read_text()
     rounds = [json.loads(line) for line in (home / "run" / "rounds.jsonl").read_text().splitlines()]
@@ -282,6 +278,5 @@ def test_processes_that_a_script_starts_by_itself_are_followed(farflung, home):
 def test_a_script_that_starts_its_processes_is_launched_once(farflung, home):
     (home / "train.py").write_text(SPAWNS)
     ports = map(str, (get_free_port(), get_free_port()))
-    done = farflung("launch", "--cpu", "--num_processes", "2", "--outer", "diloco", "train.py", *ports)
-    assert done.returncode == FAILED
+    done = farflung("launch", "--cpu", "--num_processes", "2", "--outer", "diloco", "train.py", *ports, code=FAILED)
     assert "is launched with --num_processes 1 (for each machine)" in done.stderr

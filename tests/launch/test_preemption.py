@@ -20,6 +20,7 @@ from farflung.launch.codes import REQUEUE, USAGE
 from farflung.launch.plan import make_plan
 from farflung.testing.patience import patience
 from tests.launch.test_run import wait_for
+from tests.launch.test_tether import NOTEBOOK
 from tests.python import run_python
 from tests.waits import until
 
@@ -155,12 +156,6 @@ open(f"up{name}", "w").close()
 while True:
     time.sleep(0.1)
 """
-NOTEBOOK = """
-from farflung import debug_launcher
-def train():
-    exec(open("train.py").read(), {})
-debug_launcher(train)
-"""
 FIXED = ["-m", "farflung", "launch", "--cpu", "--num_processes", "2", "train.py"]
 REPLICAS = ["-m", "farflung", "launch", "--cpu", "--elastic", "1:2", "--replicas", "2", "train.py"]
 
@@ -239,12 +234,10 @@ def test_a_signal_before_there_is_anything_to_save_asks_for_a_restart_too(number
 def test_folders_that_can_not_be_written_and_replicas_that_come_and_go_are_refused(train, farflung):
     (train / "file").touch()
     words = ["launch", "--cpu", "--save_on_signal"]
-    done = farflung(*words, "file", "train.py")
-    assert done.returncode == USAGE
+    done = farflung(*words, "file", "train.py", code=USAGE)
     assert "save_on_signal is 'file', where no folder can be written" in done.stderr
     for more in (["--elastic", "1:2", "--meet", f"file://{train}/run"], ["--join", "127.0.0.1:1"]):
-        done = farflung(*words, "saved", *more, "train.py")
-        assert done.returncode == USAGE
+        done = farflung(*words, "saved", *more, "train.py", code=USAGE)
         assert "Replicas sign out on SIGTERM and SIGUSR1" in done.stderr
     assert "--save_on_signal" in farflung("launch", "--help", "failures").stdout
 

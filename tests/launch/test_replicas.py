@@ -226,8 +226,7 @@ def test_a_run_whose_launcher_and_replicas_were_all_killed_goes_on_with_the_same
     (home / "train.py").write_text(TRAINS)
     where = f"file://{home}/run" if kind == "folder" else request.getfixturevalue("bucket")
     line = "--elastic", "2:4", "--meet", where, "--heartbeat_s", "1", "--grace_s", "1", "--state_every", "4", "train.py"
-    nothing = farflung("checkpoint", "pull", where, "model.safetensors")
-    assert nothing.returncode == 2
+    nothing = farflung("checkpoint", "pull", where, "model.safetensors", code=2)
     assert re.search(r"Nothing can be pulled from \S+. No state was written there yet|No such file", nothing.stderr)
     with launcher(*line) as first:
         first.wait_for("training begins with 2 replicas")
@@ -304,8 +303,7 @@ def test_what_is_not_summed_on_the_way_through_a_folder_is_said_and_a_recipe_tha
 @pytest.mark.usefixtures("warm")
 def test_scripts_that_know_nothing_of_it_train_with_the_others(farflung, home, kind):
     (home / "train.py").write_text(UNCHANGED[kind] + STEPS)
-    done = farflung("launch", "--cpu", "--elastic", "2:2", *DILOCO, "--run-dir", "run", "train.py")
-    assert done.returncode == 0, done.stderr
+    farflung("launch", "--cpu", "--elastic", "2:2", *DILOCO, "--run-dir", "run", "train.py", code=0)
     rounds = [json.loads(line) for line in (home / "run" / "rounds.jsonl").read_text().splitlines()]
     members = sorted({one["member"] for one in rounds})
     assert len(members) == 2
@@ -318,8 +316,7 @@ def test_scripts_that_know_nothing_of_it_train_with_the_others(farflung, home, k
 @pytest.mark.usefixtures("warm")
 def test_a_sampler_of_an_unchanged_ddp_script_hands_out_each_epoch_once(farflung, home):
     (home / "train.py").write_text(SAMPLED)
-    done = farflung("launch", "--cpu", "--elastic", "2:2", *DILOCO, "train.py")
-    assert done.returncode == 0, done.stderr
+    done = farflung("launch", "--cpu", "--elastic", "2:2", *DILOCO, "train.py", code=0)
     files = [file.read_text().splitlines() for file in home.glob("seen*")]
     assert "ended with exit code" not in done.stderr
     assert len(files) == 2
@@ -355,8 +352,7 @@ def test_one_that_is_killed_again_and_again_waits_longer_and_is_given_up(home):
 @pytest.mark.long
 def test_a_script_that_fails_before_it_met_anyone_is_not_started_again(farflung, home):
     (home / "train.py").write_text("raise SystemExit(7)")
-    done = farflung("launch", "--cpu", "--elastic", "1:2", "train.py")
-    assert done.returncode == FAILED
+    done = farflung("launch", "--cpu", "--elastic", "1:2", "train.py", code=FAILED)
     assert "replica 0 ended with exit code 7; it is not started again" in done.stderr
     assert "restart 1" not in done.stderr
 
@@ -382,8 +378,7 @@ def test_replicas_of_several_ranks_are_started_from_a_file(farflung, home):
     line = "'{RANK} of {WORLD_SIZE}\\n'.format(**os.environ)"  # in one piece, as the ranks share a pipe
     (home / "train.py").write_text(f"import os\nprint({line}, end='', flush=True)")
     (home / "farflung.yaml").write_text("use_cpu: true\nelastic: 1:2\nranks_per_replica: 2\n")
-    done = farflung("launch", "train.py")
-    assert done.returncode == 0, done.stderr
+    done = farflung("launch", "train.py", code=0)
     assert sorted(done.stdout.split("\n")) == ["", "0 of 2", "1 of 2"]
 
 
@@ -391,8 +386,7 @@ def test_replicas_of_several_ranks_are_started_from_a_file(farflung, home):
 def test_one_replica_writes_the_checkpoint_from_which_another_number_of_them_goes_on(farflung, home):
     (home / "train.py").write_text(RESUMES)
     for size, begins, steps in (2, 0, 8), (3, 8, 16):
-        done = farflung("launch", "--cpu", "--elastic", f"{size}:{size}", *DILOCO, "train.py", str(steps))
-        assert done.returncode == 0, done.stderr
+        farflung("launch", "--cpu", "--elastic", f"{size}:{size}", *DILOCO, "train.py", str(steps), code=0)
         ended = list(home.glob("ended*"))
         began, draws, weights = zip(*(json.loads(file.read_text()) for file in ended), strict=True)
         assert began == (begins,) * size
@@ -406,8 +400,7 @@ def test_one_replica_writes_the_checkpoint_from_which_another_number_of_them_goe
 @pytest.mark.usefixtures("warm")
 def test_what_several_replicas_fail_with_is_shown_once_in_a_box_that_names_the_newest_checkpoint(farflung, home):
     (home / "train.py").write_text(RESUMES)
-    done = farflung("launch", "--cpu", "--elastic", "2:2", *DILOCO, "train.py", "4", "fails")
-    assert done.returncode == FAILED
+    done = farflung("launch", "--cpu", "--elastic", "2:2", *DILOCO, "train.py", "4", "fails", code=FAILED)
     assert done.stderr.count("Traceback") == done.stderr.count(" failed on ") == 1
     assert "Resume from kept, the newest checkpoint of this run" in done.stderr
     for name in ("replica 0", "replica 1"):
@@ -419,16 +412,14 @@ def test_what_several_replicas_fail_with_is_shown_once_in_a_box_that_names_the_n
 @pytest.mark.usefixtures("warm")
 def test_a_replica_that_fails_after_its_training_fails_no_run_that_another_has_finished(farflung, home):
     (home / "train.py").write_text(RESUMES)
-    done = farflung("launch", "--cpu", "--elastic", "2:2", *DILOCO, "train.py", "4", "one fails")
-    assert done.returncode == 0, done.stderr
+    done = farflung("launch", "--cpu", "--elastic", "2:2", *DILOCO, "train.py", "4", "one fails", code=0)
     assert len(re.findall("ended with exit code 1", done.stderr)) == 1
 
 
 @pytest.mark.usefixtures("warm")
 def test_a_script_that_ends_well_without_an_outer_loop_gets_a_warning(farflung, home):
     (home / "train.py").write_text("")
-    done = farflung("launch", "--cpu", "--elastic", "1:2", "train.py")
-    assert done.returncode == 0
+    done = farflung("launch", "--cpu", "--elastic", "1:2", "train.py", code=0)
     assert "none of its outer loops ever met the others" in done.stderr
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 from uuid import uuid4
 
+import psutil
 import pytest
 
 from farflung.config import environ
@@ -19,7 +19,9 @@ from farflung.launch.codes import FAILED
 from farflung.launch.network import get_free_port
 from farflung.testing.patience import patience
 from tests.launch.machines import LISTENING
+from tests.launch.screen import launcher
 from tests.python import call_farflung
+from tests.waits import until
 
 # Each rank writes what it sees, and the sum over all ranks of rank + 1, which only connected processes can know.
 CONNECTED = """
@@ -76,31 +78,18 @@ def mark():
     environ.remove(word)
 
 
-def left_behind(mark: str) -> list[str]:
-    """The command lines of living processes that carry the mark."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (folder / "environ").read_bytes():
-                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-    return found
+def check_none_left(mark: str) -> None:
+    """Wait until no process that carries the mark is alive."""
 
+    def left() -> list[list[str]]:
+        there = psutil.process_iter(["environ", "cmdline"])
+        return [one.info["cmdline"] for one in there if mark in (one.info["environ"] or ())]
 
-def none_left(mark: str) -> bool:
-    for _ in range(100):
-        if not left_behind(mark):
-            return True
-        time.sleep(0.05)
-    return False
+    until(lambda: not left(), lambda: str(left()), 5.0)
 
 
 def wait_for(*files: Path) -> None:
-    deadline = time.monotonic() + patience(60)
-    while not all(file.exists() for file in files):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: all(file.exists() for file in files))
     time.sleep(0.3)  # whoever wrote the file is in its long sleep now
 
 
@@ -141,9 +130,7 @@ def test_flags_alone_shard_a_script_over_cpu_processes(forked, home):
 @pytest.mark.usefixtures("warm")
 def test_two_machines_meet(home):
     (home / "train.py").write_text(CONNECTED)
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = str(free.getsockname()[1])
+    port = str(get_free_port())
     common = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port, "--cpu"]
     command = [sys.executable, "-m", "farflung", "launch", *common, "--machine_rank"]
     machines = [subprocess.Popen([*command, rank, "train.py"], stderr=subprocess.PIPE, text=True) for rank in "01"]
@@ -195,8 +182,7 @@ def test_a_script_on_real_accelerate_is_connected_too(farflung, home):
         "accelerator.end_training()\n"
     )
     (home / "train.py").write_text(script)
-    done = farflung("launch", "--num_processes", "2", "--mixed_precision", "bf16", "--cpu", "train.py")
-    assert done.returncode == 0, done.stderr
+    done = farflung("launch", "--num_processes", "2", "--mixed_precision", "bf16", "--cpu", "train.py", code=0)
     assert sorted(done.stdout.split("\n")) == ["", "rank 0 of 2", "rank 1 of 2"]
 
 
@@ -238,7 +224,7 @@ def test_a_rank_that_fails_is_named_once_and_takes_all_with_it(deed, words, home
     assert all(word in report for word in words)
     assert "ChildFailedError" not in said
     assert "torch/distributed/elastic" not in said
-    assert none_left(mark), left_behind(mark)
+    check_none_left(mark)
 
 
 EARLY = """
@@ -254,8 +240,7 @@ accelerator.prepare(torch.nn.Linear(2, 1))
 @pytest.mark.usefixtures("warm")
 def test_a_rank_that_ends_early_without_an_error_is_named_as_the_cause(farflung, home):
     (home / "train.py").write_text(EARLY)
-    done = farflung("launch", "--cpu", "--num_processes", "2", "train.py")
-    assert done.returncode == FAILED
+    done = farflung("launch", "--cpu", "--num_processes", "2", "train.py", code=FAILED)
     report = done.stderr[done.stderr.index("╭") :]
     assert "rank 1 ended with exit code 0 while others still needed it" in report
     assert "another machine" not in report
@@ -264,13 +249,11 @@ def test_a_rank_that_ends_early_without_an_error_is_named_as_the_cause(farflung,
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_to_the_launcher_ends_all_quietly(number, code, home, mark):
     (home / "train.py").write_text(DOOMED)
-    command = [sys.executable, "-m", "farflung", "launch", "--cpu", "--num_processes", "2", "train.py", "pass"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as launcher:
+    with launcher("--num_processes", "2", "train.py", "pass") as run:
         wait_for(home / "up0", home / "up1")
-        launcher.send_signal(number)
-        said = launcher.communicate(timeout=patience(30))[1]
-    assert (launcher.returncode, said) == (code, "")
-    assert none_left(mark), left_behind(mark)
+        run.process.send_signal(number)
+        assert (run.ended(), run.end()) == (code, "")
+        check_none_left(mark)
 
 
 @pytest.mark.long
@@ -302,15 +285,13 @@ def test_what_failed_before_an_interrupt_is_still_said(home, mark):
         "time.sleep(300)\n"
     )
     (home / "train.py").write_text(script)
-    command = [sys.executable, "-m", "farflung", "launch", "--cpu", "--num_processes", "2", "train.py"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as launcher:
+    with launcher("--num_processes", "2", "train.py") as run:
         wait_for(home / "up0", home / "up1")
         time.sleep(1)
-        launcher.send_signal(signal.SIGINT)
-        said = launcher.communicate(timeout=patience(30))[1]
-    assert launcher.returncode == 130
-    assert said.count("ValueError: bad value") == 1
-    assert none_left(mark), left_behind(mark)
+        run.process.send_signal(signal.SIGINT)
+        assert run.ended() == 130
+        assert run.end().count("ValueError: bad value") == 1
+        check_none_left(mark)
 
 
 @pytest.mark.long
@@ -322,15 +303,13 @@ def test_a_second_interrupt_ends_ranks_that_do_not_heed_the_first(home, mark):
         "time.sleep(300)\n"
     )
     (home / "train.py").write_text(deaf)
-    command = [sys.executable, "-m", "farflung", "launch", "--cpu", "--num_processes", "2", "train.py"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as launcher:
+    with launcher("--num_processes", "2", "train.py") as run:
         wait_for(home / "up0", home / "up1")
-        launcher.send_signal(signal.SIGINT)
-        assert launcher.stderr is not None
-        assert "press Ctrl-C again to kill them now" in launcher.stderr.readline()
-        launcher.send_signal(signal.SIGINT)
-        assert launcher.wait(timeout=patience(10)) == 130
-    assert none_left(mark), left_behind(mark)
+        run.process.send_signal(signal.SIGINT)
+        run.wait_for("press Ctrl-C again to kill them now")
+        run.process.send_signal(signal.SIGINT)
+        assert run.process.wait(timeout=patience(10)) == 130
+        check_none_left(mark)
 
 
 FAILS_ONCE = """

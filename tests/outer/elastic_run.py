@@ -98,9 +98,7 @@ def train(pipe, place, member, variables, step_s, numel, dies, recipe, saves, da
         recipe, among = fault.recipe(recipe), fault.membership(membership)
     with OuterLoop(model, recipe, membership=among, bucket_bytes=4 * numel, inner=inner) as outer:
         outer.listeners.append(lambda one: say(**figures_of(one)))
-        if (
-            outer.is_newcomer and checkpoint
-        ):  # a script that begins with its newest checkpoint does not know that it is one
+        if outer.is_newcomer and checkpoint:  # a script that begins with its newest one does not know that it is one
             outer.load_state_dict(checkpoint)
         if damages:
             anchors = [one.weights.rows()["anchor"] for one in outer._rounds.replica.fragments]
@@ -219,6 +217,18 @@ class ElasticRun:
             self._alive.add(member)
         return member
 
+    def joins(self, name, **options):
+        """Start a replica as `start` does, and wait until it trains."""
+        member = self.start(name, **options)
+        self.until(lambda: self.joined(member))
+        return member
+
+    def kill(self, *members):
+        """Kill replicas, and wait until they have ended."""
+        for member in members:
+            self.signal(member, signal.SIGKILL)
+        self.until(lambda: self.has_ended(*members))
+
     def signal(self, member, number):
         """Send a signal to a replica, and tell the others what a launcher would."""
         os.kill(self.processes[member].pid, number)
@@ -289,6 +299,11 @@ class ElasticRun:
     def at(self, position):
         """Whether some replica has come to a step."""
         return any(one.get("position", 0) >= position for one in list(self.said))
+
+    def go_on(self, steps):
+        """Wait until some replica has made so many more steps."""
+        furthest = max(one["position"] for one in list(self.said) if "position" in one)
+        self.until(lambda: self.at(furthest + steps))
 
     def has_ended(self, *members):
         """Whether replicas have ended, well or not."""

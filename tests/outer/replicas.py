@@ -6,9 +6,7 @@ import io
 import torch
 from torch import nn
 
-from farflung.outer import (
-    OuterLoop,
-)
+from farflung.outer import OuterLoop
 
 UNIT = 2.0**-10
 
@@ -46,6 +44,13 @@ def train(model, optimizer, step, rank):
 def values(model):
     """A copy of all parameters and buffers."""
     return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@torch.no_grad()
+def shift(parameters, by):
+    """Add a number to all values."""
+    for parameter in parameters:
+        parameter.add_(by)
 
 
 def same(*models):
@@ -106,6 +111,16 @@ def kept_of(outer):
     return [one["agreed"] for one in outer.state_dict()["rounds"]["fragments"]]
 
 
+# What is written down of a call, and which of its arguments is sent.
+COUNTED = {
+    "broadcast": ("broadcast", 0),
+    "all_gather": ("gather", 1),
+    "all_to_all": ("all to all", 1),
+    "swap": ("swap", 1),
+    "begin_all_gather_small": ("all_gather_small", 0),
+}
+
+
 class Counting:
     """A group that also writes down what is handed to it."""
 
@@ -114,27 +129,20 @@ class Counting:
         self.calls = []
 
     def __getattr__(self, name):
-        return getattr(self._group, name)
+        call = getattr(self._group, name)
+        if name not in COUNTED:
+            return call
+        kind, place = COUNTED[name]
+
+        def counted(*args):
+            self.calls.append((kind, args[place].dtype, args[place].nbytes))
+            return call(*args)
+
+        return counted
 
     def all_reduce(self, x, op="sum"):
         self.calls.append((op, x.dtype, x.nbytes))
         return self._group.all_reduce(x, op)
-
-    def broadcast(self, x, src):
-        self.calls.append(("broadcast", x.dtype, x.nbytes))
-        return self._group.broadcast(x, src)
-
-    def all_gather(self, out, x):
-        self.calls.append(("gather", x.dtype, x.nbytes))
-        return self._group.all_gather(out, x)
-
-    def all_to_all(self, out, x):
-        self.calls.append(("all to all", x.dtype, x.nbytes))
-        return self._group.all_to_all(out, x)
-
-    def swap(self, out, x, to, source):
-        self.calls.append(("swap", x.dtype, x.nbytes))
-        return self._group.swap(out, x, to, source)
 
     def duplicate(self, in_background=False):
         return self
@@ -143,10 +151,6 @@ class Counting:
         block = Counting(self._group.split(size))
         block.calls = self.calls
         return block
-
-    def begin_all_gather_small(self, x):
-        self.calls.append(("all_gather_small", x.dtype, x.nbytes))
-        return self._group.begin_all_gather_small(x)
 
     def all_gather_small(self, x):
         return self.begin_all_gather_small(x)()

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """H as a quantity that changes: agreed on in votes, after the same step everywhere, and as if it had been planned."""
 
-import signal
 from dataclasses import replace
 
 import pytest
@@ -307,8 +306,7 @@ def test_replicas_may_be_killed_and_join_while_h_changes(phase):
     with ElasticRun(expected=3, grace_s=20.0) as run:
         members = [run.start(0), run.start(1), run.start(2, dies=(phase, 5), proposals={5: 6, 9: 3})]
         run.until(lambda: run.has_ended(members[2]))
-        back = run.start(2)
-        run.until(lambda: run.joined(back))
+        run.joins(2)
         said = run.finish()
     ends = [one for one in said if "end" in one]
     assert not wrong(said)
@@ -322,9 +320,7 @@ def test_a_run_continues_from_its_address_with_the_h_that_it_had(tmp_path):
     with ElasticRun(address=tmp_path.as_uri(), expected=2, grace_s=20.0, state_every=2) as run:
         members = [run.start(0), run.start(1, proposals={5: 6})]
         run.until(lambda: run.at(60))
-        for member in members:
-            run.signal(member, signal.SIGKILL)
-        run.until(lambda: run.has_ended(*members))
+        run.kill(*members)
         last = [run.start(name) for name in range(2)]
         run.until(lambda: run.joined(*last))
         said = run.finish(steps=30)

@@ -23,8 +23,7 @@ def test_a_replica_may_die_at_any_time_and_come_back(phase, address):
         first, second = run.start(0), run.start(1)
         lost = run.start(2, dies=(phase, 17 if phase == "local step" else 4), saves=3)
         run.until(lambda: run.has_ended(lost))
-        back = run.start(2)
-        run.until(lambda: run.joined(back))
+        back = run.joins(2)
         said = run.finish()
         assert not wrong(said)
         ends = {one["member"]: one["end"] for one in said if "end" in one}
@@ -43,8 +42,7 @@ def test_one_that_dies_while_it_joins_or_lets_others_in_is_left_out(address):
         run.until(lambda: run.joined(first, second, giver))
         dies = run.start(3, dies=("admission", 1))
         run.until(lambda: run.has_ended(dies, giver))
-        back = run.start(3)
-        run.until(lambda: run.joined(back))
+        back = run.joins(3)
         said = run.finish()
         assert not wrong(said)
         assert {one["member"] for one in said if "end" in one} == {first, second, back}
@@ -71,11 +69,8 @@ def test_two_die_at_once_one_is_left_and_others_come(address):
     with ElasticRun(address=address, expected=3, grace_s=20.0) as run:
         members = [run.start(name) for name in range(3)]
         run.until(lambda: run.at(9))
-        for member in members[1:]:
-            run.signal(member, signal.SIGKILL)
-        run.until(lambda: run.has_ended(*members[1:]))
-        alone = max(one["position"] for one in run.said if "position" in one)
-        run.until(lambda: run.at(alone + 20))
+        run.kill(*members[1:])
+        run.go_on(20)
         back = [run.start(name) for name in range(1, 4)]
         run.until(lambda: run.joined(*back))
         run.until(lambda: len(generations_of(run.board)) <= 2)  # those before have left nothing, nor have their groups
@@ -91,8 +86,7 @@ def test_one_that_is_stopped_is_left_out_after_the_grace_and_comes_back_as_a_new
         run.until(lambda: run.at(9))
         run.signal(members[2], signal.SIGSTOP)
         run.until(lambda: any("replica 2 is out" in event for event in run.events))
-        before = max(one["position"] for one in run.said if "position" in one)
-        run.until(lambda: run.at(before + 12))
+        run.go_on(12)
         run.signal(members[2], signal.SIGCONT)
         run.until(lambda: any("replica 2 joined" in event for event in run.events))
         said = run.finish()
@@ -149,8 +143,7 @@ def test_replicas_come_and_go_beside_rounds_that_overlap_with_training(address):
         run.until(lambda: run.at(9))
         run.signal(members[1], signal.SIGKILL)
         run.until(lambda: any("replica 1 is out" in event for event in run.events))
-        back = run.start(1)
-        run.until(lambda: run.joined(back))
+        back = run.joins(1)
         said = run.finish(20)
         ends = {one["member"]: (one["end"], one["weight"]) for one in said if "end" in one}
         assert ends.keys() == {members[0], members[2], back}
@@ -162,8 +155,7 @@ def test_a_newcomer_begins_with_the_weights_of_the_others_where_there_is_no_anch
     with ElasticRun(recipe=local_sgd(4), expected=1, grace_s=20.0) as run:
         run.start(0)
         run.until(lambda: run.at(9))
-        joins = run.start(1)
-        run.until(lambda: run.joined(joins))
+        run.joins(1)
         said = run.finish()
         assert not wrong(said)
         assert len({one["unsaved"] for one in said if "end" in one}) == 1
@@ -173,8 +165,7 @@ def test_a_newcomer_goes_on_with_the_momentum_of_the_others():
     with ElasticRun(recipe=diloco(4, lr=0.5, momentum=0.5), expected=1, grace_s=20.0) as run:
         run.start(0)
         run.until(lambda: run.at(9))
-        joins = run.start(1)
-        run.until(lambda: run.joined(joins))
+        run.joins(1)
         ends = [one["weight"] for one in run.finish() if "end" in one]
         assert len(ends) == 2
         assert ends[0] == ends[1]
@@ -187,8 +178,7 @@ def test_more_than_the_most_wait_until_one_leaves():
         third = run.start(2)
         asked = MemberStore(run.board.part("loop1"))
         run.until(lambda: any(one.member == third for one in asked.asks().values()))
-        asked_at = max(one["position"] for one in run.said if "position" in one)
-        run.until(lambda: run.at(asked_at + 20))
+        run.go_on(20)
         assert not run.joined(third)
         run.signal(second, signal.SIGKILL)
         run.until(lambda: run.joined(third))
@@ -200,8 +190,7 @@ def test_without_the_store_training_goes_on_until_the_next_one_is_lost():
         members = [run.start(name) for name in range(2)]
         run.until(lambda: run.at(9))
         run.close_store()
-        before = max(one["position"] for one in run.said if "position" in one)
-        run.until(lambda: run.at(before + 20))
+        run.go_on(20)
         run.signal(members[1], signal.SIGKILL)
         run.until(lambda: run.has_ended(*members))
         assert not wrong(run.said)

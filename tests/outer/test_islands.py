@@ -15,20 +15,12 @@ from farflung.base.errors import ConfigError, RankFailure, Unsupported
 from farflung.comm.c10d_transport import C10dTransport
 from farflung.comm.shards import local
 from farflung.comm.torch_group import TorchGroup
-from farflung.outer import (
-    GatherMean,
-    OuterLoop,
-    diloco,
-    eager_diloco,
-    edit,
-    local_sgd,
-    merge_states,
-    streaming_diloco,
-)
+from farflung.outer import GatherMean, OuterLoop, diloco, eager_diloco, edit, local_sgd, merge_states, streaming_diloco
 from farflung.outer.elastic import Elastic
 from farflung.outer.replica import Replica
 from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
+from tests.errors import error_of
 from tests.faults import fail_at
 from tests.outer.islands import Grid, IslandRun, Uneven
 from tests.outer.replicas import same
@@ -163,12 +155,6 @@ def by_time(grid, speeds, steps):
     return [(one.step, one.weights) for one in rounds]
 
 
-def refused(make, *args, **options):
-    with pytest.raises((ConfigError, Unsupported)) as caught:
-        make(*args, **options)
-    return str(caught.value)
-
-
 def of_odd_grids(grid):
     """Return what is said of models and groups that don't fit together."""
     model = grid.sharded(Uneven())
@@ -176,10 +162,10 @@ def of_odd_grids(grid):
     fully_shard(half.body, mesh=grid.mesh["dp_shard"])
     state = OuterLoop(model, local_sgd(2), grid.column, island=grid.island).state_dict()
     return [
-        refused(OuterLoop, model, local_sgd(2)),
-        refused(OuterLoop, model, local_sgd(2), grid.island, island=grid.column),
-        refused(OuterLoop, half, local_sgd(2), grid.column, island=grid.island),
-        refused(merge_states, [state, state | {"shard": state["shard"] + 1}]),
+        error_of(ConfigError, OuterLoop, model, local_sgd(2)),
+        error_of(ConfigError, OuterLoop, model, local_sgd(2), grid.island, island=grid.column),
+        error_of(Unsupported, OuterLoop, half, local_sgd(2), grid.column, island=grid.island),
+        error_of(ConfigError, merge_states, [state, state | {"shard": state["shard"] + 1}]),
     ]
 
 

@@ -15,6 +15,7 @@ from farflung.testing.patience import patience
 from tests.faults import stop
 from tests.outer.conftest import in_turn
 from tests.outer.elastic_run import EVERY, START, ElasticRun
+from tests.outer.replicas import shift
 from tests.outer.test_elastic_laws import Members, needs
 
 
@@ -55,8 +56,7 @@ def test_the_steps_of_a_stopped_replica_count_in_the_next_round(phase, address):
         first = run.start(0)
         late = run.start(1, dies=(phase, at, stop), moves=3)
         run.until(lambda: any("replica 1 is out" in event for event in run.events))
-        before = max(one["position"] for one in run.said if "position" in one)
-        run.until(lambda: run.at(before + 3 * EVERY))
+        run.go_on(3 * EVERY)
         run.signal(late, signal.SIGCONT)
         run.until(lambda: any("replica 1 joined" in event for event in run.events))
         run.until(lambda: any(one.get("generation", 0) > 2 for one in list(run.said) if one["member"] == late))
@@ -174,14 +174,10 @@ def test_what_is_kept_is_the_way_from_the_anchor(dtype, codec):
     mine, theirs = Weights(dtype), Weights(dtype)
     with loop_of(mine) as outer, loop_of(theirs) as other:
         (fragment,), (given,) = outer._rounds.replica.fragments, other._rounds.replica.fragments
-        with torch.no_grad():
-            for parameter in theirs.parameters():
-                parameter += 32
+        shift(theirs.parameters(), 32)
         other.reset_anchor()
         for _ in range(3):
-            with torch.no_grad():
-                for parameter in mine.parameters():
-                    parameter -= 2
+            shift(mine.parameters(), -2)
             outer.step()
         fragment.join(given.replicated(), keeps=True)
         for name, parameter in mine.named_parameters():

@@ -11,13 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from farflung.outer import (
-    OuterLoop,
-    RadialMean,
-    diloco,
-    edit,
-    streaming_diloco,
-)
+from farflung.outer import OuterLoop, RadialMean, diloco, edit, streaming_diloco
 from farflung.testing.sim import run_replicas
 from farflung.testing.simulate import simulate
 from tests.outer.replicas import Run, dyadic, same

@@ -19,7 +19,7 @@ from farflung.outer.membership import FixedMembership
 from farflung.testing.patience import patience
 from farflung.testing.ranks import fork_context
 from tests.faults import fail_at
-from tests.outer.replicas import same, values
+from tests.outer.replicas import same, shift, values
 
 PLAIN = {"lr": 1.0, "momentum": 0.0}
 RECIPES = {
@@ -68,9 +68,7 @@ def survive(variables, name, case, folder):
             if step == LAST and (rank == 1 or is_deaf):
                 fault.arm()
             fault.reach("local step")
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.add_(2.0**rank)
+            shift(model.parameters(), 2.0**rank)
             began = time.monotonic()
             outer.step()
     except RankFailure as error:

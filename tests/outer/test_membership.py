@@ -32,6 +32,7 @@ from farflung.outer.agreement import Anchored
 from farflung.outer.membership import FixedMembership, Membership, open_generation
 from farflung.testing.sim import SimGroup, run_replicas
 from tests.faults import IN_A_ROUND, fail_at
+from tests.outer.replicas import shift
 
 EVERY, LR, MOMENTUM, STEPS = 3, 0.5, 0.5, 12
 DILOCO = diloco(EVERY, lr=LR, momentum=MOMENTUM)
@@ -152,9 +153,7 @@ def train(group, first, recipe, fails_at, lost, steps, proposals=(), moves=None)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)  # whose rate a schedule may read
         outer = OuterLoop(model, fault.recipe(recipe), membership=membership, inner=optimizer)
         while outer.position < steps:
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter -= moves or me + 1
+            shift(model.parameters(), -(moves or me + 1))
             outer.step()
             path.append((outer.position, model.weight.item()))
             for step, every in proposals if me == lost else ():
@@ -260,9 +259,7 @@ def flush_and_load(group, first):
 
     def train(steps):
         for _ in range(steps):
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter -= group.rank + 1
+            shift(model.parameters(), -(group.rank + 1))
             outer.step()
 
     train(0 if is_new else 3 * EVERY + 1)

@@ -5,15 +5,7 @@ import pytest
 import torch
 
 from farflung.base.errors import ConfigError
-from farflung.outer import (
-    ErrorFeedback,
-    Int8,
-    diloco,
-    eager_diloco,
-    local_sgd,
-    merge_states,
-    streaming_diloco,
-)
+from farflung.outer import ErrorFeedback, Int8, diloco, eager_diloco, local_sgd, merge_states, streaming_diloco
 from farflung.testing.sim import run_replicas
 from tests.outer.replicas import Run
 from tests.recipes import made

@@ -18,7 +18,8 @@ from farflung.comm.torch_group import TorchGroup
 from farflung.outer import OuterLoop, diloco, local_sgd, streaming_diloco
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
-from tests.outer.replicas import linear, same, train, values
+from tests.errors import error_of
+from tests.outer.replicas import linear, same, shift, train, values
 
 
 def optimizer_of(model, kind):
@@ -158,12 +159,8 @@ def outlive(folder):
         others = [psutil.Process(int(file.name)) for file in folder.iterdir() if int(file.name) != os.getpid()]
         TorchGroup().leave("ValueError: it went on elsewhere")
         return len(psutil.wait_procs(others, timeout=patience(25))[1])
-    with torch.no_grad():
-        for parameter in model:
-            parameter.add_(1.0)
-    with pytest.raises(RankFailure) as failure:
-        outer.step()
-    return str(failure.value), model[-1].unique().tolist()
+    shift(model, 1.0)
+    return error_of(RankFailure, outer.step), model[-1].unique().tolist()
 
 
 def test_survivors_of_a_rank_that_left_are_told_keep_their_steps_and_end(tmp_path):

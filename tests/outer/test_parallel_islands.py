@@ -20,6 +20,7 @@ from farflung.comm.torch_group import TorchGroup
 from farflung.outer import OuterLoop, TopK, diloco, local_sgd, sparse_loco, streaming_diloco
 from farflung.outer.elastic import Elastic
 from farflung.testing.ranks import run_ranks
+from tests.errors import error_of
 from tests.faults import kill
 from tests.outer.parallel import LAYOUTS, MADE, Block, ParallelRun, Rows
 from tests.outer.replicas import same
@@ -114,25 +115,18 @@ def with_gradients_that_nobody_sums(recipe):
         run.model.last.weight.grad.mul_(run.mesh.get_local_rank("tp"))
 
     run.optimizer.register_step_pre_hook(as_nobody_sums)
-    with pytest.raises(Unsupported) as caught:
-        run.steps(*range(1, 7))
+    said = error_of(Unsupported, run.steps, *range(1, 7))
     run.outer.detach()
-    return str(caught.value)
+    return said
 
 
 def of_odd_meshes():
     run = ParallelRun(diloco(2), "tp")
     run.outer.detach()
-    texts = []
-    for options in (
-        {"mesh": run.mesh, "outer": "replicas"},
-        {"mesh": run.mesh, "outer": "tp"},
-        {"mesh": run.mesh, "outer": "replica", "group": run.outer._quorum.group},
-    ):
-        with pytest.raises(ConfigError) as caught:
-            OuterLoop(run.model, diloco(2), **options)
-        texts.append(str(caught.value))
-    return texts
+    return [
+        error_of(ConfigError, OuterLoop, run.model, diloco(2), mesh=run.mesh, **options)
+        for options in ({"outer": "replicas"}, {"outer": "tp"}, {"outer": "replica", "group": run.outer._quorum.group})
+    ]
 
 
 def refusals():
@@ -211,9 +205,7 @@ def test_stages_with_a_loop_for_each_column_train_bitwise_as_one_rank_that_sums_
 
 
 def stages_as_an_island():
-    with pytest.raises(Unsupported) as alike:
-        Stages(local_sgd(2), (2, 2), is_island=True).steps(1, 2, 3)
-    return str(alike.value)
+    return error_of(Unsupported, Stages(local_sgd(2), (2, 2), is_island=True).steps, 1, 2, 3)
 
 
 def test_stages_of_a_pipeline_are_not_taken_for_copies_of_one():

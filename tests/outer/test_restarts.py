@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import time
 from collections import Counter, defaultdict
 
@@ -114,9 +113,7 @@ def test_each_sample_counts_though_all_are_killed_at_random_and_at_most_one_roun
             if number == KILLS:
                 break
             time.sleep(draw.uniform(0.0, STEP_S / 2 * SAMPLES * EPOCHS / BATCH / replicas / KILLS))
-            for member in members:
-                run.signal(member, signal.SIGKILL)
-            run.until(lambda members=members: run.has_ended(*members))
+            run.kill(*members)
         run.until(lambda: run.has_ended(*starts[-1]), 120.0)
         run.until(lambda: sum("end" in one for one in list(run.said)) == replicas, 10.0)
         said = list(run.said)

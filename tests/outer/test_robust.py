@@ -29,7 +29,7 @@ from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
 from tests.outer.elastic_run import ElasticRun, wrong
 from tests.outer.islands import Uneven
-from tests.outer.replicas import RATE, linear, net, same, through_a_file, train, values
+from tests.outer.replicas import RATE, linear, net, same, shift, through_a_file, train, values
 from tests.outer.test_elastic_laws import Members
 from tests.outer.test_membership import ChangingMembership
 from tests.recipes import RECIPES
@@ -154,11 +154,9 @@ def spoiled(group, recipe):
     """One round of a model with statistics, of which rank 2 has absurd ones."""
     model = net()
     outer = OuterLoop(model, recipe, group)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.25 * (group.rank + 1))
-        model[1].running_mean.fill_(1e9 if group.rank == 2 else group.rank)
-        model[1].num_batches_tracked.fill_(2**40 if group.rank == 2 else group.rank)
+    shift(model.parameters(), 0.25 * (group.rank + 1))
+    model[1].running_mean.fill_(1e9 if group.rank == 2 else group.rank)
+    model[1].num_batches_tracked.fill_(2**40 if group.rank == 2 else group.rank)
     outer.step()
     return model[1].running_mean[0].item(), model[1].num_batches_tracked.item()
 
@@ -260,9 +258,7 @@ def resumed(group, recipe):
     loops = [OuterLoop(linear(), recipe, group) for _ in range(2)]
 
     def round_of(loop):
-        with torch.no_grad():
-            for parameter in loop._model.parameters():
-                parameter.add_(100.0 if group.rank == 1 else 1.0)
+        shift(loop._model.parameters(), 100.0 if group.rank == 1 else 1.0)
         loop.step()
 
     for _ in range(2):
@@ -362,8 +358,7 @@ def test_in_an_elastic_run_replicas_die_and_come_while_one_is_left_out(tmp_path)
         honest = [run.start(name) for name in range(3)]
         lost, faulty = run.start(3, dies=("exchange", 12)), run.start(4, moves=100)
         run.until(lambda: run.has_ended(lost))
-        back = run.start(3)
-        run.until(lambda: run.joined(back))
+        back = run.joins(3)
         run.until(lambda: any("replica 4 does not count in rounds: its values" in event for event in run.events))
         said = run.finish()
         assert not wrong([one for one in said if one["member"] != faulty])

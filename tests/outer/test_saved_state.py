@@ -31,8 +31,9 @@ from farflung.outer import OuterLoop, diloco, local_sgd, replica, streaming_dilo
 from farflung.outer.elastic import Elastic
 from farflung.outer.saver import Saver
 from farflung.testing.ranks import run_ranks
+from tests.errors import error_of
 from tests.outer.elastic_run import EVERY, ElasticRun, wrong
-from tests.outer.replicas import same, values
+from tests.outer.replicas import same, shift, values
 
 TREE = {
     "place": {"position": 3, "due": []},
@@ -134,9 +135,7 @@ def step(outer, steps):
     """Train on, at the pace at which states are written."""
     saver = outer._quorum.membership.saver
     for _ in range(steps):
-        with torch.no_grad():
-            for parameter in filter(lambda one: one.requires_grad, outer._model.parameters()):
-                parameter -= 1
+        shift(filter(lambda one: one.requires_grad, outer._model.parameters()), -1)
         outer.step()
         for task in filter(None, (saver._saving, saver._noting)):
             task.result()
@@ -496,9 +495,7 @@ def stranded_in_shards(address, member):
     if dist.get_rank() == 0:
         os.rename("run", "away")
     dist.barrier()
-    with pytest.raises(RankFailure) as failed:
-        outer._quorum.enter()
-    return str(failed.value), {name: x.full_tensor() for name, x in model.state_dict().items()}
+    return error_of(RankFailure, outer._quorum.enter), {name: x.full_tensor() for name, x in model.state_dict().items()}
 
 
 def test_a_replica_of_several_ranks_keeps_its_state_too_if_the_address_is_gone(tmp_path, monkeypatch):
@@ -595,9 +592,7 @@ def test_all_may_be_killed_at_any_moment_and_started_again(address, recipe, time
             assert reached // EVERY - begun // EVERY <= 2 * every  # twice, as a busy machine may write slowly
             run.until(lambda begun=begun, number=number: run.at(begun + 7 + 9 * number))
             reached = max(one.get("position", 0) for one in list(run.said))
-            for member in members:
-                run.signal(member, signal.SIGKILL)
-            run.until(lambda members=members: run.has_ended(*members))
+            run.kill(*members)
         last = [run.start(name) for name in range(2)]
         run.until(lambda: run.joined(*last))
         said = run.finish()

@@ -11,7 +11,7 @@ from torch import nn
 from farflung.comm.group import SoloGroup
 from farflung.outer import Identity, Int8, OuterLoop, by_bytes, diloco, eager_diloco, streaming_diloco
 from farflung.testing.sim import run_replicas
-from tests.outer.replicas import Run, dyadic, linear, same, values
+from tests.outer.replicas import Run, dyadic, linear, same, shift, values
 from tests.outer.test_laws import alone, mean, put
 
 LR = 2.0**-3
@@ -47,9 +47,7 @@ def logged(group, recipe, steps):
     said = []
     outer.listeners.append(lambda this: said.append((this.fragment, this.step, outer.position)))
     for _ in range(steps):
-        with torch.no_grad():
-            for parameter in model:
-                parameter.add_(2.0**group.rank)
+        shift(model, 2.0**group.rank)
         outer.step()
     landed = len(said)
     outer.close()
@@ -223,9 +221,7 @@ def cut_apart(group):
             parameter.copy_(dyadic(*parameter.shape, seed=number))
     before = values(model)
     outer = OuterLoop(model, streaming_diloco(3, 3, delay=0, alpha=0.0, lr=1.0, momentum=0.0, codec=Identity()), group)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(float(group.rank))
+    shift(model.parameters(), float(group.rank))
     outer.step()
     return {name: (value - before[name]).unique().tolist() for name, value in values(model).items()}
 

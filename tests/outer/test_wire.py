@@ -21,9 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from farflung.cost.memory import ModelSize, RankLayout, estimate
 from farflung.cost.model import Workload, cost_of, hops
 from farflung.cost.recipes import method_of
-from farflung.outer import (
-    OuterLoop,
-)
+from farflung.outer import OuterLoop
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
 from tests.recipes import made

@@ -18,9 +18,7 @@ from torch import nn
 
 from farflung import Accelerator
 from farflung.local_sgd import LocalSGD
-from farflung.outer import (
-    OuterLoop,
-)
+from farflung.outer import OuterLoop
 from farflung.outer.arguments import OuterConfig
 from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas

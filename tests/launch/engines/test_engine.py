@@ -20,11 +20,20 @@ from farflung.launch.folder import RunFolder
 from farflung.launch.plan import Script
 from tests.python import call_farflung
 
+EACH_COMMAND = pytest.mark.parametrize("words", [["follow"], ["cancel"], ["scale", "2"]])
 PAGES = Path(__file__).parents[3] / "docs" / "engines"
 
 
 def job(folder, **settings) -> Job:
     return Job(LaunchSettings(**settings), "train.py", ("--lr", "0.1"), folder)
+
+
+def submitted(home, handle, **settings) -> Path:
+    """Make the folder of a run that was submitted."""
+    (home / "run").mkdir(exist_ok=True)
+    (home / "run" / "run.json").write_text("{}")
+    Job(LaunchSettings(**settings), "train.py", ("1",), home / "run").write(handle)
+    return home / "run"
 
 
 def test_a_launcher_that_an_engine_starts_has_the_same_settings_and_reads_no_file(home, capsys):
@@ -53,13 +62,10 @@ def test_options_of_an_engine_are_keys_and_values_that_may_hold_commas(tmp_path)
 
 def test_what_was_submitted_is_read_back_from_the_runs_folder(tmp_path):
     given = job(tmp_path, engine="slurm", elastic="2:4", replicas=3, meet="file:///shared/run")
-    given.write({"jobs": ["17"], "next": 3})
+    handle = {"jobs": ["17"], "next": 3}
+    given.write(handle)
     found = Job.read(tmp_path)
-    assert (found.settings, found.arguments, found.handle) == (
-        given.settings,
-        given.arguments,
-        {"jobs": ["17"], "next": 3},
-    )
+    assert (found.settings, found.arguments, found.handle) == (given.settings, given.arguments, handle)
     assert (found.count, found.is_elastic) == (3, True)
 
 
@@ -75,7 +81,7 @@ def test_every_option_of_an_engine_has_a_row_in_its_page(engine, home, capsys):
     assert set(known) - set(re.findall(r"`(\w+)[`=]", rows)) == set()
 
 
-@pytest.mark.parametrize("words", [["follow"], ["cancel"], ["scale", "2"]])
+@EACH_COMMAND
 def test_a_run_that_no_engine_has_is_told_from_one(words, home, capsys):
     (home / "farflung-runs" / "mine").mkdir(parents=True)
     (home / "farflung-runs" / "mine" / "run.json").write_text("{}")
@@ -84,53 +90,37 @@ def test_a_run_that_no_engine_has_is_told_from_one(words, home, capsys):
 
 
 def test_a_run_of_fixed_size_is_not_scaled(home, capsys):
-    (home / "run").mkdir()
-    (home / "run" / "run.json").write_text("{}")
-    job(home / "run", engine="slurm", num_machines=2).write({"jobs": ["1"], "next": 2})
-    for count, settings, why in ((1, {}, "fixed number"), (9, {"elastic": "1:4"}, "elastic is 1:4")):
-        if settings:
-            job(home / "run", engine="slurm", **settings).write({"jobs": ["1"], "next": 2})
+    for count, size, why in ((1, {"num_machines": 2}, "fixed number"), (9, {"elastic": "1:4"}, "elastic is 1:4")):
+        submitted(home, {"jobs": ["1"], "next": 2}, engine="slurm", **size)
         assert call_farflung("scale", "run", count) == 2
         assert why in capsys.readouterr().err
 
 
 def test_a_launcher_of_a_submitted_run_adds_to_its_folder_and_leaves_what_is_there(farflung, home):
     (home / "train.py").write_text("print('hello')")
-    (home / "run").mkdir()
-    job(home / "run", engine="slurm").write({})
+    submitted(home, {}, engine="slurm")
     (home / "run" / "run.json").write_text('{"who": "submitted it"}')
     assert farflung("launch", "--cpu", "--run-dir", "run", "train.py").returncode == 0
     assert json.loads((home / "run" / "run.json").read_text()) == {"who": "submitted it"}
     assert "hello" in (home / "run" / "logs" / "rank0.log").read_text()
 
 
-DAMAGED = [
-    "",
-    "{",
-    "[]",
-    "3",
-    "{}",
-    '{"settings": {}}',
-    '{"settings": {"engine": "slurm"}, "script": "a", "handle": {"jobs": 3}}',
-]
+NO_JOBS = '{"settings": {"engine": "slurm"}, "script": "a", "handle": {"jobs": 3}}'
+DAMAGED = ["", "{", "[]", "3", "{}", '{"settings": {}}', NO_JOBS]
 
 
-@pytest.mark.parametrize("words", [["follow"], ["cancel"], ["scale", "2"]])
+@EACH_COMMAND
 @pytest.mark.parametrize("text", DAMAGED)
 def test_a_damaged_file_of_what_was_submitted_is_an_answer_in_words(text, words, home, capsys):
-    (home / "run").mkdir()
-    (home / "run" / "run.json").write_text("{}")
-    (home / "run" / "engine.json").write_text(text)
+    (submitted(home, {}) / "engine.json").write_text(text)
     assert call_farflung(words[0], "run", *words[1:]) == 5
     assert "engine.json can't be read" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["follow"], ["cancel"], ["scale", "2"]])
+@EACH_COMMAND
 @pytest.mark.parametrize("engine", ["slurm", "kubernetes", "ray", "ssh"])
 def test_a_run_whose_submission_was_refused_is_an_answer_in_words(engine, words, home, capsys):
-    (home / "run").mkdir()
-    (home / "run" / "run.json").write_text("{}")
-    job(home / "run", engine=engine, hosts="a" if engine == "ssh" else None).write({})
+    submitted(home, {}, engine=engine, hosts="a" if engine == "ssh" else None)
     assert call_farflung(words[0], "run", *words[1:]) == 5
     assert "was not submitted" in capsys.readouterr().err
 

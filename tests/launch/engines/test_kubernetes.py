@@ -74,24 +74,17 @@ def cluster(home, kubeconfig):
         yield made
 
 
-@pytest.fixture
-def launched(cluster):
-    """Return what submits and follows a run in a thread, and then a call that waits for its exit code."""
-    threads = []
+def launched(*words: str):
+    """Submit and follow a run in a thread; return a call that waits for its exit code."""
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(call_farflung("launch", *words)), daemon=True)
+    thread.start()
 
-    def start(*words: str):
-        codes: list[int] = []
-        thread = threading.Thread(target=lambda: codes.append(call_farflung("launch", *words)), daemon=True)
-        thread.start()
-        threads.append(thread)
+    def code() -> int:
+        thread.join(patience(60))
+        return codes[0]
 
-        def code() -> int:
-            thread.join(patience(30))
-            return codes[0]
-
-        return code
-
-    return start
+    return code
 
 
 @pytest.mark.parametrize(("name", "flags"), [("fixed", FIXED), ("elastic", ELASTIC)])
@@ -124,7 +117,7 @@ def test_pods_of_a_fixed_run_have_a_number_and_find_pod_0_by_name():
     assert service["spec"]["publishNotReadyAddresses"] is True
 
 
-def test_a_run_is_submitted_followed_and_ends_with_the_job(cluster, launched, capsys):
+def test_a_run_is_submitted_followed_and_ends_with_the_job(cluster, capsys):
     code = launched(*FIXED_HERE)
     until(lambda: len(cluster.pods) == 2)
     one, two = cluster.pods.values()
@@ -143,7 +136,7 @@ def test_a_run_is_submitted_followed_and_ends_with_the_job(cluster, launched, ca
     assert service["metadata"]["ownerReferences"][0]["uid"] == cluster.job["metadata"]["uid"]
 
 
-def test_a_log_whose_stream_ends_early_is_read_on_and_no_line_is_shown_twice(cluster, launched, capsys):
+def test_a_log_whose_stream_ends_early_is_read_on_and_no_line_is_shown_twice(cluster, capsys):
     cluster.cut_after = 2
     code = launched(*FIXED_HERE)
     until(lambda: len(cluster.pods) == 2)
@@ -159,7 +152,7 @@ def test_a_log_whose_stream_ends_early_is_read_on_and_no_line_is_shown_twice(clu
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_one_bad_answer_of_each_kind_costs_a_run_nothing(seed, cluster, launched, monkeypatch, capsys):
+def test_one_bad_answer_of_each_kind_costs_a_run_nothing(seed, cluster, monkeypatch, capsys):
     for name in ("kubernetes._LOOK_S", "kubernetes_api._FIRST_WAIT_S", "kubernetes_api._LONGEST_WAIT_S"):
         monkeypatch.setattr(f"farflung.launch.engines.{name}", 0.01)
     draw, kinds = random.Random(seed), [*range(400, 419), *range(421, 430), 431, 451, *range(500, 512), fake.CUT]
@@ -176,7 +169,7 @@ def test_one_bad_answer_of_each_kind_costs_a_run_nothing(seed, cluster, launched
     assert capsys.readouterr().out.count("the last line") == 2
 
 
-def test_a_bad_answer_to_what_is_submitted_is_asked_again_and_a_refusal_is_final(cluster, launched, capsys):
+def test_a_bad_answer_to_what_is_submitted_is_asked_again_and_a_refusal_is_final(cluster, capsys):
     cluster.answers = [503]
     code = launched(*FIXED_HERE)
     until(lambda: len(cluster.asked) == 2)  # the Job and its Service
@@ -206,7 +199,7 @@ def test_runs_of_long_names_or_of_one_name_in_two_folders_are_different_jobs(hom
 
 
 @pytest.mark.parametrize(("exit_code", "expected"), [(2, 2), (4, 4), (137, 3)])
-def test_a_machine_that_fails_ends_a_fixed_run_with_its_code(exit_code, expected, cluster, launched, capsys):
+def test_a_machine_that_fails_ends_a_fixed_run_with_its_code(exit_code, expected, cluster, capsys):
     code = launched(*FIXED_HERE)
     until(lambda: len(cluster.pods) == 2)
     cluster.says(cluster.pods[1], "out of luck")
@@ -217,7 +210,7 @@ def test_a_machine_that_fails_ends_a_fixed_run_with_its_code(exit_code, expected
     assert f"has failed: Pod {cluster.pods[1].name} failed with exit code {exit_code}" in shown.err
 
 
-def test_machines_that_have_saved_at_a_signal_start_again(cluster, launched):
+def test_machines_that_have_saved_at_a_signal_start_again(cluster):
     code = launched(*FIXED_HERE)
     until(lambda: len(cluster.pods) == 2)
     before = list(cluster.pods.values())
@@ -229,7 +222,7 @@ def test_machines_that_have_saved_at_a_signal_start_again(cluster, launched):
     assert code() == 0
 
 
-def test_an_elastic_run_is_scaled_in_one_request_and_cancelled(cluster, launched, home, capsys):
+def test_an_elastic_run_is_scaled_in_one_request_and_cancelled(cluster, home, capsys):
     code = launched(*ELASTIC_HERE)
     submitted = home / "run" / SUBMITTED
     until(lambda: submitted.exists() and json.loads(submitted.read_text())["handle"])  # after the pods are there
@@ -248,7 +241,7 @@ def test_an_elastic_run_is_scaled_in_one_request_and_cancelled(cluster, launched
     assert "was deleted" in shown.err
 
 
-def test_a_replica_that_is_lost_starts_again_and_one_that_is_used_wrongly_does_not(cluster, launched, capsys):
+def test_a_replica_that_is_lost_starts_again_and_one_that_is_used_wrongly_does_not(cluster, capsys):
     code = launched(*ELASTIC_HERE)
     until(lambda: len(cluster.pods) == 4)
     lost = cluster.pods[0]
@@ -270,10 +263,7 @@ def test_pods_of_an_elastic_run_meet_on_the_claim_and_one_that_is_lost_comes_bac
     options = f"{HERE[1]},python={sys.executable},folder={home / 'claim'}"
     words = [*ELASTIC_HERE[:6], "2", *ELASTIC_HERE[7:-3], "--outer", "diloco", "--outer-every", "4"]
     with fake.running(home, starts=home / "claim") as cluster:
-        codes: list[int] = []
-        launch = ["launch", *words, "--engine-options", options, "train.py"]
-        thread = threading.Thread(target=lambda: codes.append(call_farflung(*launch)), daemon=True)
-        thread.start()
+        code = launched(*words, "--engine-options", options, "train.py")
         wait_for(cluster, "training begins with")
         assert call_farflung("scale", "run", "3") == 0
         for index in range(3):
@@ -284,8 +274,7 @@ def test_pods_of_an_elastic_run_meet_on_the_claim_and_one_that_is_lost_comes_bac
         wait_for(cluster, "is out:")
         wait_for(cluster, "is in the run", 0)
         (home / "claim" / "last").write_text("now")
-        thread.join(patience(60))
-    assert codes == [0], capsys.readouterr()
+        assert code() == 0, capsys.readouterr()
     shown = capsys.readouterr().out
     assert all(f"[pod {index}] trained True" in shown for index in range(3)), shown
 
@@ -301,16 +290,12 @@ def test_a_key_reaches_pods_by_a_secret_unseen_and_seals_the_run(home, kubeconfi
     with fake.running(home, starts=claim) as cluster:
         cluster.secrets["run7"] = {"FARFLUNG_KEY": KEY}
         assert call_farflung("launch", *words, "--dry_run", "train.py") == 0
-        codes: list[int] = []
-        launch = "launch", *words, "train.py"
-        thread = threading.Thread(target=lambda: codes.append(call_farflung(*launch)), daemon=True)
-        thread.start()
+        code = launched(*words, "train.py")
         wait_for(cluster, "training begins with 2 replicas")
         end_soon(claim)
-        thread.join(patience(60))
-        records = json.dumps(cluster.asked)
+        ended, records = code(), json.dumps(cluster.asked)
     shown = capsys.readouterr()
-    assert codes == [0], shown
+    assert ended == 0, shown
     check_sealed_and_unseen(home, claim / "run7", shown.out, shown.err, records)
 
 
@@ -359,7 +344,7 @@ def test_a_missing_package_is_named_and_a_dry_run_needs_none(cluster, monkeypatc
     assert "kind: Job" in capsys.readouterr().out
 
 
-def test_a_second_run_of_one_name_is_refused_and_the_first_one_stays(cluster, launched, capsys):
+def test_a_second_run_of_one_name_is_refused_and_the_first_one_stays(cluster, capsys):
     code = launched(*FIXED_HERE)
     until(lambda: len(cluster.pods) == 2)
     assert call_farflung("launch", *FIXED_HERE) == 5

@@ -15,12 +15,11 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from farflung.config.launch import LaunchSettings
 from farflung.launch.codes import ENGINE
-from farflung.launch.engines.engine import Job
 from farflung.testing.patience import patience
 from tests.launch.engines.test_arguments import DUMP, make_arguments, seen
 from tests.launch.engines.test_connections import RANK, WORST
+from tests.launch.engines.test_engine import submitted
 from tests.launch.keyed import check_sealed_and_unseen, end_soon, write_key
 from tests.launch.screen import Screen, started as start_farflung
 from tests.python import call_farflung
@@ -144,8 +143,7 @@ def test_replicas_of_lost_and_draining_nodes_start_elsewhere_and_the_others_trai
     assert call_farflung("scale", "run", "2") == 0
     launched.wait_for(r"3@\S+ signs out: the run is to have fewer replicas")
     (home / "last").touch()
-    launched.end()
-    assert launched.process.returncode == 0, launched.text
+    launched.end(0)
     assert launched.text.count("trained") in (2, 3)  # one that is to leave may have finished before it does
 
 
@@ -157,8 +155,7 @@ def test_a_key_is_read_on_the_nodes_unseen_and_seals_the_run(home, cluster, star
     run = started("--elastic", "2:2", "--meet", meet.as_uri(), "--key_file", str(key), "train.py")
     run.wait_for("training begins with 2 replicas")
     end_soon(home)
-    text = run.end()
-    assert run.process.returncode == 0, text
+    text = run.end(0)
     check_sealed_and_unseen(home, meet, text)
 
 
@@ -168,13 +165,11 @@ def test_a_fixed_run_has_a_node_for_each_machine_and_a_failure_is_one_box(home, 
     cluster.more(2)
     words = ["--num_machines", "2", "--num_processes", "2", "train.py"]
     launched = started(*words)
-    launched.end()
-    assert launched.process.returncode == 0, launched.text
+    launched.end(0)
     for rank in range(2):
         assert re.search(rf"^\[{rank}@.*\] rank {rank} of 2 is on a node", launched.text, re.MULTILINE), launched.text
     launched = started(*words, "1")
-    launched.end()
-    assert launched.process.returncode == 3, launched.text
+    launched.end(3)
     assert launched.text.count("ValueError: a bad value") >= 1
     assert launched.text.count("rank 1 failed") == 1, launched.text
 
@@ -185,8 +180,7 @@ def test_every_argument_reaches_an_actor_as_it_was(home, cluster, started):
     cluster.more()
     arguments = make_arguments(is_text=True)
     launched = started("train.py", *arguments)
-    launched.end()
-    assert launched.process.returncode == 0, launched.text
+    launched.end(0)
     assert seen(home) == arguments
 
 
@@ -224,8 +218,7 @@ def test_an_interrupt_and_a_cancel_end_what_runs_on_the_nodes(home, cluster, sta
             launched.wait_for(rf"\[{number}@\S+\] up \d+")
         pids = [int(pid) for pid in re.findall(r"up (\d+)", launched.text)]
         ends(launched)
-        launched.end()
-        assert launched.process.returncode == expected, launched.text
+        launched.end(expected)
         until(lambda pids=pids: not any(map(psutil.pid_exists, pids)))
 
 
@@ -245,9 +238,7 @@ def test_a_missing_package_is_named_and_a_dry_run_needs_none(home, monkeypatch, 
     [("follow", "process 7 on elsewhere shows what it prints"), ("cancel", "was started on elsewhere")],
 )
 def test_a_run_of_another_launcher_is_answered_without_a_cluster(word, answer, home, monkeypatch, capsys):
-    (home / "run").mkdir()
-    (home / "run" / "run.json").write_text("{}")
-    Job(LaunchSettings(engine="ray"), "train.py", (), home / "run").write({"pid": 7, "machine": "elsewhere"})
+    submitted(home, {"pid": 7, "machine": "elsewhere"}, engine="ray")
     monkeypatch.setitem(sys.modules, "ray", None)
     assert call_farflung(word, "run") == ENGINE
     assert answer in capsys.readouterr().err
@@ -258,12 +249,10 @@ def test_a_cluster_that_is_away_or_too_small_is_told_before_anything_starts(home
     (home / "train.py").touch()
     cluster.more()
     launched = started("--num_machines", "2", "--engine-options", "cpus=1,gpus=4", "train.py")
-    launched.end()
-    assert launched.process.returncode == 5, launched.text
+    launched.end(5)
     assert "2 nodes with 1 CPUs and 4 GPUs each are needed, but the cluster has 0" in launched.text
     launched = started("--engine-options", "address=127.0.0.1:1", "train.py")
-    launched.end()
-    assert launched.process.returncode == 5, launched.text
+    launched.end(5)
     assert "Ray's cluster at 127.0.0.1:1 can't be reached: " in launched.text
 
 
@@ -272,8 +261,7 @@ def test_a_folder_that_a_node_does_not_have_ends_the_run_with_its_name(home, clu
     (home / "train.py").touch()
     cluster.more()
     launched = started("--engine-options", "folder=/nowhere", "train.py")
-    launched.end()
-    assert launched.process.returncode == 3, launched.text
+    launched.end(3)
     assert "nothing could be started in /nowhere: No such file or directory" in launched.text
 
 

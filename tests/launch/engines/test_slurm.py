@@ -19,12 +19,11 @@ from pathlib import Path
 
 import pytest
 
-from farflung.config.launch import LaunchSettings
 from farflung.launch.codes import DONE, ENGINE, FAILED, INTERRUPTED, USAGE, EngineFailure
-from farflung.launch.engines.engine import Job
 from farflung.testing.patience import patience
 from tests.launch.engines.slurm_cluster import slurm_cluster, why_impossible
 from tests.launch.engines.test_arguments import DUMP, HOSTILE, make_arguments, seen
+from tests.launch.engines.test_engine import submitted
 from tests.launch.keyed import check_sealed_and_unseen, end_soon, write_key
 from tests.launch.screen import started
 from tests.launch.test_run import CONNECTED, seen_by
@@ -132,12 +131,6 @@ def launched(*flags, run="run", arguments=()):
     return started("launch", *engine, "--run-dir", run, "--cpu", *flags, "train.py", *arguments)
 
 
-def ended(run):
-    """Wait until a launcher has ended, and return its exit code and all that it has printed."""
-    text = run.end()
-    return run.process.returncode, text
-
-
 def rows(home):
     """What replicas have said of their steps, by the ids of members."""
     found = {}
@@ -162,8 +155,7 @@ def longest_stop(said, since, until):
 def test_a_fixed_run_is_one_job_whose_launchers_find_their_places(slurm):
     (slurm / "train.py").write_text(CONNECTED + "print('rank', os.environ['RANK'], flush=True)\n")
     with launched("--num_machines", "2", "--num_processes", "4", run="the run") as run:
-        code, said = ended(run)
-    assert code == DONE, said
+        said = run.end(DONE)
     seen = [seen_by(f"rank{rank}.json") for rank in range(4)]
     assert [(one["size"], one["total"]) for one in seen] == [(4, 10)] * 4
     assert [one["environ"]["SLURMD_NODENAME"] for one in seen] == ["node0", "node0", "node1", "node1"]
@@ -201,8 +193,7 @@ def test_every_argument_arrives_as_it_was_by_srun_and_in_a_batch_script(slurm, m
     for flags in ((), ("--elastic", "1:1")):
         Path("seen").unlink()
         with launched(*flags, run=f"{slurm}/{len(flags)}\n$(touch injected) it's !x", arguments=arguments) as run:
-            code, said = ended(run)
-        assert code == DONE, said
+            run.end(DONE)
         assert seen(folder) == arguments
 
 
@@ -214,8 +205,7 @@ def test_a_job_that_fails_or_is_cancelled_ends_with_its_code(slurm, lines):
         until((slurm / "up").exists)
         if "sleep" in lines:
             assert re.fullmatch(r"cancelled \d+\n", run_farflung("cancel", "run").stdout)
-        code, said = ended(run)
-    assert code == (FAILED if "exit" in lines else 128 + signal.SIGTERM), said
+        said = run.end(FAILED if "exit" in lines else 128 + signal.SIGTERM)
     assert f"is {'failed' if 'exit' in lines else 'cancelled'}" in said
 
 
@@ -225,8 +215,7 @@ def test_ctrl_c_ends_the_following_alone(slurm):
     with launched() as run:
         until((slurm / "up").exists)
         run.process.send_signal(signal.SIGINT)
-        code, said = ended(run)
-    assert code == INTERRUPTED
+        said = run.end(INTERRUPTED)
     assert "still running: `farflung follow run` reattaches, `farflung cancel run` ends it" in said
     assert asked("squeue", "--noheader", "--states=RUNNING", "--format=%j") == "run\n"
 
@@ -258,8 +247,7 @@ def test_replicas_of_an_array_are_killed_preempted_cancelled_added_and_ended_and
         last = max(said[-1]["position"] for said in rows(slurm).values()) + 40
         (slurm / "last.part").write_text(str(last))
         (slurm / "last.part").rename(slurm / "last")
-        code, text = ended(run)
-    assert code == DONE, text
+        text = run.end(DONE)
     assert f"job {job}_0 is pending (BeginTime)" not in text
     said = rows(slurm)
     stays = said[members["0"]]
@@ -280,8 +268,7 @@ def test_a_key_is_read_on_the_nodes_unseen_and_seals_the_run(slurm):
     with launched("--elastic", "2:2", "--meet", meet.as_uri(), "--key_file", str(key)) as run:
         run.wait_for("training begins with 2 replicas")
         end_soon(slurm)
-        code, text = ended(run)
-    assert code == DONE, text
+        text = run.end(DONE)
     check_sealed_and_unseen(slurm, meet, text, asked("scontrol", "show", "jobs"))
 
 
@@ -300,8 +287,7 @@ def test_a_fixed_run_that_is_preempted_goes_back_into_the_queue_and_ends_as_one_
                 asked("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
                 until(lambda: "SIGTERM at rank" in run.text, lambda: run.text)
                 (slurm / "slow").unlink()
-            code, said = ended(run)
-        assert code == DONE, said
+            said = run.end(DONE)
         assert said.count("resumed False\n") == 4
         assert said.count("resumed True\n") == (8 if name == "preempted" else 0)
         for file in slurm.glob("epoch*"):
@@ -387,17 +373,8 @@ def test_what_is_missing_here_or_not_shared_with_the_nodes_is_refused(commands, 
     assert "Did you mean `train.py`" in refused(script="tran.py", code=USAGE)
 
 
-def submitted(home, elastic=None):
-    """Make the folder of a run that was submitted as job 12."""
-    (home / "run").mkdir()
-    (home / "run" / "run.json").write_text("{}")
-    Job(LaunchSettings(engine="slurm", elastic=elastic), "train.py", (), home / "run").write(
-        {"jobs": ["12"], "next": 1}
-    )
-
-
 def test_a_node_that_does_not_see_the_runs_folder_is_a_failure_of_the_engine(commands, home, capsys):
-    submitted(home)
+    submitted(home, {"jobs": ["12"], "next": 1}, engine="slurm")
     commands("squeue", "12|FAILED|4021|JobLaunchFailure|")
     assert call_farflung("follow", "run") == ENGINE
     assert f"its node can't write into {home}/run, which all nodes must share" in capsys.readouterr().err
@@ -406,7 +383,7 @@ def test_a_node_that_does_not_see_the_runs_folder_is_a_failure_of_the_engine(com
 @pytest.mark.parametrize(("elastic", "codes", "code"), [(None, [3], 3), ("1:4", [0, 143], 0), (None, [], FAILED)])
 def test_of_a_job_that_slurm_has_forgotten_the_folder_tells_how_it_ended(commands, home, elastic, codes, code, capsys):
     commands("squeue", "slurm_load_jobs error: Invalid job id specified", 1, 2)
-    submitted(home, elastic)
+    submitted(home, {"jobs": ["12"], "next": 1}, engine="slurm", elastic=elastic)
     (home / "run" / "slurm-12.out").write_text("the last line")
     rows = "".join(json.dumps({"event": "ended", "time": 0.0, "code": one}) + "\n" for one in codes)
     (home / "run" / "events.jsonl").write_text(rows)

@@ -19,12 +19,11 @@ import pytest
 from farflung.base.errors import ConfigError
 from farflung.config import environ
 from farflung.config.engines import Host, parse_hosts
-from farflung.config.launch import LaunchSettings
 from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, FAILED, EngineFailure
-from farflung.launch.engines.engine import Job
 from farflung.launch.engines.ssh import SshClient
 from farflung.testing.patience import patience
 from tests.launch.engines.test_arguments import DUMP, HOSTILE, SHELLS, make_arguments, seen
+from tests.launch.engines.test_engine import submitted
 from tests.launch.keyed import check_sealed_and_unseen, end_soon, write_key
 from tests.launch.machines import ADDRESSES
 from tests.launch.screen import Screen
@@ -122,8 +121,7 @@ def test_two_hosts_are_one_world_and_one_log_of_whole_lines(on_lab, home):
     (home / "train.py").write_text(COUNTS)
     (home / "hosts").write_text("# two of them\nnode0:2\n\nroot@node1 slots=2  # the far one\n")
     screen = on_lab.launch("--hosts", "hosts", **on_lab.warm)
-    text = screen.end()
-    assert screen.process.returncode == DONE, text
+    text = screen.end(DONE)
     lines = [line for line in text.splitlines() if "rank" in line]
     assert sorted(lines) == [f"[node{k // 2}] rank {k} of 4 on node{k // 2}" for k in range(4)]
     for rank in (0, 1):
@@ -158,8 +156,7 @@ def test_a_folder_is_copied_there_and_what_the_run_has_written_comes_back(on_lab
     (home / ".git").mkdir()
     there = tmp_path / "there"
     screen = on_lab.launch("--hosts", "node0,node1", "--sync", options=f",folder={there}", **on_lab.warm)
-    text = screen.end()
-    assert screen.process.returncode == DONE, text
+    text = screen.end(DONE)
     assert alike(text, home) == alike(A_RUN)
     assert (there / "train.py").exists()
     assert not (there / ".git").exists()
@@ -198,8 +195,7 @@ def test_a_folder_is_copied_to_a_host_however_it_is_named(host, tmp_path, monkey
 def test_a_rank_that_fails_is_one_box_and_a_log_for_machines_has_the_host(on_lab, home):
     (home / "train.py").write_text(COUNTS.replace('"fail" in sys.argv', "True"))
     screen = on_lab.launch("--hosts", "node0,node1", **on_lab.warm)
-    text = screen.end()
-    assert screen.process.returncode == FAILED, text
+    text = screen.end(FAILED)
     assert text.count("╭─ rank 1 failed on node1 (10.77.0.2): exit code 1") == text.count("╭─") == 1
     assert "ValueError: a bad value" in text
     screen = on_lab.launch("--hosts", "node0,node1", "--json", **on_lab.warm)
@@ -216,8 +212,7 @@ def test_a_host_that_goes_away_ends_a_fixed_run_in_one_box_that_names_it(lab, ho
     until(lambda: (home / "up1").exists(), lambda: screen.text)
     began = time.monotonic()
     lab.machines.kill(1)
-    text = screen.end()
-    assert screen.process.returncode == FAILED, text
+    text = screen.end(FAILED)
     assert text.count("╭─ node1 is gone ") == text.count("╭─") == 1
     assert time.monotonic() - began < patience(30)
     until(lambda: not lab.left(), lambda: str(lab.left()))
@@ -229,8 +224,7 @@ def test_a_cut_line_ends_a_fixed_run_on_both_sides(lab, home):
     screen = lab.launch("--hosts", "node0,node1")
     until(lambda: (home / "up1").exists(), lambda: screen.text)
     lab.machines.cut()
-    text = screen.end()
-    assert screen.process.returncode == FAILED, text
+    text = screen.end(FAILED)
     assert text.count("╭─ node1 is gone ") == text.count("╭─") == 1
     assert "The connection to it has ended: Timeout, server 10.77.0.2 not responding." in text
     until(lambda: not lab.left(), lambda: str(lab.left()))
@@ -248,8 +242,7 @@ def test_a_cut_line_costs_the_other_replicas_nothing_and_ends_those_behind_it(la
     screen.wait_for("farflung: node1 is gone: Timeout, server 10.77.0.2 not responding.; the others continue")
     until(lambda: sum("farflung.process.tether" in words for words in lab.left()) == 1)
     end_soon(home)
-    text = screen.end()
-    assert screen.process.returncode == DONE, text
+    text = screen.end(DONE)
     assert "╭─" not in text
     assert not lab.left()
 
@@ -262,8 +255,7 @@ def test_a_key_reaches_the_hosts_unseen_and_seals_the_run(on_lab, home):
     screen = on_lab.launch("--hosts", "node0,node1", *where, "--key_file", str(key), **on_lab.warm)
     screen.wait_for("training begins with 2 replicas")
     end_soon(home)
-    text = screen.end()
-    assert screen.process.returncode == DONE, text
+    text = screen.end(DONE)
     check_sealed_and_unseen(home, meet, text)
 
 
@@ -288,8 +280,7 @@ def test_nothing_is_left_of_a_run_whose_launcher_is_ended(kind, number, lab, hom
     if number == signal.SIGKILL:
         until(lambda: not lab.left(), lambda: str(lab.left()))
     else:
-        text = screen.end()
-        assert screen.process.returncode == BY_SIGNAL + number, text
+        screen.end(BY_SIGNAL + number)
         assert not lab.left()
 
 
@@ -302,8 +293,7 @@ def test_ctrl_c_twice_ends_ranks_that_do_not_heed_it(lab, home):
     launcher.send_signal(signal.SIGINT)
     screen.wait_for("press Ctrl-C again to kill them now")
     launcher.send_signal(signal.SIGINT)
-    screen.end()
-    assert screen.process.returncode == BY_SIGNAL + signal.SIGINT
+    screen.end(BY_SIGNAL + signal.SIGINT)
     until(lambda: not lab.left(), lambda: str(lab.left()))
 
 
@@ -314,14 +304,12 @@ def test_a_run_is_cancelled_from_another_terminal(lab, home, capsys):
     until(lambda: (home / "up1").exists(), lambda: screen.text)
     done = Screen(lab.machines.start(0, ["farflung", "cancel", "run"], home))
     assert "was asked to, and has the hosts end too" in done.end()
-    screen.end()
-    assert screen.process.returncode == BY_SIGNAL + signal.SIGTERM
+    screen.end(BY_SIGNAL + signal.SIGTERM)
     assert not lab.left()
     done = Screen(lab.machines.start(0, ["farflung", "cancel", "run"], home))
     assert "has ended before" in done.end()
     done = Screen(lab.machines.start(0, ["farflung", "follow", "run"], home))
-    assert "`farflung watch run`" in done.end()
-    assert done.process.returncode == ENGINE
+    assert "`farflung watch run`" in done.end(ENGINE)
 
 
 @in_lab
@@ -336,8 +324,7 @@ def test_hosts_that_differ_are_one_table_before_anything_starts(lab, home):
     )
     python.chmod(0o755)
     screen = lab.launch("--hosts", "node0,node1", python=python)
-    text = screen.end()
-    assert screen.process.returncode == ENGINE, text
+    text = screen.end(ENGINE)
     assert re.search(r"│ node1\s+│ 1\.0 ", text)
     assert alike(text) == alike(A_TABLE)
     assert len(text.splitlines()) <= 15
@@ -345,8 +332,7 @@ def test_hosts_that_differ_are_one_table_before_anything_starts(lab, home):
     there.mkdir()
     (there / "train.py").write_text("other\n")
     screen = lab.launch("--hosts", "node0,node1", options=f",folder={there}")
-    text = screen.end()
-    assert screen.process.returncode == ENGINE, text
+    text = screen.end(ENGINE)
     assert "The hosts differ in script; nothing was started. --sync copies the folder to each host." in text
     assert len(text.splitlines()) <= 15
     for options, why in (
@@ -355,14 +341,12 @@ def test_hosts_that_differ_are_one_table_before_anything_starts(lab, home):
         (" -p 1", "Connection refused"),
     ):
         screen = lab.launch("--hosts", "node0,node1", options=options)
-        text = screen.end()
-        assert screen.process.returncode == ENGINE, text
+        text = screen.end(ENGINE)
         assert text.startswith("EngineFailure: 2 of 2 hosts can't be used. Nothing was started.\n  node0: ")
         assert why in text
     assert alike(lab.launch("--hosts", "node0,node1,node2").end()) == alike(A_LINE)
     screen = lab.launch("--hosts", "node0,node1", python="/usr/bin/nopython")
-    assert "nopython" in screen.end()
-    assert screen.process.returncode == ENGINE
+    assert "nopython" in screen.end(ENGINE)
     assert not (home / "started").exists()
 
 
@@ -427,11 +411,8 @@ def test_a_slip_is_answered_with_what_was_wrong_and_what_to_do(line, wrong, mean
     ],
 )
 def test_what_only_the_launcher_itself_can_do_is_said_in_words(words, said, home, capsys):
-    (home / "run").mkdir()
-    (home / "run" / "run.json").write_text("{}")
-    settings = LaunchSettings(use_cpu=True, hosts="a,b", elastic="1:4", meet="tcp://a:29500", replicas=2)
     by = {"pid": 7, "begun": 0.0, "machine": "elsewhere", "hosts": ["a", "b"]}
-    Job(settings, "train.py", ("1",), home / "run").write(by)
+    submitted(home, by, use_cpu=True, hosts="a,b", elastic="1:4", meet="tcp://a:29500", replicas=2)
     assert call_farflung(*words) == ENGINE
     assert said in capsys.readouterr().err
 
