@@ -232,7 +232,8 @@ def test_a_run_whose_launcher_and_replicas_were_all_killed_goes_on_with_the_same
         first.wait_for("training begins with 2 replicas")
         until(lambda: (home / "at").exists() and int((home / "at").read_text() or 0) > 40)
         pulled = farflung("checkpoint", "pull", where, "model.safetensors")
-        assert re.fullmatch(r"model.safetensors has 2 tensors after step \d+\n", pulled.stdout), pulled.stderr
+        kept = re.fullmatch(r"model.safetensors has 2 tensors after step (\d+)\n", pulled.stdout)
+        assert kept, pulled.stderr
         os.kill(first.process.pid, signal.SIGKILL)
         for one in psutil.process_iter(["cmdline", "cwd"]):
             if "train.py" in (one.info["cmdline"] or []) and one.info["cwd"] == str(home):
@@ -242,7 +243,7 @@ def test_a_run_whose_launcher_and_replicas_were_all_killed_goes_on_with_the_same
         found = again.wait_for(
             r"training continues with 2 replicas from the state at step (\d+), (\w+) (later )?rounds? lost"
         )
-        assert int(found[1]) > 20
+        assert int(found[1]) >= int(kept[1]) > 0
         until(lambda: (home / "at").exists() and int((home / "at").read_text() or 0) > int(found[1]) + 10)
         (home / "last").write_text("1")
         assert again.ended() == 0
