@@ -210,7 +210,7 @@ def under_an_outer_loop(folder, recipe, settings):
     seen = list(whole.epochs(lambda _: whole.accelerator.save_state(folder / f"step_{next(numbers)}")))
     at_the_end = whole.weights()
     assert whole.optimizer.is_own
-    for number in range(1, len(seen), 3):
+    for number in range(1, len(seen), 5):  # by other parts of a round each time
         other = Alone(RECIPES[recipe], **settings)
         torch.manual_seed(77), random.seed(77)
         other.accelerator.load_state(folder / f"step_{number}")
