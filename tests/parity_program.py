@@ -31,6 +31,7 @@ class Case:
         local_sgd: optimizer steps between two averagings, in place of DDP's.
         join: inside `join_uneven_inputs` without `even_batches`.
         tells_remainder: report `gradient_state.remainder` too.
+        is_second: left to the longer run, as `make test` has one of the same kind.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Case:
     local_sgd: int = 0
     join: bool = False
     tells_remainder: bool = False
+    is_second: bool = False
 
     @property
     def is_map(self) -> bool:
