@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+from contextlib import ExitStack
 from importlib.util import find_spec
 
 import pytest
@@ -40,6 +41,7 @@ LAUNCHER_WORDS = (
     "PARALLELISM_",
     "OMP_NUM_THREADS",
 )
+WARM_PYTHON = pytest.StashKey[str]()
 # No deadlines: the time limit of a test grows with how busy the machine is.
 settings.register_profile("small", deadline=None, max_examples=25)
 settings.register_profile("large", deadline=None, max_examples=300)
@@ -84,11 +86,26 @@ def pytest_runtest_protocol(item):
     return (yield)
 
 
+def serve_until_the_end_of(config):
+    """Start a Python that has torch loaded, unless this session has one; return its path."""
+    if WARM_PYTHON not in config.stash:
+        server = ExitStack()
+        config.add_cleanup(server.close)
+        config.stash[WARM_PYTHON] = server.enter_context(serving())
+    return config.stash[WARM_PYTHON]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Let all workers of pytest-xdist share one server: each would spend three seconds on its own."""
+    node.workerinput["warm_python"] = serve_until_the_end_of(node.config)
+
+
 @pytest.fixture(scope="session")
-def warm_python():
+def warm_python(request):
     """The path of a Python that has torch loaded (`tests/warm.py` says for which tests)."""
-    with serving() as python:
-        yield python
+    shared = getattr(request.config, "workerinput", {}).get("warm_python")
+    return shared or serve_until_the_end_of(request.config)
 
 
 @pytest.fixture

@@ -77,10 +77,10 @@ def end(launcher, seconds=60):
 def everyone(home):
     """The launcher and all that it has started, workers too: what runs in the home, but for the clients of `warm`."""
     there = []
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # a worker, at the end of its epoch
+    for process in psutil.process_iter():  # the server of `warm` may be no child of this process
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # a worker, at the end of its epoch; another user's
             there += [process] if process.cwd() == str(home) and "-IS" not in process.cmdline() else []
-    return there
+    return [process for process in there if process.pid != os.getpid()]
 
 
 def send(number, processes):
