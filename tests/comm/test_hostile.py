@@ -170,7 +170,7 @@ def test_nothing_that_one_without_the_key_puts_in_the_place_of_an_object_is_take
     refusals = "vanished", "late", "can't be used", "Another run has begun"
     is_refused = isinstance(after, str) and any(word in after for word in refusals)
     assert after == right or after in nothing or is_refused
-    assert "666" not in str(after)
+    assert after == right or "666" not in str(after)  # as a run's own random name may have it
     if put not in (None, new) and after != right:
         said = f"{after}{capsys.readouterr().err}{scene.reader.board.seal.versions.notices}"
         assert any(words in said for words in ("may write there", "can't be used", "Another run has begun"))
