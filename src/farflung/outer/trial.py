@@ -42,7 +42,7 @@ _T = TypeVar("_T")
 
 _TIMES = 3  # that a collective of each size is timed
 _FIRST_BYTES, _MOST_BYTES, _GROWTH = 1 << 16, 1 << 23, 4
-_FILL_S = 0.05  # buffers on the way are full by then, and TCP has found out how much the line takes
+_FILL_S = 0.05  # and two turns: buffers on the way are full by then, and TCP knows how much the line takes
 _AVERAGED_STEPS = 4  # after each of which is asked whether averaging could be worth it
 _LEAST_STEPS = 4  # that are timed
 _ALONE, _AVERAGED = "", "averaged"  # gradients in the steps of the trial
@@ -281,7 +281,7 @@ class RecipeTrial:
             return tuple(remembered[2:])
         group = self.quorum.group
         turn_s, size = self._timed(partial(self._gathered, 0.0)), _FIRST_BYTES
-        while (took_s := self._timed(partial(self._gather_bytes, size))) <= _FILL_S and size < _MOST_BYTES:
+        while (took_s := self._timed(partial(self._gather_bytes, size))) <= _FILL_S + 2 * turn_s and size < _MOST_BYTES:
             size *= _GROWTH
         passes = group.size if _is_by_objects(group) else group.size - 1
         self._link = Link(8 * size * passes / max(took_s - turn_s, 1e-9), turn_s)
