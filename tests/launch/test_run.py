@@ -20,7 +20,7 @@ from farflung.launch.network import get_free_port
 from farflung.testing.patience import patience
 from tests.launch.machines import LISTENING
 from tests.launch.screen import launcher
-from tests.python import call_farflung
+from tests.python import call_farflung, run_python
 from tests.waits import until
 
 # Each rank writes what it sees, and the sum over all ranks of rank + 1, which only connected processes can know.
@@ -340,3 +340,26 @@ def test_quiet_says_nothing(farflung, home):
     (home / "train.py").write_text("")
     assert farflung("launch", "train.py").stderr == "farflung: settings from farflung.yaml\n"
     assert farflung("launch", "-q", "train.py").stderr == ""
+
+
+def test_a_script_may_end_while_gloo_still_needs_pythons_lock(tmp_path):
+    script = """
+import sys, threading, time
+import torch
+import torch.distributed as dist
+
+def late(future):  # called by gloo's thread, as the script ends
+    entered.set()
+    time.sleep(0.02)
+
+sys.setswitchinterval(100)  # who has the lock keeps it
+entered = threading.Event()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(1), async_op=True).get_future().then(late)
+entered.wait()
+deadline = time.monotonic() + 0.05
+while time.monotonic() < deadline:
+    pass
+"""
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
+    run_python("-m", "farflung.launch.rank", tmp_path / "train.py")

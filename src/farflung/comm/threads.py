@@ -1,17 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads that may never end, and must not be in torch's code when Python does."""
+"""Threads that may not have ended when Python does, and must not be in torch's code then."""
 
 from __future__ import annotations
 
 import atexit
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
 from typing import Generic, TypeVar
 
 _T = TypeVar("_T")
 
 _EXIT_S = 1.0
+_GLOO_S = 0.1
+
+
+def await_gloo() -> None:
+    """Give gloo's worker threads time to let go of their last collective, for which they need Python's lock.
+
+    They do so after the caller has returned, and nothing tells when. If the group is destroyed meanwhile by a thread
+    that holds the lock (as a DDP model does that outlives it), both wait for ever; if the interpreter ends meanwhile,
+    the process aborts: "terminate called without an active exception".
+    """
+    names = set()
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # a thread that has ended
+            names.add(path.read_bytes())
+    if not names or b"pt_gloo_runloop\n" in names:  # systems without this folder don't tell
+        time.sleep(_GLOO_S)
 
 
 def start_until_exit(act: Callable[[], None], name: str, stop: Callable[[], None] | None = None) -> threading.Thread:

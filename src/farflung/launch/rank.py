@@ -9,6 +9,7 @@ script's business, unless there is an outer loop to run.
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import io
 import os
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from farflung.base.events import Kind, tell
 from farflung.base.lazy import LazyModule
+from farflung.comm.threads import await_gloo
 from farflung.config import environ
 from farflung.integrations.rounds import record_rounds
 from farflung.process.failure import PREEMPTED, has_note, has_report, record_exit, record_failure
@@ -47,6 +49,7 @@ def run(arguments: list[str]) -> None:
     if arguments[0] == "--exec":
         os.execvp(arguments[1], arguments[1:])
     record_signals()
+    atexit.register(await_gloo)  # first, so that it is the last to be called
     outer = None
     try:
         if environ.text("FARFLUNG_OUTER_RECIPE"):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import math
 import os
-import time
 from contextlib import suppress
 from datetime import timedelta
 from ipaddress import ip_address
@@ -26,6 +25,7 @@ from farflung.base.torch_internals import current_accelerator
 from farflung.base.words import counted, numbered
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup
+from farflung.comm.threads import await_gloo
 from farflung.comm.torch_group import TorchGroup, explained
 from farflung.config import environ
 from farflung.config.handlers import InitProcessGroupKwargs, WatchdogKwargs
@@ -45,12 +45,6 @@ _LOCAL_SIZE = ("LOCAL_WORLD_SIZE", *(starter.local_size for starter in STARTERS)
 _MEET_WITHIN = timedelta(minutes=30)  # torch's own
 
 _ENGINES = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM"}
-
-# A worker thread of gloo lets go of the tensors of its last collective after the caller has returned,
-# and needs Python's lock for that. If the group is destroyed meanwhile by a thread that holds the lock (as a DDP model
-# does that outlives it), both wait for ever; if the interpreter ends meanwhile, the process aborts. Nothing tells when
-# the worker is through, so it is given time, with the lock free.
-_RELEASE_WAIT_S = 0.1
 
 
 def read_rank_info() -> RankInfo:
@@ -156,7 +150,7 @@ def leave_world() -> None:
     if world is not None and world.owns_group:
         atexit.unregister(leave_world)
         if dist.is_initialized():
-            time.sleep(_RELEASE_WAIT_S)
+            await_gloo()
             dist.destroy_process_group()
 
 
