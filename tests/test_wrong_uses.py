@@ -446,6 +446,7 @@ OUTER = [
     ('OuterLoop(k.model, diloco(4), bucket_bytes="4MB")', "bucket_bytes", "'4MB'"),
     ("OuterLoop(k.model, diloco(4), clock=5)", "clock", "5"),
     ("OuterLoop(nn.Identity(), diloco(4))", "model", "Identity"),
+    ("OuterLoop(net(), replace(diloco(4), optimizer=in_two_groups))", "outer optimizer", "one parameter group"),
     ("k.loop.attach(5)", "attach", "5"),
     ("k.loop.attach(torch.optim.SGD(net().parameters(), lr=0.1))", "attach", "parameter"),
     ("k.ended.attach(k.optimizer)", "ended"),
@@ -472,6 +473,10 @@ OUTER = [
     ("o.merge_states([])", "merge_states", "[]"),
     ("o.merge_states(k.loop.state_dict())", "merge_states", "list"),
 ]
+
+
+def in_two_groups(parameters):
+    return torch.optim.SGD([{"params": parameters}, {"params": [nn.Parameter(torch.ones(1))]}], lr=0.1)
 
 
 def entered_twice(kit):

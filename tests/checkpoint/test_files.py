@@ -6,6 +6,7 @@ import pickle
 import random
 import re
 import stat
+from collections import OrderedDict, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -236,6 +237,15 @@ def test_a_copy_is_not_changed_by_training_and_uses_its_memory_again():
     (second,) = staging.copied([Entry("p", tied)])
     assert second.content["model"]["a"].data_ptr() == first.content["model"]["a"].data_ptr()
     assert second.content["model"]["a"].tolist() == [2, 2, 2]
+
+
+def test_a_copy_of_a_dictionary_is_of_its_kind_and_has_what_belongs_to_it():
+    ordered, lists = OrderedDict(a=torch.ones(1)), defaultdict(list, a=[1])
+    (copy,) = Staging().copied([Entry("p", [ordered, lists])])
+    assert [type(one) for one in copy.content] == [OrderedDict, defaultdict]
+    assert copy.content == [ordered, lists]
+    assert copy.content[1]["b"] == []
+    assert "b" not in lists
 
 
 def test_names_are_those_of_accelerate():

@@ -165,6 +165,17 @@ def test_every_value_of_an_array_is_compared(tmp_path):
     assert f"{file}: value: [2000] torch.float64 and [2000] torch.float32" in said("diff", one, tmp_path / "single")
 
 
+def test_whole_numbers_that_are_one_apart_differ_however_large(tmp_path):
+    for number in range(2):
+        accelerator = Accelerator(cpu=True)
+        accelerator.register_for_checkpointing(Kept(torch.tensor([2**60 + number])))
+        accelerator.save_state(tmp_path / str(number))
+        AcceleratorState._reset_state(reset_partial_state=True)
+    words, code = run("diff", tmp_path / "0", tmp_path / "1")
+    assert code == 1
+    assert "custom_checkpoint_0.pkl: value: " in words
+
+
 def test_a_checkpoint_whose_save_was_interrupted_is_finished_before_it_is_shown(tmp_path):
     for name, steps in [("old", 1), ("new", 2)]:
         trained(tmp_path / name, steps)

@@ -231,6 +231,18 @@ def test_what_an_earlier_start_measured_is_known_to_all_before_the_first_step():
         assert (measured.link, measured.step_s, measured.may_average) == (Link(1e6, 0.1), (0.5, 1.0), True)
 
 
+def half_frozen(group):
+    model = net()
+    model[0].requires_grad_(False)
+    tuner = FixedTuner(CHOICES["weights"], known=(Link(1e6, 0.1), 0.5, 1.0))
+    OuterLoop(model, "auto", group, tuner=tuner).attach(torch.optim.SGD(model[1:].parameters(), lr=0.05))
+    return tuner.measured.parameters
+
+
+def test_a_recipe_is_chosen_by_the_parameters_that_are_trained():
+    assert run_replicas(half_frozen, 2) == [5 + 5 + 5 * 2 + 2] * 2
+
+
 def test_one_process_alone_has_nothing_to_choose_and_trains():
     one = Auto(SoloGroup(), FixedTuner(CHOICES["diloco"]))
     one.train(0, 45)
