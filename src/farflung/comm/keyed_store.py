@@ -224,13 +224,12 @@ class KeyedStore(dist.Store):  # type: ignore[misc, name-defined]  # torch.distr
             return self._channel.receive()
 
 
-def is_keyed(host: str, port: int, timeout_s: float = 0.5) -> bool:
-    """Return whether it is a `KeyedServer` that listens there; it then records that one without a key was there."""
+def is_keyed(host: str, port: int, seal: Seal | None, timeout_s: float = 0.5) -> bool:
+    """Return whether it is a `KeyedServer` that listens there; it then records that one without its key was there."""
     with suppress(OSError), socket.create_connection((host, port), timeout_s) as connection:
-        try:
-            _Channel(connection, None, is_server=False)
-        except KeyMismatch:
-            return True
+        with suppress(KeyMismatch):
+            _Channel(connection, seal, is_server=False)
+        return True
     return False
 
 

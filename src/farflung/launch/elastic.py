@@ -224,15 +224,15 @@ def _described(settings: LaunchSettings, count: int) -> bytes:
 def _found(transport: Transport, flag: str, where: str, machine: str) -> Transport:
     """Wait a while for the run to join; its launcher may be about to start."""
     deadline, why = time.monotonic() + _FIND_WITHIN_S, "its first launcher has recorded no settings"
-    host, _, port = transport.address.rpartition(":")
+    (host, _, port), seal = transport.address.rpartition(":"), transport.board.seal
     while True:
         try:
-            if transport.board.seal is None and keyed_store.is_keyed(host, int(port)):
+            if seal is None and keyed_store.is_keyed(host, int(port), None):
                 raise KeyMismatch(where, "it has a key, and none was given")
             if transport.board.has(["run"]):
                 return transport
         except KeyMismatch:
-            if not keyed_store.is_keyed(host, int(port)):  # else it has seen for itself who was refused
+            if not keyed_store.is_keyed(host, int(port), seal):  # else it has seen for itself who was refused
                 knock(transport.board, machine)
             raise
         except Unreachable as error:

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -88,20 +86,6 @@ def test_pods_have_the_time_to_end_that_is_asked_for(home, capsys):
     words = ["--engine", "kubernetes", "--engine-options", "image=a,end_within=300", "--run-dir", "run", "train.py"]
     assert call_farflung("launch", "--dry-run", *words) == 0
     assert "terminationGracePeriodSeconds: 300" in capsys.readouterr().out
-
-
-def test_the_cluster_that_is_named_is_asked_and_not_the_current_one(home, capsys, monkeypatch):
-    def load(context, client_configuration):
-        if context is not None:
-            raise LookupError("no such context")
-
-    config = SimpleNamespace(load_kube_config=load, ConfigException=LookupError)
-    client = SimpleNamespace(Configuration=SimpleNamespace)
-    monkeypatch.setitem(sys.modules, "kubernetes", SimpleNamespace(config=config, client=client))
-    (home / "train.py").touch()
-    words = ["--engine", "kubernetes", "--engine-options", "image=a,context=there", "--run-dir", "run", "train.py"]
-    assert call_farflung("launch", *words) == 5
-    assert "context is 'there', which kubeconfig does not describe" in capsys.readouterr().err
 
 
 @EACH_COMMAND
