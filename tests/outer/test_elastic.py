@@ -210,6 +210,8 @@ def test_one_that_is_told_to_end_takes_part_in_a_round_before_but_does_not_wait_
         assert mine[-1]["ranks"] == 3, mine[-3:]  # a round, and nothing after it
         assert mine[-2]["position"] < 150
         assert run.codes[members[2]] == -signal.SIGTERM
+        # Stopped while the two connect, it would wait ten seconds for one that is gone.
+        run.until(lambda: any((one["member"], one["generation"]) == (members[1], 2) for one in list(run.said)))
         run.signal(members[1], signal.SIGSTOP)
         run.signal(members[0], number)
         run.until(lambda: run.has_ended(members[0]))
