@@ -12,7 +12,7 @@ from tests.outer.elastic_run import EVERY, ElasticRun, wrong
 
 @pytest.mark.parametrize(
     "faults",
-    [{"error_s": 4.0}, {"loses": 10}, pytest.param({"late_s": 0.3}, marks=pytest.mark.long)],
+    [{"error_s": 2.0}, {"loses": 10}, pytest.param({"late_s": 0.3}, marks=pytest.mark.long)],
     ids=["503", "loses", "late"],
 )
 def test_no_replica_is_lost_while_the_server_fails(bucket, s3, faults):
