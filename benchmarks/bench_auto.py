@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does `auto` choose as well as somebody who tries a grid by hand? Two ranks in network namespaces; needs root.
 
-The demo's GPT trains between two machines at each rate: by `auto`, by the rows of a small grid, and with no exchange. A
-step takes a fixed time, what is left of it is slept: so that the ranks of one machine and their exchange do not take
-the processor from each other, as they would not between two machines. All run in turns, or
-`--jobs` at a time, each on a line of its own: a job takes two cores for as long as its steps compute.
+The demo's GPT trains between two machines at each rate, with the demo's learning rate, which falls to 0: by `auto`, by
+the rows of a small grid, and with no exchange. A step takes a fixed time, what is left of it is slept: so that the
+ranks of one machine and their exchange do not take the processor from each other, as they would not between two
+machines. All run in turns, or `--jobs` at a time, each on a line of its own: a job takes two cores for as long as its
+steps compute.
 
 With `--change` the rate of the line changes while `auto` trains, after each third of the steps, and a picture shows it.
 
@@ -38,6 +39,7 @@ from bench_slow_network import judge
 from farflung.demo.gpt import GPT, loss_per_sequence
 from farflung.demo.settings import SIZES
 from farflung.demo.text import load_text
+from farflung.demo.train import rise_and_fall
 from farflung.integrations.tuner import LineTuner
 from farflung.outer import OuterLoop
 from farflung.outer.arguments import OuterConfig
@@ -267,6 +269,7 @@ def work(
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     if batch:
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE[size], betas=(0.9, 0.95), weight_decay=0.1)
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rise_and_fall(step / steps))
     draw_places = torch.Generator().manual_seed(1000 * seed + rank)
     train = torch.frombuffer(bytearray(text.train), dtype=torch.uint8)
     began, loop = time.perf_counter(), None
@@ -298,6 +301,7 @@ def work(
             loop.average_gradients()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        rate.step()
         optimizer.zero_grad()
         computed_s += took_s
         if loop is not None:
