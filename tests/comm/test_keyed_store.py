@@ -155,3 +155,10 @@ def test_a_group_of_gloo_waits_for_its_ranks_no_longer_than_it_may(run):
         store.wait(["x"], c10d_transport.timedelta(seconds=0.1))
     assert time.monotonic() < began + 60
     assert (store.add("n", 2), store.add("n", 3), store.get("n")) == (2, 5, b"5")
+
+
+@pytest.mark.parametrize(("seal", "why"), [(None, "no key"), (Seal(bytes(32)), "another key")], ids=["none", "other"])
+def test_one_that_only_asks_whether_there_is_a_key_is_named_for_what_it_has(run, seal, why):
+    assert keyed_store.is_keyed(*at(run), seal)
+    (notice,) = until(lambda: run.board.seal.versions.notices)
+    assert f"it has {why}" in notice
