@@ -39,7 +39,7 @@ demo-elastic: $(DEMO_READY)
 
 # What to run before each commit. More workers than there may be cores: tests wait for processes, peers and time limits.
 test: $(TEST_READY)
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not ($(REST))"
+	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not ($(REST))"
 
 test-all: test test-rest
 
