@@ -15,31 +15,19 @@ def rows_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def add_lines(path, *rows):
+    with path.open("a") as file:
+        file.writelines(f"{json.dumps(row)}\n" for row in rows)
+
+
 def a_round(number, member, members, at, lost=None, joined=(), **more):
-    return {
-        "model": 0,
-        "member": member,
-        "time": T0 + at,
-        "number": number,
-        "members": members,
-        "step": 32 * (number + 1),
-        "fragment": 0,
-        "dropped": False,
-        "weights": [1 / len(members)] * len(members),
-        "norms": [1.0] * len(members),
-        "norm": 1.0,
-        "cosine": 0.5,
-        "bytes_sent": 1_000_000,
-        "bytes_received": 1_000_000,
-        "seconds_exposed": 0.5,
-        "seconds_hidden": 0.0,
-        "lost": lost or {},
-        "joined": joined,
-        "seconds_voting": 0.1,
-        "seconds_encoding": 0.05,
-        "seconds_landing": 0.05,
-        "seconds_recovering": 0.25 if lost else 0.0,
-    } | more
+    size = len(members)
+    row = {"model": 0, "member": member, "time": T0 + at, "number": number, "members": members}
+    row |= {"step": 32 * (number + 1), "fragment": 0, "dropped": False, "weights": [1 / size] * size}
+    row |= {"norms": [1.0] * size, "norm": 1.0, "cosine": 0.5, "bytes_sent": 1_000_000, "bytes_received": 1_000_000}
+    row |= {"seconds_exposed": 0.5, "seconds_hidden": 0.0, "lost": lost or {}, "joined": joined, "seconds_voting": 0.1}
+    row |= {"seconds_encoding": 0.05, "seconds_landing": 0.05, "seconds_recovering": 0.25 if lost else 0.0}
+    return row | more
 
 
 def sign(member, step, when, **more):

@@ -17,7 +17,7 @@ from farflung.observe.report import report
 from farflung.observe.run import ObservedRun
 from farflung.observe.watch import watch
 from farflung.process import run_files
-from tests.observe.made import T0, a_round, sign, write_lines, write_run
+from tests.observe.made import T0, a_round, add_lines, sign, write_lines, write_run
 
 ONE = {"processes": 2, "machines": 1, "machine_rank": 0}
 SERVES = {"replicas": 1, "address": "10.0.0.1:29500", "join": "more join with `...`"}
@@ -41,19 +41,14 @@ def ends(folder, code):
     folder.write(Event.now(Kind.ENDED, code=code))
 
 
-def number_of(folder):
-    return int(folder.variables["FARFLUNG_RUN_ATTEMPT"])
-
-
 @pytest.fixture
 def as_rank(monkeypatch):
     """Have this process write as a rank of a launcher's."""
 
     def become(folder, rank=0, restart=0):
-        for name, value in folder.variables.items():
+        place = {"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(restart)}
+        for name, value in (folder.variables | place).items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restart))
         return run_files.who()
 
     return become
@@ -78,8 +73,7 @@ def drawn(run):
 
 
 def told(command, *words):
-    done = CliRunner().invoke(command, [*map(str, words)], catch_exceptions=False)
-    return done.output
+    return CliRunner().invoke(command, [*map(str, words)], catch_exceptions=False).output
 
 
 def test_an_attempt_that_trains_is_not_told_by_the_end_of_the_one_before(tmp_path, as_rank):
@@ -134,7 +128,7 @@ def test_launchers_know_which_attempt_they_belong_to(tmp_path, starts, numbers):
             ends(folders[-1], start)
         else:
             folders.append(begun(tmp_path, start))
-    assert [number_of(folder) for folder in folders] == numbers
+    assert [int(folder.variables["FARFLUNG_RUN_ATTEMPT"]) for folder in folders] == numbers
     assert ObservedRun(tmp_path).attempts.latest.number == numbers[-1]
 
 
@@ -195,13 +189,8 @@ def test_ranks_that_a_launcher_starts_again_draw_no_step_twice(tmp_path, as_rank
 
 def test_a_folder_of_a_former_release_has_attempts_by_their_order(tmp_path):
     now = write_run(tmp_path / "run", [sign(1, 1280, 190), sign(2, 1280, 190, ended=0)])
-    events = (tmp_path / "run" / "events.jsonl").open("a")
-    with events:
-        for row in (
-            {"event": "ended", "time": T0 + 195, "code": 0},
-            {"event": "started", "time": T0 + 198, "replicas": 1},
-        ):
-            events.write(json.dumps(row) + "\n")
+    ended = {"event": "ended", "time": T0 + 195, "code": 0}
+    add_lines(tmp_path / "run" / "events.jsonl", ended, {"event": "started", "time": T0 + 198, "replicas": 1})
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
     facts |= {"host": socket.gethostname(), "pid": os.getpid(), "started": time.time()}
     (tmp_path / "run" / "run.json").write_text(json.dumps(facts))

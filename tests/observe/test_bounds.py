@@ -16,7 +16,7 @@ from farflung.observe.logged import MOST_POINTS
 from farflung.observe.report import data_of, trace
 from farflung.observe.run import ObservedRun
 from farflung.observe.watch import follow, screen
-from tests.observe.made import T0, a_round, sign, write_lines, write_run
+from tests.observe.made import T0, a_round, add_lines, sign, write_lines, write_run
 
 
 def lines_of_python(act):
@@ -75,8 +75,8 @@ def test_a_look_reads_what_is_new_alone(tmp_path, monkeypatch):
         monkeypatch.setattr(records, name, lambda held, real=real: read.append(held) or real(held))
     run.look()
     assert read == []
-    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"time": T0 + 300, "member": 1, "step": 2000, "values": {"loss": 0.25}}) + "\n")
+    row = {"time": T0 + 300, "member": 1, "step": 2000, "values": {"loss": 0.25}}
+    add_lines(tmp_path / "run" / "metrics.jsonl", row)
     run.look()
     assert [held.count(b"\n") for held in read] == [1]
     assert run.curves.loss.last == 0.25
@@ -143,11 +143,10 @@ def test_a_curve_has_a_bounded_number_of_points_and_loses_no_value_that_is_not_f
 def test_a_file_is_read_the_same_in_pieces_of_any_size(tmp_path, monkeypatch, cut):
     """A chunk may end within a line; one that is torn, no JSON or two halves of a row costs itself alone."""
     good = [{"time": T0 + k, "number": k} for k in range(9)]
-    texts = [json.dumps(row) for row in good]
+    texts, rows = [json.dumps(row) for row in good], []
     lines = [*texts[:3], "[1", "2]", "1, 2", texts[3], '{"time": 1', "", "\x00\x00", *texts[4:]]
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + '\n{"time": 5')
     monkeypatch.setattr(records, "_CHUNK_BYTES", cut)
-    rows = []
 
     def take(row):
         rows.append({"time": row["time"], "number": row["number"]})

@@ -17,7 +17,7 @@ from farflung.observe import planned, watch as watching
 from farflung.observe.report import report
 from farflung.observe.run import ObservedRun
 from farflung.observe.watch import watch
-from tests.observe.made import T0, sign, write_lines, write_run
+from tests.observe.made import T0, add_lines, sign, write_lines, write_run
 
 assert planned  # which gives `plan` its flag --from
 FILES = ("run.json", "events.jsonl", "rounds.jsonl", "metrics.jsonl", "steps.jsonl", "ranks/replica1.json")
@@ -31,9 +31,8 @@ def no_wait_for_signs(monkeypatch):
     monkeypatch.setattr(watching, "_SIGN_S", 0.0)
 
 
-def damaged(value, rng):
+def damaged(row, rng):
     """Return a row with a key less, other types, a key of the next release, or none at all."""
-    row = dict(value)
     match rng.randrange(5):
         case 0:
             row.pop(rng.choice([*row]))
@@ -47,8 +46,10 @@ def damaged(value, rng):
     return row
 
 
-def damage(folder, rng):
-    """Change some rows of some files, and tear some of their lines."""
+def damaged_run(path, seed):
+    """Write a run, change some rows of some of its files, and tear some of their lines."""
+    folder, rng = path / str(seed), random.Random(seed)
+    write_run(folder, [sign(member, 1280, 190) for member in (1, 2, 4)])
     for name in rng.sample(FILES, rng.randint(1, 4)):
         file = folder / name
         lines = file.read_text().splitlines() if name.endswith("l") else [file.read_text()]
@@ -57,14 +58,13 @@ def damage(folder, rng):
             if rng.random() < 0.1:
                 lines[k] = lines[k][: rng.randrange(len(lines[k]))]
         file.write_text("\n".join(lines) + "\n")
+    return folder
 
 
 @pytest.mark.parametrize("first", range(0, 100, 25))
 def test_no_damaged_folder_is_a_traceback(tmp_path, first):
     for seed in range(first, first + 25):
-        folder, rng = tmp_path / str(seed), random.Random(seed)
-        write_run(folder, [sign(member, 1280, 190) for member in (1, 2, 4)])
-        damage(folder, rng)
+        folder = damaged_run(tmp_path, seed)
         for command, *arguments in (
             (watch, str(folder)),
             (report, str(folder)),
@@ -82,9 +82,7 @@ def test_the_doctor_probes_any_damaged_folder_and_leaves_it_as_it_was(tmp_path, 
     monkeypatch.setattr(machine, "PROBED_BYTES", 1_000_000)
     monkeypatch.setattr(address, "LARGE_BYTES", 100_000)
     for seed in range(100):
-        folder, rng = tmp_path / str(seed), random.Random(seed)
-        write_run(folder, [sign(member, 1280, 190) for member in (1, 2, 4)])
-        damage(folder, rng)
+        folder = damaged_run(tmp_path, seed)
         before = {path: path.is_dir() or path.read_bytes() for path in folder.rglob("*")}
         words = ["--folder", str(folder), "--meet", folder.as_uri(), "--parameters", "1M", "--json"]
         done = CliRunner().invoke(doctor, words)
@@ -97,8 +95,7 @@ def test_what_can_not_be_read_is_counted_and_the_rest_is_shown(tmp_path):
     write_run(tmp_path / "run", [sign(member, 1280, 190) for member in (1, 2)])
     whole = len(ObservedRun(tmp_path / "run").rounds)
     for name in ("rounds.jsonl", "events.jsonl"):
-        with (tmp_path / "run" / name).open("a") as file:
-            file.write(json.dumps({"event": "ended", "time": T0, "code": [0]}) + "\n7\n")
+        add_lines(tmp_path / "run" / name, {"event": "ended", "time": T0, "code": [0]}, 7)
     (tmp_path / "run" / "ranks" / "replica2.json").write_text('{"step": "many"}')
     run = ObservedRun(tmp_path / "run")
     assert (len(run.rounds), run.code, [one.name for one in run.ranks]) == (whole, None, ["replica 0"])
@@ -127,8 +124,8 @@ def test_the_curve_continues_with_another_replica_if_the_first_has_died(tmp_path
 
 def test_a_line_of_the_next_release_ends_nothing(tmp_path):
     write_run(tmp_path / "run", [sign(1, 1280, 190)])
-    with (tmp_path / "run" / "events.jsonl").open("a") as file:
-        file.write(json.dumps({"event": "merged", "v": 2, "time": T0 + 1, "message": "two runs became one"}) + "\n")
+    row = {"event": "merged", "v": 2, "time": T0 + 1, "message": "two runs became one"}
+    add_lines(tmp_path / "run" / "events.jsonl", row)
     run = ObservedRun(tmp_path / "run")
     assert (str(run.events[-1]), run.unread) == ("two runs became one", "")
 
@@ -145,7 +142,6 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):
 )
 def test_an_integer_beyond_every_float_is_not_finite(tmp_path, logged, value):
     write_run(tmp_path / "run", [sign(1, 1280, 190)])
-    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
-        row = {"time": T0 + 199, "member": 1, "rank": 0, "step": 9999, "values": {"loss": logged}}
-        file.write(json.dumps(row) + "\n")
+    row = {"time": T0 + 199, "member": 1, "rank": 0, "step": 9999, "values": {"loss": logged}}
+    add_lines(tmp_path / "run" / "metrics.jsonl", row)
     assert ObservedRun(tmp_path / "run").curves.loss.last == value

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,7 +19,6 @@ from farflung.launch import folder
 from farflung.observe.folder import named_run
 from farflung.observe.run import ObservedRun
 from farflung.process import run_files
-from farflung.testing.patience import patience
 from tests.observe.made import rows_of
 from tests.waits import until
 
@@ -44,8 +44,6 @@ for step in range(int(sys.argv[1])):
 if sys.argv[2:]:
     raise ValueError(sys.argv[2])
 """
-
-
 BARE = """
 import torch
 from torch.distributed import destroy_process_group, init_process_group
@@ -61,59 +59,6 @@ for recipe in (diloco(4), local_sgd(3)):
             optimizer.step()
 destroy_process_group()
 """
-
-
-@pytest.fixture
-def launched(farflung, home, monkeypatch):
-    """Run the script with a folder; return what the launcher said, and the run."""
-    (home / "train.py").write_text(TRAINS)
-    monkeypatch.delenv("FARFLUNG_RUN_DIR")
-
-    def launch(*words, flags=()):
-        done = farflung("launch", "--cpu", *flags, "train.py", *words)
-        return done, ObservedRun(named_run(None))
-
-    return launch
-
-
-@pytest.mark.usefixtures("warm")
-def test_two_ranks_leave_settings_logs_rounds_metrics_and_events(launched):
-    done, run = launched("12", flags=("--num_processes", "2", "--outer", "diloco", "--outer-every", "4"))
-    assert done.returncode == 0, done.stderr
-    facts = run.facts
-    assert (facts["script"], facts["arguments"], facts["world"]["processes"]) == ("train.py", ["12"], 2)
-    assert facts["settings"]["num_processes"] == {"value": "2", "from": "flag --num_processes"}
-    assert facts["settings"]["outer_every"]["value"] == "4"
-    assert facts["versions"].keys() == {"python", "farflung", "torch"}
-    for rank in (0, 1):
-        log = (run.path / "logs" / f"rank{rank}.log").read_text().splitlines()
-        assert [line[9:] for line in log if "at " in line and "RANK" not in line] == [
-            f"rank {rank} at {step}" for step in range(12)
-        ]
-    assert [(row.step, row.members) for row in run.rounds] == [(4, (0, 1)), (8, (0, 1)), (12, (0, 1))]
-    assert all(run.begun <= row.time <= time.time() for row in run.rounds)
-    logged = rows_of(run.path / "metrics.jsonl")
-    assert [row["step"] for row in logged] == list(range(12))
-    assert all(row["values"].keys() == {"loss", "lr", "note"} for row in logged)
-    assert all(isinstance(row["values"]["loss"], float) for row in logged)
-    kinds = [event.kind for event in run.events]
-    assert kinds == ["started", "model", "checkpoint", "saving", "ended"]
-    assert (run.events[1].facts["parameters"], run.events[1].facts["strategy"]) == (5, "MULTI_CPU")
-    assert [(one.name, one.step, one.ended) for one in run.ranks] == [("rank 0", 12, 0), ("rank 1", 12, 0)]
-    assert run.state == "finished"
-
-
-@pytest.mark.usefixtures("warm")
-def test_rounds_of_bare_loops_between_fixed_ranks_are_there_once_and_shown(farflung, home, monkeypatch):
-    (home / "train.py").write_text(BARE)
-    monkeypatch.delenv("FARFLUNG_RUN_DIR")
-    done = farflung("launch", "--cpu", "--num_processes", "2", "train.py")
-    assert done.returncode == 0, done.stderr
-    rounds = [(row.model, row.number, row.step, row.members) for row in ObservedRun(named_run(None)).rounds]
-    assert rounds == [(0, 1, 4, (0, 1)), (0, 2, 8, (0, 1)), *((1, k, s, (0, 1)) for k, s in ((1, 3), (2, 6), (3, 8)))]
-    assert "5 rounds" in farflung("watch", "--once").stdout
-
-
 LOW = """
 import os, subprocess, sys
 print("by Python")
@@ -121,15 +66,56 @@ sys.stdout.flush()
 os.write(1, f"by a library of rank {os.environ['RANK']}\\n".encode())
 subprocess.run([sys.executable, "-c", "import os; os.write(2, b'by a child\\\\n')"])
 """
+pytestmark = pytest.mark.usefixtures("warm")
 
 
-@pytest.mark.usefixtures("warm")
-def test_with_tee_the_folder_has_what_is_not_printed_by_python_too(farflung, home, monkeypatch):
-    (home / "train.py").write_text(LOW)
+@pytest.fixture
+def launched(farflung, home, monkeypatch):
+    """Run a script with a folder; return what the launcher said, and the run."""
     monkeypatch.delenv("FARFLUNG_RUN_DIR")
-    done = farflung("launch", "--cpu", "--num_processes", "2", "--tee", "3", "train.py")
-    assert done.returncode == 0, done.stderr
-    logs = named_run(None) / "logs"
+
+    def launch(script, *words, flags=(), code=0):
+        (home / "train.py").write_text(script)
+        done = farflung("launch", "--cpu", *flags, "train.py", *words, code=code)
+        return done, ObservedRun(named_run(None))
+
+    return launch
+
+
+def test_two_ranks_leave_settings_logs_rounds_metrics_and_events(launched):
+    _, run = launched(TRAINS, "12", flags=("--num_processes", "2", "--outer", "diloco", "--outer-every", "4"))
+    facts = run.facts
+    assert (facts["script"], facts["arguments"], facts["world"]["processes"]) == ("train.py", ["12"], 2)
+    assert facts["settings"]["num_processes"] == {"value": "2", "from": "flag --num_processes"}
+    assert facts["settings"]["outer_every"]["value"] == "4"
+    assert facts["versions"].keys() == {"python", "farflung", "torch"}
+    for rank in (0, 1):
+        log = (run.path / "logs" / f"rank{rank}.log").read_text().splitlines()
+        said = [line[9:] for line in log if "at " in line and "RANK" not in line]
+        assert said == [f"rank {rank} at {step}" for step in range(12)]
+    assert [(row.step, row.members) for row in run.rounds] == [(4, (0, 1)), (8, (0, 1)), (12, (0, 1))]
+    assert all(run.begun <= row.time <= time.time() for row in run.rounds)
+    logged = rows_of(run.path / "metrics.jsonl")
+    assert [row["step"] for row in logged] == list(range(12))
+    assert all(row["values"].keys() == {"loss", "lr", "note"} for row in logged)
+    assert all(isinstance(row["values"]["loss"], float) for row in logged)
+    assert [event.kind for event in run.events] == ["started", "model", "checkpoint", "saving", "ended"]
+    assert (run.events[1].facts["parameters"], run.events[1].facts["strategy"]) == (5, "MULTI_CPU")
+    assert [(one.name, one.step, one.ended) for one in run.ranks] == [("rank 0", 12, 0), ("rank 1", 12, 0)]
+    assert run.state == "finished"
+
+
+def test_rounds_of_bare_loops_between_fixed_ranks_are_there_once_and_shown(launched, farflung):
+    _, run = launched(BARE, flags=("--num_processes", "2"))
+    rounds = [(row.model, row.number, row.step) for row in run.rounds]
+    assert rounds == [(0, 1, 4), (0, 2, 8), (1, 1, 3), (1, 2, 6), (1, 3, 8)]
+    assert {row.members for row in run.rounds} == {(0, 1)}
+    assert "5 rounds" in farflung("watch", "--once").stdout
+
+
+def test_with_tee_the_folder_has_what_is_not_printed_by_python_too(launched):
+    done, run = launched(LOW, flags=("--num_processes", "2", "--tee", "3"))
+    logs = run.path / "logs"
     for rank in (0, 1):
         assert (logs / f"rank{rank}.log").read_text().splitlines()[0][9:] == "by Python"
         (out,) = logs.glob(f"*/attempt_0/{rank}/stdout.log")
@@ -138,10 +124,8 @@ def test_with_tee_the_folder_has_what_is_not_printed_by_python_too(farflung, hom
         assert f"[default{rank}]:by a library of rank {rank}" in done.stdout
 
 
-@pytest.mark.usefixtures("warm")
 def test_a_rank_alone_says_itself_how_it_ends(launched):
-    done, run = launched("5", "a bad value")
-    assert done.returncode == 1
+    done, run = launched(TRAINS, "5", "a bad value", code=1)
     assert "ValueError: a bad value" in done.stderr
     assert "farflung/launch" not in done.stderr
     assert [event.facts["why"] for event in run.events if event.kind == "failed"] == ["ValueError: a bad value"]
@@ -149,28 +133,21 @@ def test_a_rank_alone_says_itself_how_it_ends(launched):
     assert "ValueError: a bad value" in (run.path / "logs" / "rank0.log").read_text()
 
 
-@pytest.mark.usefixtures("warm")
 def test_what_is_there_is_whole_after_a_kill(home, monkeypatch):
     (home / "train.py").write_text(TRAINS)
     monkeypatch.delenv("FARFLUNG_RUN_DIR")
     launcher = subprocess.Popen([sys.executable, "-m", "farflung", "launch", "--cpu", "train.py", "1000"])
-    deadline = time.monotonic() + patience(60)
-    run = None
-    while run is None or not run.ranks or run.ranks[0].step < 110 or run.curves.loss is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-        if (home / "farflung-runs" / "latest").exists():
-            run = ObservedRun(named_run(None))
+    until((home / "farflung-runs" / "latest").exists)
+    run = ObservedRun(named_run(None))
+    until(lambda: run.look() or (run.ranks and run.ranks[0].step >= 110 and run.curves.loss is not None))
     os.kill(run.ranks[0].row["pid"], signal.SIGKILL)
     launcher.wait()
     run.look()
     written = {file.name: rows_of(file) for file in run.path.glob("*.jsonl")}
-    logged = written["metrics.jsonl"]
-    assert [row["step"] for row in logged] == list(range(len(logged)))
+    assert [row["step"] for row in written["metrics.jsonl"]] == [*range(len(written["metrics.jsonl"]))]
     assert run.state == "dead"
 
 
-@pytest.mark.usefixtures("warm")
 def test_where_no_folder_can_be_none_is_made_and_a_line_says_so(farflung, home, monkeypatch):
     (home / "train.py").write_text("print('trained')")
     done = farflung("launch", "--cpu", "--run-dir", "none", "train.py")
@@ -180,19 +157,18 @@ def test_where_no_folder_can_be_none_is_made_and_a_line_says_so(farflung, home, 
     done = farflung("launch", "--cpu", "train.py")
     assert done.stdout == "trained\n"
     assert "farflung-runs can't be written: File exists, so there is none; --run-dir names another" in done.stderr
-    done = farflung("launch", "--cpu", "--run-dir", "farflung-runs", "train.py")
-    assert (done.returncode, done.stdout) == (2, "")
+    done = farflung("launch", "--cpu", "--run-dir", "farflung-runs", "train.py", code=2)
+    assert done.stdout == ""
     assert "run_dir is 'farflung-runs', but the run's folder" in done.stderr
-    done = farflung("launch", "--cpu", "--run-dir", "here", "train.py")
-    assert (home / "here" / "logs" / "rank0.log").read_text().endswith(" trained\n")
 
 
 def test_what_takes_longer_than_the_start_of_a_lone_script_is_added_beside_it(farflung, home):
     (home / "train.py").write_text("print('trained')")
-    assert farflung("launch", "--cpu", "--run-dir", "here", "train.py").returncode == 0
+    farflung("launch", "--cpu", "--run-dir", "here", "train.py", code=0)
     facts = until(lambda: (found := json.loads((home / "here" / "run.json").read_text())).get("versions") and found)
     assert facts["versions"].keys() == {"python", "farflung", "torch"}
     assert facts["script"] == "train.py"
+    assert (home / "here" / "logs" / "rank0.log").read_text().endswith(" trained\n")
 
 
 def test_what_comes_late_does_not_replace_the_facts_of_the_next_run_in_the_folder(tmp_path):
@@ -220,18 +196,10 @@ def test_numbers_that_json_has_no_word_for_and_bars_do_not_spoil_lines(tmp_path,
 
 def test_a_disk_that_fills_up_does_not_end_a_run_that_went_well(tmp_path, monkeypatch):
     monkeypatch.setenv("FARFLUNG_RUN_FOLDER", str(tmp_path))
-    real, is_full = os.write, []
-
-    def write(file, data):
-        if is_full:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(file, data)
-
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank0.log").symlink_to("/dev/full")
-    monkeypatch.setattr(os, "write", write)
     with run_files.recorded():
-        is_full.append(True)
+        monkeypatch.setattr(os, "write", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
         print("to a full disk")
         run_files.add_lines(tmp_path / "events.jsonl", [{"event": "x"}])
     (tmp_path / "rounds.jsonl").symlink_to("/dev/full")

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import shutil
 import signal
 import sys
@@ -30,7 +31,7 @@ from farflung.observe.run import ObservedRun
 from farflung.observe.watch import screen
 from farflung.testing.patience import patience
 from tests.launch.machines import ADDRESSES, Machines, two_machines
-from tests.observe.made import T0, a_round, rows_of, sign, write_lines, write_run
+from tests.observe.made import T0, a_round, add_lines, rows_of, sign, write_lines, write_run
 from tests.waits import until
 
 PAGE = Path(__file__).parents[2] / "docs" / "watch.md"
@@ -71,19 +72,17 @@ def made(path, signs, **more):
     return ObservedRun(path, clock=lambda: now)
 
 
-def late_replica(path):
-    """A run in which one replica gives no sign for 40 s, while two wait for it."""
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_page_shows_the_screens_that_there_are_and_the_one_that_others_wait_for_is_named(tmp_path, width):
     waits = {"call": "step", "at": "train.py:44", "since": T0 + 161}
     signs = [sign(1, 1216, 200, **waits), sign(2, 1216, 200, **waits), sign(4, 430, 160)]
-    return made(path, signs)
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_the_page_shows_the_screens_that_there_are(tmp_path, width):
-    text = shown(late_replica(tmp_path / "2026-09-21T14-13-20-train"), width)
+    run = made(tmp_path / "2026-09-21T14-13-20-train", signs)
+    text = shown(run, width)
     assert max(map(len, text.splitlines())) <= width
     shows = f"```text\n{text}```\n" in PAGE.read_text(encoding="utf-8")
     assert shows or width > 80, text
+    said = "replica 2 on node1 has given no sign for 40 s; replica 0 and replica 1 wait in step at step 1,216"
+    assert problems(run) == [said]
 
 
 def test_the_recording_shows_the_run_that_was_kept_and_the_screens_that_there_are(tmp_path):
@@ -91,19 +90,11 @@ def test_the_recording_shows_the_run_that_was_kept_and_the_screens_that_there_ar
     kept = json.loads(script["KEPT"].read_text(encoding="utf-8"))
     assert {"began", "lost", "joined"} <= {event["event"] for event in kept["events"]}
     script["draw"](tmp_path / "watch.svg")
-    said = [
-        html.unescape(re.sub(r"<style>.*?</style>|<[^>]*>|\s", "", path.read_text(encoding="utf-8"), flags=re.DOTALL))
-        for path in (tmp_path / "watch.svg", script["TARGET"])
-    ]
-    assert said[0] == said[1], "run `python docs/images/watch.py`"
-    assert script["TARGET"].read_text(encoding="utf-8").count('<g class="frame"') == len(kept["looks"])
-    assert "http" not in script["TARGET"].read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
-
-
-def test_the_one_that_others_wait_for_is_named(tmp_path):
-    run = late_replica(tmp_path / "run")
-    said = "replica 2 on node1 has given no sign for 40 s; replica 0 and replica 1 wait in step at step 1,216"
-    assert problems(run) == [said]
+    drawn, shown = (path.read_text(encoding="utf-8") for path in (tmp_path / "watch.svg", script["TARGET"]))
+    texts = [re.sub(r"<style>.*?</style>|<[^>]*>|\s", "", picture, flags=re.DOTALL) for picture in (drawn, shown)]
+    assert html.unescape(texts[0]) == html.unescape(texts[1]), "run `python docs/images/watch.py`"
+    assert shown.count('<g class="frame"') == len(kept["looks"])
+    assert "http" not in shown.replace("http://www.w3.org/2000/svg", "")
 
 
 def test_the_one_that_is_elsewhere_is_named_with_its_line_and_shown_with_its_stack(tmp_path):
@@ -121,28 +112,16 @@ def test_all_is_well_where_ranks_move_on_and_where_a_run_has_ended_well(tmp_path
     signs = [sign(1, 1216, 199), sign(2, 1216, 198.5)]
     run = made(tmp_path / "run", signs)
     assert (problems(run), run.state) == ([], "running")
-    with (tmp_path / "run" / "events.jsonl").open("a") as file:
-        file.write('{"time": 1790000300, "event": "ended", "code": 0}\n')
+    add_lines(run.path / "events.jsonl", {"time": T0 + 300, "event": "ended", "code": 0})
     run.look()
     assert (problems(run), run.state) == ([], "finished")
 
 
 def test_a_run_whose_launcher_and_ranks_are_gone_is_dead(tmp_path):
-    now = write_run(tmp_path / "run", [sign(1, 1216, 100), sign(2, 1216, 100)])
-    run = ObservedRun(tmp_path / "run", clock=lambda: now)
+    run = made(tmp_path / "run", [sign(1, 1216, 100), sign(2, 1216, 100)])
     assert run.state == "dead"
     assert "nobody gives a sign any more" in problems(run)[0]
     assert "dead" in shown(run, 80)
-
-
-def test_lines_that_are_torn_or_are_being_written_are_left_out(tmp_path):
-    write_run(tmp_path / "run", [sign(1, 5, 200)])
-    (tmp_path / "run" / "ranks" / "replica1.json").write_text('{"time": 17')
-    with (tmp_path / "run" / "rounds.jsonl").open("a") as file:
-        file.write('\x00\x00{"mod\n{"model": 0, "num')
-    run = ObservedRun(tmp_path / "run")
-    assert (len(run.voted), run.ranks) == (40, [])
-    shown(run, 80)
 
 
 def test_a_loss_that_is_no_number_is_said_in_the_curve_the_figures_and_json(tmp_path):
@@ -161,10 +140,9 @@ def test_a_loss_that_is_no_number_is_said_in_the_curve_the_figures_and_json(tmp_
 
 
 def test_older_rounds_can_be_looked_at(tmp_path):
-    path = tmp_path / "run"
-    now = write_run(path, [sign(1, 1216, 200)], rounds=0)
-    write_lines(path / "rounds.jsonl", [a_round(k, 1, [1], k, dropped=k < 5) for k in range(200)])
-    run = ObservedRun(path, clock=lambda: now)
+    run = made(tmp_path / "run", [sign(1, 1216, 200)], rounds=0)
+    add_lines(run.path / "rounds.jsonl", *(a_round(k, 1, [1], k, dropped=k < 5) for k in range(200)))
+    run.look()
 
     def cells(back):
         return set(re.search("(?m)^replica 0 ([■x]+)$", shown(run, 80, back=back))[1])
@@ -203,19 +181,25 @@ def farflung(*words, **more):
     return pexpect.spawn(sys.executable, ["-m", "farflung", *words], encoding="utf-8", timeout=patience(60), **more)
 
 
-def watched(width, one, fate):
-    """Watch the newest run in a terminal while a replica is stopped and killed; return what a pipe gets then.
+def printed(*words):
+    """What a command writes into a pipe, with single spaces."""
+    return " ".join(pexpect.run(shlex.join([sys.executable, "-m", "farflung", *words]), encoding="utf-8").split())
+
+
+def check_watched(width, one, fate):
+    """Watch the newest run in a terminal while a replica is stopped and killed, and look at it in a pipe then.
 
     `one` is the replica's name, and `fate` what is said of it, both as patterns.
     """
-    watch = farflung("watch", dimensions=(40, width))
+    watch = farflung("watch", dimensions=(40, width), env=os.environ | {"COLUMNS": str(width)})
     watch.expect(rf"{one}\S* .*training")
     watch.expect("rounds: ")
     watch.expect("waiting")
-    # A record that is being written is found the next time.
-    pid = until(
-        lambda: [each.row["pid"] for each in ObservedRun(named_run(None)).ranks if re.fullmatch(one, each.name)]
-    )[0]
+
+    def pids():  # a record that is being written is found the next time
+        return [each.row["pid"] for each in ObservedRun(named_run(None)).ranks if re.fullmatch(one, each.name)]
+
+    pid = until(pids)[0]
     os.kill(pid, signal.SIGSTOP)
     stopped = time.monotonic()
     watch.expect(rf"{one}\s+on\s+\S+\s+{fate}", timeout=patience(5))
@@ -227,26 +211,25 @@ def watched(width, one, fate):
     watch.send("q")
     watch.expect(pexpect.EOF)
     assert watch.wait() == 0
-    piped = pexpect.run(f"{sys.executable} -m farflung watch --once", encoding="utf-8")
-    return re.sub(r"\s+", " ", piped)
+    assert re.search(rf"{one} was killed by SIGKILL", printed("watch", "--once"))
 
 
 @pytest.fixture
-def at_home(home, monkeypatch, request):
-    """Run things in a folder of their own, which has the script, in a terminal of some width."""
+def at_home(home, monkeypatch):
+    """Run things in a folder of their own, which has the script, in a terminal."""
     (home / "train.py").write_text(TRAINS)
     monkeypatch.delenv("FARFLUNG_RUN_DIR")
-    monkeypatch.setenv("TERM", "xterm")
+    for name, value in {"TERM": "xterm", "COLUMNS": "100"}.items():
+        monkeypatch.setenv(name, value)
     return home
 
 
 @pytest.mark.usefixtures("warm")
-def test_a_terminal_names_a_replica_that_is_stopped_and_one_that_is_killed(at_home, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+def test_a_terminal_names_a_replica_that_is_stopped_and_one_that_is_killed(at_home):
     launcher = farflung("launch", "--cpu", "--elastic", "1:2", "--replicas", "2", "--grace_s", "30", "train.py")
     try:
         launcher.expect("training begins|2 replicas train")
-        assert "replica 1 was killed by SIGKILL" in watched(80, "replica 1", "is stopped")
+        check_watched(80, "replica 1", "is stopped")
     finally:
         launcher.sendintr()
         launcher.expect(pexpect.EOF)
@@ -254,27 +237,19 @@ def test_a_terminal_names_a_replica_that_is_stopped_and_one_that_is_killed(at_ho
         for one in psutil.process_iter(["cmdline", "cwd"]):  # replicas of a launcher that was too slow to end them
             if "train.py" in (one.info["cmdline"] or []) and one.info["cwd"] == str(at_home):
                 one.kill()
-    said = pexpect.run(f"{sys.executable} -m farflung report --json", encoding="utf-8")
-    assert '"lost": 1' in said
-    shutil.rmtree(at_home / "farflung-runs")
+    assert '"lost": 1' in printed("report", "--json")
 
 
 @pytest.mark.namespace
 @pytest.mark.timeout(240)
-def test_two_machines_on_a_slow_line_are_watched_from_a_third_one(at_home, monkeypatch, warm):
+def test_two_machines_on_a_slow_line_are_watched_from_a_third_one(at_home, warm):
     """They share a file system, and write into one folder."""
-    monkeypatch.setenv("COLUMNS", "100")
     runs = at_home / "farflung-runs" / "shared"
-    elastic = ["--elastic", "1:2", "--replicas", "1", "--grace_s", "30"]
-    line = ["farflung", "launch", "--cpu", *elastic, "--run-dir", str(runs)]
+    elastic = ["--elastic", "1:2", "--replicas", "1", "--grace_s", "30", "--meet", f"tcp://{ADDRESSES[0]}:29511"]
+    line = ["farflung", "launch", "--cpu", *elastic, "--run-dir", str(runs), "train.py"]
     with two_machines(Machines(megabits=20)) as machines:
-        where = ["--meet", f"tcp://{ADDRESSES[0]}:29511", "train.py"]
-        machines.start(0, [*line, *where], at_home)
-        deadline = time.monotonic() + patience(60)
-        while not list(runs.glob("ranks/*")) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        machines.start(1, [*line, *where], at_home)
-        piped = watched(100, r"replica \d of node1\S*", r"has\s+given\s+no\s+sign")
-        assert "was killed by SIGKILL" in piped
-    said = pexpect.run(f"{sys.executable} -m farflung report shared --json", encoding="utf-8")
-    assert '"lost": 1' in said
+        machines.start(0, line, at_home)
+        until(lambda: list(runs.glob("ranks/*")))
+        machines.start(1, line, at_home)
+        check_watched(100, r"replica \d of node1\S*", r"has\s+given\s+no\s+sign")
+    assert '"lost": 1' in printed("report", "shared", "--json")
