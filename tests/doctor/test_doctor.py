@@ -27,6 +27,7 @@ from tests.launch.machines import ADDRESSES, DEVICE, Machines, two_machines
 from tests.python import run_farflung
 
 PAGE = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
+ONE_MACHINE, TWO_MACHINES = re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 MEGABITS = 20
 SMALL = ("--parameters", "1M")
 RUN = "from farflung.launch.main import main; import sys; main(sys.argv[1:])"
@@ -35,34 +36,22 @@ OLDER = "import platform; platform.python_version = lambda: '3.9.0'"
 BEHIND_A_FIREWALL = """
 import socket
 from farflung.doctor import line
-
 class Nobody(socket.socket):
     def accept(self):
         raise OSError
-
 def closed(address):
     one = Nobody()
     one.bind((address, 0))
     return one
-
 line._listening = closed
 """
-
 # It pauses after its last word to the others.
 SLOW_TO_END = """
 import time
 from farflung.comm.c10d_transport import StoreBoard
-
 put = StoreBoard.put
-
-def then_pauses(board, key, value):
-    put(board, key, value)
-    time.sleep(3 * key.startswith("done"))
-
-StoreBoard.put = then_pauses
+StoreBoard.put = lambda board, key, value: (put(board, key, value), time.sleep(3 * key.startswith("done")))
 """
-
-
 SITE = line.Endpoint(0, 2, "10.0.0.1", 29500, None, "10.0.0.1", "eth0")
 
 
@@ -77,31 +66,31 @@ def doctor(*words):
     return found
 
 
-def start(rank, port, *words, fault="", timeout_s=60):
-    flags = ["--num_machines", "2", "--machine_rank", rank, "--main_process_ip", "127.0.0.1"]
-    flags += ["--main_process_port", port, "--timeout", timeout_s, "--json", *SMALL, *words]
-    program = ["-c", f"{fault}\n{RUN}"] if fault else ["-m", "farflung"]  # which may be warm
-    command = [sys.executable, *program, "doctor", *map(str, flags)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def ended(process):
-    printed, errors = process.communicate(timeout=patience(200))
-    assert process.returncode in (0, 1), errors
-    found = json.loads(printed)
-    assert process.returncode == (1 if found["todo"] else 0)
-    return found
+def on_two_machines(fault=""):
+    """The port at which two machines meet on this one, and what each finds; the second one has a fault."""
+    port, running = get_free_port(), []
+    flags = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port), "--timeout", "60", "--json", *SMALL]
+    for rank in range(2):
+        program = ["-c", f"{fault}\n{RUN}"] if fault and rank else ["-m", "farflung"]  # which may be warm
+        command = [sys.executable, *program, "doctor", "--num_machines", "2", "--machine_rank", str(rank), *flags]
+        running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    found = []
+    for process in running:
+        printed, errors = process.communicate(timeout=patience(200))
+        assert process.returncode in (0, 1), errors
+        found.append(json.loads(printed))
+        assert process.returncode == (1 if found[-1]["todo"] else 0)
+    return port, *found
 
 
 def advice(found, name):
     """What a report advises on one of its probes."""
-    return [one for one in found["todo"] if one.startswith(f"{name}:")]
+    return "\n".join(one for one in found["todo"] if one.startswith(f"{name}:"))
 
 
 def runs(plan):
     program, *arguments = shlex.split(plan)
-    assert program == "farflung"
-    assert CliRunner().invoke(farflung, arguments).exit_code == 0, plan
+    assert (program, CliRunner().invoke(farflung, arguments).exit_code) == ("farflung", 0), plan
 
 
 def alike(text):
@@ -132,7 +121,7 @@ def test_it_needs_no_flag_and_says_what_it_does_not_know(home):
 def test_a_folder_that_can_not_be_written_to_is_something_to_do(tmp_path):
     found = doctor("--json", "--folder", tmp_path / "gone")
     assert "No such file or directory" in found["folder"]["not_known"]
-    assert "--folder" in advice(found, "folder")[0]
+    assert "--folder" in advice(found, "folder")
 
 
 def test_where_torch_can_not_be_loaded_the_other_probes_answer(tmp_path):
@@ -140,9 +129,8 @@ def test_where_torch_can_not_be_loaded_the_other_probes_answer(tmp_path):
     done = subprocess.run([*command, "--meet", tmp_path.as_uri()], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)
-    assert "can't be loaded" in advice(found, "torch")[0]
-    assert "ModuleNotFoundError" in found["devices"]["not_known"]
-    assert "ModuleNotFoundError" in found["meet"]["not_known"]
+    assert "can't be loaded" in advice(found, "torch")
+    assert all("ModuleNotFoundError" in found[name]["not_known"] for name in ("devices", "meet"))
     assert found["memory"]["bytes"] > 0
     assert found["folder"]["write_bytes_per_s"] > 0
 
@@ -198,14 +186,12 @@ def test_a_probe_that_fails_or_has_no_answer_is_not_known():
 
 
 def test_two_machines_find_each_other_and_measure_their_line(warm):
-    port = get_free_port()
-    first, second = (ended(one) for one in [start(rank, port) for rank in range(2)])
-    assert first["lines"] == second["lines"]
-    assert first["lines"]["port"] == port
-    assert first["lines"]["missing"] == []
-    assert first["lines"]["differing"] == {}
-    for key in ("0 -> 1", "1 -> 0"):
-        measured = first["lines"]["lines"][key]
+    port, first, second = on_two_machines()
+    lines = first["lines"]
+    assert lines == second["lines"]
+    assert (lines["port"], lines["missing"], lines["differing"]) == (port, [], {})
+    assert lines["lines"].keys() == {"0 -> 1", "1 -> 0"}
+    for measured in lines["lines"].values():
         assert measured["bits_per_s"] > 1e6
         assert abs(measured["skew_s"]) <= measured["round_trip_s"] / 2 + 1e-3  # it is one clock
     assert first["synchronizing"]["seconds"]["diloco"] > first["synchronizing"]["seconds"]["sparse_loco"] > 0
@@ -214,40 +200,37 @@ def test_two_machines_find_each_other_and_measure_their_line(warm):
 
 @pytest.mark.long
 def test_versions_that_differ_are_named_with_their_machines(warm):
-    port = get_free_port()
-    first, second = (ended(one) for one in [start(0, port), start(1, port, fault=OLDER)])
     here = sys.version.split()[0]
-    for found in (first, second):
+    for found in on_two_machines(OLDER)[1:]:
         assert found["lines"]["differing"] == {"python": {"0": here, "1": "3.9.0"}}
-        assert f"python is {here} on machine 0, 3.9.0 on machine 1" in advice(found, "versions")[0]
+        assert f"python is {here} on machine 0, 3.9.0 on machine 1" in advice(found, "versions")
 
 
 @pytest.mark.long
 def test_a_machine_that_ends_last_has_all_figures_too(warm):
-    port = get_free_port()
-    first, second = (ended(one) for one in [start(0, port), start(1, port, fault=SLOW_TO_END)])
+    _, first, second = on_two_machines(SLOW_TO_END)
     assert first["lines"] == second["lines"]
     assert first["lines"]["lines"]["0 -> 1"]["bits_per_s"] > 0
 
 
 @pytest.mark.long
 def test_a_machine_that_can_not_be_reached_is_named_with_its_address(warm):
-    port = get_free_port()
-    first, second = (ended(one) for one in [start(0, port), start(1, port, fault=BEHIND_A_FIREWALL)])
-    assert first["lines"]["lines"] == second["lines"]["lines"]
-    assert first["lines"]["lines"]["0 -> 1"] == {"unreachable": "Connection refused"}
-    assert first["lines"]["lines"]["1 -> 0"]["bits_per_s"] > 0
-    assert "0 -> 1: 127.0.0.1 can't be reached" in advice(first, "lines")[0]
+    _, first, second = on_two_machines(BEHIND_A_FIREWALL)
+    lines = first["lines"]["lines"]
+    assert lines == second["lines"]["lines"]
+    assert lines["0 -> 1"] == {"unreachable": "Connection refused"}
+    assert lines["1 -> 0"]["bits_per_s"] > 0
+    assert "0 -> 1: 127.0.0.1 can't be reached" in advice(first, "lines")
 
 
 def test_a_machine_that_does_not_come_is_named_after_the_time_limit():
     here = ("--num_machines", 2, "--main_process_ip", "127.0.0.1", "--main_process_port", get_free_port())
     found = doctor("--json", *here, "--machine_rank", 0, "--timeout", 1)
     assert found["lines"]["missing"] == [1]
-    assert "machine 1 did not come within 1 s" in advice(found, "lines")[0]
+    assert "machine 1 did not come within 1 s" in advice(found, "lines")
     assert "not_known" in found["synchronizing"]
     found = doctor("--json", *here, "--machine_rank", 1, "--timeout", 1)
-    assert "machine 1 does not reach machine 0" in advice(found, "lines")[0]
+    assert "machine 1 does not reach machine 0" in advice(found, "lines")
 
 
 def test_clocks_that_differ_are_something_to_do():
@@ -264,20 +247,16 @@ def test_over_a_line_of_20_megabits_that_is_what_it_measures(tmp_path):
     flags = f"--num_machines 2 --main_process_ip {ADDRESSES[0]} --timeout 60 --json"
     with two_machines(Machines(MEGABITS)) as machines:
         # The first to come waits, whichever it is.
-        processes = [
-            machines.start(
-                rank, ["sh", "-c", f"farflung doctor {flags} --machine_rank {rank} 2>errors{rank}"], tmp_path
-            )
-            for rank in (1, 0)
-        ]
-        found = [json.loads(one.communicate(timeout=patience(150))[0]) for one in processes]
-    assert found[0]["lines"] == found[1]["lines"]
-    for one in found[0]["lines"]["lines"].values():
-        assert one["bits_per_s"] == pytest.approx(MEGABITS * 1e6, rel=0.3)
-    assert [one["interface"] for one in found[0]["lines"]["machines"].values()] == [DEVICE, DEVICE]
+        lines = {rank: f"farflung doctor {flags} --machine_rank {rank} 2>errors{rank}" for rank in (1, 0)}
+        processes = [machines.start(rank, ["sh", "-c", line], tmp_path) for rank, line in lines.items()]
+        found, other = (json.loads(one.communicate(timeout=patience(150))[0]) for one in processes)
+    assert found["lines"] == other["lines"]
+    for measured in found["lines"]["lines"].values():
+        assert measured["bits_per_s"] == pytest.approx(MEGABITS * 1e6, rel=0.3)
+    assert [one["interface"] for one in found["lines"]["machines"].values()] == [DEVICE, DEVICE]
     # 124M parameters of 32 bits to one other machine.
-    assert found[0]["synchronizing"]["seconds"]["diloco"] == pytest.approx(124e6 * 32 / MEGABITS / 1e6, rel=0.35)
-    runs(found[0]["plan"])
+    assert found["synchronizing"]["seconds"]["diloco"] == pytest.approx(124e6 * 32 / MEGABITS / 1e6, rel=0.35)
+    runs(found["plan"])
 
 
 def test_at_a_folder_it_measures_requests_and_leaves_nothing(tmp_path):
@@ -294,8 +273,7 @@ def test_at_a_bucket_it_measures_requests_and_leaves_nothing(bucket, s3):
     s3.set(late_s=0.05)
     found = doctor("--json", "--meet", bucket, *SMALL, "--timeout", 60)
     assert found["meet"]["creates_once"] is True
-    assert found["meet"]["put_s"] >= 0.05
-    assert found["meet"]["list_s"] >= 0.05
+    assert min(found["meet"][name] for name in ("put_s", "list_s")) >= 0.05
     runs(found["plan"])
 
 
@@ -303,16 +281,16 @@ def test_a_bucket_that_overwrites_what_is_to_be_created_once_is_something_to_do(
     s3.set(create="ignored")
     found = doctor("--json", "--meet", bucket, *SMALL, "--timeout", 60)
     assert found["meet"]["creates_once"] is False
-    assert "Use another store" in advice(found, "meet")[0]
+    assert "Use another store" in advice(found, "meet")
 
 
 def test_an_address_without_an_answer_is_something_to_do(bucket, s3, tmp_path):
     s3.set(error_s=600)
     found = doctor("--json", "--meet", bucket, *SMALL, "--timeout", 4)
-    assert "can't be used" in advice(found, "meet")[0]
+    assert "can't be used" in advice(found, "meet")
     assert "not_known" in found["synchronizing"]
     found = doctor("--json", "--meet", (tmp_path / "no" / "run").as_uri(), *SMALL)
-    assert "No such file or directory" in advice(found, "meet")[0]
+    assert "No such file or directory" in advice(found, "meet")
 
 
 @pytest.mark.parametrize(
@@ -331,7 +309,7 @@ def test_what_it_can_not_be_asked_is_refused(words, why):
 
 
 def test_the_page_shows_the_screen_of_one_machine(home):
-    shown, screen = blocks()[0].splitlines(), doctor("--folder", home).splitlines()
+    shown, screen = ONE_MACHINE.splitlines(), doctor("--folder", home).splitlines()
     names = [row[:15] for row in shown]
     assert names[: names.index("What to do:")] == [row[:15] for row in screen][: names.index("What to do:")]
     for name in ("versions", "memory", "folder", "clock", "lines"):
@@ -353,9 +331,5 @@ def test_the_page_shows_the_screen_of_two_machines(tmp_path):
     }
     report = Report({"lines": line._described(SITE, came, measured, 10.0)})
     _plan_for_a_line(report, Asked(tmp_path, 124_000_000, 10.0, 2), 2)
-    assert blocks()[1].rstrip() == report.as_text().partition("\n\n")[2]
+    assert TWO_MACHINES.rstrip() == report.as_text().partition("\n\n")[2]
     runs(report.plan)
-
-
-def blocks():
-    return re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)

@@ -6,6 +6,7 @@ import math
 import sqlite3
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock, call, patch
 
 import numpy as np
 import pytest
@@ -29,7 +30,6 @@ from farflung.tracking import (
     register_tracker_class,
 )
 from farflung.utils import LoggerType
-from tests.tracking.fakes import fake_client
 
 CONFIG = {"lr": 0.1, "layers": 2, "name": "small", "tied": True}
 
@@ -69,6 +69,14 @@ def test_json_lines_hold_each_event_at_once_and_a_second_run_goes_on(tmp_path):
     assert lines_of(path)[3]["data"] == [["1+1", 2]]
 
 
+def test_a_full_disk_ends_neither_a_step_nor_the_run(tmp_path):
+    (tmp_path / "run.jsonl").symlink_to("/dev/full")
+    tracker = JSONLTracker("run", tmp_path)
+    for act in (tracker.start, lambda: tracker.log({"loss": 1.0}, step=1), tracker.finish):
+        with pytest.warns(UserWarning, match=r"run.jsonl can't be written: No space left .* Training continues"):
+            act()
+
+
 def test_tensorboard_reads_back_what_was_logged(tmp_path):
     accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed"
@@ -76,9 +84,8 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path):
     tracker = TensorBoardTracker("run", tmp_path, flush_secs=1)
     tracker.start()
     tracker.store_init_configuration({**CONFIG, "betas": [0.9, 0.95], "none": None})
-    tracker.log(
-        {"loss": torch.tensor(0.5), "small": np.float32(2), "note": "warm", "two": {"a": 1.0, "b": 2.0}}, step=3
-    )
+    values = {"loss": torch.tensor(0.5), "small": np.float32(2), "note": "warm", "two": {"a": 1.0, "b": 2.0}}
+    tracker.log(values, step=3)
     with pytest.warns(UserWarning, match="tensorboard does not record 'odd' of type list"):
         tracker.log({"odd": [1, 2], "loss": 0.25}, step=4)
     with pytest.warns(UserWarning, match="tensorboard does not record 'deep' of type dict"):
@@ -157,21 +164,18 @@ def test_trackio_writes_to_a_local_file(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", [WandBTracker, TrackioTracker])
 def test_runs_are_called_as_their_clients_want(kind, monkeypatch):
-    record = []
-    monkeypatch.setitem(sys.modules, kind.name, fake_client(kind.name, record))
+    client = MagicMock()
+    monkeypatch.setitem(sys.modules, kind.name, client)
     tracker = run(kind("project", group="g"))
-    assert record == [
-        ("init", (), {"project": "project", "group": "g"}),
-        ("config.update", (CONFIG,), {"allow_val_change": True}),
-        ("init.log", ({"loss": 0.5, "note": "warm"},), {"step": 1}),
-        ("init.finish", (), {}),
+    assert client.mock_calls == [
+        call.init(project="project", group="g"),
+        call.config.update(CONFIG, allow_val_change=True),
+        call.init().log({"loss": 0.5, "note": "warm"}, step=1),
+        call.init().finish(),
     ]
     if hasattr(tracker, "log_images"):
         tracker.log_images({"picture": ["pixels"]}, step=2)
-        assert [name for name, _, _ in record[-2:]] == ["Image", "init.log"]
-
-
-# ---- which trackers
+        assert client.mock_calls[-2:] == [call.Image("pixels"), call.init().log({"picture": [client.Image()]}, step=2)]
 
 
 class Own(GeneralTracker):
@@ -189,15 +193,12 @@ class Own(GeneralTracker):
 
 @pytest.fixture
 def own_class():
-    before = dict(LOGGER_TYPE_TO_CLASS)
-    yield Own
-    LOGGER_TYPE_TO_CLASS.clear()
-    LOGGER_TYPE_TO_CLASS.update(before)
+    with patch.dict(LOGGER_TYPE_TO_CLASS):
+        yield Own
 
 
 def test_the_trackers_that_are_asked_for_come_once_each(monkeypatch):
-    installed = ("tensorboard", "wandb")
-    monkeypatch.setattr(tracking, "has_client", lambda name: name in (*installed, "jsonl"))
+    monkeypatch.setattr(tracking, "has_client", lambda name: name in ("tensorboard", "wandb", "jsonl"))
     own = Own("mine")
     assert get_available_trackers() == ["tensorboard", "wandb", "jsonl"]
     assert filter_trackers(None) == []
@@ -207,14 +208,14 @@ def test_the_trackers_that_are_asked_for_come_once_each(monkeypatch):
     assert filter_trackers([own, LoggerType.ALL], "logs") == [own, "tensorboard", "wandb", "jsonl"]
     monkeypatch.setattr(tracking, "has_client", lambda name: name in ("wandb", "jsonl"))
     assert filter_trackers("all") == ["wandb"]
-    with pytest.raises(ConfigError, match="pip install tensorboard"):
-        filter_trackers("tensorboard", "logs")
-    with pytest.raises(ConfigError, match="Logging with `jsonl` requires a `logging_dir`"):
-        filter_trackers("jsonl")
-    with pytest.raises(ConfigError, match="Did you mean `wandb`"):
-        filter_trackers("wandbb")
-    with pytest.raises(TypeError, match=r"Own\(\.\.\.\)"):
-        filter_trackers(Own)
+    for kind, words, asked in (
+        (ConfigError, "pip install tensorboard", ("tensorboard", "logs")),
+        (ConfigError, "Logging with `jsonl` requires a `logging_dir`", ("jsonl",)),
+        (ConfigError, "Did you mean `wandb`", ("wandbb",)),
+        (TypeError, r"Own\(\.\.\.\)", (Own,)),
+    ):
+        with pytest.raises(kind, match=words):
+            filter_trackers(*asked)
 
 
 def test_a_class_of_ones_own_can_be_registered_by_name(tmp_path, own_class):
@@ -230,25 +231,27 @@ def test_a_class_of_ones_own_can_be_registered_by_name(tmp_path, own_class):
         register_tracker_class(type("Nameless", (GeneralTracker,), {}))
 
 
+COMET = """
+from farflung.tracking import GeneralTracker
+class CometTracker(GeneralTracker):
+    name, requires_logging_directory, tracker = "comet_ml", False, property(lambda self: self.values)
+    def __init__(self, run_name, **kwargs):
+        super().__init__()
+        self.values = [(run_name, kwargs)]
+    def log(self, values, step=None, **kwargs):
+        self.values.append((step, values))
+"""
+
+
 @pytest.fixture
 def plugin(tmp_path, monkeypatch, own_class):
     """Install a package that brings the trackers `comet_ml`, and `odd`, whose class has another name."""
-    (tmp_path / "farflung_comet.py").write_text(
-        "from farflung.tracking import GeneralTracker\n\n"
-        "class CometTracker(GeneralTracker):\n"
-        "    name, requires_logging_directory, tracker = 'comet_ml', False, property(lambda self: self.values)\n\n"
-        "    def __init__(self, run_name, **kwargs):\n"
-        "        super().__init__()\n"
-        "        self.values = [(run_name, kwargs)]\n\n"
-        "    def log(self, values, step=None, **kwargs):\n"
-        "        self.values.append((step, values))\n"
-    )
+    (tmp_path / "farflung_comet.py").write_text(COMET)
     metadata = tmp_path / "farflung_comet-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: farflung-comet\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(
-        "[farflung.trackers]\ncomet_ml = farflung_comet:CometTracker\nodd = farflung_comet:CometTracker\n"
-    )
+    named = "".join(f"{name} = farflung_comet:CometTracker\n" for name in ("comet_ml", "odd"))
+    (metadata / "entry_points.txt").write_text(f"[farflung.trackers]\n{named}")
     monkeypatch.syspath_prepend(tmp_path)
     yield
     sys.modules.pop("farflung_comet", None)
@@ -286,9 +289,8 @@ def test_a_tracker_class_that_lacks_something_says_what():
 
 @pytest.mark.parametrize(("rank", "main_only", "is_run"), [("0", True, True), ("1", True, False), ("1", False, True)])
 def test_methods_for_the_main_process_know_it_before_there_is_an_accelerator(rank, main_only, is_run, monkeypatch):
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", rank)
+    for name, value in {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank}.items():
+        monkeypatch.setenv(name, value)
 
     class Early(Own):
         main_process_only = main_only
