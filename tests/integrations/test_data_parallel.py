@@ -3,6 +3,7 @@
 
 import copy
 import json
+import re
 import sys
 import time
 import warnings
@@ -24,11 +25,12 @@ from farflung import Accelerator
 from farflung.base.errors import CollectiveMismatch, ConfigError, Unsupported
 from farflung.comm.ddp_hook import average_hook
 from farflung.config import environ
-from farflung.integrations.data_parallel import DDPTakeover
 from farflung.outer import OuterLoop
 from farflung.outer.arguments import OuterConfig, recipe_of
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
+from tests.accelerator.conftest import on_ranks
+from tests.integrations.takeover import installed, is_the_same
 from tests.outer.islands import Grid
 from tests.outer.replicas import same
 from tests.recipes import OPTIONS
@@ -120,48 +122,37 @@ def by_hand(config, make=net, stepping=None, grid=None, **options):
             wrapped.register_comm_hook(None, average_hook(ranks))
     step = Step(model.parameters(), **stepping or {})
 
-    def flush():
-        loops[0].flush()
-
     def count(done):
         loops[0].count(done)
         loops[0].sync_if_due()
 
     step.before = lambda: loops or loops.append(OuterLoop(model, recipe, inner=step.optimizer, **groups))
     step.after = count
-    epochs(wrapped, step, on_epoch=flush)
+    epochs(wrapped, step, on_epoch=lambda: loops[0].flush())
     loops[0].close()
     return dict(model.state_dict())
 
 
 def taken_over(config, make=net, stepping=None, **options):
-    takeover = DDPTakeover(config)
-    takeover.install()
+    takeover = installed(config)
     wrapped = DistributedDataParallel(make(), **options)
-    step = Step(wrapped.parameters(), **stepping or {})
-    epochs(wrapped, step)
+    epochs(wrapped, Step(wrapped.parameters(), **stepping or {}))
     takeover.close()
     return {name.replace("module.", "").replace("_orig_mod.", ""): one for name, one in wrapped.state_dict().items()}
 
 
-def chosen_by_auto():
-    """Let `auto` choose for two passes of a script, of which the first is shorter than a trial."""
-    takeover, drivers = DDPTakeover(OuterConfig("auto")), []
-    takeover.install()
+@on_ranks(2, each=(True, True))
+def test_auto_chooses_for_a_ddp_script_at_the_end_of_a_short_pass():
+    """Two passes, of which the first is shorter than a trial."""
+    takeover, drivers = installed(OuterConfig("auto")), []
     wrapped = DistributedDataParallel(net())
     step = Step(wrapped.parameters())
     step.after = lambda done: drivers.extend(one.driver for one in takeover._followed if one.driver and not drivers)
     epochs(wrapped, step)
-    choice = drivers[0].loop.state_dict()["auto"]
+    recipe = json.loads(drivers[0].loop.state_dict()["auto"])["recipe"]
     assert drivers[0].pass_steps() == drivers[0].attempts // 2
     takeover.close()
-    return json.loads(choice)["recipe"], {name: one.tolist() for name, one in wrapped.module.state_dict().items()}
-
-
-def test_auto_chooses_for_a_ddp_script_at_the_end_of_a_short_pass():
-    first, second = run_ranks(chosen_by_auto, 2)
-    assert first == second
-    assert first[0] != "auto"
+    return recipe != "auto", is_the_same((recipe, {name: one.tolist() for name, one in wrapped.state_dict().items()}))
 
 
 WAYS = {
@@ -182,16 +173,15 @@ def equal_to_a_loop_by_hand(way, recipe, island_size):
         environ.export({"FARFLUNG_ISLAND_SIZE": str(island_size)})
     wanted = by_hand(RECIPES[recipe], grid=grid, **WAYS[way])
     mine = taken_over(RECIPES[recipe], **WAYS[way])
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, {name: one.tolist() for name, one in mine.items()})
-    return all(each == everyone[0] for each in everyone), same(mine, wanted)
+    return is_the_same({name: one.tolist() for name, one in mine.items()}), same(mine, wanted)
 
 
 @pytest.mark.parametrize(
     ("way", "recipe"), [("plain", "local_sgd"), *((way, "diloco") for way in WAYS), ("plain", "streaming_diloco")]
 )
+@on_ranks(2, each=(True, True))
 def test_a_ddp_script_ends_with_the_bits_of_a_loop_by_hand(way, recipe):
-    assert run_ranks(equal_to_a_loop_by_hand, 2, way, recipe, 1) == [(True, True)] * 2
+    return equal_to_a_loop_by_hand(way, recipe, 1)
 
 
 @pytest.mark.parametrize(
@@ -203,14 +193,21 @@ def test_a_ddp_script_ends_with_the_bits_of_a_loop_by_hand(way, recipe):
         *(pytest.param(way, "diloco", marks=pytest.mark.long) for way in WAYS if way != "flag, unused"),
     ],
 )
+@on_ranks(4, each=(True, True))
 def test_within_islands_a_ddp_script_averages_as_ddp_over_their_ranks_does(way, recipe):
-    assert run_ranks(equal_to_a_loop_by_hand, 4, way, recipe, 2) == [(True, True)] * 4
+    return equal_to_a_loop_by_hand(way, recipe, 2)
 
 
-def in_code(recipe, find_unused_parameters, is_compiled):
+@pytest.mark.filterwarnings("ignore:find_unused_parameters")
+@pytest.mark.parametrize(
+    ("recipe", "unused", "is_compiled"),
+    [("diloco", True, False), ("streaming_diloco", False, False), ("diloco", False, True)],
+)
+@on_ranks(2, each=(True, True))
+def test_a_loop_around_ddp_is_one_around_its_model_until_it_ends(recipe, unused, is_compiled):
     """A loop around the bare model and one around DDP, neither in a block; then DDP without a loop again."""
     ends = []
-    for options in (None, {"find_unused_parameters": find_unused_parameters}):
+    for options in (None, {"find_unused_parameters": unused}):
         model = net()
         wrapped = model if options is None else DistributedDataParallel(model, **options)
         wrapped = torch.compile(wrapped, backend="eager") if is_compiled else wrapped
@@ -221,21 +218,11 @@ def in_code(recipe, find_unused_parameters, is_compiled):
         ends.append({name: value.clone() for name, value in model.state_dict().items()})
     step.optimizer.zero_grad()
     wrapped(torch.full((2, 4), float(dist.get_rank() + 1))).sum().backward()
-    gradients = [None, None]
-    dist.all_gather_object(gradients, [parameter.grad.tolist() for parameter in model.parameters()])
-    return same(*ends), gradients[0] == gradients[1]
+    return same(*ends), is_the_same([parameter.grad.tolist() for parameter in model.parameters()])
 
 
-@pytest.mark.filterwarnings("ignore:find_unused_parameters")
-@pytest.mark.parametrize(
-    ("recipe", "unused", "is_compiled"),
-    [("diloco", True, False), ("streaming_diloco", False, False), ("diloco", False, True)],
-)
-def test_a_loop_around_ddp_is_one_around_its_model_until_it_ends(recipe, unused, is_compiled):
-    assert run_ranks(in_code, 2, recipe, unused, is_compiled) == [(True, True)] * 2
-
-
-def refused_in_code():
+@on_ranks(2)
+def test_a_loop_around_ddp_that_can_not_work_is_refused():
     alone = [dist.new_group([rank]) for rank in (0, 1)][dist.get_rank()]
     with pytest.raises(ConfigError, match=r"averages over 1 of 2 ranks, .*island="):
         OuterLoop(DistributedDataParallel(net(), process_group=alone), "diloco")
@@ -245,48 +232,32 @@ def refused_in_code():
         OuterLoop(hooked, "diloco")
 
 
-def test_a_loop_around_ddp_that_can_not_work_is_refused():
-    run_ranks(refused_in_code, 2)
-
-
-def compiled():
-    takeover = DDPTakeover(RECIPES["diloco"])
-    takeover.install()
-    losses = []
+@on_ranks(2, each=True)
+def test_compiled_models_are_followed():
+    takeover = installed(RECIPES["diloco"])
     for wrap in (lambda one: DistributedDataParallel(torch.compile(one, backend="eager")), torch.compile):
         wrapped = wrap(net()) if wrap is not torch.compile else wrap(DistributedDataParallel(net()), backend="eager")
         epochs(wrapped, Step(wrapped.parameters()))
-        losses.append([one.tolist() for one in wrapped.parameters()])
     takeover.close()
-    ends = [None, None]
-    dist.all_gather_object(ends, [one.tolist() for one in wrapped.parameters()])
-    return ends[0] == ends[1]
-
-
-def test_compiled_models_are_followed():
-    assert run_ranks(compiled, 2) == [True, True]
+    return is_the_same([one.tolist() for one in wrapped.parameters()])
 
 
 def adversaries(island_size):
     """Two models with optimizers of their own, one of which steps twice as often."""
     environ.export({"FARFLUNG_ISLAND_SIZE": str(island_size)})
-    takeover = DDPTakeover(RECIPES["diloco"])
-    takeover.install()
+    takeover = installed(RECIPES["diloco"])
     models = [DistributedDataParallel(net()), DistributedDataParallel(net(2))]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
     torch.manual_seed(dist.get_rank())
     for step in range(8):
         for which in (0, 1) if step % 2 else (0,):
-            loss = models[1](models[0](torch.randn(4, 4))).square().mean()
-            loss.backward()
+            models[1](models[0](torch.randn(4, 4))).square().mean().backward()
             optimizers[which].step()
             for optimizer in optimizers:
                 optimizer.zero_grad()
     attempts = [one.driver.attempts for one in takeover._followed]
     takeover.close()
-    ends = [None] * dist.get_world_size()
-    dist.all_gather_object(ends, [one.tolist() for model in models for one in model.state_dict().values()])
-    return attempts, all(each == ends[0] for each in ends)
+    return attempts, is_the_same([one.tolist() for model in models for one in model.state_dict().values()])
 
 
 @pytest.mark.parametrize("island_size", [1, 2])
@@ -301,7 +272,7 @@ def over_which_ranks():
     with pytest.raises(ConfigError, match=r"over ranks 0, 1, 2 and 3, .* is ranks [02] and [13]\. Use .*island"):
         OuterLoop(everyone, "diloco", grid.column, island=grid.island)
     environ.export({"FARFLUNG_ISLAND_SIZE": "2"})
-    DDPTakeover(RECIPES["diloco"]).install()
+    installed(RECIPES["diloco"])
     torch.manual_seed(rank)
     models = [nn.Linear(3, 2), nn.Linear(3, 2)]
     for model, options in zip(models, ({}, {"process_group": grid.island.pg}), strict=True):
@@ -318,37 +289,28 @@ def test_a_ddp_model_is_made_over_an_island_with_the_weights_of_rank_0():
     assert [gradients for _, gradients in ranks] == [[0.5, 0.5]] * 2 + [[2.5, 2.5]] * 2
 
 
-def one_island():
+@on_ranks(2)
+def test_one_island_has_nothing_to_average():
     environ.export({"FARFLUNG_ISLAND_SIZE": "2"})
-    DDPTakeover(RECIPES["diloco"]).install()
+    installed(RECIPES["diloco"])
     with pytest.raises(ConfigError, match="all 2 processes share one"):
         DistributedDataParallel(net())
-
-
-def test_one_island_has_nothing_to_average():
-    run_ranks(one_island, 2)
 
 
 def held_by(model):
     return {name: one.detach().clone() for name, one in model.named_parameters()}
 
 
-def saved_by_rank_0():
-    takeover = DDPTakeover(RECIPES["diloco"])
-    takeover.install()
+@on_ranks(2)
+def test_one_rank_alone_saves_the_agreed_weights_and_all_go_on_from_what_they_load():
+    takeover = installed(RECIPES["diloco"])
     model = DistributedDataParallel(net(), find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(dist.get_rank())
-
-    def train(steps):
-        for _ in range(steps):
-            model(torch.randn(4, 4)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    train(3)  # a round
-    agreed = held_by(model)
-    train(2)
+    for step in range(5):
+        one_step(model, optimizer)
+        if step == 2:  # a round
+            agreed = held_by(model)
     live, copied = held_by(model), copy.deepcopy(model)
     if dist.get_rank() == 0:  # alone, so nothing may wait
         saved = {name: one for name, one in model.state_dict().items() if name in live}
@@ -361,10 +323,6 @@ def saved_by_rank_0():
     takeover.close()
 
 
-def test_one_rank_alone_saves_the_agreed_weights_and_all_go_on_from_what_they_load():
-    run_ranks(saved_by_rank_0, 2)
-
-
 class Trainer:
     """What is called of transformers' Trainer."""
 
@@ -375,57 +333,43 @@ class Trainer:
         self.history.append(logs)
 
 
-def trained_by_a_trainer():
+@on_ranks(2)
+def test_the_log_of_a_trainer_has_the_figures_of_the_rounds():
     sys.modules["transformers.trainer"] = SimpleNamespace(Trainer=Trainer)
-    takeover = DDPTakeover(RECIPES["diloco"])
-    takeover.install()
+    takeover = installed(RECIPES["diloco"])
     model, trainer = DistributedDataParallel(net()), Trainer()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
-        model(torch.randn(4, 4)).square().mean().backward()
-        optimizer.step()
+        one_step(model, optimizer)
         trainer.log({"step": step}, start_time=None)
     takeover.close()
-    return [set(logs) for logs in trainer.history]
+    first, second, third, fourth = map(set, trainer.history)
+    assert first == second == fourth == {"step"}
+    assert {"step", "outer/round", "outer/bytes_sent", "outer/waiting"} < third
 
 
-def test_the_log_of_a_trainer_has_the_figures_of_the_rounds():
-    for first, second, third, fourth in run_ranks(trained_by_a_trainer, 2):
-        assert first == second == fourth == {"step"}
-        assert {"step", "outer/round", "outer/bytes_sent", "outer/waiting"} < third
-
-
-def step_once(parameters):
-    torch.optim.SGD(parameters, lr=0.1).step()
+def step_once(model):
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
 def without_ddp():
-    step_once(net().parameters())
+    step_once(net())
 
 
 def other_parameters():
     DistributedDataParallel(net())
-    step_once(nn.Linear(1, 1).parameters())
-
-
-def sharded():
-    step_once(fully_shard(net()).parameters())
+    step_once(nn.Linear(1, 1))
 
 
 def with_a_mesh_of_its_own():
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard"))
-    step_once(fully_shard(net(), mesh=mesh["shard"]).parameters())
+    step_once(fully_shard(net(), mesh=mesh["shard"]))
 
 
-def flat(use_orig_params=False):
+def flat(use_orig_params):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is deprecated, and prefers GPUs
-        model = FullyShardedDataParallel(net(), device_id=torch.device("cpu"), use_orig_params=use_orig_params)
-    step_once(model.parameters())
-
-
-def views_of_flat():
-    flat(use_orig_params=True)
+        step_once(FullyShardedDataParallel(net(), device_id=torch.device("cpu"), use_orig_params=use_orig_params))
 
 
 def zero():
@@ -436,83 +380,55 @@ def zero():
     ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1).step()
 
 
-def bf16_hook():
-    DistributedDataParallel(net()).register_comm_hook(None, default_hooks.bf16_compress_hook)
+def with_hook(*hook):
+    DistributedDataParallel(net()).register_comm_hook(*hook)
 
 
-def power_sgd():
-    DistributedDataParallel(net()).register_comm_hook(PowerSGDState(None), powerSGD_hook)
-
-
-def deepspeed():
-    sys.modules["deepspeed"] = sys
-    try:
+def beside(library):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, library, sys)
         without_ddp()
-    finally:
-        del sys.modules["deepspeed"]
-
-
-def megatron():
-    sys.modules["megatron"] = sys
-    without_ddp()
 
 
 REFUSED = {
-    without_ddp: "trains 6 parameters which no DDP model has",
-    other_parameters: "trains 2 parameters which none of the 1 DDP models has",
-    sharded: "Shard over some ranks with an Accelerator",
-    with_a_mesh_of_its_own: 'OuterLoop(model, recipe, mesh=mesh, outer="replica")',
-    flat: "with NO_SHARD gradients, over all 2 ranks in each step. Use DDP in place of NO_SHARD",
-    views_of_flat: "with NO_SHARD gradients, over all 2 ranks in each step",
-    zero: "ZeroRedundancyOptimizer sends all parameters in each step",
-    bf16_hook: "bf16_compress_hook would have nothing to compress",
-    power_sgd: "powerSGD_hook would have nothing to compress",
-    deepspeed: "deepspeed averages gradients by itself",
-    megatron: "megatron averages gradients by itself",
+    "trains 6 parameters which no DDP model has": without_ddp,
+    "trains 2 parameters which none of the 1 DDP models has": other_parameters,
+    "Shard over some ranks with an Accelerator": lambda: step_once(fully_shard(net())),
+    'OuterLoop(model, recipe, mesh=mesh, outer="replica")': with_a_mesh_of_its_own,
+    "with NO_SHARD gradients, over all 2 ranks in each step. Use DDP in place of NO_SHARD": lambda: flat(False),
+    "with NO_SHARD gradients, over all 2 ranks in each step": lambda: flat(True),
+    "ZeroRedundancyOptimizer sends all parameters in each step": zero,
+    "bf16_compress_hook would have nothing to compress": lambda: with_hook(None, default_hooks.bf16_compress_hook),
+    "powerSGD_hook would have nothing to compress": lambda: with_hook(PowerSGDState(None), powerSGD_hook),
+    "deepspeed averages gradients by itself": lambda: beside("deepspeed"),
+    "megatron averages gradients by itself": lambda: beside("megatron"),
 }
 
 
-def refusals():
-    said = []
-    takeover = DDPTakeover(RECIPES["diloco"])
-    takeover.install()
-    for attempt in REFUSED:
-        try:
-            attempt()
-        except (ConfigError, Unsupported) as error:
-            said.append(str(error))
-        takeover._followed.clear()
-    return said
-
-
+@on_ranks(2)
 def test_what_can_not_work_is_refused_at_the_first_step():
-    for said in run_ranks(refusals, 2):
-        for text, words in zip(said, REFUSED.values(), strict=True):
-            assert words in text
-            assert "--outer" in text
+    takeover = installed(RECIPES["diloco"])
+    for words, attempt in REFUSED.items():
+        with pytest.raises((ConfigError, Unsupported), match=rf"^(?=.*--outer).*{re.escape(words)}"):
+            attempt()
+        takeover._followed.clear()
 
 
-def alone():
-    DDPTakeover(RECIPES["diloco"]).install()
+@on_ranks(1, connect=False)
+def test_one_process_has_nothing_to_average():
+    installed(RECIPES["diloco"])
     with pytest.raises(ConfigError, match="this process trains alone"):
         without_ddp()
 
 
-def by_items():
-    DDPTakeover(OuterConfig("diloco", weigh_by="items")).install()
+@on_ranks(1, connect=False)
+def test_items_are_counted_by_an_accelerator_alone():
+    installed(OuterConfig("diloco", weigh_by="items"))
     with pytest.raises(ConfigError, match="weigh_by='items' needs an Accelerator"):
         without_ddp()
     accelerator = Accelerator()  # which counts them
     model = net()
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))[1].step()
-
-
-def test_one_process_has_nothing_to_average():
-    run_ranks(alone, 1, connect=False)
-
-
-def test_items_are_counted_by_an_accelerator_alone():
-    run_ranks(by_items, 1, connect=False)
 
 
 # ---- ranks that do not make the same steps
@@ -540,9 +456,7 @@ def ends_alike(takeover, script, make=net, **options):
     torch.manual_seed(dist.get_rank())
     script(model, optimizer)
     takeover.close()
-    ends = [None] * dist.get_world_size()
-    dist.all_gather_object(ends, [one.tolist() for one in model.state_dict().values()])
-    return all(each == ends[0] for each in ends)
+    return is_the_same([one.tolist() for one in model.state_dict().values()])
 
 
 def one_step(model, optimizer, factor=1.0):
@@ -557,8 +471,7 @@ def uneven_by_join(model, optimizer):
     """torch's own words for uneven inputs, and what all ranks do together after them."""
     for number in ((7, 4), (0, 5)):
         with model.join():
-            for _ in range(number[dist.get_rank()]):
-                one_step(model, optimizer)
+            trains(*number)(model, optimizer)
         dist.all_reduce(torch.ones(1))
 
 
@@ -567,14 +480,14 @@ def rank_1_skips_its_first_step(model, optimizer):
         one_step(model, optimizer, float("nan") if step == 0 and dist.get_rank() == 1 else 1.0)
 
 
-def rank_1_has_one_batch(model, optimizer):
-    for _ in range((6, 1)[dist.get_rank()]):
-        one_step(model, optimizer)
+def trains(*steps):
+    """A script with so many steps on each rank."""
 
+    def script(model, optimizer):
+        for _ in range(steps[dist.get_rank()]):
+            one_step(model, optimizer)
 
-def rank_1_has_no_batch(model, optimizer):
-    for _ in range((6, 0)[dist.get_rank()]):
-        one_step(model, optimizer)
+    return script
 
 
 def rank_1_leaves_its_epochs_early(model, optimizer):
@@ -628,58 +541,48 @@ def a_teacher_follows(model, optimizer):
     for _ in range(5):
         one_step(model, optimizer)
         model.module.follow()
-    everyone = [None, None]
-    dist.all_gather_object(everyone, model.module.teacher[0].weight.tolist())
-    assert everyone[0] != everyone[1]
+    assert not is_the_same(model.module.teacher[0].weight.tolist())
 
 
-UNEVEN = {
-    uneven_by_join: net,
-    rank_1_skips_its_first_step: net,
-    rank_1_has_one_batch: net,
-    rank_1_has_no_batch: net,
-    rank_1_leaves_its_epochs_early: net,
-    layers_in_turns: net,
-    rank_0_evaluates: net,
-    windows_of_other_lengths: net,
-    a_teacher_follows: Taught,
-}
-
-
-def uneven(options):
-    takeover = DDPTakeover(RECIPES["diloco"])
-    takeover.install()
-    return [ends_alike(takeover, script, make, **options) for script, make in UNEVEN.items()]
+UNEVEN = [
+    uneven_by_join,
+    rank_1_skips_its_first_step,
+    trains(6, 1),
+    trains(6, 0),
+    rank_1_leaves_its_epochs_early,
+    layers_in_turns,
+    rank_0_evaluates,
+    windows_of_other_lengths,
+    a_teacher_follows,
+]
 
 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters")
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["plain", "static"])
+@on_ranks(2, each=[True] * len(UNEVEN))
 def test_ranks_that_make_other_steps_end_alike(options):
-    assert run_ranks(uneven, 2, options) == [[True] * len(UNEVEN)] * 2
+    takeover = installed(RECIPES["diloco"])
+    nets = {a_teacher_follows: Taught}
+    return [ends_alike(takeover, script, nets.get(script, net), **options) for script in UNEVEN]
 
 
-def refused_joins():
+@on_ranks(2)
+def test_a_join_that_asks_in_each_step_is_refused():
     model = DistributedDataParallel(net())
     outer = OuterLoop(model, "diloco")
     with pytest.raises(ConfigError, match=r"join\(\) asks all ranks in each pass\. Leave it out"), model.join():
         model(torch.ones(2, 4))
     outer.detach()
-    takeover = DDPTakeover(RECIPES["diloco"])
-    takeover.install()
+    takeover = installed(RECIPES["diloco"])
     model = DistributedDataParallel(net())
     with pytest.raises(ConfigError, match="throw_on_early_termination asks all ranks in each step"):
         model.join(throw_on_early_termination=True)
     takeover.close()
 
 
-def test_a_join_that_asks_in_each_step_is_refused():
-    run_ranks(refused_joins, 2)
-
-
 def waiting_for_each_other():
     """Rank 1 skips a step, so rank 0 is in a round and waits for it, while it waits for rank 0 in a call of its own."""
-    takeover = DDPTakeover(OuterConfig("diloco", every=2))
-    takeover.install()
+    takeover = installed(OuterConfig("diloco", every=2))
     model = DistributedDataParallel(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
@@ -700,15 +603,13 @@ def test_a_round_and_a_call_of_the_script_that_wait_for_each_other_end_at_once()
     assert second
 
 
-def parts_of_compiled():
-    """What a checkpoint of the model inside of a compiled one has, in the middle of a round."""
-    takeover = DDPTakeover(RECIPES["diloco"])
-    takeover.install()
+@on_ranks(2)
+def test_the_model_in_a_compiled_one_is_saved_as_the_whole_is():
+    """In the middle of a round."""
+    takeover = installed(RECIPES["diloco"])
     model = DistributedDataParallel(torch.compile(net(), backend="eager"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(dist.get_rank())
-    for _ in range(5):
-        one_step(model, optimizer)
+    trains(5, 5)(model, torch.optim.SGD(model.parameters(), lr=0.1))
     inner = model.module._orig_mod
     saved = {f"module._orig_mod.{name}": one for name, one in inner.state_dict().items()}
     whole, live = model.state_dict(), inner[0].weight.detach().clone()
@@ -717,7 +618,3 @@ def parts_of_compiled():
     inner.load_state_dict(inner.state_dict())
     assert torch.equal(inner[0].weight, whole["module._orig_mod.0.weight"])
     takeover.close()
-
-
-def test_the_model_in_a_compiled_one_is_saved_as_the_whole_is():
-    run_ranks(parts_of_compiled, 2)

@@ -15,7 +15,8 @@ from farflung.base.errors import ConfigError
 from farflung.integrations import frameworks
 from farflung.integrations.data_parallel import DDPTakeover
 from farflung.outer.arguments import OuterConfig
-from farflung.testing.ranks import run_ranks
+from tests.accelerator.conftest import on_ranks
+from tests.integrations.takeover import installed, is_the_same
 
 DATA = TensorDataset(torch.zeros(8, 4))
 
@@ -81,12 +82,12 @@ ENDS = {
 IN_MID_PASS = ("nothing", "a Lightning validation in mid-epoch")
 
 
-def fitted():
-    """After each of the ends, reached in mid-pass: whether the ranks have the same weights in memory, and save them."""
+@on_ranks(2, each={name: name not in IN_MID_PASS for name in ENDS})
+def test_where_frameworks_end_a_fit_or_an_epoch_all_steps_come_together():
+    """After each of the ends, reached in mid-pass, ranks have the same weights in memory, and save them."""
     *parts, _ = lightning()
     sys.modules["transformers.trainer_callback"] = SimpleNamespace(CallbackHandler=CallbackHandler)
-    takeover = DDPTakeover(OuterConfig("diloco", every=1000, report="off"))
-    takeover.install()
+    takeover = installed(OuterConfig("diloco", every=1000, report="off"))
     seen = {}
     for name, end in ENDS.items():
         takeover.forget()
@@ -101,15 +102,9 @@ def fitted():
             if number == 2:
                 break
         end(*parts)
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, net.weight.tolist())
-        seen[name] = everyone[0] == everyone[1] and torch.equal(net.state_dict()["weight"], net.weight)
+        seen[name] = is_the_same(net.weight.tolist()) and torch.equal(net.state_dict()["weight"], net.weight)
     takeover.close()
     return seen
-
-
-def test_where_frameworks_end_a_fit_or_an_epoch_all_steps_come_together():
-    assert run_ranks(fitted, 2) == [{name: name not in IN_MID_PASS for name in ENDS}] * 2
 
 
 WORDS = {

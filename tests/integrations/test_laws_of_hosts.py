@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two laws under each host of a loop and each recipe: what is validated is what is saved, and nets may take turns."""
 
-import functools
 from contextlib import ExitStack
+from functools import cache, partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from farflung import Accelerator
-from farflung.integrations.data_parallel import DDPTakeover
 from farflung.outer.arguments import OuterConfig
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
+from tests.integrations.takeover import installed, is_the_same
 from tests.recipes import OPTIONS, made
 
 BATCHES, RATE = 5, 0.05  # of a pass, on each rank
@@ -57,27 +56,15 @@ def accelerated(model, optimizers, loader, config, stack):
     wrapped, loader, *optimizers = accelerator.prepare(model, loader, *optimizers)
     loop = accelerator.outer_loops[0]
     stack.callback(AcceleratorState._reset_state)
-    return (
-        wrapped,
-        optimizers,
-        loader,
-        accelerator.backward,
-        loop.synced,
-        lambda: accelerator.get_state_dict(wrapped),
-        loop.close,
-    )
+    states = partial(accelerator.get_state_dict, wrapped)
+    return wrapped, optimizers, loader, accelerator.backward, loop.synced, states, loop.close
 
 
-@functools.cache
-def installed():
-    """The one takeover of this process, whose wrappers stay."""
-    takeover = DDPTakeover(CONFIGS["local_sgd"])
-    takeover.install()
-    return takeover
+the_takeover = cache(lambda: installed(CONFIGS["local_sgd"]))  # of this process, whose wrappers stay
 
 
 def taken_over(model, optimizers, loader, config, stack):
-    takeover = installed()
+    takeover = the_takeover()
     takeover._config = config
     takeover.read_ranks()
     takeover.forget()
@@ -98,9 +85,8 @@ def weights(state):
 
 def look(model, state):
     """Whether all ranks have the same weights in memory, and whether their state dict is that."""
-    live, everyone = weights(model.state_dict() if state is None else dict(model.named_parameters())), [None] * 2
-    dist.all_gather_object(everyone, live)
-    return everyone[0] == everyone[1], state is None or weights(state) == live
+    live = weights(model.state_dict() if state is None else dict(model.named_parameters()))
+    return is_the_same(live), state is None or weights(state) == live
 
 
 def trained(host, config, way, stops):

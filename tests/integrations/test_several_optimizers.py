@@ -12,12 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from farflung import Accelerator, GradScalerKwargs
 from farflung.base.errors import ConfigError
-from farflung.integrations.data_parallel import DDPTakeover
 from farflung.outer import OuterLoop
 from farflung.outer.arguments import OuterConfig
 from farflung.outer.inner import IterationTracker
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
+from tests.accelerator.conftest import on_ranks
+from tests.integrations.takeover import installed, is_the_same
 
 EVERY = 2
 CONFIG = OuterConfig("local_sgd", every=EVERY, report="off")
@@ -36,56 +37,44 @@ def optimizers_of(model, number):
     return [torch.optim.SGD(part, lr=0.1, momentum=0.9) for part in parts]
 
 
-def installed(config=CONFIG):
-    takeover = DDPTakeover(config)
-    takeover.install()
-    return takeover
-
-
 def under(host, order, config=CONFIG, overflows=None):
     """Six iterations; whether all ranks have the same weights after each, and the weights at the end."""
     model, end = net(), lambda: None
     optimizers = steppers = optimizers_of(model, len(order[0]))
-    wrapped, scaler = model, None
+    wrapped, scaler, backward = model, None, torch.Tensor.backward
     if host == "accelerator":
         precision = {"mixed_precision": "fp16", "kwargs_handlers": [GradScalerKwargs(init_scale=1.0)]}
         accelerator = Accelerator(cpu=True, outer=config, **({} if overflows is None else precision))
         wrapped, *steppers = accelerator.prepare(model, *optimizers)
-        end = accelerator.wait_for_everyone
+        backward, end = accelerator.backward, accelerator.wait_for_everyone
     elif host == "takeover":
         wrapped = DistributedDataParallel(model)
-        scaler = None if overflows is None else torch.amp.GradScaler("cpu", init_scale=1.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=overflows is not None)
     else:
-        loop = OuterLoop(model, config).attach(*optimizers)
-        end = loop.detach
+        end = OuterLoop(model, config).attach(*optimizers).detach
     torch.manual_seed(dist.get_rank())
     equal = []
     for number in range(6):
         loss = wrapped(torch.randn(4, 3)).square().mean()
         if (number, dist.get_rank()) == (overflows, 1):
             loss = loss * float("inf")
-        if host == "accelerator":
-            accelerator.backward(loss)
-        else:
-            (loss if scaler is None else scaler.scale(loss)).backward()
+        backward(loss if scaler is None else scaler.scale(loss))
         for which in order[number % len(order)]:
             steppers[which].step() if scaler is None else scaler.step(steppers[which])
         for stepper in steppers:
             stepper.zero_grad()
         if scaler is not None:
             scaler.update()
-        mine = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, mine)
-        equal.append(all(torch.equal(other, mine) for other in everyone))
+        mine = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+        equal.append(is_the_same(mine))
     end()
     if host == "accelerator":
         AcceleratorState._reset_state()
-    return equal, mine.tolist()
+    return equal, mine
 
 
 def all_orders(host):
-    takeover = installed() if host == "takeover" else None
+    takeover = installed(CONFIG) if host == "takeover" else None
     outcomes = []
     for order in ORDERS:
         outcomes.append(under(host, order))
@@ -102,28 +91,22 @@ def test_optimizers_in_any_order_are_one_with_as_many_groups_and_ranks_are_equal
         assert all(other == (equal, wanted) for other in others)
 
 
-def overflowing(host):
+@pytest.mark.parametrize("host", ["accelerator", "takeover"])
+@on_ranks(2, each=[number % EVERY == 0 for number in range(1, 7)])
+def test_steps_that_a_scaler_skips_end_an_iteration_too(host):
     if host == "takeover":
-        installed()
+        installed(CONFIG)
     return under(host, [[1, 0, 2]], overflows=2)[0]
 
 
-@pytest.mark.parametrize("host", ["accelerator", "takeover"])
-def test_steps_that_a_scaler_skips_end_an_iteration_too(host):
-    assert run_ranks(overflowing, 2, host) == [[number % EVERY == 0 for number in range(1, 7)]] * 2
-
-
-def refused(host):
+@pytest.mark.parametrize("host", ["accelerator", "takeover", "attach"])
+@on_ranks(2)
+def test_the_state_of_one_of_several_optimizers_is_not_averaged_alone(host):
     config = OuterConfig("local_sgd", every=2, inner="average", report="off")
     if host == "takeover":
         installed(config)
     with pytest.raises(ConfigError, match="synchronizes the state of one optimizer"):
         under(host, [[0, 1, 2]], config)
-
-
-@pytest.mark.parametrize("host", ["accelerator", "takeover", "attach"])
-def test_the_state_of_one_of_several_optimizers_is_not_averaged_alone(host):
-    run_ranks(refused, 2, host)
 
 
 def attempts_of(iteration, optimizers, names):
