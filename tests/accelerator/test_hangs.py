@@ -30,7 +30,7 @@ from farflung.process import watchdog, world
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
 from farflung.utils import DataLoaderConfiguration, InitProcessGroupKwargs, ParallelismConfig
-from tests.python import run_farflung
+from tests.accelerator.conftest import on_ranks
 
 LATE = 1
 WATCHDOG = ["farflung watchdog", "farflung watchdog guard"]
@@ -58,8 +58,7 @@ def lets_one_go_first(run):
 
 
 def loads(run):
-    for _ in run.loader:
-        pass
+    list(run.loader)
 
 
 def averages(run):
@@ -111,10 +110,9 @@ def comes_late(path, call, timeout_s=0.5):
     return is_told(path, call, run)
 
 
-@pytest.mark.parametrize("call", [gathers, lets_one_go_first, loads, averages])
+@pytest.mark.parametrize("call", [gathers, lets_one_go_first, loads, averages, learns])
 def test_a_late_rank_is_named_with_the_line_waited_in_and_the_line_it_is_at(call, tmp_path):
-    first, _ = run_ranks(comes_late, 2, tmp_path, call)
-    said, seconds = first
+    (said, seconds), _ = run_ranks(comes_late, 2, tmp_path, call)
     assert "rank 1 did not reach `" in said
     assert "within 0.5 s" in said
     assert f"{__file__}:" in said.split("\n")[0]
@@ -148,12 +146,6 @@ def test_torchs_own_collectives_end_too_and_the_report_is_printed(tmp_path):
     assert "rank 1 did not reach `all_reduce` (" in printed
     assert "`dist.all_reduce(torch.ones(2))`)" in printed
     assert "in evaluates_alone" in printed
-
-
-def test_a_late_rank_is_named_in_backward(tmp_path):
-    (said, seconds), _ = run_ranks(comes_late, 2, tmp_path, learns)
-    assert "rank 1 did not reach" in said
-    assert seconds < patience(5)
 
 
 def trains(path, accelerator, model, optimizer):
@@ -277,17 +269,14 @@ def time_allowed():
     return world.joined_world().watchdog._timeout_s  # nothing else says it before it is over
 
 
-def takes_the_launchers_time_until_told_otherwise():
+@on_ranks(2, each=[3600.0, 20.0], connect=False)
+def test_the_script_counts_before_the_launcher():
     with environ.patched({"FARFLUNG_HANG_TIMEOUT_S": "600"}):
         Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=1))])
         seen = [time_allowed()]
         Accelerator(kwargs_handlers=[WatchdogKwargs(20)])
         Accelerator()
         return [*seen, time_allowed()]
-
-
-def test_the_script_counts_before_the_launcher():
-    assert run_ranks(takes_the_launchers_time_until_told_otherwise, 2, connect=False) == [[3600.0, 20.0]] * 2
 
 
 def comes_alone(path):
@@ -304,7 +293,8 @@ def test_a_rank_that_never_makes_an_accelerator_is_named(tmp_path):
     assert seconds < patience(5)
 
 
-def is_slow():
+@on_ranks(2, each=2.0)
+def test_a_rank_within_the_time_and_a_long_transfer_raise_no_alarm():
     accelerator = started(timeout_s=1.2).accelerator
     for _ in range(3):
         time.sleep(0.3 * accelerator.process_index)
@@ -315,10 +305,6 @@ def is_slow():
     time.sleep(2.5)
     group.waits.waiting.clear()
     return accelerator.gather(torch.ones(1)).sum().item()
-
-
-def test_a_rank_within_the_time_and_a_long_transfer_raise_no_alarm():
-    assert run_ranks(is_slow, 2) == [2.0, 2.0]
 
 
 def fails(path, call):
@@ -341,33 +327,12 @@ def test_a_failure_reaches_the_others_within_seconds_though_its_process_lives_on
         assert seconds < patience(5)
 
 
-SCRIPT = """
-import atexit, time, torch
-from farflung import Accelerator
-accelerator = Accelerator(cpu=True)
-accelerator.wait_for_everyone()
-if accelerator.process_index == 1:
-    atexit.register(time.sleep, 60)
-    raise ValueError("no such file")
-accelerator.gather(torch.ones(2))
-"""
-
-
-@pytest.mark.usefixtures("warm")
-def test_a_run_ends_soon_after_a_rank_has_failed_and_says_why(tmp_path):
-    script = tmp_path / "fails_slowly.py"
-    script.write_text(SCRIPT)
-    ended = run_farflung("launch", "--cpu", "--num_processes", "2", script, code=None, timeout_s=45)
-    assert ended.returncode != 0
-    assert "rank 1 failed on" in ended.stderr
-    assert ended.stderr.count("ValueError: no such file") == 1
-
-
 def threads():
     return [thread.name for thread in threading.enumerate() if "watchdog" in thread.name]
 
 
-def when_it_watches():
+@on_ranks(2, each=[WATCHDOG, WATCHDOG, []])
+def test_it_watches_until_the_end_and_is_given_its_time_later():
     accelerator = started().accelerator
     seen = [threads()]
     Accelerator(kwargs_handlers=[WatchdogKwargs(30)])
@@ -378,22 +343,13 @@ def when_it_watches():
     return [*seen, threads()]
 
 
-def test_it_watches_until_the_end_and_is_given_its_time_later():
-    assert run_ranks(when_it_watches, 2) == [[WATCHDOG, WATCHDOG, []]] * 2
-
-
-def watches_by_environment(seconds):
-    with environ.patched({"FARFLUNG_HANG_TIMEOUT_S": seconds}):
+@pytest.mark.parametrize(("text", "seconds"), [("20.5", 20.5), ("0", float("inf")), ("", 1800)])
+@on_ranks(2)
+def test_the_environment_says_for_how_long_or_not_at_all(text, seconds):
+    with environ.patched({"FARFLUNG_HANG_TIMEOUT_S": text}):
         accelerator = Accelerator(cpu=True)
     accelerator.wait_for_everyone()  # or one rank ends while the other one still connects
-    return threads(), time_allowed()
-
-
-@pytest.mark.parametrize(
-    ("seconds", "expected"), [("20.5", (WATCHDOG, 20.5)), ("0", (WATCHDOG, float("inf"))), ("", (WATCHDOG, 1800))]
-)
-def test_the_environment_says_for_how_long_or_not_at_all(seconds, expected):
-    assert run_ranks(watches_by_environment, 2, seconds) == [expected] * 2
+    assert (threads(), time_allowed()) == (WATCHDOG, seconds)
 
 
 def test_nothing_is_started_in_one_process():
@@ -404,13 +360,8 @@ def test_nothing_is_started_in_one_process():
     assert world.joined_world().watchdog is None
 
 
-def leaves_in_silence():
-    accelerator = started(timeout_s=30).accelerator
-    accelerator.gather(torch.ones(1))
+@on_ranks(2)
+def test_a_group_that_the_script_ends_is_no_failure():
+    started(timeout_s=30).accelerator.gather(torch.ones(1))
     dist.destroy_process_group()  # the script ends the group itself; the watchdog must not fail over it
     time.sleep(0.3)
-    return threads()
-
-
-def test_a_group_that_the_script_ends_is_no_failure():
-    assert len(run_ranks(leaves_in_silence, 2)) == 2

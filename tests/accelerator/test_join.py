@@ -18,6 +18,7 @@ from farflung.state import AcceleratorState
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
 from farflung.utils import GradScalerKwargs
+from tests.accelerator.conftest import on_ranks
 
 # For each rank the sizes of its batches. Ranks end in the middle of windows, at their ends, and in the same step.
 SHARES = {
@@ -137,16 +138,14 @@ def test_ranks_train_as_one_process_would_on_what_those_with_data_bring(ranks):
         assert max(len(outcome[number][0]) for outcome in outcomes) == len(expected)
 
 
-def epochs(num_steps):
+@on_ranks(4)
+def test_replicas_have_the_same_weights_moments_rates_and_scales_after_each_uneven_epoch():
     scaling = GradScalerKwargs(init_scale=256.0, growth_interval=2)
-    accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=num_steps, mixed_precision="fp16", kwargs_handlers=[scaling]
-    )
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[scaling])
     bare = network()
     data = DataLoader(TensorDataset(tokens(0, 0, 10)), batch_size=2)
     model, optimizer, loader = accelerator.prepare(bare, torch.optim.Adam(bare.parameters(), lr=0.1), data)
     scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1, 0.9))
-    drift = []
     for _ in range(3):
         with accelerator.join_uneven_inputs([model], even_batches=False):
             for (x,) in loader:
@@ -158,20 +157,13 @@ def epochs(num_steps):
         state = optimizer.state_dict()["state"][0]
         numbers = torch.tensor([*scheduler.get_last_lr(), state["step"], accelerator.scaler.get_scale()])
         mine = torch.cat([bare.weight.detach().view(-1), bare.bias.detach(), state["exp_avg"].view(-1), numbers])
-        everyone = accelerator.gather(mine.unsqueeze(0))
-        drift.append((everyone - everyone[0]).abs().max().item())
+        first, *others = accelerator.gather(mine.unsqueeze(0))
+        assert all(torch.equal(first, other) for other in others)
+    assert state["step"] == 6  # two in each epoch, although three of the ranks had one batch
     before = num_collectives(joined_world().group.pg)
     with accelerator.no_sync(model):
         model(tokens(0, 0, 1))
-    after = num_collectives(joined_world().group.pg)
-    return drift, state["step"].item(), after - before
-
-
-def test_replicas_have_the_same_weights_moments_rates_and_scales_after_each_uneven_epoch():
-    for drift, steps, collectives in run_ranks(epochs, 4, 1):
-        assert drift == [0.0] * 3
-        assert steps == 6  # two in each epoch, although three of the ranks had one batch
-        assert collectives == 0  # outside the block no forward pass asks who has joined
+    assert num_collectives(joined_world().group.pg) == before  # outside the block no pass asks who has joined
 
 
 def breaks_off(fails):
@@ -201,7 +193,8 @@ def test_a_rank_that_fails_is_named_to_those_with_and_without_data(fails):
         assert seconds < patience(8)
 
 
-def evaluated():
+@on_ranks(2)
+def test_a_model_that_is_not_under_ddp_is_left_alone_with_a_warning():
     accelerator = Accelerator(cpu=True)
     model, copy = accelerator.prepare(network()), network()
     with ExitStack() as stack:
@@ -212,19 +205,12 @@ def evaluated():
             copy(tokens(number, 0, 2))
 
 
-def test_a_model_that_is_not_under_ddp_is_left_alone_with_a_warning():
-    run_ranks(evaluated, 2)
-
-
-def sharded():
+@on_ranks(2)
+def test_a_sharded_model_is_refused():
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_shard_size=2))
     model = accelerator.prepare(network())
     with pytest.raises(ConfigError, match="is sharded"), accelerator.join_uneven_inputs([model]):
         pass
-
-
-def test_a_sharded_model_is_refused():
-    run_ranks(sharded, 2)
 
 
 def test_alone_there_is_nothing_to_join():

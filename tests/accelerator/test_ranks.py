@@ -13,6 +13,7 @@ from farflung.base.errors import ConfigError
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
 from farflung.utils import AutocastKwargs, DataLoaderConfiguration, DistributedDataParallelKwargs, DistributedType
+from tests.accelerator.conftest import on_ranks
 
 
 def settled():
@@ -48,8 +49,12 @@ def test_what_ranks_know_of_each_other_and_that_preparing_again_changes_nothing(
     assert run_ranks(settled, num_ranks) == [(rank, num_ranks, rank == 0, rank == ranks[-1]) for rank in ranks]
 
 
-def settled_later():
+@on_ranks(2, each=(True, [1.0], True))
+def test_what_is_set_on_an_accelerator_counts_for_what_is_prepared_afterwards():
     accelerator = Accelerator(cpu=True)
+    for name in ("ddp_handler", "device_placement", "step_scheduler_with_optimizer", "rng_types"):
+        with pytest.raises(ConfigError, match=name):
+            setattr(accelerator, name, 3)
     accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
     accelerator.step_scheduler_with_optimizer = accelerator.device_placement = False
     accelerator.rng_types = ["torch"]
@@ -63,15 +68,8 @@ def settled_later():
     return wrapped.find_unused_parameters, scheduler.get_last_lr(), drawn[0] == drawn[1]
 
 
-def test_what_is_set_on_an_accelerator_counts_for_what_is_prepared_afterwards():
-    assert run_ranks(settled_later, 2) == [(True, [1.0], True)] * 2
-    accelerator = Accelerator(cpu=True)
-    for name in ("ddp_handler", "device_placement", "step_scheduler_with_optimizer", "rng_types"):
-        with pytest.raises(ConfigError, match=name):
-            setattr(accelerator, name, 3)
-
-
-def evaluated_and_then_trained():
+@on_ranks(2, each=(True, 1))
+def test_a_model_that_was_prepared_for_evaluation_can_be_prepared_for_training():
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(2, 2)
     assert accelerator.prepare_model(model, evaluation_mode=True) is model
@@ -79,10 +77,6 @@ def evaluated_and_then_trained():
     wrapped = accelerator.prepare(model)
     assert accelerator.prepare_model(model, evaluation_mode=True) is accelerator.prepare(model) is wrapped
     return isinstance(wrapped, DistributedDataParallel), len(accelerator._models)
-
-
-def test_a_model_that_was_prepared_for_evaluation_can_be_prepared_for_training():
-    assert run_ranks(evaluated_and_then_trained, 2) == [(True, 1)] * 2
 
 
 def computed_in_half():
@@ -100,36 +94,18 @@ def test_what_is_computed_in_half_comes_out_in_fp32_or_as_it_is(num_ranks):
         assert seen == [torch.float32, torch.bfloat16]
 
 
-def talking():
+@on_ranks(2, by_rank=[[1.0, -1.0], [1.0, 1.0]])
+def test_gather_reduce_pad_and_trigger():
     accelerator = Accelerator(cpu=True)
     rank = accelerator.process_index
     gathered = accelerator.gather({"a": torch.full((2,), rank), "b": [torch.tensor(float(rank))]})
-    summed = accelerator.reduce(torch.tensor([rank + 1.0]), "sum", scale=2.0)
-    mean = accelerator.reduce(torch.tensor(rank + 1.0), reduction="mean")
-    padded = accelerator.pad_across_processes(torch.ones(rank + 1), pad_index=-1)
+    assert (gathered["a"].tolist(), gathered["b"][0].tolist()) == ([0, 0, 1, 1], [0.0, 1.0])
+    assert accelerator.reduce(torch.tensor([rank + 1.0]), "sum", scale=2.0).item() == 6.0
+    assert accelerator.reduce(torch.tensor(rank + 1.0), reduction="mean").item() == 1.5
     if rank == 1:
         accelerator.set_trigger()
-    triggered = [accelerator.check_trigger(), accelerator.check_trigger()]
-    return gathered["a"].tolist(), gathered["b"][0].tolist(), summed.item(), mean.item(), padded.tolist(), triggered
-
-
-def test_gather_reduce_pad_and_trigger():
-    first, second = run_ranks(talking, 2)
-    assert first[:4] == second[:4] == ([0, 0, 1, 1], [0.0, 1.0], 6.0, 1.5)
-    assert (first[4], second[4]) == ([1.0, -1.0], [1.0, 1.0])
-    assert first[5] == second[5] == [True, False]
-
-
-def gradient(hook, wrapper):
-    handler = DistributedDataParallelKwargs(comm_hook=hook, comm_wrapper=wrapper)
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
-    model = nn.Linear(2, 1, bias=False)
-    wrapped = accelerator.prepare(model)
-    with accelerator.no_sync(wrapped):
-        accelerator.backward(wrapped(torch.full((1, 2), accelerator.process_index + 1.0)).sum())
-    alone = model.weight.grad.clone()
-    accelerator.backward(wrapped(torch.full((1, 2), accelerator.process_index + 1.0)).sum())
-    return alone[0, 0].item(), model.weight.grad[0, 0].item()
+    assert [accelerator.check_trigger(), accelerator.check_trigger()] == [True, False]
+    return accelerator.pad_across_processes(torch.ones(rank + 1), pad_index=-1).tolist()
 
 
 @pytest.mark.parametrize(
@@ -143,11 +119,21 @@ def gradient(hook, wrapper):
         (Hook.POWER_SGD, Hook.BF16),
     ],
 )
+@on_ranks(2, by_rank=[(1.0, 3.0), (2.0, 3.0)])
 def test_no_sync_keeps_gradients_at_home_and_hooks_average_them(hook, wrapper):
-    assert run_ranks(gradient, 2, hook, wrapper) == [(1.0, 3.0), (2.0, 3.0)]
+    handler = DistributedDataParallelKwargs(comm_hook=hook, comm_wrapper=wrapper)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    model = nn.Linear(2, 1, bias=False)
+    wrapped = accelerator.prepare(model)
+    with accelerator.no_sync(wrapped):
+        accelerator.backward(wrapped(torch.full((1, 2), accelerator.process_index + 1.0)).sum())
+    alone = model.weight.grad.clone()
+    accelerator.backward(wrapped(torch.full((1, 2), accelerator.process_index + 1.0)).sum())
+    return alone[0, 0].item(), model.weight.grad[0, 0].item()
 
 
-def gradients_of_other_forms():
+@on_ranks(2, by_rank=[[1.0, 1.0], [2.0, 2.0]])
+def test_no_sync_takes_a_model_that_was_compiled_or_unwrapped_after_it_was_prepared():
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(2, 1, bias=False)
     wrapped = accelerator.prepare(model)
@@ -163,11 +149,8 @@ def gradients_of_other_forms():
     return found
 
 
-def test_no_sync_takes_a_model_that_was_compiled_or_unwrapped_after_it_was_prepared():
-    assert run_ranks(gradients_of_other_forms, 2) == [[1.0, 1.0], [2.0, 2.0]]
-
-
-def late_gradient():
+@on_ranks(2, by_rank=[(1.0, 16.5), (2.0, 16.5)])
+def test_gradients_of_forward_passes_inside_no_sync_can_be_synchronized_in_their_backward():
     accelerator = Accelerator()
     model = nn.Linear(1, 1, bias=False)
     wrapped = accelerator.prepare(model)
@@ -181,28 +164,20 @@ def late_gradient():
     return alone, model.weight.grad.item()
 
 
-def test_gradients_of_forward_passes_inside_no_sync_can_be_synchronized_in_their_backward():
-    assert run_ranks(late_gradient, 2) == [(1.0, 16.5), (2.0, 16.5)]
-
-
-def uneven(even_batches, is_compiled=False):
+@pytest.mark.parametrize(
+    ("even_batches", "is_compiled", "counts"), [(False, False, (3, 2)), (None, False, (3, 3)), (False, True, (3, 2))]
+)
+@on_ranks(2, timeout_s=30)
+def test_uneven_inputs_are_joined(even_batches, is_compiled, counts):
     accelerator = Accelerator(cpu=True)
-    model = nn.Linear(1, 1)
-    loader = DataLoader(TensorDataset(torch.ones(5, 1)), batch_size=1)
-    model, loader = accelerator.prepare(model, loader)
+    model, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(TensorDataset(torch.ones(5, 1)), batch_size=1))
     count = 0
     named = torch.compile(model, backend="eager") if is_compiled else model
     with accelerator.join_uneven_inputs([named], even_batches=even_batches):
         for (x,) in loader:
             accelerator.backward(model(x).sum())
             count += 1
-    return count, [len(loader)]
-
-
-def test_uneven_inputs_are_joined():
-    assert [count for count, _ in run_ranks(uneven, 2, False, timeout_s=30)] == [3, 2]
-    assert [count for count, _ in run_ranks(uneven, 2, None, timeout_s=30)] == [3, 3]
-    assert [count for count, _ in run_ranks(uneven, 2, False, True, timeout_s=30)] == [3, 2]
+    assert count == counts[accelerator.process_index]
 
 
 def horizon(ticks, split):
@@ -211,8 +186,7 @@ def horizon(ticks, split):
     )
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = LambdaLR(optimizer, lambda step: step)
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, LambdaLR(optimizer, lambda step: step))
     plateau = accelerator.prepare(ReduceLROnPlateau(optimizer.optimizer, patience=1, factor=0.5))
     accelerator.backward(model(torch.ones(1, 1)).sum())
     optimizer.step()
@@ -225,22 +199,18 @@ def horizon(ticks, split):
     return rate, optimizer.param_groups[0]["lr"] / rate
 
 
-def prepared_by_two():
+@on_ranks(2, each=(True, True, 2.0))
+def test_a_scheduler_that_another_accelerator_prepared_ticks_as_often_as_before():
     first = Accelerator(cpu=True)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = LambdaLR(optimizer, lambda step: step)
-    optimizer, scheduler = first.prepare(optimizer, scheduler)
+    optimizer, scheduler = first.prepare(optimizer, LambdaLR(optimizer, lambda step: step))
     second = Accelerator()
     optimizer, again = second.prepare(optimizer, scheduler)
     second.backward(model(torch.ones(1, 1)).sum())
     optimizer.step()
     again.step()
     return again is scheduler, again.optimizers == [optimizer], again.get_last_lr()[0]
-
-
-def test_a_scheduler_that_another_accelerator_prepared_ticks_as_often_as_before():
-    assert run_ranks(prepared_by_two, 2) == [(True, True, 2.0)] * 2
 
 
 def horizons(cases):
@@ -254,16 +224,11 @@ def test_a_scheduler_ticks_for_every_process_or_once(num_ranks):
         assert outcome == [(expected, 0.5) for expected in cases.values()]
 
 
-def prints(path):
-    accelerator = Accelerator(cpu=True)
-    with open(path / str(accelerator.process_index), "w") as file:
-        accelerator.print("hello", file=file)
-    accelerator.save({"x": 1}, path / f"saved{accelerator.process_index}")
-
-
+@on_ranks(2, by_rank=[("hello\n", True), ("", False)])
 def test_only_the_main_process_prints_and_saves(tmp_path):
-    run_ranks(prints, 2, tmp_path)
-    assert (tmp_path / "0").read_text() == "hello\n"
-    assert (tmp_path / "1").read_text() == ""
-    assert (tmp_path / "saved0").exists()
-    assert not (tmp_path / "saved1").exists()
+    accelerator = Accelerator(cpu=True)
+    printed, saved = (tmp_path / f"{name}_{accelerator.process_index}" for name in ("printed", "saved"))
+    with printed.open("w") as file:
+        accelerator.print("hello", file=file)
+    accelerator.save({"x": 1}, saved)
+    return printed.read_text(), saved.exists()
