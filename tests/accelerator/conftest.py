@@ -10,10 +10,13 @@ from typing import Any
 from farflung.testing.ranks import run_ranks
 
 
-def on_ranks(num_ranks: int, each: Any = None, by_rank: Sequence[Any] | None = None, **options: Any) -> Callable:
+def on_ranks(
+    num_ranks: int | None = None, each: Any = None, by_rank: Sequence[Any] | None = None, **options: Any
+) -> Callable:
     """Make a test of what each of some ranks does, with the fixtures and parameters that it names.
 
     Args:
+        num_ranks: None: the test's parameter of this name says it, and a rank that is alone joins no group.
         each: what it must return on every rank.
         by_rank: or what it must return on each of them.
         options: those of `run_ranks`.
@@ -22,7 +25,9 @@ def on_ranks(num_ranks: int, each: Any = None, by_rank: Sequence[Any] | None = N
     def decorate(act: Callable[..., Any]) -> Callable[..., None]:
         @wraps(act)
         def test(**given: Any) -> None:
-            assert run_ranks(act, num_ranks, *given.values(), **options) == (by_rank or [each] * num_ranks)
+            size = num_ranks or given["num_ranks"]
+            found = run_ranks(act, size, *given.values(), **{"connect": bool(num_ranks) or size > 1} | options)
+            assert found == (by_rank or [each] * size)
 
         act.__qualname__ += ".__wrapped__"  # by which ranks find it
         return test

@@ -20,7 +20,7 @@ from farflung.process import watchdog
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
 from farflung.utils import FullyShardedDataParallelPlugin, ProjectConfiguration, set_seed
-from tests.errors import error_of
+from tests.accelerator.conftest import on_ranks
 
 
 class Run:
@@ -158,39 +158,36 @@ def test_a_part_that_all_have_written_and_that_is_gone_is_still_an_error(saved, 
         Run().accelerator.load_state(tmp_path / "epoch")
 
 
-def other_ways(folder):
-    run = Run(project_config=ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True))
+@on_ranks(2)
+def test_automatic_names_are_the_main_processs_and_nobody_saves_without_it(tmp_path):
+    run = Run(project_config=ProjectConfiguration(project_dir=tmp_path, automatic_checkpoint_naming=True))
     accelerator = run.accelerator
     if run.is_main:
         accelerator.save_state(block=False)
         accelerator.save_state()
     run.steps(1)
     accelerator.save_state()  # whose number the main process knows
-    said = None if run.is_main else error_of(StateError, accelerator.save_state)
+    if not run.is_main:
+        with pytest.raises(
+            StateError, match=r"^save_state: rank 1 calls it, but rank 0, which writes the weights, does"
+        ):
+            accelerator.save_state()
     accelerator.wait_for_everyone()
     accelerator.save_state()  # that call is forgotten
-    return accelerator.save_iteration, said
-
-
-def test_automatic_names_are_the_main_processs_and_nobody_saves_without_it(tmp_path):
-    (number, _), (same, said) = run_ranks(other_ways, 2, tmp_path)
-    assert number == same == 4
+    assert accelerator.save_iteration == 4
+    accelerator.wait_for_everyone()
     found = {path.name: own_states(path) for path in (tmp_path / "checkpoints").iterdir()}
     alone, both = ["rank_0.bin"], ["rank_0.bin", "rank_1.bin"]
     assert found == {"checkpoint_0": alone, "checkpoint_1": alone, "checkpoint_2": both, "checkpoint_3": both}
-    assert said.startswith("save_state: rank 1 calls it, but rank 0, which writes the weights, does not.")
 
 
-def saves_in_a_second_run(folder):
+@on_ranks(2, each=["rank_0.bin", "rank_1.bin"])
+def test_in_a_second_run_no_process_is_taken_for_ended(tmp_path):
     Accelerator(cpu=True).end_training()  # the group is the script's, so the second run has the same one
     run = Run()
     time.sleep(0 if run.is_main else 1)
-    run.accelerator.save_state(folder)
-
-
-def test_in_a_second_run_no_process_is_taken_for_ended(tmp_path):
-    run_ranks(saves_in_a_second_run, 2, tmp_path / "c")
-    assert own_states(tmp_path / "c") == ["rank_0.bin", "rank_1.bin"]
+    run.accelerator.save_state(tmp_path / "it")
+    return own_states(tmp_path / "it")
 
 
 def on_two_machines(folder):

@@ -22,7 +22,7 @@ from farflung.utils import (
     save_fsdp_model,
     save_fsdp_optimizer,
 )
-from tests.errors import error_of
+from tests.accelerator.conftest import on_ranks
 
 
 def chain(**layers):
@@ -54,14 +54,17 @@ class Passing(nn.Module):
         return self.linear(x)
 
 
-def start(kind, sharded, optimizer=lambda parameters: torch.optim.AdamW(parameters, 0.1), **asked):
+def start(kind, sharded, optimizer=lambda parameters: torch.optim.AdamW(parameters, 0.1), load=None, **asked):
     """Return an Accelerator, with a model and its optimizer: sharded over all ranks, or whole on each."""
     AcceleratorState._reset_state(reset_partial_state=False)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **asked) if sharded else None
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     torch.manual_seed(0)
     model = kind()
-    return accelerator, *accelerator.prepare(model, optimizer(model.parameters()))
+    run = accelerator, *accelerator.prepare(model, optimizer(model.parameters()))
+    if load is not None:
+        accelerator.load_state(load)
+    return run
 
 
 def step(accelerator, model, optimizer):
@@ -72,6 +75,10 @@ def step(accelerator, model, optimizer):
 
 def lists(state):
     return {name: value.tolist() for name, value in state.items()}
+
+
+def whole(accelerator, model, *_):
+    return lists(accelerator.get_state_dict(model))
 
 
 def named_module(folder):
@@ -92,12 +99,11 @@ def named_module(folder):
             step(*run)
             path = folder / f"{name} {before}"
             run[0].save_state(path)
-            found.append((wanted[0], lists(run[0].get_state_dict(run[1]))))
+            found.append((wanted[0], whole(*run)))
             for after in (True, False):
-                run = start(kind, after)
-                run[0].load_state(path)
+                run = start(kind, after, load=path)
                 step(*run)
-                found.append((wanted[1], lists(run[0].get_state_dict(run[1]))))
+                found.append((wanted[1], whole(*run)))
     return found
 
 
@@ -108,25 +114,20 @@ def test_a_child_called_module_keeps_its_name(tmp_path):
             torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(value))
 
 
-def passing_buffers(folder):
-    found = []
+@on_ranks(2)
+def test_buffers_that_are_not_persistent_are_left_out_on_all_ranks(tmp_path):
     for sharded in (False, True):
         run = start(Passing, sharded)
         step(*run)
-        run[0].save_state(folder / str(sharded))
-        run = start(Passing, sharded)
-        run[0].load_state(folder / str(sharded))
-        found.append({name.removeprefix("module."): value.tolist() for name, value in run[1].named_buffers()})
-    return found
+        run[0].save_state(tmp_path / str(sharded))
+        _, model, _ = start(Passing, sharded, load=tmp_path / str(sharded))
+        found = {name.removeprefix("module."): value.tolist() for name, value in model.named_buffers()}
+        assert found == {"cache": [], "count": [0.0], "seen": [1.0]}, sharded
 
 
-def test_buffers_that_are_not_persistent_are_left_out_on_all_ranks(tmp_path):
-    for found in run_ranks(passing_buffers, 2, tmp_path):
-        assert found == [{"cache": [], "count": [0.0], "seen": [1.0]}] * 2
-
-
-def hooked(folder):
-    """Save and load a plain model that hooks take, a sharded one and another plain one; return the others' weights."""
+@on_ranks(2)
+def test_models_keep_their_numbers_where_a_hook_takes_one(tmp_path):
+    """Save and load a plain model that hooks take, a sharded one and another plain one."""
 
     def make(seed):
         AcceleratorState._reset_state(reset_partial_state=False)
@@ -140,20 +141,15 @@ def hooked(folder):
         return accelerator, models
 
     def weights(accelerator, models):
-        return [lists(accelerator.get_state_dict(model)) for model in models[1:]]
+        return [whole(accelerator, model) for model in models[1:]]
 
     accelerator, models = make(0)
     wanted = weights(accelerator, models)
-    accelerator.save_state(folder / "it")
+    accelerator.save_state(tmp_path / "it")
     accelerator, models = make(1)
     assert weights(accelerator, models) != wanted or accelerator.process_index
-    accelerator.load_state(folder / "it")
-    return wanted, weights(accelerator, models)
-
-
-def test_models_keep_their_numbers_where_a_hook_takes_one(tmp_path):
-    for wanted, found in run_ranks(hooked, 2, tmp_path):
-        assert found == wanted
+    accelerator.load_state(tmp_path / "it")
+    assert weights(accelerator, models) == wanted
 
 
 def beside_weights(folder):
@@ -173,30 +169,22 @@ def beside_weights(folder):
             run[0].save_model(run[1], where, max_shard_size=size)
         run[0].wait_for_everyone()
         assert all(path.read_bytes() == content for path, content in files.items())
-        wanted = lists(run[0].get_state_dict(run[1]))
-        run = start(NAMED["only"], sharded)
-        run[0].load_state(where)
-        found.append((wanted, lists(run[0].get_state_dict(run[1]))))
+        found.append((whole(*run), whole(*start(NAMED["only"], sharded, load=where))))
     return found
 
 
-def only_rank_0_fails(folder):
-    accelerator, model, _ = start(NAMED["only"], True)
-    (folder / "file").write_text("x")
-    found = [
-        error_of(ConfigError, merge_fsdp_weights, folder / "nothing", folder / "out"),
-        error_of(ConfigError, accelerator.save_model, model, folder / "file"),
-        error_of(ConfigError, accelerator.save_model, model, folder / "good", max_shard_size="much"),
-    ]
-    return found, accelerator.gather(torch.tensor([1.0])).tolist()
-
-
+@on_ranks(2)
 def test_what_fails_on_rank_0_is_raised_on_all(tmp_path):
-    for found, gathered in run_ranks(only_rank_0_fails, 2, tmp_path):
-        assert gathered == [1.0, 1.0]
-        for message, words in zip(found, ("no shards", "is a file", "max_shard_size is 'much'"), strict=True):
-            assert "rank 0" in message
-            assert words in message
+    accelerator, model, _ = start(NAMED["only"], True)
+    (tmp_path / "file").touch()
+    for words, call in {
+        "no shards": lambda: merge_fsdp_weights(tmp_path / "nothing", tmp_path / "out"),
+        "is a file": lambda: accelerator.save_model(model, tmp_path / "file"),
+        "max_shard_size is 'much'": lambda: accelerator.save_model(model, tmp_path / "good", max_shard_size="much"),
+    }.items():
+        with pytest.raises(ConfigError, match=rf"(?s)(?=.*rank 0).*{words}"):
+            call()
+    assert accelerator.gather(torch.tensor([1.0])).tolist() == [1.0, 1.0]
 
 
 class Average:
@@ -254,11 +242,9 @@ def odd_states(folder):
         run = start(square, True, KeepsHistory, state_dict_type=way)
         step(*run)
         run[0].save_state(folder / way)
-        wanted = [tensor.to_local().tolist() for tensor in run[2].state[next(run[1].parameters())]["kept"]]
-        run = start(square, True, KeepsHistory, state_dict_type=way)
-        run[0].load_state(folder / way)
-        kept = run[2].state[next(run[1].parameters())]["kept"]
-        found.append((wanted, [tensor.to_local().tolist() for tensor in kept]))
+        runs = run, start(square, True, KeepsHistory, folder / way, state_dict_type=way)
+        kept = [optimizer.state[next(model.parameters())]["kept"] for _, model, optimizer in runs]
+        found.append([[tensor.to_local().tolist() for tensor in tensors] for tensors in kept])
     return found
 
 
@@ -270,21 +256,15 @@ def keys_of(node):
 
 def numbered_states(folder):
     """Save and load states with keys that are no text; return their keys and those after."""
-    found = []
-    for name in ("it", "alone"):
-        run = start(square, True, KeepsByNumber)
-        run[2].param_groups[0]["table"] = {0: 0.1, 30: {"x": {1: 2}}}
-        step(*run)
-        run[0].save_state(folder / "it")
-        save_fsdp_optimizer(None, run[0], run[2], run[1], folder / "alone")
-        wanted = keys_of(run[2].optimizer.state_dict())
-        run = start(square, True, KeepsByNumber)
-        if name == "it":
-            run[0].load_state(folder / "it")
-        else:
-            load_fsdp_optimizer(None, run[0], run[2], run[1], folder / "alone")
-        found.append((wanted, keys_of(run[2].optimizer.state_dict())))
-    return found
+    run = start(square, True, KeepsByNumber)
+    run[2].param_groups[0]["table"] = {0: 0.1, 30: {"x": {1: 2}}}
+    step(*run)
+    run[0].save_state(folder / "it")
+    save_fsdp_optimizer(None, run[0], run[2], run[1], folder / "alone")
+    again, alone = start(square, True, KeepsByNumber, folder / "it"), start(square, True, KeepsByNumber)
+    load_fsdp_optimizer(None, alone[0], alone[2], alone[1], folder / "alone")
+    wanted, *found = (keys_of(optimizer.optimizer.state_dict()) for _, _, optimizer in (run, again, alone))
+    return [(wanted, one) for one in found]
 
 
 @pytest.mark.parametrize("act", [beside_weights, odd_states, numbered_states])

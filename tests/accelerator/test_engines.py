@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 
+import pytest
 import torch.distributed as dist
 
 import farflung
@@ -14,8 +15,7 @@ from farflung.config import environ
 from farflung.config.parallelism import ParallelismConfig
 from farflung.config.sharding import FullyShardedDataParallelPlugin
 from farflung.state import AcceleratorState
-from farflung.testing.ranks import run_ranks
-from tests.errors import error_of
+from tests.accelerator.conftest import on_ranks
 
 GRID = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
 
@@ -39,14 +39,19 @@ def answers(**said):
     return kind, shape, place
 
 
-def four_ranks():
-    found = [answers(), answers(fsdp_plugin=FullyShardedDataParallelPlugin())]
+@on_ranks(4)
+def test_each_rank_knows_its_row_and_column_and_what_shards_models():
+    rank, none = dist.get_rank(), ("data_parallel_rank",)
+    replicas = ("MULTI_CPU", {"dp_replicate": 4}, (rank, 0, 0))
+    assert answers() == ("MULTI_CPU", None, *none)
+    assert answers(fsdp_plugin=FullyShardedDataParallelPlugin()) == ("FSDP", None, *none)
     with environ.patched({"ACCELERATE_USE_FSDP": "true"}):
-        found.append(answers())
+        assert answers() == ("FSDP", None, *none)
         with environ.patched({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", **GRID}):
-            found.append(answers())
-    for sizes in ((1, 4), (4, 1), (1, 1)):
-        found.append(answers(parallelism_config=ParallelismConfig(*sizes)))
+            assert answers() == ("FSDP", {"dp_replicate": 2, "dp_shard": 2}, (rank // 2, rank % 2, 0))
+    assert answers(parallelism_config=ParallelismConfig(1, 4)) == ("FSDP", {"dp_shard": 4}, (0, rank, 0))
+    for sizes in ((4, 1), (1, 1)):  # without sizes all are replicas
+        assert answers(parallelism_config=ParallelismConfig(*sizes)) == replicas
     grid = ParallelismConfig(2, 2)
     own = grid.get_device_mesh("cpu")  # as a script does that loads its model onto it
     with warnings.catch_warnings():
@@ -56,28 +61,13 @@ def four_ranks():
     assert accelerator.torch_device_mesh is own
     assert opened_session().layout.mesh.row.get_group() is own["dp_shard"].get_group()
     AcceleratorState._reset_state()
-    refused = [
-        error_of(ConfigError, farflung.Accelerator, cpu=True, parallelism_config=ParallelismConfig(*sizes))
-        for sizes in ((2, 1), (3, 2))
-    ]
+    for sizes, words in (
+        ((2, 1), r"\(2\) times dp_shard_size \(1\) is 2, but there are 4 processes"),
+        ((3, 2), "is 6, but there are 4"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            farflung.Accelerator(cpu=True, parallelism_config=ParallelismConfig(*sizes))
     assert not farflung.state.is_initialized()
-    return dist.get_rank(), found, refused
-
-
-def test_each_rank_knows_its_row_and_column_and_what_shards_models():
-    for rank, found, refused in run_ranks(four_ranks, 4):
-        none = ("data_parallel_rank",)
-        assert found == [
-            ("MULTI_CPU", None, *none),
-            ("FSDP", None, *none),
-            ("FSDP", None, *none),
-            ("FSDP", {"dp_replicate": 2, "dp_shard": 2}, (rank // 2, rank % 2, 0)),
-            ("FSDP", {"dp_shard": 4}, (0, rank, 0)),
-            ("MULTI_CPU", {"dp_replicate": 4}, (rank, 0, 0)),
-            ("MULTI_CPU", {"dp_replicate": 4}, (rank, 0, 0)),  # without sizes all are replicas
-        ]
-        assert "(2) times dp_shard_size (1) is 2, but there are 4 processes" in refused[0]
-        assert "is 6, but there are 4" in refused[1]
 
 
 def test_transformers_is_told_to_load_on_one_rank_as_long_as_the_session_lasts():

@@ -18,6 +18,7 @@ from farflung.base.errors import RankFailure
 from farflung.config.sharding import FullyShardedDataParallelPlugin
 from farflung.outer import OuterLoop, local_sgd
 from farflung.testing.ranks import run_ranks
+from tests.accelerator.conftest import on_ranks
 from tests.faults import lives_until
 from tests.python import run_farflung
 
@@ -32,22 +33,23 @@ model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=4)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-for (x,) in loader:
-    accelerator.backward(model(x).pow(2).mean())
-    optimizer.step()
-    optimizer.zero_grad()
-with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2) as local_sgd:
-    for (x,) in loader:
-        accelerator.backward(model(x).pow(2).mean())
-        optimizer.step()
-        optimizer.zero_grad()
-        local_sgd.step()
+for steps in (1, 2):
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=steps == 2) as local_sgd:
+        for (x,) in loader:
+            accelerator.backward(model(x).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            local_sgd.step()
 accelerator.print("loss", accelerator.gather(model(x).mean()).tolist())
 """
 
 
-def gone_at_exit():
-    """Whether the process group is gone after what Python calls at its end, though all that used it is still held."""
+@on_ranks(2, each=(True, True), connect=False)
+def test_no_thread_of_the_process_group_outlives_it():
+    """One that does may need the interpreter while that ends: `terminate called without an active exception`.
+
+    The group is gone after what Python calls at its end, though all that used it is still held.
+    """
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(2, 1))
     accelerator.backward(model(torch.ones(1, 2)).sum())
@@ -56,11 +58,6 @@ def gone_at_exit():
     group = weakref.ref(torch.distributed.group.WORLD)
     atexit._run_exitfuncs()
     return group() is None, accelerator is not None and model is not None and outer is not None
-
-
-def test_no_thread_of_the_process_group_outlives_it():
-    """One that does may need the interpreter while that ends: `terminate called without an active exception`."""
-    assert run_ranks(gone_at_exit, 2, connect=False) == [(True, True)] * 2
 
 
 def children_running(marker):

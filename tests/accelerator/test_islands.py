@@ -18,7 +18,7 @@ from farflung.process.mesh import replicas_here
 from farflung.process.world import joined_world
 from farflung.state import AcceleratorState, PartialState
 from farflung.testing.ranks import run_ranks
-from tests.errors import error_of
+from tests.accelerator.conftest import on_ranks
 from tests.faults import lives_until
 from tests.outer.islands import Uneven
 from tests.outer.replicas import same
@@ -37,13 +37,6 @@ RECIPES = {
 }
 
 
-def attached(accelerator, model, name):
-    """Open the outer loop of this name around a prepared model, a few ways to do so."""
-    if name == "LocalSGD":
-        return LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=3)
-    return accelerator.outer(model, RECIPES[name])
-
-
 def trained(accelerator, replica, name, load=None, save=None):
     """Train with data of this replica, the same on all of its ranks; return the whole parameters.
 
@@ -54,7 +47,8 @@ def trained(accelerator, replica, name, load=None, save=None):
     model = Uneven()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
     model, optimizer = accelerator.prepare(model, optimizer)
-    with attached(accelerator, model, name) as outer:
+    averaging = LocalSGD(accelerator, model, 3) if name == "LocalSGD" else accelerator.outer(model, RECIPES[name])
+    with averaging as outer:
         if load is not None:
             accelerator.load_state(load)
         for step in range(5 if load is not None else 0, 8):
@@ -95,9 +89,9 @@ def islands(tmp_path_factory):
     return run_ranks(in_islands, 4, tmp_path_factory.mktemp("islands"))
 
 
-def test_islands_resume_from_a_checkpoint_in_the_middle_of_a_round_with_the_same_bits(islands):
-    for layout in LAYOUTS:
-        assert same(*(values for outcomes in islands for values in outcomes[layout, "resumed"])), layout
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_islands_resume_from_a_checkpoint_in_the_middle_of_a_round_with_the_same_bits(islands, layout):
+    assert same(*(values for outcomes in islands for values in outcomes[layout, "resumed"]))
 
 
 @pytest.mark.law("islands-are-replicas")
@@ -114,22 +108,16 @@ def test_islands_of_fsdp_and_of_ddp_train_as_replicas_do_bit_by_bit(islands):
             assert same(*ranks), (layout, name)
 
 
-def refused():
-    said = []
+@on_ranks(2)
+def test_an_outer_loop_where_all_ranks_share_one_model_is_refused():
     for make in (
         lambda: Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(), outer="diloco"),
         lambda: trained(Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()), 0, "diloco"),
         lambda: trained(Accelerator(island_size=2), 0, "LocalSGD"),
     ):
-        said.append(error_of(ConfigError, make))
+        with pytest.raises(ConfigError, match=r"(?s)(?=.*dp_replicate_size=2).*all 2 processes share one"):
+            make()
         AcceleratorState._reset_state()
-    return said
-
-
-def test_an_outer_loop_where_all_ranks_share_one_model_is_refused():
-    for said in run_ranks(refused, 2):
-        assert all("all 2 processes share one" in text for text in said)
-        assert all("dp_replicate_size=2" in text for text in said)
 
 
 def left_for_good(told):

@@ -7,6 +7,8 @@ Each sample is a number and each gradient is that number, so the gradient of a w
 import gc
 import itertools
 import weakref
+from contextlib import suppress
+from functools import partial
 
 import accelerate
 import pytest
@@ -16,8 +18,8 @@ from torch.utils.data import DataLoader
 
 from farflung import Accelerator
 from farflung.state import AcceleratorState
-from farflung.testing.ranks import run_ranks
 from farflung.utils import DataLoaderConfiguration
+from tests.accelerator.conftest import on_ranks
 
 ITSELF = "the training loader itself"
 
@@ -29,14 +31,12 @@ class Training:
         windows: for each optimizer step, the mean of the samples in its window.
     """
 
-    def __init__(self, num_samples=6, accumulation=2, others=(), accelerator=None):
+    def __init__(self, num_samples=6, accumulation=2, other=None, accelerator=None):
         self.accelerator = accelerator or Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
         self.layer = nn.Linear(1, 1, bias=False)
         optimizer = torch.optim.SGD(self.layer.parameters(), lr=0.0)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(self.layer, optimizer, samples(num_samples))
-        self.others = [
-            self.loader if number == ITSELF else self.accelerator.prepare(samples(number)) for number in others
-        ]
+        self.other = self.loader if other == ITSELF else other and self.accelerator.prepare(samples(other))
         self.windows = []
 
     def step(self, batch):
@@ -46,6 +46,10 @@ class Training:
                 self.windows.append(round(self.layer.weight.grad.item(), 4))
             self.optimizer.step()
             self.optimizer.zero_grad()
+
+    def epoch(self):
+        for batch in self.loader:
+            self.step(batch)
 
 
 def samples(number, batch_size=1):
@@ -70,18 +74,16 @@ WINDOWS = pytest.mark.parametrize("accumulation", [2, 3])
 @pytest.mark.parametrize("left_by", ["its end", "break", "an exception"])
 @pytest.mark.parametrize("number", [1, 3, ITSELF])
 def test_an_evaluation_inside_a_training_step_changes_no_window(accumulation, where, left_by, number):
-    training = Training(5, accumulation, others=[number])
+    training = Training(5, accumulation, number)
 
     def evaluate():
-        try:
-            for batch in training.others[0]:
+        with suppress(ZeroDivisionError):
+            for batch in training.other:
                 if left_by == "break":
                     break
                 if left_by == "an exception":
                     raise ZeroDivisionError
                 assert training.accelerator.gather_for_metrics(batch).shape == (1, 1)
-        except ZeroDivisionError:
-            pass
 
     for _ in range(2):
         for batch in training.loader:
@@ -97,97 +99,88 @@ def test_an_evaluation_inside_a_training_step_changes_no_window(accumulation, wh
 @pytest.mark.parametrize("number", [1, 2, 4, 5, 9, ITSELF])
 def test_a_second_loader_that_is_drawn_from_in_each_step_ends_no_window(accumulation, number):
     """As in training on labelled and unlabelled data: the second loader starts over whenever it is exhausted."""
-    training = Training(5, accumulation, others=[number])
+    training = Training(5, accumulation, number)
     draw_from_both(training, epochs=2)
     assert training.windows == means(5, accumulation) * 2
 
 
 def draw_from_both(training, epochs=1):
-    def endless():
-        while True:
-            yield from training.others[0]
-
-    stream = endless()
+    stream = itertools.chain.from_iterable(itertools.repeat(training.other))
     for _ in range(epochs):
         for batch in training.loader:
             next(stream)
             training.step(batch)
 
 
-def test_accelerate_follows_the_loader_that_was_started_last():
-    for number, windows in ((1, [0.5, 1.0, 1.5, 2.0, 2.5]), (9, [1.5, 3.5])):
-        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-        training = Training(5, others=[number], accelerator=accelerator)
-        draw_from_both(training)
-        assert training.windows == windows  # not [1.5, 3.5, 5.0]
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-        accelerate.state.GradientState._reset_state()
+@pytest.mark.parametrize(("number", "windows"), [(1, [0.5, 1.0, 1.5, 2.0, 2.5]), (9, [1.5, 3.5])])
+def test_accelerate_follows_the_loader_that_was_started_last(number, windows):
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    training = Training(5, other=number, accelerator=accelerator)
+    draw_from_both(training)
+    assert training.windows == windows  # not [1.5, 3.5, 5.0]
 
 
-@WINDOWS
-def test_loaders_in_step_follow_the_first_one(accumulation):
-    training = Training(5, accumulation, others=[7])
-    for batch, _ in zip(training.loader, training.others[0], strict=False):
+def in_step(training, waiting):
+    for batch, _ in zip(training.loader, training.other, strict=False):
         training.step(batch)
-    assert training.windows == means(5, accumulation)
 
 
-@WINDOWS
-@pytest.mark.parametrize("every", [1, 2, 3])
-def test_an_iterator_that_is_kept_alive_ends_no_window(accumulation, every):
-    """A few batches of an evaluation now and then, from an iterator that waits meanwhile, also at its last batch."""
-    training = Training(7, accumulation, others=[2])
-    evaluation = iter(training.others[0])
+def evaluated_now_and_then(every, training, waiting):
+    """A few batches from an iterator that waits meanwhile, also at its last batch."""
     for index, batch in enumerate(training.loader):
         if index % every == 0:
-            next(evaluation, None)
+            next(waiting, None)
         training.step(batch)
-    assert training.windows == means(7, accumulation)
 
 
-def test_an_iterator_that_waits_from_before_ends_no_window():
-    training = Training(6, 3, others=[4])
-    waiting = iter(training.others[0])
+def waits_from_before(training, waiting):
     next(waiting)
-    for batch in training.loader:
-        training.step(batch)
+    training.epoch()
     assert next(waiting).item() == 2.0
-    assert training.windows == means(6, 3)
 
 
-@WINDOWS
-def test_batches_that_were_listed_first_make_whole_windows_only(accumulation):
+def listed_first(training, waiting):
     """Nobody knows where such data end, and an iterator that waits has nothing to say."""
-    training = Training(6, accumulation, others=[2])
-    waiting = iter(training.others[0])
     next(waiting)
     for batch in list(training.loader):
         training.step(batch)
-    assert training.windows == means(6, accumulation)
+
+
+@WINDOWS
+@pytest.mark.parametrize(
+    ("number", "other", "loop"),
+    [
+        (5, 7, in_step),
+        *((7, 2, partial(evaluated_now_and_then, every)) for every in (1, 2, 3)),
+        (6, 4, waits_from_before),
+        (6, 2, listed_first),
+    ],
+)
+def test_an_iterator_of_another_loader_that_is_kept_ends_no_window(accumulation, number, other, loop):
+    training = Training(number, accumulation, other)
+    loop(training, iter(training.other))
+    assert training.windows == means(number, accumulation)
 
 
 @WINDOWS
 def test_two_models_with_loaders_in_turn_each_follow_their_own(accumulation):
     one = Training(5, accumulation)
-    other = Training(7, accumulation, accelerator=one.accelerator)
+    other = Training(7, accelerator=one.accelerator)
     loops = [(one, iter(one.loader)), (other, iter(other.loader))]
     for training, loop in loops * 7:
         for batch in itertools.islice(loop, 1):
             training.step(batch)
-    assert one.windows == means(5, accumulation)
-    assert other.windows == means(7, accumulation)
+    assert (one.windows, other.windows) == (means(5, accumulation), means(7, accumulation))
 
 
 @WINDOWS
 def test_a_training_inside_a_training_follows_its_own_loop(accumulation):
     outer = Training(3, accumulation)
-    inner = Training(5, accumulation, accelerator=outer.accelerator)
+    inner = Training(5, accelerator=outer.accelerator)
     for batch in outer.loader:
-        for inner_batch in inner.loader:
-            inner.step(inner_batch)
+        inner.epoch()
         outer.step(batch)
-    assert outer.windows == means(3, accumulation)
-    assert inner.windows == means(5, accumulation) * 3
+    assert (outer.windows, inner.windows) == (means(3, accumulation), means(5, accumulation) * 3)
 
 
 @WINDOWS
@@ -210,33 +203,29 @@ def test_training_starts_again_after_a_loop_left_early(left_by):
     """The window that was open goes on with the next loop, and the end of that one is seen."""
     training = Training(5, 2)
     kept = iter(training.loader) if "iterator" in left_by else None
-    try:
+    with suppress(ZeroDivisionError):
         for index, batch in enumerate(kept or training.loader):
             training.step(batch)
             if index == 2 and left_by == "an exception":
                 raise ZeroDivisionError
             if index == 2:
                 break
-    except ZeroDivisionError:
-        pass
     assert training.windows == [1.5]
-    for batch in training.loader:
-        training.step(batch)
+    training.epoch()
     assert training.windows == [1.5, 2.0, 2.5, 4.5]  # 3 and 1, 2 and 3, 4 and 5
-    for batch in training.loader:
-        training.step(batch)
+    training.epoch()
     assert training.windows[4:] == means(5, 2)
 
 
 def test_after_a_loop_that_was_left_at_its_last_batch_nothing_ends():
-    training = Training(4, 3, others=[6])
+    training = Training(4, 3, 6)
     for batch in training.loader:
         training.step(batch)
         if training.accelerator.gradient_state.end_of_dataloader:
             break
     assert training.windows == means(4, 3)
     assert not training.accelerator.gradient_state.end_of_dataloader
-    for batch in training.others[0]:
+    for batch in training.other:
         training.step(batch)
     assert training.windows[2:] == means(6, 3)
 
@@ -247,32 +236,23 @@ def test_after_a_loop_that_was_left_at_its_last_batch_nothing_ends():
 def gathered_inside(dispatch, itself):
     config = DataLoaderConfiguration(dispatch_batches=dispatch)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=config)
-    train = evaluation = accelerator.prepare(samples(7, 2))
-    if not itself:
-        train = accelerator.prepare(samples(5, 2))
+    evaluation = accelerator.prepare(samples(7, 2))
+    train = evaluation if itself else accelerator.prepare(samples(5, 2))
     trained, evaluated = [], []
     for batch in train:
-        one = []
-        for inner in evaluation:
-            one += accelerator.gather_for_metrics(inner).flatten().tolist()
-        evaluated.append(one)
-        for _ in evaluation:
-            break
+        evaluated.append([x for inner in evaluation for x in accelerator.gather_for_metrics(inner).flatten().tolist()])
+        next(iter(evaluation))
         trained += accelerator.gather_for_metrics(batch).flatten().tolist()
     return trained, evaluated
 
 
-def gathered_in_all_ways():
-    return [(itself, gathered_inside(dispatch, itself)) for dispatch in (False, True) for itself in (False, True)]
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@on_ranks()
 def test_metrics_are_cut_by_the_iteration_whose_batch_is_in_hand(num_ranks):
-    for outcome in run_ranks(gathered_in_all_ways, num_ranks, connect=num_ranks > 1):
-        for itself, (trained, evaluated) in outcome:
-            length = 7 if itself else 5
-            assert trained == list(range(1, length + 1))
-            assert evaluated == [list(range(1, 8))] * -(-length // (2 * num_ranks))
+    for dispatch, (itself, length) in itertools.product((False, True), ((False, 5), (True, 7))):
+        trained, evaluated = gathered_inside(dispatch, itself)
+        assert trained == list(range(1, length + 1))
+        assert evaluated == [list(range(1, 8))] * -(-length // (2 * num_ranks))
 
 
 # ---- several Accelerators, and several calls of prepare
@@ -280,12 +260,11 @@ def test_metrics_are_cut_by_the_iteration_whose_batch_is_in_hand(num_ranks):
 
 def test_a_second_accelerator_trains_beside_the_first_and_leaves_nothing_behind():
     first = Training(5, 2)
-    second = Training(5, 3, accelerator=Accelerator(cpu=True, gradient_accumulation_steps=3))
+    second = Training(5, 3)
     for batch, other in zip(first.loader, second.loader, strict=True):
         first.step(batch)
         second.step(other)
-    assert first.windows == means(5, 2)
-    assert second.windows == means(5, 3)
+    assert (first.windows, second.windows) == (means(5, 2), means(5, 3))
     alive = [weakref.ref(first.layer.weight), weakref.ref(second.layer.weight)]
     second.accelerator.free_memory()
     third = Accelerator(cpu=True)
@@ -334,21 +313,19 @@ def trained_tied(together, precision):
     bare = accelerator.unwrap_model(model)
     assert bare.out.weight is bare.embed.weight
     assert bare.again.bias is bare.head.bias
-    assert sum(1 for _ in bare.parameters()) == 4
+    assert len([*bare.parameters()]) == 4
     state = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
     AcceleratorState._reset_state()
     return state
 
 
-def tied_in_both_ways():
-    return [trained_tied(together, precision) for precision in ("no", "bf16") for together in (True, False)]
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@on_ranks()
 def test_tied_weights_stay_tied_and_separate_calls_of_prepare_train_the_same(num_ranks):
-    for together, apart, half, half_apart in run_ranks(tied_in_both_ways, num_ranks, connect=num_ranks > 1):
+    fresh = Tied()
+    for precision in ("no", "bf16"):
+        together, apart = (trained_tied(at_once, precision) for at_once in (True, False))
         assert torch.equal(together["out.weight"], together["embed.weight"])
-        for one, other in ((together, apart), (half, half_apart)):
-            assert all(torch.equal(one[name], other[name]) for name in one)
-        assert not torch.equal(together["out.weight"], Tied().out.weight)
-        assert set(together) == set(Tied().state_dict())
+        assert all(torch.equal(together[name], apart[name]) for name in fresh.state_dict())
+        assert not torch.equal(together["out.weight"], fresh.out.weight)
+        assert set(together) == set(fresh.state_dict())

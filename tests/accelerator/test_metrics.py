@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from farflung import Accelerator
-from farflung.base.errors import CollectiveMismatch, RankFailure, StateError
+from farflung.base.errors import CollectiveMismatch, StateError
 from farflung.testing.ranks import run_ranks
 from farflung.utils import DataLoaderConfiguration
+from tests.accelerator.conftest import on_ranks
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -33,6 +34,14 @@ class Stream(IterableDataset):
         return iter(range(self.length))
 
 
+def pairs(words, tensors):
+    return [int(word) for word, number in zip(words, tensors.tolist(), strict=True) if int(word) == number]
+
+
+def words(b):
+    return [str(i) for i in b.tolist()]
+
+
 # How a batch of numbers is dressed, how what comes back is read, and whether it goes as objects even if it is tensors.
 FORMS = {
     "tensor": (lambda b: b, lambda g: g.tolist(), False),
@@ -42,21 +51,9 @@ FORMS = {
     "strings": (lambda b: [f"w{i}" for i in b.tolist()], lambda g: [int(word[1:]) for word in g], False),
     "objects": (lambda b: [{"id": i, "set": {i}} for i in b.tolist()], lambda g: [item["id"] for item in g], False),
     "ragged": (lambda b: [torch.full((i % 3 + 1,), i) for i in b.tolist()], lambda g: [int(x[0]) for x in g], True),
-    "mixed tuple": (
-        lambda b: Pair([str(i) for i in b.tolist()], b),
-        lambda g: [int(w) for w, t in zip(g.first, g.second.tolist(), strict=True) if int(w) == t],
-        False,
-    ),
-    "mixed dataclass": (
-        lambda b: Output(b, [str(i) for i in b.tolist()]),
-        lambda g: [int(w) for w, t in zip(g.hidden, g.logits.tolist(), strict=True) if int(w) == t],
-        False,
-    ),
-    "mixed": (
-        lambda b: {"t": b, "w": [str(i) for i in b.tolist()]},
-        lambda g: [int(w) for w, t in zip(g["w"], g["t"].tolist(), strict=True) if int(w) == t],
-        False,
-    ),
+    "mixed tuple": (lambda b: Pair(words(b), b), lambda g: pairs(g.first, g.second), False),
+    "mixed dataclass": (lambda b: Output(b, words(b)), lambda g: pairs(g.hidden, g.logits), False),
+    "mixed": (lambda b: {"t": b, "w": words(b)}, lambda g: pairs(g["w"], g["t"]), False),
 }
 
 
@@ -73,29 +70,25 @@ def collect(form, *case):
     return [i for batch in loader for i in read(accelerator.gather_for_metrics(make(batch), as_objects))]
 
 
-def everything(forms, cases):
-    return [collect(form, *case) for form in forms for case in cases]
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@on_ranks()
 def test_each_sample_comes_once_in_the_order_of_the_data(num_ranks):
     lengths = [0, 1, 3, 8, 9, 13]  # none, fewer than ranks, whole rounds, and rests of every kind
-    cases = [(n, streams, True, False, d) for n, streams, d in itertools.product(lengths, (False, True), (False, True))]
-    for outcome in run_ranks(everything, num_ranks, list(FORMS), cases, connect=num_ranks > 1):
-        for (form, case), seen in zip(itertools.product(FORMS, cases), outcome, strict=True):
-            assert seen == list(range(case[0])), (form, case)
+    for form, length, streams, dispatch in itertools.product(FORMS, lengths, (False, True), (False, True)):
+        case = (length, streams, True, False, dispatch)
+        assert collect(form, *case) == list(range(length)), (form, case)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
+@on_ranks()
 def test_uneven_last_batches_and_dropped_ones(num_ranks):
     round_size = 2 * num_ranks
     cases = [(2 * round_size - 1, streams, False, False, streams) for streams in (False, True)]
     lengths = (2 * round_size + 1, round_size - 1)
     cases += [(n, streams, True, True, d) for n, streams, d in itertools.product(lengths, *[(False, True)] * 2)]
-    for outcome in run_ranks(everything, num_ranks, ["tensor"], cases):
-        for case, seen in zip(cases, outcome, strict=True):
-            kept = case[0] - case[0] % round_size if case[3] else case[0]
-            assert seen == list(range(kept)), case
+    for case in cases:
+        kept = case[0] - case[0] % round_size if case[3] else case[0]
+        assert collect("tensor", *case) == list(range(kept)), case
 
 
 def gathered_after_the_loop(cases):
@@ -157,40 +150,20 @@ def test_a_batch_that_not_all_ranks_have_is_mixed_with_nothing_else(num_ranks):
         assert others == [first] * (num_ranks - 1)
 
 
-def ragged():
-    accelerator = Accelerator(cpu=True)
-    rank = accelerator.process_index
-    rows = accelerator.gather_for_metrics([torch.full((rank + n,), n) for n in (1, 2)], use_gather_object=True)
-    empty = accelerator.gather_for_metrics(torch.arange(3) if rank == 0 else torch.arange(0))
-    return [row.tolist() for row in rows], empty.tolist()
-
-
-def test_ragged_rows_come_as_objects_and_an_empty_share_is_a_share():
-    for rows, empty in run_ranks(ragged, 2):
-        assert rows == [[1], [2, 2], [1, 1], [2, 2, 2]]
-        assert empty == [0, 1, 2]
-
-
-def different_widths():
-    accelerator = Accelerator(cpu=True)
-    accelerator.gather_for_metrics(torch.ones(2, 3 + accelerator.process_index))
-
-
+@on_ranks(2)
 def test_widths_that_differ_are_the_same_error_on_every_rank_and_nothing_is_swallowed():
-    with pytest.raises(RankFailure, match=r"rank 0: (.|\n)*CollectiveMismatch(.|\n)*rank 1: (.|\n)*CollectiveMismatch"):
-        run_ranks(different_widths, 2)
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(CollectiveMismatch):
+        accelerator.gather_for_metrics(torch.ones(2, 3 + accelerator.process_index))
 
 
-def alone_on_a_short_last_batch():
+@on_ranks(1, each=([4, 3], [2.0, 2.0]))
+def test_alone_what_is_repeated_for_each_sample_of_a_batch_is_cut_to_a_short_one():
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(range(7), batch_size=4))
     repeated = [len(accelerator.gather_for_metrics(torch.zeros(1).repeat(4))) for _ in loader]
     numbers = [accelerator.gather_for_metrics(torch.tensor(2.0)).item() for _ in loader]
     return repeated, numbers
-
-
-def test_alone_what_is_repeated_for_each_sample_of_a_batch_is_cut_to_a_short_one():
-    assert run_ranks(alone_on_a_short_last_batch, 1) == [([4, 3], [2.0, 2.0])]
 
 
 class Closed:
@@ -200,22 +173,14 @@ class Closed:
         self.numbers = torch.tensor(samples)
 
 
-def gather_closed():
-    config = DataLoaderConfiguration(dispatch_batches=True)
-    accelerator = Accelerator(cpu=True, dataloader_config=config)
+@on_ranks(2)
+def test_padding_that_can_not_be_told_from_samples_is_an_error():
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
     loader = accelerator.prepare(DataLoader(Stream(8), 3, collate_fn=Closed))
     *_, last = loader
     assert last.numbers.tolist() == [6, 7]
-    found = []
-    for batch in loader:
-        try:
-            found.append(accelerator.gather_for_metrics(batch.numbers).tolist())
-        except StateError as error:
-            found.append(str(error))
-    return found
-
-
-def test_padding_that_can_not_be_told_from_samples_is_an_error():
-    for whole, last in run_ranks(gather_closed, 2):
-        assert whole == [0, 1, 2, 3, 4, 5]
-        assert "nothing in them says how many samples they have" in last
+    batches = iter(loader)
+    assert accelerator.gather_for_metrics(next(batches).numbers).tolist() == [0, 1, 2, 3, 4, 5]
+    short = next(batches)
+    with pytest.raises(StateError, match="nothing in them says how many samples they have"):
+        accelerator.gather_for_metrics(short.numbers)

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from farflung import Accelerator
 from farflung.state import AcceleratorState
-from farflung.testing.ranks import run_ranks
+from tests.accelerator.conftest import on_ranks
 
 NUM, GLOBAL_BATCH = 24, 8
 DATA = torch.randn(NUM, 3, generator=torch.Generator().manual_seed(1))
@@ -106,18 +106,13 @@ def distilling(accelerator=None):
     return weights(*bare), [norm for norm in norms if norm == norm], weights(teacher)
 
 
-def on_ranks():
-    found = [alternating_on_ranks(every) for every in (1, 2)]
-    distilled = distilling(Accelerator(cpu=True, gradient_accumulation_steps=2))
-    return found, distilled
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@on_ranks()
 def test_each_optimizer_steps_when_its_own_models_window_is_complete_as_in_one_process(num_ranks):
-    expected = [alternating(every) for every in (1, 2)]
+    pairs = [(alternating_on_ranks(every), alternating(every)) for every in (1, 2)]
     wanted, norms, teacher = distilling()
-    for found, (distilled, seen, kept) in run_ranks(on_ranks, num_ranks, connect=num_ranks > 1):
-        for ours, reference in [*zip(found, expected, strict=True), (distilled, wanted)]:
-            assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, reference, strict=True))
-        assert seen == pytest.approx(norms, rel=1e-4)
-        assert all(map(torch.equal, kept, teacher))
+    distilled, seen, kept = distilling(Accelerator(cpu=True, gradient_accumulation_steps=2))
+    for ours, reference in [*pairs, (distilled, wanted)]:
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, reference, strict=True))
+    assert seen == pytest.approx(norms, rel=1e-4)
+    assert all(map(torch.equal, kept, teacher))

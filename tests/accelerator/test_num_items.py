@@ -15,6 +15,7 @@ from farflung.process.world import joined_world
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
 from farflung.utils import GradScalerKwargs
+from tests.accelerator.conftest import on_ranks
 from tests.accelerator.test_join import loss_of as loss_sum, network, tokens
 
 # For each rank the sizes of the micro-batches of one window: all different, one of them empty.
@@ -39,20 +40,13 @@ def entered(group):
 def gradients(shares, precision, clip):
     """The gradients of one window, and how many collectives of Farflung's that took."""
     sizes = shares[int(torch.distributed.get_rank()) if torch.distributed.is_initialized() else 0]
-    accelerator = Accelerator(
-        cpu=True,
-        gradient_accumulation_steps=len(sizes),
-        mixed_precision=precision,
-        kwargs_handlers=[GradScalerKwargs(init_scale=256.0)] if precision == "fp16" else None,  # no overflow
-    )
+    scaling = {"kwargs_handlers": [GradScalerKwargs(init_scale=256.0)]} if precision == "fp16" else {}  # no overflow
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=len(sizes), mixed_precision=precision, **scaling)
     model = accelerator.prepare(network())
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
     group = joined_world().group
     before = entered(group)
-    for number, count in enumerate(sizes):
-        with accelerator.accumulate(model):
-            x = tokens(accelerator.process_index, number, count)
-            accelerator.backward(loss_sum(model, x), num_items=count)
+    list(window(accelerator, model, sizes))
     collectives = entered(group) - before
     if clip is not None:
         accelerator.clip_grad_norm_(model.parameters(), clip)
@@ -63,18 +57,15 @@ def gradients(shares, precision, clip):
     return found, collectives
 
 
-def all_gradients(shares):
-    return [gradients(shares, *plan) for plan in PLANS]
-
-
-@pytest.mark.parametrize("ranks", SHARES)
-def test_the_gradient_is_that_of_the_whole_batch(ranks):
-    for outcome in run_ranks(all_gradients, ranks, SHARES[ranks], connect=ranks > 1):
-        for (precision, clip), (found, collectives) in zip(PLANS, outcome, strict=True):
-            tolerance = {"no": 1e-6, "fp16": 5e-3, "bf16": 3e-2}[precision]
-            for ours, whole in zip(found, expected(SHARES[ranks], clip), strict=True):
-                assert torch.allclose(ours, whole, atol=tolerance, rtol=tolerance)
-            assert collectives == (ranks > 1)  # one scalar a window, whatever the number of its micro-batches
+@pytest.mark.parametrize("num_ranks", SHARES)
+@on_ranks()
+def test_the_gradient_is_that_of_the_whole_batch(num_ranks):
+    for precision, clip in PLANS:
+        found, collectives = gradients(SHARES[num_ranks], precision, clip)
+        tolerance = {"no": 1e-6, "fp16": 5e-3, "bf16": 3e-2}[precision]
+        for ours, whole in zip(found, expected(SHARES[num_ranks], clip), strict=True):
+            assert torch.allclose(ours, whole, atol=tolerance, rtol=tolerance), (precision, clip)
+        assert collectives == (num_ranks > 1)  # one scalar a window, whatever the number of its micro-batches
 
 
 @settings(max_examples=25)
@@ -84,6 +75,15 @@ def test_any_cut_of_one_process_gives_the_same_gradient(sizes):
     AcceleratorState._reset_state(reset_partial_state=True)
     for mine, whole in zip(ours, expected([tuple(sizes)], None), strict=True):
         assert torch.allclose(mine, whole, atol=1e-6)
+
+
+def window(accelerator, model, sizes, first=0):
+    """Accumulate the gradients of one window; yields after each of its micro-batches."""
+    for number, count in enumerate(sizes, first):
+        with accelerator.accumulate(model):
+            x = tokens(accelerator.process_index, number, count)
+            accelerator.backward(loss_sum(model, x), num_items=count)
+            yield
 
 
 def test_without_accumulation_each_call_is_a_window_of_its_own():
@@ -123,13 +123,10 @@ def weights_of_replicas(shares, weigh_by):
     apart = []
     optimizer.register_step_post_hook(lambda *_: apart.append(model.module.weight.detach().clone()))
     with accelerator.outer(model, replace(local_sgd(2), weigh_by=weigh_by)):
-        for window in range(2):
-            for number, count in enumerate(sizes):
-                with accelerator.accumulate(model):
-                    x = tokens(accelerator.process_index, 10 * window + number, count)
-                    accelerator.backward(loss_sum(model, x), num_items=count)
-                    optimizer.step()
-                    optimizer.zero_grad()
+        for first in (0, 10):
+            for _ in window(accelerator, model, sizes, first):
+                optimizer.step()
+                optimizer.zero_grad()
     return apart[-1], model.module.weight.detach().clone()
 
 
@@ -145,59 +142,43 @@ def test_a_replica_weighs_in_a_round_as_much_as_it_did(ranks, weigh_by):
         assert torch.allclose(agreed, mean, atol=1e-6)
 
 
-def windows_of_a_replica(shares):
-    sizes = shares[torch.distributed.get_rank()]
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@on_ranks()
+def test_under_an_outer_loop_the_window_is_that_of_the_replica(num_ranks):
+    sizes = SHARES[num_ranks][torch.distributed.get_rank()]
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=len(sizes))
     model = accelerator.prepare(network())
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
     with accelerator.outer(model, local_sgd(8)):
-        for number, count in enumerate(sizes):
-            with accelerator.accumulate(model):
-                x = tokens(accelerator.process_index, number, count)
-                accelerator.backward(loss_sum(model, x), num_items=count)
+        list(window(accelerator, model, sizes))
         optimizer.step()
-    return accelerator.unwrap_model(model).weight.grad.clone()
+    reference = network()
+    alone = torch.cat([tokens(accelerator.process_index, number, count) for number, count in enumerate(sizes)])
+    (loss_sum(reference, alone) / max(len(alone), 1)).backward()
+    assert torch.allclose(accelerator.unwrap_model(model).weight.grad, reference.weight.grad, atol=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_under_an_outer_loop_the_window_is_that_of_the_replica(ranks):
-    for rank, gradient in enumerate(run_ranks(windows_of_a_replica, ranks, SHARES[ranks])):
-        model = network()
-        alone = torch.cat([tokens(rank, number, count) for number, count in enumerate(SHARES[ranks][rank])])
-        (loss_sum(model, alone) / max(len(alone), 1)).backward()
-        assert torch.allclose(gradient, model.weight.grad, atol=1e-6)
-
-
-def gradients_of_other_forms(shares):
-    """The gradient of one window, for each form in which a script may name its model."""
-    found = {}
-    for form in ("alone", "unwrapped", "compiled", "held", "beside one that is frozen", "beside one that is evaluated"):
+@on_ranks(2)
+def test_the_gradient_is_the_same_in_whatever_form_a_script_names_its_model():
+    shares = [(3, 7), (12, 1)]
+    forms = {
+        "alone": lambda _, model: model,
+        "unwrapped": lambda accelerator, model: accelerator.unwrap_model(model),
+        "compiled": lambda _, model: torch.compile(model, backend="eager"),
+        "held": lambda _, model: nn.Sequential(model),  # a script's own module around a prepared one
+        "beside one that is frozen": lambda accelerator, _: accelerator.prepare(network().requires_grad_(False)),
+        "beside one in evaluation": lambda accelerator, _: accelerator.prepare_model(network(), evaluation_mode=True),
+    }
+    for form, make in forms.items():
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         model, _ = accelerator.prepare(plain := network(), torch.optim.SGD(plain.parameters()))
-        named = model
-        if form == "unwrapped":
-            named = accelerator.unwrap_model(model)
-        elif form == "compiled":
-            named = torch.compile(model, backend="eager")
-        elif form == "held":
-            named = nn.Sequential(model)  # a script's own module around a prepared one
-        elif form == "beside one that is frozen":
-            accelerator.prepare(network().requires_grad_(False))
-        elif form == "beside one that is evaluated":
-            accelerator.prepare_model(network(), evaluation_mode=True)
+        named = make(accelerator, model)
         models = () if form.startswith("beside") else (named,)
-        computes = model if form == "unwrapped" else named
+        computes = named if form in ("compiled", "held") else model
         for number, count in enumerate(shares[accelerator.process_index]):
             with accelerator.accumulate(*models):
                 x = tokens(accelerator.process_index, number, count)
                 accelerator.backward(loss_sum(computes, x), num_items=count)
-        found[form] = [parameter.grad.clone() for parameter in model.parameters()]
+        for ours, whole in zip(model.parameters(), expected(shares, None), strict=True):
+            torch.testing.assert_close(ours.grad, whole, msg=lambda text, form=form: f"{form}: {text}")
         AcceleratorState._reset_state()
-    return found
-
-
-def test_the_gradient_is_the_same_in_whatever_form_a_script_names_its_model():
-    shares = [(3, 7), (12, 1)]
-    for found in run_ranks(gradients_of_other_forms, 2, shares):
-        for form, gradients in found.items():
-            torch.testing.assert_close(gradients, expected(shares, None), msg=lambda text, form=form: f"{form}: {text}")

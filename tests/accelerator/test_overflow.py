@@ -14,6 +14,8 @@ from farflung import Accelerator, LocalSGD
 from farflung.outer import diloco, local_sgd
 from farflung.testing.ranks import run_ranks
 from farflung.utils import GradScalerKwargs
+from tests.accelerator.conftest import on_ranks
+from tests.integrations.takeover import is_the_same
 
 STEPS = 5
 
@@ -27,12 +29,9 @@ def training(mode, accumulation, parts, sick):
 
     Returns: for each step of each optimizer, whether it was skipped, the learning rate and the weights.
     """
+    precision = {"mixed_precision": "fp16", "kwargs_handlers": [GradScalerKwargs(init_scale=16.0)]}
     accelerator = Accelerator(
-        cpu=True,
-        mixed_precision="fp16",
-        gradient_accumulation_steps=accumulation,
-        kwargs_handlers=[GradScalerKwargs(init_scale=16.0)],
-        scheduler_ticks="per_update",
+        cpu=True, gradient_accumulation_steps=accumulation, scheduler_ticks="per_update", **precision
     )
     rank = accelerator.process_index
     torch.manual_seed(0)
@@ -55,7 +54,7 @@ def training(mode, accumulation, parts, sick):
                 for optimizer in optimizers:
                     optimizer.zero_grad()
         rates = [scheduler.get_last_lr()[0] for scheduler in schedulers]
-        weights = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+        weights = nn.utils.parameters_to_vector(net.parameters()).detach()
         seen.append(([one.step_was_skipped for one in optimizers], rates, weights, accelerator.scaler.get_scale()))
 
     loop = {
@@ -68,9 +67,8 @@ def training(mode, accumulation, parts, sick):
             step(number)
             if mode == "LocalSGD":
                 averaging.step()
-    final = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
     accelerator.free_memory()
-    return seen, final
+    return seen, nn.utils.parameters_to_vector(net.parameters()).detach()
 
 
 def rate_after(ticks):
@@ -114,7 +112,8 @@ def test_a_replica_skips_by_itself_and_all_keep_one_rate_and_agree(num_ranks):
             assert torch.isfinite(final).all()
 
 
-def starting_late():
+@on_ranks(2, each=True)
+def test_a_first_step_that_one_replica_skips_leaves_one_anchor():
     """Weights are loaded after `prepare`, and rank 0 skips its first step, while rank 1 begins where it is."""
     accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=16.0)])
     net = two_layers()
@@ -128,11 +127,4 @@ def starting_late():
             accelerator.backward(model(torch.full((2, 2), float("inf") if overflows else 1.0)).square().mean())
             optimizer.step()
             optimizer.zero_grad()
-    final = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
-    accelerator.free_memory()
-    return final
-
-
-def test_a_first_step_that_one_replica_skips_leaves_one_anchor():
-    first, second = run_ranks(starting_late, 2)
-    assert torch.equal(first, second)
+    return is_the_same([parameter.tolist() for parameter in net.parameters()])

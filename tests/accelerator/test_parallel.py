@@ -14,7 +14,7 @@ from farflung.config.parallelism import ParallelismConfig
 from farflung.outer import diloco
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
-from tests.errors import error_of
+from tests.accelerator.conftest import on_ranks
 from tests.outer.parallel import PLAN, Attending, Block
 from tests.outer.replicas import same
 
@@ -135,24 +135,15 @@ def test_islands_of_fsdp_and_another_parallelism_train_as_those_of_fsdp_do(sizes
     assert close(run_ranks(in_islands, 8, ISLANDS | sizes, made)[0], alone)
 
 
-def refusals():
-    texts = []
-    for kind, make in (
-        (ConfigError, lambda: Accelerator(parallelism_config=ParallelismConfig(**TP)).prepare(Block())),
-        (Unsupported, lambda: Accelerator(parallelism_config=ParallelismConfig(**TP), island_size=2)),
-        (Unsupported, lambda: Accelerator(parallelism_config=ParallelismConfig(sp_size=2))),
-        (Unsupported, lambda: Accelerator(parallelism_config=ParallelismConfig(**CP_TP))),
-        (ConfigError, lambda: Accelerator(parallelism_config=ParallelismConfig(**CP)).maybe_context_parallel()),
+@on_ranks(2)
+def test_whole_models_and_what_does_not_go_with_tensor_parallelism_are_refused():
+    for kind, words, sizes, act in (
+        (ConfigError, "no parameter of this Block is a DTensor", TP, lambda made: made().prepare(Block())),
+        (Unsupported, "island_size", TP, lambda made: made(island_size=2)),
+        (Unsupported, "sequence parallelism is not supported", {"sp_size": 2}, lambda made: made()),
+        (Unsupported, "can't be combined yet", CP_TP, lambda made: made()),
+        (ConfigError, "0 buffers and 0 buffer_seq_dims", CP, lambda made: made().maybe_context_parallel()),
     ):
         AcceleratorState._reset_state()
-        texts.append(error_of(kind, make))
-    return texts
-
-
-def test_whole_models_and_what_does_not_go_with_tensor_parallelism_are_refused():
-    whole, islands, sequence, both, nothing = run_ranks(refusals, 2)[0]
-    assert "no parameter of this Block is a DTensor" in whole
-    assert "island_size" in islands
-    assert "sequence parallelism is not supported" in sequence
-    assert "can't be combined yet" in both
-    assert "0 buffers and 0 buffer_seq_dims" in nothing
+        with pytest.raises(kind, match=words):
+            act(lambda sizes=sizes, **asked: Accelerator(parallelism_config=ParallelismConfig(**sizes), **asked))

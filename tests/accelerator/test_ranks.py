@@ -11,12 +11,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from farflung import Accelerator, DDPCommunicationHookType as Hook
 from farflung.base.errors import ConfigError
 from farflung.state import AcceleratorState
-from farflung.testing.ranks import run_ranks
 from farflung.utils import AutocastKwargs, DataLoaderConfiguration, DistributedDataParallelKwargs, DistributedType
 from tests.accelerator.conftest import on_ranks
 
 
-def settled():
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@on_ranks()
+def test_what_ranks_know_of_each_other_and_that_preparing_again_changes_nothing(num_ranks):
     accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(static_graph=True)])
     model = nn.Linear(2, 1)
     frozen = nn.Linear(2, 1).requires_grad_(False)
@@ -35,18 +36,9 @@ def settled():
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0))  # after its model, and by itself
     assert accelerator.prepare(optimizer) is accelerator.prepare(optimizer.optimizer) is optimizer
     assert (len(accelerator._models), len(accelerator._optimizers)) == (3, 1)
-    return (
-        accelerator.process_index,
-        accelerator.num_processes,
-        accelerator.is_main_process,
-        accelerator.is_last_process,
-    )
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_what_ranks_know_of_each_other_and_that_preparing_again_changes_nothing(num_ranks):
-    ranks = range(num_ranks)
-    assert run_ranks(settled, num_ranks) == [(rank, num_ranks, rank == 0, rank == ranks[-1]) for rank in ranks]
+    rank = torch.distributed.get_rank()
+    assert (accelerator.process_index, accelerator.num_processes) == (rank, num_ranks)
+    assert (accelerator.is_main_process, accelerator.is_last_process) == (rank == 0, rank == num_ranks - 1)
 
 
 @on_ranks(2, each=(True, [1.0], True))
@@ -79,19 +71,14 @@ def test_a_model_that_was_prepared_for_evaluation_can_be_prepared_for_training()
     return isinstance(wrapped, DistributedDataParallel), len(accelerator._models)
 
 
-def computed_in_half():
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks(each=[torch.float32, torch.bfloat16])
+def test_what_is_computed_in_half_comes_out_in_fp32_or_as_it_is(num_ranks):
     seen = []
     for handlers in ([], [AutocastKwargs(outputs_to_fp32=False)]):
         accelerator = Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=handlers)
-        model = accelerator.prepare(nn.Linear(2, 2))
-        seen.append(model(torch.ones(1, 2)).dtype)
+        seen.append(accelerator.prepare(nn.Linear(2, 2))(torch.ones(1, 2)).dtype)
     return seen
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_what_is_computed_in_half_comes_out_in_fp32_or_as_it_is(num_ranks):
-    for seen in run_ranks(computed_in_half, num_ranks, connect=num_ranks > 1):
-        assert seen == [torch.float32, torch.bfloat16]
 
 
 @on_ranks(2, by_rank=[[1.0, -1.0], [1.0, 1.0]])
@@ -213,15 +200,11 @@ def test_a_scheduler_that_another_accelerator_prepared_ticks_as_often_as_before(
     return again is scheduler, again.optimizers == [optimizer], again.get_last_lr()[0]
 
 
-def horizons(cases):
-    return [horizon(*case) for case in cases]
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@on_ranks()
 def test_a_scheduler_ticks_for_every_process_or_once(num_ranks):
-    cases = {("per_process", False): num_ranks, ("per_process", True): 1, ("per_update", False): 1}
-    for outcome in run_ranks(horizons, num_ranks, list(cases), connect=num_ranks > 1):
-        assert outcome == [(expected, 0.5) for expected in cases.values()]
+    assert horizon("per_process", False) == (num_ranks, 0.5)
+    assert horizon("per_process", True) == horizon("per_update", False) == (1, 0.5)
 
 
 @on_ranks(2, by_rank=[("hello\n", True), ("", False)])

@@ -27,6 +27,7 @@ from farflung.outer import diloco
 from farflung.state import AcceleratorState, PartialState
 from farflung.testing.ranks import run_ranks
 from farflung.utils import ParallelismConfig, load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
+from tests.accelerator.conftest import on_ranks
 
 STEPS = 6
 
@@ -52,17 +53,15 @@ class Net(nn.Module):
 class Run:
     """The objects of one rank, with the model sharded over rows of `columns` ranks; 1: not at all."""
 
-    def __init__(self, columns, accumulation=1, **asked):
+    def __init__(self, columns, accumulation=1, load=None, **asked):
         AcceleratorState._reset_state(reset_partial_state=False)
         size = PartialState(cpu=True).num_processes
-        settings = {}
+        settings = {"scheduler_ticks": "per_update", "gradient_accumulation_steps": accumulation}
         if columns > 1:
             wraps = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 30}
             settings["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2, **wraps, **asked)
             settings["parallelism_config"] = ParallelismConfig(dp_replicate_size=size // columns, dp_shard_size=columns)
-        self.accelerator = Accelerator(
-            cpu=True, scheduler_ticks="per_update", gradient_accumulation_steps=accumulation, **settings
-        )
+        self.accelerator = Accelerator(cpu=True, **settings)
         torch.manual_seed(0)
         net = Net()
         trained = [{"params": net.inner.parameters(), "lr": 0.02}, {"params": [net.last.weight]}]
@@ -72,25 +71,29 @@ class Run:
         self.model, self.optimizer, self.scheduler, self.data = self.accelerator.prepare(
             net, optimizer, scheduler, data
         )
+        if load is not None:
+            self.accelerator.load_state(load)
 
-    def train(self, steps):
+    def backward(self, seed):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
+        loss = self.model(x).square().mean()
+        self.accelerator.backward(loss)
+        return loss.item()
+
+    def train(self, seeds):
         """Train on the same batch on all ranks, so that the layout does not matter; return the losses."""
         losses = []
-        for step in steps:
-            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
-            loss = self.model(x).square().mean()
-            self.accelerator.backward(loss)
+        for seed in seeds:
+            losses.append(self.backward(seed))
             self.optimizer.step()
             self.scheduler.step()
             self.optimizer.zero_grad()
-            losses.append(loss.item())
         return losses
 
     def micro_step(self, step):
         """Accumulate the gradients of one batch, another one on each rank, and step where the window ends."""
         with self.accelerator.accumulate(self.model):
-            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + self.accelerator.process_index))
-            self.accelerator.backward(self.model(x).square().mean())
+            self.backward(10 * step + self.accelerator.process_index)
             self.optimizer.step()
             self.optimizer.zero_grad()
         return self.weights()
@@ -111,22 +114,17 @@ def windows(folder):
     run.micro_step(1)
     found = [run.micro_step(2)]
     for columns in (2, 4, 1):
-        run = Run(columns, accumulation=3)
-        run.accelerator.load_state(folder / "unreduced")
+        run = Run(columns, accumulation=3, load=folder / "unreduced")
         run.micro_step(1)
         found.append(run.micro_step(2))
     each = Run(2)
     each.accelerator.backward(each.model(torch.ones(1, 5)).sum())  # reduced at once, but there is no step yet
     each.accelerator.save_state(folder / "reduced")
-    each.optimizer.step()
-    found.append(each.weights())
-    other = Run(2)
-    other.accelerator.load_state(folder / "reduced")
-    other.optimizer.step()
-    found.append(other.weights())
-    notes = io.StringIO()
-    with redirect_stderr(notes):
-        Run(4).accelerator.load_state(folder / "reduced")
+    for run in (each, Run(2, load=folder / "reduced")):
+        run.optimizer.step()
+        found.append(run.weights())
+    with redirect_stderr(io.StringIO()) as notes:
+        Run(4, load=folder / "reduced")
     return found, notes.getvalue()
 
 
@@ -139,37 +137,28 @@ def test_a_window_that_was_not_complete_is_completed(tmp_path):
     assert "had reduced gradients of other shards: it starts over" in notes
 
 
-def islands(folder):
-    """Train two islands of two ranks under an outer loop, and go on from a checkpoint in mid-round, or fail to."""
+@on_ranks(4)
+def test_islands_go_on_in_mid_round_and_refuse_other_shards(tmp_path):
+    """Two islands of two ranks under an outer loop."""
 
-    def step(run, number):
-        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * number + run.accelerator.process_index // 2))
-        loss = run.model(x).square().mean()
-        run.accelerator.backward(loss)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-        return loss.item()
+    def trained(run, numbers):
+        return run.train(10 * number + run.accelerator.process_index // 2 for number in numbers)
 
     run = Run(2)
     with run.accelerator.outer(run.model, diloco(every=3)):
-        _ = [step(run, number) for number in range(4)]
-        run.accelerator.save_state(folder / "outer", block=False)
-        whole = [step(run, number) for number in range(4, 8)]
+        trained(run, range(4))
+        run.accelerator.save_state(tmp_path / "outer", block=False)
+        whole = trained(run, range(4, 8))
     run.accelerator.end_training()  # which waits for the save
     run = Run(2)
     with run.accelerator.outer(run.model, diloco(every=3)):
-        run.accelerator.load_state(folder / "outer")
-        resumed = [step(run, number) for number in range(4, 8)]
+        run.accelerator.load_state(tmp_path / "outer")
+        assert trained(run, range(4, 8)) == whole
     with pytest.raises(CheckpointError, match=r"sharded over 2 ranks, but here they are sharded over 4 .*size=2"):
-        Run(4).accelerator.load_state(folder / "outer")
+        Run(4, load=tmp_path / "outer")
     accelerator = run.accelerator
     with pytest.raises(CollectiveMismatch, match=r"^get_state_dict: every process must .* is in `wait_for_everyone`"):
         accelerator.get_state_dict(run.model) if accelerator.is_main_process else accelerator.wait_for_everyone()
-    return whole == resumed
-
-
-def test_islands_go_on_in_mid_round_and_refuse_other_shards(tmp_path):
-    assert run_ranks(islands, 4, tmp_path) == [True] * 4
 
 
 def write_as_accelerate(run, folder):
@@ -234,8 +223,7 @@ def go_on(folder, columns, names):
         run.accelerator.register_load_state_pre_hook(lambda models, where: None)
         run.accelerator.load_state(folder / name)
         losses[name] = run.train(range(3, STEPS))
-    run = Run(columns)
-    run.accelerator.load_state(folder / "at_once")
+    run = Run(columns, load=folder / "at_once")
     for name in ("parts", "full/fsdp"):
         run.train(range(10, 12))
         plugin = run.accelerator.state.fsdp_plugin

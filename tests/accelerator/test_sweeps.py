@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from farflung import Accelerator, LocalSGD
 from farflung.state import AcceleratorState
-from farflung.testing.ranks import run_ranks
 from farflung.utils import DataLoaderConfiguration, TorchDynamoPlugin
+from tests.accelerator.conftest import on_ranks
 
 PLANS = [
     {"dispatch": True, "precision": "fp16", "backend": "no"},
@@ -57,8 +57,9 @@ def trial(accelerator, alive):
     return made, [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def sweep(plans):
-    outcomes = []
+@pytest.mark.parametrize(("num_ranks", "plans"), [(1, PLANS), (2, PLANS), (4, PLANS[:1])])  # loading dynamo takes long
+@on_ranks(timeout_s=90)
+def test_a_trial_is_gone_with_all_its_parameters_and_the_next_one_trains_as_it_did(num_ranks, plans):
     for plan in plans:
         weights, alive = [], []
         for named in (True, False):
@@ -78,16 +79,6 @@ def sweep(plans):
         gc.collect()
         if plan["backend"] != "no":
             torch._dynamo.reset()
-        survivors = sum(ref() is not None for ref in alive)
-        outcomes.append((plan, all(map(torch.equal, *weights)), survivors, len(alive)))
+        assert all(map(torch.equal, *weights)), plan
+        assert [ref() for ref in alive] == [None] * 2 * 8, plan
         AcceleratorState._reset_state()
-    return outcomes
-
-
-@pytest.mark.parametrize(("num_ranks", "plans"), [(1, PLANS), (2, PLANS), (4, PLANS[:1])])  # loading dynamo takes long
-def test_a_trial_is_gone_with_all_its_parameters_and_the_next_one_trains_as_it_did(num_ranks, plans):
-    for outcome in run_ranks(sweep, num_ranks, plans, connect=num_ranks > 1, timeout_s=90):
-        for plan, same, survivors, watched in outcome:
-            assert same, plan
-            assert survivors == 0, plan
-            assert watched == 2 * 8, plan

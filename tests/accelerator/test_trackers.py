@@ -8,9 +8,9 @@ import pytest
 
 from farflung import Accelerator
 from farflung.base.errors import ConfigError
-from farflung.testing.ranks import run_ranks
 from farflung.tracking import GeneralTracker
 from farflung.utils import ProjectConfiguration
+from tests.accelerator.conftest import on_ranks
 
 
 class Keeping(GeneralTracker):
@@ -19,9 +19,9 @@ class Keeping(GeneralTracker):
     name = "keeping"
     requires_logging_directory = False
 
-    def __init__(self, *failing):
+    def __init__(self, *failing, error=ConnectionError):
         super().__init__()
-        self.calls, self.failing = [], failing
+        self.calls, self.failing, self.error = [], failing, error
 
     @property
     def tracker(self):
@@ -30,7 +30,7 @@ class Keeping(GeneralTracker):
     def _call(self, name, *args):
         self.calls.append((name, *args))
         if name in self.failing:
-            raise ConnectionError(f"no server for {name}")
+            raise self.error(f"no server for {name}")
 
     def start(self):
         self._call("start")
@@ -131,28 +131,19 @@ def test_a_tracker_that_does_not_start_does_not_end_training_but_a_wrong_argumen
     accelerator = Accelerator(cpu=True, log_with=Keeping("start"))
     with pytest.warns(UserWarning, match="failed in start"):
         accelerator.init_trackers("project")
-
-    class Narrow(Keeping):
-        def start(self):
-            raise TypeError("start() got an unexpected keyword argument 'colour'")
-
-    accelerator = Accelerator(cpu=True, log_with=Narrow())
-    with pytest.raises(TypeError, match="colour"):
+    accelerator = Accelerator(cpu=True, log_with=Keeping("start", error=TypeError))
+    with pytest.raises(TypeError, match="no server for start"):
         accelerator.init_trackers("project")
 
 
-def logged(folder):
-    accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=folder)
-    accelerator.init_trackers("project", config={"lr": 0.1})
-    accelerator.log({"rank": accelerator.process_index}, step=1)
-    tracker = accelerator.get_tracker("jsonl")
-    tracker.log({"rank": accelerator.process_index}, step=2)
-    names = [each.name for each in accelerator.trackers]
-    accelerator.end_training()
-    return names
-
-
+@on_ranks(2)
 def test_only_the_main_process_tracks(tmp_path):
-    assert run_ranks(logged, 2, tmp_path) == [["jsonl"], []]
+    accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path)
+    accelerator.init_trackers("project", config={"lr": 0.1})
+    for step, log in enumerate((accelerator.log, accelerator.get_tracker("jsonl").log)):
+        log({"rank": accelerator.process_index}, step=step)
+    assert [each.name for each in accelerator.trackers] == ["jsonl"] * accelerator.is_main_process
+    accelerator.end_training()
+    accelerator.wait_for_everyone()
     lines = [json.loads(line) for line in (tmp_path / "project.jsonl").read_text().splitlines()]
     assert [line["values"]["rank"] for line in lines if line["event"] == "log"] == [0, 0]

@@ -4,7 +4,9 @@
 What ranks with different numbers of batches may do is elsewhere: join under DDP, train on in an outer loop, evaluate.
 """
 
+import itertools
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -42,35 +44,30 @@ class Files(Stream):
 
 def train(layout, data, compiled=False, grad=True):
     """Train for two epochs, and say which error ended it, and after how long."""
+    layouts = {
+        "ddp": {},
+        "islands": {"island_size": 2},
+        "fsdp": {
+            "fsdp_plugin": FullyShardedDataParallelPlugin(),
+            "parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2),
+        },
+    }
     settings = {"dynamo_plugin": TorchDynamoPlugin(backend="eager")} if compiled else {}
-    if layout == "fsdp":
-        settings["fsdp_plugin"] = FullyShardedDataParallelPlugin()
-        settings["parallelism_config"] = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
-    elif layout == "islands":
-        settings["island_size"] = 2
     config = DataLoaderConfiguration(even_batches=False, dispatch_batches=False)
-    accelerator = Accelerator(cpu=True, dataloader_config=config, **settings)
+    accelerator = Accelerator(cpu=True, dataloader_config=config, **layouts[layout], **settings)
     model = nn.Linear(4, 4)
     model, optimizer, loader = accelerator.prepare(
         model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data, 2 if isinstance(data, Stream) else 1)
     )
-
-    def epochs():
-        for _ in range(2):
-            for batch in loader:
+    began = time.monotonic()
+    try:
+        with nullcontext() if layout == "ddp" else accelerator.outer(model, diloco(every=2)):
+            for batch in itertools.chain(loader, loader):
                 with torch.set_grad_enabled(grad):
                     loss = model(batch).sum()
                 if grad:
                     accelerator.backward(loss)
                     optimizer.step()
-
-    began = time.monotonic()
-    try:
-        if layout == "ddp":
-            epochs()
-        else:
-            with accelerator.outer(model, diloco(every=2)):
-                epochs()
         accelerator.wait_for_everyone()
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - began

@@ -62,7 +62,7 @@ def run_all(folder, size):
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two processes"])
 def runs(request, tmp_path_factory):
-    """What `results(name)` answers: the values of a script's runs, by rank; and the folder that they wrote to."""
+    """What `runs(name)` answers: the values of a script's runs, by rank; the folder that they wrote to, and ranks."""
     folder = tmp_path_factory.mktemp("runs")
     by_rank = run_ranks(run_all, request.param, folder, request.param, timeout_s=120, connect=False)
 
@@ -72,72 +72,67 @@ def runs(request, tmp_path_factory):
                 pytest.fail(found[name])
         return [found[name] for found in by_rank]
 
-    return results, folder, request.param
+    results.folder, results.size = folder, request.param
+    return results
 
 
 def test_scripts_learn_their_tasks_and_all_processes_agree(runs):
-    results, _, _ = runs
     for name in RUNS.keys() - {"token_accumulation", "profiler"}:
-        first, *others = results(name)
+        first, *others = runs(name)
         assert all(other == first for other in others), name
         assert first[-1]["accuracy"] > 0.9, name
 
 
 def test_accumulated_batches_make_one_update(runs):
-    results, _, size = runs
-    batches = -(-1000 // (16 * size))
-    assert results("gradient_accumulation")[0][0]["updates"] == 6 * -(-batches // 4)
+    batches = -(-1000 // (16 * runs.size))
+    assert runs("gradient_accumulation")[0][0]["updates"] == 6 * -(-batches // 4)
 
 
 def test_the_largest_batch_that_fits_is_found_and_an_update_keeps_its_samples(runs):
-    results, _, _ = runs
-    (found,) = results("automatic_accumulation")[0]
+    (found,) = runs("automatic_accumulation")[0]
     assert found["tried"][0] == 64
     assert found["tried"][-1] <= 40 < found["tried"][-2]
     assert found["steps"] == 64 // found["tried"][-1]
-    assert results("memory")[0][0]["tried"] == [256, 128, 64]
+    assert runs("memory")[0][0]["tried"] == [256, 128, 64]
 
 
 def test_each_token_counts_once_and_the_same(runs):
-    results, _, _ = runs
-    large, small = results("token_accumulation")[0]
+    large, small = runs("token_accumulation")[0]
     assert small["tokens"] == large["tokens"] > 1000
     assert small["loss"] == pytest.approx(large["loss"], rel=1e-5)
     assert small["weights"] == pytest.approx(large["weights"], rel=1e-5)
 
 
 def test_a_stopped_run_continues_as_if_it_had_not_stopped(runs):
-    whole, stopped, continued = runs[0]("checkpointing")[0]
+    whole, stopped, continued = runs("checkpointing")[0]
     assert stopped["updates"] == 21
     assert continued == whole
 
 
 def test_training_ends_early_and_in_the_same_step_everywhere(runs):
-    (found,) = runs[0]("early_stopping")[0]
+    (found,) = runs("early_stopping")[0]
     assert found["stopped"]
-    assert found["updates"] < 50 * -(-1000 // (32 * runs[2]))
+    assert found["updates"] < 50 * -(-1000 // (32 * runs.size))
 
 
 def test_each_sample_is_in_the_metrics_once(runs):
-    (found,) = runs[0]("metrics")[0]
+    (found,) = runs("metrics")[0]
     assert found["samples"] == 501
     assert found["f1"] > 0.9
 
 
 def test_the_profiler_calls_back_after_its_cycle_and_writes_a_trace_for_each_process(runs):
-    results, folder, size = runs
-    for (found,) in results("profiler"):
+    for (found,) in runs("profiler"):
         assert found["tables"] == 1
         assert "aten::addmm" in found["names"]
-    written = sorted(path.name for path in (folder / "traces").iterdir())
-    assert written == [f"profile_{rank}.json" for rank in range(size)]
-    assert json.loads((folder / "traces" / written[-1]).read_text())["traceEvents"]
+    written = sorted(path.name for path in (runs.folder / "traces").iterdir())
+    assert written == [f"profile_{rank}.json" for rank in range(runs.size)]
+    assert json.loads((runs.folder / "traces" / written[-1]).read_text())["traceEvents"]
 
 
 def test_the_main_process_logs_an_epoch_at_a_time(runs):
-    results, folder, _ = runs
-    (found,) = results("tracking")[0]
-    lines = [json.loads(line) for line in (folder / "runs" / "circle.jsonl").read_text().splitlines()]
+    (found,) = runs("tracking")[0]
+    lines = [json.loads(line) for line in (runs.folder / "runs" / "circle.jsonl").read_text().splitlines()]
     assert [line["event"] for line in lines] == ["start", "config", "log", "log", "log", "finish"]
     assert lines[1]["config"]["lr"] == 0.03
     assert (lines[-2]["step"], lines[-2]["values"]["loss"]) == (found["updates"], found["loss"])

@@ -19,8 +19,7 @@ SHORT = ["--epochs", "1"]
 
 
 def run(*command):
-    ended = run_python(*command)
-    return ended.stdout
+    return run_python(*command).stdout
 
 
 @pytest.fixture(scope="module")
@@ -86,37 +85,24 @@ def test_another_file_a_saved_model_and_a_precision_can_be_given(reviews, tmp_pa
 
 
 HEADER = b"label,review\n"
+EMPTY = r"{} is empty, or its first line is\. Begin it with the line `label,review`"
+NO_REVIEW = r"{} has no review with its label\. Add a line for each below"
 BAD = [
-    (b"", r"bad\.csv is empty, or its first line is\. Begin it with the line `label,review`"),
-    (b"\n\n", r"bad\.csv is empty, or its first line is\. Begin it with the line `label,review`"),
-    (HEADER, r"bad\.csv has no review with its label\. Add a line for each below"),
-    (HEADER + b"1,\n,good\n", r"bad\.csv has no review with its label\. Add a line for each below"),
-    (b"stars,text\n1,good\n", r"bad\.csv:1: there is no column label and no review, only stars, text\. Name the two"),
-    (
-        b"label;review\n1;good\n",
-        r"bad\.csv:1: there is no column label and no review, only label;review\. Name the two",
-    ),
-    (
-        HEADER + b"0,bad\npositive,good\n",
-        r"bad\.csv:3: the label is 'positive', and must be a whole number from 0\. Num",
-    ),
-    (
-        HEADER + b"0,bad\n-1,good\n",
-        r"bad\.csv:3: the label is '-1', and must be a whole number from 0\. Number the lab",
-    ),
-    (
-        HEADER + b"1,bad\n2,good\n",
-        r"bad\.csv:3: the label is 2, but 2 different labels must be .* from 0 to 1\. Number",
-    ),
-    (
-        HEADER + b"0,bad\n7,good\n3,fair",
-        r"bad\.csv:3: the label is 7, but 3 different labels must be .* from 0 to 2\. ",
-    ),
-    (HEADER + b"1,good, and cheap\n", r"bad\.csv:2: there are more values than the 2 columns of the first line\. Put"),
-    (HEADER + b'0,bad\n1,"good\n', r"bad\.csv:3: this is not CSV: unexpected end of data\. Correct the line"),
-    (HEADER + "0,bad\n1,très bien\n".encode("latin-1"), r"bad\.csv:3: this is not UTF-8 text\. Save the file as UTF-8"),
-    ("label,review\n1,good\n".encode("utf-16"), r"bad\.csv:1: this is not UTF-8 text\. Save the file as UTF-8"),
-    (None, r"bad\.csv can't be read: No such file or directory\. Name a CSV file with --data"),
+    (b"", EMPTY),
+    (b"\n\n", EMPTY),
+    (HEADER, NO_REVIEW),
+    (HEADER + b"1,\n,good\n", NO_REVIEW),
+    (b"stars,text\n1,good\n", r"{}:1: there is no column label and no review, only stars, text\. Name the two"),
+    (b"label;review\n1;good\n", r"{}:1: there is no column label and no review, only label;review\. Name the two"),
+    (HEADER + b"0,bad\npositive,good\n", r"{}:3: the label is 'positive', and must be a whole number from 0\. Num"),
+    (HEADER + b"0,bad\n-1,good\n", r"{}:3: the label is '-1', and must be a whole number from 0\. Number the lab"),
+    (HEADER + b"1,bad\n2,good\n", r"{}:3: the label is 2, but 2 different labels must be .* from 0 to 1\. Number"),
+    (HEADER + b"0,bad\n7,good\n3,fair", r"{}:3: the label is 7, but 3 different labels must be .* from 0 to 2\. "),
+    (HEADER + b"1,good, and cheap\n", r"{}:2: there are more values than the 2 columns of the first line\. Put"),
+    (HEADER + b'0,bad\n1,"good\n', r"{}:3: this is not CSV: unexpected end of data\. Correct the line"),
+    (HEADER + "0,bad\n1,très bien\n".encode("latin-1"), r"{}:3: this is not UTF-8 text\. Save the file as UTF-8"),
+    ("label,review\n1,good\n".encode("utf-16"), r"{}:1: this is not UTF-8 text\. Save the file as UTF-8"),
+    (None, r"{} can't be read: No such file or directory\. Name a CSV file with --data"),
 ]
 
 
@@ -125,7 +111,7 @@ def test_a_file_that_can_not_be_used_is_one_sentence(content, sentence, reviews,
     file = tmp_path / "bad.csv"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(SystemExit, match=rf"^{re.escape(str(tmp_path))}/{sentence}"):
+    with pytest.raises(SystemExit, match="^" + sentence.replace("{}", re.escape(str(file)))):
         reviews.read_reviews(file)
 
 
@@ -135,17 +121,13 @@ def test_labels_may_be_more_than_two_and_a_byte_order_mark_is_no_column(reviews,
     found, num_dropped = reviews.read_reviews(file)
     assert (found, num_dropped) == ([("so so", 2), ("bad,\nbad", 0), ("good", 1)], 0)
     assert reviews.load_bert(None, found)[1].num_labels == 3
-    with pytest.raises(
-        SystemExit, match=r"^3 reviews are too few: .* take 8 at a time\. Use more reviews, or a smaller"
-    ):
+    with pytest.raises(SystemExit, match=r"^3 reviews are too few: .* take 8 at a time\. Use more reviews, or a sm"):
         reviews.split(found, 0, 8)
 
 
 @pytest.mark.usefixtures("warm")
 def test_the_program_itself_says_one_sentence(tmp_path):
-    (tmp_path / "bad.csv").write_text("label,review\n")
-    ended = run_python(FOLDER / "farflung_bert.py", "--data", tmp_path / "bad.csv", code=1)
-    assert (
-        ended.stderr
-        == f"{tmp_path / 'bad.csv'} has no review with its label. Add a line for each below `label,review`.\n"
-    )
+    file = tmp_path / "bad.csv"
+    file.write_bytes(HEADER)
+    ended = run_python(FOLDER / "farflung_bert.py", "--data", file, code=1)
+    assert ended.stderr == f"{file} has no review with its label. Add a line for each below `label,review`.\n"

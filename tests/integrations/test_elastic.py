@@ -33,11 +33,10 @@ class Launched:
     """A run with places for `expected` replicas, in which this process is one rank of one member after another."""
 
     def __init__(self, monkeypatch, expected):
-        self.environment = monkeypatch
-        self.store = serve_store("127.0.0.1", 0, wait_for_workers=False)
+        self.environment, self.store = monkeypatch, serve_store("127.0.0.1", 0, wait_for_workers=False)
         self.notes = LauncherNotes(C10dTransport(self.store).board)
         self.notes.board.put("run", json.dumps({"expected": expected}).encode())
-        self.environment.setenv("FARFLUNG_STORE", f"127.0.0.1:{self.store.port}")
+        monkeypatch.setenv("FARFLUNG_STORE", f"127.0.0.1:{self.store.port}")
 
     def place(self, member, rank=0, size=1):
         for name, value in {"FARFLUNG_MEMBER": member, "RANK": rank, "WORLD_SIZE": size}.items():
@@ -55,14 +54,18 @@ def test_where_replicas_are_fixed_a_place_is_the_rank_and_there_is_no_membership
     assert place() == (2, 3)
 
 
-def test_each_replica_gets_the_first_free_place_and_keeps_it(monkeypatch):
+@pytest.mark.parametrize(
+    ("asked", "places"),
+    [
+        ([(5,), (8,), (5,), (8,)], [(0, 2), (1, 2), (0, 2), (1, 2)]),
+        ([(0,), (1,), (2,), (3,)], [(0, 2), (1, 2), (0, 2), (1, 2)]),
+        ([(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)], [(0, 4), (1, 4), (2, 4), (3, 4)]),
+    ],
+    ids=["the first free one, which it keeps", "shared beyond those the run began with", "shared by its ranks"],
+)
+def test_each_replica_gets_a_place(monkeypatch, asked, places):
     run = Launched(monkeypatch, expected=2)
-    assert [run.place(member) for member in (5, 8, 5, 8)] == [(0, 2), (1, 2), (0, 2), (1, 2)]
-
-
-def test_replicas_beyond_those_the_run_began_with_share_places(monkeypatch):
-    run = Launched(monkeypatch, expected=2)
-    assert [run.place(member) for member in range(4)] == [(0, 2), (1, 2), (0, 2), (1, 2)]
+    assert [run.place(*one) for one in asked] == places
 
 
 @pytest.mark.parametrize("end", ["gone", "left"])
@@ -72,12 +75,6 @@ def test_the_place_of_a_replica_that_is_no_more_is_free_again(monkeypatch, end):
     run.notes.put(end, 1)
     assert run.place(3) == (1, 3)
     assert run.place(2) == (2, 3)
-
-
-def test_the_ranks_of_a_replica_share_its_place(monkeypatch):
-    run = Launched(monkeypatch, expected=2)
-    places = [run.place(member, rank, size=2) for member in (0, 1) for rank in (0, 1)]
-    assert places == [(0, 4), (1, 4), (2, 4), (3, 4)]
 
 
 class Fits:

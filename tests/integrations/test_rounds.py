@@ -6,6 +6,7 @@ import json
 import logging
 from contextlib import redirect_stderr
 
+import pytest
 import torch
 from torch import nn
 
@@ -18,27 +19,30 @@ from farflung.outer.stats import Stats
 from farflung.testing.ranks import run_ranks
 
 
-def rounds(loop, count):
+def rounds(count, loop=None, report="round", **outputs):
+    """Run some rounds of a loop, which are perhaps reported."""
+    loop = loop or OuterLoop(nn.Linear(3, 3), local_sgd(2))
+    if outputs:
+        config = OuterConfig("local_sgd", every=2, report=report)
+        RoundOutputs(config, outputs["rank"]).listen(loop, outputs["number"], loss=lambda: outputs["loss"])
     for _ in range(2 * count):
         loop.step()
 
 
-def test_a_line_a_round_or_none_on_rank_0_alone(capsys):
-    for report, rank, lines in [("round", 0, 3), ("auto", 0, 3), ("3600", 0, 1), ("off", 0, 0), ("round", 1, 0)]:
-        loop = OuterLoop(nn.Linear(3, 3), local_sgd(2))
-        RoundOutputs(OuterConfig("local_sgd", every=2, report=report), rank).listen(loop, 0, loss=lambda: 0.25)
-        rounds(loop, 3)
-        said = capsys.readouterr().err.splitlines()
-        assert len(said) == lines, (report, rank, said)
-        if lines:
-            assert said[0].startswith("farflung: round 1, step 2: loss 0.25, 0 B sent, "), said
-            assert said[0].endswith("% of the time waiting")
+@pytest.mark.parametrize(
+    ("report", "rank", "lines"), [("round", 0, 3), ("auto", 0, 3), ("3600", 0, 1), ("off", 0, 0), ("round", 1, 0)]
+)
+def test_a_line_a_round_or_none_on_rank_0_alone(report, rank, lines, capsys):
+    rounds(3, report=report, rank=rank, number=0, loss=0.25)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == lines
+    if lines:
+        assert said[0].startswith("farflung: round 1, step 2: loss 0.25, 0 B sent, "), said
+        assert said[0].endswith("% of the time waiting")
 
 
 def test_a_loss_that_is_not_known_is_left_out(capsys):
-    loop = OuterLoop(nn.Linear(3, 3), local_sgd(2))
-    RoundOutputs(OuterConfig("local_sgd", every=2, report="round"), 0).listen(loop, 1, loss=lambda: None)
-    rounds(loop, 1)
+    rounds(1, rank=0, number=1, loss=None)
     assert capsys.readouterr().err.startswith("farflung: round 1 of model 1, step 2: 0 B sent, ")
 
 
@@ -53,9 +57,9 @@ def test_the_runs_folder_has_the_rounds_and_changes_of_each_loop_once_and_no_han
             record_rounds()  # by the launcher's rank, and by an Accelerator in it
         loops = [OuterLoop(nn.Linear(3, 3), local_sgd(2)) for _ in range(2)]
         for loop in (loops[0], loops[1], loops[0]):
-            rounds(loop, 1)
+            rounds(1, loop)
         loops[1].change_schedule(4)
-        rounds(loops[1], 2)
+        rounds(2, loops[1])
     finally:
         logger.handlers[:], logger.level, logger.propagate = before
         EVENTS.handlers[:] = sinks
@@ -76,7 +80,7 @@ def test_figures_are_given_once_and_the_loop_is_not_kept():
     loop = OuterLoop(nn.Linear(3, 3), local_sgd(2))
     figures = RoundFigures(loop, 1)
     assert figures.take() == {}
-    rounds(loop, 2)
+    rounds(2, loop)
     values = figures.take()
     assert (values["outer1/round"], values["outer1/bytes_sent"]) == (2, 0)
     assert 0 <= values["outer1/waiting"] <= 1
@@ -96,39 +100,32 @@ def test_stats_are_printed_as_a_table():
 
 
 def reported(folder, parts):
-    with redirect_stderr(io.StringIO()) as said:
-        trained(folder, parts)
-    return [line for line in said.getvalue().splitlines() if line.startswith("farflung: round")]
-
-
-def trained(folder, parts):
+    """The lines of a training whose trackers get what is logged; each step's loss comes in some parts."""
     config = OuterConfig("local_sgd", every=2, report="round")
-    accelerator = Accelerator(cpu=True, outer=config, log_with="jsonl", project_dir=folder)
-    accelerator.init_trackers("run")
-    model = nn.Linear(3, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    for step in range(1, 6):
-        loss = model(torch.ones(2, 3)).mean() / parts
-        for _ in range(parts):
-            accelerator.backward(loss, retain_graph=True)
-        optimizer.step()
-        optimizer.zero_grad()
-        accelerator.log({"loss": 1.0}, step=step)
-    accelerator.end_training()
+    with redirect_stderr(io.StringIO()) as said:
+        accelerator = Accelerator(cpu=True, outer=config, log_with="jsonl", project_dir=folder)
+        accelerator.init_trackers("run")
+        model = nn.Linear(3, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        for step in range(1, 6):
+            loss = model(torch.ones(2, 3)).mean() / parts
+            for _ in range(parts):
+                accelerator.backward(loss, retain_graph=True)
+            optimizer.step()
+            optimizer.zero_grad()
+            accelerator.log({"loss": 1.0}, step=step)
+        accelerator.end_training()
+    return [line for line in said.getvalue().splitlines() if line.startswith("farflung: round")]
 
 
 def test_trackers_get_the_rounds_at_the_steps_that_the_script_logs(tmp_path):
     lines, others = run_ranks(reported, 2, tmp_path, 1)
     events = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
     logged = [(event["step"], event["values"]) for event in events if event["event"] == "log"]
-    assert [(step, values["outer/round"]) for step, values in logged if "outer/round" in values] == [
-        (2, 1),
-        (4, 2),
-        (5, 3),  # the last, at the end of training
-    ]
-    assert set(logged[1][1]) == {"loss"} | {
-        f"outer/{name}" for name in ("round", "dropped_rounds", "bytes_sent", "waiting", "norm", "drift_norm", "cosine")
-    }
+    found = [(step, values["outer/round"]) for step, values in logged if "outer/round" in values]
+    assert found == [(2, 1), (4, 2), (5, 3)]  # the last, at the end of training
+    names = ("round", "dropped_rounds", "bytes_sent", "waiting", "norm", "drift_norm", "cosine")
+    assert set(logged[1][1]) == {"loss"} | {f"outer/{name}" for name in names}
     assert set(logged[0][1]) == {"loss"}
     assert others == []
     assert [line.split(":")[1] for line in lines] == [" round 1, step 2", " round 2, step 4", " round 3, step 5"]

@@ -26,21 +26,11 @@ ROUNDS = [3, 6, 7, 9, 12, 14]  # each third step, and the last one of each epoch
 def seen(tmp_path_factory, warm_python):
     """What the program saw with the callback, and with the launcher's flags; both run at once."""
     ways = {"callback": ((), ()), "launched": (("--outer", "diloco", "--outer_every", "3"), ("--launched",))}
+    start = [warm_python, "-m", "farflung", "launch", "--as-accelerate", "--cpu", "--num_processes", "2"]
     started, found = {}, {}
     for way, (flags, words) in ways.items():
         folder = tmp_path_factory.mktemp(way)
-        start = [
-            "launch",
-            "--as-accelerate",
-            "--cpu",
-            "--num_processes",
-            "2",
-            *flags,
-            str(PROGRAM),
-            str(folder),
-            *words,
-        ]
-        command = [warm_python, "-m", "farflung", *start]
+        command = [*start, *flags, str(PROGRAM), str(folder), *words]
         started[folder] = way, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         for folder, (way, process) in started.items():
@@ -53,16 +43,17 @@ def seen(tmp_path_factory, warm_python):
     return found
 
 
-def test_replicas_train_alone_and_are_equal_after_each_round(seen):
-    apart = [step for step, difference in enumerate(seen["callback"]["after_steps"], 1) if difference > 0]
-    assert apart == [step for step in range(1, 15) if step % 3]  # the round of an epoch's end comes after its last step
-    assert seen["callback"]["rounds"] == len(ROUNDS)
-    assert seen["callback"]["end"] == 0
+def apart(seen):
+    return [step for step, difference in enumerate(seen["after_steps"], 1) if difference > 0]
 
 
-def test_what_is_evaluated_are_the_weights_that_all_agreed_on(seen):
-    assert len(seen["callback"]["evaluated"]) == 4
-    assert not any(seen["callback"]["evaluated"])
+def test_replicas_train_alone_and_are_equal_after_each_round_and_in_evaluations(seen):
+    seen = seen["callback"]
+    assert apart(seen) == [
+        step for step in range(1, 15) if step % 3
+    ]  # that of an epoch's end comes after its last step
+    assert (seen["rounds"], seen["end"]) == (len(ROUNDS), 0)
+    assert seen["evaluated"] == [0.0] * 4
 
 
 def test_a_training_resumed_in_mid_round_is_the_training(seen):
@@ -84,8 +75,7 @@ def test_wrong_uses_are_refused(seen):
 
 def test_the_launchers_flags_do_it_without_a_line(seen):
     launched = seen["launched"]
-    apart = [step for step, difference in enumerate(launched["after_steps"], 1) if difference > 0]
-    assert apart == [step for step in range(1, 15) if step not in ROUNDS]
+    assert apart(launched) == [step for step in range(1, 15) if step not in ROUNDS]
     assert launched["end"] == 0
     losses = [[entry for entry in seen[way]["logged"] if "loss" in entry] for way in ("callback", "launched")]
     assert losses[0] == losses[1]
