@@ -59,12 +59,9 @@ def test_a_terminal_shows_how_much_of_how_much_once_the_work_takes_longer_than_a
     assert "\x1b[2K" in said[said.rindex("3.4 GB") :], "the bar is removed"
 
 
-def test_work_that_is_over_soon_shows_nothing_and_loads_no_rich():
-    assert in_terminal(work(patience=NEVER)) == "done False False\r\n"
-
-
-def test_a_process_that_is_not_the_main_one_shows_nothing():
-    assert in_terminal(work(is_shown=False)) == "done False False\r\n"
+@pytest.mark.parametrize("how", [{"patience": NEVER}, {"is_shown": False}], ids=["over soon", "not the main process"])
+def test_work_that_is_over_soon_or_of_another_process_shows_nothing_and_loads_no_rich(how):
+    assert in_terminal(work(**how)) == "done False False\r\n"
 
 
 def test_a_pipe_gets_nothing_whatever_variables_say_of_colors(monkeypatch):
@@ -87,5 +84,4 @@ def test_a_terminal_that_is_gone_stops_no_work():
 
 
 def test_a_narrow_terminal_has_a_bar_of_one_line():
-    said = in_terminal(work(), width=40)
-    assert said.count("\x1b[1A") == 1, "only the line of the bar has to be removed"
+    assert in_terminal(work(), width=40).count("\x1b[1A") == 1, "only the line of the bar has to be removed"

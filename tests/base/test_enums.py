@@ -6,14 +6,7 @@ from accelerate.utils import dataclasses as accelerate
 
 from farflung.base import enums
 
-SHARED = [
-    "DistributedType",
-    "PrecisionType",
-    "RNGType",
-    "LoggerType",
-    "DDPCommunicationHookType",
-    "DynamoBackend",
-]
+SHARED = ["DistributedType", "PrecisionType", "RNGType", "LoggerType", "DDPCommunicationHookType", "DynamoBackend"]
 
 
 @pytest.mark.parametrize("name", SHARED)

@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A thread's place is told from its frames: the call of ours or of torch's that the script is in, and its own lines."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import FrameType
-from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -19,14 +14,13 @@ from farflung.base.frames import innermost_calls, user_call
 OURS, TORCH = Path(farflung.__file__).parent, Path(torch.__file__).parent
 HERE = Path("/home/me/torch/train.py")  # a script in a folder of that name is no part of torch
 CALLS = "def {name}(*inner):\n    return inner[0](*inner[1:])\n"
-T = TypeVar("T")
 
 
-def within(calls: Sequence[tuple[Path, str]], act: Callable[[FrameType | None], T]) -> T:
+def within(calls, act):
     """Let these functions call each other, in a thread, and the last one `act` with its frame."""
     made = []
     for path, name in calls:
-        scope: dict[str, Any] = {}
+        scope = {}
         exec(compile(CALLS.format(name=name), str(path), "exec"), scope)
         made.append(scope[name])
     with ThreadPoolExecutor(1) as pool:
@@ -64,8 +58,7 @@ def test_a_place_changes_when_the_script_moves_on():
 def test_the_innermost_calls_begin_with_the_script():
     calls = [(OURS / "launch/rank.py", "start"), *[(HERE, f"level{k}") for k in range(20)]]
     assert [call.name for call in within(calls, innermost_calls)] == [f"level{k}" for k in range(8, 20)]
-    assert [call.name for call in within([*calls, (OURS / "launch/rank.py", "other"), calls[1]], innermost_calls)] == [
-        "level0"
-    ]
+    found = within([*calls, (OURS / "launch/rank.py", "other"), calls[1]], innermost_calls)
+    assert [call.name for call in found] == ["level0"]
     assert list(innermost_calls(None)) == []
     assert user_call(None).at == ""

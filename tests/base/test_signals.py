@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from farflung.base import signals
-from farflung.base.signals import END, WARNINGS, handled, preemption, restore_defaults
+from farflung.base.signals import END, WARNINGS, handled, preemption
 
 OTHERS = [number for number in (*END, *WARNINGS) if number != signal.SIGINT]
 
@@ -44,16 +44,13 @@ def test_each_ctrl_c_counts_as_a_person_presses_it():
 
 
 def test_what_nohup_ignores_stays_ignored_and_a_handler_of_the_script_stays_in_place():
-    heard, before = [], signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with handled(heard.append, (signal.SIGHUP, signal.SIGUSR2)):
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert not heard
-            signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # as a script may do
-        assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
-        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    heard = []
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with handled(heard.append, (signal.SIGHUP, signal.SIGUSR2)):
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not heard
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # as a script may do
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
 
 
 @pytest.mark.parametrize(("number", "ends"), [(signal.SIGUSR1, False), (signal.SIGTERM, True), (signal.SIGHUP, True)])
@@ -97,9 +94,6 @@ def test_other_threads_and_scripts_with_handlers_of_their_own_are_left_alone():
     thread.join()
     assert heard == [signal.SIG_DFL]
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    try:
-        with preemption(heard.append, replaces=False):
-            assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
-            assert callable(signal.getsignal(signal.SIGTERM))
-    finally:
-        restore_defaults([signal.SIGUSR1])
+    with preemption(heard.append, replaces=False):
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+        assert callable(signal.getsignal(signal.SIGTERM))

@@ -10,11 +10,8 @@ def test_numbers_and_their_nouns_agree():
 
 
 def test_what_is_numbered_is_listed():
-    assert [numbered("rank", ranks) for ranks in ([1], [1, 2], [0, 1, 2])] == [
-        "rank 1",
-        "ranks 1 and 2",
-        "ranks 0, 1 and 2",
-    ]
+    told = [numbered("rank", ranks) for ranks in ([1], [1, 2], [0, 1, 2])]
+    assert told == ["rank 1", "ranks 1 and 2", "ranks 0, 1 and 2"]
 
 
 def test_long_words_and_lines_lose_their_middle_and_others_nothing():

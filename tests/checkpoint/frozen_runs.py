@@ -34,24 +34,15 @@ SAMPLES, BATCH = 48, 2
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of run.
+    """A kind of run."""
 
-    Args:
-        ranks: how many wrote the checkpoint.
-        loads: on how many it is loaded.
-        saved_after: micro-batches.
-        columns: ranks over which the model is sharded.
-        outer: a recipe and its settings.
-        asked: what else the Accelerator is given.
-    """
-
-    ranks: int
-    loads: tuple[int, ...]
-    saved_after: int
+    ranks: int  # that wrote the checkpoint
+    loads: tuple[int, ...]  # on how many ranks it is loaded
+    saved_after: int  # micro-batches
     data: str = "shuffled"
-    columns: int = 1
+    columns: int = 1  # ranks over which the model is sharded
     state_dict_type: str = "SHARDED_STATE_DICT"
-    outer: tuple[str, dict] | None = None
+    outer: tuple[str, dict] | None = None  # a recipe and its settings
     accumulation: int = 1
     precision: str = "no"
 
@@ -141,9 +132,7 @@ class Run:
         """Digests of all that a checkpoint holds, as it is here now."""
         scaler = self.accelerator.scaler
         return {
-            "model": digest(
-                [local(value) for value in self.accelerator.unwrap_model(self.model).state_dict().values()]
-            ),
+            "model": digest([*map(local, self.accelerator.unwrap_model(self.model).state_dict().values())]),
             "optimizer": digest(self.optimizer.state_dict()),
             "gradients": digest([parameter.grad for parameter in self.model.parameters()]),
             "scheduler": digest(self.scheduler.state_dict()),
@@ -172,9 +161,8 @@ def without(node, names):
     """A nested value without what has these names; nothing of a fragment's history was kept by rounds then."""
     if not isinstance(node, dict):
         return node
-    return {
-        key: value if key == "fragments" else without(value, names) for key, value in node.items() if key not in names
-    }
+    kept = {key: value for key, value in node.items() if key not in names}
+    return {key: value if key == "fragments" else without(value, names) for key, value in kept.items()}
 
 
 def digest(node):

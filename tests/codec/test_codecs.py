@@ -38,9 +38,8 @@ def tensors(draw, largest=1000):
     n = draw(st.integers(0, largest))
     make = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     x = torch.randn(n, generator=make)
-    kind = draw(
-        st.sampled_from(["normal", "spread", "zeros", "equal", "outlier", "limit", "denormal", "sparse", "ties"])
-    )
+    kinds = ["normal", "spread", "zeros", "equal", "outlier", "limit", "denormal", "sparse", "ties"]
+    kind = draw(st.sampled_from(kinds))
     if kind == "spread":
         x *= 2.0 ** torch.randint(-140, 120, (n,), generator=make)
     elif kind == "zeros":
@@ -172,11 +171,8 @@ def test_what_is_not_finite_spoils_its_block_alone(codec, bad):
 
 
 def test_bits_are_packed_for_real():
-    assert Int8().wire_bytes(1 << 20) * 8 / 2**20 == 8.125
-    assert Fp8().wire_bytes(1 << 20) * 8 / 2**20 == 8.125
-    assert Int4().wire_bytes(1 << 20) * 8 / 2**20 == 4.25
-    assert E3M0().wire_bytes(1 << 20) * 8 / 2**20 == 4.25
-    assert TopK().wire_bytes(1 << 20) * 8 / 2**20 == 64 * (12 + 2) / 4096 + 32 / 4096
+    bits = {codec: codec.wire_bytes(1 << 20) * 8 / 2**20 for codec in (Int8(), Fp8(), Int4(), E3M0(), TopK())}
+    assert [*bits.values()] == [8.125, 8.125, 4.25, 4.25, 64 * (12 + 2) / 4096 + 32 / 4096]
 
 
 def test_a_blocks_maximum_is_exact_in_e3m0():
@@ -248,36 +244,34 @@ def test_add_of_top_k_makes_nothing_dense():
     assert 0 < largest.seen < into.numel() // 16
 
 
-def dyadic(seed, n=700):
-    whole = torch.randint(-1000, 1000, (n,), generator=torch.Generator().manual_seed(seed))
-    return whole * 2.0**-10
+def dyadic(seed):
+    return torch.randint(-1000, 1000, (700,), generator=torch.Generator().manual_seed(seed)) * 2.0**-10
+
+
+def fed_back(codec, deltas):
+    """What is sent of `deltas` with error feedback, what is left, and their sum."""
+    codec, total = ErrorFeedback(codec), sum(delta.double() for delta in deltas)
+    residual, sent = torch.zeros(700), torch.zeros(700)
+    for x in deltas:
+        codec.add(codec.encode_with(x, residual), sent)
+        residual = x
+    return sent, residual, total
 
 
 @pytest.mark.law("feedback-telescopes")
 @pytest.mark.parametrize("codec", [Identity(), Cast(), E3M0(block=14), *SPARSE], ids=str)
 def test_what_was_sent_and_the_residual_are_all_there_was(codec):
     """Exactly, on dyadic data, where no sum rounds."""
-    codec = ErrorFeedback(codec)
-    residual, sent, total = torch.zeros(700), torch.zeros(700), torch.zeros(700)
-    for seed in range(3):
-        x = dyadic(seed)
-        total += x
-        codec.add(codec.encode_with(x, residual), sent)
-        residual = x
-    assert torch.equal(sent + residual, total)
-    assert residual.any() or codec.codec == Identity()
+    sent, residual, total = fed_back(codec, [dyadic(seed) for seed in range(3)])
+    assert torch.equal(sent + residual, total.float())
+    assert residual.any() or codec == Identity()
 
 
 @pytest.mark.law("feedback-telescopes")
 @pytest.mark.parametrize("codec", BLOCKWISE, ids=str)
 def test_feedback_telescopes_within_rounding_and_keeps_the_residual_bounded(codec):
-    codec = ErrorFeedback(codec)
-    residual, sent, total = torch.zeros(700), torch.zeros(700), torch.zeros(700, dtype=torch.float64)
-    for seed in range(20):
-        x = torch.randn(700, generator=torch.Generator().manual_seed(seed))
-        total += x.double()
-        codec.add(codec.encode_with(x, residual), sent)
-        residual = x
+    make = torch.Generator().manual_seed(0)
+    sent, residual, total = fed_back(codec, [torch.randn(700, generator=make) for _ in range(20)])
     assert torch.allclose((sent + residual).double(), total, atol=1e-4)
     assert residual.abs().max() < 4
 
@@ -297,7 +291,6 @@ def test_feedback_is_its_equation_and_leaves_the_old_residual_alone(x, seed, bet
 @pytest.mark.parametrize("codec", [Cast("fp16"), Int8(), TopK()], ids=str)
 def test_feedback_states_the_figures_of_what_it_wraps(codec):
     wrapped = ErrorFeedback(codec, 0.9)
-    assert wrapped.limit == codec.limit
-    assert not wrapped.linear
+    assert (wrapped.limit, wrapped.linear) == (codec.limit, False)
     assert wrapped.wire_bytes(12345) == codec.wire_bytes(12345)
     assert str(wrapped) == f"ErrorFeedback(codec={codec}, beta=0.9)"

@@ -2,6 +2,7 @@
 """A group that writes down its collectives, to show how few there are and where their results lie."""
 
 import gc
+from functools import partial
 from typing import Any
 
 from farflung.comm.torch_group import TorchGroup
@@ -18,22 +19,12 @@ class CountingGroup(TorchGroup):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[str, int, int]] = []
+        for name in ("all_reduce", "all_gather", "broadcast", "scatter"):
+            setattr(self, name, partial(self._counted, name, getattr(self, name)))
 
-    def all_reduce(self, x: Any, op: Any = "sum") -> Any:
-        self.calls.append(("all_reduce", x.data_ptr(), x.nbytes))
-        return super().all_reduce(x, op)
-
-    def all_gather(self, out: Any, x: Any) -> Any:
-        self.calls.append(("all_gather", out.data_ptr(), out.nbytes))
-        return super().all_gather(out, x)
-
-    def broadcast(self, x: Any, src: int) -> Any:
-        self.calls.append(("broadcast", x.data_ptr(), x.nbytes))
-        return super().broadcast(x, src)
-
-    def scatter(self, out: Any, parts: Any, src: int) -> Any:
-        self.calls.append(("scatter", out.data_ptr(), out.nbytes))
-        return super().scatter(out, parts, src)
+    def _counted(self, name: str, call: Any, out: Any, *args: Any) -> Any:
+        self.calls.append((name, out.data_ptr(), out.nbytes))
+        return call(out, *args)
 
     def taken(self) -> list[str]:
         """Return the names of the collectives since the last call."""

@@ -6,12 +6,13 @@ import torch
 from farflung.comm import collectives
 from farflung.comm.exchange import MAX_CAPACITY
 from farflung.comm.packet import Header
-from farflung.testing.ranks import run_ranks
 from tests.comm.counting import num_alive
+from tests.comm.on_ranks import on_ranks
 from tests.comm.test_collectives import connected
 
 
-def sends_long_headers():
+@on_ranks(2)
+def test_trees_of_many_leaves_need_more_than_a_packet():
     exchange, group = connected()
     for num_leaves, usual in ((300, 1), (5000, 3)):  # the header fits after the first time; it never fits
         tree = {f"a long name for leaf {k}": torch.tensor(k) for k in range(num_leaves)}
@@ -25,11 +26,8 @@ def sends_long_headers():
             group.taken()
 
 
-def test_trees_of_many_leaves_need_more_than_a_packet():
-    run_ranks(sends_long_headers, 2)
-
-
-def grows_and_shrinks():
+@on_ranks(3)
+def test_ranks_agree_on_the_capacity_through_any_sequence_of_sizes():
     exchange, _ = connected()
     rank, size = exchange.rank, exchange.size
     generator = torch.Generator().manual_seed(5)
@@ -49,11 +47,8 @@ def grows_and_shrinks():
     assert max(exchange._buffers) <= MAX_CAPACITY
 
 
-def test_ranks_agree_on_the_capacity_through_any_sequence_of_sizes():
-    run_ranks(grows_and_shrinks, 3)
-
-
-def forgets():
+@on_ranks(2)
+def test_the_memory_for_headers_is_bounded():
     exchange, group = connected()
     for n in range(700):  # more forms than are remembered
         assert collectives.gather(exchange, torch.zeros(n + exchange.rank), ragged=True).shape == (2 * n + 1,)
@@ -61,7 +56,3 @@ def forgets():
     group.taken()
     collectives.gather(exchange, torch.zeros(3))
     assert group.taken() == ["all_gather"]
-
-
-def test_the_memory_for_headers_is_bounded():
-    run_ranks(forgets, 2)

@@ -10,14 +10,18 @@ from farflung.comm import collectives
 from farflung.comm.exchange import Exchange
 from farflung.comm.scatter import Scatter
 from farflung.config import environ
-from farflung.testing.ranks import run_ranks
 from tests.comm.counting import CountingGroup
+from tests.comm.on_ranks import on_ranks
 
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each rank")
 
 
-def works_on_gpus(backend):
+@pytest.mark.parametrize(
+    "backend", ["gloo", pytest.param("cpu:gloo,cuda:nccl", marks=two_gpus), pytest.param("nccl", marks=two_gpus)]
+)
+@on_ranks(2, connect=False, timeout_s=120)
+def test_results_are_those_of_the_cpu_on_the_leaves_own_device(backend):
     device = torch.device("cuda", environ.integer("RANK") % torch.cuda.device_count())
     torch.cuda.set_device(device)
     dist.init_process_group(backend, device_id=device if "nccl" in backend else None)
@@ -52,11 +56,3 @@ def works_on_gpus(backend):
     value = scatter.send([full + r for r in range(size)]) if rank == 0 else scatter.receive()
     assert value.eq(rank).all()
     dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    "backend",
-    ["gloo", pytest.param("cpu:gloo,cuda:nccl", marks=two_gpus), pytest.param("nccl", marks=two_gpus)],
-)
-def test_results_are_those_of_the_cpu_on_the_leaves_own_device(backend):
-    run_ranks(works_on_gpus, 2, backend, connect=False, timeout_s=120)

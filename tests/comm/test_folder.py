@@ -46,16 +46,10 @@ def test_a_folder_that_is_gone_ends_requests_with_its_name_and_one_that_comes_ba
     away = tmp_path.with_name("away")
     tmp_path.rename(away)
     board = folder.board.patient(0)
-    requests = [
-        lambda: board.get("key"),
-        lambda: board.has(["key"]),
-        lambda: board.list(""),
-        lambda: board.put("key", b"2"),
-        lambda: board.put_new("new", b"2"),
-    ]
-    for request in requests:
+    requests = [(board.get, "key"), (board.has, ["key"]), (board.list, "")]
+    for request, *arguments in [*requests, (board.put, "key", b"2"), (board.put_new, "new", b"2")]:
         with pytest.raises(Unreachable, match=f"The run's folder {tmp_path} can't be used: No such file"):
-            request()
+            request(*arguments)
     assert not tmp_path.exists()
     back = threading.Timer(0.3, lambda: away.rename(tmp_path))
     back.start()

@@ -4,6 +4,7 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,14 @@ import torch
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.torch_group import TorchGroup
-from farflung.testing.ranks import run_ranks
+from tests.comm.on_ranks import on_ranks
 
 SIZES = [1, 2, 3, 4]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def late(out, value):
+    return SimpleNamespace(wait=lambda: out.view(-1).copy_(value.view(-1)))
 
 
 class Board:
@@ -32,10 +37,10 @@ class OfTwo(Group):
         self.board, self.rank, self.size = board, rank, board.size
 
     def all_gather(self, out, x):
-        return Late(out, torch.cat([other.view(-1) for other in self._met(x)]))
+        return late(out, torch.cat([other.view(-1) for other in self._met(x)]))
 
     def broadcast(self, x, src):
-        return Late(x, self._met(x)[src])
+        return late(x, self._met(x)[src])
 
     def _met(self, x):
         self.board.brought[self.rank] = x.clone()
@@ -45,40 +50,30 @@ class OfTwo(Group):
         return brought
 
 
-class Late:
-    def __init__(self, out, value):
-        self.out, self.value = out, value
-
-    def wait(self):
-        self.out.view(-1).copy_(self.value.view(-1))
-
-
 def on_threads(size, function):
     board = Board(size)
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(lambda rank: function(OfTwo(board, rank)), range(size)))
 
 
-def drawn(rank, dtype, shape=(2, 5)):
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
-    return (100 * drawn).to(dtype)
+def drawn(rank, dtype):
+    return (100 * torch.randn(2, 5, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.int8], ids=str)
 @pytest.mark.parametrize("op", ["sum", "max", "min"])
 @pytest.mark.parametrize("size", SIZES)
 def test_all_reduce_goes_in_rank_order_and_rounds_half_precision_once(size, op, dtype):
-    def reduced(group):
-        x = drawn(group.rank, dtype)
-        group.all_reduce(x, op).wait()
-        return x
-
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
     *_, expected = accumulate((drawn(rank, dtype).to(wide) for rank in range(size)), combine)
-    for found in on_threads(size, reduced):
-        assert found.dtype is dtype
-        assert torch.equal(found, expected.to(dtype))
+
+    def reduce(group):
+        x = drawn(group.rank, dtype)
+        group.all_reduce(x, op).wait()
+        assert torch.equal(x, expected.to(dtype))
+
+    on_threads(size, reduce)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -95,13 +90,13 @@ def test_what_is_sent_arrives_where_it_is_sent_to(size):
         for work in works:
             work.wait()
         small = group.all_gather_small(torch.tensor([group.rank, -group.rank]))
-        return came.tolist(), passed.tolist(), part.tolist(), small.tolist()
+        first = 2 * group.rank
+        assert came.tolist() == [[100 * other + first, 100 * other + first + 1] for other in range(size)]
+        assert passed.tolist() == [left] * 3
+        assert part.tolist() == [7 + group.rank] * 2
+        assert small.tolist() == [[other, -other] for other in range(size)]
 
-    for rank, (came, passed, part, small) in enumerate(on_threads(size, exchange)):
-        assert came == [[100 * other + 2 * rank, 100 * other + 2 * rank + 1] for other in range(size)]
-        assert passed == [(rank - 1) % size] * 3
-        assert part == [7 + rank] * 2
-        assert small == [[other, -other] for other in range(size)]
+    on_threads(size, exchange)
 
 
 def test_a_second_wait_changes_nothing():
@@ -111,9 +106,9 @@ def test_a_second_wait_changes_nothing():
         work.wait()
         x.add_(5)
         work.wait()
-        return x.tolist()
+        assert x.tolist() == [7, 7]
 
-    assert on_threads(2, twice) == [[7, 7]] * 2
+    on_threads(2, twice)
 
 
 def test_parameters_can_be_reduced():
@@ -124,11 +119,9 @@ def test_parameters_can_be_reduced():
 
 
 def test_ranks_of_which_no_blocks_can_be_made_are_not_split():
-    board = Board(4)
-    with pytest.raises(Unsupported, match="OfTwo"):
-        OfTwo(board, 0).split(2)
-    with pytest.raises(ConfigError, match="left alone"):
-        OfTwo(board, 0).split(3)
+    for size, error, words in ((2, Unsupported, "OfTwo"), (3, ConfigError, "left alone")):
+        with pytest.raises(error, match=words):
+            OfTwo(Board(4), 0).split(size)
 
 
 class Gathering(Group):
@@ -141,7 +134,8 @@ class Gathering(Group):
     all_gather = broadcast = None
 
 
-def same_as_torch():
+@on_ranks(3)
+def test_they_are_torchs_collectives():
     torchs = TorchGroup()
     results = []
     for group in (torchs, Gathering(torchs)):
@@ -161,7 +155,3 @@ def same_as_torch():
             found += [x.tolist() for x in (total, top, low, turned, passed, part, small)]
         results.append(found)
     assert results[0] == results[1]
-
-
-def test_they_are_torchs_collectives():
-    run_ranks(same_as_torch, 3)

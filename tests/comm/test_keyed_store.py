@@ -63,10 +63,7 @@ def recorded(run):
 SENDS = {
     "nothing": (lambda run, draw: b"", None),
     "c10d's own words": (lambda run, draw: b"\x0c" + struct.pack("<I", 0x3C85F7CE), "not speak"),
-    "a web request": (
-        lambda run, draw: b"GET / HTTP/1.1\r\n" + b"Accept: */*\r\n" * 4,
-        "not speak",
-    ),
+    "a web request": (lambda run, draw: b"GET / HTTP/1.1\r\n" + b"Accept: */*\r\n" * 4, "not speak"),
     "noise": (lambda run, draw: draw.randbytes(4096), "not speak"),
     "half a hello": (lambda run, draw: hello(run)[:40], None),
     "another key": (lambda run, draw: b"farflung keyed 1" + draw.randbytes(40), "another key"),
@@ -101,9 +98,8 @@ def test_connections_that_prove_nothing_keep_no_member_out_for_long(run, monkeyp
     monkeypatch.setattr(keyed_store, "_HELLO_S", 0.3)
     monkeypatch.setattr(keyed_store, "_FIRST_BYTES", 2**32)
     with ExitStack() as idle:
-        strangers = [
-            idle.enter_context(socket.create_connection(at(run), 10)) for _ in range(2 * keyed_store._MOST_HELLOS)
-        ]
+        number = 2 * keyed_store._MOST_HELLOS
+        strangers = [idle.enter_context(socket.create_connection(at(run), 10)) for _ in range(number)]
         is_over = threading.Event()
         idle.callback(is_over.set)
 

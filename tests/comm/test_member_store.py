@@ -39,10 +39,8 @@ def tell(port, teller):
 
 
 def test_no_line_is_lost_while_several_members_tell_and_one_takes(notes, transport):
-    context = fork_context()
-    tellers = [
-        context.Process(target=tell, args=(int(transport.address.rpartition(":")[2]), teller)) for teller in range(3)
-    ]
+    context, port = fork_context(), int(transport.address.rpartition(":")[2])
+    tellers = [context.Process(target=tell, args=(port, teller)) for teller in range(3)]
     for one in tellers:
         one.start()
     taken = []

@@ -8,7 +8,9 @@ import random
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -20,26 +22,25 @@ from farflung.testing.patience import patience
 LAST = 2000  # boundaries that a rank comes to at most
 
 
-class Store:
-    """What `PresenceStore` does, for ranks that are threads."""
-
-    def __init__(self, size):
-        self.size, self.said, self.posted, self.over = size, {}, {}, set()
-
-    def publish(self, name, text):
-        self.said[name] = text
-
-    def published(self, name):
-        return self.said.get(name, "")
-
-    def ended(self, ranks):
-        return [rank for rank in ranks if rank in self.over]
+def store_of(size):
+    """What ranks that are threads know of each other."""
+    return SimpleNamespace(size=size, said={}, posted={}, over=set())
 
 
 class Presence:
+    """What a `Presence` does, over such a store."""
+
     def __init__(self, store, rank):
         self.rank, self.store, self.size = rank, store, store.size
-        self.publish, self.published, self.ended = store.publish, store.published, store.ended
+
+    def publish(self, name, text):
+        self.store.said[name] = text
+
+    def published(self, name):
+        return self.store.said.get(name, "")
+
+    def ended(self, ranks):
+        return self.store.over.intersection(ranks)
 
     def post(self, text, name):
         self.store.posted[name, self.rank] = text
@@ -79,7 +80,7 @@ def test_a_signal_that_comes_while_the_watchdog_looks_is_not_forgotten(number):
     try:
         assert not vote.passes()
         for _ in range(4):
-            vote.look(Presence(Store(2), 0))
+            vote.look(Presence(store_of(2), 0))
         assert vote.why
     finally:
         vote.release()
@@ -87,7 +88,7 @@ def test_a_signal_that_comes_while_the_watchdog_looks_is_not_forgotten(number):
 
 def stops(size, seed, in_lockstep, signalled):
     """Where each rank stops, None where it comes to its end, if ranks and watchdogs are delayed at random."""
-    store, stopped, over = Store(size), {}, threading.Event()
+    store, stopped, over = store_of(size), {}, threading.Event()
     step = threading.Barrier(size, timeout=patience(30))
     first = random.Random(seed).randrange(1, 20)
     drift = [0.0005 + random.Random(seed + 7 + rank).random() * 0.002 for rank in range(size)]
@@ -141,19 +142,17 @@ def test_all_ranks_stop_at_one_boundary_whoever_was_signalled_and_however_far_ap
 
 def test_without_a_signal_no_rank_stops_or_talks():
     stopped, store, _ = stops(3, 1, True, set())
-    assert set(stopped.values()) == {None}
-    assert not store.said
-    assert not store.posted
+    assert (set(stopped.values()), store.said, store.posted) == ({None}, {}, {})
 
 
 def test_ranks_train_on_to_their_end_where_one_has_ended_or_the_store_is_gone():
-    store = Store(2)
+    store = store_of(2)
     with voters(2) as (vote, _):
         vote.why = "SIGTERM at rank 0"
         store.over.add(1)
         vote.look(Presence(store, 0))
         assert not any(vote.passes() for _ in range(5))
-    store = Store(2)
+    store = store_of(2)
     with voters(2) as (vote, _):
         vote.why = "SIGTERM at rank 0"
         vote.look(Presence(store, 0))
@@ -175,14 +174,5 @@ def test_a_warning_never_ends_a_process_and_handlers_are_given_back():
 
 
 def test_only_the_main_thread_can_hear_signals():
-    found = []
-
-    def make():
-        with pytest.raises(ConfigError, match="only the main thread hears signals"):
-            PreemptionVote(0, 1)
-        found.append(True)
-
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
-    assert found
+    with ThreadPoolExecutor(1) as threads, pytest.raises(ConfigError, match="only the main thread hears signals"):
+        threads.submit(PreemptionVote, 0, 1).result()

@@ -10,8 +10,8 @@ from farflung.base.errors import RankFailure
 from farflung.comm.group import SoloGroup
 from farflung.comm.packet import Header
 from farflung.comm.scatter import Scatter
-from farflung.testing.ranks import run_ranks
 from tests.comm.counting import CountingGroup, num_alive
+from tests.comm.on_ranks import on_ranks
 from tests.comm.test_collectives import Unpicklable
 from tests.comm.test_packet import DTYPES, noise, same_bytes
 
@@ -49,7 +49,9 @@ def check(found, rank, rows):
     assert (found["rank"], found["empty"]) == (rank, {})
 
 
-def scatters():
+@pytest.mark.parametrize("size", [2, 3])
+@on_ranks("size")
+def test_each_rank_gets_its_own_value(size):
     group = CountingGroup()
     scatter = Scatter(group)
     received = []
@@ -68,12 +70,8 @@ def scatters():
     assert len(group.taken()) == len(sizes) + 3
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_each_rank_gets_its_own_value(ranks):
-    run_ranks(scatters, ranks)
-
-
-def keeps_pace():
+@on_ranks(2)
+def test_a_steady_stream_takes_one_collective_each():
     group = CountingGroup()
     scatter = Scatter(group)
     for turn in range(200):  # lengths that wander, as batches padded to their longest sample do
@@ -82,8 +80,7 @@ def keeps_pace():
             scatter.send([{"ids": torch.full((8, length), turn), "stop": turn == 199} for _ in range(group.size)])
         else:
             value = scatter.receive()
-            assert value["ids"].shape == (8, length)
-            assert value["ids"].eq(turn).all()
+            assert value["ids"].equal(torch.full((8, length), turn))
             assert value["stop"] is (turn == 199)
     assert len(group.taken()) <= 202
     for length in range(600):  # no length comes twice
@@ -94,11 +91,8 @@ def keeps_pace():
     assert num_alive(Header) < 600
 
 
-def test_a_steady_stream_takes_one_collective_each():
-    run_ranks(keeps_pace, 2)
-
-
-def fails():
+@on_ranks(3)
+def test_a_source_that_fails_says_so_and_may_go_on():
     group = CountingGroup()
     scatter = Scatter(group)
     if group.rank == 0:
@@ -106,19 +100,15 @@ def fails():
         with pytest.raises(ArithmeticError):
             scatter.send([0, Unpicklable(), 0])
         scatter.send(["go", "on", "now"])
-        return None
-    with pytest.raises(RankFailure, match="rank 0 could not send: the data set raised: IndexError: 7"):
-        scatter.receive()
-    with pytest.raises(RankFailure, match="ArithmeticError: no pickle of me"):
-        scatter.receive()
-    return scatter.receive()
+        return
+    for words in ("rank 0 could not send: the data set raised: IndexError: 7", "ArithmeticError: no pickle of me"):
+        with pytest.raises(RankFailure, match=words):
+            scatter.receive()
+    assert scatter.receive() == [None, "on", "now"][group.rank]
 
 
-def test_a_source_that_fails_says_so_and_may_go_on():
-    assert run_ranks(fails, 3) == [None, "on", "now"]
-
-
-def leaves_no_mode_behind():
+@on_ranks(2)
+def test_inference_mode_and_gradients_leave_no_trace():
     group = CountingGroup()
     scatter = Scatter(group)
     for mode in (True, False, True, False):
@@ -128,10 +118,6 @@ def leaves_no_mode_behind():
                 scatter.send([x, x])
             else:
                 assert scatter.receive().tolist() == [1, 1, 1]
-
-
-def test_inference_mode_and_gradients_leave_no_trace():
-    run_ranks(leaves_no_mode_behind, 2)
 
 
 def test_alone_the_source_keeps_its_value():

@@ -5,6 +5,7 @@ import os
 import time
 from dataclasses import replace
 from io import BufferedReader, BytesIO
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -18,37 +19,35 @@ KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
 MIB = 2**20
 
 
+def closed(value, name="first", seal=None):
+    return b"".join((seal or Seal(KEY)).close(name, [value]))
+
+
+def opening(seal, name, content):
+    return seal.open(name, BufferedReader(BytesIO(content)), len(content), time.monotonic())
+
+
 def opened(seal, name, content):
-    file, size = seal.open(name, BufferedReader(BytesIO(content)), len(content), time.monotonic())
+    file, size = opening(seal, name, content)
     found = file.read()
     assert len(found) == size
     return found
 
 
-def closed_value(seal, value):
-    return b"".join(seal.close("first", [value]))
-
-
 @given(sizes=lists(integers(0, 40), max_size=6), take=integers(1, 40))
 def test_what_was_closed_opens_however_it_was_cut_and_read(sizes, take):
     parts = [bytes([number + 1]) * size for number, size in enumerate(sizes)]
-    piece, module._PIECE = module._PIECE, 8
-    try:
-        closed = b"".join(Seal(KEY).close("a/b", parts))
-        file, size = Seal(KEY).open("a/b", BufferedReader(BytesIO(closed)), len(closed), time.monotonic())
-        found = b""
-        while more := file.read(take):
-            found += more
-    finally:
-        module._PIECE = piece
+    with mock.patch.object(module, "_PIECE", 8):
+        content = b"".join(Seal(KEY).close("a/b", parts))
+        file, size = opening(Seal(KEY), "a/b", content)
+        found = b"".join(iter(lambda: file.read(take), b""))
     assert (found, size) == (b"".join(parts), sum(sizes))
-    assert not any(part in closed for part in parts if len(part) > 6)
+    assert not any(part in content for part in parts if len(part) > 6)
 
 
 def test_large_objects_are_read_into_the_memory_of_their_reader():
     content = bytes(range(256)) * (10 * 1024 + 3)  # two pieces and a half
-    closed = b"".join(Seal(KEY).close("x", [content[:5], memoryview(content)[5:]]))
-    file, _ = Seal(KEY).open("x", BufferedReader(BytesIO(closed)), len(closed), time.monotonic())
+    file, _ = opening(Seal(KEY), "x", b"".join(Seal(KEY).close("x", [content[:5], memoryview(content)[5:]])))
     memory = bytearray(len(content))
     at = 0
     while count := file.readinto(memoryview(memory)[at : at + 4 * MIB]):
@@ -57,7 +56,8 @@ def test_large_objects_are_read_into_the_memory_of_their_reader():
 
 
 HEAD, PIECE = 56, MIB + 16
-LONG = b"".join(Seal(KEY).close("g5/ready/1", [b"x" * (2 * MIB + 7)]))
+NAME = "g5/ready/1"
+LONG = closed(b"x" * (2 * MIB + 7), NAME)
 CHANGES = {
     "a bit of the head": lambda x: x[:30] + bytes([x[30] ^ 1]) + x[31:],
     "the number of the write": lambda x: x[:55] + bytes([x[55] ^ 1]) + x[56:],
@@ -70,34 +70,33 @@ CHANGES = {
     "with two pieces swapped": lambda x: (
         x[:HEAD] + x[HEAD + PIECE : HEAD + 2 * PIECE] + x[HEAD : HEAD + PIECE] + x[HEAD + 2 * PIECE :]
     ),
-    "with the head of another": lambda x: b"".join(Seal(KEY).close("g5/ready/1", [b"y"]))[:HEAD] + x[HEAD:],
+    "with the head of another": lambda x: closed(b"y", NAME)[:HEAD] + x[HEAD:],
     "the head alone": lambda x: x[:HEAD],
     "half a head": lambda x: x[:20],
     "empty": lambda x: b"",
     "plain": lambda x: b"1",
-    "of another key": lambda x: b"".join(Seal(OTHER).close("g5/ready/1", [b"x"])),
-    "of another member": lambda x: b"".join(Seal(KEY).close("g5/ready/2", [b"x"])),
-    "of another generation": lambda x: b"".join(Seal(KEY).close("g4/ready/1", [b"x"])),
-    "of another run": lambda x: b"".join(Seal(KEY).below("run-00000000").close("g5/ready/1", [b"x"])),
+    "of another key": lambda x: closed(b"x", NAME, Seal(OTHER)),
+    "of another member": lambda x: closed(b"x", "g5/ready/2"),
+    "of another generation": lambda x: closed(b"x", "g4/ready/1"),
+    "of another run": lambda x: closed(b"x", NAME, Seal(KEY).below("run-00000000")),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_was_not_written_so_does_not_open_and_is_named_once(change):
     seal = Seal(KEY)
-    assert opened(Seal(KEY), "g5/ready/1", LONG) == b"x" * (2 * MIB + 7)
+    assert opened(Seal(KEY), NAME, LONG) == b"x" * (2 * MIB + 7)
     for _ in range(2):
         with pytest.raises(SealError):
-            opened(seal, "g5/ready/1", CHANGES[change](LONG))
+            opened(seal, NAME, CHANGES[change](LONG))
     (line,) = seal.versions.notices
     assert line.startswith("someone without this run's key may write there: 'g5/ready/1' is not taken, as it")
 
 
 @pytest.mark.parametrize("change", ["with more behind it", "with a piece more", "cut off", "without its last piece"])
 def test_an_object_of_another_size_does_not_even_begin_to_open(change):
-    content = CHANGES[change](LONG)
     with pytest.raises(SealError):
-        Seal(KEY).open("g5/ready/1", BufferedReader(BytesIO(content)), len(content), time.monotonic())
+        opening(Seal(KEY), NAME, CHANGES[change](LONG))
 
 
 def test_each_notice_is_reported_once_and_the_last_one_says_that_no_more_are():
@@ -109,17 +108,12 @@ def test_each_notice_is_reported_once_and_the_last_one_says_that_no_more_are():
     assert not versions.is_news("another")
 
 
-def huge(path):
-    with open(path, "r+b") as file:
-        file.truncate(2**40)
-
-
 def replaced(make):
     return lambda path: (path.unlink(), make(path))
 
 
 OBSTACLES = {
-    "a terabyte": huge,
+    "a terabyte": lambda path: os.truncate(path, 2**40),
     "a named pipe": replaced(os.mkfifo),
     "a folder": replaced(os.mkdir),
     "a device": replaced(lambda path: path.symlink_to("/dev/zero")),
@@ -142,8 +136,7 @@ def test_names_that_no_text_has_are_named_and_end_no_listing(tmp_path):
     board = FolderTransport(tmp_path, seal=Seal(KEY)).board
     board.put("log/1", b"1")
     for name in (b"\xff.value", b"\x1b[31m.value", b"%FF.1.value"):
-        with open(os.path.join(os.fsencode(tmp_path), b"log", name), "wb"):
-            pass
+        (tmp_path / "log" / os.fsdecode(name)).touch()
     assert list(board.list("log/")) == ["log/1"]
     assert len(board.seal.versions.notices) == 3
     assert "".join(board.seal.versions.notices).isprintable()
@@ -151,7 +144,7 @@ def test_names_that_no_text_has_are_named_and_end_no_listing(tmp_path):
 
 def test_an_older_version_that_is_put_back_is_noticed_whoever_has_written_it():
     a, b, reader = Seal(KEY), Seal(KEY), Seal(KEY)
-    older, newer, of_another = (closed_value(one, value) for one, value in ((a, b"1"), (a, b"2"), (b, b"3")))
+    older, newer, of_another = closed(b"1", seal=a), closed(b"2", seal=a), closed(b"3", seal=b)
 
     def read(content):
         try:
@@ -165,7 +158,7 @@ def test_an_older_version_that_is_put_back_is_noticed_whoever_has_written_it():
     assert opened(Seal(KEY), "first", older) == b"1"  # one that has read none can't know
     reader.versions.delete("first")
     assert read(of_another) is None
-    assert read(closed_value(b, b"4")) == b"4"
+    assert read(closed(b"4", seal=b)) == b"4"
 
 
 def test_a_read_that_another_thread_has_overtaken_is_no_replay():
@@ -196,8 +189,7 @@ def test_no_name_that_another_has_invented_or_moved_is_one(tmp_path):
 def test_a_key_is_in_no_text_of_what_has_it(tmp_path):
     board = FolderTransport(tmp_path, seal=Seal(KEY)).board
     board.put("a", b"1")
-    texts = [repr(board), repr(board.seal), str(list(tmp_path.rglob("*")))]
-    content = b"".join(file.read_bytes() for file in tmp_path.rglob("*.value"))
-    assert KEY.hex() not in "".join(texts)
-    assert repr(KEY) not in "".join(texts)
-    assert KEY not in content
+    texts = f"{board!r}{board.seal!r}{list(tmp_path.rglob('*'))}"
+    assert KEY.hex() not in texts
+    assert repr(KEY) not in texts
+    assert KEY not in b"".join(file.read_bytes() for file in tmp_path.rglob("*.value"))

@@ -47,20 +47,31 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture
-def pair(monkeypatch):
+def paired(monkeypatch):
+    """Make pairs, which end with the test."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    made = Pair()
-    yield made
-    made.sender.stop()
-    made.sender.join(20)
-    made.receiver.stop(20)
-    made.transport.close()
+    pairs = []
+
+    def paired(*have, **how):
+        pairs.append(Pair(*have, **how))
+        return pairs[-1]
+
+    yield paired
+    for pair in pairs:
+        pair.sender.stop()
+        pair.sender.join(20)
+        pair.receiver.stop(20)
+        pair.transport.close()
 
 
-def test_what_the_receiver_has_from_elsewhere_is_not_sent_again(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+@pytest.fixture
+def pair(paired):
+    return paired()
+
+
+def test_what_the_receiver_has_from_elsewhere_is_not_sent_again(paired):
     same, old, new = torch.arange(LARGE, dtype=torch.float32), torch.zeros(7), torch.ones(7)
-    pair = Pair(lambda: {"0.same": same, "0.other": old})
+    pair = paired(lambda: {"0.same": same, "0.other": old})
     pair.sender.offer({"0": {"same": same.clone(), "other": new}})
     pair.sender.finish({"1": {"same": torch.ones(3)}})
     assert pair.receiver.wait(patience(60))
@@ -68,8 +79,6 @@ def test_what_the_receiver_has_from_elsewhere_is_not_sent_again(monkeypatch):
     assert state["0"]["same"] is same
     assert (state["0"]["other"].tolist(), state["1"]["same"].tolist()) == ([1.0] * 7, [1.0] * 3)
     assert pair.receiver.num_bytes == 40
-    pair.sender.join(20)
-    pair.transport.close()
 
 
 def test_trees_of_tensors_numbers_and_texts_arrive_as_they_are(pair):
@@ -122,21 +131,19 @@ def test_a_sender_that_pauses_leaves_the_line_alone_until_the_next_offer(pair):
 
 
 @pytest.mark.parametrize("is_shown", [True, False])
-def test_a_terminal_shows_how_much_has_come_of_all_that_is_left(is_shown, monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+def test_a_terminal_shows_how_much_has_come_of_all_that_is_left(is_shown, paired, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(bars, "_PATIENCE_S", 0)
     monkeypatch.setattr(bars, "_REDRAW_S", 0)
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    pair = Pair(is_shown=is_shown)
+    pair = paired(is_shown=is_shown)
     pair.sender.offer({"a": torch.zeros(LARGE), "b": torch.zeros(LARGE)})
     until(lambda: pair.receiver.num_bytes == 8 * LARGE)
     pair.sender.finish({"a": torch.ones(LARGE)})  # comes again
     until(lambda: pair.receiver.wait(0.1))
     pair.sender.join(20)
     pair.receiver.stop(20)
-    pair.transport.close()
     said = re.findall(r"Receiving the trained state.*?([\d.]+)/([\d.]+) MB", terminal.getvalue())
     assert {("24.0", "24.0"), ("36.0", "36.0")} <= {*said} if is_shown else terminal.getvalue() == ""
 

@@ -35,16 +35,12 @@ def same(one, other):
     return all(one[key] == other[key] for key in ("text", "kind", "shape")) and one["pair"].names == other["pair"].names
 
 
-def test_cutting_takes_entries_of_samples_and_keeps_what_belongs_to_all():
-    part = BatchView(batch(0, 4)).cut(slice(1, 3))
-    assert same(part, batch(1, 3))
-    assert part["scale"] == 2.0
-    assert part["weights"].shape == (99,)
-
-
-def test_joining_undoes_cutting():
+def test_cutting_takes_entries_of_samples_and_keeps_what_belongs_to_all_and_joining_undoes_it():
     whole = batch(0, 5)
-    parts = [BatchView(BatchView(whole).cut(cut)) for cut in (slice(0, 2), slice(2, 3), slice(3, 5))]
+    parts = [BatchView(whole).cut(cut) for cut in (slice(0, 2), slice(2, 3), slice(3, 5))]
+    assert all(map(same, parts, (batch(0, 2), batch(2, 3), batch(3, 5))))
+    assert (parts[0]["scale"], parts[0]["weights"].shape) == (2.0, (99,))
+    parts = [BatchView(part) for part in parts]
     assert same(concatenated(parts).whole(), whole)
     assert concatenated(parts).length == 5
 
@@ -67,10 +63,6 @@ def test_batches_fit_when_only_their_lengths_differ():
 
 def test_missing_samples_come_from_the_source_or_else_from_the_batch():
     wide = BatchView(torch.tensor([[5, 5]]))
-    assert extended(wide, BatchView(torch.tensor([[1, 1], [2, 2]])), 3).whole().tolist() == [
-        [5, 5],
-        [1, 1],
-        [2, 2],
-        [1, 1],
-    ]
+    longer = extended(wide, BatchView(torch.tensor([[1, 1], [2, 2]])), 3)
+    assert longer.whole().tolist() == [[5, 5], [1, 1], [2, 2], [1, 1]]
     assert extended(wide, BatchView(torch.tensor([[1]])), 1).whole().tolist() == [[5, 5], [5, 5]]

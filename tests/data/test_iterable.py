@@ -54,13 +54,10 @@ def test_workers_have_padded_rounds_of_their_own_and_metrics_still_see_each_samp
 def test_the_length_counts_the_last_batch_of_each_worker(case, workers, even):
     length, batch_size, size, split, drop_last = case
     for rank in range(size):
-        shards = [
-            IterableDatasetShard(
-                range(worker, length, workers), batch_size, drop_last, size, rank, split, even_batches=even
-            )
-            for worker in range(workers)
-        ]
-        whole = IterableDatasetShard(range(length), batch_size, drop_last, size, rank, split, even_batches=even)
+        whole, *shards = (
+            IterableDatasetShard(part, batch_size, drop_last, size, rank, split, even_batches=even)
+            for part in (range(length), *(range(worker, length, workers) for worker in range(workers)))
+        )
         assert whole.num_batches(workers) == sum(-(-len(list(shard)) // shard.part) for shard in shards)
 
 
@@ -83,6 +80,10 @@ def test_one_process_with_workers_knows_its_length_too(length):
     assert len(skip_first_batches(loader, 1)) == length - 3
 
 
+def on_two_ranks(loader, **settings):
+    return [walk(prepared(loader, Seat(rank, 2), dispatch_batches=False, **settings)) for rank in range(2)]
+
+
 class Files(IterableDataset):
     """A stream in four files, of which each rank can be given some."""
 
@@ -100,10 +101,9 @@ class Files(IterableDataset):
 
 def test_files_are_shared_out_only_where_ranks_may_be_uneven():
     loader = DataLoader(Files(), batch_size=2)
-    walks = [walk(prepared(loader, Seat(rank, 2), dispatch_batches=False, even_batches=False)) for rank in range(2)]
+    walks = on_two_ranks(loader, even_batches=False)
     assert [[numbers for numbers, _, _ in one] for one in walks] == [[[0, 1], [2, 4], [5, 6], [7]], [[3, 8], [9]]]
-    evened = [walk(prepared(loader, Seat(rank, 2), dispatch_batches=False)) for rank in range(2)]
-    assert gathered(evened) == list(range(10))
+    assert gathered(on_two_ranks(loader)) == list(range(10))
 
 
 class Chunks(IterableDataset):
@@ -114,8 +114,7 @@ class Chunks(IterableDataset):
 
 
 def test_items_that_are_batches_are_dealt_whole_and_counted():
-    loader = DataLoader(Chunks(), batch_size=None)
-    walks = [walk(prepared(loader, Seat(rank, 2), dispatch_batches=False)) for rank in range(2)]
+    walks = on_two_ranks(DataLoader(Chunks(), batch_size=None))
     assert [numbers for numbers, _, _ in walks[1]] == [[3, 4, 5], [0, 1, 2]]
     assert gathered(walks) == list(range(8))
 

@@ -7,6 +7,7 @@ its states, through a file, with fresh objects.
 
 import io
 import random
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -19,7 +20,7 @@ from farflung.checkpoint import rng
 from farflung.checkpoint.reader import allowed
 from farflung.data.prepare import skip_first_batches
 from farflung.loop.state import LoopState
-from farflung.testing.ranks import run_ranks
+from tests.comm.on_ranks import on_ranks
 from tests.data.support import Stream, prepared, world
 
 
@@ -100,7 +101,10 @@ def through_a_file(state):
 
 
 def tolist(batch):
-    return batch["x"].tolist() if isinstance(batch, dict) else batch.tolist()
+    """The rows of a batch, or of what a step has seen of it."""
+    if isinstance(batch, tuple):
+        return batch[0]
+    return (batch["x"] if isinstance(batch, dict) else batch).tolist()
 
 
 def step(batch, loader):
@@ -148,17 +152,26 @@ def check(make, pick=1):
         assert gone_on(make, state, epoch) == expected, f"{where} epoch {epoch}, after {done}"
 
 
-def shuffled(n=11, batch_size=2, **kwargs):
-    return DataLoader(Noisy(n), batch_size, shuffle=True, **kwargs)
+def shuffled(generator=None, drop_last=False, **settings):
+    return prepared(DataLoader(Noisy(11), 2, shuffle=True, generator=generator, drop_last=drop_last), **settings)
+
+
+def with_workers(n, workers, persistent=False, shuffle=False):
+    return prepared(DataLoader(Noisy(n), 2, shuffle=shuffle, num_workers=workers, persistent_workers=persistent))
+
+
+def first_numbers(steps):
+    """The samples in steps or batches, without what was drawn for them."""
+    return [[row[0] for row in tolist(batch)] for batch in steps]
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: prepared(shuffled()),
-        lambda: prepared(shuffled(generator=torch.Generator().manual_seed(3))),
-        lambda: prepared(shuffled(), use_seedable_sampler=True),
-        lambda: prepared(shuffled(drop_last=True)),
+        shuffled,
+        lambda: shuffled(generator=torch.Generator().manual_seed(3)),
+        lambda: shuffled(use_seedable_sampler=True),
+        lambda: shuffled(drop_last=True),
         lambda: prepared(DataLoader(Noisy(11), 3)),
         lambda: prepared(DataLoader(Noisy(9), 2, sampler=RandomSampler(range(9), replacement=True))),
         lambda: prepared(
@@ -184,7 +197,7 @@ def test_what_no_checkpoint_can_hold_is_read_again():
         expected = [seen[epoch][done:], *seen[epoch + 1 :]]
         for steps, others in zip(found, expected, strict=True):
             assert [one[1:] for one in steps] == [other[1:] for other in others]
-            assert [[row[0] for row in one[0]] for one in steps] == [[row[0] for row in other[0]] for other in others]
+            assert first_numbers(steps) == first_numbers(others)
             assert steps[1:] == others[1:]
 
 
@@ -204,23 +217,10 @@ def test_a_stream_with_state_is_not_read_again():
                 read.append(int(item[0]))
                 yield item
 
-    def make():
-        return prepared(DataLoader(Watched(12), 2))
-
-    _, states = in_one_go(make, epochs=1)
+    _, states = in_one_go(lambda: prepared(DataLoader(Watched(12), 2)), epochs=1)
     read.clear()
-    gone_on(make, states[3][-1], 0, epochs=1)
+    gone_on(lambda: prepared(DataLoader(Watched(12), 2)), states[3][-1], 0, epochs=1)
     assert read == [8, 9, 10, 11], "six were handed out, and two more were read ahead and came from the state"
-
-
-def check_workers(dataset, persistent, workers, pick):
-    def make():
-        data = Noisy(11) if dataset == "table" else Stream(9)
-        return prepared(
-            DataLoader(data, 2, shuffle=dataset == "table", num_workers=workers, persistent_workers=persistent)
-        )
-
-    check(make, pick)
 
 
 @pytest.mark.parametrize(
@@ -233,16 +233,19 @@ def check_workers(dataset, persistent, workers, pick):
         ("stream", False, 2, 4),
     ],
 )
+@on_ranks(1)  # in a process of its own, where forking is quick
 def test_workers_go_on_with_the_numbers_that_they_would_have_drawn(dataset, persistent, workers, pick):
-    run_ranks(check_workers, 1, dataset, persistent, workers, pick)  # in a process of its own, where forking is quick
+    if dataset == "table":
+        check(lambda: with_workers(11, workers, persistent, shuffle=True), pick)
+    else:
+        check(lambda: prepared(DataLoader(Stream(9), 2, num_workers=workers)), pick)
 
 
-def check_loading_in_between(persistent):
+@pytest.mark.parametrize("persistent", [False, True])
+@on_ranks(1, timeout_s=90)
+def test_workers_that_are_there_when_a_state_is_loaded_do_not_draw_for_it(persistent):
     """A state is loaded while workers of the same loader are in the middle of other batches."""
-
-    def make():
-        return prepared(DataLoader(Noisy(9), 2, shuffle=True, num_workers=2, persistent_workers=persistent))
-
+    make = partial(with_workers, 9, 2, persistent, shuffle=True)
     seen, states = in_one_go(make)
     seed()
     loader = make()
@@ -255,17 +258,10 @@ def check_loading_in_between(persistent):
             break
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_workers_that_are_there_when_a_state_is_loaded_do_not_draw_for_it(persistent):
-    run_ranks(check_loading_in_between, 1, persistent, timeout_s=90)
-
-
-def check_a_second_interruption():
+@on_ranks(1, timeout_s=90)
+def test_workers_that_are_there_when_a_state_is_loaded_are_not_taken_for_that_runs():
     """Workers are there when the state of a run that had started none is loaded, and it is interrupted once more."""
-
-    def make():
-        return prepared(DataLoader(Noisy(7), 2, shuffle=True, num_workers=1, persistent_workers=True))
-
+    make = partial(with_workers, 7, 1, persistent=True, shuffle=True)
     seen, states = in_one_go(make, epochs=1)
     loader = make()
     list(loader)
@@ -278,16 +274,11 @@ def check_a_second_interruption():
     assert gone_on(make, state, 0, epochs=1) == [seen[0][1:]]
 
 
-def test_workers_that_are_there_when_a_state_is_loaded_are_not_taken_for_that_runs():
-    run_ranks(check_a_second_interruption, 1, timeout_s=90)
-
-
-def check_after_a_break(persistent):
+@pytest.mark.parametrize("persistent", [False, True])
+@on_ranks(1, timeout_s=90)
+def test_workers_go_on_after_an_iteration_that_was_broken_off(persistent):
     """Nobody knows what persistent workers drew for batches that were thrown away, until each has made another one."""
-
-    def make():
-        return prepared(DataLoader(Noisy(13), 2, num_workers=2, persistent_workers=persistent))
-
+    make = partial(with_workers, 13, 2, persistent)
     seed()
     loader, seen, states = make(), [], []
     for _ in loader:
@@ -299,21 +290,13 @@ def check_after_a_break(persistent):
         assert gone_on(make, state, 0, epochs=1) == [seen[done:]]
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_workers_go_on_after_an_iteration_that_was_broken_off(persistent):
-    run_ranks(check_after_a_break, 1, persistent, timeout_s=90)
-
-
 def test_a_loader_with_another_number_of_workers_says_that_it_draws_other_numbers():
-    def make(workers):
-        return prepared(DataLoader(Noisy(9), 2, num_workers=workers))
-
-    loader = make(2)
+    loader = with_workers(9, 2)
     for _ in loader:
         state = through_a_file(loader.state_dict())
         break
     for workers in (0, 1, 2):
-        other = make(workers)
+        other = with_workers(9, workers)
         other.load_state_dict(state)
         word = f", with {counted(workers, 'worker')} instead of 2, which draw different random numbers"
         assert other.describe_position() == "continues after batch 1 of 5 of epoch 0" + (word if workers != 2 else "")
@@ -332,68 +315,52 @@ def test_loaders_whose_batches_take_another_way_are_left_as_they_are():
 
 
 def test_skipping_replaces_the_position_and_never_adds_to_it():
-    def make():
-        return prepared(shuffled())
-
-    seen, states = in_one_go(make)
+    seen, states = in_one_go(shuffled)
     for epoch, done, where, state in states:
         if where == "inside":
             length = len(seen[epoch])
             expected = [seen[epoch][done:], *seen[epoch + 1 :]]
-            assert gone_on(make, state, epoch, skip=done) == expected
+            assert gone_on(shuffled, state, epoch, skip=done) == expected
             if done == length and epoch + 1 < 3:  # scripts count on: step 6 of 6 is step 0 of the next epoch
-                assert gone_on(make, state, epoch + 1, skip=0) == seen[epoch + 1 :]
+                assert gone_on(shuffled, state, epoch + 1, skip=0) == seen[epoch + 1 :]
             elif 1 < done < length:  # another number is obeyed, in the order of that epoch
-                samples = [[row[0] for row in one[0]] for one in gone_on(make, state, epoch, skip=1)[0]]
-                assert samples == [[row[0] for row in one[0]] for one in seen[epoch][1:]]
+                found = gone_on(shuffled, state, epoch, skip=1)
+                assert first_numbers(found[0]) == first_numbers(seen[epoch][1:])
 
 
 def test_set_epoch_keeps_the_place_in_that_epoch_and_leaves_any_other():
-    def make():
-        return prepared(shuffled(), use_seedable_sampler=True)
-
-    seen, states = in_one_go(make)
+    seen, states = in_one_go(lambda: shuffled(use_seedable_sampler=True))
     epoch, done, _, state = states[9]
     assert (epoch, done) == (1, 2)
-
-    def samples(chosen):
-        loader = make()
+    for chosen in range(3):
+        loader = shuffled(use_seedable_sampler=True)
         loader.load_state_dict(state[0])
         loader.set_epoch(chosen)
-        return [[row[0] for row in batch["x"].tolist()] for batch in loader]
-
-    whole = [[[row[0] for row in one[0]] for one in steps] for steps in seen]
-    assert samples(1) == whole[1][2:]
-    assert samples(2) == whole[2]
-    assert samples(0) == whole[0]
+        assert first_numbers(loader) == first_numbers(seen[chosen])[2 if chosen == 1 else 0 :]
 
 
 def test_a_state_that_was_loaded_and_not_used_yet_is_given_back():
-    seen, states = in_one_go(lambda: prepared(shuffled()))
+    seen, states = in_one_go(shuffled)
     state = states[3][-1]
-    loader = prepared(shuffled())
+    loader = shuffled()
     loader.load_state_dict(state[0])
     again = through_a_file([loader.state_dict(), state[1]])
-    assert gone_on(lambda: prepared(shuffled()), again, 0) == [seen[0][3:], *seen[1:]]
+    assert gone_on(shuffled, again, 0) == [seen[0][3:], *seen[1:]]
 
 
 def test_after_a_break_the_next_epoch_is_next():
-    def make():
-        return prepared(shuffled(), use_seedable_sampler=True)
-
-    loader = make()
+    loader, other = (shuffled(use_seedable_sampler=True) for _ in range(2))
     for _ in loader:
         break
     state = through_a_file(loader.state_dict())
     assert state["position"] is None
-    other = make()
     other.load_state_dict(state)
-    assert [tolist(b)[0][0] for b in other] == [tolist(b)[0][0] for b in loader]
+    assert first_numbers(other) == first_numbers(loader)
     assert other.iteration == loader.iteration == 2
 
 
 def test_a_state_of_something_else_changes_nothing():
-    loader = prepared(shuffled())
+    loader = shuffled()
     before = through_a_file(loader.state_dict())
     for bad in ({}, {**before, "position": {"batches": 3}}, {**before, "position": 3}):
         with pytest.raises((KeyError, TypeError)):
@@ -402,8 +369,8 @@ def test_a_state_of_something_else_changes_nothing():
 
 
 def test_a_state_replaces_another_that_was_loaded_before():
-    _, states = in_one_go(lambda: prepared(shuffled()))
-    loader = prepared(shuffled())
+    _, states = in_one_go(shuffled)
+    loader = shuffled()
     for epoch, done in ((0, 6), (2, 3)):  # nothing is left of the first one
         loader.load_state_dict(next(state[0] for *at, _, state in states if at == [epoch, done]))
         assert loader.describe_position().split(":")[0].endswith(f"of epoch {epoch}")
@@ -423,7 +390,9 @@ def of_two_ranks(kind, settings, drop_last, n):
 SETTINGS = [{}, {"split_batches": True}, {"even_batches": False}]
 
 
-def check_on_ranks(kind):
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_two_ranks_go_on_together(kind):
     """Go on from each state of the plain loader; with other settings from one before an epoch and after each batch."""
     for settings, n in product(SETTINGS, (10, 11)):
         if n == 10 and settings == SETTINGS[2] and kind in ("sharded", "stateful stream"):
@@ -434,8 +403,3 @@ def check_on_ranks(kind):
         check(lambda settings=settings, n=n: of_two_ranks(kind, settings, False, n), 1 if is_plain else 3)
     if kind in KINDS[:4]:
         check(lambda: of_two_ranks(kind, {}, True, 11), 2)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_go_on_together(kind):
-    run_ranks(check_on_ranks, 2, kind)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slots in a run of `farflung launch --elastic`: one replica is killed, and each sample counts once in each epoch."""
 
 from __future__ import annotations

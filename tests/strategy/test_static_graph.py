@@ -12,6 +12,7 @@ from farflung.base.errors import ConfigError
 from farflung.outer import local_sgd
 from farflung.testing.ranks import run_ranks
 from farflung.utils import DistributedDataParallelKwargs
+from tests.comm.on_ranks import on_ranks
 
 
 class Model(nn.Module):
@@ -19,12 +20,8 @@ class Model(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.twice, self.norm, self.once, self.unused = (
-            nn.Linear(4, 4),
-            nn.BatchNorm1d(4),
-            nn.Linear(4, 1),
-            nn.Linear(2, 2),
-        )
+        self.twice, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.once, self.unused = nn.Linear(4, 1), nn.Linear(2, 2)
 
     def forward(self, x):
         return self.once(self.norm(self.twice(self.twice(x))))
@@ -43,51 +40,46 @@ def loss_of(model, batches):
     return model(torch.randn(8, 4, generator=batches)).square().mean()
 
 
+def step(accelerator, model, optimizer, batches):
+    """Train on a batch, with a step of the optimizer if there is one; return the sum of a gradient."""
+    accelerator.backward(loss_of(model, batches))
+    gradient = accelerator.unwrap_model(model).twice.weight.grad.sum().item()
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+    return gradient
+
+
 def accumulates(static):
     accelerator, model, optimizer, batches = prepared(static, steps=3)
-    seen = []
     for _ in range(9):
         with accelerator.accumulate(model):
-            accelerator.backward(loss_of(model, batches))
-            seen.append(accelerator.unwrap_model(model).twice.weight.grad.sum())
-            optimizer.step()
-            optimizer.zero_grad()
-    return seen, [*model.parameters()]
+            yield step(accelerator, model, optimizer, batches)
+    yield model
 
 
 def skips_by_hand(static):
     accelerator, model, optimizer, batches = prepared(static)
-    seen = []
-    for step in range(8):
-        is_synchronized = step in (1, 2, 4, 7)
+    for number in range(8):
+        is_synchronized = number in (1, 2, 4, 7)
         with nullcontext() if is_synchronized else accelerator.no_sync(model):
-            accelerator.backward(loss_of(model, batches))
-        seen.append(accelerator.unwrap_model(model).twice.weight.grad.sum())
-        if is_synchronized:
-            optimizer.step()
-            optimizer.zero_grad()
-    return seen, [*model.parameters()]
+            yield step(accelerator, model, optimizer if is_synchronized else None, batches)
+    yield model
 
 
 def trains_alone_between_rounds(static):
     accelerator, model, optimizer, batches = prepared(static)
-    seen = []
     with accelerator.outer(model, local_sgd(3)):
         for _ in range(7):
-            accelerator.backward(loss_of(model, batches))
-            seen.append(accelerator.unwrap_model(model).twice.weight.grad.sum())
-            optimizer.step()
-            optimizer.zero_grad()
+            yield step(accelerator, model, optimizer, batches)
     for _ in range(2):  # and together again
-        accelerator.backward(loss_of(model, batches))
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen, [*model.parameters()]
+        yield step(accelerator, model, optimizer, batches)
+    yield model
 
 
 def trained(train, static):
-    seen, parameters = train(static)
-    return [one.item() for one in seen], [one.detach() for one in parameters]
+    *gradients, model = train(static)
+    return gradients, [one.detach() for one in model.parameters()]
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -99,11 +91,8 @@ def test_gradients_are_those_of_a_graph_that_is_not_static(train, size):
         torch.testing.assert_close(static, other)
 
 
-def sends_little(static):
-    accelerator, model, _, batches = prepared(static, comm_hook="power_sgd")
+@on_ranks(2)
+def test_where_the_hook_is_torchs_own_one_sentence_says_what_to_leave_out():
+    accelerator, model, _, batches = prepared(True, comm_hook="power_sgd")
     with pytest.raises(ConfigError, match="static_graph=True with comm_hook=power_sgd"), accelerator.no_sync(model):
         accelerator.backward(loss_of(model, batches))
-
-
-def test_where_the_hook_is_torchs_own_one_sentence_says_what_to_leave_out():
-    run_ranks(sends_little, 2, True)
