@@ -21,8 +21,9 @@ from farflung import Accelerator
 from farflung.base.errors import CheckpointError, StateError
 from farflung.checkpoint import atomic
 from farflung.resume import models
-from farflung.testing.ranks import fork_context, run_ranks
+from farflung.testing.ranks import fork_context
 from farflung.utils import FullyShardedDataParallelPlugin, ProjectConfiguration
+from tests.accelerator.conftest import on_ranks
 from tests.accelerator.test_checkpoints import Counter, Training
 from tests.errors import error_of
 from tests.faults import disk_is_full, writing
@@ -160,102 +161,84 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_loaded(stop_at, t
     assert load_while_it_is_replaced(tmp_path, stop_at, False) == [3.0, 2.0]
 
 
+@on_ranks(2, each=[3.0, 2.0])
 def test_shards_that_are_replaced_while_they_are_read_are_not_loaded(tmp_path):
-    assert run_ranks(load_while_it_is_replaced, 2, tmp_path, 2, True) == [[3.0, 2.0]] * 2
+    return load_while_it_is_replaced(tmp_path, 2, True)
 
 
-def one_rank_fails(folder):
+@on_ranks(2)
+def test_an_error_on_one_rank_is_raised_on_all_and_names_it(tmp_path):
     training = Training()
-    training.accelerator.save_state(folder / "first")
+    training.accelerator.save_state(tmp_path / "first")
     accelerator = training.accelerator
     with writing(disk_is_full) if accelerator.process_index == 1 else nullcontext():
-        found = [error_of(CheckpointError, accelerator.save_state, folder / "second")]
-        accelerator.save_state(folder / "second", block=False)
+        found = [error_of(CheckpointError, accelerator.save_state, tmp_path / "second")]
+        accelerator.save_state(tmp_path / "second", block=False)
         found.append(error_of(CheckpointError, accelerator.end_training))
     accelerator.wait_for_everyone()  # the first rank takes away what was written
-    return found, sorted(path.name for path in folder.iterdir())
+    for words in found:
+        assert "rank 1: OSError: [Errno 28] No space left on device" in words, words
+        assert "rank 0" not in words
+    assert os.listdir(tmp_path) == ["first"]
 
 
-def test_an_error_on_one_rank_is_raised_on_all_and_names_it(tmp_path):
-    for words, names in run_ranks(one_rank_fails, 2, tmp_path):
-        assert all("rank 1: OSError: [Errno 28] No space left on device" in word for word in words), words
-        assert all("rank 0" not in word for word in words)
-        assert names == ["first"]
-
-
-def too_long(folder):
-    project = ProjectConfiguration(project_dir=folder / ("x" * 300), automatic_checkpoint_naming=True)
-    accelerator = Accelerator(cpu=True, project_config=project)
-    return [
-        error_of(CheckpointError, accelerator.save_state),
-        error_of(CheckpointError, accelerator.load_state, "latest"),
-    ]
-
-
+@on_ranks(2)
 def test_a_path_that_is_too_long_is_an_error_on_all_ranks(tmp_path):
-    for found in run_ranks(too_long, 2, tmp_path):
-        assert all("rank 0: OSError: [Errno 36] File name too long" in words for words in found)
+    project = ProjectConfiguration(project_dir=tmp_path / ("x" * 300), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    for act in (accelerator.save_state, lambda: accelerator.load_state("latest")):
+        with pytest.raises(CheckpointError, match=r"rank 0: OSError: \[Errno 36\] File name too long"):
+            act()
 
 
-def one_rank_is_late_or_fails(folder):
+@on_ranks(2, timeout_s=30)
+def test_what_one_rank_can_not_do_in_time_or_at_all_is_the_same_error_on_all(tmp_path):
     """The first rank still writes when the others ask again; then a rank can't copy its state."""
     training = Training()
     accelerator = training.accelerator
     go = threading.Event()
     with writing(go.wait) if accelerator.process_index == 0 else nullcontext():
-        accelerator.save_state(folder / "first", block=False)
+        accelerator.save_state(tmp_path / "first", block=False)
         if accelerator.process_index == 1:
-            training.accelerator._checkpointer.saver._thread = None  # as if it were further than the other: a race
-        late = error_of(StateError, accelerator.save_state, folder / "second", busy="refuse")
+            accelerator._checkpointer.saver._thread = None  # as if it were further than the other: a race
+        late = error_of(StateError, accelerator.save_state, tmp_path / "second", busy="refuse")
         go.set()
-    accelerator.save_state(folder / "second")
+    accelerator.save_state(tmp_path / "second")
     uncopied = Counter()  # as long as it has a lock
     uncopied.seen = threading.Lock() if accelerator.process_index == 0 else None
     accelerator.register_for_checkpointing(uncopied)
-    failed = error_of(CheckpointError, accelerator.save_state, folder / "third", block=False)
+    failed = error_of(CheckpointError, accelerator.save_state, tmp_path / "third", block=False)
     uncopied.seen = None
-    too_long = error_of(CheckpointError, accelerator.save_state, folder / ("x" * 300))
-    accelerator.save_state(folder / "fourth")
-    return (late, failed, too_long), sorted(path.name for path in folder.iterdir())
+    accelerator.save_state(tmp_path / "fourth")
+    assert "rank 0: StateError: save_state: the previous checkpoint is still being written" in late
+    assert "rank 0: TypeError: cannot pickle '_thread.lock' object" in failed
+    assert sorted(os.listdir(tmp_path)) == ["first", "fourth", "second"]
 
 
-def test_what_one_rank_can_not_do_in_time_or_at_all_is_the_same_error_on_all(tmp_path):
-    for words, names in run_ranks(one_rank_is_late_or_fails, 2, tmp_path, timeout_s=30):
-        assert "rank 0: StateError: save_state: the previous checkpoint is still being written" in words[0]
-        assert "rank 0: TypeError: cannot pickle '_thread.lock' object" in words[1]
-        assert "rank 0: OSError: [Errno 36] File name too long" in words[2]
-        assert names == ["first", "fourth", "second"]
-
-
-def saves_alternately(folder):
-    """Background saves and collectives of the training at the same time, on two ranks."""
-    training = Training(n=24)
-    seen = training.epochs(lambda k: training.accelerator.save_state(folder / f"step_{k}", block=False), num_epochs=1)
-    at_the_end = training.weights()
-    training.accelerator.load_state(folder / "step_3")
-    again = training.epochs(num_epochs=1)
-    return seen[0][3:] == again[0], training.weights() == at_the_end
-
-
+@on_ranks(2)
 def test_saves_in_the_background_and_training_share_the_ranks(tmp_path):
-    assert run_ranks(saves_alternately, 2, tmp_path) == [(True, True)] * 2
+    """Background saves and collectives of the training at the same time."""
+    training = Training(n=24)
+    accelerator = training.accelerator
+    (seen,) = training.epochs(lambda k: accelerator.save_state(tmp_path / f"step_{k}", block=False), num_epochs=1)
+    at_the_end = training.weights()
+    accelerator.load_state(tmp_path / "step_3")
+    assert training.epochs(num_epochs=1) == [seen[3:]]
+    assert training.weights() == at_the_end
 
 
-def damaged_for_all(folder):
+@on_ranks(2)
+def test_a_file_that_one_rank_needs_is_named_to_all(tmp_path):
     training = Training()
-    training.accelerator.save_state(folder / "ckpt")
+    training.accelerator.save_state(tmp_path)
     if training.accelerator.is_main_process:
-        path = folder / "ckpt" / "loop_state" / "rank_1.bin"
+        path = tmp_path / "loop_state" / "rank_1.bin"
         path.write_bytes(path.read_bytes()[:-3])
     training.accelerator.wait_for_everyone()
     before = training.weights()
-    return error_of(CheckpointError, training.accelerator.load_state, folder / "ckpt"), training.weights() == before
-
-
-def test_a_file_that_one_rank_needs_is_named_to_all(tmp_path):
-    for words, same in run_ranks(damaged_for_all, 2, tmp_path):
-        assert "loop_state/rank_1.bin has" in words
-        assert same
+    with pytest.raises(CheckpointError, match=r"loop_state/rank_1\.bin has"):
+        training.accelerator.load_state(tmp_path)
+    assert training.weights() == before
 
 
 def ends_at_once(folder):

@@ -11,6 +11,7 @@ import random
 import tempfile
 from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +23,9 @@ from farflung import Accelerator
 from farflung.base.tree import leaves_of
 from farflung.testing.ranks import run_ranks
 from farflung.utils import DataLoaderConfiguration
+from tests.accelerator.conftest import on_ranks
 from tests.data.test_position import Noisy, NoisyStream, Stateful
+from tests.integrations.takeover import is_the_same
 from tests.recipes import made
 
 
@@ -54,15 +57,14 @@ class Net(nn.Module):
         return self.tied(self.frozen(self.drop(h)))
 
 
-class Counter:
+class Counter(SimpleNamespace):
     """A registered object."""
 
     def __init__(self):
-        self.epoch = 0
-        self.seen = torch.zeros(1)
+        super().__init__(epoch=0, seen=torch.zeros(1))
 
     def state_dict(self):
-        return {"epoch": self.epoch, "seen": self.seen}
+        return vars(self)
 
     def load_state_dict(self, state):
         self.epoch, self.seen = state["epoch"], state["seen"].clone()
@@ -168,11 +170,8 @@ def test_a_resumed_run_is_the_run(settings, folder):
     ],
     ids=str,
 )
+@on_ranks(2)
 def test_a_resumed_run_of_two_ranks_is_the_run(settings, folder):
-    run_ranks(on_ranks, 2, folder, settings)
-
-
-def on_ranks(folder, settings):
     resumes(folder, 2, **settings)
 
 
@@ -203,7 +202,13 @@ RECIPES = {
 }
 
 
-def under_an_outer_loop(folder, recipe, settings):
+@pytest.mark.parametrize(
+    ("recipe", "settings"),
+    [("local_sgd", {"accumulation": 2}), ("diloco", {}), ("diloco", {"precision": "fp16"}), ("streaming", {})],
+    ids=str,
+)
+@on_ranks(2, each=True, timeout_s=110)
+def test_replicas_that_train_alone_go_on_where_each_of_them_stood(folder, recipe, settings):
     """The run in one go, and those from its steps: in the middle of a round, and with a round in the air."""
     whole = Alone(RECIPES[recipe], **settings)
     numbers = itertools.count()
@@ -223,20 +228,14 @@ def under_an_outer_loop(folder, recipe, settings):
         Training.epochs(inside)
     assert inside.seen == seen[8:]
     assert inside.weights() == at_the_end
-    return at_the_end
-
-
-@pytest.mark.parametrize(
-    ("recipe", "settings"),
-    [("local_sgd", {"accumulation": 2}), ("diloco", {}), ("diloco", {"precision": "fp16"}), ("streaming", {})],
-    ids=str,
-)
-def test_replicas_that_train_alone_go_on_where_each_of_them_stood(recipe, settings, folder):
-    one, other = run_ranks(under_an_outer_loop, 2, folder, recipe, settings, timeout_s=110)
-    assert one == other
+    return is_the_same(at_the_end)
 
 
 # ---- another number of ranks
+
+
+def gradients_of(training):
+    return [None if p.grad is None else p.grad.tolist() for p in training.model.parameters()]
 
 
 def written(folder, settings, steps, recipe):
@@ -248,21 +247,25 @@ def written(folder, settings, steps, recipe):
             samples.append(training.step(batch)[0])
             if len(samples) == steps:
                 training.accelerator.save_state(folder)
-                gradients = [None if p.grad is None else p.grad.tolist() for p in training.model.parameters()]
-                weights = training.weights()[0]
+                seen = samples, training.weights()[0], gradients_of(training)
                 break
-        inside = training.optimizer.is_unfinished
-    return samples, weights, gradients, inside
+        return *seen, training.optimizer.is_unfinished
 
 
 def taken_up(folder, settings):
-    """Load on another number of ranks; say what is seen of the rest of the epoch and of the next."""
+    """Load on another number of ranks; say what is seen of the rest of the epoch and of the next, and printed."""
     training = Training(n=24, **settings)
-    training.accelerator.load_state(folder)
-    gradients = [None if p.grad is None else p.grad.tolist() for p in training.model.parameters()]
-    weights = training.weights()[0]
-    epochs = [[training.step(batch)[0] for batch in training.loader] for _ in range(2)]
-    return epochs, weights, gradients
+    with redirect_stderr(io.StringIO()) as printed:
+        training.accelerator.load_state(folder)
+        weights, gradients = training.weights()[0], gradients_of(training)
+        epochs = [[sample for batch in training.loader for sample in training.step(batch)[0]] for _ in range(2)]
+    return epochs, weights, gradients, printed.getvalue()
+
+
+def mean_of(ranks, name):
+    """The mean of the weights that two ranks had."""
+    one, other = (torch.tensor(weights[name]) for _, weights, *_ in ranks)
+    return (one + other) / 2
 
 
 def test_two_ranks_become_one_and_four_with_each_sample_once(folder):
@@ -271,10 +274,9 @@ def test_two_ranks_become_one_and_four_with_each_sample_once(folder):
     first = [sample for steps, *_ in before for step in steps for sample in step]
     for size in (1, 4):
         after = run_ranks(taken_up, size, folder, {"accumulation": 3})
-        rest = [sample for epochs, *_ in after for step in epochs[0] for sample in step]
-        following = [sample for epochs, *_ in after for step in epochs[1] for sample in step]
+        rest, following = ([sample for epochs, *_ in after for sample in epochs[number]] for number in (0, 1))
         assert sorted(first + rest) == sorted(following) == [float(k) for k in range(24)]
-        for _, weights, gradients in after:
+        for _, weights, gradients, _ in after:
             assert weights["first.weight"] == before[0][1]["first.weight"]
             for gradient, *old in zip(gradients, *(one[2] for one in before), strict=True):
                 if gradient is not None:
@@ -285,10 +287,27 @@ def test_two_ranks_become_one_and_four_with_each_sample_once(folder):
 def test_replicas_are_joined_where_their_number_changes(folder):
     before = run_ranks(written, 2, folder, {}, 5, "local_sgd")
     assert before[0][1] != before[1][1]
-    for _, weights, _ in run_ranks(taken_up, 1, folder, {}):
-        for name in ("first.weight", "norm.running_mean"):
-            mean = (torch.tensor(before[0][1][name]) + torch.tensor(before[1][1][name])) / 2
-            assert torch.equal(torch.tensor(weights[name]), mean)
+    ((_, weights, _, said),) = run_ranks(taken_up, 1, folder, {})
+    for name in ("first.weight", "norm.running_mean"):
+        assert torch.equal(torch.tensor(weights[name]), mean_of(before, name))
+    assert said.count("it was written by 2 processes and resumes with 1") == 1
+    assert said.count("all take the mean of their weights") == 1
+
+
+def agreed_of(outer):
+    (part,) = outer.state_dict()["rounds"]["fragments"]
+    return outer.stats().rounds, part["agreed"]
+
+
+def agreed_before(folder):
+    """Train under an outer loop, and save after some steps; say where it stands."""
+    training = Training(n=24)
+    with training.accelerator.outer(training.model, RECIPES["diloco"]) as outer:
+        for number, batch in enumerate(training.loader, 1):
+            training.step(batch)
+            if number == 5:
+                training.accelerator.save_state(folder)
+                return agreed_of(outer)
 
 
 def taken_up_by_a_loop(folder):
@@ -296,26 +315,14 @@ def taken_up_by_a_loop(folder):
     training = Training(n=24)
     training.accelerator.load_state(folder)
     with training.accelerator.outer(training.model, RECIPES["diloco"]) as outer:
-        stats, state = outer.stats(), outer.state_dict()
+        found = agreed_of(outer)
         for batch in training.loader:
             training.step(batch)
-    (part,) = state["rounds"]["fragments"]
-    return stats.rounds, part["agreed"], training.weights()[0]
-
-
-def agreed_before(folder):
-    training = Training(n=24)
-    with training.accelerator.outer(training.model, RECIPES["diloco"]) as outer:
-        for number, batch in enumerate(training.loader, 1):
-            training.step(batch)
-            if number == 5:
-                training.accelerator.save_state(folder)
-                (part,) = outer.state_dict()["rounds"]["fragments"]
-                return outer.stats().rounds, part["agreed"], None
+    return *found, training.weights()[0]
 
 
 def test_replicas_are_joined_at_their_anchor_and_its_momentum_stays(folder):
-    (rounds, agreed, _), _ = run_ranks(agreed_before, 2, folder)
+    (rounds, agreed), _ = run_ranks(agreed_before, 2, folder)
     assert rounds == 1
     for size in (1, 4):
         after = run_ranks(taken_up_by_a_loop, size, folder)
@@ -326,34 +333,18 @@ def test_replicas_are_joined_at_their_anchor_and_its_momentum_stays(folder):
             assert weights == after[0][2]
 
 
-def taken_up_aloud(folder, settings):
-    """The same, and what the rank printed."""
-    printed = io.StringIO()
-    with redirect_stderr(printed):
-        outcome = taken_up(folder, settings)
-    return outcome, printed.getvalue()
-
-
 def test_one_rank_becomes_two_with_each_sample_once(folder):
     ((first, *_),) = run_ranks(written, 1, folder, {}, 4, None)
-    after, printed = zip(*run_ranks(taken_up_aloud, 2, folder, {}), strict=True)
-    rest = [sample for epochs, *_ in after for step in epochs[0] for sample in step]
+    after = run_ranks(taken_up, 2, folder, {})
+    rest = [sample for epochs, *_ in after for sample in epochs[0]]
     assert sorted([*itertools.chain(*first), *rest]) == [float(k) for k in range(24)]
-    said = "".join(printed)
+    said = "".join(printed for *_, printed in after)
     assert said.count("it was written by 1 process and resumes with 2") == 1
     assert said.count("rank 1 is new: its random numbers begin a stream of their own") == 1
 
 
 def test_new_ranks_and_a_pass_that_was_over_are_told_in_words(folder):
     run_ranks(written, 2, folder, {}, 6, None)  # all batches of a pass
-    said = "".join(printed for _, printed in run_ranks(taken_up_aloud, 4, folder, {}))
+    said = "".join(printed for *_, printed in run_ranks(taken_up, 4, folder, {}))
     assert said.count("ranks 2 and 3 are new: their random numbers begin streams of their own") == 1
     assert said.count("continues after the last batch of epoch 0: the first loop over it ends immediately") == 1
-
-
-def test_what_cannot_be_the_same_is_said_once(folder, capsys):
-    run_ranks(written, 3, folder, {}, 1, "local_sgd")
-    taken_up(folder, {})
-    said = capsys.readouterr().err
-    assert said.count("it was written by 3 processes and resumes with 1") == 1
-    assert said.count("all take the mean of their weights") == 1

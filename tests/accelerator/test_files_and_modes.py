@@ -73,6 +73,7 @@ def test_no_other_kind_of_file_is_opened(kind, saved):
 def test_all_weights_that_are_written_have_the_mode_of_any_other_file(saved):
     accelerator, folder = saved
     model = torch.nn.Linear(2, 1)
+    forms = {"w.safetensors": "state-dict", "w.pt": "state-dict", "f": "farflung", "a": "accelerate"}
     before = os.umask(0o027)
     try:
         for safe in (True, False):
@@ -80,12 +81,7 @@ def test_all_weights_that_are_written_have_the_mode_of_any_other_file(saved):
             accelerator.save_model(model, "shards", max_shard_size=8, safe_serialization=safe)
             accelerator.save(model.state_dict(), f"saved_{safe}", safe_serialization=safe)
             accelerator.save_state(f"state_{safe}", safe_serialization=safe)
-        for form, name in [
-            ("state-dict", "w.safetensors"),
-            ("state-dict", "w.pt"),
-            ("farflung", "f"),
-            ("accelerate", "a"),
-        ]:
+        for name, form in forms.items():
             done = CliRunner().invoke(checkpoint, ["convert", "one", f"converted/{name}", "--to", form])
             assert done.exit_code == 0, done.output
     finally:

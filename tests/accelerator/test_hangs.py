@@ -98,7 +98,7 @@ def is_told(path, call, run):
     return "nothing was raised", time.monotonic() - began
 
 
-def evaluates_alone(path, num_others):
+def evaluates_alone(path, num_others=1):
     while len(list(path.iterdir())) < num_others:
         time.sleep(0.05)
 
@@ -128,24 +128,18 @@ def test_all_that_wait_are_told_and_the_late_rank_learns_it_when_it_comes(tmp_pa
         assert seconds < patience(8)
 
 
-def reports_of_torchs_own(path):
+@on_ranks(2)
+def test_torchs_own_collectives_end_too_and_the_report_is_printed(tmp_path):
     run = started(timeout_s=0.5)
     if run.rank == LATE:
-        evaluates_alone(path, 1)
-        return None
-    with open(path.parent / "stderr", "w") as file, redirect_stderr(file), pytest.raises(RuntimeError) as raised:
+        return evaluates_alone(tmp_path)
+    with redirect_stderr(io.StringIO()) as printed, pytest.raises(RuntimeError) as raised:
         dist.all_reduce(torch.ones(2))
-    (path / "done").touch()
-    return raised.type.__name__, (path.parent / "stderr").read_text()
-
-
-def test_torchs_own_collectives_end_too_and_the_report_is_printed(tmp_path):
-    (tmp_path / "ranks").mkdir()
-    (kind, printed), _ = run_ranks(reports_of_torchs_own, 2, tmp_path / "ranks")
-    assert kind == "RuntimeError"
-    assert "rank 1 did not reach `all_reduce` (" in printed
-    assert "`dist.all_reduce(torch.ones(2))`)" in printed
-    assert "in evaluates_alone" in printed
+    (tmp_path / "done").touch()
+    assert raised.type is RuntimeError
+    assert "rank 1 did not reach `all_reduce` (" in printed.getvalue()
+    assert "`dist.all_reduce(torch.ones(2))`)" in printed.getvalue()
+    assert "in evaluates_alone" in printed.getvalue()
 
 
 def trains(path, accelerator, model, optimizer):
@@ -162,8 +156,8 @@ def comes_late_in_its_island(path, layout):
     accelerator = Accelerator(cpu=True, kwargs_handlers=[WatchdogKwargs(1)], **layout)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     prepared = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    began, printed = time.monotonic(), io.StringIO()
-    with redirect_stderr(printed), pytest.raises(RuntimeError) as raised:
+    began = time.monotonic()
+    with redirect_stderr(io.StringIO()) as printed, pytest.raises(RuntimeError) as raised:
         trains(path, accelerator, *prepared)
     seconds = time.monotonic() - began
     (path / str(accelerator.process_index)).touch()
@@ -241,7 +235,7 @@ def runs_out_of_time(path, port, call, late_call=None, noticed_s=2.0):
         run.model = accelerator.prepare(nn.Linear(2, 1))
         learns(run)
     if run.rank == LATE and late_call is None:
-        evaluates_alone(path, 1)
+        evaluates_alone(path)
     call = late_call if run.rank == LATE and late_call else call
     said, _ = is_told(path, lambda run: explains(call, run), run)
     evaluates_alone(path, 2)  # rank 0 serves the store
@@ -281,8 +275,7 @@ def test_the_script_counts_before_the_launcher():
 
 def comes_alone(path):
     if int(environ.text("RANK")) == LATE:
-        evaluates_alone(path, 1)
-        return "", 0.0
+        return evaluates_alone(path)
     with environ.patched({"FARFLUNG_HANG_TIMEOUT_S": "0.5"}):
         return is_told(path, lambda run: Accelerator(cpu=True), SimpleNamespace(rank=0))
 

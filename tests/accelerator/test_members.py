@@ -120,18 +120,6 @@ def test_states_say_whether_they_are_there_and_what_is_in_them():
     assert PartialState().device == torch.device("cpu")
 
 
-def test_what_was_prepared_is_read_through_accelerates_private_names():
-    accelerator = farflung.Accelerator(cpu=True)
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    prepared = accelerator.prepare(model, optimizer, scheduler, DataLoader(range(2)))
-    listed = (accelerator._models, accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders)
-    assert all(one is other for one, [other] in zip(prepared, listed, strict=True))
-    accelerator.free_memory()
-    assert (accelerator._models, accelerator._dataloaders) == ([], [])
-
-
 def test_a_loop_that_counts_by_itself_says_when_gradients_are_synchronized():
     accelerator = farflung.Accelerator(cpu=True)
     model = nn.Linear(1, 1, bias=False)
@@ -205,7 +193,7 @@ def test_optimizers_and_schedulers_are_constructed_as_accelerates_are():
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        assert optimizer.step_was_skipped == skipped
+        assert optimizer.step_was_skipped == optimizer._is_overflow == skipped  # programs for Accelerate set that one
     assert (weight.item(), scaler.get_scale(), scheduler.get_last_lr()) == (-1.0, 2.0**15, [0.1])
     for mode in ("train", "eval"):
         getattr(optimizer, mode)()

@@ -17,6 +17,7 @@ from farflung.process.world import current_world, joined_world
 from farflung.state import AcceleratorState, PartialState
 from farflung.testing.ranks import run_ranks
 from farflung.utils import DataLoaderConfiguration
+from tests.accelerator.conftest import on_ranks
 
 DILOCO = OuterConfig("diloco", every=4, rounds=200)
 
@@ -31,19 +32,15 @@ class Net(nn.Module):
         return self.out(self.norm(x)).pow(2).mean()
 
 
-def prepared(config=None, steps=1, samples=40, batch_size=2, separately=False, even=True, **options):
-    accelerator = Accelerator(
-        cpu=True,
-        outer=config,
-        gradient_accumulation_steps=steps,
-        dataloader_config=DataLoaderConfiguration(even_batches=even),
-        **options,
-    )
+def prepared(config=None, steps=1, samples=40, separately=False, even=True, shuffle=True, **options):
+    sharing = DataLoaderConfiguration(even_batches=even)
+    options |= {"gradient_accumulation_steps": steps, "dataloader_config": sharing}
+    accelerator = Accelerator(cpu=True, outer=config, **options)
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     torch.manual_seed(1)
-    loader = DataLoader(TensorDataset(torch.randn(samples, 3)), batch_size=batch_size, shuffle=True)
+    loader = DataLoader(TensorDataset(torch.randn(samples, 3)), batch_size=2, shuffle=shuffle)
     torch.manual_seed(2)
     if separately:
         model = accelerator.prepare_model(model)
@@ -89,6 +86,14 @@ def one_after_another(act, cases):
         outcomes.append(act(*case))
         AcceleratorState._reset_state()
     return outcomes
+
+
+def some_steps(number, accelerator, model, optimizer, loader):
+    """Train on the first batches, and break."""
+    for count, batch in enumerate(loader, 1):
+        one_step(accelerator, model, optimizer, batch)
+        if count == number:
+            break
 
 
 # ---- the same as the explicit form
@@ -186,26 +191,18 @@ def doors(accelerator):
     }
 
 
-def rounds_at_the_doors(folder):
-    """How many rounds there were in each call after a pass that was broken off; and in a collective of a lower room."""
-    accelerator, model, optimizer, loader = prepared(OuterConfig("local_sgd", every=100))
-    (loop,) = accelerator.outer_loops
-    found = {}
-    for name, call in {**doors(accelerator), "save_state": lambda: accelerator.save_state(folder)}.items():
-        for batch in loader:
-            one_step(accelerator, model, optimizer, batch)
-            break
-        counts = [loop.stats().rounds]
-        for step in (lambda: collectives.wait_for_everyone(joined_world().exchange), call):
-            step()
-            counts.append(loop.stats().rounds)
-        found[name] = (counts[1] - counts[0], counts[2] - counts[1])
-    return found
-
-
+@on_ranks(2)
 def test_a_pass_that_was_left_is_made_up_for_by_what_a_script_calls_and_by_no_lower_room(tmp_path):
-    for found in run_ranks(rounds_at_the_doors, 2, tmp_path):
-        assert found == dict.fromkeys(found, (0, 1))
+    """There is a round in each call after a pass that was broken off, and none in a collective of a lower room."""
+    accelerator, *run = prepared(OuterConfig("local_sgd", every=100))
+    (loop,) = accelerator.outer_loops
+    calls = {**doors(accelerator), "save_state": lambda: accelerator.save_state(tmp_path)}
+    for number, (name, call) in enumerate(calls.items()):
+        some_steps(1, accelerator, *run)
+        collectives.wait_for_everyone(joined_world().exchange)
+        assert loop.stats().rounds == number, name
+        call()
+        assert loop.stats().rounds == number + 1, name
 
 
 # ---- one rank alone
@@ -277,7 +274,8 @@ def test_ranks_with_different_numbers_of_batches_come_together(samples, joined, 
     assert alike([found[1] for found in outcomes])
 
 
-def a_skipped_step():
+@on_ranks(2, by_rank=[([True, False] * 5, 9), ([True, False] * 5, 10)])
+def test_a_step_that_fp16_skipped_on_one_rank_keeps_all_in_step():
     precision = {"mixed_precision": "fp16", "kwargs_handlers": [GradScalerKwargs(init_scale=1.0)]}
     accelerator, model, optimizer, loader = prepared(OuterConfig("local_sgd", every=2), **precision)
     apart = []
@@ -290,17 +288,12 @@ def a_skipped_step():
     return apart, accelerator.outer_loops[0].stats().steps
 
 
-def test_a_step_that_fp16_skipped_on_one_rank_keeps_all_in_step():
-    (first, steps), (second, others) = run_ranks(a_skipped_step, 2)
-    assert first == second == [True, False] * 5
-    assert (steps, others) == (9, 10)
-
-
 # ---- warm-up, weights by items
 
 
-def warmed_up(config):
-    accelerator, model, optimizer, loader = prepared(config)
+@on_ranks(2, each=([True] * 4 + [False] * 6, [True] * 4 + [False, False, True, False, False, True]))
+def test_gradients_are_averaged_as_usual_through_the_warm_up_and_stay_at_home_from_then_on():
+    accelerator, model, optimizer, loader = prepared(OuterConfig("post_local_sgd", warmup=4, every=3))
     averaged, equal = [], []
     for batch in loader:
         accelerator.backward(model(batch[0]))
@@ -312,37 +305,22 @@ def warmed_up(config):
     return averaged, equal
 
 
-def test_gradients_are_averaged_as_usual_through_the_warm_up_and_stay_at_home_from_then_on():
-    config = OuterConfig("post_local_sgd", warmup=4, every=3)
-    for averaged, equal in run_ranks(warmed_up, 2, config):
-        assert averaged == [True] * 4 + [False] * 6
-        assert equal == [True] * 4 + [False, False, True, False, False, True]
-
-
-def weighed(how):
-    accelerator, model, optimizer, loader = prepared(OuterConfig("local_sgd", every=2, weigh_by="items"), samples=40)
-    rank, found = accelerator.process_index, []
+@pytest.mark.parametrize("how", ["told", "loader"])
+@on_ranks(2, each=(0.75, 0.25))
+def test_replicas_weigh_by_the_items_that_backward_is_told_of_or_else_by_samples(how):
+    accelerator, model, optimizer, data = prepared(OuterConfig("local_sgd", every=2, weigh_by="items"))
+    found = []
     accelerator.outer_loops[0].listeners.append(lambda this: found.append(this.weights))
     accelerator.unwrap_model(model).norm.eval()  # a batch of one has no statistics
-    data = loader
     if how == "loader":
         sizes = [[0, 1, 2], [3]] * 4  # rank 0 gets three samples a step, rank 1 one
         data = accelerator.prepare(DataLoader(TensorDataset(torch.randn(4, 3)), batch_sampler=sizes))
     for batch in data:
-        loss = model(batch[0])
-        if how == "told":
-            accelerator.backward(loss, num_items=3 if rank == 0 else 1)
-        else:
-            accelerator.backward(loss)
+        told = {"num_items": 3 if accelerator.is_main_process else 1} if how == "told" else {}
+        accelerator.backward(model(batch[0]), **told)
         optimizer.step()
         optimizer.zero_grad()
     return found[0]
-
-
-@pytest.mark.parametrize("how", ["told", "loader"])
-def test_replicas_weigh_by_the_items_that_backward_is_told_of_or_else_by_samples(how):
-    for found in run_ranks(weighed, 2, how):
-        assert found == (0.75, 0.25)
 
 
 def test_items_that_nobody_knows_of_are_asked_for():
@@ -380,10 +358,8 @@ def test_each_model_has_a_loop_of_its_own_also_on_four_ranks():
 
 
 def ends(how):
-    accelerator, model, optimizer, loader = prepared(DILOCO)
-    batches = iter(loader)
-    for _ in range(2 + accelerator.process_index):  # no pass that ends, and ranks that differ
-        one_step(accelerator, model, optimizer, next(batches))
+    accelerator, model, *others = prepared(DILOCO)
+    some_steps(2 + accelerator.process_index, accelerator, model, *others)  # no pass that ends, and ranks that differ
     loop = accelerator.outer_loops[0]
     bare = accelerator.unwrap_model(model)
     getattr(accelerator, how)()
@@ -402,17 +378,14 @@ def test_the_end_of_training_brings_all_together_and_freeing_memory_sends_nothin
 
 def loaded_later(folder):
     """How far a replica has moved by the first round, from weights that were loaded after `prepare`."""
-    accelerator, model, optimizer, loader = prepared(DILOCO)
+    accelerator, model, *others = prepared(DILOCO)
     if folder is None:
         far_away(accelerator, model)
     else:
         accelerator.load_state(folder)
     assert float(accelerator.unwrap_model(model).out.weight.detach().min()) == 100
-    for number, batch in enumerate(loader, 1):
-        one_step(accelerator, model, optimizer, batch)
-        if number == 4:
-            return accelerator.outer_loops[0].stats().drift_norm
-    raise AssertionError
+    some_steps(4, accelerator, model, *others)
+    return accelerator.outer_loops[0].stats().drift_norm
 
 
 def said_at_the_end(how):
@@ -422,10 +395,7 @@ def said_at_the_end(how):
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("farflung").addHandler(handler)
-    for number, batch in enumerate(run[2], 1):
-        one_step(accelerator, *run[:2], batch)
-        if number == 6:
-            break
+    some_steps(6, accelerator, *run)
     accelerator.outer_loops[0].advice = lambda by_flags: "Exchange less often."
     if how == "nothing more":
         (controller,) = opened_session().controllers

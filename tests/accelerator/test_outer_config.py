@@ -4,7 +4,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given, settings, strategies as st
 
 from farflung import Accelerator, OuterConfig
@@ -32,7 +31,7 @@ from farflung.outer import (
     streaming_diloco,
 )
 from farflung.outer.arguments import recipe_of
-from farflung.state import AcceleratorState
+from tests.errors import error_of
 
 VALUES = {
     "every": st.integers(4, 50),
@@ -72,13 +71,10 @@ def configs(draw):
     recipe = draw(st.sampled_from(sorted(RECIPES)))
     arguments = RECIPES[recipe]
     possible = [each.name for each in (*arguments, *COMMON)]
-    names = {
-        *draw(st.lists(st.sampled_from(possible), unique=True)),
-        *(each.name for each in arguments if each.is_needed),
-    }
+    names = {*draw(st.lists(st.sampled_from(possible), unique=True))}
+    names |= {each.name for each in arguments if each.is_needed}
     if recipe == "edit":
-        names -= {"seconds"}
-        names |= {"every"}
+        names = names - {"seconds"} | {"every"}
     if recipe in ("streaming_diloco", "eager_diloco"):
         names -= {"inner"}  # with a delay no round stops the training
     if recipe == "noloco":
@@ -175,16 +171,15 @@ def test_a_level_can_be_the_ranks_of_a_machine(levels, local_size, expected):
 
 
 def test_an_error_names_the_variable_the_flag_or_the_line_of_the_file(tmp_path):
-    (tmp_path / "block.yaml").write_text("outer:\n  recipe: diloco\n  every: 0\n")
-    (tmp_path / "train.py").write_text("open('started', 'w')")
+    file, script = tmp_path / "block.yaml", tmp_path / "train.py"
+    file.write_text("outer:\n  recipe: diloco\n  every: 0\n")
+    script.touch()
 
     def launched(*flags):
-        with pytest.raises(ConfigError) as caught:
-            farflung.main(["launch", "--cpu", *flags, str(tmp_path / "train.py")], standalone_mode=False)
-        return str(caught.value)
+        return error_of(ConfigError, farflung.main, ["launch", "--cpu", *flags, str(script)], standalone_mode=False)
 
     wrong = "every is 0; it must be a whole number, 1 or more."
-    assert launched("--config_file", str(tmp_path / "block.yaml")).endswith(f"block.yaml:3: {wrong}")
+    assert launched("--config_file", str(file)).endswith(f"block.yaml:3: {wrong}")
     assert launched("--outer", "diloco", "--outer-every", "0") == f"--outer_{wrong}"
     with environ.patched({"FARFLUNG_OUTER_RECIPE": "diloco", "FARFLUNG_OUTER_EVERY": "0"}):
         with pytest.raises(ConfigError, match=r"FARFLUNG_OUTER_EVERY is 0; it must be a whole number"):
@@ -237,25 +232,13 @@ def test_a_variable_that_holds_no_value_of_its_setting_is_refused_in_one_process
 
 
 def test_a_script_and_a_launcher_that_want_different_loops_are_told_so():
-    with environ.patched({"FARFLUNG_OUTER_RECIPE": "diloco", "FARFLUNG_OUTER_EVERY": "8"}):
+    """What one of them writes about the same loop is no difference."""
+    launched = {"FARFLUNG_OUTER_RECIPE": "diloco", "FARFLUNG_OUTER_EVERY": "8"}
+    with environ.patched(launched):
         assert resolve_outer(OuterConfig("diloco", every=8)) == OuterConfig("diloco", every=8)
         with pytest.raises(ConfigError, match=r"script asks for diloco with .*32.*the launcher for diloco with .*8"):
             resolve_outer(OuterConfig("diloco", every=32))
-
-
-def test_what_one_of_them_writes_about_the_same_loop_is_no_difference():
-    quiet = {"FARFLUNG_OUTER_RECIPE": "diloco", "FARFLUNG_OUTER_EVERY": "8", "FARFLUNG_OUTER_REPORT": "off"}
-    with environ.patched(quiet):
+    with environ.patched(launched | {"FARFLUNG_OUTER_REPORT": "off"}):
         assert resolve_outer(OuterConfig("diloco", every=8)) == OuterConfig("diloco", every=8, report="off")
         with pytest.raises(ConfigError, match=r"'report': 'round'.*'report': 'off'"):
             resolve_outer(OuterConfig("diloco", every=8, report="round"))
-
-
-def test_how_much_is_sent_at_a_time_reaches_the_loop():
-    accelerator = Accelerator(cpu=True, outer=OuterConfig("local_sgd", every=2, bucket_bytes=1024))
-    model = torch.nn.Linear(2, 1)
-    accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    (loop,) = accelerator.outer_loops
-    assert loop.state_dict()["description"].endswith("buckets of 1024 bytes")
-    accelerator.end_training()
-    AcceleratorState._reset_state(reset_partial_state=True)

@@ -10,6 +10,7 @@ import signal
 import time
 from contextlib import nullcontext, redirect_stderr
 from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,17 +24,14 @@ from farflung.outer import diloco
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
 from farflung.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
-from tests.errors import error_of
+from tests.accelerator.conftest import on_ranks
 
 EPOCHS = 3
 BATCHES = 12  # of each rank, in an epoch
 
 
-class Noted:
+class Noted(SimpleNamespace):
     """A registered object: what the script counts itself."""
-
-    def __init__(self):
-        self.epochs_done = self.steps = 0
 
     def state_dict(self):
         return dict(vars(self))
@@ -50,14 +48,8 @@ def train(folder, signals=None, each_batch=None, *, pace=(0.0, 0.0), workers=0, 
         each_batch: called with the accelerator, the epoch and the batch.
         pace: how many seconds each rank takes for a batch once there was a signal, on an idle machine.
     """
-    config = DataLoaderConfiguration(even_batches=not uneven)
-    accelerator = Accelerator(
-        cpu=True,
-        save_on_signal=folder,
-        dataloader_config=config,
-        gradient_accumulation_steps=accumulate,
-        **settings,
-    )
+    settings |= {"dataloader_config": DataLoaderConfiguration(even_batches=not uneven)}
+    accelerator = Accelerator(cpu=True, save_on_signal=folder, gradient_accumulation_steps=accumulate, **settings)
     set_seed(5)
     rank, size = accelerator.process_index, accelerator.num_processes
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
@@ -66,7 +58,7 @@ def train(folder, signals=None, each_batch=None, *, pace=(0.0, 0.0), workers=0, 
     data = torch.randn(2 * BATCHES * size + (2 if uneven else 0), 4)
     loader = DataLoader(data, batch_size=2, shuffle=True, num_workers=workers)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    noted, number, code, has_begun, pauses = Noted(), 0, None, False, bool(signals)
+    noted, number, code, has_begun = Noted(epochs_done=0, steps=0), 0, None, False
     accelerator.register_for_checkpointing(noted)
     resumed = accelerator.resume()
     try:
@@ -84,7 +76,7 @@ def train(folder, signals=None, each_batch=None, *, pace=(0.0, 0.0), workers=0, 
                         each_batch(accelerator, epoch, number)
                     for one in (signals or {}).get((rank, number), ()):
                         os.kill(os.getpid(), one)
-                    has_begun |= pauses and number >= min(at for _, at in signals)
+                    has_begun |= any(number >= at for _, at in signals or {})
                     time.sleep(patience(pace[rank % 2]) if has_begun else 0.0)
             noted.epochs_done += 1
     except SystemExit as end:
@@ -131,21 +123,18 @@ def test_replicas_that_drift_apart_between_rounds_stop_at_one_step(tmp_path):
     check_same(tmp_path, {(1, 5): [USR1]}, outer="diloco")
 
 
-def test_one_process_stops_after_the_step_in_which_it_gets_the_signal(tmp_path):
-    (stopped,) = check_same(tmp_path, {(0, 5): [USR1]}, num_ranks=1)
-    assert stopped["steps"] == 5
+@pytest.mark.parametrize(
+    ("batch", "accumulate", "steps"),
+    [(5, 1, 5), (6, 4, 2), (BATCHES, 1, BATCHES)],
+    ids=["after the step", "once the window is complete", "after the last batch of an epoch"],
+)
+def test_one_process_stops_after_the_step_in_which_it_gets_the_signal(batch, accumulate, steps, tmp_path):
+    (stopped,) = check_same(tmp_path, {(0, batch): [TERM]}, num_ranks=1, accumulate=accumulate)
+    assert (stopped["steps"], stopped["epoch"]) == (steps, 0)
 
 
 def test_in_the_middle_of_an_accumulation_the_window_is_completed_first(tmp_path):
-    (stopped,) = check_same(tmp_path, {(0, 6): [USR1]}, num_ranks=1, accumulate=4)
-    assert stopped["steps"] == 2
-    check_same(tmp_path / "two", {(0, 6): [USR1]}, accumulate=4)
-
-
-def test_after_the_last_batch_of_an_epoch_what_follows_the_epoch_is_done_once(tmp_path):
-    (stopped,) = check_same(tmp_path, {(0, BATCHES): [TERM]}, num_ranks=1)
-    assert stopped["epoch"] == 0
-    assert stopped["steps"] == BATCHES
+    check_same(tmp_path, {(0, 6): [USR1]}, accumulate=4)
 
 
 def test_ranks_with_different_numbers_of_batches_stop_between_two_epochs(tmp_path):
@@ -202,13 +191,14 @@ def test_each_stop_adds_a_checkpoint_and_total_limit_holds(tmp_path):
 def prepared(folder, *loaders):
     """Return an Accelerator that saves on a signal, with a small model, its optimizer and these loaders."""
     accelerator = Accelerator(cpu=True, save_on_signal=folder)
+    set_seed(2)
     model = torch.nn.Linear(4, 1)
-    return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), *loaders)
+    return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1), *loaders)
 
 
 def by_itself(folder):
     accelerator, model, optimizer = prepared(folder)
-    noted = Noted()
+    noted = Noted(steps=0)
     accelerator.register_for_checkpointing(noted)
     accelerator.resume()
     start = noted.steps
@@ -243,20 +233,20 @@ def outside_of_the_loop(folder):
     loaders = [DataLoader(torch.randn(8, 4), batch_size=1) for _ in range(2)]
     accelerator, model, optimizer, loader, held_out = prepared(folder, *loaders)
     accelerator.resume()
-    passes = []
+    passes, code = "", None
     try:
         for epoch in range(loader.iteration, 3):
-            passes.append(epoch)
+            passes += str(epoch)
             for batch in islice(loader, 3):  # a pass that is left early
                 accelerator.backward(model(batch).mean())
                 optimizer.step()
-                if optimizer.completed_steps == 3 and passes == [0]:
+                if optimizer.completed_steps == 3 and passes == "0":
                     os.kill(os.getpid(), USR1)
             for _ in held_out:  # no stop in an evaluation
-                passes.append("e")
+                passes += "e"
     except SystemExit as end:
-        return end.code, "".join(map(str, passes)), optimizer.completed_steps
-    return None, "".join(map(str, passes)), optimizer.completed_steps
+        code = end.code
+    return code, passes, optimizer.completed_steps
 
 
 def test_after_a_pass_that_was_left_early_the_evaluation_is_done_and_the_next_epoch_comes_then(tmp_path):
@@ -265,11 +255,8 @@ def test_after_a_pass_that_was_left_early_the_evaluation_is_done_and_the_next_ep
 
 
 def in_a_block(folder, signalled):
-    accelerator = Accelerator(cpu=True, save_on_signal=folder)
-    set_seed(2)
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(torch.randn(96, 4), batch_size=2))
+    set_seed(3)
+    accelerator, model, optimizer, loader = prepared(folder, DataLoader(torch.randn(96, 4), batch_size=2))
     accelerator.resume()
     try:
         with accelerator.outer(model, diloco(every=5)):
@@ -312,32 +299,22 @@ def test_a_script_that_would_begin_again_over_a_saved_run_is_refused(tmp_path):
         run_ranks(forgets, 1, tmp_path, connect=False)
 
 
-def refused(folder):
-    return error_of(ConfigError, Accelerator, cpu=True, save_on_signal=folder)
-
-
+@on_ranks(2, connect=False)
 def test_a_folder_that_can_not_be_written_is_refused_on_all_ranks(tmp_path):
-    (tmp_path / "file").touch()
-    for said in run_ranks(refused, 2, tmp_path / "file", connect=False):
-        assert "in which nothing can be written" in said
-        assert "Name another folder" in said
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ConfigError, match=r"(?s)in which nothing can be written.*Name another folder"):
+        Accelerator(cpu=True, save_on_signal=file)
 
 
-def elsewhere(folder):
-    return refused(folder / os.environ["RANK"])  # as on two machines that share no disk
-
-
+@on_ranks(2, connect=False)
 def test_a_folder_that_ranks_do_not_share_is_refused_on_all_ranks(tmp_path):
-    for said in run_ranks(elsewhere, 2, tmp_path, connect=False):
-        assert "rank 1" in said
-        assert "Name one that all machines share" in said
+    with pytest.raises(ConfigError, match=r"(?s)rank 1.*Name one that all machines share"):
+        Accelerator(cpu=True, save_on_signal=tmp_path / os.environ["RANK"])  # as on two machines that share no disk
 
 
-def test_without_the_setting_nothing_is_loaded_and_signals_are_the_script_s(tmp_path):
-    assert run_ranks(plain, 1, connect=False) == [(False, True)]
-
-
-def plain():
+@on_ranks(1, each=(False, True), connect=False)
+def test_without_the_setting_nothing_is_loaded_and_signals_are_the_script_s():
     accelerator = Accelerator(cpu=True)
     accelerator.stop_if_signalled()
     return accelerator.resume(), signal.getsignal(USR1) is signal.SIG_DFL

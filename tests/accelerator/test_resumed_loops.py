@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from farflung import Accelerator, OuterConfig
+from farflung.base.tree import leaves_of
 from farflung.launch.codes import REQUEUE
 from farflung.testing.ranks import run_ranks
 from farflung.utils import set_seed
@@ -108,12 +109,8 @@ class Loop:
     def __init__(self, folder, form):
         self.form, self.steps, self.stop_at, self.how = form, 0, None, "signal"
         self.own = folder / "own"  # a checkpoint that the script writes by itself
-        self.accelerator = accelerator = Accelerator(
-            cpu=True,
-            save_on_signal=folder,
-            gradient_accumulation_steps=form["accumulate"],
-            outer=OUTER[form["outer"]],
-        )
+        settings = {"gradient_accumulation_steps": form["accumulate"], "outer": OUTER[form["outer"]]}
+        self.accelerator = accelerator = Accelerator(cpu=True, save_on_signal=folder, **settings)
         set_seed(3)
         model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Dropout(0.4), torch.nn.Linear(6, 1))
         parts = [model[0].parameters(), model[2].parameters()] if form["optimizers"] != "one" else [model.parameters()]
@@ -127,10 +124,10 @@ class Loop:
             DataLoader(Drawn(4), batch_size=2),
             DataLoader(Drawn(4), batch_size=2),
         ]
-        self.model, *rest = accelerator.prepare(model, *optimizers, *loaders, *schedulers)
-        number = len(optimizers)
-        self.optimizers, self.schedulers = rest[:number], rest[number + 4 :]
-        self.inner, self.outer, self.third, self.held_out = rest[number : number + 4]
+        self.model, self.inner, self.outer, self.third, self.held_out, *rest = accelerator.prepare(
+            model, *loaders, *optimizers, *schedulers
+        )
+        self.optimizers, self.schedulers = rest[: len(optimizers)], rest[len(optimizers) :]
         accelerator.register_for_checkpointing(self)
 
     def state_dict(self):
@@ -142,11 +139,10 @@ class Loop:
     def step(self, *batches):
         self.steps += 1
         turns = self.form["optimizers"] == "turns"
-        mine = [self.optimizers[self.steps % 2]] if turns else self.optimizers
         with self.accelerator.accumulate(self.model):
             loss = self.model(sum(one.float().mean(0, keepdim=True) for one in batches)).pow(2).mean()
             self.accelerator.backward(loss)
-            for optimizer in mine:
+            for optimizer in [self.optimizers[self.steps % 2]] if turns else self.optimizers:
                 optimizer.step()
             for scheduler in self.schedulers if self.form["schedule"] == "steps" else ():
                 scheduler.step()
@@ -177,27 +173,27 @@ class Loop:
             self.step(batch)
         return batch
 
+    def inner_pass(self, *around, is_left):
+        """Step on each batch of the inner loader, together with those of the loops around it."""
+        for batch in self.inner:
+            self.step(*around, batch)
+            if is_left and self.steps % 5 == 0:
+                break
+
     def epoch(self):
         form = self.form["form"]
-        if form == "flat":
-            for batch in self.inner:
-                self.step(batch)
+        if form in ("flat", "early"):
+            self.inner_pass(is_left=form == "early")
         elif form in ("nested", "early inside"):
             for batch in self.outer:
-                own = self.before(batch)
-                for other in self.inner:
-                    self.step(own, other)
-                    if form == "early inside" and self.steps % 5 == 0:
-                        break
+                self.inner_pass(self.before(batch), is_left=form == "early inside")
                 if self.stop_at is not None and self.steps >= self.stop_at and self.how == "outer":
                     self.save()
         elif form == "three":
             for batch in self.outer:
                 own = self.before(batch)
                 for other in self.third:
-                    both = self.before(other)
-                    for one in self.inner:
-                        self.step(own, both, one)
+                    self.inner_pass(own, self.before(other), is_left=False)
         elif form == "zip":
             for one, other in zip(self.inner, self.outer, strict=False):
                 self.step(one, other)
@@ -210,11 +206,6 @@ class Loop:
                     again = iter(self.outer)
                     other = next(again)
                 self.step(batch, other)
-        elif form == "early":
-            for batch in self.inner:
-                self.step(batch)
-                if self.steps % 5 == 0:
-                    break
 
     def train(self):
         """Return the exit code, None at the end, and a digest of all that was trained."""
@@ -231,18 +222,11 @@ class Loop:
                     self.evaluate()
         except SystemExit as end:
             code = end.code
-        state = [*self.model.parameters(), *(x for one in self.optimizers for x in leaves(one.state_dict()))]
-        values = b"".join(torch.as_tensor(x).detach().double().numpy().tobytes() for x in state)
+        state = [*self.model.parameters(), *(x for one in self.optimizers for x in leaves_of(one.state_dict()))]
+        numbers = [x for x in state if isinstance(x, int | float | torch.Tensor)]
+        values = b"".join(torch.as_tensor(x).detach().double().numpy().tobytes() for x in numbers)
         self.accelerator.end_training()
         return code, self.steps, hashlib.sha256(values).hexdigest()
-
-
-def leaves(node):
-    if isinstance(node, dict | list | tuple):
-        for one in node.values() if isinstance(node, dict) else node:
-            yield from leaves(one)
-    elif isinstance(node, int | float | torch.Tensor):
-        yield node
 
 
 def resumed(folder, form, seed, moments, how="signal"):
@@ -256,17 +240,14 @@ def resumed(folder, form, seed, moments, how="signal"):
     if isinstance(moments, int):
         moments = [random.Random(f"{seed} {moment}").randint(2, steps - 3) for moment in range(moments)]
     for number, moment in enumerate(moments):
-        series, said = folder / str(number), io.StringIO()
-        stopped = Loop(series, form)
-        stopped.how = how
-        stopped.stop_at = moment
-        with redirect_stderr(said):
+        stopped = Loop(folder / str(number), form)
+        stopped.how, stopped.stop_at = how, moment
+        with redirect_stderr(io.StringIO()) as said:
             code, _, digest = stopped.train()
             if code == REQUEUE:
-                code, total, digest = Loop(series, form).train()
-        what = "same" if digest == whole else "other"
+                _, _, digest = Loop(folder / str(number), form).train()
         sentences = [words in said.getvalue() for words in ("inside of nested loops", "persistent workers again")]
-        found.append((stopped.stop_at, stopped.steps, what, *sentences))
+        found.append((moment, stopped.steps, "same" if digest == whole else "other", *sentences))
     return found
 
 
@@ -281,17 +262,7 @@ def renews(form):
     return form["workers"] == "stay" and (form["data"] != "drawn" or is_left_early)
 
 
-NESTED = {
-    "form": "nested",
-    "data": "drawn",
-    "workers": "none",
-    "optimizers": "one",
-    "accumulate": 1,
-    "schedule": "steps",
-    "evaluation": "none",
-    "outer": "none",
-    "before": "nothing",
-}
+NESTED = {name: choices[0] for name, choices in FORMS.items()} | {"form": "nested", "schedule": "steps"}
 
 
 @pytest.mark.parametrize(

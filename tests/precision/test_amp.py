@@ -31,18 +31,19 @@ class Probe(nn.Module):
         return {"out": y}
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_a_wrapped_model_computes_in_half_and_answers_in_fp32(name, dtype):
-    model = Probe()
-    choose_precision(name, CPU).wrap(model)
-    assert model(torch.ones(2, 4))["out"].dtype == torch.float32
+@pytest.mark.parametrize(
+    ("name", "dtype", "options", "answer"),
+    [
+        ("bf16", torch.bfloat16, {}, torch.float32),
+        ("fp16", torch.float16, {}, torch.float32),
+        ("bf16", torch.bfloat16, {"outputs_to_fp32": False}, torch.bfloat16),
+    ],
+)
+def test_a_wrapped_model_computes_in_half_and_answers_in_fp32(name, dtype, options, answer):
+    model = choose_precision(name, CPU, AutocastKwargs(**options)).wrap(Probe())
+    assert model(torch.ones(2, 4))["out"].dtype == answer
     assert model.seen == dtype
     assert model.layer.weight.dtype == torch.float32
-
-
-def test_outputs_can_be_kept_in_half():
-    model = choose_precision("bf16", CPU, AutocastKwargs(outputs_to_fp32=False)).wrap(Probe())
-    assert model(torch.ones(2, 4))["out"].dtype == torch.bfloat16
 
 
 def test_wrapping_twice_wraps_once_and_restoring_gives_the_plain_forward_back():
@@ -98,14 +99,14 @@ def test_autocast_can_be_switched_off_for_a_block():
         assert layer(x).dtype == torch.float32
 
 
-def scaled(init_scale=1024.0):
+def scaled():
     model = nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    return ScaledFp16("cpu", scaler=GradScalerKwargs(init_scale=init_scale)), model, optimizer
+    return ScaledFp16("cpu", scaler=GradScalerKwargs(init_scale=1024.0)), model, optimizer
 
 
 def test_gradients_are_scaled_by_the_known_scale_and_unscaled_once():
-    precision, model, optimizer = scaled(1024.0)
+    precision, model, optimizer = scaled()
     precision.scale(model(torch.ones(1, 2)).sum()).backward()
     assert torch.equal(model.weight.grad, torch.full((1, 2), 1024.0))
     precision.unscale_(optimizer)
@@ -121,12 +122,12 @@ def test_an_overflow_skips_the_step_and_says_so(fused):
     model = nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
     precision = ScaledFp16("cpu")
-    for expected in (False, True):
+    for x, is_done in ((float("inf"), False), (1.0, True)):
         optimizer.zero_grad()
-        precision.scale(model(torch.full((1, 2), float("inf") if not expected else 1.0)).sum()).backward()
+        precision.scale(model(torch.full((1, 2), x)).sum()).backward()
         before = model.weight.detach().clone()
-        assert precision.step(optimizer) is expected
-        assert torch.equal(model.weight.detach(), before) is not expected
+        assert precision.step(optimizer) is is_done
+        assert torch.equal(model.weight.detach(), before) is not is_done
 
 
 @pytest.mark.parametrize("clipped", [(), (0,), (1,), (0, 1)])
