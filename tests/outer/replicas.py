@@ -1,14 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tests of the outer loop share: exact data, small models, groups that count."""
 
+import inspect
 import io
+from functools import partial, wraps
 
 import torch
 from torch import nn
 
 from farflung.outer import OuterLoop
+from farflung.testing.sim import run_replicas
 
 UNIT = 2.0**-10
+
+
+def on_replicas(size=None):
+    """Let each of so many replicas run a test on its `group`; None: of as many as the test's parameter `size`."""
+
+    def decorated(test):
+        @wraps(test)
+        def run(**options):
+            run_replicas(lambda group: test(group=group, **options), size or options["size"])
+
+        parameters = inspect.signature(test).parameters.values()
+        run.__signature__ = inspect.Signature([one for one in parameters if one.name != "group"])
+        return run
+
+    return decorated
 
 
 def dyadic(*shape, seed=0, span=8):
@@ -78,19 +96,34 @@ def no_statistics():
 
 
 class Run:
-    """A model, its optimizer and its outer loop, a step at a time."""
+    """A model, its optimizer, its outer loop and the rounds that this has reported, a step at a time."""
 
     def __init__(self, group, recipe, make=net, lr=RATE, momentum=0.5, **options):
-        self.rank = group.rank
-        self.model = make()
+        self._make_another = partial(Run, group, recipe, make, lr, momentum, **options)
+        self.rank, self.model, self.rounds = group.rank, make(), []
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=momentum)
         self.outer = OuterLoop(self.model, recipe, group, **options).attach(self.optimizer)
+        self.outer.listeners.append(self.rounds.append)
 
     def steps(self, *numbers):
         """Train."""
         for number in numbers:
             train(self.model, self.optimizer, number, self.rank)
         return values(self.model)
+
+    def seen(self, *numbers):
+        """Train; return what was learnt after each step."""
+        return [self.steps(number) for number in numbers]
+
+    def resumed(self):
+        """Return another run that goes on from the state of this one, which went through a file."""
+        outer, inner = through_a_file((self.outer.state_dict(), self.optimizer.state_dict()))
+        self.outer.detach()
+        another = self._make_another()
+        shift(another.model.parameters(), 1.0)  # nothing may be left of what it began with
+        another.outer.load_state_dict(outer)
+        another.optimizer.load_state_dict(inner)
+        return another
 
     def end(self):
         """Close, and return what was learnt."""
@@ -124,9 +157,9 @@ COUNTED = {
 class Counting:
     """A group that also writes down what is handed to it."""
 
-    def __init__(self, group):
+    def __init__(self, group, calls=None):
         self._group = group
-        self.calls = []
+        self.calls = [] if calls is None else calls
 
     def __getattr__(self, name):
         call = getattr(self._group, name)
@@ -148,9 +181,7 @@ class Counting:
         return self
 
     def split(self, size):
-        block = Counting(self._group.split(size))
-        block.calls = self.calls
-        return block
+        return Counting(self._group.split(size), self.calls)
 
     def all_gather_small(self, x):
         return self.begin_all_gather_small(x)()

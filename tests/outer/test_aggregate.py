@@ -3,6 +3,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,32 +12,16 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from farflung.base.errors import ConfigError
-from farflung.outer import (
-    ClippedToMedian,
-    ErrorFeedback,
-    Every,
-    GatherMean,
-    Gossip,
-    Identity,
-    Int4,
-    Int8,
-    Levels,
-    Mean,
-    OuterLoop,
-    Recipe,
-    ReduceScatterMean,
-    TopK,
-    TrimmedMean,
-    WithoutOutliers,
-    diloco,
-    edit,
-    gossip,
-    local_sgd,
-    sparse_loco,
-)
-from farflung.outer.weighting import Decision
+from farflung.codec.base import Cast, Identity
+from farflung.codec.blockwise import Int4, Int8
+from farflung.outer import ErrorFeedback, Mean, OuterLoop, Recipe, TopK
+from farflung.outer.aggregate import GatherMean, ReduceScatterMean, TrimmedMean
+from farflung.outer.ballot import Tally
+from farflung.outer.recipes import diloco, edit, gossip, local_sgd
+from farflung.outer.schedule import Every, Levels
+from farflung.outer.weighting import ByWork, ClippedToMedian, Decision, WithoutOutliers
 from farflung.testing.sim import run_replicas
-from tests.outer.replicas import Run, dyadic, kept_of, linear, same, train, values
+from tests.outer.replicas import Run, dyadic, kept_of, linear, on_replicas, same, shift, train, values
 
 EXACT = TopK(k=16, chunk=16, bits=32)
 
@@ -88,30 +73,12 @@ def test_a_whole_run_with_an_exact_codec_is_one_without(size):
     expected = run_replicas(trained, size, plain, 2)
     for aggregator in (GatherMean(), ReduceScatterMean()):
         for codec in (EXACT, ErrorFeedback(EXACT)):
-            recipe = replace(plain, codec=codec, aggregator=aggregator)
-            assert same(*expected, *run_replicas(trained, size, recipe, 2))
-
-
-def residuals(group, recipe):
-    run = Run(group, recipe, linear, lr=2.0**-3, momentum=0.0)
-    run.steps(0, 1)
-    return kept_of(run.outer)[0]["residuals"]
-
-
-@pytest.mark.law("lossless-is-plain")
-def test_a_top_k_of_density_one_leaves_nothing_over():
-    for left in run_replicas(residuals, 2, sparse_loco(1, codec=EXACT)):
-        assert left
-        assert all(not residual.any() for residual in left)
-    assert any(
-        residual.any() for left in run_replicas(residuals, 2, sparse_loco(1, codec=TopK(1, 16))) for residual in left
-    )
+            assert same(*expected, *run_replicas(trained, size, replace(plain, codec=codec, aggregator=aggregator), 2))
 
 
 def on_two_levels(group, recipe):
     model, seen = linear(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-3)
-    outer = OuterLoop(model, recipe, group)
+    optimizer, outer = torch.optim.SGD(model.parameters(), lr=2.0**-3), OuterLoop(model, recipe, group)
     for number in range(4):
         train(model, optimizer, number, group.rank)
         alone = values(model)
@@ -135,26 +102,10 @@ def test_levels_average_their_blocks_and_at_a_common_step_all_replicas():
     assert same(mean([run[2][0] for run in seen]), *(run[2][1] for run in seen))
 
 
-def block_then_all(group, sizes):
-    model = linear()
-    outer = OuterLoop(model, Recipe(Levels(sizes)), group)
-    with torch.no_grad():
-        model.weight.add_(dyadic(2, 3, seed=group.rank))
-    outer.step()
-    outer.step()
-    return values(model)
-
-
-@pytest.mark.law("levels-are-one-mean")
-def test_the_mean_of_the_means_of_equal_blocks_is_the_flat_mean():
-    assert same(*run_replicas(block_then_all, 4, {1: 2, 2: None}), *run_replicas(block_then_all, 4, {2: None}))
-
-
 def gossiping(group, recipe, rounds):
     model = nn.ParameterList([dyadic(7, seed=9)])
     outer = OuterLoop(model, recipe, group, bucket_bytes=12)
-    with torch.no_grad():
-        model[0].copy_(dyadic(7, seed=group.rank))
+    model[0].data.copy_(dyadic(7, seed=group.rank))
     seen = [model[0].detach().clone()]
     for _ in range(rounds):
         outer.step()
@@ -165,26 +116,22 @@ def gossiping(group, recipe, rounds):
 @pytest.mark.law("gossip-keeps-the-sum")
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_gossip_keeps_the_sum_and_agrees_after_log_m_rounds(size):
-    rounds = size.bit_length() - 1
-    seen = run_replicas(gossiping, size, gossip(1), rounds)
+    seen = run_replicas(gossiping, size, gossip(1), size.bit_length() - 1)
     total = sum(row[0] for row in seen)
-    for step in range(rounds + 1):
-        assert torch.equal(sum(row[step] for row in seen), total)
-    for row in seen:
-        assert torch.equal(row[-1], total / size)
+    assert all(torch.equal(sum(rows), total) for rows in zip(*seen, strict=True))
+    assert all(torch.equal(row[-1], total / size) for row in seen)
     assert size == 2 or not torch.equal(seen[0][-2], seen[1][-2])
 
 
 @pytest.mark.law("gossip-keeps-the-sum")
 @pytest.mark.parametrize("size", [3, 5])
-def test_the_sum_is_kept_among_any_number_and_by_codecs_that_round(size):
-    for codec in (None, Int8(4)):
-        seen = run_replicas(gossiping, size, gossip(1, codec=codec), 6)
-        total = sum(row[0] for row in seen)
-        for step in range(7):
-            assert torch.allclose(sum(row[step] for row in seen), total, rtol=0, atol=1e-6)
-        spread = [max((row[step] - total / size).abs().max() for row in seen) for step in (0, 6)]
-        assert spread[1] < 0.3 * spread[0]
+@pytest.mark.parametrize("codec", [None, Int8(4)])
+def test_the_sum_is_kept_among_any_number_and_by_codecs_that_round(size, codec):
+    seen = run_replicas(gossiping, size, gossip(1, codec=codec), 6)
+    total = sum(row[0] for row in seen)
+    assert all(torch.allclose(sum(rows), total, rtol=0, atol=1e-6) for rows in zip(*seen, strict=True))
+    before, after = (max((row[step] - total / size).abs().max() for row in seen) for step in (0, 6))
+    assert after < 0.3 * before
 
 
 # Outliers.
@@ -192,10 +139,8 @@ def moved(group, recipe, ways, items=None, **options):
     """One round in which replica r moves all its weights by ways[r]."""
     model = nn.ParameterList([torch.zeros(5), torch.zeros(())])
     outer = OuterLoop(model, recipe, group, **options)
-    with torch.no_grad():
-        for parameter in model:
-            parameter.fill_(ways[group.rank])
-    outer.step(items=0 if items is None else items[group.rank])
+    shift(model, ways[group.rank])
+    outer.step(items=items[group.rank] if items else 0)
     return [*model[0].tolist(), model[1].item()]
 
 
@@ -207,34 +152,25 @@ def test_a_trimmed_mean_has_no_ear_for_one_who_is_far_off():
         run_replicas(moved, 2, recipe, (1.0, 3.0))
 
 
-def some_at_work(group):
+@on_replicas(3)
+def test_a_trimmed_mean_of_the_last_that_have_data_still_ends(group):
     model = nn.ParameterList([torch.zeros(2)])
     with OuterLoop(model, Recipe(Every(2), aggregator=TrimmedMean(1)), group) as outer:
         for _ in range((2, 4, 4)[group.rank]):
-            with torch.no_grad():
-                model[0].add_(2.0**group.rank)
+            shift(model, 2.0**group.rank)
             outer.step()
-    return model[0].tolist()
-
-
-def test_a_trimmed_mean_of_the_last_that_have_data_still_ends():
-    # After 2 steps: the median of 2, 4, 8. After 4: the mean of 4 + 4 and 4 + 8.
-    assert run_replicas(some_at_work, 3) == [[10.0, 10.0]] * 3
+    assert model[0].tolist() == [10.0, 10.0]  # after 2 steps: the median of 2, 4, 8; after 4: the mean of 4 + 4, 4 + 8
 
 
 def test_a_long_way_is_clipped_to_the_median_of_all():
     recipe = replace(diloco(1, lr=1.0, momentum=0.0), policy=ClippedToMedian(), aggregator=GatherMean())
-    # Moves of 1, 2 and 30 have the median 2: the last one counts 2.
-    got = run_replicas(moved, 3, recipe, (1.0, 2.0, 30.0))
-    assert torch.allclose(torch.tensor(got), torch.tensor((1.0 + 2.0 + 2.0) / 3))
-    assert run_replicas(moved, 3, recipe, (1.0, 1.0, 1.0)) == [[1.0] * 6] * 3
+    for ways, counted in ((1.0, 2.0, 30.0), (1.0, 2.0, 2.0)), ((1.0, 1.0, 1.0), (1.0, 1.0, 1.0)):
+        assert run_replicas(moved, 3, recipe, ways) == [pytest.approx([sum(counted) / 3] * 6)] * 3
 
 
-def test_replicas_count_by_their_items():
-    recipe = replace(local_sgd(1), weigh_by="items")
-    assert run_replicas(moved, 2, recipe, (1.0, 5.0), (30, 10)) == [[2.0] * 6] * 2
+def test_replicas_that_count_by_their_items_must_say_how_many():
     with pytest.raises(ConfigError, match="how many"):
-        run_replicas(moved, 2, recipe, (1.0, 5.0), (30, 0))
+        run_replicas(moved, 2, replace(local_sgd(1), weigh_by="items"), (1.0, 5.0), (30, 0))
 
 
 def weighed(group, recipe, items):
@@ -243,11 +179,11 @@ def weighed(group, recipe, items):
     outer = OuterLoop(model, recipe, group)
     outer.listeners.append(rounds.append)
     for number in items[group.rank]:
-        with torch.no_grad():
-            model[0].add_((group.rank + 1.0) / 4)
+        shift(model, (group.rank + 1.0) / 4)
         outer.count(done=number > 0, items=number)
         outer.sync_if_due()
-    return [this.weights for this in rounds], model[0][0].item()
+    stats = outer.stats()
+    return [this.weights for this in rounds], model[0][0].item(), (stats.steps, stats.attempts)
 
 
 @pytest.mark.law("weights-are-work")
@@ -261,9 +197,10 @@ def test_replicas_count_by_their_steps_their_items_or_items_squared_over_steps(w
     work = {"steps": steps, "items": tokens, "items_squared": tokens**2 / steps}[weigh_by]
     shares = work / work.sum(0)
     moved = (shares * (np.arange(3)[:, None] + 1.0) * 3 / 4).sum()
-    for seen, way in run_replicas(weighed, 3, recipe, items):
+    for (seen, way, counts), done in zip(run_replicas(weighed, 3, recipe, items), steps.sum(1), strict=True):
         assert np.allclose(np.array(seen).T, shares)
         assert way == pytest.approx(moved, rel=2e-3 if codec else 1e-6)
+        assert counts == (done, 6)  # a step without items moves the schedule
 
 
 @pytest.mark.law("outliers-are-left-out")
@@ -292,21 +229,19 @@ def test_a_short_way_counts_more():
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_mean_that_is_too_long_is_shortened_however_it_was_cut(size, bucket_bytes):
     recipe = edit(1, lr=1.0, momentum=0.0, max_norm=0.5)
-    got = torch.tensor(run_replicas(moved, size, recipe, (3.0,) * size, None)[0])
-    cut = torch.tensor(
-        run_replicas(lambda group: moved(group, recipe, (3.0,) * size, bucket_bytes=bucket_bytes), size)[0]
+    whole, cut = (
+        torch.tensor(run_replicas(partial(moved, recipe=recipe, ways=(3.0,) * size, **options), size)[0])
+        for options in ({}, {"bucket_bytes": bucket_bytes})
     )
-    assert torch.allclose(got.norm(), torch.tensor(0.5))
-    assert torch.equal(got, cut)
+    assert torch.allclose(whole.norm(), torch.tensor(0.5))
+    assert torch.equal(whole, cut)
 
 
 def surprised(group, recipe, ways):
-    model = nn.ParameterList([torch.zeros(4)])
+    model, seen = nn.ParameterList([torch.zeros(4)]), []
     outer = OuterLoop(model, recipe, group)
-    seen = []
     for way in ways:
-        with torch.no_grad():
-            model[0].add_(way)
+        shift(model, way)
         outer.step()
         seen.append(model[0][0].item())
     return seen, outer.stats().dropped_rounds
@@ -334,44 +269,76 @@ def test_what_was_refused_leaves_no_trace_in_the_statistics():
     before = {rank: past[:3] for rank, past in memory.items()}
     for outlier in (100.0, math.nan, math.inf):
         verdict = judged(rule, memory, outlier, math.nan)
-        assert verdict.unfit == (0, 1)
-        assert verdict.total == 0
+        assert (verdict.unfit, verdict.total) == ((0, 1), 0)
     assert {rank: past[:3] for rank, past in memory.items()} == before
-    verdict = judged(rule, memory, 100.0, 1.0)  # after three outliers the next one is still seen
-    assert verdict.factors == (0.0, 1.0)
+    assert judged(rule, memory, 100.0, 1.0).factors == (0.0, 1.0)  # after three outliers the next one is still seen
 
 
 def kept_back(group):
     """Error feedback of a replica that is refused once: nothing of that round may stay in its residual."""
     recipe = edit(1, lr=1.0, momentum=0.0, codec=ErrorFeedback(TopK(1, 4)))
-    recipe = replace(recipe, aggregator=GatherMean(), same_data=True)
     model = nn.ParameterList([torch.zeros(8)])
-    outer = OuterLoop(model, recipe, group)
+    outer = OuterLoop(model, replace(recipe, aggregator=GatherMean(), same_data=True), group)
     for step in range(4):
-        with torch.no_grad():
-            model[0].add_(torch.arange(8.0) + (math.nan if step == 1 and group.rank == 1 else 0))
+        shift(model, torch.arange(8.0) + (math.nan if step == 1 and group.rank == 1 else 0))
         outer.step()
-    return values(model), kept_of(outer)[0]["residuals"]
+    assert all(bool(value.isfinite().all()) for value in (model[0], *kept_of(outer)[0]["residuals"]))
+    return values(model)
 
 
 def test_a_replica_that_was_refused_sends_nothing_of_that_later():
-    outcomes = run_replicas(kept_back, 3)
-    assert same(*(weights for weights, _ in outcomes))
-    assert all(bool(residual.isfinite().all()) for _, left in outcomes for residual in left)
-    assert outcomes[0][0]["0"].isfinite().all()
+    assert same(*run_replicas(kept_back, 3))
+
+
+def spoiled_at_the_end(group):
+    model = nn.ParameterList([torch.zeros(2)])
+    with OuterLoop(model, gossip(5), group) as outer:
+        shift(model, (1.0, math.nan, 4.0)[group.rank])
+        outer.step()
+    return model[0].tolist()
 
 
 def test_a_spoiled_replica_does_not_spoil_the_average_at_the_end():
-    for recipe in (gossip(5), replace(gossip(5), aggregator=Gossip())):
-        with pytest.warns(RuntimeWarning, match="weights of rank 1 are"):
-            outcomes = run_replicas(spoiled_at_the_end, 3, recipe)
-        assert outcomes == [[2.5, 2.5]] * 3
+    with pytest.warns(RuntimeWarning, match="weights of rank 1 are"):
+        assert run_replicas(spoiled_at_the_end, 3) == [[2.5, 2.5]] * 3
 
 
-def spoiled_at_the_end(group, recipe):
-    model = nn.ParameterList([torch.zeros(2)])
-    with OuterLoop(model, recipe, group) as outer:
-        with torch.no_grad():
-            model[0].fill_((1.0, math.nan, 4.0)[group.rank])
-        outer.step()
-    return model[0].tolist()
+@settings(max_examples=50)
+@given(st.integers(0, 300), st.sampled_from([Identity(), Cast("bf16"), Cast("fp16")]))
+def test_codecs_keep_their_bound_and_weigh_what_they_say(n, codec):
+    x = torch.randn(n) * 100
+    kept = x.clone()
+    wire = codec.encode(x)
+    assert wire.nbytes == codec.wire_bytes(n)
+    out = codec.decode(wire, torch.empty(n))
+    error = {Identity(): 0.0, Cast("bf16"): 2.0**-8, Cast("fp16"): 2.0**-11}[codec]
+    assert bool(((out - kept).abs() <= error * kept.abs()).all())
+    assert torch.equal(codec.decode(codec.encode(x), x), out)  # in place, as the engine does
+
+
+def voted(*weights, norms=None, largest=None, sound=None):
+    zeros = (0.0,) * len(weights)
+    tally = Tally(weights, norms or zeros, largest or zeros, sound or (True,) * len(weights), False, 0, (-1,))
+    return tally, ByWork()(tally.weights, tally.norms, {})
+
+
+def test_ranks_count_by_what_they_have_done_of_a_round():
+    assert voted(1, 0.5, 0)[1] == Decision((1, 0.5, 0), 1.5)
+    assert voted(0.25, 0.25, 0)[1] == Decision((1, 1, 0), 2)
+    assert voted(1)[1] == Decision((1,), 1)
+    assert voted(1, 0.5, 0.25, sound=(True, False, True))[0].sound_weights == (1, 0, 0.25)
+
+
+def test_ranks_that_spoil_a_sum_are_named():
+    assert voted(1, 1, 1, norms=(1.0, math.nan, math.inf))[1].unfit == (1, 2)
+    assert voted(1, 1, norms=(1e30, 1e30))[1].unfit == ()
+
+    def too_large(*weights, largest):
+        tally, verdict = voted(*weights, largest=largest)
+        return tally.too_large(verdict.factors, 65504)
+
+    assert too_large(1, 1, largest=(3e4, 3e4)) == ()
+    assert too_large(1, 1, largest=(1.0, 65504.0)) == (1,)
+    assert too_large(30, 1, largest=(3e3, 3e3)) == ()  # in proportion, so that the largest is about 1
+    tally, _ = voted(30, 1, largest=(3e3, 3e3))
+    assert tally.too_large(tally.weights, 65504) == (0,)  # as they go on the wire before the vote

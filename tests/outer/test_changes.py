@@ -18,7 +18,7 @@ from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
 from tests.outer.elastic_run import ElasticRun, wrong
 from tests.outer.islands import Grid, IslandRun
-from tests.outer.replicas import Run, kept_of, net, same, through_a_file, train, values
+from tests.outer.replicas import Run, kept_of, net, on_replicas, same, train, values
 from tests.recipes import RECIPES
 
 # For each recipe that has an H: the one that is proposed after the first round, and the one after that.
@@ -86,22 +86,14 @@ def test_a_recipe_that_plans_changes_takes_no_other_ones_before_the_last():
 def changed(group, name, planned=None, resumes=(), steps=20):
     """Train with changes that the last rank proposes, or `planned` ones; return weights, anchors and the changes."""
     recipe = RECIPES[name] if planned is None else replace(RECIPES[name], changes=planned)
-    run = Run(group, recipe, bucket_bytes=64)
-    run.outer.listeners.append(lambda this: weights.append((this.step, this.weights)))
-    weights, proposals = [], dict(zip((1, 7), NEXT[name], strict=True))
+    run, proposals = Run(group, recipe, bucket_bytes=64), dict(zip((1, 7), NEXT[name], strict=True))
     for step in range(1, steps + 1):
         run.steps(step)
         if planned is None and step in proposals and group.rank == group.size - 1:
             run.outer.change_schedule(proposals[step])
-        if step in resumes:
-            state, optimizer = through_a_file(run.outer.state_dict()), run.optimizer.state_dict()
-            run.outer.detach()
-            run = Run(group, recipe, bucket_bytes=64)
-            run.outer.load_state_dict(state)
-            run.optimizer.load_state_dict(optimizer)
-            run.outer.listeners.append(lambda this: weights.append((this.step, this.weights)))
+        run = run.resumed() if step in resumes else run
     kept, changes = kept_of(run.outer), run.outer.changes
-    return run.end(), kept, changes, weights
+    return run.end(), kept, changes, [(this.step, this.weights) for this in run.rounds]
 
 
 def equal(one, other):
@@ -136,7 +128,7 @@ def test_a_run_that_resumes_at_any_step_of_a_change_goes_on_bit_for_bit(name):
 def uneven(group, name):
     """Train with steps that fp16 overflow skips on some ranks; return what was done, and the weights of rounds."""
     outer, done, rounds = OuterLoop(net(), replace(RECIPES[name], same_data=True), group), [], []
-    outer.listeners.append(lambda this: rounds.append((this.step, this.fragment, this.weights)))
+    outer.listeners.append(rounds.append)
     for step in range(1, 31):
         done.append(group.rank == 0 or step % (2 + group.rank) > 0)
         outer.count(done=done[-1])
@@ -144,7 +136,7 @@ def uneven(group, name):
         if step == 5 and group.rank == 1:
             outer.change_schedule(7)
     assert outer.schedule.every == 7
-    return done, rounds
+    return done, [(this.step, this.fragment, this.weights) for this in rounds]
 
 
 @pytest.mark.law("weights-are-work")
@@ -193,50 +185,39 @@ def test_the_outer_rate_and_momentum_follow_h_unless_they_are_given():
     assert (group["lr"], group["momentum"]) == (0.5, 0.25)
 
 
-def lengthened(group):
-    """Train by `edit` with short rounds, and then with long ones; return how many were dropped."""
+@on_replicas(2)
+def test_replicas_that_move_further_as_rounds_are_longer_are_no_outliers(group):
     run = Run(group, edit(1, lr=0.1, momentum=0.0), lr=1e-3)
     for step in range(1, 80):
         run.steps(step)
         if step == 20 and group.rank == 0:
             run.outer.change_schedule(16)
-    return run.outer.changes, run.outer.stats().dropped_rounds
+    assert run.outer.changes == (Change(22, 16),)
+    assert run.outer.stats().dropped_rounds == 0
 
 
-def test_replicas_that_move_further_as_rounds_are_longer_are_no_outliers():
-    assert run_replicas(lengthened, 2) == [((Change(22, 16),), 0)] * 2
-
-
-def apart(group):
-    """Load states that differ in their changes, and train on."""
+@on_replicas(2)
+def test_ranks_that_differ_in_their_changes_say_so(group):
     run = Run(group, diloco(2))
     state = run.outer.state_dict()
     run.outer.load_state_dict(state | {"changes": [[2, 4, 0]] if group.rank else [], "position": 2, "synced": 2})
-    run.steps(*range(3, 9))
-
-
-def test_ranks_that_differ_in_their_changes_say_so():
     with pytest.raises(CollectiveMismatch, match=r"Change\(step=2, every=4, delay=0\)"):
-        run_replicas(apart, 2)
+        run.steps(*range(3, 9))
 
 
 def test_a_state_from_before_h_could_change_loads_as_it_did():
     run = Run(SoloGroup(), diloco(2))
     run.steps(1, 2, 3)
-    state = {
-        key: value for key, value in run.outer.state_dict().items() if key not in ("changes", "agreed", "proposed")
-    }
+    state = run.outer.state_dict()
     run.outer.change_schedule(4)
     run.steps(4, 5, 6, 7)
     assert run.outer.changes
-    run.outer.load_state_dict(state)
+    run.outer.load_state_dict({key: state[key] for key in state.keys() - {"changes", "agreed", "proposed"}})
     assert (run.outer.changes, run.outer.schedule.every) == ((), 2)
 
 
 def test_several_steps_that_are_counted_at_once_find_h_changed_among_them():
     outer = OuterLoop(net(), local_sgd(2), SoloGroup())
-    steps = []
-    outer.listeners.append(lambda this: steps.append(this.step))
     outer.change_schedule(5)
     for _ in range(14):
         outer.count()
@@ -276,8 +257,7 @@ def taken_over(planned):
     """Train a model that DDP has wrapped, on ranks over gloo."""
     model = DistributedDataParallel(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    recipe = replace(RECIPES["streaming_diloco"], changes=planned)
-    with OuterLoop(model, recipe).attach(optimizer) as outer:
+    with OuterLoop(model, replace(RECIPES["streaming_diloco"], changes=planned)).attach(optimizer) as outer:
         for step in range(1, 24):
             train(model, optimizer, step, dist.get_rank())
             if not planned and step == 3 and dist.get_rank() == 1:

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize, prune
 from farflung.base.errors import CollectiveMismatch, StateError
 from farflung.outer import Every, OuterLoop, by_bytes, diloco, hierarchical, local_sgd, post_local_sgd
 from farflung.testing.sim import run_replicas
-from tests.outer.replicas import same, values
+from tests.outer.replicas import on_replicas, same, shift, values
 from tests.recipes import RECIPES
 
 PLAIN = [local_sgd(1), diloco(1, lr=1.0, momentum=0.0)]
@@ -58,20 +58,12 @@ def normed(model, rank):
         nn.utils.weight_norm(model.first)
 
 
-def untied(model, rank):
-    model.tied.weight = nn.Parameter(model.last.weight.detach().clone() + rank)
-
-
-def assigned(model, rank):
-    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
-
-
 CHANGES = {
     "replaced": lambda model, rank: model.register_module("last", nn.Linear(4, 4)),
     "widened": lambda model, rank: model.register_module("last", nn.Linear(4, 7)),
     "appended": lambda model, rank: model.register_module("head", nn.Linear(4, 2)),
     "adapted": lambda model, rank: model.register_module("first", Low(model.first, rank)),
-    "untied": untied,
+    "untied": lambda model, rank: setattr(model.tied, "weight", nn.Parameter(model.last.weight.detach() + rank)),
     "tied": lambda model, rank: model.norm.register_parameter("bias", model.norm.weight),
     "thawed": lambda model, rank: model.frozen.requires_grad_(True),
     "frozen": lambda model, rank: model.last.requires_grad_(False),
@@ -81,17 +73,14 @@ CHANGES = {
     "without_bias": lambda model, rank: model.last.register_parameter("bias", None),
     "doubled": lambda model, rank: model.double(),
     "halved": lambda model, rank: model.bfloat16(),
-    "assigned": assigned,
+    "assigned": lambda model, rank: model.load_state_dict(values(model), assign=True),
 }
 appended = CHANGES["appended"]
 
 
 def move(model, rank):
     """A step that differs between ranks."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(rank + 1)
+    shift([parameter for parameter in model.parameters() if parameter.requires_grad], rank + 1)
 
 
 def trained(model):
@@ -136,17 +125,13 @@ def changed_under_any(group, recipe, change):
     for step in range(12):
         if step == 5:
             change(model, group.rank)
-            inner.add_param_group({"params": [p for p in model.parameters() if p not in _known(inner)]})
+            known = {id(parameter) for each in inner.param_groups for parameter in each["params"]}
+            inner.add_param_group({"params": [p for p in model.parameters() if id(p) not in known]})
         move(model, group.rank)
-        for parameter in model.parameters():
-            parameter.grad = None
+        model.zero_grad()
         inner.step()
     outer.close()
     return trained(model), outer.stats().dropped_rounds
-
-
-def _known(optimizer):
-    return {parameter for group in optimizer.param_groups for parameter in group["params"]}
 
 
 @pytest.mark.long
@@ -173,15 +158,15 @@ def detached(model, recipe, group):
         outer.detach()
 
 
-def changed_on_one(group, recipe, change):
+def changed_on(group, recipe, change, ranks=(1,), steps=2):
+    """Change the model of some ranks after a round; return the mismatch that each finds."""
     model = Net()
     with detached(model, recipe, group) as (outer, told):
-        move(model, group.rank)
-        outer.step()
-        if group.rank == 1:
-            change(model, group.rank)
-        move(model, group.rank)
-        outer.step()
+        for step in range(steps):
+            move(model, group.rank)
+            outer.step()
+            if step == 0 and group.rank in ranks:
+                change(model, group.rank)
     return "".join(told)
 
 
@@ -202,36 +187,23 @@ NAMED = {
     ids=["local_sgd", "diloco", "sparse_loco", "hierarchical"],
 )
 def test_a_change_on_one_rank_alone_is_named_on_all(recipe, change):
-    said = run_replicas(changed_on_one, 4 if recipe.levels else 2, recipe, CHANGES[change])
+    said = run_replicas(changed_on, 4 if recipe.levels else 2, recipe, CHANGES[change])
     told = [text for text in said if NAMED[change] in text]
     assert len(told) >= 2
     assert all("alone: " in text for text in told)
-    if not recipe.levels:
-        assert len(set(said)) == 1
-
-
-def changed_on_half(group):
-    model = Net()
-    with detached(model, hierarchical({1: 2, 2: None}), group) as (outer, told):
-        if group.rank < 2:
-            appended(model, group.rank)
-        for _ in range(2):
-            move(model, group.rank)
-            outer.step()
-    return "".join(told)
+    assert recipe.levels or len(set(said)) == 1
 
 
 def test_a_change_in_one_block_of_a_hierarchy_is_named_where_the_blocks_meet():
-    said = run_replicas(changed_on_half, 4)
-    assert len(set(said)) == 1
-    assert "on ranks 0 and 1 alone: head.weight float32 [2, 4]" in said[0]
+    (said,) = set(run_replicas(changed_on, 4, hierarchical({1: 2, 3: None}), appended, (0, 1), 3))
+    assert "on ranks 0 and 1 alone: head.weight float32 [2, 4]" in said
 
 
 def test_a_layer_replaced_by_its_like_on_one_rank_alone_is_refused_where_there_is_an_anchor_for_it():
     def replace_first(model, rank):
         model.first = nn.Linear(3, 4)
 
-    averaged, anchored = (run_replicas(changed_on_one, 2, recipe, replace_first) for recipe in PLAIN)
+    averaged, anchored = (run_replicas(changed_on, 2, recipe, replace_first) for recipe in PLAIN)
     assert averaged == ["", ""]
     assert all("first.weight" in text for text in anchored)
 
@@ -243,57 +215,47 @@ def anchored_with_momentum(group, change):
     for step in range(4):
         if step == 2 and change:
             model.last = nn.Linear(4, 4)
-        with torch.no_grad():
-            model.first.weight.add_((group.rank + 1) * 2.0**-4)
+        shift([model.first.weight], (group.rank + 1) * 2.0**-4)
         outer.step()
     outer.detach()
     return {"weight": model.first.weight.detach().clone()}
 
 
 def test_anchor_and_momentum_of_what_has_not_changed_go_on():
-    plain = run_replicas(anchored_with_momentum, 2, False)
-    changed = run_replicas(anchored_with_momentum, 2, True)
+    plain, changed = (run_replicas(anchored_with_momentum, 2, change) for change in (False, True))
     assert same(*plain, *changed)
 
 
-def begun_from_what_all_agree_on(group):
+@on_replicas(2)
+def test_the_anchor_of_a_new_parameter_begins_at_the_mean_of_all_ranks(group):
     model = Net()
     outer = OuterLoop(model, diloco(1, lr=0.5, momentum=0.5), group)
     outer.step()
     model.head = nn.Linear(1, 1)
-    with torch.no_grad():
-        model.head.weight.fill_(group.rank)
+    model.head.weight.data.fill_(group.rank)
     outer.step()
-    first = model.head.weight.item()
-    with torch.no_grad():
-        model.head.weight.add_(1)
+    assert model.head.weight.item() == 0.5
+    shift([model.head.weight], 1)
     outer.step()
+    assert model.head.weight.item() == 1.25  # 0.5 + 0.5 * (1 + 0.5 * 1), Nesterov's step with a fresh momentum
     outer.detach()
-    return first, model.head.weight.item()
-
-
-def test_the_anchor_of_a_new_parameter_begins_at_the_mean_of_all_ranks():
-    # Then both move by 1: anchor <- 0.5 + 0.5 * (1 + 0.5 * 1), Nesterov's step with a fresh momentum.
-    assert run_replicas(begun_from_what_all_agree_on, 2) == [(0.5, 1.25)] * 2
-
-
-def doubled_keeps_its_bits(group, recipe):
-    model = nn.Linear(1, 1, bias=False)
-    with OuterLoop(model, recipe, group) as outer:
-        model.double()
-        with torch.no_grad():
-            model.weight.fill_(1 + 2.0**-40)
-        outer.step()
-        return model.weight.item()
 
 
 @either
-def test_after_double_no_round_rounds_to_single_precision(recipe):
-    assert run_replicas(doubled_keeps_its_bits, 2, recipe) == [1 + 2.0**-40] * 2
+@on_replicas(2)
+def test_after_double_no_round_rounds_to_single_precision(group, recipe):
+    model = nn.Linear(1, 1, bias=False)
+    with OuterLoop(model, recipe, group) as outer:
+        model.double()
+        model.weight.data.fill_(1 + 2.0**-40)
+        outer.step()
+        assert model.weight.item() == 1 + 2.0**-40
 
 
-def saved_after_a_change(group, recipe):
-    model = Net()
+@either
+@on_replicas(2)
+def test_a_state_saved_after_a_change_is_that_of_the_changed_model(group, recipe):
+    model, again = Net(), Net()
     outer = OuterLoop(model, recipe, group)
     outer.step()
     appended(model, group.rank)
@@ -302,23 +264,14 @@ def saved_after_a_change(group, recipe):
     move(model, group.rank)
     outer.step()
     state = copy.deepcopy(outer.state_dict())
-    again = Net()
     appended(again, group.rank)
     resumed = OuterLoop(again, recipe, group)
     resumed.load_state_dict(state)
-    ends = []
     for net, loop in ((model, outer), (again, resumed)):
         move(net, group.rank)
         loop.step()
         loop.detach()
-        ends.append(values(net))
-    return ends
-
-
-@either
-def test_a_state_saved_after_a_change_is_that_of_the_changed_model(recipe):
-    for one, other in run_replicas(saved_after_a_change, 2, recipe):
-        assert same(one, other)
+    assert same(values(model), values(again))
 
 
 def lent_after_a_change(group, recipe):
@@ -330,18 +283,15 @@ def lent_after_a_change(group, recipe):
     move(model, group.rank)
     mine = values(model)
     with outer.synced():
-        lent = values(model)
-    back = same(mine, values(model))
+        lent = values(model.first)
+    assert same(mine, values(model))
     outer.detach()
-    return lent, back
+    return lent
 
 
 @either
 def test_weights_can_be_lent_between_a_change_and_the_next_round(recipe):
-    lent, back = zip(*run_replicas(lent_after_a_change, 2, recipe), strict=True)
-    assert all(back)
-    agreed = [{name: value for name, value in one.items() if name.startswith("first")} for one in lent]
-    assert same(*agreed)
+    assert same(*run_replicas(lent_after_a_change, 2, recipe))
 
 
 def warmed(group, change):

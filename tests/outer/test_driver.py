@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a loop that follows the data is flushed: once for each pass, wherever a script steps, stops or skips."""
 
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -9,18 +8,9 @@ import pytest
 from farflung.outer.driver import EpochTracker
 
 
-@dataclass(eq=False)
-class Reading:
-    """A pass over `data`, of which three batches are handed out."""
-
-    data: str
-    share: SimpleNamespace | None = None
-    num_batches: int = 0
-    end_of_dataloader: bool = False
-
-    @property
-    def loader(self):
-        return SimpleNamespace(base_dataloader=self.data, share=self.share)
+class Reading(SimpleNamespace):
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
 
 
 def flushed(script, share=None):
@@ -30,17 +20,17 @@ def flushed(script, share=None):
     another optimizer is awaited, and `!` is a call of all ranks. `[` `]` `}` `e` are for other data: they begin a pass,
     and end it in eval mode, in train mode, or in a mode that is not known.
     """
-    flushes, train, other, current = [], object(), object(), None
+    flushes, train, other, current, seen = [], object(), object(), None, ""
     tracker = EpochTracker(lambda: flushes.append("F"))
-    seen = ""
     for word in script:
         flushes.clear()
         if word in "<[":
-            current = Reading(train if word == "<" else other, share)
-            tracker.iteration_starts(current.loader)
+            loader = SimpleNamespace(base_dataloader=train if word == "<" else other, share=share)
+            current = Reading(loader=loader, num_batches=0, end_of_dataloader=False)
+            tracker.iteration_starts(loader)
         elif word == ".":
             current.num_batches += 1
-            current.end_of_dataloader = current.num_batches == 3
+            current.end_of_dataloader = current.num_batches == 3  # all that there are
         elif word in "so":
             tracker.step_attempted(current, word == "o")
         elif word == "!":

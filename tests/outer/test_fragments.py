@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fragments are disjoint and hold each trainable parameter, and each buffer, exactly once."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -9,14 +11,8 @@ from torch import nn
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.comm.group import SoloGroup
 from farflung.outer import OuterLoop, apart, blocks, by_bytes, local_sgd, streaming_diloco, strided
-from farflung.testing.sim import run_replicas
-
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(width)
-        self.linear = nn.Linear(width, width)
+from farflung.outer.fragments import whole, without_masks
+from tests.outer.replicas import on_replicas
 
 
 class Tower(nn.Module):
@@ -25,12 +21,13 @@ class Tower(nn.Module):
     def __init__(self, layers=5, width=4, tied=True, frozen=0):
         super().__init__()
         self.embed = nn.Embedding(10, width)
-        self.layers = nn.ModuleList([Block(width) for _ in range(layers)])
+        parts = ({"norm": nn.BatchNorm1d(width), "linear": nn.Linear(width, width)} for _ in range(layers))
+        self.layers = nn.ModuleList(map(nn.ModuleDict, parts))
         self.head = nn.Linear(width, 10)
         if tied:
             self.head.weight = self.embed.weight
         for layer in self.layers[:frozen]:
-            layer.linear.requires_grad_(False)
+            layer["linear"].requires_grad_(False)
 
 
 def names(fragments, kind="parameters"):
@@ -107,34 +104,92 @@ def test_streaming_takes_strides_where_there_are_layers_and_else_bytes():
     assert len(cut(nn.Linear(3, 2), 2)) == 2
 
 
-class Spectral(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.x = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-
-
-class Rotary(nn.Linear):
-    def __init__(self):
-        super().__init__(2, 2)
-        self.register_buffer("frequencies", torch.ones(3, dtype=torch.complex64))
-
-
-def test_complex_buffers_are_averaged_where_they_are():
-    def average(group):
-        model = Rotary()
-        memory = model.frequencies
-        loop = OuterLoop(model, local_sgd(1), group)
-        memory.mul_(complex(1 + group.rank, -group.rank))
-        loop.step()
-        assert model.frequencies is memory
-        return memory.tolist()
-
-    assert run_replicas(average, 2) == [[1.5 - 0.5j] * 3] * 2
+@on_replicas(2)
+def test_complex_buffers_are_averaged_where_they_are(group):
+    model, memory = nn.Linear(2, 2), torch.ones(3, dtype=torch.complex64)
+    model.register_buffer("frequencies", memory)
+    loop = OuterLoop(model, local_sgd(1), group)
+    memory.mul_(complex(1 + group.rank, -group.rank))
+    loop.step()
+    assert model.frequencies is memory
+    assert memory.tolist() == [1.5 - 0.5j] * 3
 
 
 def test_complex_numbers_and_several_devices_are_refused():
-    with pytest.raises(ConfigError, match="x is complex"):
-        OuterLoop(Spectral(), local_sgd(2), SoloGroup())
-    model = nn.ParameterList([torch.zeros(2), torch.zeros(2, device="meta")])
-    with pytest.raises(Unsupported, match="several devices"):
-        OuterLoop(model, local_sgd(2), SoloGroup())
+    for model, error, why in (
+        (nn.ParameterDict({"x": torch.zeros(2, dtype=torch.complex64)}), ConfigError, "x is complex"),
+        (nn.ParameterList([torch.zeros(2), torch.zeros(2, device="meta")]), Unsupported, "several devices"),
+    ):
+        with pytest.raises(error, match=why):
+            OuterLoop(model, local_sgd(2), SoloGroup())
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(2, 2)
+        self.tied = nn.Linear(2, 2)
+        self.tied.weight = self.a.weight
+        self.same_memory = nn.Parameter(self.a.bias.data)
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(2)
+        self.nothing = nn.Parameter(torch.empty(0))
+        self.also_nothing = nn.Parameter(torch.empty(0))
+        self.register_buffer("mask", torch.full((2, 2), -math.inf).triu(1))
+        self.register_buffer("causal", torch.ones(2, 2, dtype=torch.bool).tril())
+        self.register_buffer("cache", torch.ones(3), persistent=False)
+        self.register_buffer("absent", None)
+
+
+def test_a_fragment_has_each_trained_tensor_once_and_no_frozen_one():
+    (fragment,) = whole(Net())
+    names = [place.name for place in fragment.parameters]
+    assert names[:3] == ["same_memory", "nothing", "also_nothing"]
+    assert names[3:] == ["a.weight", "tied.bias", "norm.weight", "norm.bias"]  # a.bias is same_memory
+
+
+def test_buffers_go_by_kind_and_caches_stay():
+    (fragment,) = whole(Net())
+    assert [place.name for place in fragment.averages] == ["mask", "norm.running_mean", "norm.running_var"]
+    assert [place.name for place in fragment.counters] == ["causal", "norm.num_batches_tracked"]
+    assert [place.name for place in without_masks(fragment).averages] == ["norm.running_mean", "norm.running_var"]
+
+
+def test_a_replaced_tensor_is_found_where_it_was():
+    net = Net()
+    (fragment,) = whole(net)
+    net.norm.running_mean = torch.tensor([3.0, 4.0])
+    place = next(place for place in fragment.averages if place.name == "norm.running_mean")
+    assert place.get() is net.norm.running_mean
+
+
+def quantized():
+    return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+
+@pytest.mark.filterwarnings("ignore:.*(quantize|nested tensors)")
+def test_what_can_not_be_exchanged_is_refused_by_name_with_what_to_do():
+    frozen = nn.LazyLinear(3, bias=False)
+    frozen.weight.requires_grad = False
+    for lazy, name in (nn.LazyLinear(3), "0.weight"), (frozen, "0.weight"), (nn.LazyBatchNorm1d(affine=False), "0.run"):
+        with pytest.raises(ConfigError, match=rf"^{name}.* has no shape yet\. Run one batch"):
+            whole(nn.Sequential(lazy))
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for odd, error, words in (
+        (quantized(), Unsupported, r"torch\.qint8 tensor.*int_repr"),
+        (torch.ones(3).view(torch.uint8).view(torch.bits8), Unsupported, r"torch\.bits8 tensor"),
+        (nested, Unsupported, "nested tensor.*to_padded_tensor"),
+        (torch.ones(3, device="meta"), ConfigError, "meta device.*Load"),
+    ):
+        net = nn.Linear(2, 2)
+        net.register_buffer("odd", odd)
+        with pytest.raises(error, match=f"^odd is .*{words}"):
+            whole(net)
+
+
+@pytest.mark.filterwarnings("ignore:.*(quantize|nested tensors)")
+def test_frozen_tensors_that_nothing_sends_may_be_of_any_dtype():
+    for odd in quantized(), torch.ones(3, device="meta"), torch.ones(3).to(torch.float8_e4m3fn):
+        net = nn.Linear(2, 2)
+        net.odd = nn.Parameter(odd, requires_grad=False)
+        assert [place.name for place in whole(net)[0].parameters] == ["weight", "bias"]

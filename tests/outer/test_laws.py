@@ -28,10 +28,6 @@ def trained(group, recipe, steps, make=linear, lr=LR, **options):
     return values(model)
 
 
-def wide():
-    return linear().double()
-
-
 def alone(rank, model, steps):
     """Train a copy of `model` without an outer loop."""
     model = copy.deepcopy(model)
@@ -68,46 +64,37 @@ def test_the_data_of_these_laws_is_exact(size):
     """A run in fp64 gives the same numbers as one in fp32, so bitwise equality is a fair claim."""
     for recipe in (local_sgd(1), diloco(1, lr=0.5, momentum=0.5)):
         narrow = run_replicas(trained, size, recipe, 2)[0]
-        assert same({name: x.double() for name, x in narrow.items()}, run_replicas(trained, size, recipe, 2, wide)[0])
+        wide = run_replicas(trained, size, recipe, 2, lambda: linear().double())[0]
+        assert same({name: x.double() for name, x in narrow.items()}, wide)
 
 
 @pytest.mark.law("unit-sgd-is-averaging")
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_an_outer_sgd_of_one_and_nothing_is_averaging(size):
     plain = run_replicas(trained, size, local_sgd(1), 2)
-    outer = run_replicas(trained, size, diloco(1, lr=1.0, momentum=0.0), 2)
-    assert same(*plain, *outer)
+    assert same(*plain, *run_replicas(trained, size, diloco(1, lr=1.0, momentum=0.0), 2))
 
 
 # SlowMo: u <- beta u + (x0 - mean x) / gamma;  x0 <- x0 - alpha gamma u, gamma the inner learning rate.
+# SlowMo: u <- beta u + delta / gamma;  x0 <- x0 - alpha gamma u, gamma the inner learning rate; delta is x0 - mean x.
+# DiLoCo: m <- mu m + delta;  x0 <- x0 - gamma (delta + mu m).
 @pytest.mark.law("published-equations")
-@pytest.mark.parametrize("size", [2, 4])
-def test_slowmo_is_an_outer_heavy_ball(size):
-    alpha, beta, gamma = 0.5, 0.5, LR
+@pytest.mark.parametrize(("nesterov", "size"), [(False, 2), (False, 4), (True, 1), (True, 2), (True, 4)])
+def test_slowmo_is_an_outer_heavy_ball_and_diloco_its_published_equations(nesterov, size):
+    lr, mu, gamma, rounds = (0.5, 0.5, 1.0, 2) if nesterov else (0.5, 0.5, LR, 3)
     model = linear()
     momenta = [torch.zeros_like(p) for p in model.parameters()]
-    for start in (0, 1, 2):
-        anchor = [p.detach().clone() for p in model.parameters()]
-        averaged = mean([alone(rank, model, (start,)) for rank in range(size)])
-        momenta = [beta * u + (x0 - x) / gamma for u, x0, x in zip(momenta, anchor, averaged, strict=True)]
-        put(model, [x0 - alpha * gamma * u for x0, u in zip(anchor, momenta, strict=True)])
-    assert same(values(model), *run_replicas(trained, size, diloco(1, lr=alpha, momentum=beta, nesterov=False), 3))
-
-
-# DiLoCo's own equations: m <- mu m + Delta;  Theta <- Theta - gamma (Delta + mu m).
-@pytest.mark.law("published-equations")
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_diloco_is_its_published_equations(size):
-    gamma, mu = 0.5, 0.5
-    model = linear()
-    momenta = [torch.zeros_like(p) for p in model.parameters()]
-    for start in (0, 1):
+    for start in range(rounds):
         anchor = [p.detach().clone() for p in model.parameters()]
         averaged = mean([alone(rank, model, (start,)) for rank in range(size)])
         deltas = [x0 - x for x0, x in zip(anchor, averaged, strict=True)]
-        momenta = [mu * m + delta for m, delta in zip(momenta, deltas, strict=True)]
-        put(model, [x - gamma * (d + mu * m) for x, d, m in zip(anchor, deltas, momenta, strict=True)])
-    assert same(values(model), *run_replicas(trained, size, diloco(1, lr=gamma, momentum=mu), 2))
+        momenta = [mu * m + delta / gamma for m, delta in zip(momenta, deltas, strict=True)]
+        moves = [d + mu * m if nesterov else gamma * m for m, d in zip(momenta, deltas, strict=True)]
+        put(model, [x - lr * move for x, move in zip(anchor, moves, strict=True)])
+    assert same(values(model), *run_replicas(trained, size, diloco(1, lr=lr, momentum=mu, nesterov=nesterov), rounds))
+
+
+# DiLoCo's own equations: m <- mu m + Delta;  Theta <- Theta - gamma (Delta + mu m).
 
 
 # Lookahead: slow <- slow + alpha (fast - slow); fast <- slow.
@@ -157,23 +144,17 @@ def test_the_wire_carries_the_bytes_that_the_codec_states(codec, make_recipe):
         assert stats.bytes_voting == 3 * sum(votes)
 
 
-def half_frozen():
-    return nn.Sequential(nn.Linear(3, 3).requires_grad_(False), linear())
-
-
-def all_frozen():
-    return linear().requires_grad_(False)
-
-
 @pytest.mark.law("frozen-is-free")
 @pytest.mark.parametrize("recipe", [local_sgd(1), diloco(1)])
 def test_frozen_parameters_cost_no_byte(recipe):
-    plain = run_replicas(counted, 2, recipe, 2, linear)[0]
-    frozen = run_replicas(counted, 2, recipe, 2, half_frozen)[0]
+    def beside_frozen():
+        return nn.Sequential(nn.Linear(3, 3).requires_grad_(False), linear())
+
+    plain, frozen = (run_replicas(counted, 2, recipe, 2, make)[0] for make in (linear, beside_frozen))
     assert frozen[0] == plain[0] == 2 * 4 * 8
     sent = [[call for call in calls if call[0] == "broadcast"] for calls in (frozen[1], plain[1])]
     assert sent[0] == [*sent[1], ("broadcast", torch.uint8, 48)]  # once, as the replicas have begun with other values
-    assert run_replicas(counted, 2, recipe, 2, all_frozen)[0][0] == 0
+    assert run_replicas(counted, 2, recipe, 2, lambda: linear().requires_grad_(False))[0][0] == 0
 
 
 @pytest.mark.law("buckets-are-invisible")

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mean whose length is the replicas' own: whatever their number, the cut, the codec, and who takes part."""
 
-import copy
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -14,7 +13,7 @@ from torch import nn
 from farflung.outer import OuterLoop, RadialMean, diloco, edit, streaming_diloco
 from farflung.testing.sim import run_replicas
 from farflung.testing.simulate import simulate
-from tests.outer.replicas import Run, dyadic, same
+from tests.outer.replicas import Run, dyadic, same, values
 from tests.recipes import RECIPES
 
 PLAIN, RADIAL = (diloco(1, lr=1.0, momentum=0.0, radial=radial) for radial in (False, True))
@@ -140,8 +139,7 @@ OTHERS = {
 def trained(group, recipe):
     run = Run(group, recipe)
     run.steps(*range(9 - group.rank))
-    state = run.end()
-    return state, run.outer.stats()
+    return run.end(), run.outer.stats()
 
 
 @pytest.mark.law("same-bits")
@@ -161,22 +159,18 @@ def test_what_is_lengthened_is_clipped_after_that():
 
 @pytest.mark.law("resume-is-exact")
 def test_a_run_resumed_with_a_fragment_in_flight_ends_with_the_same_bits():
-    def stopped(group):
+    def with_stops(group, *stops):
         run = Run(group, OTHERS["streaming"])
-        run.steps(*range(7))
-        state, optimizer = run.outer.state_dict(), copy.deepcopy(run.optimizer.state_dict())
-        expected = run.steps(*range(7, 12)), run.outer.stats().cosine
-        run.end()
-        again = Run(group, OTHERS["streaming"])
-        again.outer.load_state_dict(state)
-        again.optimizer.load_state_dict(optimizer)
-        got = again.steps(*range(7, 12)), again.outer.stats().cosine
-        again.end()
-        return expected, got
+        for step in range(12):
+            run = run.resumed() if step in stops else run
+            run.steps(step)
+        return values(run.model), run.outer.stats().cosine
 
-    for expected, got in run_replicas(stopped, 2):
-        assert same(expected[0], got[0])
-        assert expected[1] == got[1]
+    for (whole, cosine), (again, other) in zip(
+        run_replicas(with_stops, 2), run_replicas(with_stops, 2, 7), strict=True
+    ):
+        assert same(whole, again)
+        assert cosine == other
 
 
 def test_a_simulation_goes_on_when_a_replica_is_lost():

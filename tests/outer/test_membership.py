@@ -6,6 +6,7 @@ Replica i moves its weights by -(i + 1) in each step, so that a reference needs 
 
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,23 +17,14 @@ from farflung.base.errors import CollectiveMismatch, ConfigError, RankFailure
 from farflung.comm.collectives import broadcast_object_list
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup
-from farflung.outer import (
-    AverageState,
-    OuterLoop,
-    ResetState,
-    diloco,
-    eager_diloco,
-    edit,
-    gossip,
-    local_sgd,
-    quadratic,
-    streaming_diloco,
-)
+from farflung.outer import OuterLoop
 from farflung.outer.agreement import Anchored
+from farflung.outer.inner import AverageState, ResetState
 from farflung.outer.membership import FixedMembership, Membership, open_generation
+from farflung.outer.recipes import diloco, eager_diloco, edit, gossip, local_sgd, quadratic, streaming_diloco
 from farflung.testing.sim import SimGroup, run_replicas
 from tests.faults import IN_A_ROUND, fail_at
-from tests.outer.replicas import shift
+from tests.outer.replicas import on_replicas, shift
 
 EVERY, LR, MOMENTUM, STEPS = 3, 0.5, 0.5, 12
 DILOCO = diloco(EVERY, lr=LR, momentum=MOMENTUM)
@@ -47,18 +39,11 @@ def be_lost(group):
     raise Lost
 
 
-class Door:
-    """Who waits to join the replicas of one stage, and who was let in: members and newcomers, by newcomer."""
-
-    def __init__(self):
-        self.waiting, self.admitted = [], {}
-
-
-DOORS = weakref.WeakKeyDictionary()
+DOORS = weakref.WeakKeyDictionary()  # of a stage: who waits to join, and who was let in: members and newcomers
 
 
 def door_of(group):
-    return DOORS.setdefault(group._stage, Door())
+    return DOORS.setdefault(group._stage, SimpleNamespace(waiting=[], admitted={}))
 
 
 def join(group):
@@ -89,12 +74,7 @@ def admit(group):
 
 
 class ChangingMembership(Membership):
-    """Replicas of which some are lost and others come.
-
-    Args:
-        group: of all that there will ever be.
-        first: those that begin.
-    """
+    """Replicas of which some are lost and others come: the `first` ones of a group of all that there will ever be."""
 
     is_fixed, island = False, SoloGroup()
 
@@ -142,9 +122,7 @@ class Two(nn.Module):
 def train(group, first, recipe, fails_at, lost, steps, proposals=(), moves=None):
     """Train one replica; return its weight after each step, at last with the changes of H, and the phases it came to.
 
-    Args:
-        proposals: the steps after which the replica that may be lost proposes another H, each with that.
-        moves: how far each replica moves in a step, if not as far as its number plus 1.
+    The one that may be lost proposes another H after some steps; each moves by `moves` in a step, or its number plus 1.
     """
     me, model, path = group.rank, Two(), []
     fault = fail_at(None, fails_at if me == lost else 0, be_lost)
@@ -166,14 +144,11 @@ def train(group, first, recipe, fails_at, lost, steps, proposals=(), moves=None)
 
 
 def anchors_of(members):
-    """The anchor after each round and after the last flush, where `members(n, pending)` says who brings how many steps.
-
-    It changes `pending`, the steps of each replica that nobody has seen yet; None: the round came to nothing.
-    """
+    """The anchor after each round and the last flush, where `members(n, pending)` says who brings its steps."""
     anchor, velocity, anchors, pending = 64.0, 0.0, [], dict.fromkeys(range(4), 0)
     for number in range(STEPS // EVERY + 1):
         brought = members(number, pending)
-        done = np.array([] if brought is None else [pending.pop(one) for one in brought], dtype=float)
+        done = np.array([pending.pop(one) for one in brought], dtype=float)
         if done.sum():
             delta = (done * done * (np.array(brought) + 1)).sum() / done.sum()
             velocity = MOMENTUM * velocity + delta
@@ -255,21 +230,17 @@ def flush_and_load(group, first):
     """Train, or as a newcomer wait in a flush before the first step; then load what was there before, and train."""
     model, is_new = Two(), group.rank not in first
     outer = OuterLoop(model, DILOCO, membership=ChangingMembership(group, first))
-    saved = outer.state_dict()
-
-    def train(steps):
+    saved, weights = outer.state_dict(), []
+    for steps in (0 if is_new else 3 * EVERY + 1, 2 * EVERY):
         for _ in range(steps):
             shift(model.parameters(), -(group.rank + 1))
             outer.step()
-
-    train(0 if is_new else 3 * EVERY + 1)
-    outer.flush()
-    if is_new:
-        outer.load_state_dict(saved)
-    common = model.weight.item()
-    train(2 * EVERY)
+        outer.flush()
+        if is_new and not weights:
+            outer.load_state_dict(saved)
+        weights.append(model.weight.item())
     outer.close()
-    return common, model.weight.item()
+    return weights
 
 
 @pytest.mark.law("nothing-given-outlives-the-next-round")
@@ -287,18 +258,14 @@ class MayLose(ChangingMembership):
 
 
 @pytest.mark.law("no-two-different-rounds-of-a-number")
-def test_of_two_that_may_go_on_without_each_other_none_applies_what_the_other_may_not_have():
-    def train(group):
-        model, fault = Two(), fail_at(None, 0)
-        outer = OuterLoop(model, fault.recipe(DILOCO), membership=fault.membership(MayLose(group, [0, 1])))
-        for _ in range(EVERY):
-            with torch.no_grad():
-                model.weight -= 1
-            outer.step()
-        return fault.seen
-
-    for seen in run_replicas(train, 2):
-        assert seen.index("landing") > seen.index("confirmed")
+@on_replicas(2)
+def test_of_two_that_may_go_on_without_each_other_none_applies_what_the_other_may_not_have(group):
+    model, fault = Two(), fail_at(None, 0)
+    outer = OuterLoop(model, fault.recipe(DILOCO), membership=fault.membership(MayLose(group, [0, 1])))
+    for _ in range(EVERY):
+        shift([model.weight], -1)
+        outer.step()
+    assert fault.seen.index("landing") > fault.seen.index("confirmed")
 
 
 def test_what_a_newcomer_got_is_compared_in_its_first_vote(monkeypatch):
@@ -354,7 +321,8 @@ def test_no_step_is_lost_in_a_change_of_h_nor_counts_twice():
 
 
 def test_who_takes_part_is_said_once():
+    membership = FixedMembership(SoloGroup(), SoloGroup())
     with pytest.raises(ConfigError, match="takes no group and no island with it"):
-        OuterLoop(Two(), DILOCO, SoloGroup(), membership=FixedMembership(SoloGroup(), SoloGroup()))
+        OuterLoop(Two(), DILOCO, SoloGroup(), membership=membership)
     with pytest.raises(ConfigError, match="membership"):
         OuterLoop(Two(), DILOCO, membership="all")

@@ -30,12 +30,12 @@ def states_of(recipe, size, steps):
     return run_replicas(act, size)
 
 
-def ended_from(recipe, size, state_of_rank):
-    """The weights of ranks that load a state and close at once."""
+def ended_from(recipe, size, states):
+    """The weights of ranks that load a state each, the first one if there are no more, and close at once."""
 
     def act(group):
         run = Run(group, recipe)
-        run.outer.load_state_dict(state_of_rank(group.rank))
+        run.outer.load_state_dict(states[min(group.rank, len(states) - 1)])
         return run.end()
 
     return run_replicas(act, size)
@@ -51,9 +51,9 @@ def test_what_all_agree_on_next_is_what_the_old_ranks_would_have_agreed_on(name,
         not torch.equal(old[0]["rounds"]["fragments"][0]["local"][key], value)
         for key, value in old[1]["rounds"]["fragments"][0]["local"].items()
     )
-    before = ended_from(recipe, 3, lambda rank: old[rank])
+    before = ended_from(recipe, 3, old)
     state = merge_states(old).state
-    for after in ended_from(recipe, size, lambda rank: state):
+    for after in ended_from(recipe, size, [state]):
         for key, value in before[0].items():
             torch.testing.assert_close(after[key], value, rtol=1e-5, atol=1e-6)
 
@@ -71,14 +71,13 @@ def test_what_was_under_way_counts_as_not_sent():
     assert min(taken) > 0
     for chunk, before in zip(part["agreed"]["anchor"]["chunks"], parts[0]["agreed"]["anchor"]["chunks"], strict=True):
         assert torch.equal(chunk, before)
-    for after in ended_from(recipe, 3, lambda rank: state):
+    for after in ended_from(recipe, 3, [state]):
         assert all(bool(torch.isfinite(value).all()) for value in after.values())
 
 
 @pytest.mark.law("merged-states-agree")
 def test_together_the_ranks_still_owe_what_error_feedback_has_kept_back():
-    recipe = diloco(2, codec=ErrorFeedback(Int8()))
-    old = states_of(recipe, 2, 5)
+    old = states_of(diloco(2, codec=ErrorFeedback(Int8())), 2, 5)
     residuals = [one["rounds"]["fragments"][0]["agreed"]["residuals"][0] for one in old]
     assert not torch.equal(*residuals)
     (mean,) = merge_states(old).state["rounds"]["fragments"][0]["agreed"]["residuals"]
@@ -96,20 +95,16 @@ def test_an_eager_loop_begins_anew_at_the_mean():
             torch.testing.assert_close(value, (5 * local[0][key] + 4 * local[1][key]) / 9)
 
 
-def test_who_has_done_nothing_since_brings_nothing_not_even_a_nan():
+@pytest.mark.parametrize("spoiled", [0, 1])
+def test_a_rank_with_a_nan_does_not_count_unless_all_have_one(spoiled):
+    """The only rank that has done anything since the last round, or the one that brings nothing anyway."""
     old = states_of(local_sgd(4), 2, 5)
     parts = [one["rounds"]["fragments"][0] for one in old]
     assert [part["pending_weight"][0] for part in parts] == [1.0, 0.0]
-    parts[1]["local"]["0.weight"].fill_(torch.nan)
-    assert torch.equal(merge_states(old).weights["0.weight"], parts[0]["local"]["0.weight"])
-
-
-def test_a_rank_with_a_nan_does_not_count_unless_all_have_one():
-    old = states_of(local_sgd(4), 2, 5)
-    parts = [one["rounds"]["fragments"][0] for one in old]
-    parts[0]["local"]["0.weight"].fill_(torch.nan)  # of the only rank that has done anything
-    assert torch.equal(merge_states(old).weights["0.weight"], parts[1]["local"]["0.weight"])
-    parts[1]["local"]["0.weight"].fill_(torch.nan)
+    weights = [part["local"]["0.weight"] for part in parts]
+    weights[spoiled].fill_(torch.nan)
+    assert torch.equal(merge_states(old).weights["0.weight"], weights[1 - spoiled])
+    weights[1 - spoiled].fill_(torch.nan)
     assert merge_states(old).weights["0.weight"].isnan().all()
 
 

@@ -2,6 +2,7 @@
 """The outer momentum that nobody has chosen grows with the rounds; what is said of runs that are short for a recipe."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from torch import nn
 from farflung import Accelerator
 from farflung.comm.group import SoloGroup
 from farflung.loop.scheduler import planned_updates
-from farflung.outer import OuterLoop, diloco, edit, local_sgd, post_local_sgd, streaming_diloco
+from farflung.outer import OuterLoop, diloco, eager_diloco, edit, local_sgd, post_local_sgd, streaming_diloco
 from farflung.outer.arguments import OuterConfig, recipe_of
 from farflung.outer.momentum import GrowingMomentumSGD, momentum_of
+from tests.outer.replicas import shift
 
 
 def test_the_momentum_of_a_round_is_what_the_page_says():
@@ -43,29 +45,28 @@ def test_it_grows_where_nobody_chooses_one(make, delay):
 
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_its_rounds_follow_the_equation_and_go_on_after_a_resume(nesterov):
-    def moved(rounds, resume_after):
+    way = torch.tensor([1.0, -2.0, 3.0])
+
+    def moved(resume_after):
         model = nn.Linear(3, 1, bias=False)
         nn.init.zeros_(model.weight)
         recipe = diloco(1, lr=0.7, nesterov=nesterov)
         outer = OuterLoop(model, recipe, SoloGroup(), bucket_bytes=8)  # two buckets, each of which counts the rounds
-        for number in range(rounds):
+        for number in range(6):
             if number == resume_after:
                 state, outer = outer.state_dict(), OuterLoop(model, recipe, SoloGroup(), bucket_bytes=8)
                 outer.load_state_dict(state)
-            with torch.no_grad():
-                model.weight -= torch.tensor([1.0, -2.0, 3.0]) * (number + 1)
+            shift(model.parameters(), -way * (number + 1))
             outer.step()
         return model.weight.detach().double().flatten()
 
     anchor, buffer = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     for number in range(6):
-        mu = momentum_of(number + 1, delay=10)
-        delta = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64) * (number + 1)
+        mu, delta = momentum_of(number + 1, delay=10), way.double() * (number + 1)
         buffer = mu * buffer + delta
         anchor -= 0.7 * (delta + mu * buffer if nesterov else buffer)
-    whole = moved(6, None)
-    torch.testing.assert_close(whole, anchor, rtol=1e-5, atol=0)
-    assert torch.equal(whole, moved(6, 3))
+    torch.testing.assert_close(moved(None), anchor, rtol=1e-5, atol=0)
+    assert torch.equal(moved(None), moved(3))
 
 
 def made(name, **options):
@@ -123,3 +124,14 @@ def test_an_accelerator_says_once_that_a_run_is_short_for_its_recipe(caplog):
             schedule.step()
             optimizer.zero_grad()
     assert caplog.text.count("As the learning rate schedule has it, 79 steps make 9 rounds of 8.") == 1
+
+
+def test_a_momentum_that_short_runs_do_not_pay_back_is_warned_of():
+    for make in (partial(diloco, 32), partial(streaming_diloco, 4, 2), partial(eager_diloco, 4)):
+        with pytest.warns(UserWarning, match="hundreds of rounds"):
+            make(rounds=30, momentum=0.9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        diloco(32, rounds=100, momentum=0.9)
+        diloco(32, rounds=30, momentum=0.6)
+        diloco(32, momentum=0.0)

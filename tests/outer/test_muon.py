@@ -2,12 +2,10 @@
 """MuLoCo: DiLoCo over replicas that are trained by Muon and AdamW; and loops attached to several optimizers."""
 
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import nn
@@ -24,6 +22,7 @@ from tests.outer.replicas import same, values
 
 SHAPE = Shape(depth=2, width=8, heads=2, context=8)
 EVERY, LR, OUTER_LR, OUTER_MOMENTUM = 3, 2.0**-6, 0.9, 0.8
+MULOCO = diloco(EVERY, lr=OUTER_LR, momentum=OUTER_MOMENTUM)
 
 
 def small_gpt():
@@ -33,10 +32,7 @@ def small_gpt():
 
 def optimizers_of(model):
     hidden, others = muon_groups(model)
-    return (
-        torch.optim.Muon(hidden, lr=LR, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=LR),
-    )
+    return torch.optim.Muon(hidden, lr=LR, adjust_lr_fn="match_rms_adamw"), torch.optim.AdamW(others, lr=LR)
 
 
 def differentiate(model, step, rank):
@@ -46,17 +42,15 @@ def differentiate(model, step, rank):
     F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
 
 
-def muloco(group=None, steps=2 * EVERY, is_attached=False, recipe=None, order=1):
+def muloco(group, steps=2 * EVERY, is_attached=False, recipe=MULOCO, order=1):
     """Train as the page of recipes says; return what was learnt."""
     model = small_gpt()
     optimizers = optimizers_of(model)
-    recipe = recipe or diloco(EVERY, lr=OUTER_LR, momentum=OUTER_MOMENTUM)
     with OuterLoop(model, recipe, group) as outer:
-        rank = dist.get_rank() if group is None else group.rank
         if is_attached:
             outer.attach(*optimizers)
         for step in range(steps):
-            differentiate(model, step, rank)
+            differentiate(model, step, group.rank)
             if not is_attached:
                 outer.average_gradients()
             for optimizer in optimizers[::order]:
@@ -97,7 +91,7 @@ def with_accelerator():
     """Train likewise; of these optimizers AdamW has more tensors."""
     accelerator, model = Accelerator(cpu=True), small_gpt()
     model, *optimizers = accelerator.prepare(model, *optimizers_of(model))
-    with accelerator.outer(model, diloco(EVERY, lr=OUTER_LR, momentum=OUTER_MOMENTUM)):
+    with accelerator.outer(model, MULOCO):
         for step in range(2 * EVERY):
             differentiate(model, step, accelerator.process_index)
             for optimizer in optimizers:
@@ -109,11 +103,10 @@ def test_an_accelerator_counts_the_steps_of_the_optimizer_with_more_tensors():
     assert same(*run_ranks(with_accelerator, 2), *run_replicas(muloco, 2))
 
 
-@pytest.mark.parametrize("recipe", [None, post_local_sgd(2, 2)], ids=["diloco", "warm-up"])
+@pytest.mark.parametrize("recipe", [MULOCO, post_local_sgd(2, 2)], ids=["diloco", "warm-up"])
 def test_a_loop_attached_to_two_optimizers_counts_once_both_have_stepped(recipe):
     for order in (1, -1):
-        by_hand = run_replicas(partial(muloco, steps=7, recipe=recipe, order=order), 2)
-        attached = run_replicas(partial(muloco, steps=7, recipe=recipe, order=order, is_attached=True), 2)
+        by_hand, attached = (run_replicas(muloco, 2, 7, attaches, recipe, order) for attaches in (False, True))
         assert same(*by_hand, *attached)
 
 

@@ -15,6 +15,7 @@ from farflung.config.recipes import RECIPES
 from farflung.outer import ErrorFeedback, OuterLoop, diloco
 from farflung.outer.arguments import MAKERS, chosen_recipe, recipe_of
 from farflung.testing.simulate import simulate
+from tests.errors import error_of
 from tests.recipes import needed
 
 
@@ -39,9 +40,7 @@ def test_a_name_alone_is_the_recipe_with_its_defaults():
     }.items(),
 )
 def test_a_name_that_needs_a_choice_says_which(name, needed):
-    with pytest.raises(ConfigError) as refused:
-        chosen_recipe(name)
-    assert str(refused.value) == f"{name} needs {needed}."
+    assert error_of(ConfigError, chosen_recipe, name) == f"{name} needs {needed}."
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -11,41 +11,37 @@ from torch import nn
 
 from farflung.base.errors import CollectiveMismatch, ConfigError, StateError, Unsupported
 from farflung.comm.group import SoloGroup
-from farflung.outer import (
-    AverageState,
-    OuterLoop,
-    TopK,
-    comparison,
-    diloco,
-    eager_diloco,
-    edit,
-    gossip,
-    hierarchical,
-    local_sgd,
-    noloco,
-    post_local_sgd,
-    quadratic,
-    sparse_loco,
-    streaming_diloco,
-)
+from farflung.outer import AverageState, OuterLoop, TopK, comparison, diloco, eager_diloco, edit, gossip, hierarchical
+from farflung.outer.recipes import local_sgd, noloco, post_local_sgd, quadratic, sparse_loco, streaming_diloco
 from farflung.outer.schedule import Every, Warmup
 from farflung.outer.stats import Meter
 from farflung.testing.sim import run_replicas
-from tests.outer.replicas import Run, batch, kept_of, linear, net, no_statistics, same, train, values
+from tests.errors import error_of
+from tests.outer.replicas import (
+    Run,
+    batch,
+    kept_of,
+    linear,
+    net,
+    no_statistics,
+    on_replicas,
+    same,
+    shift,
+    train,
+    values,
+)
 from tests.recipes import RECIPES
 
 
 # post_local_sgd
-def warmed(group, counts):
+def warmed(group, steps):
     run = Run(group, post_local_sgd(4, 2), no_statistics)
-    seen = [run.steps(number) for number in range(counts[group.rank])]
-    return seen, run.end(), run.outer.stats()
+    return run.seen(*range(steps)), run.end(), run.outer.stats()
 
 
 def test_in_a_warm_up_gradients_are_averaged_and_weights_stay_alike():
-    (first, one, stats), (second, other, _) = run_replicas(warmed, 2, (8, 8))
-    alike = [same(a, b) for a, b in zip(first, second, strict=True)]
-    assert alike == [True] * 4 + [False, True, False, True]
+    (first, one, stats), (second, other, _) = run_replicas(warmed, 2, 8)
+    assert list(map(same, first, second)) == [True] * 4 + [False, True, False, True]
     assert same(one, other)
     assert stats.rounds == 2
     # Four times gradients, twice weights.
@@ -87,9 +83,8 @@ def test_in_a_warm_up_each_optimizer_steps_with_the_gradients_of_all(attaches, c
 
 def one_model(ranks, steps):
     """One process that has the data of all."""
-    model = no_statistics()
+    model, *copies = (no_statistics() for _ in range(1 + ranks))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-    copies = [no_statistics() for _ in range(ranks)]
     for step in range(steps):
         for rank, copy in enumerate(copies):
             copy.load_state_dict(model.state_dict())
@@ -102,49 +97,32 @@ def one_model(ranks, steps):
 
 @pytest.mark.law("warm-up-is-ddp")
 def test_a_warm_up_is_plain_data_parallelism():
-    expected = one_model(2, 3)
-    got = run_replicas(warmed, 2, (3, 3))[0][0][-1]
-    assert all(torch.allclose(value, got[name], atol=1e-6) for name, value in expected.items())
+    got = run_replicas(warmed, 2, 3)[0][0][-1]
+    assert all(torch.allclose(value, got[name], atol=1e-6) for name, value in one_model(2, 3).items())
 
 
-@pytest.mark.parametrize("counts", [(1, 3), (0, 4), (2, 9), (9, 0), (3, 3), (4, 5)])
-def test_a_rank_that_has_no_data_left_in_a_warm_up_holds_nobody_up(counts):
-    (_, one, stats), (_, other, theirs) = run_replicas(warmed, 2, counts)
-    assert same(one, other)
-    assert (stats.steps, theirs.steps) == counts
-
-
-def gone_on_alone(group):
+@on_replicas(2)
+def test_shared_steps_of_a_warm_up_count_no_weight(group):
     """Two shared steps of the warm-up's four, then rank 0 makes four alone: each adds 1."""
     model = linear()
-    with torch.no_grad():
-        model.weight.zero_()
+    model.weight.data.zero_()
     optimizer = torch.optim.SGD([model.weight], lr=1.0)
     with OuterLoop(model, post_local_sgd(4, 2), group).attach(optimizer):
         for _ in range((6, 2)[group.rank]):
             model.weight.grad = torch.full_like(model.weight, -1.0)
             optimizer.step()
-    return model.weight.unique().tolist()
-
-
-def test_shared_steps_of_a_warm_up_count_no_weight():
-    assert run_replicas(gone_on_alone, 2) == [[6.0], [6.0]]
+    assert model.weight.unique().tolist() == [6.0]
 
 
 @pytest.mark.parametrize(
     "recipe",
-    [
-        post_local_sgd(3, 4),
-        replace(diloco(2), schedule=Warmup(3, Every(2))),
-        replace(eager_diloco(2), schedule=Warmup(3, eager_diloco(2).schedule)),
-    ],
+    [post_local_sgd(3, 4), *(replace(one, schedule=Warmup(3, one.schedule)) for one in (diloco(2), eager_diloco(2)))],
 )
 @pytest.mark.parametrize("steps", [2, 3, 4])
 def test_a_flush_in_or_after_a_warm_up_averages_buffers_too(recipe, steps):
     def flushed(group):
         run = Run(group, recipe)
-        run.steps(*range(steps))
-        before = values(run.model)
+        before = run.steps(*range(steps))
         run.outer.flush()
         return before, values(run.model)
 
@@ -153,45 +131,39 @@ def test_a_flush_in_or_after_a_warm_up_averages_buffers_too(recipe, steps):
     assert same(one, other)
 
 
-def test_a_step_whose_gradients_were_not_averaged_is_an_error():
-    def bare(group):
-        outer = OuterLoop(linear(), post_local_sgd(2, 2), group)
-        with pytest.raises(StateError, match="average_gradients"):
-            outer.step()
-        model = linear()
-        outer = OuterLoop(model, post_local_sgd(2, 2), group)
-        for step in range(4):
-            assert outer.is_warming == (step < 2)
-            for parameter in model.parameters():
-                parameter.grad = torch.full_like(parameter, float(group.rank))
-            outer.average_gradients()
-            seen = model.weight.grad.unique().tolist()
-            assert seen == ([0.5] if step < 2 else [float(group.rank)])
-            outer.step()
-
-    run_replicas(bare, 2)
-
-
-def test_a_closure_in_a_warm_up_is_refused():
-    def with_closure(group):
-        model = linear()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        outer = OuterLoop(model, post_local_sgd(1, 2), group).attach(optimizer)
-        for give in (lambda f: optimizer.step(f), lambda f: optimizer.step(closure=f)):
-            with pytest.raises(Unsupported, match="closure"):
-                give(lambda: 0.0)
+@on_replicas(2)
+def test_a_step_whose_gradients_were_not_averaged_is_an_error(group):
+    outer = OuterLoop(linear(), post_local_sgd(2, 2), group)
+    with pytest.raises(StateError, match="average_gradients"):
+        outer.step()
+    model = linear()
+    outer = OuterLoop(model, post_local_sgd(2, 2), group)
+    for step in range(4):
+        assert outer.is_warming == (step < 2)
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, float(group.rank))
         outer.average_gradients()
-        optimizer.step()
-        optimizer.step(lambda: 0.0)
+        assert model.weight.grad.unique().tolist() == [0.5 if step < 2 else group.rank]
+        outer.step()
 
-    run_replicas(with_closure, 2)
+
+@on_replicas(2)
+def test_a_closure_in_a_warm_up_is_refused(group):
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    outer = OuterLoop(model, post_local_sgd(1, 2), group).attach(optimizer)
+    for give in (lambda f: optimizer.step(f), lambda f: optimizer.step(closure=f)):
+        with pytest.raises(Unsupported, match="closure"):
+            give(lambda: 0.0)
+    outer.average_gradients()
+    optimizer.step()
+    optimizer.step(lambda: 0.0)
 
 
 def scaled(group, averages):
     """Rank 1 has a gradient that is not finite in its second step."""
     model = linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=4.0)
     outer = OuterLoop(model, post_local_sgd(3, 2), group).attach(optimizer)
     for step in range(4):
         factor = math.inf if (step, group.rank) == (1, 1) else 1.0 + group.rank
@@ -224,7 +196,7 @@ def test_a_step_that_a_scaler_skips_on_one_rank_alone_in_a_warm_up_is_an_error()
 
 
 def evaluated_and_flushed_while_warm(group):
-    run = Run(group, replace(diloco(2), schedule=Warmup(8, Every(2))))
+    run, plain = (Run(group, replace(diloco(2), schedule=Warmup(8, Every(2)))) for _ in range(2))
     weights = [name for name, _ in run.model.named_parameters()]
     first = run.steps(0, 1, 2)
     with run.outer.synced():
@@ -232,10 +204,8 @@ def evaluated_and_flushed_while_warm(group):
     run.outer.flush()
     flushed = values(run.model)
     assert all(torch.equal(first[name], flushed[name]) for name in weights)
-    plain = Run(group, replace(diloco(2), schedule=Warmup(8, Every(2))))
-    plain.steps(0, 1, 2, 3)
-    run.steps(3)
-    assert all(torch.equal(run.model.get_parameter(name), plain.model.get_parameter(name)) for name in weights)
+    ends = run.steps(3), plain.steps(0, 1, 2, 3)
+    assert same(*({name: end[name] for name in weights} for end in ends))
     return flushed
 
 
@@ -271,27 +241,25 @@ def test_optimizers_that_differ_in_a_warm_up_leave_no_replicas_that_differ(is_re
 def rounds_by_rate(group, lr, steps, rate_at):
     """The steps after which rounds end, where `rate_at` says the learning rate in each step."""
     run = Run(group, quadratic(2, alpha=0.2), no_statistics, lr=lr)
-    ended = []
-    run.outer.listeners.append(lambda this: ended.append(this.step))
     for number in range(steps):
         run.optimizer.param_groups[0]["lr"] = rate_at(number)
         run.steps(number)
     run.end()
-    return ended
+    return [this.step for this in run.rounds]
 
 
-def test_quadratic_rounds_follow_the_rate_at_which_they_begin():
-    # (0.2 / 0.1)**2 = 4 steps; from the round that begins after step 8 on (0.2 / 0.05)**2 = 16; the last one is forced.
-    def rate_at(number):
-        return 0.1 if number < 5 else 0.05 if number < 15 else 1e-9
-
-    assert run_replicas(rounds_by_rate, 2, 0.1, 34, rate_at) == [[4, 8, 24, 34]] * 2
-
-
-def test_a_warm_up_does_not_make_the_first_round_of_the_quadratic_rule_endless():
-    # With the rates 0.02, 0.04, 0.06, 0.08, 0.1 a round has 100, 25, 11, 6 and 4 steps, and five are done at the last.
-    ended = run_replicas(rounds_by_rate, 2, 1e-6, 12, lambda number: min(0.1, 0.02 * (number + 1)))
-    assert ended == [[5, 9, 12]] * 2
+@pytest.mark.parametrize(
+    ("lr", "steps", "rate_at", "ended"),
+    [
+        # (0.2 / 0.1)**2 = 4 steps; from the round after step 8 on (0.2 / 0.05)**2 = 16; the last one is forced.
+        (0.1, 34, lambda number: 0.1 if number < 5 else 0.05 if number < 15 else 1e-9, [4, 8, 24, 34]),
+        # A warm-up: at 0.02, 0.04, 0.06, 0.08, 0.1 rounds have 100, 25, 11, 6 and 4 steps; five are done at the last.
+        (1e-6, 12, lambda number: min(0.1, 0.02 * (number + 1)), [5, 9, 12]),
+    ],
+    ids=["decay", "warm-up"],
+)
+def test_quadratic_rounds_follow_the_rate_and_a_warm_up_makes_none_endless(lr, steps, rate_at, ended):
+    assert run_replicas(rounds_by_rate, 2, lr, steps, rate_at) == [ended] * 2
 
 
 def test_the_quadratic_rule_must_know_the_optimizer():
@@ -311,14 +279,13 @@ def by_the_clock(group, speeds):
     model = nn.ParameterList([torch.zeros(1)])
     recipe = replace(edit(seconds=10.0, lr=1.0, momentum=0.0), policy=RECIPES["local_sgd"].policy)
     with OuterLoop(model, recipe, group, clock=lambda: now[0]) as outer:
-        weights = []
-        outer.listeners.append(lambda this: weights.append(this.weights))
+        rounds = []
+        outer.listeners.append(rounds.append)
         for _ in range(2 * 10 // speeds[group.rank]):
             now[0] += speeds[group.rank]
-            with torch.no_grad():
-                model[0].add_(1.0)
+            shift(model, 1.0)
             outer.step()
-    return weights, model[0].item(), outer.stats().rounds
+    return [this.weights for this in rounds], model[0].item(), outer.stats().rounds
 
 
 def test_by_time_fast_replicas_do_more_steps_and_weigh_more():
@@ -328,20 +295,23 @@ def test_by_time_fast_replicas_do_more_steps_and_weigh_more():
 
 # synced
 def evaluated(group, recipe):
-    run = Run(group, recipe, no_statistics)
-    run.steps(0, 1, 2)
-    before = values(run.model)
+    run, plain = (Run(group, recipe, no_statistics) for _ in range(2))
+    before = run.steps(0, 1, 2)
     with run.outer.synced():
         inside = values(run.model)
     assert same(before, values(run.model))
     with pytest.raises(KeyError), run.outer.synced():
         raise KeyError("an evaluation that fails")
-    assert same(before, values(run.model))
+    assert same(before, plain.steps(0, 1, 2), values(run.model))
+    for number in range(3, 9):  # also in mid-flight
+        assert same(run.steps(number), plain.steps(number))
+        with run.outer.synced():
+            pass
     return before, inside
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_an_evaluation_sees_the_same_weights_on_all_ranks_and_gives_back_each_its_own(name):
+def test_an_evaluation_sees_the_same_weights_on_all_ranks_and_changes_no_bit_of_the_training(name):
     outcomes = run_replicas(evaluated, 4, RECIPES[name])
     assert same(*(inside for _, inside in outcomes))
     if RECIPES[name].optimizer is None:  # the mean of what all have
@@ -350,56 +320,46 @@ def test_an_evaluation_sees_the_same_weights_on_all_ranks_and_gives_back_each_it
             assert torch.allclose(value, expected, atol=1e-6)
 
 
-def test_with_an_anchor_an_evaluation_sees_what_was_agreed_on():
-    def at_and_after_a_round(group):
-        run = Run(group, diloco(2), no_statistics)
-        agreed = run.steps(0, 1)
-        run.steps(2)
-        sent = run.outer.stats().bytes_sent
-        with run.outer.synced():
-            assert same(agreed, values(run.model))
-        assert run.outer.stats().bytes_sent == sent
-        run.model[0].weight.data = run.model[0].weight.data.clone()
-        with run.outer.synced():
-            assert same(agreed, values(run.model))
-
-    run_replicas(at_and_after_a_round, 2)
+@on_replicas(2)
+def test_with_an_anchor_an_evaluation_sees_what_was_agreed_on(group):
+    run = Run(group, diloco(2), no_statistics)
+    agreed = run.steps(0, 1)
+    run.steps(2)
+    sent = run.outer.stats().bytes_sent
+    with run.outer.synced():
+        assert same(agreed, values(run.model))
+    assert run.outer.stats().bytes_sent == sent
+    run.model[0].weight.data = run.model[0].weight.data.clone()
+    with run.outer.synced():
+        assert same(agreed, values(run.model))
 
 
 # digests
-def tampered(group, recipe, what):
+def tampered(group, recipe, is_odd):
     run = Run(group, recipe, no_statistics)
     run.steps(0)
-    if group.rank == 1:
-        with torch.no_grad():
-            what(run)
-    for number in range(1, 9):
-        run.steps(number)
-
-
-def write_to_the_anchor(run):
-    state = run.outer.state_dict()
-    state["rounds"]["fragments"][0]["agreed"]["anchor"]["chunks"][0][22] += 1e-6  # in 2.weight
-    run.outer.load_state_dict(state)
+    if group.rank == 1 and is_odd:
+        state = run.outer.state_dict()
+        state["rounds"]["fragments"][0]["agreed"]["anchor"]["chunks"][0][22] += 1e-6  # in 2.weight
+        run.outer.load_state_dict(state)
+    run.steps(*range(1, 9))
 
 
 @pytest.mark.parametrize("recipe", [diloco(1), streaming_diloco(1, 1, delay=0, alpha=0.0)])
 def test_an_anchor_that_differs_is_found_and_named(recipe, monkeypatch):
     monkeypatch.setattr(comparison, "_DIGEST_EVERY", 2)
     with pytest.raises(CollectiveMismatch, match=r"no longer agree on 2\.weight: its value on rank 1"):
-        run_replicas(tampered, 3, recipe, write_to_the_anchor)
-    run_replicas(tampered, 3, recipe, lambda run: None)
+        run_replicas(tampered, 3, recipe, True)
+    run_replicas(tampered, 3, recipe, False)
 
 
 # What is written down.
-def recorded(group, ways, recipe, **options):
-    model = nn.ParameterList([torch.zeros(4)])
-    outer = OuterLoop(model, recipe, group, **options)
-    said = []
+def recorded(group, ways, recipe):
+    model, said = nn.ParameterList([torch.zeros(4)]), []
+    outer = OuterLoop(model, recipe, group)
     outer.listeners.append(said.append)
     for way in ways[group.rank]:
-        with torch.no_grad():
-            model[0].add_(torch.tensor(way))
+        shift(model, torch.tensor(way))
         outer.step()
     return said, outer.stats(), outer.advice()
 
@@ -428,8 +388,8 @@ def test_a_dropped_round_is_recorded_too():
 
 
 def test_advice_is_given_where_there_is_something_to_say():
-    growing = [[[1.0] * 4], [[2.0] * 4], [[9.0] * 4]]
-    (_, _, advice), *_ = run_replicas(recorded, 2, [[way[0] for way in growing]] * 2, diloco(1, lr=1.0, momentum=0.0))
+    growing = [[[size] * 4 for size in (1.0, 2.0, 9.0)]] * 2
+    (_, _, advice), *_ = run_replicas(recorded, 2, growing, diloco(1, lr=1.0, momentum=0.0))
     assert "9.0 times as far" in advice
     calm = OuterLoop(linear(), diloco(2), SoloGroup())
     calm.step()
@@ -440,10 +400,8 @@ def test_advice_is_by_cause_and_names_what_can_be_set():
     meter = Meter()
     for name, amount in {"rounds": 10, "seconds_exposed": 90.0, "seconds_total": 100.0, "seconds_voting": 10.0}.items():
         meter.add(name, amount)
-    assert "(every=), send fewer bits (codec=), or let rounds overlap" in meter.advice(by_flags=False, is_fixed=True)
-    assert "(--outer-every), send fewer bits (--outer-codec), or let rounds overlap" in meter.advice(
-        by_flags=True, is_fixed=True
-    )
+    for by_flags, every, codec in (False, "every=", "codec="), (True, "--outer-every", "--outer-codec"):
+        assert f"({every}), send fewer bits ({codec}), or let rounds overlap" in meter.advice(by_flags, is_fixed=True)
     assert meter.advice(by_flags=True, is_fixed=False, is_auto=True) == ""
     meter.add("seconds_voting", 70.0)
     for by_flags, by_time in (False, "(diloco(seconds=10))"), (True, "(--outer diloco --outer-seconds 10)"):
@@ -470,36 +428,26 @@ def test_an_anchor_that_is_kept_in_the_hosts_memory_gives_the_same_bits(recipe, 
         run.steps(*range(7))
         return run.end()
 
-    away = replace(recipe, anchor_on_cpu=True)
-    assert same(*run_replicas(trained, 2, recipe), *run_replicas(trained, 2, away))
+    assert same(*run_replicas(trained, 2, recipe), *run_replicas(trained, 2, replace(recipe, anchor_on_cpu=True)))
 
 
 # What is due late is done step by step, so that ranks stay in the same rounds.
-def counting_late(group, recipe):
-    model = linear()
-    with OuterLoop(model, recipe, group) as outer:
-        for step in range(12):
-            with torch.no_grad():
-                model.weight.add_(2.0**group.rank)
-            outer.count()
-            if group.rank == 0 or step % 5 == 4:
-                outer.sync_if_due()
-    return values(model)
-
-
 @pytest.mark.parametrize(
     "recipe",
     [hierarchical({1: 2, 3: None}), streaming_diloco(3, 2, delay=0, alpha=0.0), local_sgd(2), gossip(3), diloco(1)],
 )
 def test_a_rank_that_asks_seldom_does_all_that_was_due(recipe):
-    assert same(*run_replicas(counting_late, 4, recipe))
+    def counting_late(group):
+        model = linear()
+        with OuterLoop(model, recipe, group) as outer:
+            for step in range(12):
+                shift([model.weight], 2.0**group.rank)
+                outer.count()
+                if group.rank == 0 or step % 5 == 4:
+                    outer.sync_if_due()
+        return values(model)
 
-
-def differing(group, first, second):
-    try:
-        OuterLoop(linear(), (first, second)[group.rank], group)
-    except CollectiveMismatch as error:
-        return str(error)
+    assert same(*run_replicas(counting_late, 4))
 
 
 @pytest.mark.parametrize(
@@ -514,6 +462,9 @@ def differing(group, first, second):
     ],
 )
 def test_ranks_with_other_recipes_are_told_how_they_differ(other, told):
-    first, second = run_replicas(differing, 2, diloco(2), other)
+    def differing(group):
+        return error_of(CollectiveMismatch, OuterLoop, linear(), (diloco(2), other)[group.rank], group)
+
+    first, second = run_replicas(differing, 2)
     assert first == second
     assert told in first

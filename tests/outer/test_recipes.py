@@ -12,79 +12,55 @@ from torch import nn
 
 from farflung.base.errors import ConfigError
 from farflung.comm.group import SoloGroup
-from farflung.outer import (
-    GatherMean,
-    Gossip,
-    Identity,
-    Int8,
-    Mean,
-    OuterLoop,
-    RadialMean,
-    Recipe,
-    ReduceScatterMean,
-    Streaming,
-    WithoutOutliers,
-    by_bytes,
-    diloco,
-    streaming_diloco,
-    whole,
-)
+from farflung.outer import Identity, Int8, Mean, OuterLoop, Recipe, Streaming, WithoutOutliers
+from farflung.outer.aggregate import GatherMean, Gossip, RadialMean, ReduceScatterMean
 from farflung.outer.ballot import BALLOT_BYTES
+from farflung.outer.fragments import by_bytes, whole
+from farflung.outer.recipes import diloco, streaming_diloco
 from farflung.testing.sim import run_replicas
-from tests.outer.replicas import Counting, Run, net, no_statistics, same, through_a_file, values
+from tests.outer.replicas import Counting, Run, net, no_statistics, on_replicas, same, values
 from tests.recipes import RECIPES
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
 
-def at_rest(group, recipe):
+@pytest.mark.law("standstill")
+@every_recipe
+@pytest.mark.parametrize("size", [2, 4])
+@on_replicas()
+def test_where_nobody_moves_nothing_ever_moves(group, recipe, size):
     run = Run(group, recipe, no_statistics, lr=0.0)
-    before = values(run.model)
-    seen = [run.steps(number) for number in range(9)]
-    return [before, *seen, run.end()]
+    assert same(values(run.model), *run.seen(*range(9)), run.end())
 
 
 @pytest.mark.law("standstill")
 @every_recipe
-@pytest.mark.parametrize("size", [2, 4])
-def test_where_nobody_moves_nothing_ever_moves(recipe, size):
-    for states in run_replicas(at_rest, size, recipe):
-        assert same(*states)
-
-
-def at_rest_after_loading(group, recipe):
+@on_replicas(2)
+def test_after_weights_were_loaded_and_the_anchor_reset_nothing_is_left_of_what_was_before(group, recipe):
     if recipe.optimizer is not None:  # without momentum, which goes on by itself
         recipe = replace(recipe, optimizer=partial(torch.optim.SGD, lr=0.7))
     run = Run(group, recipe, no_statistics, momentum=0.0)
     run.steps(*range(8))  # rounds have kept something back, and some are under way
-    with torch.no_grad():
-        for number, parameter in enumerate(run.model.parameters()):
-            parameter.fill_(number + 1.0)
+    for number, parameter in enumerate(run.model.parameters()):
+        parameter.data.fill_(number + 1.0)
     run.outer.reset_anchor()
-    before = values(run.model)
     run.optimizer.param_groups[0]["lr"] = 0.0
-    seen = [run.steps(number) for number in range(8, 16)]
-    return [before, *seen, run.end()]
+    assert same(values(run.model), *run.seen(*range(8, 16)), run.end())
 
 
-@pytest.mark.law("standstill")
+@pytest.mark.law("gradients-untouched")
 @every_recipe
-def test_after_weights_were_loaded_and_the_anchor_reset_nothing_is_left_of_what_was_before(recipe):
-    for states in run_replicas(at_rest_after_loading, 2, recipe):
-        assert same(*states)
-
-
-def gradients(group, recipe):
+@on_replicas(2)
+def test_gradients_are_not_touched(group, recipe):
     run = Run(group, recipe)
     run.steps(*range(max(recipe.warmup, 1)))
-    kept = []
 
     @contextmanager
     def untouched():
         before = [(p.grad, p.grad.clone()) for p in run.model.parameters()]
         yield
         after = [p.grad for p in run.model.parameters()]
-        kept.extend(a is b and torch.equal(a, copy) for a, (b, copy) in zip(after, before, strict=True))
+        assert all(a is b and torch.equal(a, copy) for a, (b, copy) in zip(after, before, strict=True))
 
     for number in range(6):
         run.steps(number)
@@ -95,13 +71,6 @@ def gradients(group, recipe):
                 pass
     with untouched():
         run.end()
-    return kept
-
-
-@pytest.mark.law("gradients-untouched")
-@every_recipe
-def test_gradients_are_not_touched(recipe):
-    assert all(all(kept) for kept in run_replicas(gradients, 2, recipe))
 
 
 def half_frozen():
@@ -121,10 +90,8 @@ def sent(group, recipe, make):
 @every_recipe
 def test_frozen_parameters_cost_no_byte(recipe):
     recipe = replace(recipe, fragments=by_bytes if recipe.schedule.fragments > 1 else recipe.fragments)
-    for plain, frozen in zip(
-        *(run_replicas(sent, 2, recipe, make) for make in (no_statistics, half_frozen)), strict=True
-    ):
-        assert plain == frozen
+    plain, frozen = (run_replicas(sent, 2, recipe, make) for make in (no_statistics, half_frozen))
+    assert plain == frozen
 
 
 # What is handed to the group is what the codec says.
@@ -135,8 +102,7 @@ def weighed(group, recipe):
     sizes = [sum(place.get().numel() for place in part.parameters) for part in cut]
     began = len(counting.calls)
     run.steps(*range(max(6, recipe.warmup)))
-    rounds = run.outer.stats().rounds
-    return sizes, counting.calls[began:], rounds
+    return sizes, counting.calls[began:], run.outer.stats().rounds
 
 
 KINDS = {Mean: "sum", RadialMean: "sum", GatherMean: "gather", ReduceScatterMean: "all to all", Gossip: "swap"}
@@ -148,8 +114,7 @@ def test_the_wire_carries_the_bytes_that_the_codec_states(recipe):
     kind = KINDS[type(recipe.aggregator)]
     for sizes, calls, rounds in run_replicas(weighed, 4, recipe):
         handed = [size for what, _, size in calls if what == kind]
-        in_warmup = handed[: recipe.warmup]
-        assert all(size == 4 * sum(sizes) for size in in_warmup)
+        assert all(size == 4 * sum(sizes) for size in handed[: recipe.warmup])
         expected = {recipe.codec.wire_bytes(n) for n in sizes}
         assert rounds > 0
         assert set(handed[recipe.warmup :]) <= expected
@@ -167,27 +132,15 @@ def test_two_hops_carry_a_padded_part_for_each_rank(size):
         assert [b for what, _, b in calls if what == "gather"] == [part] * rounds
 
 
-def whole_run(group, recipe, steps, statistics):
-    run = Run(group, recipe, net if statistics else no_statistics, bucket_bytes=64)
-    run.steps(*range(steps))
-    return run.end(), run.outer.stats()
-
-
-def stopped(group, recipe, stop):
-    run = Run(group, recipe, bucket_bytes=64)
-    run.steps(*range(stop))
-    return through_a_file({"outer": run.outer.state_dict(), "inner": run.optimizer.state_dict()})
-
-
-def resumed(group, recipe, states, stop, steps):
-    run = Run(group, recipe, bucket_bytes=64)
-    with torch.no_grad():
-        for parameter in run.model.parameters():
-            parameter.add_(1.0)  # nothing may be left of what this process began with
-    run.outer.load_state_dict(states[group.rank]["outer"])
-    run.optimizer.load_state_dict(states[group.rank]["inner"])
-    run.steps(*range(stop, steps))
-    return run.end(), run.outer.stats()
+def trained(group, recipe, counts, stops=()):
+    """Train, and at each stop go on from a state; return what was under way at the stops, too."""
+    run, opened = Run(group, recipe, bucket_bytes=64), []
+    for step in range(counts[group.rank]):
+        if step in stops:
+            opened.append(run.outer.state_dict()["rounds"]["open"])
+            run = run.resumed()
+        run.steps(step)
+    return run.end(), run.outer.stats(), opened
 
 
 def counters(stats):
@@ -199,43 +152,33 @@ def counters(stats):
 @every_recipe
 def test_a_run_taken_up_anywhere_ends_with_the_same_bits(recipe):
     """In mid-round at some of the stops, in mid-flight at others."""
-    expected = run_replicas(whole_run, 2, recipe, 11, True)
-    for stop in (1, 4, 5, 6):
-        states = run_replicas(stopped, 2, recipe, stop)
-        for (weights, stats), (again, counted) in zip(
-            expected, run_replicas(resumed, 2, recipe, states, stop, 11), strict=True
-        ):
-            assert same(weights, again)
-            assert counters(counted) == counters(stats)
+    whole, again = (run_replicas(trained, 2, recipe, (11, 11), stops) for stops in ((), (1, 4, 5, 6)))
+    for (weights, stats, _), (resumed, counted, _) in zip(whole, again, strict=True):
+        assert same(weights, resumed)
+        assert counters(counted) == counters(stats)
 
 
 @pytest.mark.law("resume-is-exact")
 def test_a_clipped_flight_that_was_saved_is_clipped_when_it_lands():
     policy = WithoutOutliers(max_norm=1e-3)
     recipe = replace(streaming_diloco(4, 1, delay=2, alpha=0.0, codec=Identity()), policy=policy)
-    expected = run_replicas(whole_run, 2, recipe, 11, True)
-    for stop in (4, 5):
-        states = run_replicas(stopped, 2, recipe, stop)
-        assert all(state["outer"]["rounds"]["open"] for state in states)
-        for (weights, _), (again, _) in zip(expected, run_replicas(resumed, 2, recipe, states, stop, 11), strict=True):
-            assert same(weights, again)
+    whole, again = (run_replicas(trained, 2, recipe, (11, 11), stops) for stops in ((), (4, 5)))
+    for (weights, *_), (resumed, _, opened) in zip(whole, again, strict=True):
+        assert all(opened)
+        assert same(weights, resumed)
 
 
 # All end with the same bits, whatever each had to do.
-def uneven(group, recipe, counts):
-    run = Run(group, recipe, bucket_bytes=64)
-    run.steps(*range(counts[group.rank]))
-    return run.end(), run.outer.stats()
 
 
 @pytest.mark.law("equal-at-the-end")
 @every_recipe
 @pytest.mark.parametrize("counts", [(0, 3, 10, 10), (5, 5, 5, 5), (2, 7, 4, 1), (0, 0, 0, 0)])
 def test_ranks_that_run_out_of_data_stay_until_all_have(recipe, counts):
-    outcomes = run_replicas(uneven, 4, recipe, counts)
-    assert same(*(weights for weights, _ in outcomes))
-    assert [stats.steps for _, stats in outcomes] == list(counts)
-    assert all(value.isfinite().all() for value in outcomes[0][0].values())
+    weights, stats, _ = zip(*run_replicas(trained, 4, recipe, counts), strict=True)
+    assert same(*weights)
+    assert [one.steps for one in stats] == list(counts)
+    assert all(value.isfinite().all() for value in weights[0].values())
 
 
 def used_again(group, recipe):
@@ -245,16 +188,17 @@ def used_again(group, recipe):
     run.outer.flush()
     between = values(run.model)
     run.steps(*range(10, 17))
-    return between, run.end()
+    return between, run.end(), run.outer.position
 
 
 @pytest.mark.law("equal-at-the-end")
 @every_recipe
-def test_after_a_flush_all_agree_and_the_loop_goes_on(recipe):
-    (one, first), (other, second) = run_replicas(used_again, 2, recipe)
+def test_after_a_flush_all_agree_and_the_loop_goes_on_from_the_furthest_step(recipe):
+    (one, first, position), (other, second, also) = run_replicas(used_again, 2, recipe)
     assert same(one, other)
     assert same(first, second)
     assert not same(one, first)
+    assert position == also == 5 + 7
 
 
 def spoiled_at_the_end(group, recipe):
@@ -276,15 +220,9 @@ def test_where_the_last_round_is_dropped_all_still_end_alike_and_finite(recipe):
     assert all(value.isfinite().all() for value in states[0].values())
 
 
-def between_rounds(group, recipe):
-    run = Run(group, recipe)
-    seen = [run.steps(number) for number in range(9)]
-    return seen
-
-
 @pytest.mark.parametrize("name", ["eager_diloco", "gossip", "noloco", "streaming_diloco"])
 def test_replicas_differ_between_rounds_and_some_for_ever(name):
-    first, second, *_ = run_replicas(between_rounds, 4, RECIPES[name])
+    first, second, *_ = run_replicas(lambda group: Run(group, RECIPES[name]).seen(*range(9)), 4)
     alike = [same(a, b) for a, b in zip(first, second, strict=True)]
     assert not any(alike)
 

@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 import math
+from copy import copy
 from dataclasses import replace
 
 import pytest
@@ -29,7 +30,7 @@ from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
 from tests.outer.elastic_run import ElasticRun, wrong
 from tests.outer.islands import Uneven
-from tests.outer.replicas import RATE, linear, net, same, shift, through_a_file, train, values
+from tests.outer.replicas import RATE, linear, net, on_replicas, same, shift, through_a_file, train, values
 from tests.outer.test_elastic_laws import Members
 from tests.outer.test_membership import ChangingMembership
 from tests.recipes import RECIPES
@@ -59,16 +60,9 @@ def test_every_recipe_takes_a_rule_or_refuses_it_by_name(rule):
                 robust(recipe, rule)
 
 
-def replaced(model, before, fault):
-    """Replace what a step has changed."""
-    with torch.no_grad():
-        for parameter, old in zip(model.parameters(), before, strict=True):
-            parameter.copy_(old + FAULTS[fault](parameter - old))
-
-
-def trained(group, recipe, steps, as_ranks=None, faulty=None, fault="x-100", until=math.inf, make=net):
+def trained(group, recipe, steps, as_ranks=None, faulty=None, fault="x-100", until=math.inf):
     """Train on the data of rank `as_ranks[rank]`; the steps of rank `faulty` have a fault until one."""
-    model, rounds = make(), []
+    model, rounds = net(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     outer = OuterLoop(model, recipe, group, inner=optimizer, bucket_bytes=32)
     outer.listeners.append(rounds.append)
@@ -76,7 +70,8 @@ def trained(group, recipe, steps, as_ranks=None, faulty=None, fault="x-100", unt
         before = [parameter.detach().clone() for parameter in model.parameters()]
         train(model, optimizer, step, group.rank if as_ranks is None else as_ranks[group.rank])
         if group.rank == faulty and step < until:
-            replaced(model, before, fault)
+            for parameter, old in zip(model.parameters(), before, strict=True):
+                parameter.data = old + FAULTS[fault](parameter.data - old)
         outer.step()
     outer.close()
     return values(model), rounds
@@ -119,10 +114,6 @@ def test_without_a_rule_one_member_spoils_all():
     assert far(*(run_replicas(trained, n, diloco(2), 12, (0, 1, 2, 3, 9), 4)[0][0] for n in (4, 5))) > 1
 
 
-def told(capsys):
-    return [line for line in capsys.readouterr().err.splitlines() if "rounds" in line]
-
-
 @pytest.mark.law("outliers-are-left-out")
 @pytest.mark.parametrize(
     "recipe", [diloco(2), streaming_diloco(4, 2, delay=1, codec="none")], ids=["whole", "streaming"]
@@ -130,41 +121,33 @@ def told(capsys):
 def test_a_member_is_left_out_in_its_third_round_by_name_and_comes_back(recipe, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("FARFLUNG_RUN_FOLDER", str(tmp_path))
     logger = logging.getLogger("farflung.rounds")
-    before, sinks = (logger.handlers[:], logger.level, logger.propagate), EVENTS.handlers[:]
-    try:
-        record_rounds()
-        everyone = run_replicas(trained, 4, robust(recipe, "clip"), 48, None, 2, "x-100", 16)
-    finally:
-        logger.handlers[:], logger.level, logger.propagate = before
-        EVENTS.handlers[:] = sinks
+    for owner, name in (logger, "handlers"), (logger, "level"), (logger, "propagate"), (EVENTS, "handlers"):
+        monkeypatch.setattr(owner, name, copy(getattr(owner, name)))
+    record_rounds()
+    everyone = run_replicas(trained, 4, robust(recipe, "clip"), 48, None, 2, "x-100", 16)
     why = "its values were over 5 times as large as the median of all replicas"
     lines = ["rank 2 does not count in rounds: " + why, "rank 2 counts in rounds again"]
-    assert told(capsys) == [f"farflung: {line}" for line in lines]
+    assert [one for one in capsys.readouterr().err.splitlines() if "rounds" in one] == [f"farflung: {x}" for x in lines]
     rows = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [str(Event.of_row(row)) for row in rows] == lines
-    outs = [[this.left_out for this in rounds if this.fragment == 0] for _, rounds in everyone]
-    assert outs[0] == outs[1] == outs[2] == outs[3]
-    assert outs[0][:2] == [{}, {}]
-    assert outs[0][2] == {2: why}
-    assert outs[0][-1] == {}
+    first, *others = [[this.left_out for this in rounds if this.fragment == 0] for _, rounds in everyone]
+    assert others == [first] * 3
+    assert first[:3] == [{}, {}, {2: why}]
+    assert first[-1] == {}
     assert json.loads((tmp_path / "rounds.jsonl").read_text().splitlines()[-1])["left_out"] == {}
-
-
-def spoiled(group, recipe):
-    """One round of a model with statistics, of which rank 2 has absurd ones."""
-    model = net()
-    outer = OuterLoop(model, recipe, group)
-    shift(model.parameters(), 0.25 * (group.rank + 1))
-    model[1].running_mean.fill_(1e9 if group.rank == 2 else group.rank)
-    model[1].num_batches_tracked.fill_(2**40 if group.rank == 2 else group.rank)
-    outer.step()
-    return model[1].running_mean[0].item(), model[1].num_batches_tracked.item()
 
 
 @pytest.mark.law("outliers-are-left-out")
 @pytest.mark.parametrize("rule", RULES)
-def test_statistics_and_counters_of_one_member_spoil_no_model(rule):
-    assert run_replicas(spoiled, 4, robust(diloco(1), rule)) == [(2.0, 3)] * 4
+@on_replicas(4)
+def test_statistics_and_counters_of_one_member_spoil_no_model(group, rule):
+    model = net()
+    outer = OuterLoop(model, robust(diloco(1), rule), group)
+    shift(model.parameters(), 0.25 * (group.rank + 1))
+    model[1].running_mean.fill_(1e9 if group.rank == 2 else group.rank)
+    model[1].num_batches_tracked.fill_(2**40 if group.rank == 2 else group.rank)
+    outer.step()
+    assert (model[1].running_mean[0], model[1].num_batches_tracked) == (2.0, 3)
 
 
 def judged(rule, memory, *norms, weights=None):
@@ -209,8 +192,7 @@ def test_work_that_a_member_reports_counts_within_bounds(weight):
 
 @pytest.mark.law("outliers-are-left-out")
 def test_values_too_large_for_the_codec_drop_no_round_of_the_others():
-    recipe = robust(diloco(2, codec="fp16"), "clip")
-    found = run_replicas(trained, 5, recipe, 8, (0, 1, 9, 2, 3), 2, "huge")
+    found = run_replicas(trained, 5, robust(diloco(2, codec="fp16"), "clip"), 8, (0, 1, 9, 2, 3), 2, "huge")
     assert same(*(model for model, _ in found))
     assert [dict(this.left_out) for this in found[0][1]] == [{2: "its values are not finite"}] * 4
 
@@ -234,18 +216,16 @@ def test_what_a_policy_learns_in_a_round_counts_once_that_is_applied():
     recipe = replace(streaming_diloco(4, 1, delay=2), policy=CountsRounds())
     loops = [OuterLoop(linear(), recipe, SoloGroup()) for _ in range(2)]
     fragments = [loop._rounds.replica.fragments[0] for loop in loops]
-
-    def step(loop, number):
-        for _ in range(number):
-            loop.step()
-
-    step(loops[0], 5)
+    for _ in range(5):
+        loops[0].step()
     assert fragments[0].history == {}
     loops[1].load_state_dict(through_a_file(loops[0].state_dict()))
     for loop, fragment in zip(loops, fragments, strict=True):
-        step(loop, 2)
+        loop.step()
+        loop.step()
         assert fragment.history == {0: [1]}
-    step(loops[0], 2)
+    loops[0].step()
+    loops[0].step()
     (under_way,) = loops[0]._rounds._open.values()
     assert not under_way.abort(0)
     assert fragments[0].history == {0: [1]}
@@ -253,59 +233,44 @@ def test_what_a_policy_learns_in_a_round_counts_once_that_is_applied():
     assert fragments[0].history == {0: [2]}
 
 
-def resumed(group, recipe):
-    """Two rounds; a third one in a loop that continues from there."""
-    loops = [OuterLoop(linear(), recipe, group) for _ in range(2)]
+@pytest.mark.parametrize("rule", RULES)
+@on_replicas(4)
+def test_strikes_are_in_checkpoints_and_in_what_a_newcomer_gets(group, rule):
+    recipe = replace(robust(diloco(1), rule), same_data=True)
+    loops, rounds = [OuterLoop(linear(), recipe, group) for _ in range(2)], []
 
     def round_of(loop):
         shift(loop._model.parameters(), 100.0 if group.rank == 1 else 1.0)
         loop.step()
 
-    for _ in range(2):
-        round_of(loops[0])
-    newcomer = loops[0]._rounds.replica.fragments[0].replicated()["history"]
+    round_of(loops[0])
+    round_of(loops[0])
+    given = loops[0]._rounds.replica.fragments[0].replicated()
+    assert given["history"] == {0: [0, 0], 1: [2, 0], 2: [0, 0], 3: [0, 0]}
     loops[1].load_state_dict(through_a_file(loops[0].state_dict()))
-    rounds = []
     loops[1].listeners.append(rounds.append)
     round_of(loops[1])
-    return newcomer, {*rounds[0].left_out}
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_strikes_are_in_checkpoints_and_in_what_a_newcomer_gets(rule):
-    recipe = replace(robust(diloco(1), rule), same_data=True)
-    assert run_replicas(resumed, 4, recipe) == [({0: [0, 0], 1: [2, 0], 2: [0, 0], 3: [0, 0]}, {1})] * 4
-
-
-class Noting(ChangingMembership):
-    """Keeps what the loop reports."""
-
-    def __init__(self, group, first):
-        super().__init__(group, first)
-        self.noted = []
-
-    def note(self, kind, member, **facts):
-        self.noted.append(facts["message"])
+    assert {*rounds[0].left_out} == {1}
 
 
 def among_few(group, rule):
-    """Three replicas, then a fourth one, until one is lost."""
-    model, membership = linear(), Noting(group, (0, 1, 2))
+    """Three replicas, then a fourth one, until one is lost; return what the loop reports."""
+    model, membership, noted = linear(), ChangingMembership(group, (0, 1, 2)), []
+    membership.note = lambda kind, member, **facts: noted.append(facts["message"])
     outer = OuterLoop(model, robust(diloco(2), rule), membership=membership)
     while outer.position < 20:
         if group.rank == 2 and outer.position == 12:
             return None  # it is lost
         outer.step()
     outer.close()
-    return membership.noted
+    return noted
 
 
 @pytest.mark.law("outliers-are-left-out")
 def test_an_event_says_when_replicas_have_become_too_few_for_a_rule_or_enough_again():
     found = run_replicas(among_few, 4, "trimmed")
     few = "with 3 replicas one of them can spoil the weights: the robust rule outvotes one of 4 or more"
-    assert found[0] == [few, "with 4 replicas the robust rule outvotes any one of them again", few]
-    assert found[1] == found[3] == []
+    assert found == [[few, "with 4 replicas the robust rule outvotes any one of them again", few], [], None, []]
     assert run_replicas(among_few, 4, "clip")[0] == []
 
 
@@ -326,9 +291,8 @@ def in_islands():
             outer = OuterLoop(model, robust(diloco(1), rule), column, island=island if kind else None, bucket_bytes=256)
             outer.listeners.append(lambda this, seen=seen: seen.append((this.norms, {*this.left_out})))
             for step in range(4):
-                with torch.no_grad():
-                    for parameter in (one for one in model.parameters() if one.requires_grad):
-                        parameter.add_(-50.0 if column.rank == 1 else 0.5 ** (step + column.rank))
+                move = -50.0 if column.rank == 1 else 0.5 ** (step + column.rank)
+                shift([one for one in model.parameters() if one.requires_grad], move)
                 outer.step()
             outcomes[rule, kind] = {name: full(one).clone() for name, one in model.state_dict().items()}, seen
             outer.detach()

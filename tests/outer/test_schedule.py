@@ -76,10 +76,7 @@ def test_one_fragment_without_delay_is_every(every):
 @given(st.integers(0, 20), streams())
 def test_after_a_warm_up_the_other_schedule_begins_at_its_beginning(warmup, schedule):
     assert words(Warmup(warmup, schedule), warmup + 50) == [(step + warmup, w) for step, w in words(schedule, 50)]
-    assert (Warmup(warmup, schedule).fragments, Warmup(warmup, schedule).delay) == (
-        schedule.fragments,
-        schedule.delay,
-    )
+    assert (Warmup(warmup, schedule).fragments, Warmup(warmup, schedule).delay) == (schedule.fragments, schedule.delay)
 
 
 @settings(max_examples=50)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The laws of what lands late: streaming fragments and eager updates, on replicas that are threads."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -11,7 +9,7 @@ from torch import nn
 from farflung.comm.group import SoloGroup
 from farflung.outer import Identity, Int8, OuterLoop, by_bytes, diloco, eager_diloco, streaming_diloco
 from farflung.testing.sim import run_replicas
-from tests.outer.replicas import Run, dyadic, linear, same, shift, values
+from tests.outer.replicas import Run, dyadic, linear, on_replicas, same, shift, values
 from tests.outer.test_laws import alone, mean, put
 
 LR = 2.0**-3
@@ -28,8 +26,7 @@ def streaming(every, fragments, **options):
 
 def trajectory(group, recipe, steps, make=linear):
     run = Run(group, recipe, make, lr=LR, momentum=0.0)
-    seen = [run.steps(number) for number in range(steps)]
-    return [*seen, run.end()]
+    return [*run.seen(*range(steps)), run.end()]
 
 
 @pytest.mark.law("streaming-is-every")
@@ -84,53 +81,39 @@ def test_with_alpha_1_replicas_train_as_if_alone():
 def test_with_alpha_0_exactly_the_steps_of_the_flight_are_dropped(size, delay):
     """Late by `delay` steps all are where `diloco` put them, and what they did meanwhile is gone."""
     seen = run_replicas(trajectory, size, streaming(4, 1, delay=delay, alpha=0.0, momentum=0.0), 4 + 4 + delay)
-    model = linear()
-    steps = range(4)
+    model, steps = linear(), range(4)
     for landing in (4 + delay, 8 + delay):
         anchor = [p.detach().clone() for p in model.parameters()]
         averaged = mean([alone(rank, model, steps) for rank in range(size)])
         put(model, [x0 - 0.5 * (x0 - x) for x0, x in zip(anchor, averaged, strict=True)])
-        for row in seen:
-            near = {
-                name: torch.allclose(value, row[landing - 1][name], atol=1e-6) for name, value in values(model).items()
-            }
-            assert all(near.values())
+        assert all(near(values(model), row[landing - 1], 1e-6) for row in seen)
         steps = range(landing, 8)  # what is sent next: the steps since the landing
 
 
 @pytest.mark.parametrize("alpha", [0.25, 0.5])
 def test_a_blend_keeps_a_part_of_what_was_done_meanwhile(alpha):
-    recipe = streaming(4, 1, delay=2, alpha=alpha)
-    late = run_replicas(trajectory, 2, recipe, 6)
+    late = run_replicas(trajectory, 2, streaming(4, 1, delay=2, alpha=alpha), 6)
     anchor = run_replicas(trajectory, 2, diloco(4, **PLAIN), 4)[0][3]
     for rank, seen in enumerate(late):
         on = values(alone(rank, linear(), range(6)))
-        for name, value in seen[5].items():
-            assert torch.allclose(value, alpha * on[name] + (1 - alpha) * anchor[name], atol=1e-6)
+        assert near({name: alpha * on[name] + (1 - alpha) * anchor[name] for name in on}, seen[5], 1e-6)
 
 
-def test_a_delta_is_taken_when_it_is_sent():
-    """What happens to the weights between launch and landing does not travel."""
-
-    def disturbed(group, disturbance):
-        run = Run(group, streaming(4, 1, delay=2, alpha=0.0), linear, lr=LR, momentum=0.0)
-        run.steps(*range(4))
-        with torch.no_grad():
-            run.model.weight.add_(disturbance)
-        return run.steps(4, 5)
-
-    assert same(*run_replicas(disturbed, 2, 0.0), *run_replicas(disturbed, 2, 1.0))
+def disturbed(group, act, at):
+    """Do something to the weights while they are under way."""
+    run = Run(group, streaming(4, 1, delay=2, alpha=0.0), linear, lr=LR, momentum=0.0)
+    run.steps(*range(at))
+    act(run.model.weight)
+    return run.steps(*range(at, 6))
 
 
-def test_weights_that_were_replaced_during_a_flight_are_found_when_it_lands():
-    def replaced(group, put_elsewhere):
-        run = Run(group, streaming(4, 1, delay=2, alpha=0.0), linear, lr=LR, momentum=0.0)
-        run.steps(*range(5))
-        if put_elsewhere:
-            run.model.weight.data = run.model.weight.data.clone()
-        return run.steps(5)
-
-    assert same(*run_replicas(replaced, 2, False), *run_replicas(replaced, 2, True))
+@pytest.mark.parametrize(
+    ("act", "at"),
+    [(lambda x: shift([x], 1.0), 4), (lambda x: setattr(x, "data", x.data.clone()), 5)],
+    ids=["moved", "replaced"],
+)
+def test_weights_that_are_moved_or_replaced_during_a_flight_are_where_it_lands(act, at):
+    assert same(*run_replicas(disturbed, 2, id, at), *run_replicas(disturbed, 2, act, at))
 
 
 @pytest.mark.law("alone-eager-is-diloco")
@@ -139,8 +122,7 @@ def test_weights_that_were_replaced_during_a_flight_are_found_when_it_lands():
 def test_eager_alone_is_diloco(codec, steps):
     """Also at the end, where the last round is not followed by another one."""
     eager = trajectory(SoloGroup(), eager_diloco(4, codec=codec, **PLAIN), steps)
-    plain = trajectory(SoloGroup(), diloco(4, **PLAIN), steps)
-    assert all(same(*pair) for pair in zip(eager, plain, strict=True))
+    assert all(same(*pair) for pair in zip(eager, trajectory(SoloGroup(), diloco(4, **PLAIN), steps), strict=True))
 
 
 def eager_by_hand(size, every, rounds):
@@ -179,8 +161,7 @@ def nothing_is_lost(group, counts):
     model = nn.ParameterList([torch.zeros(3)])
     with OuterLoop(model, eager_diloco(2, codec=Identity(), lr=1.0, momentum=0.0), group) as outer:
         for _ in range(counts[group.rank]):
-            with torch.no_grad():
-                model[0].add_(2.0**group.rank)
+            shift(model, 2.0**group.rank)
             outer.step()
     return model[0].tolist()
 
@@ -188,46 +169,19 @@ def nothing_is_lost(group, counts):
 @pytest.mark.parametrize(("counts", "expected"), [((8, 8), 12.0), ((4, 4), 6.0), ((4, 8), 6.0 + 8.0), ((8, 0), 8.0)])
 def test_of_an_eager_term_as_much_is_taken_out_as_was_put_in(counts, expected):
     """Also where the shares change, as a replica has no more data: rounds of one replica alone move by all it did."""
-    outcomes = run_replicas(nothing_is_lost, 2, counts)
-    assert outcomes[0] == outcomes[1]
-    assert outcomes[0] == pytest.approx([expected] * 3)
+    one, other = run_replicas(nothing_is_lost, 2, counts)
+    assert one == other == pytest.approx([expected] * 3)
 
 
-def looked_at(group, recipe, looks):
-    run = Run(group, recipe, linear, lr=LR, momentum=0.0)
-    seen = []
-    for number in range(9):
-        run.steps(number)
-        if looks:
-            before = values(run.model)
-            with run.outer.synced():
-                seen.append(values(run.model))
-            assert same(before, values(run.model))
-    return run.end(), seen
-
-
-@pytest.mark.parametrize("recipe", [eager_diloco(3), streaming(4, 2, delay=3), replace(diloco(3), codec=Identity())])
-def test_a_look_at_the_synced_weights_in_mid_flight_changes_nothing(recipe):
-    blind = run_replicas(looked_at, 3, recipe, False)
-    (first, one), (_, other), _ = looking = run_replicas(looked_at, 3, recipe, True)
-    assert same(first, *(weights for weights, _ in blind), *(weights for weights, _ in looking))
-    assert all(same(*pair) for pair in zip(one, other, strict=True))
-
-
-def cut_apart(group):
+@on_replicas(2)
+def test_a_step_exchanges_its_own_fragment_and_no_other(group):
+    """Other fragments keep what each replica did, and are not moved by an outer optimizer that is not theirs."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.copy_(dyadic(*parameter.shape, seed=number))
+    put(model, [dyadic(*parameter.shape, seed=number) for number, parameter in enumerate(model.parameters())])
     before = values(model)
     outer = OuterLoop(model, streaming_diloco(3, 3, delay=0, alpha=0.0, lr=1.0, momentum=0.0, codec=Identity()), group)
     shift(model.parameters(), float(group.rank))
     outer.step()
-    return {name: (value - before[name]).unique().tolist() for name, value in values(model).items()}
-
-
-def test_a_step_exchanges_its_own_fragment_and_no_other():
-    """Other fragments keep what each replica did, and are not moved by an outer optimizer that is not theirs."""
-    for rank, moves in enumerate(run_replicas(cut_apart, 2)):
-        assert moves["0.weight"] == moves["0.bias"] == [0.5]
-        assert moves["1.weight"] == moves["2.bias"] == [float(rank)]
+    moves = {name: (value - before[name]).unique().tolist() for name, value in values(model).items()}
+    assert moves["0.weight"] == moves["0.bias"] == [0.5]
+    assert moves["1.weight"] == moves["2.bias"] == [float(group.rank)]

@@ -5,7 +5,6 @@ import json
 import os
 import time
 from copy import deepcopy
-from functools import partial
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from farflung.testing.sim import run_replicas
 from tests.faults import fail_at
 from tests.outer.elastic_run import ElasticRun, transport_at
 from tests.outer.islands import Grid, IslandRun
-from tests.outer.replicas import net, same, train, values
+from tests.outer.replicas import Run, net, on_replicas, same, train, values
 from tests.outer.test_membership import ChangingMembership, Lost, be_lost, door_of
 
 CHOICES = {
@@ -32,18 +31,17 @@ CHOICES = {
     "by time": OuterSettings("edit", seconds=1e-3),
     "gradients": OuterSettings("post_local_sgd", warmup=10**9),
 }
+KNOWN = Link(1e6, 0.1), 0.5, 1.0
 
 
 class FixedTuner:
-    """Chooses what the test says, and keeps what it was asked."""
+    """Chooses what the test says, and keeps what it was told."""
 
     def __init__(self, settings, averaging_s=9.0, known=None, stops_at=9):
-        self.settings, self.seconds, self.known, self.stops_at, self.looks = settings, averaging_s, known, stops_at, 0
-        self.measured, self.is_alone, self.loop, self.planned = None, False, None, lambda: 60
-        self.pass_steps = lambda: None
-
-    def remembered(self, parameters, replicas):
-        return self.known
+        self.seconds, self.stops_at, self.looks, self.measured, self.is_alone = averaging_s, stops_at, 0, None, False
+        self.remembered = lambda parameters, replicas: known
+        self.choose = lambda measured: settings
+        self.planned, self.pass_steps, self.follow = (lambda: 60), (lambda: None), (lambda loop: None)
 
     def averages(self, measured):
         if not measured.step_s:
@@ -51,17 +49,11 @@ class FixedTuner:
         self.looks += 1
         return self.looks < self.stops_at
 
-    def choose(self, measured):
-        return self.settings
-
     def chosen(self, settings, measured, steps, is_first):
-        self.measured, self.steps = measured, steps
+        self.measured = measured
 
     def alone(self):
         self.is_alone = True
-
-    def follow(self, loop):
-        self.loop = loop
 
 
 class Auto:
@@ -80,30 +72,29 @@ class Auto:
 def trained(group, name, averaging_s, stops_at=9):
     one = Auto(group, FixedTuner(CHOICES[name], averaging_s, stops_at=stops_at))
     one.train(0, 60)
-    state = one.loop.state_dict()
+    description = one.loop.state_dict()["description"]
     one.loop.close()
-    return values(one.model), one.tuner.measured, state["description"], one.loop.stats()
+    return values(one.model), one.tuner.measured, description, one.loop.stats()
 
 
 @pytest.mark.parametrize("averaging_s", [0.0, 9.0], ids=["averaged", "alone"])
 @pytest.mark.parametrize("name", [name for name in CHOICES if name != "gradients"])
 def test_all_ranks_continue_with_what_was_chosen_and_end_alike(name, averaging_s):
-    found = run_replicas(trained, 3, name, averaging_s)
-    first, measured, description, stats = found[0]
-    assert all(torch.equal(first[key], value) for other, *_ in found for key, value in other.items())
+    weights, (measured, *others), descriptions, stats = zip(*run_replicas(trained, 3, name, averaging_s), strict=True)
+    assert same(*weights)
     assert measured.steps == 60
     assert measured.may_average == (averaging_s == 0)
     assert not measured.is_averaged  # the loop's own exchange is not part of the steps' seconds
     assert len(measured.step_s) == measured.replicas == 3
-    assert all(one[1] == measured for one in found)
-    assert "TrialSchedule" not in description
-    assert stats.rounds > (0 if name == "by time" else 4)
+    assert others == [measured] * 2
+    assert "TrialSchedule" not in descriptions[0]
+    assert stats[0].rounds > (0 if name == "by time" else 4)
 
 
 def test_gradients_are_averaged_for_ever_where_that_is_chosen():
-    for weights, _, _, stats in (found := run_replicas(trained, 2, "gradients", 0.0)):
-        assert stats.steps == 60
-        assert all(torch.equal(value, weights[key]) for key, value in found[0][0].items())
+    weights, _, _, stats = zip(*run_replicas(trained, 2, "gradients", 0.0), strict=True)
+    assert [one.steps for one in stats] == [60, 60]
+    assert same(*weights)
 
 
 def averaged_steps(group, stops_at):
@@ -119,128 +110,92 @@ def averaged_steps(group, stops_at):
 @pytest.mark.parametrize("stops_at", [1, 3, 9], ids=["at once", "after a step that compiled", "never"])
 def test_gradients_are_averaged_as_long_as_that_is_worth_it(stops_at):
     """The first step may take long for other reasons: it is asked after each of the first four."""
-    for weights, ends, may_average, looks in (found := run_replicas(averaged_steps, 2, stops_at)):
-        assert (ends, may_average) == ((24, True) if stops_at == 9 else (stops_at, False))
-        assert looks == min(stops_at, 4)
-        assert all(torch.equal(value, weights[key]) for key, value in found[0][0].items())
+    weights, *figures = zip(*run_replicas(averaged_steps, 2, stops_at), strict=True)
+    assert same(*weights)
+    expected = (24, True) if stops_at == 9 else (stops_at, False)
+    assert [*zip(*figures, strict=True)] == [(*expected, min(stops_at, 4))] * 2
 
 
-def losing_a_packet(group):
-    """One transfer takes a second more."""
+@on_replicas(2)
+def test_a_transfer_that_loses_a_packet_does_not_make_the_line_slow(group):
     plain, sizes = group.all_gather, []
 
     def all_gather(out, x):
         sizes.append(x.numel())
         if len([size for size in sizes if size > 9999]) == 1:
-            time.sleep(1.0)
+            time.sleep(1.0)  # one transfer takes a second more
         return plain(out, x)
 
     group.all_gather = all_gather
     one = Auto(group, FixedTuner(CHOICES["diloco"]))
     one.train(0, 24)
     one.loop.close()
-    return one.tuner.measured.link.bandwidth_bps
+    assert one.tuner.measured.link.bandwidth_bps > 1e6  # 64 KB in a second are half of that
 
 
-def test_a_transfer_that_loses_a_packet_does_not_make_the_line_slow():
-    assert min(run_replicas(losing_a_packet, 2)) > 1e6  # 64 KB in a second are half of that
-
-
-def flushed_while_averaging(group):
-    """The gradients of all steps so far were averaged when each rank flushes: none of them is lost."""
+@on_replicas(2)
+def test_a_flush_among_averaged_steps_keeps_them(group):
     one = Auto(group, FixedTuner(CHOICES["diloco"], averaging_s=0.0))
     one.train(0, 5)
     before = [parameter.detach().clone() for parameter in one.model.parameters()]
     one.loop.flush()
-    return before, list(one.model.parameters())
+    assert all(map(torch.equal, before, one.model.parameters()))
 
 
-def test_a_flush_among_averaged_steps_keeps_them():
-    for before, after in run_replicas(flushed_while_averaging, 2):
-        assert all(map(torch.equal, before, after))
-
-
-def no_step_is_lost(group):
-    """Local steps of the trial are part of the first round: with one long round it is that of all steps."""
-    one, other = Auto(group, FixedTuner(OuterSettings("slowmo", every=30, beta=0.0))), net()
+@on_replicas(2)
+def test_the_steps_of_a_trial_without_averaging_count_in_the_first_round(group):
+    """With one long round it is that of all steps."""
+    one = Auto(group, FixedTuner(OuterSettings("slowmo", every=30, beta=0.0)))
     one.train(0, 30)
-    optimizer = torch.optim.SGD(other.parameters(), lr=0.05, momentum=0.5)
-    with OuterLoop(other, slowmo(30, beta=0.0), group) as loop:
-        loop.attach(optimizer)
-        for step in range(30):
-            train(other, optimizer, step, group.rank)
-        plain = values(other)
-    return values(one.model), plain
-
-
-def test_the_steps_of_a_trial_without_averaging_count_in_the_first_round():
-    for auto, plain in run_replicas(no_step_is_lost, 2):
-        assert all(torch.equal(auto[key], plain[key]) for key in plain)
-
-
-def flushed_early(group):
-    """Rank 1 has few batches, and waits in its flush; the next epoch has the chosen recipe on both."""
-    one = Auto(group, FixedTuner(CHOICES["diloco"]))
-    one.train(0, 7 if group.rank else 25)
-    one.loop.flush()
-    one.train(25, 45)
-    one.loop.close()
-    return values(one.model), one.tuner.measured
+    assert same(values(one.model), Run(group, slowmo(30, beta=0.0)).steps(*range(30)))
 
 
 def test_a_flush_ends_the_trial_on_ranks_with_few_steps():
-    (first, measured), (second, _) = run_replicas(flushed_early, 2)
-    assert measured is not None
-    assert all(torch.equal(first[key], second[key]) for key in first)
+    def flushed_early(group):
+        """Rank 1 has few batches, and waits in its flush; the next epoch has the chosen recipe on both."""
+        one = Auto(group, FixedTuner(CHOICES["diloco"]))
+        one.train(0, 7 if group.rank else 25)
+        one.loop.flush()
+        one.train(25, 45)
+        one.loop.close()
+        assert one.tuner.measured is not None
+        return values(one.model)
+
+    assert same(*run_replicas(flushed_early, 2))
 
 
 def resumed(group, until):
-    tuner = FixedTuner(CHOICES["streaming"])
-    straight = Auto(group, tuner)
+    straight = Auto(group, FixedTuner(CHOICES["streaming"]))
     straight.train(0, until)
-    state, weights = straight.loop.state_dict(), deepcopy(straight.optimizer.state_dict())
+    state, moments = straight.loop.state_dict(), deepcopy(straight.optimizer.state_dict())
     again = Auto(group, FixedTuner(CHOICES["diloco"]))  # which would choose otherwise
-    again.optimizer.load_state_dict(weights)
+    again.optimizer.load_state_dict(moments)
     again.loop.load_state_dict(state)
     schedule = again.loop.schedule
     for one in (straight, again):
         one.train(until, until + 10)
-    return values(straight.model), values(again.model), schedule
+    return schedule, same(values(straight.model), values(again.model))
 
 
-def test_a_resumed_loop_continues_with_what_was_chosen_bit_for_bit():
-    for straight, again, schedule in run_replicas(partial(resumed, until=29), 2):
-        assert schedule == Streaming(8, 2, 2)
-        assert all(torch.equal(straight[key], again[key]) for key in straight)
+def test_a_resumed_loop_continues_with_what_was_chosen_bit_for_bit_or_with_its_trial():
+    assert run_replicas(resumed, 2, 29) == [(Streaming(8, 2, 2), True)] * 2
+    assert all(isinstance(schedule, TrialSchedule) for schedule, _ in run_replicas(resumed, 2, 11))
 
 
-def test_a_loop_that_was_saved_on_trial_continues_its_trial():
-    for *_, schedule in run_replicas(partial(resumed, until=11), 2):
-        assert isinstance(schedule, TrialSchedule)
+@on_replicas(2)
+def test_what_an_earlier_start_measured_is_known_to_all_before_the_first_step(group):
+    one = Auto(group, FixedTuner(CHOICES["weights"], known=None if group.rank else KNOWN))
+    measured = one.tuner.measured
+    assert one.loop.schedule == Every(8)
+    assert (measured.link, measured.step_s, measured.may_average) == (Link(1e6, 0.1), (0.5, 1.0), True)
 
 
-def remembered(group):
-    known = (Link(1e6, 0.1), 0.5, 1.0) if group.rank == 0 else None
-    one = Auto(group, FixedTuner(CHOICES["weights"], known=known))
-    return one.loop.schedule, one.tuner.measured
-
-
-def test_what_an_earlier_start_measured_is_known_to_all_before_the_first_step():
-    for schedule, measured in run_replicas(remembered, 2):
-        assert schedule == Every(8)
-        assert (measured.link, measured.step_s, measured.may_average) == (Link(1e6, 0.1), (0.5, 1.0), True)
-
-
-def half_frozen(group):
-    model = net()
+@on_replicas(2)
+def test_a_recipe_is_chosen_by_the_parameters_that_are_trained(group):
+    model, tuner = net(), FixedTuner(CHOICES["weights"], known=KNOWN)
     model[0].requires_grad_(False)
-    tuner = FixedTuner(CHOICES["weights"], known=(Link(1e6, 0.1), 0.5, 1.0))
     OuterLoop(model, "auto", group, tuner=tuner).attach(torch.optim.SGD(model[1:].parameters(), lr=0.05))
-    return tuner.measured.parameters
-
-
-def test_a_recipe_is_chosen_by_the_parameters_that_are_trained():
-    assert run_replicas(half_frozen, 2) == [5 + 5 + 5 * 2 + 2] * 2
+    assert tuner.measured.parameters == 5 + 5 + 5 * 2 + 2
 
 
 def test_one_process_alone_has_nothing_to_choose_and_trains():

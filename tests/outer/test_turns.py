@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from farflung.base.errors import CollectiveMismatch
 from farflung.outer import OuterLoop, by_bytes, diloco, local_sgd, noloco
 from farflung.testing.sim import run_replicas
-from tests.outer.replicas import same, values
+from tests.outer.replicas import on_replicas, same, values
 from tests.recipes import RECIPES
 
 NUMEL = {"first": 4 * 6 + 6, "second": 6 * 3 + 3}
@@ -64,12 +65,15 @@ PLANS = {
 }
 
 
-def in_turns(group, recipe, plan, kind):
+def in_turns(group, recipe, plan, kind, attaches=False):
     turns = Turns(group.rank, kind)
     with OuterLoop(turns.model, recipe, group, inner=turns.optimizers["second"]) as outer:
+        if attaches:
+            outer.attach(turns.optimizers["second"], turns.optimizers["first"])
         for step in range(20):
             turns.train(*plan(step, group.rank))
-            outer.step()
+            if not attaches:
+                outer.step()
     return values(turns.model), outer.stats().dropped_rounds
 
 
@@ -87,17 +91,16 @@ def test_replicas_end_alike_whoever_trains_which_net_when(name, plan):
 
 def by_round(group, plan, kind, recipe):
     """For each round: this rank's weights before and after it, its steps of each net, and the bytes it sent."""
-    turns, rounds = Turns(group.rank, kind, momentum=0.0), []
+    turns, rounds, sent = Turns(group.rank, kind, momentum=0.0), [], 0
     outer = OuterLoop(turns.model, recipe, group)
-    sent = 0
-    for start in range(0, 24, 3):
-        for step in range(start, start + 3):
-            turns.train(*plan(step, group.rank))
-            outer.count()
-        before = values(turns.model)
-        outer.sync_if_due()
-        rounds.append((before, values(turns.model), outer.stats().bytes_sent - sent))
-        sent = outer.stats().bytes_sent
+    for step in range(24):
+        turns.train(*plan(step, group.rank))
+        outer.count()
+        if step % 3 == 2:
+            before = values(turns.model)
+            outer.sync_if_due()
+            rounds.append((before, values(turns.model), outer.stats().bytes_sent - sent))
+            sent = outer.stats().bytes_sent
     held = {name for fragment in outer._rounds.replica.fragments for name in fragment.comparison.names}
     outer.close()
     return rounds, held
@@ -134,8 +137,8 @@ def test_what_rests_for_a_whole_round_costs_neither_bytes_nor_memory_after_it(pl
 
 
 def lent(group, recipe):
-    """Weights of an evaluation in the middle of each round, and whether this rank's own come back after it."""
-    turns, seen, returned = Turns(group.rank, "flags", momentum=0.0), [], []
+    """Return the weights of an evaluation in the middle of each round."""
+    turns, seen = Turns(group.rank, "flags", momentum=0.0), []
     with OuterLoop(turns.model, recipe, group) as outer:
         for step in range(12):
             turns.train(*PLANS["for_ever"](step, group.rank))
@@ -143,59 +146,46 @@ def lent(group, recipe):
             before = values(turns.model)
             with outer.synced():
                 seen.append(values(turns.model))
-            returned.append(same(before, values(turns.model)))
-    return seen, all(returned)
+            assert same(before, values(turns.model))
+    return seen
 
 
 @pytest.mark.parametrize("recipe", [diloco(4), local_sgd(4), noloco(4)], ids=["anchor", "none", "one per replica"])
 def test_an_evaluation_has_equal_weights_also_of_a_net_that_has_just_begun_to_train(recipe):
-    (first, *one), (second, *other) = run_replicas(lent, 2, recipe)
-    assert one == other == [True]
-    assert all(map(same, first, second))
-
-
-def attached(group, recipe, plan):
-    turns = Turns(group.rank, "flags")
-    outer = OuterLoop(turns.model, recipe, group).attach(turns.optimizers["second"], turns.optimizers["first"])
-    for step in range(20):
-        turns.train(*plan(step, group.rank))
-    outer.close()
-    return values(turns.model)
+    assert all(map(same, *run_replicas(lent, 2, recipe)))
 
 
 @pytest.mark.parametrize("plan", ["each_step", "long_turns"])
 def test_attached_optimizers_may_take_turns(plan):
-    assert same(*run_replicas(attached, 2, diloco(3), PLANS[plan]))
+    (first, _), (second, _) = run_replicas(in_turns, 2, diloco(3), PLANS[plan], "flags", True)
+    assert same(first, second)
 
 
-def resumed(group, recipe, at):
-    """The end of a run, and that of one that another loop has continued from its state after `at` steps."""
-    ends = []
-    for stops in (False, True):
-        turns = Turns(group.rank, "flags")
-        outer = OuterLoop(turns.model, recipe, group)
-        for step in range(20):
-            if stops and step == at:
-                state = outer.state_dict()
-                outer.detach()
-                kept = [one.state_dict() for one in turns.optimizers.values()]
-                turns = Turns(group.rank, "flags")
-                turns.step = step
-                for one, saved in zip(turns.optimizers.values(), kept, strict=True):
-                    one.load_state_dict(saved)
-                outer = OuterLoop(turns.model, recipe, group)
-                outer.load_state_dict(state)
-            turns.train(*PLANS["long_turns"](step, group.rank))
-            outer.step()
-        outer.close()
-        ends.append(values(turns.model))
-    return same(*ends)
+def resumed(group, recipe, stop):
+    """Train; after `stop` steps another loop continues from the state."""
+    turns = Turns(group.rank, "flags")
+    outer = OuterLoop(turns.model, recipe, group)
+    for step in range(20):
+        if step == stop:
+            state, kept = outer.state_dict(), [one.state_dict() for one in turns.optimizers.values()]
+            outer.detach()
+            turns = Turns(group.rank, "flags")
+            turns.step = step
+            for one, saved in zip(turns.optimizers.values(), kept, strict=True):
+                one.load_state_dict(saved)
+            outer = OuterLoop(turns.model, recipe, group)
+            outer.load_state_dict(state)
+        turns.train(*PLANS["long_turns"](step, group.rank))
+        outer.step()
+    outer.close()
+    return values(turns.model)
 
 
 @pytest.mark.parametrize("at", [5, 8, 9, 13])
 @pytest.mark.parametrize("recipe", [local_sgd(3), diloco(3)], ids=["local_sgd", "diloco"])
 def test_a_run_resumed_in_any_turn_is_like_one_that_was_not_stopped(recipe, at):
-    assert all(run_replicas(resumed, 2, recipe, at))
+    whole, again = (run_replicas(resumed, 2, recipe, stop) for stop in (None, at))
+    assert all(map(same, whole, again))
 
 
 def begun_apart(group):
@@ -215,24 +205,16 @@ def test_ranks_may_begin_in_different_turns():
     assert same(*run_replicas(begun_apart, 2))
 
 
-def trained_apart(group):
+@on_replicas(2)
+def test_what_only_some_ranks_have_is_named_when_they_train_it(group):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
     if group.rank == 1:
         model[1].weight = nn.Parameter(torch.zeros(3, 2), requires_grad=False)
     outer = OuterLoop(model, local_sgd(1), group)
     model[1].requires_grad_(True)
-    try:
+    with pytest.raises(CollectiveMismatch, match=r"1\.weight float32 \[2, 2\]"):
         outer.step()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        outer.detach()
-
-
-def test_what_only_some_ranks_have_is_named_when_they_train_it():
-    for message in run_replicas(trained_apart, 2):
-        assert "CollectiveMismatch" in message
-        assert "1.weight float32 [2, 2]" in message
+    outer.detach()
 
 
 class Still(torch.optim.SGD):

@@ -10,6 +10,7 @@ from torch import nn
 from farflung.base.errors import ConfigError
 from farflung.outer import OuterLoop, diloco
 from farflung.testing.sim import run_replicas
+from tests.outer.replicas import on_replicas, shift
 from tests.recipes import made
 
 NAMES = ("diloco", "local_sgd", "streaming_diloco", "eager_diloco")
@@ -33,33 +34,24 @@ def trained(group, recipe, seeds, rounds=6, lr=0.1):
 
 @pytest.mark.law("twins-are-found")
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_replicas_that_see_the_same_batches_stop_the_run(recipe):
+def test_replicas_that_see_the_same_batches_stop_the_run_and_others_do_not(recipe):
     with pytest.raises(ConfigError, match=r"Replicas 0 and 2 see the same batches.*same_data=True"):
         run_replicas(trained, 3, recipe, [1, 2, 1])
     assert run_replicas(trained, 3, replace(recipe, same_data=True), [1, 2, 1])[0] > 3
-
-
-@pytest.mark.law("twins-are-found")
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_others_do_not(recipe):
     assert run_replicas(trained, 3, recipe, [1, 2, 3])[0] > 3
     assert run_replicas(trained, 2, recipe, [1, 1], 6, 0.0)[0] > 3  # nobody moves
     assert run_replicas(trained, 1, recipe, [1])
 
 
-def by_signs(group):
+@pytest.mark.law("twins-are-found")
+@on_replicas(3)
+def test_changes_of_one_length_are_not_equal(group):
     """All steps of all replicas have one length, though not one direction."""
     torch.manual_seed(0)
     model = nn.Linear(16, 4, bias=False)
     draws = torch.Generator().manual_seed(group.rank)
     with OuterLoop(model, diloco(every=1), group) as outer:
         for step in range(8):
-            with torch.no_grad():
-                model.weight -= torch.randn(4, 16, generator=draws).sign() / 2**step
+            shift([model.weight], -torch.randn(4, 16, generator=draws).sign() / 2**step)
             outer.step()
-    return outer.stats().rounds
-
-
-@pytest.mark.law("twins-are-found")
-def test_changes_of_one_length_are_not_equal():
-    assert run_replicas(by_signs, 3) == [8] * 3
+    assert outer.stats().rounds == 8

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frozen weights and unsaved buffers: alike at the start, for newcomers, and after a flush."""
 
-import copy
-
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from farflung.comm.tensor_memory import fingerprint
 from farflung.outer import OuterLoop, diloco, local_sgd
 from farflung.testing.sim import run_replicas
+from tests.outer.replicas import on_replicas
 
-SIZES = [1, 3, 8, 5000, 40_000]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool]
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class Student(nn.Module):
@@ -69,8 +69,7 @@ def trained(group, recipe, cap):
 @pytest.mark.law("alike-but-unsent")
 @pytest.mark.parametrize("recipe", [diloco(every=2), local_sgd(2)], ids=["diloco", "local_sgd"])
 def test_what_no_round_exchanges_is_alike_at_the_start_and_after_a_flush(recipe):
-    ranks = run_replicas(trained, 3, recipe, 64)
-    own, begun, apart, flushed, _ = zip(*ranks, strict=True)
+    own, begun, apart, flushed, _ = zip(*run_replicas(trained, 3, recipe, 64), strict=True)
     assert not equal(own[0], own[1])
     assert all(equal(own[0], each) for each in begun)
     assert not torch.equal(apart[0]["teacher.weight"], apart[1]["teacher.weight"])
@@ -96,44 +95,34 @@ def test_what_is_alike_costs_the_bytes_of_a_fingerprint():
     assert run_replicas(bytes_of_rounds, 2, False) == run_replicas(bytes_of_rounds, 2, True)
 
 
-def with_caches_of_other_lengths(group):
+@on_replicas(2)
+def test_buffers_of_other_shapes_stay(group):
     """What ranks have grown differently, or have alone, stays theirs."""
     model = nn.Linear(2, 2)
     model.register_buffer("cache", torch.full((3 + group.rank,), float(group.rank)), persistent=False)
     if group.rank == 1:
         model.register_buffer("own", torch.ones(2), persistent=False)
     with OuterLoop(model, diloco(every=1), group):
-        return model.cache.tolist()
+        assert model.cache.tolist() == [[0.0] * 3, [1.0] * 4][group.rank]
 
 
-def test_buffers_of_other_shapes_stay():
-    assert run_replicas(with_caches_of_other_lengths, 2) == [[0.0] * 3, [1.0] * 4]
+@settings(max_examples=100)
+@given(st.sampled_from([1, 2, 3, 8, 70, 5000, 40_000]), st.integers(0, 3), st.sampled_from(DTYPES), st.data())
+def test_a_fingerprint_sees_each_bit_and_its_place_wherever_the_values_lie(length, offset, dtype, data):
+    values = (3 * torch.randn(length + offset)).to(dtype)[offset:]
+    before = fingerprint(values)
+    for same_values in values.clone(), values.reshape(1, -1).t(), torch.stack([values, values], 1)[:, 0]:
+        assert fingerprint(same_values) == before
+    other, last_bit = values.clone(), 0 if dtype == torch.bool else 8 * dtype.itemsize - 2
+    words = other.view(WORDS[dtype.itemsize])
+    words[data.draw(st.integers(0, length - 1))] ^= 1 << data.draw(st.integers(0, last_bit))
+    assert fingerprint(other) != before
+    assert torch.equal(values, values.flip(0)) or fingerprint(values.flip(0)) != before
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", SIZES)
-def test_a_fingerprint_tells_values_and_places_apart(dtype, size):
-    torch.manual_seed(0)
-    whole = torch.randint(0, 2, (size + 1,)).to(dtype)
-    x = whole[1:]
-    spread = x.repeat_interleave(2)[::2]  # of one element it counts as contiguous
-    assert fingerprint(x) == fingerprint(x.clone()) == fingerprint(x.reshape(1, -1).t()) == fingerprint(spread)
-    others = [copy.deepcopy(x) for _ in range(2)]
-    others[0][-1] = 1 - others[0][-1].to(torch.float32) if dtype != torch.bool else ~others[0][-1]
-    if 0 < int((x != 0).sum()) < size:
-        one, zero = int((x != 0).nonzero()[0]), int((x == 0).nonzero()[0])
-        others[1][[one, zero]] = others[1][[zero, one]]
-    else:
-        others.pop()
-    assert all(fingerprint(other) != fingerprint(x) for other in others)
-
-
-def beside_weights_without_values(group):
+@on_replicas(2)
+def test_frozen_weights_without_values_are_left_alone(group):
     model = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1, device="meta").requires_grad_(False)])
     with OuterLoop(model, local_sgd(1), group) as outer:
         outer.step()
-    return outer.stats().rounds
-
-
-def test_frozen_weights_without_values_are_left_alone():
-    assert run_replicas(beside_weights_without_values, 2) == [1, 1]
+    assert outer.stats().rounds == 1
