@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from hypothesis import given, settings, strategies as st
@@ -14,39 +14,20 @@ from farflung.testing.sim import run_replicas
 from tests.data.support import SizedStream, Stream, gathered, prepared, walk
 
 
-@dataclass(frozen=True)
-class Case:
-    """A loader, its settings, and the batch at which training is taken up again.
+class Case(SimpleNamespace):
+    """A loader, its settings, and the batch at which training is taken up again (`skip`).
 
-    Attributes:
-        order: `given`, `seedable`, or `generator`; ranks have generators of their own, each with another seed.
+    The order is `given`, `seedable`, or by `generator`: ranks have generators of their own, each with another seed.
     """
-
-    size: int
-    length: int
-    batch_size: int
-    data: str
-    order: str
-    split: bool
-    even: bool
-    drop_last: bool
-    dispatch: bool
-    epoch: int
-    skip: int
 
     def loader(self, group):
         """Prepare a loader that begins with the case's epoch."""
         data = {"map": range, "stream": Stream, "sized": SizedStream}[self.data](self.length)
         raw = DataLoader(data, self.batch_size, drop_last=self.drop_last, sampler=self.sampler(group.rank))
-        loader = prepared(
-            raw,
-            group,
-            split_batches=self.split,
-            even_batches=self.even,
-            dispatch_batches=self.dispatch,
-            use_seedable_sampler=self.order == "seedable",
-            data_seed=3 if self.order == "seedable" else None,
-        )
+        settings = {"split_batches": self.split, "even_batches": self.even, "dispatch_batches": self.dispatch}
+        if self.order == "seedable":
+            settings |= {"use_seedable_sampler": True, "data_seed": 3}
+        loader = prepared(raw, group, **settings)
         loader.set_epoch(self.epoch)
         return loader
 

@@ -2,6 +2,7 @@
 """Data that the script shares out by rank itself: nothing is lost with the setting, nor silently without it."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from farflung.data.shares import shares_of
 from farflung.data_loader import prepare_data_loader
 from farflung.testing.ranks import run_ranks
 from farflung.utils import DataLoaderConfiguration, set_seed
+from tests.comm.on_ranks import on_ranks
 
 LENGTH = 24
 
@@ -22,41 +24,39 @@ LENGTH = 24
 class Own(IterableDataset):
     """A stream that takes every n-th sample by rank, in an order of its epoch."""
 
-    def __init__(self, length=LENGTH):
-        self.length, self.epoch = length, 0
+    epoch = 0
 
     def set_epoch(self, epoch):
         self.epoch = epoch
 
     def __iter__(self):
-        order = random.Random(self.epoch).sample(range(self.length), self.length)
+        order = random.Random(self.epoch).sample(range(LENGTH), LENGTH)
         yield from order[dist.get_rank() :: dist.get_world_size()]
 
 
-def islice_of(length):
+class Part(IterableDataset):
     """A stream that shows nothing of its share."""
-    rank, size = dist.get_rank(), dist.get_world_size()
 
-    class Part(IterableDataset):
-        def __iter__(self):
-            return iter(range(rank, length, size))
+    def __init__(self):
+        self.numbers = range(dist.get_rank(), LENGTH, dist.get_world_size())
 
-    return Part()
+    def __iter__(self):
+        return iter(self.numbers)
 
 
 class OwnOrder:
     """A sampler that takes its part of an order by rank, or draws another order on each rank."""
 
-    def __init__(self, length=LENGTH, is_random=False):
-        self.length, self.is_random = length, is_random
+    def __init__(self, is_random=False):
+        self.is_random = is_random
 
     def __iter__(self):
         if self.is_random:
-            return iter(random.Random(dist.get_rank()).sample(range(self.length), self.length))
-        return iter(range(dist.get_rank(), self.length, dist.get_world_size()))
+            return iter(random.Random(dist.get_rank()).sample(range(LENGTH), LENGTH))
+        return iter(range(dist.get_rank(), LENGTH, dist.get_world_size()))
 
     def __len__(self):
-        return self.length // dist.get_world_size()
+        return LENGTH // dist.get_world_size()
 
 
 def epochs(accelerator, loader):
@@ -73,11 +73,9 @@ def reads_all(folder):
     whole = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(already_sharded=True))
     kinds = {
         "stream": whole.prepare(DataLoader(Own(), batch_size=4)),
-        "workers": whole.prepare(DataLoader(islice_of(LENGTH), batch_size=4)),
+        "hidden stream": whole.prepare(DataLoader(Part(), batch_size=4)),
         "sampler": whole.prepare(DataLoader(range(LENGTH), batch_size=4, sampler=OwnOrder())),
-        "torch's": whole.prepare(
-            DataLoader(range(LENGTH), batch_size=4, sampler=DistributedSampler(range(LENGTH), shuffle=True))
-        ),
+        "torch's": whole.prepare(DataLoader(range(LENGTH), 4, sampler=DistributedSampler(range(LENGTH), shuffle=True))),
     }
     plain = Accelerator(cpu=True)
     kinds["one of them"] = plain.prepare_data_loader(DataLoader(Own(), batch_size=4), already_sharded=True)
@@ -89,11 +87,11 @@ def reads_all(folder):
     whole.free_memory()
     loader = whole.prepare(DataLoader(Own(), batch_size=2))
     model = whole.prepare(nn.Linear(1, 1))
+    rest = []
     for k, batch in enumerate(loader):
         whole.backward(model(batch.float()[:, None]).sum())
         if k == 1:
             whole.save_state(folder)
-            rest = []
         elif k > 1:
             rest.append(batch.tolist())
     whole.load_state(folder)
@@ -117,13 +115,11 @@ def test_with_the_setting_each_sample_comes_once_and_a_resumed_run_goes_on(tmp_p
 
 def attempt(kind):
     """What a loader is told that shares out what is shared out already, and nobody says so."""
-    accelerator = Accelerator(cpu=True)
-    no_dispatch = DataLoaderConfiguration(dispatch_batches=False)
-    if kind in ("hidden stream", "hidden stream with workers"):
-        accelerator = Accelerator(cpu=True, dataloader_config=no_dispatch)
+    config = DataLoaderConfiguration(dispatch_batches=False if kind == "hidden stream" else None)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
     made = {
         "asks": lambda: DataLoader(Own(), batch_size=2),
-        "hidden stream": lambda: DataLoader(islice_of(LENGTH), batch_size=2),
+        "hidden stream": lambda: DataLoader(Part(), batch_size=2),
         "sampler": lambda: DataLoader(range(LENGTH), batch_size=2, sampler=OwnOrder()),
         "orders": lambda: DataLoader(range(LENGTH), batch_size=2, sampler=OwnOrder(is_random=True)),
         "torch's": lambda: DataLoader(range(LENGTH), sampler=DistributedSampler(range(LENGTH))),
@@ -152,34 +148,23 @@ class Noisy(IterableDataset):
         return iter(torch.arange(16.0) + 0.1 * torch.rand(16))
 
 
-def trains_on_noise():
+@on_ranks(2)
+def test_streams_that_differ_by_chance_are_allowed_by_saying_so():
     accelerator = Accelerator(cpu=True)
     set_seed(0, device_specific=True)
     settings = {"dispatch_batches": False, "already_sharded": False}
     loader = prepare_data_loader(DataLoader(Noisy(), batch_size=2), **settings)
-    return accelerator.gather(torch.cat(list(loader))).round().tolist()
-
-
-def test_streams_that_differ_by_chance_are_allowed_by_saying_so():
-    assert sorted(run_ranks(trains_on_noise, 2)[0]) == [float(k) for k in range(16)]
+    found = accelerator.gather(torch.cat(list(loader))).round().tolist()
+    assert sorted(found) == [float(k) for k in range(16)]
 
 
 def test_what_shows_a_share():
-    class Split:
-        def __init__(self, rank, world_size):
-            self.rank, self.world_size = rank, world_size
-
-    class OfDatasets(IterableDataset):
-        def __init__(self, split):
-            self._distributed = split
-
-        def __iter__(self):
-            return iter(())
-
-    assert shares_of(OfDatasets(Split(1, 2)), 1, 2) == "_distributed.world_size=2, _distributed.rank=1"
-    assert shares_of(OfDatasets(None), 1, 2) is None
-    assert shares_of(Split(1, 2), 1, 2) == "world_size=2, rank=1"
-    assert shares_of(Split(1, 2), 1, 4) is None  # of something else
+    half = SimpleNamespace(rank=1, world_size=2)
+    split = SimpleNamespace(_distributed=half)  # as Hugging Face's data sets
+    assert shares_of(split, 1, 2) == "_distributed.world_size=2, _distributed.rank=1"
+    assert shares_of(SimpleNamespace(_distributed=None), 1, 2) is None
+    assert shares_of(half, 1, 2) == "world_size=2, rank=1"
+    assert shares_of(half, 1, 4) is None  # of something else
     assert shares_of(Own(), 0, 2) == "its __iter__ asks for get_rank"
 
     class Inside(IterableDataset):

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from farflung.data_loader import (
     DataLoaderStateMixin,
     SkipDataLoader,
 )
-from farflung.testing.ranks import run_ranks
+from tests.comm.on_ranks import on_ranks
 from tests.data.support import prepared, world
 
 
@@ -86,17 +86,20 @@ def gone_on(make, after=2):
     return [[batch.tolist() for batch in other] for _ in range(2)]
 
 
+# torchdata uses what torch is about to drop.
+about_to_be_dropped = pytest.mark.filterwarnings("ignore:'set_vital'", "ignore:.*:DeprecationWarning:torchdata")
+numbers = partial(range, 11)
 WHOLE = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10]]
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital'")  # torchdata uses what torch is about to drop
+@about_to_be_dropped
 @pytest.mark.parametrize("kind", [DataLoaderShard, DataLoaderDispatcher])
-@pytest.mark.parametrize("data", [range, Counting])
+@pytest.mark.parametrize("data", [numbers, Counting])
 def test_a_stateful_loader_goes_on_where_its_state_was_taken(kind, data):
     made = []
 
     def make():
-        made.append(data(11) if data is range else data())
+        made.append(data())
         return kind(made[-1], batch_size=2, use_stateful_dataloader=True)
 
     assert gone_on(make) == [WHOLE[2:], WHOLE]
@@ -110,57 +113,46 @@ def test_a_loader_with_a_state_of_its_own_is_asked_for_it():
     assert read == []
 
 
+@about_to_be_dropped
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("data", [range, Counting])
+@pytest.mark.parametrize("data", [numbers, Counting])
 def test_torchdatas_loader_goes_on_where_its_state_was_taken(data, workers):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torchdata uses what torch is about to drop
-        torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
 
-        def make():
-            stream = data(11) if data is range else data()
-            return prepared(torchdata.StatefulDataLoader(stream, 2, num_workers=workers))
+    def make():
+        return prepared(torchdata.StatefulDataLoader(data(), 2, num_workers=workers))
 
-        assert gone_on(make) == [WHOLE[2:], WHOLE]
+    assert gone_on(make) == [WHOLE[2:], WHOLE]
 
 
+def check_that_another_goes_on(make):
+    """Load the state of a loader after a batch into another one, which has what is left."""
+    loader, other = make(), make()
+    batches = iter(loader)
+    next(batches)
+    other.load_state_dict(loader.state_dict())
+    assert [batch.tolist() for batch in other] == [batch.tolist() for batch in batches]
+
+
+@about_to_be_dropped
 @pytest.mark.parametrize("workers", [0, 1])
 def test_torchdatas_shuffled_loader_keeps_its_order(workers):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torchdata = pytest.importorskip("torchdata.stateful_dataloader")
-        loader, other = (
-            prepared(torchdata.StatefulDataLoader(range(11), 2, shuffle=True, num_workers=workers)) for _ in range(2)
-        )
-        batches = iter(loader)
-        next(batches)
-        other.load_state_dict(loader.state_dict())
-        assert [batch.tolist() for batch in other] == [batch.tolist() for batch in batches]
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    check_that_another_goes_on(
+        lambda: prepared(torchdata.StatefulDataLoader(range(11), 2, shuffle=True, num_workers=workers))
+    )
 
 
-def torchdatas_streams():
-    """For streams with a state and without one: what is left where a state is taken, and what a new loader has."""
-    found = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torchdata = pytest.importorskip("torchdata.stateful_dataloader")
-        for make in (lambda: Plain([]), Counting):
-            loader, other = (
-                prepared(torchdata.StatefulDataLoader(make(), 2), world(), dispatch_batches=False) for _ in range(2)
-            )
-            batches = iter(loader)
-            next(batches)
-            other.load_state_dict(loader.state_dict())
-            found.append(([batch.tolist() for batch in batches], [batch.tolist() for batch in other]))
-    return found
-
-
+@on_ranks(2)
 def test_torchdatas_loader_goes_on_in_a_share_of_a_stream():
-    for found in run_ranks(torchdatas_streams, 2):
-        assert all(rest == again for rest, again in found)
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    for stream in (partial(Plain, []), Counting):
+        check_that_another_goes_on(
+            lambda stream=stream: prepared(torchdata.StatefulDataLoader(stream(), 2), world(), dispatch_batches=False)
+        )
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital'")
+@about_to_be_dropped
 @pytest.mark.parametrize("stateful", [False, True])
 @pytest.mark.parametrize("kind", [DataLoaderShard, DataLoaderDispatcher, SkipDataLoader])
 def test_loaders_are_of_the_classes_that_scripts_ask_for(kind, stateful):
