@@ -198,8 +198,8 @@ class ElasticRun:
         """Start a replica; return its id.
 
         Args:
-            dies: a phase, the how-manieth time and maybe what happens then, as of `fail_at`.
-            damages: what it has got is changed once.
+            dies: a phase, its count and maybe what happens then, for `fail_at`.
+            damages: change what it has got once.
             moves: how far it moves in each step, downwards.
             slower: how many times as long as the others' its steps take.
             proposals: another H by the step after which it is proposed.
@@ -236,6 +236,13 @@ class ElasticRun:
             self.notes.put("stopped", member)
         elif number == signal.SIGCONT:
             self.notes.forget(member, "stopped")
+
+    def lets_back(self, member, name, steps=0):
+        """Once the others have left a stopped replica out and made so many steps, let it go on until it is back."""
+        self.until(lambda: any(f"replica {name} is out" in event for event in self.events))
+        self.go_on(steps)
+        self.signal(member, signal.SIGCONT)
+        self.until(lambda: any(f"replica {name} joined" in event for event in self.events))
 
     def close_store(self):
         """End the store, as its launcher would."""

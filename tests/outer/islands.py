@@ -53,19 +53,16 @@ class Uneven(nn.Module):
 
 
 class IslandRun:
-    """A model that an island trains, its optimizer and its outer loop.
-
-    Args:
-        wrap: `sharded`, `in_step` (DDP), or `alone`: each column has replicas of one rank.
-    """
+    """A model that an island trains, `sharded` or `in_step` by DDP, or that each rank trains `alone`, and its loop."""
 
     def __init__(self, grid, recipe, wrap="sharded", **options):
-        self.index = grid.column.rank
+        self.index, self.rounds = grid.column.rank, []
         self.bare = model = Uneven()
         self.model = model if wrap == "alone" else getattr(grid, wrap)(model)
         self.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE)
         options = {"bucket_bytes": 256, "inner": self.optimizer} | options
         self.outer = OuterLoop(model, recipe, grid.column, island=None if wrap == "alone" else grid.island, **options)
+        self.outer.listeners.append(self.rounds.append)
         self.optimizer.register_step_pre_hook(lambda *_: self.outer.average_gradients())
 
     def steps(self, *numbers):

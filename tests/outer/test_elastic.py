@@ -3,9 +3,12 @@
 
 import re
 import signal
+import time
 
+import psutil
 import pytest
 
+from farflung.comm.address import transport_at
 from farflung.comm.member_store import MemberStore
 from farflung.comm.saved_state import SavedStates
 from farflung.outer import diloco, local_sgd, streaming_diloco
@@ -49,8 +52,8 @@ def test_one_that_dies_while_it_joins_or_lets_others_in_is_left_out(address):
 
 
 def test_a_newcomer_to_a_large_model_gets_its_state_while_rounds_change_it(address):
-    options = {"expected": 2, "grace_s": 20.0, "numel": 1_100_000}  # more than what is sent at once
-    with ElasticRun(address=address, **options) as run:
+    # More than what is sent at once.
+    with ElasticRun(address=address, expected=2, grace_s=20.0, numel=1_100_000) as run:
         there = [run.start(name) for name in range(2)]
         run.until(lambda: run.joined(*there))
         late = run.start(2)
@@ -58,11 +61,6 @@ def test_a_newcomer_to_a_large_model_gets_its_state_while_rounds_change_it(addre
         said = run.finish()
         assert not wrong(said)
         assert {one["member"] for one in said if "end" in one} == {*there, late}
-
-
-def generations_of(board):
-    """The numbers of generations that have keys on a board."""
-    return set(re.findall(r"loop\d+/[a-z]+(\d+)/", "\n".join(board.list(""))))
 
 
 def test_two_die_at_once_one_is_left_and_others_come(address):
@@ -73,7 +71,8 @@ def test_two_die_at_once_one_is_left_and_others_come(address):
         run.go_on(20)
         back = [run.start(name) for name in range(1, 4)]
         run.until(lambda: run.joined(*back))
-        run.until(lambda: len(generations_of(run.board)) <= 2)  # those before have left nothing, nor have their groups
+        # Generations before have left nothing, nor have their groups.
+        run.until(lambda: len(set(re.findall(r"loop\d+/[a-z]+(\d+)/", "\n".join(run.board.list(""))))) <= 2)
         said = run.finish()
         assert not wrong(said)
         assert {one["member"] for one in said if "end" in one} == {members[0], *back}
@@ -85,10 +84,7 @@ def test_one_that_is_stopped_is_left_out_after_the_grace_and_comes_back_as_a_new
         members = [run.start(name) for name in range(3)]
         run.until(lambda: run.at(9))
         run.signal(members[2], signal.SIGSTOP)
-        run.until(lambda: any("replica 2 is out" in event for event in run.events))
-        run.go_on(12)
-        run.signal(members[2], signal.SIGCONT)
-        run.until(lambda: any("replica 2 joined" in event for event in run.events))
+        run.lets_back(members[2], 2, 12)
         said = run.finish()
         mine = [one for one in said if one["member"] == members[2] and "position" in one]
         assert not wrong([one for one in said if one["member"] != members[2]])
@@ -107,8 +103,7 @@ def newest(run):
 
 @pytest.mark.law("a-run-outlives-its-members")
 def test_one_that_is_stopped_as_it_writes_a_state_and_wakes_after_the_end_replaces_nothing(tmp_path):
-    options = {"expected": 2, "grace_s": patience(2.0), "state_every": 2}
-    with ElasticRun(address=tmp_path.as_uri(), **options) as run:
+    with ElasticRun(address=tmp_path.as_uri(), expected=2, grace_s=patience(2.0), state_every=2) as run:
         late, other = run.start(0, dies=("a state", 2, stop)), run.start(1)
         run.until(lambda: any("replica 0 is out" in event for event in run.events))
         furthest = max(one["position"] for one in list(run.said) if "position" in one)
@@ -144,31 +139,22 @@ def test_replicas_come_and_go_beside_rounds_that_overlap_with_training(address):
         run.signal(members[1], signal.SIGKILL)
         run.until(lambda: any("replica 1 is out" in event for event in run.events))
         back = run.joins(1)
-        said = run.finish(20)
-        ends = {one["member"]: (one["end"], one["weight"]) for one in said if "end" in one}
+        ends = {one["member"]: (one["end"], one["weight"]) for one in run.finish(20) if "end" in one}
         assert ends.keys() == {members[0], members[2], back}
         assert len(set(map(str, ends.values()))) == 1
 
 
 @pytest.mark.law("alike-but-unsent")
-def test_a_newcomer_begins_with_the_weights_of_the_others_where_there_is_no_anchor():
-    with ElasticRun(recipe=local_sgd(4), expected=1, grace_s=20.0) as run:
+@pytest.mark.parametrize("recipe", [local_sgd(4), diloco(4, lr=0.5, momentum=0.5)], ids=["no anchor", "momentum"])
+def test_a_newcomer_goes_on_with_the_weights_and_the_momentum_of_the_others(recipe):
+    with ElasticRun(recipe=recipe, expected=1, grace_s=20.0) as run:
         run.start(0)
         run.until(lambda: run.at(9))
         run.joins(1)
         said = run.finish()
-        assert not wrong(said)
-        assert len({one["unsaved"] for one in said if "end" in one}) == 1
-
-
-def test_a_newcomer_goes_on_with_the_momentum_of_the_others():
-    with ElasticRun(recipe=diloco(4, lr=0.5, momentum=0.5), expected=1, grace_s=20.0) as run:
-        run.start(0)
-        run.until(lambda: run.at(9))
-        run.joins(1)
-        ends = [one["weight"] for one in run.finish() if "end" in one]
-        assert len(ends) == 2
-        assert ends[0] == ends[1]
+        assert recipe.has_anchor or not wrong(said)
+        first, second = [(one["weight"], one["unsaved"]) for one in said if "end" in one]
+        assert first == second
 
 
 def test_more_than_the_most_wait_until_one_leaves():
@@ -220,3 +206,55 @@ def test_one_that_is_told_to_end_takes_part_in_a_round_before_but_does_not_wait_
         said = run.finish()
         assert {one["member"] for one in said if "end" in one} == {members[1]}
         assert not any("replica 1 is out" in event for event in run.events)
+
+
+# ---- in a bucket, and in many rounds
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [{"error_s": 2.0}, {"loses": 10}, pytest.param({"late_s": 0.3}, marks=pytest.mark.long)],
+    ids=["503", "loses", "late"],
+)
+def test_no_replica_is_lost_while_the_server_fails(bucket, s3, faults):
+    with ElasticRun(address=bucket, expected=2, grace_s=30.0) as run:
+        members = [run.start(name) for name in range(2)]
+        run.until(lambda: run.joined(*members) and run.at(3 * EVERY))
+        s3.set(**faults)
+        time.sleep(faults.get("error_s", 0))
+        reached = max(one.get("position", 0) for one in list(run.said))
+        run.until(lambda: run.at(reached + 3 * EVERY), 60.0)
+        s3.set()
+        said = run.finish()
+    assert not wrong(said)
+    assert not any(one.get("lost") for one in said)
+    assert {one["member"] for one in said if "end" in one} == set(members)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["folder", "bucket"])
+def test_nothing_grows_in_three_hundred_rounds(kind, tmp_path, request):
+    address = tmp_path.as_uri() if kind == "folder" else request.getfixturevalue("bucket")
+    objects = transport_at(address).board
+    counts, figures = [], []
+
+    def look(process):
+        counts.append(len(objects.list("")))
+        with process.oneshot():
+            figures.append((process.num_fds(), process.num_threads(), process.memory_info().rss / 1e6))
+
+    with ElasticRun(address=address, expected=2, grace_s=30.0, step_s=0.0) as run:
+        members = [run.start(name) for name in range(2)]
+        process = psutil.Process(run.processes[members[0]].pid)
+        for rounds in range(50, 301, 50):
+            run.until(lambda rounds=rounds: run.at(rounds * EVERY), 120.0)
+            for _ in range(5):
+                look(process)
+        assert not wrong(run.finish())
+    assert max(counts) <= 110
+    assert max(counts[5:10]) + 20 >= max(counts[-5:])
+    before, after = (tuple(map(max, zip(*rows, strict=True))) for rows in (figures[5:10], figures[-5:]))
+    assert after[0] <= before[0] + 8  # connections that are kept
+    assert after[1] <= before[1] + 8
+    assert after[2] <= before[2] * 1.1 + 10
+    print(f"objects {max(counts)}, files, threads and MB {before} -> {after}")

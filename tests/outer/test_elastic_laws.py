@@ -2,18 +2,23 @@
 """What members decide in one store, without processes: who may give state, who is let in, and how each wait ends."""
 
 import signal
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
 from farflung.base.errors import ConfigError, RankFailure
 from farflung.base.events import Event, Kind
+from farflung.comm import member_store
 from farflung.comm.c10d_transport import C10dTransport
+from farflung.comm.group import SoloGroup
 from farflung.comm.member_store import Ask, LauncherNotes, MemberStore, Post, Record, encode
+from farflung.comm.transport import Entered
 from farflung.outer import diloco
 from farflung.outer.ballot import odd_among
 from farflung.outer.elastic import Elastic
+from farflung.outer.generation_watch import GenerationWatch
 from farflung.outer.membership import Needs
 from farflung.outer.peers import Peers
 from farflung.outer.settlement import _late_facts, settle
@@ -21,6 +26,7 @@ from farflung.process.sockets import serve_store
 from farflung.testing.patience import patience
 from tests.faults import stop
 from tests.outer.elastic_run import EVERY, ElasticRun, wrong
+from tests.waits import until
 
 GRACE_S = 0.1
 TENSORS = ("weight float32 [2, 3]",)
@@ -38,7 +44,7 @@ class Members:
         self.transport = C10dTransport(serve_store("127.0.0.1", 0, wait_for_workers=False))
         self.notes = LauncherNotes(self.transport.board)
         self.board = MemberStore(self.transport.board.part("loop1"))
-        self.record, self._running = record, []
+        self.record = record
         if record is not None:
             self.board.board.put("generation/0", b"forgotten")  # as were those before it
             self.board.board.put(f"generation/{record.number}", encode(record))
@@ -53,33 +59,17 @@ class Members:
 
     def runs(self, act):
         """Call `act` on a thread; return a function that waits for it and returns its result."""
-        found = []
-
-        def run():
-            try:
-                found.append(act())
-            except Exception as error:
-                found.append(error)
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-
-        def result():
-            thread.join(60)
-            (one,) = found
-            if isinstance(one, Exception):
-                raise one
-            return one
-
-        return result
+        return partial(ThreadPoolExecutor(1).submit(act).result, 60)
 
     def told(self, words):
         """Wait until a line was told."""
-        deadline, lines = time.monotonic() + 60, []
-        while not any(words in line for line in lines):
-            assert time.monotonic() < deadline, lines
-            lines += map(str, self.notes.receive())
-            time.sleep(0.01)
+        lines = []
+
+        def is_told():
+            lines.extend(map(str, self.notes.receive()))
+            return any(words in line for line in lines)
+
+        until(is_told, lambda: str(lines))
 
 
 def settled(member, has_state):
@@ -115,22 +105,20 @@ def test_newcomers_wait_for_the_one_that_alone_has_state(end):
 
 @pytest.mark.law("no-member-without-state-gives-state")
 def test_members_of_a_first_generation_that_never_came_are_not_waited_for():
-    members = Members(Record(1, 1, (1, 2), began=1), ready=(2,))
-    assert settled(members.member(2), False).ids == (2,)
+    assert settled(Members(Record(1, 1, (1, 2), began=1), ready=(2,)).member(2), False).ids == (2,)
 
 
-@pytest.mark.parametrize("launcher", ["alive", "none"])
-def test_who_asks_while_another_one_begins_waits_for_it_if_its_launcher_looks_after_it(launcher):
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_who_asks_while_another_one_begins_waits_for_it_if_its_launcher_looks_after_it(is_alive):
     members = Members(Record(1, 1, (1,), began=1))
-    if launcher == "alive":
+    if is_alive:
         members.notes.put("machine", 1, "node1:7")
         members.notes.beat("node1:7", 600.0)
     result = members.runs(lambda: asked(Elastic(members.transport, 2, grace_s=600.0)))
-    while launcher == "alive" and not members.board.asks():
-        time.sleep(0.01)
-    together = launcher == "alive" and members.board.append(Record(2, 1, (1, 2), (2,)))
-    assert result().ids == ((1, 2) if together else (2,))
-    assert together == (launcher == "alive")
+    if is_alive:
+        until(members.board.asks)
+        assert members.board.append(Record(2, 1, (1, 2), (2,)))
+    assert result().ids == ((1, 2) if is_alive else (2,))
 
 
 @pytest.mark.law("every-wait-has-an-end-and-a-line")
@@ -166,8 +154,7 @@ def test_one_that_is_not_like_the_members_is_not_let_in_and_one_with_other_versi
     other = members.member(3)
     other._versions = {**other._versions, "torch": "2.6.0"}
     results.append(members.runs(lambda: asked(other)))
-    while len(members.board.asks()) < 2:
-        time.sleep(0.01)
+    until(lambda: len(members.board.asks()) == 2)
     assert member.is_awaited(needs(True))
     assert member._next(needs(True, admits=True)).ids == (1, 3)
     why = (
@@ -252,9 +239,7 @@ def test_a_newcomer_waits_for_a_stopped_member_that_alone_has_what_was_trained()
 def test_of_two_replicas_one_that_stops_in_a_round_has_closed_no_other_one_than_its_peer(phase, address):
     with ElasticRun(address=address, expected=2, grace_s=patience(0.5)) as run:
         first, second = run.start(0), run.start(1, dies=(phase, 5, stop))
-        run.until(lambda: any("replica 1 is out" in event for event in run.events))
-        run.signal(second, signal.SIGCONT)
-        run.until(lambda: any("replica 1 joined" in event for event in run.events))
+        run.lets_back(second, 1)
         said = run.finish()
         rounds = [
             {one["round"]: one["ranks"] for one in said if one["member"] == me and "round" in one}
@@ -262,3 +247,61 @@ def test_of_two_replicas_one_that_stops_in_a_round_has_closed_no_other_one_than_
         ]
         assert all(rounds[0][number] == ranks for number, ranks in rounds[1].items())
         assert not wrong([one for one in said if one["member"] == first])
+
+
+# ---- what ends a wait for another replica: the silence of its machine, values that do not come, and that it is late
+
+
+@pytest.fixture
+def waiting():
+    """A member that waits in a generation with another one, whose launcher has given a sign; and its watch."""
+    peers = Peers(C10dTransport(serve_store("127.0.0.1", 0, wait_for_workers=False)), "loop1", 3.0)
+    peers.notes.put("name", 2, "replica 1")
+    peers.notes.put("machine", 2, "node1")
+    peers.notes.beat("node1", 0.05)
+    peers.record = record = Record(1, 1, (1, 2))
+    assert peers.members.append(record)
+    watch, place = GenerationWatch(peers, 1, SoloGroup(), record, 1.0), Entered("c0#7", 125_000)
+    watch.look(place, 2.0)
+    return peers, watch, lambda waited_s: watch.look(place, waited_s)
+
+
+def test_who_waits_for_a_machine_that_is_gone_hears_of_it_even_if_its_member_had_come(waiting, monkeypatch):
+    monkeypatch.setattr(member_store, "_LEAST_LOST_S", 0.2)
+    peers, _, look = waiting
+    peers.members.put(1, "wait0", 2, "c0#7")
+    time.sleep(0.3)
+    peers.notes.beat("node1", 0.05)
+    look(2.0)
+    time.sleep(0.3)
+    with pytest.raises(RankFailure, match="replica 1: its machine gave no sign for"):
+        look(2.0)
+
+
+def test_who_waits_for_values_that_do_not_come_gives_up_after_the_grace_and_their_time_on_a_slow_line(waiting):
+    peers, _, look = waiting
+    peers.members.put(1, "wait0", 2, "c0#7")
+    look(3.9)  # at 1 Mbit/s they take a second
+    with pytest.raises(RankFailure, match=r"no values came for 4\.1 s, though all wait for them"):
+        look(4.1)
+
+
+def test_a_line_that_was_faster_leaves_values_less_time_and_a_slower_one_more(waiting):
+    peers, watch, look = waiting
+    peers.members.put(1, "wait0", 2, "c0#7")
+    watch.note_end(Entered("c0#5", 1_250_000), 20.0)
+    look(22.9)
+    watch.note_end(Entered("c0#5", 12_500_000), 1.0)  # 100 Mbit/s, so 10 times longer is 0.1 s
+    watch.note_end(Entered("c0#6", 100), 1.0)  # says nothing of the line
+    look(3.05)
+    with pytest.raises(RankFailure, match="no values came"):
+        look(3.15)
+
+
+def test_who_waits_for_one_that_is_elsewhere_gives_up_after_the_grace(waiting):
+    peers, _, look = waiting
+    peers.members.put(1, "wait0", 2, "c0#6")
+    look(2.9)
+    with pytest.raises(RankFailure, match="replica 1: late by more than 3 s"):
+        look(3.1)
+    assert peers.cause(2, 0.0) == "it was late by more than 3 s"

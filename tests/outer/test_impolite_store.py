@@ -134,11 +134,7 @@ def check_steps(mine, moves):
 
 
 def check_sentence(error, said, folder, has_state):
-    """An error names a cause and a remedy, and where the state is that this one and the others have had.
-
-    Args:
-        has_state: a round of this replica has landed, so there is something to keep.
-    """
+    """An error names a cause and a remedy, and where the state is, if a round of this replica has landed."""
     assert re.search(
         f"{REMEDIES}|status code|InternalError|internal error|reduce your request rate|have vanished", error
     ), error

@@ -2,6 +2,7 @@
 """The outer loop where a replica is an island of several ranks: shards of it, or copies that DDP keeps in step."""
 
 import copy
+import itertools
 import math
 import warnings
 from dataclasses import replace
@@ -40,13 +41,12 @@ BY_VALUE |= {"streaming_diloco fp32"}
 
 def every_recipe():
     grid, outcomes = Grid(), {}
-    for name in ALL:
-        for wrap in ("alone", "sharded", "in_step"):
-            run = IslandRun(grid, ALL[name], wrap).steps(*range(1, 8))
-            run.outer.flush()
-            stats = run.outer.stats()
-            outcomes[name, wrap] = run.values(), (stats.rounds, stats.drift_norm, stats.cosine)
-            run.outer.close()
+    for name, wrap in itertools.product(ALL, ("alone", "sharded", "in_step")):
+        run = IslandRun(grid, ALL[name], wrap).steps(*range(1, 8))
+        run.outer.flush()
+        stats = run.outer.stats()
+        outcomes[name, wrap] = run.values(), (stats.rounds, stats.drift_norm, stats.cosine)
+        run.outer.close()
     return outcomes
 
 
@@ -66,16 +66,15 @@ def test_islands_of_shards_or_of_ddp_are_replicas_bit_by_bit_under_every_recipe(
             assert all(torch.allclose(value, alone[key], atol=1e-5) for key, value in values[0].items())
 
 
-def the_same_in_threads(group, name, kind, shards):
-    return replica(group.across(shards), name, kind, island=group.split(shards))
-
-
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.* a round was dropped")
 @pytest.mark.law("islands-are-replicas")
 @pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, size, kind in CASES if size == 2])
 def test_islands_that_train_alike_leave_the_traces_of_replicas(name, kind):
-    digests, _, rounds = zip(*run_replicas(the_same_in_threads, 4, name, kind, 2), strict=True)
+    def as_islands(group):
+        return replica(group.across(2), name, kind, island=group.split(2))
+
+    digests, _, rounds = zip(*run_replicas(as_islands, 4), strict=True)
     trace = of_recipe(name, 2, kind)
     assert list(digests[::2]) == list(digests[1::2]) == trace["digests"]
     assert rounds[0] == rounds[1] == trace["rounds"]
@@ -83,10 +82,9 @@ def test_islands_that_train_alike_leave_the_traces_of_replicas(name, kind):
 
 def resumed(grid, recipe):
     """Train for six steps, and from the third one on once more."""
-    run = IslandRun(grid, recipe).steps(1, 2, 3)
+    run, again = IslandRun(grid, recipe).steps(1, 2, 3), IslandRun(grid, recipe)
     state, moments = run.outer.state_dict(), copy.deepcopy(run.optimizer.state_dict())
     run.steps(4, 5, 6)
-    again = IslandRun(grid, recipe)
     again.outer.load_state_dict(state)
     again.optimizer.load_state_dict(moments)
     again.steps(4, 5, 6)
@@ -114,8 +112,7 @@ def evaluated(grid, recipe):
 
 def with_a_nan(grid, recipe, wrap):
     """Let one rank have a value that is not finite after the second step; return what becomes of it."""
-    run, rounds = IslandRun(grid, recipe, wrap), []
-    run.outer.listeners.append(rounds.append)
+    run = IslandRun(grid, recipe, wrap)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(1, 5):
@@ -130,29 +127,27 @@ def with_a_nan(grid, recipe, wrap):
                     if local(parameter).isnan().any():
                         local(parameter).copy_(value)
     run.outer.close()
-    dropped = [one.number for one in rounds if one.dropped]
-    return dropped, [one.weights for one in rounds], run.values(), [str(one.message) for one in caught]
+    dropped = [one.number for one in run.rounds if one.dropped]
+    return dropped, [one.weights for one in run.rounds], run.values(), [str(one.message) for one in caught]
 
 
 def weighed_by_items(grid, items):
     """Return how much each island counts whose ranks have done so many items."""
-    run, rounds = IslandRun(grid, replace(local_sgd(1), weigh_by="items")), []
-    run.outer.listeners.append(rounds.append)
+    run = IslandRun(grid, replace(local_sgd(1), weigh_by="items"))
     run.outer.step(items=items[dist.get_rank()])
     run.outer.detach()
-    return rounds[0].weights
+    return run.rounds[0].weights
 
 
 def by_time(grid, speeds, steps):
     """Train by clocks that differ within an island; return the rounds of whoever comes to the end."""
     now = [0.0]
-    run, rounds = IslandRun(grid, edit(seconds=10), clock=lambda: now[0]), []
-    run.outer.listeners.append(rounds.append)
+    run = IslandRun(grid, edit(seconds=10), clock=lambda: now[0])
     for step in range(steps[grid.column.rank]):
         now[0] += speeds[dist.get_rank()]
         run.steps(step)
     run.outer.close()
-    return [(one.step, one.weights) for one in rounds]
+    return [(one.step, one.weights) for one in run.rounds]
 
 
 def of_odd_grids(grid):
@@ -198,17 +193,15 @@ def test_a_run_over_shards_goes_on_from_the_middle_of_a_round_with_the_same_bits
 def test_evaluations_in_between_change_no_bit_and_see_what_is_agreed_on(cases):
     for case in cases:
         assert all(same(first, second) for first, second, _ in case["evaluated"])
-    for outputs in zip(*(case["evaluated"][2][2] for case in cases), strict=True):
-        assert all(torch.equal(outputs[0], other) for other in outputs)
+        assert all(map(torch.equal, case["evaluated"][2][2], cases[0]["evaluated"][2][2]))
 
 
 def test_a_value_of_one_rank_that_is_not_finite_counts_for_its_whole_island(cases):
     for case in cases:
-        by_diloco, by_edit = case["nan"][:2], case["nan"][2:]
-        for dropped, _, _, warned in (*by_diloco, case["nan, eager"]):
+        for dropped, _, _, warned in (*case["nan"][:2], case["nan, eager"]):
             assert dropped == [1]
             assert "the weights of island 0 are not finite" in warned[0]
-        for dropped, weights, _, _ in by_edit:
+        for dropped, weights, _, _ in case["nan"][2:]:  # by `edit`
             assert not dropped
             assert weights[0] == (0, 1)
         assert all(same(one[2], other[2]) for one, other in zip(case["nan"], cases[0]["nan"], strict=True))
@@ -219,11 +212,11 @@ def test_an_island_counts_by_the_items_of_all_its_ranks(cases):
 
 
 def test_a_round_by_time_begins_when_the_furthest_clock_of_an_island_says_so(cases):
-    first, second = cases[0]["by time"], cases[2]["by time"]
+    first, again, second, also = (case["by time"] for case in cases)
+    assert (again, also) == (first, second)
     assert [step for step, _ in first] == [4, 8]  # at 3 seconds a step, as rank 1 counts
     assert [step for step, _ in second] == [5, 10]
     assert [weights for _, weights in first] == [weights for _, weights in second]
-    assert (cases[1]["by time"], cases[3]["by time"]) == (first, second)
 
 
 def test_models_that_are_not_sharded_over_the_island_are_refused(cases):

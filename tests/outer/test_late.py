@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A replica that was late comes back with its own steps, unless the others may have applied a part of them."""
 
-import signal
-
 import pytest
 import torch
 from torch import nn
@@ -33,11 +31,7 @@ def counted(said, first, member):
 
 
 def check_each_round(said, moves):
-    """Check that each round moved the anchor by the mean of what its members did.
-
-    Args:
-        moves: of each replica in a step, by id; the first one took part in all rounds.
-    """
+    """Check that rounds moved the anchor by the mean of their members' `moves` in a step; the first is in all."""
     first, anchor = min(moves), START
     mine = [one for one in said if one["member"] == first]
     weights = {one["position"]: one["weight"] for one in mine if "position" in one}
@@ -53,12 +47,8 @@ def test_the_steps_of_a_stopped_replica_count_in_the_next_round(phase, address):
     """It is stopped before the others have got any of its values, or once all know that they have all of them."""
     at = 4 * EVERY + 2 if phase == "local step" else 5
     with ElasticRun(address=address, expected=2, grace_s=patience(1.0)) as run:
-        first = run.start(0)
-        late = run.start(1, dies=(phase, at, stop), moves=3)
-        run.until(lambda: any("replica 1 is out" in event for event in run.events))
-        run.go_on(3 * EVERY)
-        run.signal(late, signal.SIGCONT)
-        run.until(lambda: any("replica 1 joined" in event for event in run.events))
+        first, late = run.start(0), run.start(1, dies=(phase, at, stop), moves=3)
+        run.lets_back(late, 1, 3 * EVERY)
         run.until(lambda: any(one.get("generation", 0) > 2 for one in list(run.said) if one["member"] == late))
         said = run.finish()
         stats = {one["member"]: one["stats"] for one in said if "end" in one}
@@ -72,11 +62,8 @@ def test_the_steps_of_a_stopped_replica_count_in_the_next_round(phase, address):
 @pytest.mark.parametrize(("phase", "address"), in_turn(["arrival", "confirmation"]), indirect=["address"])
 def test_steps_that_others_may_have_applied_are_not_sent_again(phase, address):
     with ElasticRun(address=address, expected=2, grace_s=patience(1.0)) as run:
-        first = run.start(0)
-        late = run.start(1, dies=(phase, 5, stop), moves=3)
-        run.until(lambda: any("replica 1 is out" in event for event in run.events))
-        run.signal(late, signal.SIGCONT)
-        run.until(lambda: any("replica 1 joined" in event for event in run.events))
+        first, late = run.start(0), run.start(1, dies=(phase, 5, stop), moves=3)
+        run.lets_back(late, 1)
         said = run.finish()
         stats = {one["member"]: one["stats"] for one in said if "end" in one}
         assert stats.keys() == {first, late}
@@ -86,13 +73,10 @@ def test_steps_that_others_may_have_applied_are_not_sent_again(phase, address):
 
 
 def test_late_replicas_agree_with_the_others_where_rounds_overlap_with_training():
-    with ElasticRun(
-        recipe=streaming_diloco(8, 2, delay=2, lr=1.0, momentum=0.0), expected=2, grace_s=patience(0.5)
-    ) as run:
+    recipe = streaming_diloco(8, 2, delay=2, lr=1.0, momentum=0.0)
+    with ElasticRun(recipe=recipe, expected=2, grace_s=patience(0.5)) as run:
         first, late = run.start(0), run.start(1, dies=("local step", 20, stop), moves=3)
-        run.until(lambda: any("replica 1 is out" in event for event in run.events))
-        run.signal(late, signal.SIGCONT)
-        run.until(lambda: any("replica 1 joined" in event for event in run.events))
+        run.lets_back(late, 1)
         ends = {one["member"]: str(one["weight"]) for one in run.finish(20) if "end" in one}
         assert ends.keys() == {first, late}
         assert len(set(ends.values())) == 1
@@ -115,17 +99,7 @@ def test_with_rounds_by_time_a_replica_three_times_slower_is_never_late(tmp_path
 # ---- without processes
 
 
-def left_out(members, after):
-    """Whether member 2 of generation 1, with an open round of vote 5, knows that nobody has applied any of it.
-
-    Args:
-        after: the generations that followed.
-    """
-    for record in after:
-        assert members.board.append(record)
-    return members.member(2)._know_unapplied([5])
-
-
+# The generations after the first one, in which member 2 had a round of vote 5 open; if it knows that none is applied.
 OUT = {
     "nothing applied": ([Record(2, 1, (1,), common={5: 0})], True),
     "the vote never came": ([Record(2, 1, (1,)), Record(3, 1, (1, 4), (4,), past=9)], True),
@@ -143,16 +117,16 @@ OUT = {
 @pytest.mark.law("late-is-not-lost")
 @pytest.mark.parametrize("case", OUT)
 def test_one_that_was_left_out_knows_from_the_records_whether_others_have_applied_its_values(case):
-    after, expected = OUT[case]
-    assert left_out(Members(Record(1, 1, (1, 2))), after) is expected
+    (after, expected), members = OUT[case], Members(Record(1, 1, (1, 2)))
+    assert all(map(members.board.append, after))
+    assert members.member(2)._know_unapplied([5]) is expected
 
 
 @pytest.mark.law("every-wait-has-an-end-and-a-line")
 def test_one_that_was_stopped_while_others_were_let_in_finds_that_it_was_left_out():
     members = Members(Record(1, 1, (1, 2)))
     member = members.member(2)
-    for record in (Record(2, 1, (1, 2, 4), (4,), past=5), Record(3, 1, (1, 4))):
-        assert members.board.append(record)
+    assert all(map(members.board.append, OUT["a newcomer came before the vote"][0]))
     with pytest.raises(RankFailure, match="have entered a later generation without this replica"):
         member.enter(needs(True, admits=True))
 
@@ -192,8 +166,7 @@ def test_what_is_kept_is_the_way_from_the_anchor(dtype, codec):
 
 @pytest.mark.parametrize("keeps", [False, True])
 def test_what_error_feedback_holds_goes_with_the_steps(keeps):
-    model = Weights()
-    with OuterLoop(model, sparse_loco(2), SoloGroup()) as outer:
+    with OuterLoop(Weights(), sparse_loco(2), SoloGroup()) as outer:
         (fragment,) = outer._rounds.replica.fragments
         (residual,) = fragment.weights.rows()["residual"]
         residual.fill_(3.0)

@@ -38,8 +38,7 @@ def trained(recipes, layout, made):
     for name, recipe in recipes.items():
         run = ParallelRun(recipe, layout, made).steps(*range(1, 8))
         run.outer.flush()
-        norms = [(one.norms, one.norm) for one in run.rounds]
-        outcomes[name] = run.values(), norms, run.outer.stats()
+        outcomes[name] = run.values(), [(one.norms, one.norm) for one in run.rounds], run.outer.stats()
         run.outer.detach()
     return outcomes
 
@@ -88,14 +87,10 @@ def test_lossy_codecs_and_their_error_feedback_are_those_of_replicas_of_one_rank
 
 def bytes_and_parts(layout):
     run = ParallelRun(local_sgd(2), layout).steps(1, 2, 3, 4)
-    stats = run.outer.stats()
+    stats, trained = run.outer.stats(), [p for p in run.model.parameters() if p.requires_grad]
     run.outer.detach()
-    trained = [p for p in run.model.parameters() if p.requires_grad]
-    return (
-        stats.bytes_sent / stats.rounds,
-        8 * sum(local(p).numel() for p in trained),
-        list(map(num_parts, trained)),
-    )
+    held = 8 * sum(local(p).numel() for p in trained)
+    return stats.bytes_sent / stats.rounds, held, list(map(num_parts, trained))
 
 
 @pytest.mark.law("stated-bytes")

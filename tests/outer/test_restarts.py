@@ -67,11 +67,7 @@ def count(pipe, place, folder, member, variables, step_s, *_):
 
 
 def kept(said, starts):
-    """Return how often each sample was trained on, and the rows that the model must have, by what members have said.
-
-    Args:
-        starts: the members of each start of the run.
-    """
+    """Return how often each sample counted, and the model's rows, by what the members of all `starts` have said."""
     begun = [min(one["joined"] for one in said if one["member"] in members and "joined" in one) for members in starts]
     counts, rows = Counter(), torch.zeros(SAMPLES)
     for number, members in enumerate(starts):

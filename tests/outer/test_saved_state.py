@@ -8,6 +8,8 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from farflung.base.errors import ConfigError, RankFailure, Unreachable
 from farflung.comm import board as board_module
 from farflung.comm.address import transport_at
 from farflung.comm.board import Log
+from farflung.comm.c10d_transport import PATIENCE_S
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup
 from farflung.comm.member_store import LauncherNotes, MemberStore, Record
@@ -35,6 +38,8 @@ from tests.errors import error_of
 from tests.outer.elastic_run import EVERY, ElasticRun, wrong
 from tests.outer.replicas import same, shift, values
 
+LOST, UNREACHABLE = (Mock(side_effect=one) for one in (RankFailure("a test"), Unreachable("no more disk")))
+RECIPE = diloco(4, lr=1.0, momentum=0.5)
 TREE = {
     "place": {"position": 3, "due": []},
     "0": {"a": torch.arange(5.0), "b": [torch.ones(2, 3).bfloat16(), (1, None)]},
@@ -45,6 +50,14 @@ TREE = {
 def board(request, tmp_path):
     address = tmp_path.as_uri() if request.param == "folder" else request.getfixturevalue("bucket")
     return transport_at(address).board.part("loop1")
+
+
+@pytest.fixture
+def address_here(tmp_path, monkeypatch):
+    """The address of a run in a folder in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    return (tmp_path / "run").as_uri()
 
 
 def saved(name, ranks=1):
@@ -115,18 +128,19 @@ def test_a_damaged_part_is_never_taken(board, change):
         states.read(next(states.newest()), 0)
 
 
-def trained(place, recipe, steps, model=None, logs=(), **options):
-    """Train one replica that moves by -1 in each step, as if its process ended afterwards; return its loop.
+def pulled(address, folder):
+    """The weights in the newest state at an address."""
+    pull(address, folder / "x.safetensors")
+    return load_file(folder / "x.safetensors")
 
-    Args:
-        place: an address, or how replicas meet there.
-    """
+
+def trained(place, recipe, steps, model=None, logs=(), **options):
+    """Train a replica that moves by -1 in each step, as if its process ended afterwards; return its loop and its id."""
     transport = transport_at(place) if isinstance(place, str) else place
     member = LauncherNotes(transport.board).enroll("replica")
-    model = model or nn.Linear(3, 2)
     membership = Elastic(transport, member, grace_s=5.0, state_every=2)
     membership.keep_logs(logs, lambda value: (int(value), 0))
-    outer = OuterLoop(model, recipe, membership=membership, **options)
+    outer = OuterLoop(model or nn.Linear(3, 2), recipe, membership=membership, **options)
     step(outer, steps)
     return outer, member
 
@@ -141,34 +155,37 @@ def step(outer, steps):
             task.result()
 
 
+def kill(outer, member, address):
+    LauncherNotes(transport_at(address).board).note_end(member, "killed")
+    outer._quorum.free(reusable=False)
+
+
 @pytest.mark.law("a-run-outlives-its-members")
 @pytest.mark.parametrize("damage", [False, True])
 def test_replicas_that_begin_when_all_have_died_go_on_from_the_newest_state_that_is_whole(tmp_path, damage):
-    address, notes = tmp_path.as_uri(), LauncherNotes(transport_at(tmp_path.as_uri()).board)
-    slots = Log(notes.board, "data/0/epochs")
+    address, logs = tmp_path.as_uri(), ["data/0/epochs"]
+    notes = LauncherNotes(transport_at(address).board)
+    slots = Log(notes.board, *logs)
     assert slots.append(0, b"1")
-    outer, member = trained(address, diloco(4, lr=1.0, momentum=0.5), 9, logs=["data/0/epochs"])
+    outer, member = trained(address, RECIPE, 9, logs=logs)
     anchor = [chunk.clone() for chunk in outer._rounds.replica.fragments[0].weights.rows()["anchor"]]
     assert slots.append(1, b"2")
     step(outer, 4)
-    notes.note_end(member, "killed")
-    outer._quorum.free(reusable=False)
+    kill(outer, member, address)
     states = SavedStates(notes.board.part("loop1"))
     assert [one.position for one in states.newest()] == [12, 8]
     if damage:
         key = f"loop1/state/{next(states.newest()).name}/0/0"
         notes.board.put(key, notes.board.get(key)[:-1] + b"?")
     notes.receive()
-    again, _ = trained(address, diloco(4, lr=1.0, momentum=0.5), 0, nn.Linear(3, 2), ["data/0/epochs"])
+    again, _ = trained(address, RECIPE, 0, logs=logs)
     assert (again.position, again.is_newcomer) == ((8 if damage else 12), True)
     found = again._rounds.replica.fragments[0].weights.rows()["anchor"]
     assert not damage or all(map(torch.equal, found, anchor))
     assert slots.last()[1] == b"1"
-    told = [*map(str, notes.receive())]
-    assert any(
-        re.search(rf"training continues with 1 replica from the state at step {again.position}, ", one) for one in told
-    )
-    assert any("is damaged" in one for one in told) == damage
+    told = "\n".join(map(str, notes.receive()))
+    assert f"training continues with 1 replica from the state at step {again.position}, " in told
+    assert ("is damaged" in told) == damage
     again.close()
     with pytest.raises(Exception, match="The run has ended"):
         trained(address, diloco(4), 0)
@@ -187,9 +204,7 @@ def test_the_weights_of_a_run_can_be_pulled_while_it_trains_and_when_it_has_ende
     kinds = {name: (x.shape, x.dtype) for name, x in model.state_dict().items()}
     assert {name: (x.shape, x.dtype) for name, x in load_file(tmp_path / "x.safetensors").items()} == kinds
     outer.close()
-    pull(address, tmp_path / "y.safetensors")
-    ended = load_file(tmp_path / "y.safetensors")
-    assert all(torch.equal(ended[name], x) for name, x in model.state_dict().items())
+    assert same(pulled(address, tmp_path), model.state_dict())
 
 
 def test_what_is_no_address_of_a_run_can_not_be_pulled_from(tmp_path):
@@ -202,7 +217,7 @@ def test_what_is_no_address_of_a_run_can_not_be_pulled_from(tmp_path):
 def test_a_state_that_can_not_be_written_is_written_after_the_next_round_and_a_line_says_so(tmp_path, caplog):
     outer, _ = trained(tmp_path.as_uri(), diloco(4), 1)
     saver = outer._quorum.membership.saver
-    write, saver._states.write = saver._states.write, unreachable
+    write, saver._states.write = saver._states.write, UNREACHABLE
     step(outer, 3)
     assert "The state at step 4 was not written: no more disk" in caplog.text
     saver._states.write = write
@@ -211,15 +226,9 @@ def test_a_state_that_can_not_be_written_is_written_after_the_next_round_and_a_l
     outer.close()
 
 
-def unreachable(*_):
-    raise Unreachable("no more disk")
-
-
 @pytest.mark.law("a-run-outlives-its-members")
-def test_where_the_address_is_gone_the_state_lies_here_and_a_run_can_go_on_with_it(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run").mkdir()
-    outer, member = trained((tmp_path / "run").as_uri(), diloco(4, lr=1.0, momentum=0.5), 9)
+def test_where_the_address_is_gone_the_state_lies_here_and_a_run_can_go_on_with_it(address_here, tmp_path):
+    outer, _ = trained(address_here, RECIPE, 9)
     membership = outer._quorum.membership
     membership.peers.members.board = membership.peers.members.board.patient(0)
     (tmp_path / "run").rename(tmp_path / "away")
@@ -228,8 +237,8 @@ def test_where_the_address_is_gone_the_state_lies_here_and_a_run_can_go_on_with_
         outer._quorum.run(lambda: membership.lost(RankFailure("a test")))
     where = re.search(r"--meet (\S+),", str(failed.value))[1]
     with pytest.raises(ConfigError, match="the run alone has bias float32"):
-        trained(where, diloco(4, lr=1.0, momentum=0.5), 0, nn.Linear(3, 2, bias=False))
-    again, _ = trained(where, diloco(4, lr=1.0, momentum=0.5), 0, nn.Linear(3, 2))
+        trained(where, RECIPE, 0, nn.Linear(3, 2, bias=False))
+    again, _ = trained(where, RECIPE, 0)
     rows = [one._rounds.replica.fragments[0].weights.rows()["anchor"] for one in (outer, again)]
     assert all(map(torch.equal, *rows))
     assert again.position == 8
@@ -244,7 +253,7 @@ def test_a_replica_whose_run_was_begun_again_by_others_keeps_its_state_and_ends(
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
     root = transport_at(address)
-    outer, _ = trained(root.of_run(b"{}"), diloco(4, lr=1.0, momentum=0.5), 9)
+    outer, _ = trained(root.of_run(b"{}"), RECIPE, 9)
     root.board.delete(*(root.board.list("") if deletes else ["run"]))
     root.board.put("run", b'{"in": "run-00000000"}')
     there = set(root.board.list("run-00000000/"))
@@ -263,27 +272,28 @@ def test_one_that_waits_to_join_a_run_that_others_have_begun_again_ends(tmp_path
         trained(run, diloco(4), 0)
 
 
+def leave(outer):
+    """End as its process would that is asked to."""
+    outer._leaving.leave = lambda: None
+    outer._leave_after_a_round(outer._leaving)
+
+
 @pytest.mark.parametrize("act", ["end", ValueError, KeyboardInterrupt])
 def test_a_lone_replica_that_is_asked_to_end_or_fails_leaves_its_newest_state(tmp_path, act):
     """A run of one that trained to step 12 begins again there, as if nobody had stopped it."""
-    outer, _ = trained(tmp_path.as_uri(), diloco(4, lr=1.0, momentum=0.5), 4)
-    saver = outer._quorum.membership.saver
-    saver._every = 100  # so that no other state is due
+    address = tmp_path.as_uri()
+    outer, _ = trained(address, RECIPE, 4)
+    outer._quorum.membership.saver._every = 100  # so that no other state is due
     step(outer, 7 if act == "end" else 9)
-    outer._leaving.leave = lambda: None
-    if act == "end":
-        outer._leave_after_a_round(outer._leaving)
-    else:
-        outer.__exit__(act, act("a test"), None)
-    again, _ = trained(tmp_path.as_uri(), diloco(4, lr=1.0, momentum=0.5), 0, nn.Linear(3, 2))
+    leave(outer) if act == "end" else outer.__exit__(act, act("a test"), None)
+    again, _ = trained(address, RECIPE, 0)
     assert again.position == (11 if act == "end" else 12)
-    events = map(str, LauncherNotes(transport_at(tmp_path.as_uri()).board).receive())
-    assert any(f"from the state at step {again.position}, no round lost" in event for event in events)
+    told = "\n".join(map(str, LauncherNotes(transport_at(address).board).receive()))
+    assert f"from the state at step {again.position}, no round lost" in told
     if act == "end":  # again, soon after, and no round was due in between
         step(again, 1)
-        again._leaving.leave = lambda: None
-        again._leave_after_a_round(again._leaving)
-        again, _ = trained(tmp_path.as_uri(), diloco(4, lr=1.0, momentum=0.5), 0, nn.Linear(3, 2))
+        leave(again)
+        again, _ = trained(address, RECIPE, 0)
         assert again.position == 12
     again.close()
 
@@ -319,16 +329,12 @@ def test_where_the_first_member_dies_as_it_writes_the_last_state_the_next_one_wr
 
 @pytest.mark.parametrize("moment", ["before its first part", "before it is recorded"])
 def test_a_state_of_a_replica_that_was_excluded_as_it_wrote_is_not_taken(board, moment):
-    states = SavedStates(board)
+    states, is_early = SavedStates(board), moment == "before its first part"
     states.write("2.30.a", 0, TREE)
     assert states.finish(saved("2.30.a"), lambda: True)
-    if moment == "before its first part":
-        states.write("1.4.b", 0, TREE, lambda: False)
-        assert not any("1.4.b" in key and "/done" not in key for key in board.list("state/"))
-    else:
-        states.write("1.4.b", 0, TREE)
-    is_out = moment == "before its first part"
-    assert not states.finish(saved("1.4.b"), lambda: not is_out)  # even where it is not known to be out
+    states.write("1.4.b", 0, TREE, lambda: not is_early)
+    assert not (is_early and any("1.4.b" in key and "/done" not in key for key in board.list("state/")))
+    assert not states.finish(saved("1.4.b"), lambda: not is_early)  # even where it is not known to be out
     assert [one.name for one in states.newest()] == ["2.30.a"]
     states.write("3.2.c", 0, TREE)
     assert not states.finish(saved("3.2.c"), lambda: False)
@@ -343,12 +349,10 @@ def test_what_has_stopped_training_is_pulled_too_and_continues_where_it_was(tmp_
     held = {name for fragment in outer._rounds.replica.fragments for name in fragment.comparison.names}
     assert held == {"b.weight", "b.bias"}
     assert outer.state_dict()["rounds"]["trained"]["rest"].keys() == {"a.weight", "a.bias"}
-    pull(address, tmp_path / "x.safetensors")
-    pulled = load_file(tmp_path / "x.safetensors")
-    assert pulled.keys() == model.state_dict().keys()
-    assert torch.equal(pulled["a.weight"], model.a.weight)
-    outer._quorum.free(reusable=False)
-    LauncherNotes(transport_at(address).board).note_end(member, "killed")
+    found = pulled(address, tmp_path)
+    assert found.keys() == model.state_dict().keys()
+    assert torch.equal(found["a.weight"], model.a.weight)
+    kill(outer, member, address)
     again, _ = trained(address, diloco(4, lr=1.0, momentum=0.0), 0, Swapped("a", "b"))
     assert torch.equal(again._model.a.weight, model.a.weight)
 
@@ -382,13 +386,6 @@ class Swapped(nn.Module):
             setattr(self, name.lower(), nn.Linear(3, 3).requires_grad_(name.islower()))
 
 
-def killed(address, model):
-    """Train a replica that leaves a state at step 8."""
-    outer, member = trained(address, diloco(4), 9, model)
-    LauncherNotes(transport_at(address).board).note_end(member, "killed")
-    outer._quorum.free(reusable=False)
-
-
 @pytest.mark.parametrize(
     ("recipe", "names", "options", "says"),
     [
@@ -399,82 +396,68 @@ def killed(address, model):
     ],
     ids=["names", "recipe", "schedule", "buckets"],
 )
-def test_one_that_continues_is_compared_as_one_that_joins(tmp_path, recipe, names, options, says):
-    killed(tmp_path.as_uri(), Swapped("a", "b"))
+def test_one_that_continues_is_compared_as_one_that_joins(address_here, recipe, names, options, says):
+    kill(*trained(address_here, diloco(4), 9, Swapped("a", "b")), address_here)
     with pytest.raises(ConfigError, match=f"This replica can't join the run: .*{says}"):
-        trained(tmp_path.as_uri(), recipe, 0, Swapped(*names), **options)
-    again, _ = trained(tmp_path.as_uri(), diloco(4), 0, Swapped("a", "b"))
+        trained(address_here, recipe, 0, Swapped(*names), **options)
+    again, _ = trained(address_here, diloco(4), 0, Swapped("a", "b"))
     assert again.position == 8
     again.close()
 
 
 @pytest.mark.parametrize("names", ["ba", "Ab"], ids=["order", "frozen"])
-def test_one_that_continues_exchanges_what_the_run_does_whatever_it_would_by_itself(tmp_path, names):
-    killed(tmp_path.as_uri(), Swapped("a", "b"))
+def test_one_that_continues_exchanges_what_the_run_does_whatever_it_would_by_itself(address_here, names):
+    kill(*trained(address_here, diloco(4), 9, Swapped("a", "b")), address_here)
     models = Swapped("a", "b"), Swapped(*names)
     for model in models:
-        again, member = trained(tmp_path.as_uri(), diloco(4), 0, model)
+        again, member = trained(address_here, diloco(4), 0, model)
         assert again.position == 8
-        again._quorum.free(reusable=False)
-        LauncherNotes(transport_at(tmp_path.as_uri()).board).note_end(member, "killed")
+        kill(again, member, address_here)
     assert same(*map(values, models))
 
 
-def test_a_version_that_cuts_weights_otherwise_does_not_copy_them_by_position(tmp_path, monkeypatch):
-    killed(tmp_path.as_uri(), Swapped("a", "b"))
+def test_a_version_that_cuts_weights_otherwise_does_not_copy_them_by_position(address_here, monkeypatch):
+    kill(*trained(address_here, diloco(4), 9, Swapped("a", "b")), address_here)
     cut = replica.buckets_of
     monkeypatch.setattr(replica, "buckets_of", lambda places, cap_bytes, *others: cut(places, 16, *others))
     with pytest.raises(ConfigError, match=r"cut into \[24\].*\[4, 4, 4, 4, 4\]"):
-        trained(tmp_path.as_uri(), diloco(4), 0, Swapped("a", "b"))
+        trained(address_here, diloco(4), 0, Swapped("a", "b"))
 
 
 @pytest.mark.parametrize("is_same", [True, False])
-def test_frozen_weights_that_are_not_those_of_the_state_are_named(tmp_path, caplog, is_same):
-    model = Swapped("A", "b")
-    killed(tmp_path.as_uri(), model)
-    again = Swapped("A", "b")
+def test_frozen_weights_that_are_not_those_of_the_state_are_named(address_here, caplog, is_same):
+    model, again = Swapped("A", "b"), Swapped("A", "b")
+    kill(*trained(address_here, diloco(4), 9, model), address_here)
     if is_same:
         again.load_state_dict(model.state_dict())
-    outer, _ = trained(tmp_path.as_uri(), diloco(4), 0, again)
-    outer.close()
+    trained(address_here, diloco(4), 0, again)[0].close()
     assert ("other values of frozen weights: a.weight, a.bias." in caplog.text) == (not is_same)
 
 
-@pytest.mark.parametrize("door", ["enter", "agree"])
-def test_the_state_is_kept_at_whichever_door_the_address_is_found_gone(tmp_path, monkeypatch, door):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run").mkdir()
-    outer, _ = trained((tmp_path / "run").as_uri(), diloco(4, lr=1.0, momentum=0.5), 9)
+@pytest.mark.parametrize("door", ["_next", "agree"])
+def test_the_state_is_kept_at_whichever_door_the_address_is_found_gone(address_here, tmp_path, monkeypatch, door):
+    outer, _ = trained(address_here, RECIPE, 9)
     membership = outer._quorum.membership
     membership.peers.members.board = membership.peers.members.board.patient(0)
-    monkeypatch.setattr(type(membership), "_next" if door != "agree" else "agree", unreachable)
-    with pytest.raises(RankFailure, match=r"lies in \S+, from step 8. Continue with --meet"):
-        outer._quorum.run(lost) if door == "agree" else outer._quorum.enter()
+    monkeypatch.setattr(type(membership), door, UNREACHABLE)
+    act = partial(outer._quorum.run, LOST) if door == "agree" else outer._quorum.enter
+    assert re.search(r"lies in \S+, from step 8. Continue with --meet", error_of(RankFailure, act))
     assert list(tmp_path.glob("farflung-state-*"))
 
 
-def lost():
-    raise RankFailure("a test")
-
-
-def test_a_last_state_that_can_not_be_written_is_kept_here(tmp_path, monkeypatch, caplog):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run").mkdir()
-    outer, _ = trained((tmp_path / "run").as_uri(), diloco(4), 9)
-    outer._quorum.membership.saver._states.write = unreachable
+def test_a_last_state_that_can_not_be_written_is_kept_here(address_here, caplog):
+    outer, _ = trained(address_here, diloco(4), 9)
+    outer._quorum.membership.saver._states.write = UNREACHABLE
     outer.close()
     assert re.search(r"lies in \S+, from step 9. Continue with --meet", caplog.text)
 
 
 @pytest.mark.parametrize(("wrote", "is_first"), [(False, True), (True, True), (True, False)])
-def test_a_last_state_whose_loop_has_vanished_is_kept_here(tmp_path, monkeypatch, caplog, wrote, is_first):
+def test_a_last_state_whose_loop_has_vanished_is_kept_here(address_here, monkeypatch, caplog, wrote, is_first):
     """Nobody ends well with the result nowhere, whatever this replica had read of the records before."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(board_module, "_LATE_S", 0.1)
-    address = (tmp_path / "run").as_uri()
-    (tmp_path / "run").mkdir()
-    outer, member = trained(address, diloco(4), 9 if wrote else 3)
-    membership, board = outer._quorum.membership, transport_at(address).board
+    outer, member = trained(address_here, diloco(4), 9 if wrote else 3)
+    membership, board = outer._quorum.membership, transport_at(address_here).board
     membership._look_at = float("inf")  # it looked a moment ago
     if not is_first:  # the first one has written the state that vanishes then, and its work is done
         membership.peers.record = Record(2, 7, (7, member))
@@ -484,39 +467,40 @@ def test_a_last_state_whose_loop_has_vanished_is_kept_here(tmp_path, monkeypatch
     assert re.search(rf"have vanished(.|\n)* lies in \S+, from step {outer.position if is_first else 8}\.", caplog.text)
 
 
-def stranded_in_shards(address, member):
-    """Train a replica of two ranks until its address is gone; return why it ends."""
+def in_shards(address, member, every, patience_s=PATIENCE_S):
+    """The loop of a replica of two ranks."""
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    membership = Elastic(transport_at(address, 0.0), member, state_every=100, island=TorchGroup())
-    outer = OuterLoop(model, diloco(2, lr=1.0, momentum=0.0), membership=membership)
+    membership = Elastic(transport_at(address, patience_s), member, state_every=100, island=TorchGroup())
+    return OuterLoop(model, diloco(every, lr=1.0, momentum=0.0), membership=membership)
+
+
+def whole(outer):
+    return {name: x.full_tensor() for name, x in outer._model.state_dict().items()}
+
+
+def stranded_in_shards(address, member):
+    """Train a replica of two ranks until its address is gone; return why it ends."""
+    outer = in_shards(address, member, 2, 0.0)
     for _ in range(5):
         outer.step()
     if dist.get_rank() == 0:
         os.rename("run", "away")
     dist.barrier()
-    return error_of(RankFailure, outer._quorum.enter), {name: x.full_tensor() for name, x in model.state_dict().items()}
+    return error_of(RankFailure, outer._quorum.enter), whole(outer)
 
 
-def test_a_replica_of_several_ranks_keeps_its_state_too_if_the_address_is_gone(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run").mkdir()
-    address = (tmp_path / "run").as_uri()
-    member = LauncherNotes(transport_at(address).board).enroll("replica")
-    (why, weights), (again, _) = run_ranks(stranded_in_shards, 2, address, member)
+def test_a_replica_of_several_ranks_keeps_its_state_too_if_the_address_is_gone(address_here, tmp_path):
+    member = LauncherNotes(transport_at(address_here).board).enroll("replica")
+    (why, weights), (again, _) = run_ranks(stranded_in_shards, 2, address_here, member)
     assert again == why
     where = re.search(r"lies in \S+, from step 4. Continue with --meet (\S+),", why)[1]
-    pull(where, tmp_path / "x.safetensors")
-    found = load_file(tmp_path / "x.safetensors")
-    assert all(torch.equal(found[name], x) for name, x in weights.items())
+    assert same(pulled(where, tmp_path), weights)
 
 
 def preempted_in_shards(address, member, heard_by, number):
     """Train a replica of two ranks that drift apart, until some get a signal; return where each has ended, and why."""
-    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    membership = Elastic(transport_at(address), member, state_every=100, island=TorchGroup())
-    outer = OuterLoop(model, diloco(100, lr=1.0, momentum=0.0), membership=membership)
+    outer = in_shards(address, member, 100)
     outer._leaving.leave = lambda: None
     pace = random.Random(dist.get_rank())
     while outer._open and outer.position < 5000:
@@ -524,32 +508,28 @@ def preempted_in_shards(address, member, heard_by, number):
         if outer.position == 130 + 10 * dist.get_rank() and dist.get_rank() in heard_by:
             os.kill(os.getpid(), number)
         outer.step()
-    return outer.position, {name: x.full_tensor() for name, x in model.state_dict().items()}
+    return outer.position, whole(outer)
 
 
 @pytest.mark.parametrize(
     ("heard_by", "number"), [([0], signal.SIGTERM), ([1], signal.SIGUSR1), ([0, 1], signal.SIGTERM)]
 )
 def test_ranks_that_are_asked_to_end_leave_their_replica_at_one_step_with_its_state(tmp_path, heard_by, number):
-    board = transport_at(tmp_path.as_uri()).board
-    member = LauncherNotes(board).enroll("replica")
-    (position, weights), (again, _) = run_ranks(preempted_in_shards, 2, tmp_path.as_uri(), member, heard_by, number)
+    address = tmp_path.as_uri()
+    notes = LauncherNotes(transport_at(address).board)
+    member = notes.enroll("replica")
+    (position, weights), (again, _) = run_ranks(preempted_in_shards, 2, address, member, heard_by, number)
     assert position == again
     assert 130 <= position < 5000
-    assert next(one.position for one in SavedStates(board.part("loop1")).newest()) == position
-    pull(tmp_path.as_uri(), tmp_path / "x.safetensors")
-    found = load_file(tmp_path / "x.safetensors")
-    assert all(torch.equal(found[name], x) for name, x in weights.items())
-    assert LauncherNotes(board).why_left(member) == "it was asked to end, and did so after a round"
+    assert next(one.position for one in SavedStates(notes.board.part("loop1")).newest()) == position
+    assert same(pulled(address, tmp_path), weights)
+    assert notes.why_left(member) == "it was asked to end, and did so after a round"
 
 
 def failing_in_shards(address, failing):
     """Train a replica of two ranks, of which one fails; return what each ends with."""
-    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    membership = Elastic(transport_at(address), 1, state_every=100, island=TorchGroup())
     try:
-        with OuterLoop(model, diloco(2), membership=membership) as outer:
+        with in_shards(address, 1, 2) as outer:
             for number in range(8):
                 if number == 5 and dist.get_rank() == failing:
                     raise ValueError("a test")
@@ -561,12 +541,12 @@ def failing_in_shards(address, failing):
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_fails_waits_for_no_other_and_the_last_one_finishes_their_state(tmp_path, failing):
-    board = transport_at(tmp_path.as_uri()).board
-    LauncherNotes(board).enroll("replica")
+    notes = LauncherNotes(transport_at(tmp_path.as_uri()).board)
+    notes.enroll("replica")
     ends = run_ranks(failing_in_shards, 2, tmp_path.as_uri(), failing)
     assert ends[failing] == "a test"
     assert f"rank {failing} " in ends[1 - failing]
-    assert [one.position for one in SavedStates(board.part("loop1")).newest()] == [4, 2]
+    assert [one.position for one in SavedStates(notes.board.part("loop1")).newest()] == [4, 2]
 
 
 @pytest.mark.law("a-run-outlives-its-members")
@@ -597,8 +577,7 @@ def test_all_may_be_killed_at_any_moment_and_started_again(address, recipe, time
         run.until(lambda: run.joined(*last))
         said = run.finish()
         assert recipe.schedule.delay or not wrong(said)
-        ends = {str(one["weight"]) for one in said if "end" in one}
-        assert len(ends) == 1
+        assert len({str(one["weight"]) for one in said if "end" in one}) == 1
         continued = sum("training continues with 2 replicas from the state at step" in event for event in run.events)
         assert continued >= times - 1  # the first two may be killed before any state is there
 
