@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, LinearLR, OneCycleLR, SequentialLR
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from farflung.base import torch_internals as internals
 from farflung.base.errors import Unsupported
-from farflung.testing.ranks import run_ranks
+from tests.accelerator.conftest import on_ranks
 
 SOURCE = Path(internals.__file__).parent.parent
 
@@ -48,76 +48,6 @@ def test_a_modules_own_dictionaries_are_live():
     assert internals.passing_buffers(norm) == {"passing"}
 
 
-def test_hooks_that_change_what_is_loaded_are_seen():
-    layer = nn.Linear(1, 1)
-    assert not internals.changes_what_it_loads(layer)
-    layer.register_load_state_dict_pre_hook(lambda *_: None)
-    assert internals.changes_what_it_loads(layer)
-
-
-def test_a_module_is_copied_with_other_children_and_the_same_tensors():
-    inner, other = nn.Linear(1, 1), nn.ReLU()
-    model = nn.Sequential(inner)
-    model.register_parameter("scale", nn.Parameter(torch.ones(1)))
-    assert internals.child_slots(model) == {"0": inner}
-    copied = internals.copied_module(model, {"0": other})
-    assert list(copied.children()) == [other]
-    assert list(model.children()) == [inner]
-    assert copied.scale is model.scale
-
-
-def test_what_is_compiled_in_place_is_called_and_can_be_passed_by():
-    layer = nn.Linear(1, 1)
-    assert not internals.calls_compiled(layer)
-    internals.set_compiled_call(layer, lambda x: "compiled")
-    assert internals.calls_compiled(layer)
-    assert layer(torch.ones(1)) == "compiled"
-    assert torch.equal(internals.plain_call(layer, torch.ones(1)), layer.weight[0] + layer.bias)
-
-
-def test_the_model_inside_a_compiled_one_is_found_and_another_is_compiled_alike():
-    one, other = nn.Linear(1, 1), nn.Linear(1, 1)
-    compiled = torch.compile(one, backend="eager")
-    assert internals.compiled_from(one) is None
-    assert internals.compiled_from(compiled) is one
-    assert next(iter(compiled.state_dict())) == f"{internals.COMPILED_FROM}.weight"
-    again = internals.compiled_again(compiled, other)
-    assert internals.compiled_from(again) is other
-    assert torch.equal(again(torch.ones(1)), other(torch.ones(1)))
-
-
-def test_persistent_workers_are_seen_and_not_taken_along():
-    loader = DataLoader(range(2), num_workers=1, persistent_workers=True)
-    assert not internals.has_live_workers(loader)
-    list(loader)
-    assert internals.has_live_workers(loader)
-    copied = internals.copied_loader(loader, {"batch_size": 7})
-    assert (loader.batch_size, copied.batch_size) == (1, 7)
-    assert not internals.has_live_workers(copied)
-    internals.forget_workers(loader)
-    assert not internals.has_live_workers(loader)
-
-
-class Stream(IterableDataset):
-    def __len__(self):
-        return 2
-
-    def __iter__(self):
-        return iter(range(4))
-
-
-def test_a_stream_may_have_as_many_batches_as_are_expected_and_says_when_it_has_no_more():
-    loader = DataLoader(Stream())
-    with pytest.warns(UserWarning, match="Length of IterableDataset"):
-        len(loader), list(loader)
-    internals.expect_batches(loader, 4)
-    batches = iter(loader)
-    assert not internals.is_exhausted(batches)
-    assert len(list(batches)) == 4
-    assert internals.is_exhausted(batches)
-    assert not internals.is_exhausted(iter([]))
-
-
 def test_a_scaler_tells_of_overflows_and_of_what_it_knows_between_two_updates():
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -138,46 +68,45 @@ def test_a_sequence_of_schedules_tells_its_parts():
     assert internals.sequence_of(SequentialLR(optimizer, parts, milestones=[3])) == (parts, [3])
 
 
-def counted():
+def test_hooks_that_change_what_is_loaded_are_seen():
+    layer = nn.Linear(1, 1)
+    assert not internals.changes_what_it_loads(layer)
+    layer.register_load_state_dict_pre_hook(lambda *_: None)
+    assert internals.changes_what_it_loads(layer)
+
+
+def test_persistent_workers_are_not_taken_along_by_a_copy_of_a_loader():
+    loader = DataLoader(range(2), num_workers=1, persistent_workers=True)
+    list(loader)
+    assert not internals.has_live_workers(internals.copied_loader(loader, {}))
+
+
+@on_ranks(2)
+def test_a_group_counts_its_collectives_and_has_a_store_and_a_rank_counts_its_groups():
     before = internals.num_collectives(dist.group.WORLD)
     dist.barrier()
     internals.default_store().set(f"rank {dist.get_rank()}", "here")
     dist.barrier()
-    after = internals.num_collectives(dist.group.WORLD)
-    return after - before, internals.default_store().get("rank 0")
-
-
-def test_a_group_counts_its_collectives_and_has_a_store():
-    assert run_ranks(counted, 2) == [(2, b"here")] * 2
-
-
-def in_a_group_of_some_ranks():
-    before = internals.num_groups()
+    assert internals.num_collectives(dist.group.WORLD) - before == 2
+    assert internals.default_store().get("rank 0") == b"here"
+    assert internals.num_groups() == 1
     dist.new_group([0])
-    return before, internals.num_groups()
+    assert internals.num_groups() == (1 if dist.get_rank() else 2)
 
 
-def test_a_rank_counts_the_groups_that_it_is_in():
-    assert run_ranks(in_a_group_of_some_ranks, 2) == [(1, 2), (1, 1)]
-
-
-def after_a_group_of_some_ranks():
+@on_ranks(2)
+def test_ranks_that_were_in_different_groups_meet_once_their_next_has_the_same_number():
     dist.new_group([0])
+    before = internals.group_serial()
     if dist.get_rank() == 0:
         dist.new_group([0], use_local_synchronization=True)
-    before = internals.group_serial()
+        assert internals.group_serial() > before
     internals.raise_group_serial(5)
     internals.raise_group_serial(4)
     pair = dist.new_group([0, 1], use_local_synchronization=True)
     total = torch.ones(1)
     dist.all_reduce(total, group=pair)
-    return before, total.item(), internals.group_serial()
-
-
-def test_ranks_that_were_in_different_groups_meet_once_their_next_has_the_same_number():
-    (first, *rest), (second, *others) = run_ranks(after_a_group_of_some_ranks, 2)
-    assert first > second
-    assert rest == others == [2, 6]
+    assert (total.item(), internals.group_serial()) == (2, 6)
 
 
 # ---- nothing else in the package uses a private name of torch's

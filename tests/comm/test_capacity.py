@@ -6,8 +6,8 @@ import torch
 from farflung.comm import collectives
 from farflung.comm.exchange import MAX_CAPACITY
 from farflung.comm.packet import Header
+from tests.accelerator.conftest import on_ranks
 from tests.comm.counting import num_alive
-from tests.comm.on_ranks import on_ranks
 from tests.comm.test_collectives import connected
 
 

@@ -13,8 +13,8 @@ from farflung.comm import collectives
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup
 from farflung.testing.ranks import run_ranks
+from tests.accelerator.conftest import on_ranks
 from tests.comm.counting import CountingGroup
-from tests.comm.on_ranks import on_ranks
 from tests.comm.test_packet import DTYPES, bytes_of, noise, same_bytes
 
 Pair = namedtuple("Pair", "left right")
@@ -46,20 +46,21 @@ def concatenated(trees):
     return [[byte for x in column for byte in bytes_of(x)] for column in columns]
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@on_ranks("size")
-def test_gather_concatenates_every_dtype_and_shape_in_rank_order(size):
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@on_ranks()
+def test_gather_concatenates_every_dtype_and_shape_in_rank_order(num_ranks):
     exchange, _ = connected()
     rank = exchange.rank
     for rows in (3, 3, 1, 5, 3000, 3):  # 3000 rows do not fit into a packet
         gathered = collectives.gather(exchange, tree_of(rank, rows))
         assert list(gathered) == ["every", "odd", "strided", "conjugate"]
         assert type(gathered["odd"]) is Pair
-        assert gathered["odd"].left.tolist() == list(range(size))
+        assert gathered["odd"].left.tolist() == list(range(num_ranks))
         assert gathered["odd"].right[1].shape == (0, 3)
-        assert gathered["odd"].right[2].shape == (2 * size, 0)
-        assert gathered["strided"][1].shape == (size, 5)
-        for found, wanted in zip(leaves(gathered), concatenated([tree_of(r, rows) for r in range(size)]), strict=True):
+        assert gathered["odd"].right[2].shape == (2 * num_ranks, 0)
+        assert gathered["strided"][1].shape == (num_ranks, 5)
+        expected = concatenated([tree_of(r, rows) for r in range(num_ranks)])
+        for found, wanted in zip(leaves(gathered), expected, strict=True):
             assert found.is_contiguous()
             assert bytes_of(found) == wanted
     assert collectives.gather(exchange, {}) == {}

@@ -12,7 +12,7 @@ import torch
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.torch_group import TorchGroup
-from tests.comm.on_ranks import on_ranks
+from tests.accelerator.conftest import on_ranks
 
 SIZES = [1, 2, 3, 4]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

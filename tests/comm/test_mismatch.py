@@ -20,35 +20,43 @@ def header(tree, call=("gather",)):
     return Header(encode_header(call, spec, leaves))
 
 
-def message(*trees, advice="Do this."):
+TWO = torch.zeros(2)
+MESSAGES = {
+    "shapes are shown with the advice of the operation": (
+        [*3 * [torch.zeros(8, 10)], torch.zeros(6, 10)],
+        "gather: ranks 0, 1 and 2 brought [8, 10] float32, rank 3 [6, 10] float32. Do this.",
+    ),
+    "a leaf inside a tree is named by its path": (
+        [{"out": [TWO, torch.zeros(n)]} for n in (2, 3)],
+        "gather: at ['out'][1], rank 0 brought [2] float32, rank 1 [3] float32. Do this.",
+    ),
+    "dtypes have an advice of their own": (
+        [TWO, TWO.half()],
+        "gather: rank 0 brought [2] float32, rank 1 [2] float16. Convert them to the same dtype on all ranks.",
+    ),
+    "devices too": (
+        [TWO, torch.zeros(2, device="meta")],
+        "gather: rank 0 brought [2] float32 on cpu, rank 1 [2] float32 on meta. "
+        "Move them to the same type of device on all ranks.",
+    ),
+    "structures are sketched": (
+        [{"a": TWO}, OrderedDict(a=TWO), [TWO, ()]],
+        "gather: rank 0 brought dict('a': tensor), rank 1 OrderedDict('a': tensor), rank 2 list(tensor, tuple()). "
+        "All ranks must pass the same structure, with keys in the same order.",
+    ),
+    "many ranks are counted": (
+        [torch.zeros(1), *[TWO] * 20],
+        "gather: rank 0 brought [1] float32, ranks 1, 2, 3, 4, 5, 6, 7, 8 and 12 more [2] float32. Do this.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MESSAGES)
+def test_what_differs_is_said_with_who_brought_it(case):
+    trees, words = MESSAGES[case]
     with pytest.raises(CollectiveMismatch) as caught:
-        require_alike([header(tree) for tree in trees], advice)
-    return str(caught.value)
-
-
-def test_shapes_are_shown_with_the_advice_of_the_operation():
-    trees = [torch.zeros(8, 10), torch.zeros(8, 10), torch.zeros(8, 10), torch.zeros(6, 10)]
-    assert message(*trees) == "gather: ranks 0, 1 and 2 brought [8, 10] float32, rank 3 [6, 10] float32. Do this."
-
-
-def test_a_leaf_inside_a_tree_is_named_by_its_path():
-    trees = [{"out": [torch.zeros(2), torch.zeros(n)]} for n in (2, 3)]
-    assert message(*trees) == "gather: at ['out'][1], rank 0 brought [2] float32, rank 1 [3] float32. Do this."
-
-
-def test_dtypes_and_devices_have_an_advice_of_their_own():
-    assert message(torch.zeros(2), torch.zeros(2).half()).endswith(
-        "rank 1 [2] float16. Convert them to the same dtype on all ranks."
-    )
-    told = message(torch.zeros(2), torch.zeros(2, device="meta"))
-    assert told.endswith(
-        "[2] float32 on cpu, rank 1 [2] float32 on meta. Move them to the same type of device on all ranks."
-    )
-
-
-def test_structures_are_sketched():
-    told = message({"a": torch.zeros(1)}, OrderedDict(a=torch.zeros(1)), [torch.zeros(1), ()])
-    assert "rank 0 brought dict('a': tensor), rank 1 OrderedDict('a': tensor), rank 2 list(tensor, tuple())" in told
+        require_alike([header(tree) for tree in trees], "Do this.")
+    assert str(caught.value) == words
 
 
 def test_only_what_must_be_alike_is_compared():
@@ -56,11 +64,6 @@ def test_only_what_must_be_alike_is_compared():
     require_alike(headers, "", lambda kind: kind.shape[1:])
     with pytest.raises(CollectiveMismatch):
         require_alike(headers, "", lambda kind: kind.shape[0])
-
-
-def test_many_ranks_are_counted():
-    told = message(torch.zeros(1), *[torch.zeros(2) for _ in range(20)])
-    assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 12 more [2] float32" in told
 
 
 def test_calls_are_written_as_they_were_made():

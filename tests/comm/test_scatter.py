@@ -10,8 +10,8 @@ from farflung.base.errors import RankFailure
 from farflung.comm.group import SoloGroup
 from farflung.comm.packet import Header
 from farflung.comm.scatter import Scatter
+from tests.accelerator.conftest import on_ranks
 from tests.comm.counting import CountingGroup, num_alive
-from tests.comm.on_ranks import on_ranks
 from tests.comm.test_collectives import Unpicklable
 from tests.comm.test_packet import DTYPES, noise, same_bytes
 
@@ -49,9 +49,9 @@ def check(found, rank, rows):
     assert (found["rank"], found["empty"]) == (rank, {})
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@on_ranks("size")
-def test_each_rank_gets_its_own_value(size):
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@on_ranks()
+def test_each_rank_gets_its_own_value(num_ranks):
     group = CountingGroup()
     scatter = Scatter(group)
     received = []

@@ -12,7 +12,7 @@ from torch import nn
 
 from farflung.comm.bucket import Buckets
 from farflung.comm.shards import addresses, local, num_parts
-from farflung.testing.ranks import run_ranks
+from tests.accelerator.conftest import on_ranks
 
 
 def test_a_plain_tensor_is_its_own_local_part():
@@ -22,7 +22,8 @@ def test_a_plain_tensor_is_its_own_local_part():
     assert not part.requires_grad
 
 
-def averaged_by_shards():
+@on_ranks(2)
+def test_of_a_sharded_tensor_the_local_part_is_packed_and_written_in_place():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -30,17 +31,11 @@ def averaged_by_shards():
     whole = nn.Parameter(distribute_tensor(torch.arange(12.0).view(6, 2), mesh, [Shard(0)]))
     buckets = Buckets([whole])
     with torch.no_grad():
-        packed = buckets.pack(0).tolist()
+        assert buckets.pack(0).tolist() == [6.0 * mesh.get_rank() + k for k in range(6)]
         buckets.flat(0).mul_(10)
         buckets.unpack(0)
-    return packed, whole.full_tensor().flatten().tolist(), local(whole).data_ptr() == addresses([whole])[0]
-
-
-def test_of_a_sharded_tensor_the_local_part_is_packed_and_written_in_place():
-    for rank, (packed, full, is_same_memory) in enumerate(run_ranks(averaged_by_shards, 2)):
-        assert packed == [6.0 * rank + k for k in range(6)]
-        assert full == [10.0 * k for k in range(12)]
-        assert is_same_memory
+    assert whole.full_tensor().flatten().tolist() == [10.0 * k for k in range(12)]
+    assert local(whole).data_ptr() == addresses([whole])[0]
 
 
 PLACED = (None, 0, 1)  # along a dimension of a mesh: copied, or cut along a dimension of the tensor

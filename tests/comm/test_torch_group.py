@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from farflung.comm.torch_group import TorchGroup
-from tests.comm.on_ranks import on_ranks
+from tests.accelerator.conftest import on_ranks
 
 
 @pytest.mark.parametrize("by_all", [True, False], ids=["called by all", "called by its members"])

@@ -8,9 +8,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from farflung.base.errors import ConfigError, RankFailure
+from farflung.comm import collectives
+from farflung.comm.exchange import Exchange
 from farflung.data.dispatcher import DataLoaderDispatcher
 from farflung.loop.state import LoopState
-from farflung.testing.ranks import run_ranks
+from tests.accelerator.conftest import on_ranks
 from tests.data.support import Seat, Stream, gathered, prepared, values, walk, world
 
 
@@ -18,57 +20,40 @@ def dispatched(loader, group, **settings):
     return prepared(loader, group, dispatch_batches=True, **settings)
 
 
-def walk_both():
-    """Ours and Accelerate's batches, for the settings in which Accelerate hands out each sample."""
+CASES = [(24, 3, False, False), (23, 4, False, False), (23, 4, True, False), (23, 4, False, True), (9, 2, False, False)]
+
+
+@on_ranks(2)
+def test_batches_are_those_of_accelerate():
+    """In the settings in which Accelerate hands out each sample."""
     from accelerate import PartialState  # not at the top: each rank imports this file, and that takes a second
     from accelerate.data_loader import prepare_data_loader as peer_prepare
 
-    state = PartialState(cpu=True)
-    group = world()
-    pairs = []
-    for length, batch_size, split, drop_last in [
-        (24, 3, 0, 0),
-        (23, 4, 0, 0),
-        (23, 4, 1, 0),
-        (23, 4, 0, 1),
-        (9, 2, 0, 0),
-    ]:
-        data = [(torch.tensor([float(k)]), k) for k in range(length)]
-        both = []
-        for prepare in ("ours", "peers"):
-            raw = DataLoader(data, batch_size, drop_last=bool(drop_last))
-            if prepare == "ours":
-                loader = dispatched(raw, group, split_batches=bool(split))
-            else:
-                loader = peer_prepare(
-                    raw, state.device, split_batches=bool(split), put_on_device=True, dispatch_batches=True
-                )
-            both.append([(values(x), values(y)) for x, y in loader])
-        pairs.append(both)
-    return pairs
+    device = PartialState(cpu=True).device
+    for length, batch_size, split, drop_last in CASES:
+        raw = DataLoader([(torch.tensor([float(k)]), k) for k in range(length)], batch_size, drop_last=drop_last)
+        ours = dispatched(raw, world(), split_batches=split)
+        peers = peer_prepare(raw, device, split_batches=split, put_on_device=True, dispatch_batches=True)
+        ours, peers = ([(values(x), values(y)) for x, y in loader] for loader in (ours, peers))
+        assert ours == peers
 
 
-def test_batches_are_those_of_accelerate():
-    for pairs in run_ranks(walk_both, 2):
-        assert all(ours == peers for ours, peers in pairs)
-
-
-def read_with_workers(workers):
-    group = world()
-    context = "fork" if workers else None
-    loader = dispatched(DataLoader(Stream(23), 3, num_workers=workers, multiprocessing_context=context), group)
-    walks = [walk(loader), walk(loader)]
-    return walks, torch.rand(1).item()
+def of_all_ranks(walk):
+    """What gathering for metrics returns over an iteration of all ranks."""
+    return gathered(collectives.gather_object(Exchange(world()), [walk]))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@on_ranks(2)
 def test_workers_of_rank_0_alone_read_the_data(workers):
-    ranks = run_ranks(read_with_workers, 2, workers)
-    for epoch in range(2):
-        assert sorted(gathered([walks[epoch] for walks, _ in ranks])) == list(range(23))
+    context = "fork" if workers else None
+    loader = dispatched(DataLoader(Stream(23), 3, num_workers=workers, multiprocessing_context=context), world())
+    for _ in range(2):
+        assert sorted(of_all_ranks(walk(loader))) == list(range(23))
 
 
-def read_where_only_rank_0_can():
+@on_ranks(2)
+def test_other_ranks_read_nothing_and_random_numbers_stay_aligned():
     group = world()
 
     class Private(Dataset):
@@ -81,36 +66,28 @@ def read_where_only_rank_0_can():
 
     torch.manual_seed(2)
     loader = dispatched(DataLoader(Private(), 2, shuffle=True, generator=torch.Generator().manual_seed(1)), group)
-    return walk(loader), walk(loader), torch.rand(1).item()
+    first, second = (of_all_ranks(walk(loader)) for _ in range(2))
+    assert sorted(first) == sorted(second) == list(range(9))
+    assert first != second
+    assert len(set(collectives.gather_object(Exchange(group), [torch.rand(1).item()]))) == 1
 
 
-def test_other_ranks_read_nothing_and_random_numbers_stay_aligned():
-    ranks = run_ranks(read_where_only_rank_0_can, 2)
-    orders = [gathered([rank[epoch] for rank in ranks]) for epoch in range(2)]
-    assert all(sorted(order) == list(range(9)) for order in orders)
-    assert orders[0] != orders[1]
-    assert ranks[0][2] == ranks[1][2]
-
-
-def read_mixed():
+@on_ranks(2)
+def test_texts_are_shared_out_with_their_tensors():
     group = world()
 
     def collate(items):
         return {"x": torch.tensor(items), "text": [f"t{k}" for k in items], "scale": 0.5, "all": torch.tensor(3)}
 
     loader = dispatched(DataLoader(range(7), 2, collate_fn=collate), group)
-    return [{**batch, "x": values(batch["x"]), "all": batch["all"].item()} for batch in loader]
+    parts = [[2, 3], [6, 0]] if group.rank else [[0, 1], [4, 5]]
+    for batch, part in zip(loader, parts, strict=True):
+        assert (values(batch["x"]), batch["text"]) == (part, [f"t{k}" for k in part])
+        assert (batch["scale"], batch["all"].item()) == (0.5, 3)
 
 
-def test_texts_are_shared_out_with_their_tensors():
-    for rank, batches in enumerate(run_ranks(read_mixed, 2)):
-        numbers = [[0, 1], [4, 5]] if rank == 0 else [[2, 3], [6, 0]]
-        assert [batch["x"] for batch in batches] == numbers
-        assert [batch["text"] for batch in batches] == [[f"t{k}" for k in part] for part in numbers]
-        assert all((batch["scale"], batch["all"]) == (0.5, 3) for batch in batches)
-
-
-def read_ragged():
+@on_ranks(2)
+def test_batches_of_other_shapes_are_handed_out_whole():
     """Batches padded to their longest sample, so that no two of them can be joined."""
     group = world()
 
@@ -118,85 +95,62 @@ def read_ragged():
         return torch.tensor(items).view(-1, 1).expand(-1, max(items) + 1)
 
     loader = dispatched(DataLoader(range(5), 2, collate_fn=collate), group)
-    return [(batch[:, 0].tolist(), batch.shape[1], loader.remainder) for batch in loader]
+    found = [(batch[:, 0].tolist(), batch.shape[1], loader.remainder) for batch in loader]
+    assert found == [([2, 3], 4, 0) if group.rank else ([0, 1], 2, 0), ([4], 5, 1)]
 
 
-def test_batches_of_other_shapes_are_handed_out_whole():
-    assert run_ranks(read_ragged, 2) == [
-        [([0, 1], 2, 0), ([4], 5, 1)],
-        [([2, 3], 4, 0), ([4], 5, 1)],
-    ]
-
-
-def read_words():
+@on_ranks(2)
+def test_objects_without_a_length_are_handed_out_whole():
     class Words(IterableDataset):
         def __iter__(self):
             return iter(["a", "b", "c"])
 
     group = world()
-    whole = dispatched(DataLoader(Words(), batch_size=None, collate_fn=lambda word: {"word": word}), group)
+    loader = DataLoader(Words(), batch_size=None, collate_fn=lambda word: {"word": word})
+    whole = dispatched(loader, group)
     seen = [(batch["word"], whole.end_of_dataloader, whole.remainder) for batch in whole]
+    assert seen == [("b" if group.rank else "a", False, 0), ("c", True, 1)]
     with pytest.raises((ConfigError, RankFailure), match="split_batches"):
-        list(dispatched(DataLoader(Words(), None, collate_fn=lambda word: {"w": word}), group, split_batches=True))
-    return seen
+        list(dispatched(loader, group, split_batches=True))
 
 
-def test_objects_without_a_length_are_handed_out_whole():
-    assert run_ranks(read_words, 2) == [[("a", False, 0), ("c", True, 1)], [("b", False, 0), ("c", True, 1)]]
+@on_ranks(2)
+def test_a_slice_function_decides_who_gets_what():
+    group = world()
 
-
-def read_with_slice_fn():
     def interleaved(batch, part, process_index, num_processes):
         assert part == slice(process_index * 2, process_index * 2 + 2)
         return batch[process_index::num_processes]
 
-    return walk(dispatched(DataLoader(range(4), 2), world(), slice_fn=interleaved))
+    found = walk(dispatched(DataLoader(range(4), 2), group, slice_fn=interleaved))
+    assert found == [([group.rank, group.rank + 2], True, 0)]
 
 
-def test_a_slice_function_decides_who_gets_what():
-    assert run_ranks(read_with_slice_fn, 2) == [[([0, 2], True, 0)], [([1, 3], True, 0)]]
-
-
-def read_failing():
+@on_ranks(2)
+def test_every_rank_learns_that_rank_0_cannot_read_on():
     class Failing(IterableDataset):
         def __iter__(self):
             yield from range(6)
             raise OSError("disk on fire")
 
-    state = LoopState()
-    seen = []
-    try:
-        for batch in dispatched(DataLoader(Failing(), 1), world(), state=state):
-            seen.append(values(batch))
-    except (OSError, RankFailure) as error:
-        return seen, f"{type(error).__name__}: {error}", state.loaders
-    return None
+    group, state, seen = world(), LoopState(), []
+    error, words = (RankFailure, r"^rank 0 .*disk on fire") if group.rank else (OSError, "^disk on fire$")
+    with pytest.raises(error, match=words):
+        seen += map(values, dispatched(DataLoader(Failing(), 1), group, state=state))
+    assert seen == [[group.rank], [2 + group.rank]]
+    assert state.loaders == []
 
 
-def test_every_rank_learns_that_rank_0_cannot_read_on():
-    zero, one = run_ranks(read_failing, 2)
-    assert zero == ([[0], [2]], "OSError: disk on fire", [])
-    assert one[0] == [[1], [3]]
-    assert one[1].startswith("RankFailure: rank 0 ")
-    assert "disk on fire" in one[1]
-    assert one[2] == []
-
-
-def break_off():
-    state = LoopState()
+@on_ranks(2)
+def test_leaving_the_loop_starts_a_new_epoch_on_all_ranks():
+    state, orders = LoopState(), set()
     loader = dispatched(DataLoader(range(12), 2, shuffle=True), world(), state=state, use_seedable_sampler=True)
-    orders = []
     for _ in range(3):
         for batch in loader:
-            orders.append(values(batch))
+            orders.add(tuple(collectives.gather_object(Exchange(world()), values(batch))))
             break
     assert state.loaders == []
-    return orders
-
-
-def test_leaving_the_loop_starts_a_new_epoch_on_all_ranks():
-    ranks = run_ranks(break_off, 2)
-    assert len({tuple(zero + one) for zero, one in zip(*ranks, strict=True)}) == 3
+    assert len(orders) == 3
 
 
 def test_a_dispatcher_looks_like_its_loader():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,20 +20,15 @@ from tests.data.test_loader import numbers
 # ---- epochs
 
 
-class Recorder(Dataset):
+class Recorder(list):
     """Keeps the epochs it was told."""
 
     def __init__(self):
+        super().__init__(range(6))
         self.epochs = []
 
     def set_epoch(self, epoch):
         self.epochs.append(epoch)
-
-    def __getitem__(self, index):
-        return index
-
-    def __len__(self):
-        return 6
 
 
 def test_every_iteration_is_an_epoch_whether_or_not_it_comes_to_its_end():
@@ -47,8 +43,9 @@ def test_every_iteration_is_an_epoch_whether_or_not_it_comes_to_its_end():
         assert loader.iteration == 2
     kept = iter(loader)
     next(kept)
+    list(skip_first_batches(loader, 1))  # which counts the same epochs
     list(loader)
-    assert data.epochs == [0, 1, 2, 3, 4]
+    assert data.epochs == [0, 1, 2, 3, 4, 5]
 
 
 def test_an_epoch_chosen_by_hand_wins():
@@ -60,22 +57,6 @@ def test_an_epoch_chosen_by_hand_wins():
         loader.set_epoch(3)
     list(loader)
     assert data.epochs == [7, 7, 8, 3, 3, 3, 3]
-
-
-def test_a_seedable_order_changes_with_each_epoch_also_after_a_break():
-    def orders(breaking):
-        torch.manual_seed(3)
-        loader = prepared(DataLoader(range(8), 8, shuffle=True), use_seedable_sampler=True)
-        found = []
-        for _ in range(3):
-            for batch in loader:
-                found.append(values(batch))
-                if breaking:
-                    break
-        return found
-
-    assert orders(False) == orders(True)
-    assert len({tuple(order) for order in orders(True)}) == 3
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -106,15 +87,6 @@ def test_a_distributed_sampler_shuffles_anew_each_epoch():
         assert numbers(loader) == [list(expected)]
 
 
-def test_a_loader_and_its_skipping_copy_count_the_same_epochs():
-    data = Recorder()
-    loader = prepared(DataLoader(data, 2))
-    list(loader)
-    list(skip_first_batches(loader, 1))
-    list(loader)
-    assert data.epochs == [0, 1, 2]
-
-
 # ---- workers that persist
 
 
@@ -125,9 +97,7 @@ class Told(Dataset):
         self._epoch = epoch
 
     def set_epoch(self, epoch):
-        if isinstance(self._epoch, int):
-            self._epoch = epoch
-        elif isinstance(self._epoch, torch.Tensor):
+        if isinstance(self._epoch, torch.Tensor):
             self._epoch.fill_(epoch)
         else:
             self._epoch.value = epoch
@@ -149,7 +119,7 @@ class ToldStream(Told, IterableDataset):
 @pytest.mark.parametrize(
     ("make_epoch", "stays"),
     [
-        (lambda: 0, False),
+        (lambda: SimpleNamespace(value=0), False),
         (lambda: torch.tensor(0), False),
         (lambda: torch.tensor(0).share_memory_(), True),
         (lambda: multiprocessing.Value("i"), True),
@@ -188,6 +158,22 @@ def test_a_streams_persistent_workers_draw_again_from_a_state_that_was_loaded(do
 
 
 # ---- shuffling
+
+
+def test_a_seedable_order_changes_with_each_epoch_also_after_a_break():
+    def orders(breaking):
+        torch.manual_seed(3)
+        loader = prepared(DataLoader(range(8), 8, shuffle=True), use_seedable_sampler=True)
+        found = []
+        for _ in range(3):
+            for batch in loader:
+                found.append(values(batch))
+                if breaking:
+                    break
+        return found
+
+    assert orders(False) == orders(True)
+    assert len({tuple(order) for order in orders(True)}) == 3
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

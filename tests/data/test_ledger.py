@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ledger: a batch is done once it has landed in all outer loops, and never before."""
 
 from __future__ import annotations
@@ -17,6 +18,13 @@ def shares(*done, loader=0, slot=0):
     return [Share(loader, 0, 0, slot, number) for number in done]
 
 
+def test_what_the_ranks_of_a_replica_take_at_once_is_done_at_once():
+    ledger = ledger_with(1)
+    ledger.hand_out([*shares(1, 2), *shares(1, loader=1), *shares(4, slot=3)])
+    ledger.send(ledger.loops[0], 1)
+    assert ledger.land(ledger.loops[0], 0, 1) == {0: {(0, 0): 2, (0, 3): 4}, 1: {(0, 0): 1}}
+
+
 def test_a_batch_is_handed_out_then_sent_then_lands():
     ledger = ledger_with(1)
     (loop,) = ledger.loops
@@ -31,13 +39,6 @@ def test_a_batch_is_handed_out_then_sent_then_lands():
     assert ledger.land(loop, 0, 6) == {}
     assert ledger.land(loop, 0, 9) == {0: {(0, 0): 2}}
     assert ledger.open == {0: {}}
-
-
-def test_what_the_ranks_of_a_replica_take_at_once_is_done_at_once():
-    ledger = ledger_with(1)
-    ledger.hand_out([*shares(1, 2), *shares(1, loader=1), *shares(4, slot=3)])
-    ledger.send(ledger.loops[0], 1)
-    assert ledger.land(ledger.loops[0], 0, 1) == {0: {(0, 0): 2, (0, 3): 4}, 1: {(0, 0): 1}}
 
 
 def test_parts_of_a_model_that_are_sent_apart_must_all_land():

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from farflung.base.errors import ConfigError, StateError, Unsupported
@@ -43,15 +43,10 @@ def cases(draw):
 @settings(max_examples=60)
 def test_lengths_are_numbers_of_batches(case):
     length, batch_size, size, split, even, drop_last = case
+    settings = {"split_batches": split, "even_batches": even, "dispatch_batches": False}
     for dataset in (range(length), SizedStream(length)):
         for rank in range(size):
-            loader = prepared(
-                DataLoader(dataset, batch_size, drop_last=drop_last),
-                Seat(rank, size),
-                split_batches=split,
-                even_batches=even,
-                dispatch_batches=False,
-            )
+            loader = prepared(DataLoader(dataset, batch_size, drop_last=drop_last), Seat(rank, size), **settings)
             assert len(loader) == len(numbers(loader))
             assert loader.total_dataset_length == length
             assert loader.total_batch_size == (batch_size if split else batch_size * size)
@@ -60,10 +55,13 @@ def test_lengths_are_numbers_of_batches(case):
 
 def test_two_workers_read_the_same_as_none():
     for rank in range(2):
-        plain, with_workers = (
-            numbers(prepared(DataLoader(range(21), 4, num_workers=workers), Seat(rank, 2))) for workers in (0, 2)
-        )
+        loaders = (prepared(DataLoader(range(21), 4, num_workers=workers), Seat(rank, 2)) for workers in (0, 2))
+        plain, with_workers = map(numbers, loaders)
         assert plain == with_workers
+
+
+def gathered_on_two(loader, **settings):
+    return gathered([walk(prepared(loader, Seat(rank, 2), **settings)) for rank in range(2)])
 
 
 def test_custom_samplers_need_no_attributes():
@@ -71,46 +69,33 @@ def test_custom_samplers_need_no_attributes():
         def __iter__(self):
             return iter([3, 1, 4, 0, 2])
 
-    walks = [walk(prepared(DataLoader(range(5), 2, sampler=Sampler()), Seat(rank, 2))) for rank in range(2)]
-    assert gathered(walks) == [3, 1, 4, 0, 2]
+    assert gathered_on_two(DataLoader(range(5), 2, sampler=Sampler())) == [3, 1, 4, 0, 2]
     batches = [[0, 1, 2], [3, 4], [5]]
-    walks = [walk(prepared(DataLoader(range(6), batch_sampler=batches), Seat(rank, 2))) for rank in range(2)]
-    assert gathered(walks) == [0, 1, 2, 3, 4, 5]
-    assert numbers(prepared(DataLoader(range(6), batch_sampler=batches))) == batches
-
-
-class Table(Dataset):
-    """Takes one index or a list of them."""
-
-    def __getitem__(self, index):
-        return torch.arange(11)[index]
-
-    def __len__(self):
-        return 11
+    loader = DataLoader(range(6), batch_sampler=batches)
+    assert gathered_on_two(loader) == [0, 1, 2, 3, 4, 5]
+    assert numbers(prepared(loader)) == batches
 
 
 def test_loaders_that_do_no_batching():
-    batched = DataLoader(Table(), sampler=BatchSampler(SequentialSampler(Table()), 2, False), batch_size=None)
-    walks = [walk(prepared(batched, Seat(rank, 2))) for rank in range(2)]
-    assert gathered(walks) == list(range(11))
+    table = torch.arange(11)  # takes one index or a list of them
+    batched = DataLoader(table, sampler=BatchSampler(range(11), 2, False), batch_size=None)
+    assert gathered_on_two(batched) == list(range(11))
     assert numbers(skip_first_batches(prepared(batched, Seat(1, 2)), 2)) == [[10, 0]]
-    single = DataLoader(Table(), batch_size=None)
+    single = DataLoader(table, batch_size=None)
     assert numbers(prepared(single, Seat(1, 2))) == [[1], [3], [5], [7], [9], [0]]
     assert numbers(prepared(single)) == [[k] for k in range(11)]
 
 
-class Recording(Dataset):
+class Recording(list):
     """Keeps which of its samples were read."""
 
     def __init__(self, length):
-        self.length, self.read = length, []
+        super().__init__(range(length))
+        self.read = []
 
     def __getitem__(self, index):
         self.read.append(index)
         return index
-
-    def __len__(self):
-        return self.length
 
 
 def test_the_batch_after_next_is_not_read_yet():
@@ -132,8 +117,16 @@ def test_batches_go_to_the_device_whatever_they_are_made_of():
 # ---- the loop
 
 
-def test_the_end_is_known_while_the_last_batch_is_in_hand_and_no_longer():
+@pytest.fixture
+def state():
+    """The state of a loop, of which nothing may be left."""
     state = LoopState()
+    yield state
+    assert state.loaders == []
+    assert state.current is None
+
+
+def test_the_end_is_known_while_the_last_batch_is_in_hand_and_no_longer(state):
     loader = prepared(DataLoader(range(5), 2), state=state)
     seen = [(state.end_of_dataloader, current(state) is loader) for _ in loader]
     assert seen == [(False, True), (False, True), (True, True)]
@@ -142,14 +135,11 @@ def test_the_end_is_known_while_the_last_batch_is_in_hand_and_no_longer():
     for _ in loader:
         assert not state.end_of_dataloader
         break
-    assert state.current is None
 
 
-def test_a_loader_inside_another_one_takes_its_place_and_gives_it_back():
-    state = LoopState()
-    train = prepared(DataLoader(range(2), 1), state=state)
-    evaluation = prepared(DataLoader(range(2), 1), state=state)
+def test_a_loader_inside_another_one_takes_its_place_and_gives_it_back(state):
     seen = []
+    train, evaluation = (prepared(DataLoader(range(2), 1), state=state) for _ in range(2))
     for _ in train:
         seen.append((current(state) is train, state.end_of_dataloader))
         for _ in evaluation:
@@ -159,8 +149,7 @@ def test_a_loader_inside_another_one_takes_its_place_and_gives_it_back():
     assert seen == [(True, False), *once, (True, False), (True, True), *once, (True, True)]
 
 
-def test_loaders_in_turn_are_each_the_current_one_with_their_batch():
-    state = LoopState()
+def test_loaders_in_turn_are_each_the_current_one_with_their_batch(state):
     one, other = (prepared(DataLoader(range(2), 1), state=state) for _ in range(2))
     iterators = iter(one), iter(other)
     seen = []
@@ -169,31 +158,19 @@ def test_loaders_in_turn_are_each_the_current_one_with_their_batch():
         seen.append((current(state) is loader, state.end_of_dataloader))
     assert seen == [(True, False), (True, False), (True, True), (True, True)]
     assert all(next(iterator, None) is None for iterator in iterators)
-    assert state.loaders == []
 
 
-def test_an_exception_in_the_loop_or_in_the_data_leaves_no_trace():
-    state = LoopState()
-    loader = prepared(DataLoader(range(4), 1), state=state)
+def test_an_exception_in_the_loop_or_in_the_data_leaves_no_trace(state):
+    failing = DataLoader(range(4), 1, collate_fn=lambda items: 1 // (2 - items[0]))
     with pytest.raises(ZeroDivisionError):
-        [1 / 0 for _ in loader]
+        list(prepared(failing, state=state))
+    assert state.loaders == []
+    with pytest.raises(ZeroDivisionError):
+        [1 / 0 for _ in prepared(DataLoader(range(4), 1), state=state)]
     gc.collect()
-    assert state.loaders == []
-
-    class Failing(Dataset):
-        def __getitem__(self, index):
-            return 1 // (2 - index)
-
-        def __len__(self):
-            return 4
-
-    with pytest.raises(ZeroDivisionError):
-        list(prepared(DataLoader(Failing(), 1), state=state))
-    assert state.loaders == []
 
 
-def test_an_iterator_thrown_away_late_does_not_disturb_the_one_after_it():
-    state = LoopState()
+def test_an_iterator_thrown_away_late_does_not_disturb_the_one_after_it(state):
     loader = prepared(DataLoader(range(2), 1), state=state)
     abandoned = iter(loader)
     next(abandoned)
@@ -204,11 +181,9 @@ def test_an_iterator_thrown_away_late_does_not_disturb_the_one_after_it():
             gc.collect()
             assert state.end_of_dataloader
             assert current(state) is loader
-    assert state.loaders == []
 
 
-def test_two_iterations_of_one_loader_at_a_time():
-    state = LoopState()
+def test_two_iterations_of_one_loader_at_a_time(state):
     loader = prepared(DataLoader(range(3), 1), state=state)
     for one, other in zip(loader, itertools.islice(loader, 2), strict=False):
         assert (values(one), current(state)) == (values(other), loader)
@@ -217,11 +192,9 @@ def test_two_iterations_of_one_loader_at_a_time():
     next(first)
     assert len(list(second)) == 3
     assert [(values(batch), current(state) is loader) for batch in first] == [([1], True), ([2], True)]
-    assert state.loaders == []
 
 
-def test_a_loader_inside_itself_is_two_iterations():
-    state = LoopState()
+def test_a_loader_inside_itself_is_two_iterations(state):
     loader = prepared(DataLoader(range(5), 2), Seat(0, 2), state=state)
 
     def told():
@@ -239,7 +212,6 @@ def test_a_loader_inside_itself_is_two_iterations():
         outside.append(before)
     assert outside == [(False, 0), (True, 1)]
     assert inside == [outside] * 2
-    assert state.loaders == []
 
 
 def test_persistent_workers_serve_one_iteration_at_a_time():
@@ -350,10 +322,8 @@ def kinds_of_loaders():
 def test_skipping_leaves_out_the_first_batches_and_nothing_else(skip):
     for name, loader in kinds_of_loaders():
         skipping = skip_first_batches(loader, skip)
-        if isinstance(loader, DataLoaderShard):
-            assert walk(skipping) == walk(loader)[skip:], name
-        else:
-            assert numbers(skipping) == numbers(loader)[skip:], name
+        batches = walk if isinstance(loader, DataLoaderShard) else numbers
+        assert batches(skipping) == batches(loader)[skip:], name
         assert len(skipping) == max(0, len(loader) - skip), name
         assert numbers(skip_first_batches(skipping, 1)) == numbers(loader)[skip + 1 :], name
         assert isinstance(skipping, DataLoader)
@@ -391,11 +361,9 @@ def test_a_loader_that_skips_is_prepared_only_where_its_batches_need_no_sharing(
 
 
 def test_data_that_is_shared_out_already_is_refused():
-    data = range(8)
-    loader = DataLoader(data, 2, sampler=DistributedSampler(data, num_replicas=2, rank=0))
-    with pytest.raises(
-        ConfigError, match="DistributedSampler already gives each rank a share of its own: num_replicas=2"
-    ):
+    loader = DataLoader(range(8), 2, sampler=DistributedSampler(range(8), num_replicas=2, rank=0))
+    words = "DistributedSampler already gives each rank a share of its own: num_replicas=2"
+    with pytest.raises(ConfigError, match=words):
         prepared(loader, Seat(0, 2))
 
 
@@ -437,7 +405,6 @@ def test_a_generator_of_an_iterable_data_set_is_the_shared_one():
             return iter(torch.randperm(8, generator=self.generator).tolist())
 
     loaders = [prepared(DataLoader(Shuffled(1), 2), Seat(rank, 2), dispatch_batches=False) for rank in range(2)]
-    orders = [gathered([walk(loader) for loader in loaders]) for _ in range(2)]
-    assert orders == [list(Shuffled(1)), orders[1]]
-    assert orders[0] != orders[1]
-    assert sorted(orders[1]) == list(range(8))
+    first, second = (gathered([walk(loader) for loader in loaders]) for _ in range(2))
+    assert first == list(Shuffled(1)) != second
+    assert sorted(second) == list(range(8))

@@ -16,7 +16,7 @@ from farflung.data.shares import shares_of
 from farflung.data_loader import prepare_data_loader
 from farflung.testing.ranks import run_ranks
 from farflung.utils import DataLoaderConfiguration, set_seed
-from tests.comm.on_ranks import on_ranks
+from tests.accelerator.conftest import on_ranks
 
 LENGTH = 24
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slots: replicas that come and go see each batch of an epoch as often as is promised."""
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -20,50 +22,36 @@ from farflung.comm.board import Log
 from farflung.comm.c10d_transport import C10dTransport
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup
-from farflung.config.handlers import DataLoaderConfiguration
 from farflung.data import slot_board
-from farflung.data.prepare import prepare_loader, skip_first_batches
+from farflung.data.prepare import skip_first_batches
 from farflung.data.slots import Slots
 from farflung.data.torch_loaders import Source
-from farflung.loop.state import LoopState
 from farflung.outer.stats import Round
 from farflung.testing.sim import run_replicas
-from tests.data.support import Stream
+from tests.data.support import Stream, prepared
 
 
-class Membership:
+def membership():
     """What slots ask of `Elastic`."""
-
-    def __init__(self, joined=0):
-        self.record, self.joined = SimpleNamespace(ids=(), number=0, began=0), joined
-        self.has_kept, self.round_listeners, self.loop = False, [], "loop1"
-
-    def keep_logs(self, names, landed_in):
-        self.names, self.landed_in = names, landed_in
+    record, listeners = SimpleNamespace(ids=(), number=0, began=0), []
+    told = {"round_listeners": listeners, "loop": "loop1", "keep_logs": lambda names, landed_in: None}
+    return SimpleNamespace(record=record, joined=0, has_kept=False, **told)
 
 
 class Replica:
     """A replica whose loop is driven by hand: it takes batches, makes a step with each, and is sent to rounds."""
 
-    def __init__(self, run, member, dataset=None, batch_size=1, fragments=1, exchange=None, **settings):
-        self.run, self.member = run, member
-        self.membership = Membership()
-        self.training = True
-        exchange = exchange or Exchange(SoloGroup())
+    def __init__(self, run, member, dataset=None, batch_size=1, fragments=1, group=None, **settings):
+        self.run, self.member, self.membership, self.training = run, member, membership(), True
+        exchange = Exchange(group or SoloGroup())
         self.slots = Slots(run.board, member, exchange, most=run.most, expected=2, is_training=lambda: self.training)
         self.followed = self.slots.follow(self.membership, fragments)
-        self.loaders = [
-            prepare_loader(
-                DataLoader(run.dataset if dataset is None else dataset, **{"batch_size": batch_size, **arguments}),
-                exchange=exchange,
-                device=None,
-                state=LoopState(),
-                config=DataLoaderConfiguration(**settings),
-                rng_types=["generator"],
-                slots=self.slots,
-            )
-            for arguments in run.loaders
-        ]
+        dataset, settings = (
+            run.dataset if dataset is None else dataset,
+            {"device": None, "slots": self.slots, **settings},
+        )
+        loaders = (DataLoader(dataset, **{"batch_size": batch_size, **arguments}) for arguments in run.loaders)
+        self.loaders = [prepared(loader, group, **settings) for loader in loaders]
         self.position, self.unsent, self.taken, self.batches, self.epoch = 0, [], [], None, 0
 
     def open(self, which):
@@ -90,11 +78,13 @@ class Replica:
 class Run:
     """Replicas in lockstep: the weights that all have in common count what was trained on."""
 
-    def __init__(self, num_batches=40, most=4, loaders=({"shuffle": True},)):
+    def __init__(self, num_batches=40, most=4, loaders=({"shuffle": True},), replicas=0):
         self.store, self.most, self.loaders = dist.HashStore(), most, loaders
         self.board = C10dTransport(self.store).board
         self.dataset = torch.arange(num_batches)
         self.counted, self.live, self.num_members, self.number, self.began = Counter(), [], 0, 0, 0
+        for _ in range(replicas):
+            self.join()
 
     def join(self, **options):
         self.num_members += 1
@@ -104,11 +94,20 @@ class Run:
         self.members_changed()
         return one
 
+    def come_back(self, one, **kept):
+        """Let one that was lost be a newcomer."""
+        self.live.append(one)
+        self.members_changed()
+        vars(one.membership).update(joined=self.number, **kept)
+
     def members_changed(self):
         self.number += 1
         for one in self.live:
             ids = tuple(other.member for other in self.live)
             one.membership.record = SimpleNamespace(ids=ids, number=self.number, began=self.began)
+
+    def epochs(self):
+        return Log(self.board.part("data").part("0"), "epochs")
 
     def lose(self, one):
         self.live.remove(one)
@@ -125,8 +124,7 @@ class Run:
         self.begin_round()
         position = max(one.position for one in self.live)
         for one in self.live:
-            for which, epoch, batch in one.unsent:
-                self.counted[which, epoch, batch] += 1
+            self.counted.update(one.unsent)
             one.unsent.clear()
         for one in self.live:
             one.position = position
@@ -135,32 +133,29 @@ class Run:
         if dies is not None:
             self.lose(dies)
 
-    def expect(self, epochs, times=1, which=0):
-        wanted = {(which, epoch, batch): times for epoch in epochs for batch in range(len(self.dataset))}
-        found = {key: number for key, number in self.counted.items() if key[0] == which and key[1] in set(epochs)}
-        assert found == wanted
+    def expect(self, epochs, which=0):
+        """Each batch of these epochs of a loader counts once."""
+        found = {key: times for key, times in self.counted.items() if key[0] == which and key[1] in epochs}
+        assert found == {(which, epoch, batch): 1 for epoch in epochs for batch in range(len(self.dataset))}
 
 
 def ended(step, replicas, fragment=0, dropped=False):
-    figures = (0.0, 0.0) + (0,) * 2 + (0.0,) * 2
     weights = (1 / replicas,) * replicas
-    return Round(step, (), step, fragment, dropped, weights, weights, *figures)
+    return Round(step, (), step, fragment, dropped, weights, weights, 0.0, 0.0, 0, 0, 0.0, 0.0)
 
 
-def finish(run, each=4):
+def finish(run, each=4, which=0):
     """Let all come to the end of their epoch, with a round now and then."""
     going = list(run.live)
     while going:
-        going = [one for one in going if all(one.take() for _ in range(each))]
+        going = [one for one in going if all(one.take(which) for _ in range(each))]
         run.round()
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("num_batches", [1, 3, 40, 300])
 def test_replicas_of_changing_speeds_share_an_epoch(replicas, num_batches):
-    run, draw = Run(num_batches), random.Random(replicas)
-    for _ in range(replicas):
-        run.join()
+    run, draw = Run(num_batches, replicas=replicas), random.Random(replicas)
     for epoch in range(2):
         going = list(run.live)
         while going:
@@ -175,31 +170,29 @@ def test_replicas_of_changing_speeds_share_an_epoch(replicas, num_batches):
 
 def test_an_order_is_drawn_anew_in_each_epoch_and_is_the_same_for_all_whatever_their_seeds():
     run = Run()
-    torch.manual_seed(1)
-    first = run.join()
-    torch.manual_seed(2)
-    run.join()
+    for seed in range(2):
+        torch.manual_seed(seed)
+        run.join()
     for epoch in range(2):
         finish(run)
         run.expect([epoch])
-    orders = [[batch for when, batch in first.taken if when == epoch] for epoch in range(2)]
+    orders = [[batch for when, batch in run.live[0].taken if when == epoch] for epoch in range(2)]
     assert orders[0] != orders[1]
     assert all(order != sorted(order) for order in orders)
 
 
 @pytest.mark.parametrize("steps_later", [0, 1, 3])
 def test_what_is_in_a_round_that_lands_later_counts_though_its_replica_died_in_between(steps_later):
-    run = Run()
-    one, dying = run.join(), run.join()
+    run = Run(replicas=2)
+    one, dying = run.live
     for _ in range(4):
         assert one.take()
         assert dying.take()
     run.begin_round()
-    landed = {id(each): list(each.unsent) for each in run.live}
+    landed = [*one.unsent, *dying.unsent]
     for _ in range(steps_later):
         assert dying.take()
-    for which, epoch, batch in (row for rows in landed.values() for row in rows):
-        run.counted[which, epoch, batch] += 1
+    run.counted.update(landed)
     one.unsent.clear()
     one.followed.round_ended(ended(4, 2))
     run.lose(dying)
@@ -207,58 +200,55 @@ def test_what_is_in_a_round_that_lands_later_counts_though_its_replica_died_in_b
     run.expect([0])
 
 
-def test_what_is_in_rounds_is_written_once_a_round_and_not_in_each_step(monkeypatch):
-    writes = []
-    put = type(Run().board).put
-    monkeypatch.setattr(type(Run().board), "put", lambda self, key, value: writes.append(key) or put(self, key, value))
-    run = Run()
-    one = run.join()
-    for _ in range(4):
-        for _ in range(8):
-            assert one.take()
-        run.round()
-    assert [key for key in writes if key.startswith("sent/")] == [f"sent/{one.member}"] * 4
+def test_what_is_in_rounds_is_written_once_a_round_and_not_in_each_step():
+    run = Run(replicas=1)
+    with mock.patch.object(type(run.board), "put", autospec=True, side_effect=type(run.board).put) as put:
+        for _ in range(4):
+            for _ in range(8):
+                assert run.live[0].take()
+            run.round()
+    keys = [call.args[1] for call in put.call_args_list]
+    assert [key for key in keys if key.startswith("sent/")] == ["sent/1"] * 4
 
 
 def test_threads_that_claim_at_once_share_an_epoch():
-    run, seen = Run(200), []
-    replicas = [run.join() for _ in range(4)]
+    run = Run(200, replicas=4)
 
     def train(one):
         while one.take():
             pass
-        seen.extend(one.unsent)
 
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(train, replicas))
-    assert sorted(batch for _, _, batch in seen) == list(range(200))
+        list(threads.map(train, run.live))
+    assert sorted(batch for one in run.live for _, _, batch in one.unsent) == list(range(200))
 
 
-EVENTS = st.lists(
-    st.sampled_from(["take", "take", "take", "round", "lose", "dies in a round", "join", "out"]), max_size=60
-)
+EVENTS = ["take", "take", "take", "round", "lose", "dies in a round", "join", "out"]
 
 
 @settings(max_examples=40)
-@given(events=EVENTS, draw=st.randoms(use_true_random=False))
+@given(events=st.lists(st.sampled_from(EVENTS), max_size=60), draw=st.randoms(use_true_random=False))
 def test_each_batch_counts_once_whatever_happens(events, draw):
     """2 -> 1 -> 3 and all else. What is left of an epoch goes into the next one; the last one has nobody lost."""
-    run = Run(24, most=3)
-    run.join(), run.join()
-    waiting = {}  # those at the end of their epoch, where all meet
+    run = Run(24, most=3, replicas=2)
+    waiting = set()  # those at the end of their epoch, where all meet
+
+    def take(one):
+        if one not in waiting and not one.take():
+            waiting.add(one)
+
     for event in events:
         one = draw.choice(run.live)
-        if event == "take" and one.member not in waiting and not one.take():
-            waiting[one.member] = one
+        if event == "take":
+            take(one)
         elif event == "round":
             run.round()
         elif event == "lose" and len(run.live) > 1:
             run.lose(one)
         elif event == "dies in a round" and len(run.live) > 1 and not waiting:
             position = max(other.position for other in run.live)
-            while one.position < position and one.member not in waiting:
-                if not one.take():
-                    waiting[one.member] = one
+            while one.position < position and one not in waiting:
+                take(one)
             if not waiting:
                 run.round(dies=one)
         elif event == "join" and len(run.live) < 3 and not waiting:
@@ -267,28 +257,25 @@ def test_each_batch_counts_once_whatever_happens(events, draw):
             while not newcomer.take() and newcomer.loaders[0].share.is_past:
                 pass
             if newcomer.batches is None:
-                waiting[newcomer.member] = newcomer
-        elif event == "out" and len(run.live) > 1 and one.member not in waiting:  # late, and back as a newcomer
+                waiting.add(newcomer)
+        elif event == "out" and len(run.live) > 1 and one not in waiting:  # late, and back as a newcomer
             run.lose(one)
             run.round()
-            run.live.append(one)
-            run.members_changed()
-            one.membership.joined = run.number
+            run.come_back(one)
             one.position = max(other.position for other in run.live)
         if event in ("join", "out"):  # all make a step before they can hear of another loss
             for other in run.live:
-                if other.member not in waiting and not other.take():
-                    waiting[other.member] = other
-        waiting = {member: each for member, each in waiting.items() if each in run.live}
+                take(other)
+        waiting &= set(run.live)
         if len(waiting) == len(run.live):
             run.round()
-            for each in waiting.values():
+            for each in waiting:
                 each.loaders[0].share.synchronized()
-            waiting = {}
+            waiting.clear()
     frontier = max((epoch for one in run.live for epoch, _ in one.taken), default=0)
     for one in run.live:
-        while one.member not in waiting and one.take():
-            pass
+        while one not in waiting:
+            take(one)
     run.round()
     finish(run)  # an epoch more, in which what lost ones have left is taken
     for epoch in range(frontier + 1):
@@ -303,10 +290,10 @@ def test_a_newcomer_finds_epochs_that_are_over_empty_and_takes_part_in_the_one_o
     old.take()
     run.round()
     newcomer = run.join()
-    passes = []
-    while not newcomer.take():
-        passes.append(newcomer.loaders[0].share.is_past)
-    assert passes == [True, True]
+    for _ in range(2):
+        assert not newcomer.take()
+        assert newcomer.loaders[0].share.is_past
+    assert newcomer.take()
     assert newcomer.epoch == 2
     finish(run)
     run.expect([0, 1, 2])
@@ -325,20 +312,16 @@ def test_one_that_comes_after_all_have_ended_an_epoch_and_synchronized_goes_on_t
 
 
 def test_two_loaders_have_epochs_of_their_own():
-    run = Run(20, loaders=({"shuffle": True}, {}))
-    run.join(), run.join()
+    run = Run(20, loaders=({"shuffle": True}, {}), replicas=2)
     finish(run)
-    going = list(run.live)
-    while going:
-        going = [one for one in going if one.take(1)]
-        run.round()
+    finish(run, 1, which=1)
     run.expect([0])
     run.expect([0], which=1)
 
 
 def test_data_that_one_replica_alone_evaluates_take_no_number_of_those_that_all_share():
-    run, shares = Run(6), []
-    for one in (run.join(), run.join()):
+    run, shares = Run(6, replicas=2), []
+    for one in run.live:
         for trains in (True, False, True):  # two fits, and an evaluation between them
             loader, share = one.slots.shared_as_it_is(DataLoader(run.dataset, shuffle=True), 1)
             one.training = trains
@@ -364,25 +347,29 @@ def test_steps_on_batches_of_two_loaders_at_once_are_refused_but_a_look_at_one_i
             one.take()
 
 
-def test_one_that_was_left_out_goes_on_with_nothing_that_it_had_read_ahead():
-    run = Run(64, most=2)
-    first, late = run.join(), run.join()
+def left_behind():
+    """A run of two replicas after a round, one of which has made a step more."""
+    run = Run(64, most=2, replicas=2)
+    first, late = run.live
     late.take(), first.take()
     run.round()
     late.take()
+    return run, first, late
+
+
+def test_one_that_was_left_out_goes_on_with_nothing_that_it_had_read_ahead():
+    run, first, late = left_behind()
     run.lose(late)
     finish(run)
     assert {batch for _, _, batch in run.counted} == set(range(64))
-    run.live.append(late)
-    run.members_changed()
-    late.membership.joined = run.number
+    run.come_back(late)
     assert not late.take()
     run.expect([0])
 
 
 def test_a_run_whose_members_all_died_before_a_state_was_written_begins_its_epochs_again():
-    run = Run()
-    for one in run.join(), run.join():
+    run = Run(replicas=2)
+    for one in run.live:
         assert one.take()
     run.round()
     for one in list(run.live):
@@ -402,7 +389,7 @@ def test_one_that_sleeps_as_others_continue_from_its_state_records_nothing_when_
     asleep = run.join()
     asleep.take()
     run.round()
-    log = Log(run.board.part("data").part("0"), "epochs")
+    log = run.epochs()
     number, of_the_state = log.last()
     run.live.remove(asleep)
     other = run.join()
@@ -418,20 +405,14 @@ def test_one_that_sleeps_as_others_continue_from_its_state_records_nothing_when_
 @pytest.mark.parametrize("position", [1, 50])
 @pytest.mark.parametrize("takes", [1, 60])
 def test_one_that_was_left_out_and_has_kept_its_steps_keeps_its_batches_unless_others_have_taken_them(takes, position):
-    run = Run(64, most=2)
-    first, late = run.join(), run.join()
-    late.take(), first.take()
-    run.round()
-    late.take()
+    run, first, late = left_behind()
     kept = list(late.unsent)
     run.live.remove(late)
     run.members_changed()
     for _ in range(takes):
         first.take()
     run.round()
-    run.live.append(late)
-    run.members_changed()
-    late.membership.joined, late.membership.has_kept = run.number, True
+    run.come_back(late, has_kept=True)
     late.position = first.position = position  # the others' may be behind its own
     run.round()  # which has what it has kept
     finish(run)
@@ -447,7 +428,7 @@ def test_a_dropped_round_and_a_part_of_a_model_record_nothing():
     one = run.join(fragments=2)
 
     def done():
-        rows = json.loads(Log(run.board.part("data").part("0"), "epochs").last()[1])[3]
+        rows = json.loads(run.epochs().last()[1])[3]
         return sum(count for *_, held in rows for _, (_, count) in held)
 
     for _ in range(3):
@@ -462,8 +443,7 @@ def test_a_dropped_round_and_a_part_of_a_model_record_nothing():
 
 def test_keys_don_t_grow_with_epochs_and_losses(monkeypatch):
     monkeypatch.setattr(slot_board, "_DECIDED_AT_A_TIME", 4)
-    run, sizes = Run(16), []
-    run.join()
+    run, sizes = Run(16, replicas=1), []
     for _ in range(4):
         lost = run.join()
         while not lost.take():
@@ -479,15 +459,15 @@ def test_keys_don_t_grow_with_epochs_and_losses(monkeypatch):
     ("size", "options"), [(2, {}), (3, {}), (2, {"split_batches": True}), (2, {"even_batches": False})]
 )
 def test_the_ranks_of_a_replica_share_its_slots(size, options):
-    run = Run(26)
+    run, record = Run(26), SimpleNamespace(ids=(1, 2), number=9, began=0)
     other = run.join(batch_size=2)
     other.take()
     run.round()
-    other.membership.record = SimpleNamespace(ids=(1, 2), number=9, began=0)
+    other.membership.record = record
 
     def train(group):
-        one = Replica(run, 2, batch_size=2, exchange=Exchange(group), **options)
-        one.membership.record = SimpleNamespace(ids=(1, 2), number=9, began=0)
+        one = Replica(run, 2, batch_size=2, group=group, **options)
+        one.membership.record = record
         while one.take():
             pass
         return [batch for _, _, batch in one.unsent]
@@ -506,7 +486,7 @@ def test_the_ranks_of_a_replica_that_was_left_out_stay_in_step():
     run = Run(60, most=1)
 
     def train(group):
-        one = Replica(run, 1, exchange=Exchange(group))
+        one = Replica(run, 1, group=group)
         one.take()
         one.membership.joined = 3
         while one.take():
@@ -532,9 +512,7 @@ class Store:
 
 def over_stores(is_gone):
     """Two replicas that took a batch each, and their stores."""
-    run = Run(40)
-    run.join(), run.join()
-    stores = []
+    run, stores = Run(40, replicas=2), []
     for one in run.live:
         (board,) = one.slots.boards
         board._board = board._log._board = Store(board._board, is_gone)
@@ -576,8 +554,7 @@ def test_len_is_the_share_of_one_of_the_replicas_that_the_run_begins_with():
 
 
 def test_an_evaluation_gets_all_of_the_data_and_a_step_on_them_is_refused():
-    run = Run(40)
-    one, _ = run.join(), run.join()
+    one = Run(40, replicas=2).live[0]
     one.training = False
     assert sorted(torch.cat(list(one.loaders[0])).tolist()) == list(range(40))
     assert len(one.loaders[0]) == 40
@@ -586,9 +563,8 @@ def test_an_evaluation_gets_all_of_the_data_and_a_step_on_them_is_refused():
 
 
 def test_a_pass_without_steps_in_train_mode_is_warned_of():
-    one = Run(4).join()
     with pytest.warns(RuntimeWarning, match=r"Call model\.eval\(\) before an evaluation"):
-        list(one.loaders[0])
+        list(Run(4).join().loaders[0])
 
 
 class Lengthless:
@@ -612,34 +588,17 @@ def test_loaders_that_can_t_be_cut_are_refused(loader, says):
         slots.shared(Source(loader), 1)
 
 
-class OwnOrder:
-    """A batch sampler that draws from a generator of its own."""
-
-    def __init__(self, seed):
-        self.rng = random.Random(seed)
-
-    def __len__(self):
-        return 40
-
-    def __iter__(self):
-        return iter(self.rng.sample([[index] for index in range(40)], 40))
-
-
-def test_an_order_that_replicas_can_t_agree_on_is_refused():
-    run = Run()
-    for number in range(2):
-        run.loaders = ({"batch_size": 1, "batch_sampler": OwnOrder(number)},)
-        one = run.join()
-        with pytest.raises(ConfigError, match="in another order at another replica") if number else nullcontext():
-            one.take()
-
-
 def test_what_has_no_meaning_among_replicas_that_come_and_go_is_refused():
     run = Run(8)
     one = run.join()
     with pytest.raises(ConfigError, match="Leave the call out"):
         skip_first_batches(one.loaders[0], 2)
     one.take()
+    run.loaders = ({"shuffle": False, "batch_sampler": [[number] for number in range(8)]},)
+    with pytest.raises(ConfigError, match="in another order at another replica"):
+        run.join().take()
+    run.loaders = ({"shuffle": True},)
+    run.lose(run.live[-1])
     with pytest.raises(ConfigError, match="Epoch 0 has 8 batches at another replica, and 5 here"):
         run.join(dataset=torch.arange(5)).take()
     run.lose(run.live[-1])
@@ -655,8 +614,7 @@ def test_a_checkpoint_says_the_epoch_and_the_store_what_is_done_of_it():
     run = Run(16)
     one = run.join()
     finish(run)
-    for _ in range(3):
-        one.take()
+    one.take()
     run.round()
     saved = one.loaders[0].state_dict()
     run.lose(one)

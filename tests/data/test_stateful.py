@@ -19,7 +19,7 @@ from farflung.data_loader import (
     DataLoaderStateMixin,
     SkipDataLoader,
 )
-from tests.comm.on_ranks import on_ranks
+from tests.accelerator.conftest import on_ranks
 from tests.data.support import prepared, world
 
 

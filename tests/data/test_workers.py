@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from farflung.checkpoint import rng
 from farflung.data.resume import workers
 from farflung.data.resume.workers import RecordingCollate, WorkerHistory, WorkerPlan, can_record
 from farflung.data.torch_loaders import Source
+from tests.data.support import Stream
 
 
 def draw(samples):
@@ -107,12 +108,8 @@ def test_only_workers_that_take_turns_over_indices_are_noted():
         def __iter__(self):
             return super().__iter__()
 
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(range(4))
-
     assert can_record(Source(DataLoader(range(4), num_workers=2)))
     assert not can_record(Source(DataLoader(range(4))))
     assert not can_record(Source(DataLoader(range(4), num_workers=2, in_order=False)))
     assert not can_record(Source(Mine(range(4), num_workers=2)))
-    assert not can_record(Source(DataLoader(Stream(), num_workers=2)))
+    assert not can_record(Source(DataLoader(Stream(4), num_workers=2)))
