@@ -3,7 +3,7 @@
 
 import io
 import re
-import sys
+from contextlib import redirect_stderr
 
 import pytest
 import torch
@@ -74,8 +74,8 @@ def test_commands_show_what_is_written_and_read(tmp_path):
     with torch.no_grad():
         model.weight += 1
     accelerator.save_state(other)
-    address, pulled = (tmp_path / "run").as_uri(), tmp_path / "pulled.safetensors"
     (tmp_path / "run").mkdir()
+    address, pulled = (tmp_path / "run").as_uri(), tmp_path / "pulled.safetensors"
     trained(address, diloco(4), 9, nn.Linear(500, 500))[0].close()
     expected = {
         ("verify", one): ["Verifying one"],
@@ -99,23 +99,16 @@ def test_commands_show_what_is_written_and_read(tmp_path):
     assert f"{one}: complete" in done.stdout
 
 
-class FakeTerminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
 def save_and_load(folder):
     """What each process would show in a terminal of its own."""
-    bars._PATIENCE_S, real = 0.0, sys.stderr
-    sys.stderr = FakeTerminal()
-    try:
+    bars._PATIENCE_S, screen = 0.0, io.StringIO()
+    screen.isatty = lambda: True
+    with redirect_stderr(screen):
         accelerator = Accelerator(cpu=True)
         accelerator.prepare(nn.Linear(100, 100))
         accelerator.save_state(folder)
         accelerator.load_state(folder)
-        return sys.stderr.getvalue()
-    finally:
-        sys.stderr = real
+    return screen.getvalue()
 
 
 def test_no_process_but_the_main_one_shows_anything(tmp_path):

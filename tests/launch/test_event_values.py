@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, strategies as st
@@ -51,7 +52,8 @@ def test_what_a_later_version_writes_is_a_note_and_what_an_earlier_one_wrote_is_
 
 
 SINCE = time.mktime((2026, 1, 2, 1, 44, 32, 0, 0, -1))
-AT = {"address": "10.0.0.1:2"}
+AT, MACHINE = {"address": "a:2"}, {"machine_rank": 1, "machines": 2}
+GONE, GIVES_UP = {"is_gone": True}, {"cut_s": 4, "gives_up_s": 6}
 
 
 def of(kind, who="", generation=None, **facts):
@@ -60,10 +62,8 @@ def of(kind, who="", generation=None, **facts):
 
 SENTENCES = {
     "started: 1 machine, 2 processes": of(Kind.STARTED, processes=2, machines=1),
-    "2 replicas of a run at 10.0.0.1:2; more": of(Kind.STARTED, replicas=2, join="more", **AT),
-    "machine 1 of 2 waits for the others at a:1, over lo": of(
-        Kind.WAITS, machine_rank=1, machines=2, endpoint="a:1", interface="lo"
-    ),
+    "2 replicas of a run at a:2; more": of(Kind.STARTED, replicas=2, join="more", **AT),
+    "machine 1 of 2 waits for the others at a:1, over lo": of(Kind.WAITS, **MACHINE, endpoint="a:1", interface="lo"),
     "member 1 waits: it is late": of(Kind.WAITS, "member 1", why="it is late"),
     "member 1 can't begin: no": of(Kind.WAITS, "member 1", why="no", is_member=True),
     "generation 1: training begins with 2 replicas": of(Kind.BEGAN, "", 1, replicas=2),
@@ -73,9 +73,7 @@ SENTENCES = {
     "generation 5: training continues with 1 replica from the state at step 12, no round lost": of(
         Kind.BEGAN, "", 5, replicas=1, step=12, rounds_lost=0
     ),
-    "generation 3: replica 0 of node1:88 joined; 2 replicas train": of(
-        Kind.JOINED, "replica 0 of node1:88", 3, replicas=2
-    ),
+    "generation 3: replica 0 of a:8 joined; 2 replicas train": of(Kind.JOINED, "replica 0 of a:8", 3, replicas=2),
     "replica 0 was let in; 3 replicas train": of(Kind.JOINED, "replica 0", replicas=3),
     "replica 1 differs from the others: torch 2.1": of(Kind.DIFFERS, "replica 1", why="torch 2.1"),
     "replica 4 is not let in: its loop": of(Kind.REFUSED, "replica 4", why="its loop"),
@@ -85,30 +83,20 @@ SENTENCES = {
     "generation 2: replica 1 is out: it is gone; training begins again with 1 replica": of(
         Kind.LOST, "replica 1", 2, why="it is gone", replicas=1, has_state=False
     ),
-    "replica 0 was left out: it is late; it asks to be let in again": of(
-        Kind.LOST, "replica 0", why="it is late", asks_again=True
-    ),
+    "a was left out: it is late; it asks to be let in again": of(Kind.LOST, "a", why="it is late", asks_again=True),
     "rank 1 is lost: ValueError: x": of(Kind.LOST, "rank 1", why="ValueError: x"),
-    "generation 2: 2 replicas connected again (a line was cut)": of(
-        Kind.RECONNECTED, "", 2, replicas=2, why="a line was cut"
-    ),
+    "generation 2: 2 replicas connected again (a cut)": of(Kind.RECONNECTED, "", 2, replicas=2, why="a cut"),
     "replica 0 was killed by SIGKILL; it starts again in 1 s (restart 1 of 3 within an hour)": of(
         Kind.RESTARTED, "replica 0", how="was killed by SIGKILL", wait_s=1.0, restart=1, max_restarts=3
     ),
     "the processes start again (restart 1 of 3)": of(Kind.RESTARTED, attempt=2, max_restarts=3),
-    "replica 0 ended with exit code 3; it is not started again": of(
-        Kind.FAILED, "replica 0", how="ended with exit code 3"
-    ),
+    "replica 0 has ended; it is not started again": of(Kind.FAILED, "replica 0", how="has ended"),
     "replica 0 is not started again": of(Kind.FAILED, "replica 0", how=""),
     "rank 0 failed: ValueError: x": of(Kind.FAILED, "rank 0", why="ValueError: x\ny"),
-    "cut off from the run's store at 10.0.0.1:2 since 01:44:32; replicas train on": of(Kind.CUT_OFF, **AT, since=SINCE),
-    "still cut off from the run's store at 10.0.0.1:2, for 40 s; it gives up after 600 s": of(
-        Kind.CUT_OFF, **AT, cut_s=40, gives_up_s=600
-    ),
-    "the run's store at 10.0.0.1:2 is gone; replicas train on, but none is started again": of(
-        Kind.CUT_OFF, **AT, is_gone=True
-    ),
-    "reaches the run's store at 10.0.0.1:2 again, after 3 s": of(Kind.REACHED, **AT, cut_s=3),
+    "cut off from the run's store at a:2 since 01:44:32; replicas train on": of(Kind.CUT_OFF, **AT, since=SINCE),
+    "still cut off from the run's store at a:2, for 4 s; it gives up after 6 s": of(Kind.CUT_OFF, **AT, **GIVES_UP),
+    "the run's store at a:2 is gone; replicas train on, but none is started again": of(Kind.CUT_OFF, **AT, **GONE),
+    "reaches the run's store at a:2 again, after 3 s": of(Kind.REACHED, **AT, cut_s=3),
     "ended with exit code 3": of(Kind.ENDED, code=3),
     "rank 0 trains 1,000 parameters by FSDP": of(Kind.MODEL, "rank 0", parameters=1000, strategy="FSDP"),
     "rank 0 has trained on after 2 s for a checkpoint": of(Kind.SAVING, "rank 0", seconds=2),
@@ -136,39 +124,21 @@ def test_words_are_found_for_whatever_facts_another_version_gives(event):
     assert isinstance(words(event), str)
 
 
-class Broken:
-    """A stream that can't be written to from the `first` write on."""
-
-    def __init__(self, number, first):
-        self.number, self.left, self.written = number, first, []
-
-    def write(self, text):
-        self.left -= 1
-        if self.left < 0:
-            raise OSError(self.number, "no")
-        self.written.append(text)
-
-    def flush(self):
-        pass
-
-    def isatty(self):
-        return False
-
-
 @pytest.mark.parametrize("number", [errno.EPIPE, errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("is_json", [False, True])
 def test_a_screen_that_can_not_be_written_to_ends_no_work_and_the_folder_has_all(
     number, first, is_json, tmp_path, monkeypatch
 ):
-    stream = Broken(number, first)
+    stream = Mock(spec=["write", "flush", "isatty"], **{"isatty.return_value": False})
+    stream.write.side_effect = [None] * first + [OSError(number, "no")] * 100
     monkeypatch.setattr(sys, "stderr", stream)
     with showing(Screen(LaunchSettings(json=is_json)), FolderSink(RunFolder(tmp_path))):
         for k in range(3):
             record(Kind.NOTE, message=f"note {k}")
         record(Kind.FAILED, message="rank 0 failed", report="why")  # in a box
         tell("of a rank")
-    assert len(stream.written) == first
+    assert stream.write.call_count > first
     rows = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [row["message"] for row in rows] == ["note 0", "note 1", "note 2"]
 

@@ -14,16 +14,11 @@ from farflung.base.causes import Cause
 from farflung.base.errors import ConfigError, RankFailure, Unreachable
 from farflung.base.events import Kind, record
 from farflung.config.launch import LaunchSettings
-from farflung.launch import main as command
 from farflung.launch.codes import CODES, DONE, ENGINE, FAILED, HUNG, USAGE, EngineFailure, of_error
 from farflung.launch.events import Screen, showing
 from farflung.launch.network import get_free_port
 from farflung.testing.patience import patience
-
-
-def events(text: str) -> list[dict]:
-    """Each line of the launcher's messages; a line that is no JSON fails."""
-    return [json.loads(line) for line in text.splitlines()]
+from tests.python import call_farflung
 
 
 def test_quiet_leaves_errors_alone_also_in_json(capsys):
@@ -72,8 +67,8 @@ if os.environ["RANK"] in sys.argv[1:]:
 def test_only_the_ranks_that_are_asked_for_are_shown_and_failures_of_all(ranks, farflung, home):
     (home / "train.py").write_text(PRINTS)
     done = farflung("launch", "--cpu", "--num_processes", "3", "--only-rank", ranks, "train.py", code=DONE)
-    assert {line[5] for line in done.stdout.splitlines()} == {*ranks.split(",")}
-    assert {line[5] for line in done.stderr.splitlines()} == {*ranks.split(",")}
+    for stream in (done.stdout, done.stderr):
+        assert {line[5] for line in stream.splitlines()} == {*ranks.split(",")}
     failed = farflung("launch", "--cpu", "--num_processes", "2", "--only-rank", "0", "train.py", "1", code=FAILED)
     assert "rank 1 failed" in failed.stderr
     assert "ValueError: bad value" in failed.stderr
@@ -83,26 +78,23 @@ def test_only_the_ranks_that_are_asked_for_are_shown_and_failures_of_all(ranks, 
 def test_events_of_a_run_are_one_json_object_a_line(farflung, home):
     (home / "farflung.yaml").write_text("use_cpu: true\n")
     (home / "train.py").write_text("import sys; sys.exit(7 if '-f' in sys.argv else 0)")
-    done = farflung("launch", "--num_processes", "2", "--json", "train.py")
-    said = events(done.stderr)
-    assert [one["event"] for one in said] == ["settings", "started", "ended"]
-    assert (said[1]["ranks"], said[1]["size"], said[2]["code"]) == ([0, 1], 2, DONE)
-    failed = farflung("launch", "--num_processes", "1", "--json", "--max_restarts", "1", "train.py", "-f")
-    said = events(failed.stderr)
-    assert failed.returncode == FAILED
-    assert [one["event"] for one in said] == ["settings", "started", "failed", "restarted", "failed", "ended"]
-    assert [(said[k]["rank"], said[k]["how"]) for k in (2, 4)] == [(0, "exit code 7")] * 2
-    assert said[5]["code"] == FAILED
-    assert all(isinstance(one["time"], float) for one in said)
 
+    def events(*words: str, code: int) -> tuple[list[dict], list[str]]:
+        said = farflung("launch", "--json", *words, code=code).stderr
+        found = [json.loads(line) for line in said.splitlines()]  # a line that is no JSON fails
+        assert found.pop(0)["event"] == "settings"
+        assert all(isinstance(one["time"], float) for one in found)
+        return found, [one["event"] for one in found]
 
-@pytest.mark.usefixtures("warm")
-def test_events_of_replicas_are_json_too(farflung, home):
-    (home / "train.py").write_text("raise SystemExit(7)")
-    done = farflung("launch", "--cpu", "--elastic", "1:2", "--json", "train.py")
-    said = events(done.stderr)
-    assert done.returncode == FAILED
-    assert [one["event"] for one in said] == ["started", "failed", "failed", "ended"]
+    said, kinds = events("--num_processes", "2", "train.py", code=DONE)
+    assert kinds == ["started", "ended"]
+    assert (said[0]["ranks"], said[0]["size"], said[1]["code"]) == ([0, 1], 2, DONE)
+    said, kinds = events("--num_processes", "1", "--max_restarts", "1", "train.py", "-f", code=FAILED)
+    assert kinds == ["started", "failed", "restarted", "failed", "ended"]
+    assert [(said[k]["rank"], said[k]["how"]) for k in (1, 3)] == [(0, "exit code 7")] * 2
+    assert said[4]["code"] == FAILED
+    said, kinds = events("--elastic", "1:2", "train.py", "-f", code=FAILED)
+    assert kinds == ["started", "failed", "failed", "ended"]
     assert (said[0]["replicas"], said[2]["replica"], said[3]["code"]) == (1, "replica 0", FAILED)
 
 
@@ -127,10 +119,9 @@ def test_a_run_that_hangs_ends_with_a_code_of_its_own(farflung, home):
 def test_machines_that_do_not_meet_in_time_end_with_the_code_of_a_time_out(flags, home, capsys):
     (home / "train.py").write_text("")
     row = ["--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "127.0.0.1", "--rdzv_conf", "timeout=1"]
-    with pytest.raises(SystemExit) as ended:
-        command.main(["launch", "--cpu", *flags, *row, "--main_process_port", str(get_free_port()), "train.py"])
+    code = call_farflung("launch", "--cpu", *flags, *row, "--main_process_port", get_free_port(), "train.py")
     said = capsys.readouterr().err
-    assert ended.value.code == HUNG, said
+    assert code == HUNG, said
     assert "The 2 machines could not meet" in said
     if flags:
         ours = [json.loads(line) for line in said.splitlines() if line.startswith("{")]

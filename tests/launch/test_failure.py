@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 
@@ -24,16 +23,15 @@ raise {error}
 """
 
 
-def run(error: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    with environ.patched(variables):
+def run_with(report, error):
+    with environ.patched({"TORCHELASTIC_ERROR_FILE": str(report)}):
         return run_python("-c", SCRIPT.format(error=error), code=None)
 
 
 def test_torch_reads_what_a_rank_left(tmp_path):
     file = tmp_path / "error.json"
-    done = run("ValueError('bad value')", TORCHELASTIC_ERROR_FILE=str(file))
-    assert done.returncode == 1
-    assert done.stderr == "[rank3]: hook before: bad value\n"
+    done = run_with(file, "ValueError('bad value')")
+    assert (done.returncode, done.stderr) == (1, "[rank3]: hook before: bad value\n")
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file))
     assert failure.message["message"] == "ValueError: bad value"
     assert failure.message["extraInfo"]["py_callstack"].startswith("Traceback (most recent call last)")
@@ -43,12 +41,11 @@ def test_torch_reads_what_a_rank_left(tmp_path):
 
 
 def test_an_interrupt_is_not_reported(tmp_path):
-    done = run("KeyboardInterrupt", TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json"))
-    assert done.stderr == ""
+    assert run_with(tmp_path / "error.json", "KeyboardInterrupt").stderr == ""
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_a_launcher_nothing_is_changed(monkeypatch):
+def test_without_a_launcher_nothing_is_changed():
     environ.remove("TORCHELASTIC_ERROR_FILE")
     before = sys.excepthook
     install_failure_report(0)

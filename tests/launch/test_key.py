@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from functools import partial
 from urllib.parse import unquote
 
 import pytest
@@ -115,48 +116,43 @@ def test_engines_carry_the_key_unseen_or_say_how_it_gets_there(home, key_file, m
             assert f"--key_file {key_file}" in words
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours", "here", "there"),
-    [
-        (KEY, OTHER, "it has another key", "127.0.0.1 was refused at the port of this run: it has another key"),
-        (KEY, None, "it has a key, and none was given", "127.0.0.1 was refused at the port of this run: it has no key"),
-        (None, KEY, "it has no key, and one was given", "node:1 was refused: it has another key, or only one side has"),
-    ],
-    ids=["other", "none", "one"],
-)
-def test_one_that_joins_a_store_with_another_key_is_refused_on_both_sides(theirs, ours, here, there):
-    seals = [Seal(bytes.fromhex(key)) if key else None for key in (theirs, ours)]
-    store = served(seals[0])
-    first = C10dTransport(store, seal=seals[0])
-    first.board.put("run", b"{}")
-    began, at = time.monotonic(), f"127.0.0.1:{store.port}"
-    with pytest.raises(KeyMismatch, match=f"The record of the run at {at} can't be used: {here}"):
-        elastic._found(C10dTransport(("127.0.0.1", store.port), seal=seals[1]), "join", at, "node:1")
-    notes = LauncherNotes(first.board)
-    (event,) = [*notes.receive(), *notes.strangers()]
-    assert there in str(event)
-    assert time.monotonic() < began + patience(10)
+KEYS = {"a key": KEY, "another": OTHER}
+AT_PORT = "127.0.0.1 was refused at the port of this run: "
+NO_TAG = "refused node:1' is not taken, as its name has no tag"
+ONE_SIDE = "node:1 was refused: it has another key, or only one side has"
+# Whose key the run and the launcher have, and what is said at the launcher and at the run: of a store, of an address.
+MISMATCHES = [
+    ("store", "a key", "another", "it has another key", f"{AT_PORT}it has another key"),
+    ("store", "a key", "none", "it has a key, and none was given", f"{AT_PORT}it has no key"),
+    ("store", "none", "a key", "it has no key, and one was given", ONE_SIDE),
+    ("address", "a key", "another", "it is sealed with another key", NO_TAG),
+    ("address", "a key", "none", "it has a key, and none was given", NO_TAG),
+    ("address", "none", "a key", "it is not sealed with any key", ONE_SIDE),
+]
+IN_BUCKETS = [pytest.param("bucket", *row, marks=pytest.mark.long) for kind, *row in MISMATCHES if kind == "address"]
 
 
-@pytest.mark.parametrize("kind", ["folder", pytest.param("bucket", marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    ("theirs", "ours", "here", "there"),
-    [
-        (KEY, OTHER, "it is sealed with another key", "refused node:1' is not taken, as its name has no tag"),
-        (KEY, None, "it has a key, and none was given", "refused node:1' is not taken, as its name has no tag"),
-        (None, KEY, "it is not sealed with any key", "node:1 was refused: it has another key, or only one side has"),
-    ],
-    ids=["other", "none", "one"],
-)
-def test_one_that_meets_at_an_address_with_another_key_is_refused_on_both_sides(
-    theirs, ours, here, there, kind, tmp_path, request
+@pytest.mark.parametrize(("kind", "theirs", "ours", "here", "there"), [*MISMATCHES, *IN_BUCKETS])
+def test_one_that_joins_a_run_with_another_key_is_refused_on_both_sides(
+    kind, theirs, ours, here, there, tmp_path, request
 ):
-    where = request.getfixturevalue("bucket") if kind == "bucket" else tmp_path.as_uri()
-    seals = [Seal(bytes.fromhex(key)) if key else None for key in (theirs, ours)]
-    settings, began = LaunchSettings(elastic="1:2", meet=where), time.monotonic()
-    first = elastic._met(settings, 1, "node:0", seals[0])
+    began = time.monotonic()
+    its, own = (Seal(bytes.fromhex(KEYS[name])) if name in KEYS else None for name in (theirs, ours))
+    if kind == "store":
+        store = served(its)
+        where, first = f"127.0.0.1:{store.port}", C10dTransport(store, seal=its)
+        first.board.put("run", b"{}")
+
+        def join():
+            elastic._found(C10dTransport(("127.0.0.1", store.port), seal=own), "join", where, "node:1")
+
+    else:
+        where = request.getfixturevalue("bucket") if kind == "bucket" else tmp_path.as_uri()
+        settings = LaunchSettings(elastic="1:2", meet=where)
+        first = elastic._met(settings, 1, "node:0", its)
+        join = partial(elastic._met, settings, 1, "node:1", own)
     with pytest.raises(KeyMismatch, match=f"The record of the run at {where} can't be used: {here}"):
-        elastic._met(settings, 1, "node:1", seals[1])
+        join()
     notes = LauncherNotes(first.board)
     (event,) = until(lambda: [*notes.receive(), *notes.strangers()])
     assert there in unquote(str(event))

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
-from importlib import import_module
 from pathlib import Path
+from unittest.mock import Mock
 
 import click
 import pytest
-from click.testing import CliRunner
 
 from farflung.base.errors import ConfigError
 from farflung.config import environ
@@ -18,22 +18,19 @@ from farflung.config.launch import FIELDS
 from farflung.launch import main as command
 from tests.python import call_farflung, run_python
 
+LOADS = """
+import sys
+from farflung.launch.main import farflung
+for line in ("--help", "checkpoint --help", "launch --help", "launch --help all"):
+    farflung.main(line.split(), standalone_mode=False)
+    assert not {"torch", "rich", "yaml", "farflung.launch.start"} & sys.modules.keys(), line
+farflung.main(["config", "show"], standalone_mode=False)
+assert not {"torch", "rich"} & sys.modules.keys()
+"""
+
 
 def test_help_and_the_launcher_do_without_torch(home):
-    loads = (
-        "import sys\n"
-        "from farflung.launch.main import farflung\n"
-        "farflung.main(['--help'], standalone_mode=False)\n"
-        "assert 'torch' not in sys.modules and 'rich' not in sys.modules and 'yaml' not in sys.modules\n"
-        "farflung.main(['checkpoint', '--help'], standalone_mode=False)\n"
-        "farflung.main(['launch', '--help'], standalone_mode=False)\n"
-        "farflung.main(['launch', '--help', 'all'], standalone_mode=False)\n"
-        "assert 'torch' not in sys.modules and 'rich' not in sys.modules and 'yaml' not in sys.modules\n"
-        "assert 'farflung.launch.start' not in sys.modules\n"
-        "farflung.main(['config', 'show'], standalone_mode=False)\n"
-        "assert 'torch' not in sys.modules and 'rich' not in sys.modules\n"
-    )
-    done = run_python("-c", loads)
+    done = run_python("-c", LOADS)
     assert all(name in done.stdout for name in command.COMMANDS)
 
 
@@ -61,27 +58,10 @@ def test_no_command_loads_torch_before_it_has_read_its_arguments(home):
     run_python("-c", EACH_ENDS.format(lines=lines))
 
 
-@pytest.mark.parametrize("group", [command.farflung, command.checkpoint])
-def test_each_name_in_a_table_is_a_command(group):
-    for name, (place, _) in group.table.items():
-        module, attribute = place.split(":")
-        found = getattr(import_module(module), attribute)
-        assert isinstance(found, click.Command)
-        assert group.get_command(click.Context(group), name) is found
-        assert CliRunner().invoke(found, ["--help"]).exit_code == 0
-
-
 @pytest.mark.parametrize("name", command.ELSEWHERE)
 def test_accelerates_other_commands_are_answered_by_name(name, capsys):
-    with pytest.raises(SystemExit) as ended:
-        command.main([*name.split(), "--config_file", "x.yaml"])
-    assert ended.value.code == 2
+    assert call_farflung(*name.split(), "--config_file", "x.yaml") == 2
     assert capsys.readouterr().err.startswith(f"Unsupported: There is no `farflung {name}`. ")
-
-
-def test_errors_of_ours_are_one_line_and_exit_code_2(farflung):
-    done = farflung("launch", "--num_processes", "0", "train.py", code=2)
-    assert done.stderr == "ConfigError: --num_processes is 0; it must be a whole number, 1 or more.\n"
 
 
 LONG = "x" * 3000 + " y" * 1500  # one long word, and many short ones
@@ -91,10 +71,8 @@ def said_of(capsys, *arguments, line=""):
     """What a command says of a wrong value, stated by an argument or by a line of a file."""
     file = Path("farflung.yaml")
     file.write_text(line)
-    with pytest.raises(SystemExit) as ended:
-        command.main(list(arguments))
+    assert call_farflung(*arguments) in (0, 2), arguments
     file.unlink()
-    assert ended.value.code in (0, 2), arguments
     return capsys.readouterr().err
 
 
@@ -133,36 +111,22 @@ def test_a_long_value_is_cut_wherever_it_is_repeated(home, capsys, monkeypatch):
     ("error", "code"), [(KeyboardInterrupt, 130), (click.Abort, 130), (ConfigError, 2), (SystemExit(3), 3)]
 )
 def test_the_exit_code_says_how_it_ended(error, code, monkeypatch):
-    def fail(**_):
-        raise error
-
-    monkeypatch.setattr(command.farflung, "main", fail)
-    with pytest.raises(SystemExit) as ended:
-        command.main([])
-    assert ended.value.code == code
+    monkeypatch.setattr(command.farflung, "main", Mock(side_effect=error))
+    assert call_farflung() == code
 
 
 def test_answers_that_end_before_the_questions_are_said_to(home, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("yes\n"))
-    with pytest.raises(SystemExit) as ended:
-        command.main(["config"])
-    assert (ended.value.code, capsys.readouterr().err) == (130, "Aborted!\n")
+    assert (call_farflung("config"), capsys.readouterr().err) == (130, "Aborted!\n")
     assert not (home / ".config").exists()
-
-
-def test_env_tells_versions_and_settings(home, capsys):
-    assert call_farflung("env") == 0
-    printed = capsys.readouterr().out
-    assert "torch: 2" in printed
-    assert "settings: defaults" in printed
 
 
 @pytest.mark.parametrize(
     ("module", "words", "code"),
     [
-        ("launch --cpu train.py x", "['train.py', 'x']", 0),
-        ("accelerate_cli launch --cpu train.py", "['train.py']", 0),
-        ("env", "torch: 2", 0),
+        ("launch --cpu train.py x", r"\['train.py', 'x'\]", 0),
+        ("accelerate_cli launch --cpu train.py", r"\['train.py'\]", 0),
+        ("env", r"torch: 2[\s\S]*settings: defaults", 0),
         ("estimate --dtypes int9 bert", "invalid choice: 'int9'", 2),
         ("merge folder out", "There is no `farflung merge-weights`", 2),
         ("accelerate_cli to-fsdp2", "--config_file", 2),
@@ -172,4 +136,5 @@ def test_env_tells_versions_and_settings(home, capsys):
 def test_accelerates_modules_that_are_commands_are_commands_here(module, words, code, home):
     (home / "train.py").write_text("import sys\nprint(sys.argv)\n")
     done = run_python("-m", *f"farflung.commands.{module}".split(), code=None)
-    assert (done.returncode, words in done.stdout + done.stderr) == (code, True), done
+    assert done.returncode == code
+    assert re.search(words, done.stdout + done.stderr), done

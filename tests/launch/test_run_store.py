@@ -9,6 +9,7 @@ import re
 import signal
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 
@@ -23,9 +24,7 @@ from farflung.launch.events import showing
 from farflung.launch.run_store import RunStore
 from farflung.process.sockets import serve_store
 
-
-def fails(notes):
-    raise Unreachable("no answer")
+fails = Mock(side_effect=Unreachable("no answer"))
 
 
 def is_reached(notes):
@@ -35,13 +34,9 @@ def is_reached(notes):
 @pytest.fixture
 def said():
     """The words of the events that are recorded."""
-    sentences = []
-
-    class Kept(Sink):
-        def show(self, event):
-            sentences.append(str(event))
-
-    with showing(Kept()):
+    sink, sentences = Sink(), []
+    sink.show = lambda event: sentences.append(str(event))
+    with showing(sink):
         yield sentences
 
 

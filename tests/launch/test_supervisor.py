@@ -59,6 +59,12 @@ class Lab:
         for request in self.acts.pop(int(self.now) - 1000, []):
             self.supervisor.hear(request)
 
+    def train(self, *names: str) -> None:
+        """Start children, and follow them to their ends."""
+        for name in names:
+            self.supervisor.add(name)
+        self.supervisor.follow({self.look: 0.0})
+
     def sent(self) -> list[list[int]]:
         return [child.sent for child in self.children]
 
@@ -76,9 +82,7 @@ def test_children_that_heed_no_signal_are_killed_when_their_time_is_over_or_at_t
     number, at, killed_s, lab
 ):
     lab.acts = {second: [Request(number, 1, 0)] for second in at}
-    lab.supervisor.add("a")
-    lab.supervisor.add("b")
-    lab.supervisor.follow({lab.look: 0.0})
+    lab.train("a", "b")
     assert lab.sent() == [[number, signal.SIGKILL]] * 2
     assert abs(lab.now - 1000 - killed_s) <= 3
     assert lab.supervisor.code == BY_SIGNAL + number
@@ -102,17 +106,14 @@ def test_sigkill_comes_again_until_a_child_has_ended(lab):
 def test_a_warning_reaches_all_and_ends_none_unless_it_is_the_last_signal(lab):
     lab.ends = {"a": iter([None, None])}
     lab.heeds = (signal.SIGKILL, signal.SIGUSR1)
-    lab.supervisor.add("a")
     lab.acts = {1: [Request(signal.SIGUSR1, 1, 0)], 9: [Request(signal.SIGTERM, 1, 0)]}
-    lab.supervisor.follow({lab.look: 0.0})
+    lab.train("a")
     assert lab.sent()[0] == [signal.SIGUSR1]
     assert len(lab.children) == 2, "what has ended at a warning was not started again"
-    last = Supervisor(lab.start, lab.ended, GRACE_S, 3, (signal.SIGUSR1,))
-    lab.supervisor, lab.acts, lab.now = last, {1: [Request(signal.SIGUSR1, 1, 0)]}, 1000.0
-    lab.ends = {"a": iter([None])}
-    last.add("a")
-    last.follow({lab.look: 0.0})
-    assert last.code == REQUEUE
+    lab.supervisor = Supervisor(lab.start, lab.ended, GRACE_S, 3, (signal.SIGUSR1,))
+    lab.acts, lab.now, lab.ends = {1: [Request(signal.SIGUSR1, 1, 0)]}, 1000.0, {"a": iter([None])}
+    lab.train("a")
+    assert lab.supervisor.code == REQUEUE
 
 
 def test_a_child_is_restarted_after_waits_that_double_and_only_so_often_within_an_hour(lab):
@@ -121,25 +122,20 @@ def test_a_child_is_restarted_after_waits_that_double_and_only_so_often_within_a
     sink = Sink()
     sink.show = events.append
     with showing(sink):
-        lab.supervisor.add("a")
-        lab.supervisor.add("b")
-        lab.supervisor.follow({lab.look: 0.0})
+        lab.train("a", "b")
     waits = [event.facts["wait_s"] for event in events if event.kind is Kind.RESTARTED]
     assert (waits, lab.lost) == ([1.0, 2.0], ["a"])
     assert lab.supervisor.code is None
     lab.now += 3601
     lab.ends = {"a": iter([1, 0])}
-    lab.supervisor.add("a")
-    lab.supervisor.follow({lab.look: 0.0})
+    lab.train("a")
     assert lab.lost == ["a"]
 
 
 def test_nothing_starts_after_a_signal_and_what_was_starting_is_ended_too(lab):
     lab.ends = {"a": iter([1, None]), "late": iter(["later"] * 100)}
-    lab.supervisor.add("a")
-    lab.supervisor.add("late")
     lab.acts = {1: [Request(signal.SIGTERM, 1, 0)]}
-    lab.supervisor.follow({lab.look: 0.0})
+    lab.train("a", "late")
     assert not lab.supervisor.due
     assert [child.name for child in lab.children] == ["a"]
 

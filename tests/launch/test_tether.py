@@ -6,6 +6,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -39,10 +40,14 @@ debug_launcher(train)
 """
 
 
-def processes(home: Path, count: int) -> list[psutil.Process]:
-    """Wait for `count` ranks and return them."""
-    files = until(lambda: len(found := [file for file in home.glob("up*") if not file.suffix]) == count and found)
-    return [psutil.Process(int(file.read_text())) for file in files]
+def after_a_kill(words: Sequence[str], home: Path) -> list[psutil.Process]:
+    """Start a launcher, wait for its two ranks, kill it, and return the ranks."""
+    launcher = subprocess.Popen([sys.executable, *words], start_new_session=True)
+    files = until(lambda: len(found := [file for file in home.glob("up*") if not file.suffix]) == 2 and found)
+    ranks = [psutil.Process(int(file.read_text())) for file in files]
+    launcher.kill()
+    assert launcher.wait(patience(10)) == -signal.SIGKILL
+    return ranks
 
 
 def is_gone(process: psutil.Process) -> bool:
@@ -64,20 +69,13 @@ LAUNCH = ("-m", "farflung", "launch", "--cpu")
 def test_no_rank_outlives_a_launcher_that_is_killed(words, home):
     (home / "train.py").write_text(STAYS)
     (home / "notebook.py").write_text(NOTEBOOK)
-    launcher = subprocess.Popen([sys.executable, *words], start_new_session=True)
-    ranks = processes(home, 2)
-    launcher.kill()
-    assert launcher.wait(patience(10)) == -signal.SIGKILL
+    ranks = after_a_kill(words, home)
     until(lambda: all(map(is_gone, ranks)))
 
 
 def test_replicas_that_come_and_go_outlive_their_launcher(home):
     (home / "train.py").write_text("import os\nos.environ['RANK'] = os.environ['FARFLUNG_MEMBER']\n" + STAYS)
-    command = [sys.executable, *LAUNCH, "--elastic", "1:2", "--replicas", "2", "train.py"]
-    launcher = subprocess.Popen(command, start_new_session=True)
-    replicas = processes(home, 2)
-    launcher.kill()
-    assert launcher.wait(patience(10)) == -signal.SIGKILL
+    replicas = after_a_kill([*LAUNCH, "--elastic", "1:2", "--replicas", "2", "train.py"], home)
     ticks = {file: file.stat().st_size for file in home.glob("ticks*")}
     try:
         until(lambda: all(file.stat().st_size > 10 * len("tick\n") + size for file, size in ticks.items()))
@@ -109,11 +107,8 @@ def test_what_a_rank_starts_is_not_tied_to_it(farflung, home):
 @pytest.mark.long
 def test_what_a_closed_line_holds_ends_with_all_that_it_has_started(home):
     (home / "train.sh").write_text("trap '' TERM\nsleep 300 & echo $! > up0; wait")
-    line = subprocess.Popen(
-        [sys.executable, "-m", "farflung.process.tether", "sh", "train.sh"],
-        stdin=subprocess.PIPE,
-        env=environ.snapshot(),
-    )
+    words = [sys.executable, "-m", "farflung.process.tether", "sh", "train.sh"]
+    line = subprocess.Popen(words, stdin=subprocess.PIPE)
     child = psutil.Process(int(until(lambda: (home / "up0").exists() and (home / "up0").read_text())))
     line.stdin.close()
     assert line.wait(patience(30)) == 128 + signal.SIGKILL  # it has asked for ten seconds

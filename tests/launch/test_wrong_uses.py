@@ -33,11 +33,11 @@ FILES = {
     "broken.json": "{",
 }
 
-TWO, FOUR = (f"launch --cpu --num_processes {number}" for number in (2, 4))
-MACHINES, GRID = (
-    "launch --cpu --num_machines 2 --main_process_ip",
-    "launch --cpu --use_parallelism_config --parallelism_config",
-)
+TWO, MACHINES = "launch --cpu --num_processes 2", "launch --cpu --num_machines 2 --main_process_ip"
+MANY, DILOCO, AVERAGED = "launch --cpu --num_processes 100000000", f"{TWO} --outer diloco", f"{TWO} --outer local_sgd"
+GRID = "launch --cpu --use_parallelism_config --parallelism_config"
+GRID_4 = GRID.replace("--cpu", "--cpu --num_processes 4")
+FOLDER, SLURM = "launch --meet file:///run --elastic 1:2", "--engine slurm"
 IMAGE = "--engine kubernetes --engine-options image=a"
 # What stands behind `farflung`, and words of the answer.
 WRONG = [
@@ -60,10 +60,7 @@ WRONG = [
     # how many
     ("launch --cpu --num_processes 0 train.py", "num_processes is 0"),
     ("launch --cpu --num_processes 1.5 train.py", "--num_processes is '1.5'"),
-    (
-        "launch --cpu --num_processes 100000000 train.py",
-        "100000000 processes on this machine's CPU, which has 2 usable",
-    ),
+    (f"{MANY} train.py", "100000000 processes on this machine's CPU, which has 2 usable"),
     ("launch --num_processes 100000000 train.py", "At most 16 per core can be started, which is 32 here"),
     ("launch --cpu --num_processes 33 train.py", "asks for 33 processes"),
     ("launch --cpu --num_cpu_threads_per_process 0 train.py", "num_cpu_threads_per_process is 0"),
@@ -131,16 +128,9 @@ WRONG = [
     (f"{GRID}_cp_size 2 train.py", "cp_size (2) is 2, but there is 1"),
     ("launch --use_parallelism_config --parallelism_config_sp_size 2 train.py", "sequence parallelism"),
     ("launch --use_parallelism_config --parallelism_config_cp_backend ring train.py", "torch"),
-    (
-        "launch --cpu --num_processes 4 --use_parallelism_config --parallelism_config_dp_shard_size 3 train.py",
-        "(1) times parallelism_config_dp_shard_size (3) is 3, but there are 4 processes",
-    ),
+    (f"{GRID_4}_dp_shard_size 3 train.py", "(1) times parallelism_config_dp_shard_size (3) is 3,", "are 4 processes"),
     (f"{GRID}_dp_shard_size 2 train.py", "is 2, but there is 1 process"),
-    (
-        "launch --cpu --num_processes 4 --use_fsdp --use_parallelism_config --parallelism_config_dp_replicate_size 4 "
-        "train.py",
-        "FSDP has nothing to shard over",
-    ),
+    (f"{GRID_4}_dp_replicate_size 4 --use_fsdp train.py", "FSDP has nothing to shard over"),
     ("launch --cpu --num_processes 4 --use_fsdp --outer diloco train.py", "--parallelism_config_dp_replicate_size 2"),
     ("launch --cpu --num_processes 4 --island_size 2 train.py", "there is no --outer"),
     ("launch --cpu --num_processes 4 --outer diloco --island_size 3 train.py", "island_size is 3, but there are 4"),
@@ -259,20 +249,11 @@ WRONG = [
     # recipes of the outer loop
     ("launch --cpu --num_processes 2 --outer quadratic --outer-every 4 train.py", "quadratic needs alpha"),
     (f"{TWO} --outer slowmo --outer-every 4 --outer-seconds 2 train.py", "slowmo has no option seconds; it takes"),
-    (f"{TWO} --outer diloco --outer-every 0 train.py", "--outer_every is 0; it must be a whole number"),
-    (f"{TWO} --outer diloco --outer-steps 20 train.py", "--outer_steps is 20, and the first round comes after 32"),
-    (
-        "launch --cpu --num_processes 2 --outer diloco --outer-log a.jsonl train.py",
-        "--outer_log is no longer an option: rounds.jsonl in the run's",
-    ),
-    (
-        "launch --cpu --num_processes 2 --outer diloco --outer-robust trimmed train.py",
-        "needs 4 replicas, so that the others outvote any one of them",
-    ),
-    (
-        "launch --cpu --num_processes 2 --outer local_sgd --outer-robust clip train.py",
-        "--outer_robust is 'clip', but weights that are averaged have",
-    ),
+    (f"{DILOCO} --outer-every 0 train.py", "--outer_every is 0; it must be a whole number"),
+    (f"{DILOCO} --outer-steps 20 train.py", "--outer_steps is 20, and the first round comes after 32"),
+    (f"{DILOCO} --outer-log a.jsonl train.py", "--outer_log is no longer an option: rounds.jsonl in the run's"),
+    (f"{DILOCO} --outer-robust trimmed train.py", "needs 4 replicas, so that the others outvote any one of them"),
+    (f"{AVERAGED} --outer-robust clip train.py", "--outer_robust is 'clip', but weights that are averaged have"),
     (f"{TWO} --outer-every 4 train.py", "--outer-every needs a recipe: set --outer, for example --outer diloco"),
     # settings that exclude each other
     ("launch --gpu_ids 0,1 --num_processes 3 train.py", "names 2 GPUs"),
@@ -286,12 +267,9 @@ WRONG = [
     ("launch --meet file:///run --join a:1 train.py", "needs --elastic and excludes --join"),
     ("launch --meet tcp://host --elastic 1:2 train.py", "or tcp://host:port"),
     ("launch --meet file://run --elastic 1:2 train.py", "'file://run'; use file:///shared/run7 with the whole path"),
-    (
-        "launch --meet s3://bucket/run --elastic 1:2 --heartbeat_s 0 train.py",
-        "heartbeat_s is 0.0; it must be a finite number above 0",
-    ),
+    (f"{FOLDER} --heartbeat_s 0 train.py", "heartbeat_s is 0.0; it must be a finite number above 0"),
     ("launch --elastic 1:2 --heartbeat_s 1 train.py", "heartbeat_s is 1, which needs --meet"),
-    ("launch --meet file:///run --elastic 1:2 --main_process_port 29500 train.py", "excludes main_process_ip and"),
+    (f"{FOLDER} --main_process_port 29500 train.py", "excludes main_process_ip and"),
 ]
 # What stands behind `farflung launch --cpu`, before the folder of the run and the script.
 OF_ENGINES = [
@@ -316,24 +294,14 @@ OF_ENGINES = [
     ("--engine slurm --engine-options cpu", "begins with 'cpu'; use key=value"),
     ("--engine slurm --engine-options signal=soon", "signal=soon; use a whole number"),
     ("--engine slurm --engine-options signal=60", "only a run with --save_on_signal or --elastic"),
-    (
-        "--engine slurm --num_machines 2 --machine_rank 1",
-        "machine_rank is 1, but Slurm chooses the nodes. Leave it out",
-    ),
-    (
-        "--engine slurm --elastic 2:4 --main_process_ip node0",
-        "main_process_ip is node0",
-        "--meet says where replicas meet",
-    ),
+    (f"{SLURM} --num_machines 2 --machine_rank 1", "machine_rank is 1, but Slurm chooses the nodes", "Leave it out"),
+    (f"{SLURM} --elastic 2:4 --main_process_ip node0", "main_process_ip is node0", "--meet says where replicas meet"),
     ("--engine slurm --run-dir a%j", "takes % in names of output files for patterns of its own. Name a folder without"),
     # Ray
     ("--engine ray --engine-options cpu=2", "'cpu', which ray does not know"),
     ("--engine ray --engine-options cpus=two", "cpus=two; use a whole number"),
     ("--engine ray --engine-options cpus=0", "cpus=0; a launcher needs at least one"),
-    (
-        "--engine ray --engine-options address=ray://head:10001",
-        "address is ray://head:10001, which is for Ray's client",
-    ),
+    ("--engine ray --engine-options address=ray://h:10001", "address is ray://h:10001, which is for Ray's client"),
     ("--engine ray --sync", "sync is for --engine ssh, but engine is ray"),
     ("--engine ray --num_machines 2 --machine_rank 1", "machine_rank is 1, but Ray decides"),
     ("--engine ray --num_machines 2 --main_process_ip 10.0.0.1", "main_process_ip is 10.0.0.1, but Ray decides"),

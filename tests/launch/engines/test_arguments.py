@@ -74,8 +74,7 @@ def test_over_ssh_whatever_the_login_shell_is(shell, dump, monkeypatch):
     settings = LaunchSettings(use_cpu=True, hosts="a", engine_options=f"python={dump}")
     engine = Ssh(Job(settings, "train.py", tuple(arguments), here / "run"))
     line = engine.described().partition("\n")[2].removeprefix("a: ")
-    assert line.isascii()
-    assert line.isprintable()
+    assert (line.isascii(), line.isprintable()) == (True, True)
     for reader in {"sh", shell}:  # of the printed line
         subprocess.run([reader, "-c", line], check=True, timeout=patience(60))
         assert seen(here)[-201:] == ["train.py", *arguments]

@@ -7,6 +7,7 @@ import json
 import re
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -30,10 +31,11 @@ def job(folder, **settings) -> Job:
 
 def submitted(home, handle, **settings) -> Path:
     """Make the folder of a run that was submitted."""
-    (home / "run").mkdir(exist_ok=True)
-    (home / "run" / "run.json").write_text("{}")
-    Job(LaunchSettings(**settings), "train.py", ("1",), home / "run").write(handle)
-    return home / "run"
+    folder = home / "run"
+    folder.mkdir(exist_ok=True)
+    (folder / "run.json").write_text("{}")
+    Job(LaunchSettings(**settings), "train.py", ("1",), folder).write(handle)
+    return folder
 
 
 def test_a_launcher_that_an_engine_starts_has_the_same_settings_and_reads_no_file(home, capsys):
@@ -56,8 +58,6 @@ def test_options_of_an_engine_are_keys_and_values_that_may_hold_commas(tmp_path)
     assert given.options == {"partition": "gpu", "nodelist": "n[1-2],n5", "time": "1:00:00"}
     with pytest.raises(ConfigError, match=r"'partitoin', which slurm does not know.*Did you mean `partition`"):
         job(tmp_path, engine="slurm", engine_options="partitoin=gpu").check_options({"partition": "where it waits"})
-    with pytest.raises(ConfigError, match="begins with 'gpu'"):
-        job(tmp_path, engine="slurm", engine_options="gpu").options  # noqa: B018
 
 
 def test_what_was_submitted_is_read_back_from_the_runs_folder(tmp_path):
@@ -79,13 +79,6 @@ def test_every_option_of_an_engine_has_a_row_in_its_page(engine, home, capsys):
     page = (PAGES / f"{engine}.md").read_text(encoding="utf-8")
     rows = " ".join(re.findall(r"^\| (`[^|]+)", page, re.MULTILINE))
     assert set(known) - set(re.findall(r"`(\w+)[`=]", rows)) == set()
-
-
-def test_pods_have_the_time_to_end_that_is_asked_for(home, capsys):
-    (home / "train.py").touch()
-    words = ["--engine", "kubernetes", "--engine-options", "image=a,end_within=300", "--run-dir", "run", "train.py"]
-    assert call_farflung("launch", "--dry-run", *words) == 0
-    assert "terminationGracePeriodSeconds: 300" in capsys.readouterr().out
 
 
 @EACH_COMMAND
@@ -133,27 +126,14 @@ def test_a_run_whose_submission_was_refused_is_an_answer_in_words(engine, words,
 
 
 def test_a_submission_that_is_refused_leaves_the_job_before_it_in_reach(tmp_path, monkeypatch):
-    class Refuses:
-        def __init__(self, handle):
-            self.handle = handle
-
-        def submit(self):
-            if self.handle is None:
-                raise EngineFailure("no")
-            return self.handle
-
-        def follow(self):
-            return 0
-
-        outlives_launch = True
-
-    settings = LaunchSettings(engine="slurm")
-    for handle, jobs in (({"jobs": ["12"], "next": 1}, "12"), (None, "12"), ({"jobs": ["13"], "next": 1}, "13")):
-        monkeypatch.setattr(submit, "_engine_of", lambda job, handle=handle: Refuses(handle))
-        submitted = submit.Submitted(Resolved(settings, {}, None), Script("train.py"))
-        with pytest.raises(EngineFailure) if handle is None else nullcontext():
+    engine = Mock(outlives_launch=True, follow=lambda: 0)
+    monkeypatch.setattr(submit, "_engine_of", lambda job: engine)
+    engine.submit.side_effect = [{"jobs": ["12"], "next": 1}, EngineFailure("no"), {"jobs": ["13"], "next": 1}]
+    for is_refused, number in (False, "12"), (True, "12"), (False, "13"):
+        submitted = submit.Submitted(Resolved(LaunchSettings(engine="slurm"), {}, None), Script("train.py"))
+        with pytest.raises(EngineFailure) if is_refused else nullcontext():
             submitted.follow(RunFolder(tmp_path))
-        assert Job.read(tmp_path).handle["jobs"] == [jobs]
+        assert Job.read(tmp_path).handle["jobs"] == [number]
 
 
 def test_a_job_of_another_release_is_found_whatever_became_of_its_settings(tmp_path):
