@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from farflung.testing.patience import patience
+from tests.python import run_farflung
 
 pytestmark = pytest.mark.long
 
@@ -63,27 +62,20 @@ def farflung(home):
     file.write_text(text + TOY, encoding="utf-8")
     (home / "train.py").write_text(SCRIPT)
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "farflung", *arguments]
-        variables = {**os.environ, "PYTHONPATH": str(package.parent)}
-        return subprocess.run(command, capture_output=True, text=True, timeout=patience(90), env=variables)
-
-    return run
+    return partial(run_farflung, timeout_s=90, env=os.environ | {"PYTHONPATH": str(package.parent)})
 
 
 def test_one_function_in_one_file_is_a_recipe_with_its_flags_keys_variables_and_checks(farflung, home):
     launch = ("launch", "--cpu", "--outer", "toy")
     done = farflung(*launch, "--outer-every", "2", "--outer-strength", "0.25", "train.py")
-    assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("rounds 3 ")  # after steps 2 and 4, and at the end
     assert "Blend(alpha=0.75)" in done.stdout
 
     (home / "farflung.yaml").write_text("outer:\n  recipe: toy\n  strength: 2\n")
-    done = farflung("launch", "--cpu", "train.py")
-    said = " ".join(done.stderr.split())
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "farflung.yaml:3: strength is 2.0; it must be a finite number from 0 to 1." in said
+    done = farflung("launch", "--cpu", "train.py", code=2)
+    assert done.stdout == ""
+    assert "farflung.yaml:3: strength is 2.0; it must be a finite number from 0 to 1." in " ".join(done.stderr.split())
 
-    done = farflung("launch", "--help", "outer")
-    assert "toy only: part of the way, from 0 to 1." in " ".join(done.stdout.split())
-    assert "toy: optimizer steps between two visits to the mean." in " ".join(done.stdout.split())
+    said = " ".join(farflung("launch", "--help", "outer").stdout.split())
+    assert "toy only: part of the way, from 0 to 1." in said
+    assert "toy: optimizer steps between two visits to the mean." in said

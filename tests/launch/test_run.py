@@ -100,9 +100,8 @@ def seen_by(name: str) -> dict:
 @pytest.mark.usefixtures("warm")
 def test_two_processes_are_connected_and_told_what_was_set(farflung, home):
     (home / "train.py").write_text(CONNECTED)
-    (home / "farflung.yaml").write_text(
-        "mixed_precision: bf16\ngradient_accumulation_steps: 4\ndynamo_config: {backend: EAGER}\n"
-    )
+    settings = "mixed_precision: bf16\ngradient_accumulation_steps: 4\ndynamo_config: {backend: EAGER}\n"
+    (home / "farflung.yaml").write_text(settings)
     own = ["--num_processes", "7", "${local_rank}", "$$", "a b", "", "--", "--help"]
     more = ["--dynamo-use-dynamic", "--hang_timeout_s", "7.5"]
     done = farflung("launch", "--cpu", "--num-processes", "2", *more, "train.py", *own)
@@ -110,14 +109,12 @@ def test_two_processes_are_connected_and_told_what_was_set(farflung, home):
     for rank in (0, 1):
         seen = seen_by(f"rank{rank}.json")
         assert (seen["size"], seen["total"], seen["argv"]) == (2, 3, own)
-        told = seen["environ"]
-        assert (told["RANK"], told["LOCAL_RANK"], told["LOCAL_WORLD_SIZE"]) == (str(rank), str(rank), "2")
-        assert (told["ACCELERATE_USE_CPU"], told["ACCELERATE_MIXED_PRECISION"]) == ("true", "bf16")
-        assert told["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "4"
-        assert (told["ACCELERATE_DYNAMO_BACKEND"], told["ACCELERATE_DYNAMO_USE_DYNAMIC"]) == ("eager", "true")
-        assert "ACCELERATE_DYNAMO_MODE" not in told
-        assert told["FARFLUNG_HANG_TIMEOUT_S"] == "7.5"
-        assert int(told["OMP_NUM_THREADS"]) >= 1
+        told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}
+        told |= {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
+        told |= {"ACCELERATE_DYNAMO_BACKEND": "eager", "ACCELERATE_DYNAMO_USE_DYNAMIC": "true"}
+        assert seen["environ"].items() >= (told | {"FARFLUNG_HANG_TIMEOUT_S": "7.5"}).items()
+        assert "ACCELERATE_DYNAMO_MODE" not in seen["environ"]
+        assert int(seen["environ"]["OMP_NUM_THREADS"]) >= 1
 
 
 def test_flags_alone_shard_a_script_over_cpu_processes(forked, home):
@@ -138,9 +135,8 @@ def test_two_machines_meet(home):
     assert [machine.returncode for machine in machines] == [0, 0]
     # torch warns by itself where the machine that serves the store has ended before the other one says goodbye.
     ours = [line for text in said for line in text.splitlines() if line.startswith("farflung:")]
-    assert ours == [
-        f"farflung: machine {rank} of 2 waits for the others at 127.0.0.1:{port}, over lo (127.0.0.1)" for rank in "01"
-    ]
+    waits = f"of 2 waits for the others at 127.0.0.1:{port}, over lo (127.0.0.1)"
+    assert ours == [f"farflung: machine {rank} {waits}" for rank in "01"]
     assert [seen_by(f"rank{rank}.json")["total"] for rank in (0, 1)] == [3, 3]
 
 
@@ -161,27 +157,22 @@ def test_on_one_machine_everything_listens_on_loopback_alone(is_launched, farflu
         assert {*addresses} == {"127.0.0.1"}
 
 
-@pytest.mark.usefixtures("warm")
-def test_torchrun_does_just_as_well(home):
-    (home / "train.py").write_text(CONNECTED)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py"]
-    assert subprocess.run(command, capture_output=True, timeout=patience(90)).returncode == 0
-    assert [seen_by(f"rank{rank}.json")["total"] for rank in (0, 1)] == [3, 3]
+# It waits as gloo may still be connecting the others, who would miss one that ends.
+ACCELERATED = """
+import os
+from accelerate import Accelerator
+accelerator = Accelerator()
+assert accelerator.mixed_precision == 'bf16' and accelerator.device.type == 'cpu'
+os.write(1, f'rank {accelerator.process_index} of {accelerator.num_processes}\\n'.encode())
+accelerator.wait_for_everyone()
+accelerator.end_training()
+"""
 
 
 @pytest.mark.usefixtures("warm")
 def test_a_script_on_real_accelerate_is_connected_too(farflung, home):
     pytest.importorskip("accelerate")
-    script = (
-        "import os\n"
-        "from accelerate import Accelerator\n"
-        "accelerator = Accelerator()\n"
-        "assert accelerator.mixed_precision == 'bf16' and accelerator.device.type == 'cpu'\n"
-        "os.write(1, f'rank {accelerator.process_index} of {accelerator.num_processes}\\n'.encode())\n"
-        "accelerator.wait_for_everyone()\n"  # gloo may still be connecting the others, who would miss one that ends
-        "accelerator.end_training()\n"
-    )
-    (home / "train.py").write_text(script)
+    (home / "train.py").write_text(ACCELERATED)
     done = farflung("launch", "--num_processes", "2", "--mixed_precision", "bf16", "--cpu", "train.py", code=0)
     assert sorted(done.stdout.split("\n")) == ["", "rank 0 of 2", "rank 1 of 2"]
 
@@ -258,13 +249,10 @@ def test_a_signal_to_the_launcher_ends_all_quietly(number, code, home, mark):
 
 @pytest.mark.long
 def test_a_run_under_nohup_outlives_its_terminal(home):
-    (home / "train.py").write_text(
-        "import os, time\n"
-        "open('up' + os.environ['RANK'], 'w').close()\n"
-        "while not os.path.exists('go'): time.sleep(0.01)\n"
-    )
-    command = ["nohup", sys.executable, "-m", "farflung", "launch", "--cpu", "--num_processes", "2", "train.py"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as launcher:
+    waits = "while not os.path.exists('go'): time.sleep(0.01)\n"
+    (home / "train.py").write_text(f"import os, time\nopen('up' + os.environ['RANK'], 'w').close()\n{waits}")
+    words = ["nohup", sys.executable, "-m", "farflung", "launch", "--cpu", "--num_processes", "2", "train.py"]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as launcher:
         wait_for(home / "up0", home / "up1")
         launcher.send_signal(signal.SIGHUP)
         time.sleep(1)
@@ -333,13 +321,6 @@ def test_a_failed_run_is_tried_again_as_often_as_asked_for_and_each_failure_is_s
     assert "rank 1 failed on " in done.stderr
     assert "farflung: the processes start again (restart 1 of 1)" in done.stderr
     assert any((home / "logs").iterdir())
-
-
-def test_quiet_says_nothing(farflung, home):
-    (home / "farflung.yaml").write_text("use_cpu: true\n")
-    (home / "train.py").write_text("")
-    assert farflung("launch", "train.py").stderr == "farflung: settings from farflung.yaml\n"
-    assert farflung("launch", "-q", "train.py").stderr == ""
 
 
 def test_a_script_may_end_while_gloo_still_needs_pythons_lock(tmp_path):
