@@ -26,10 +26,7 @@ print("RESULT", json.dumps([total, stats.rounds, stats.replicas_lost]))
 """
 REACHES = "import socket; socket.create_connection((%r, 22), 2)"
 
-pytestmark = [
-    pytest.mark.namespace,
-    pytest.mark.timeout(240),
-]
+pytestmark = [pytest.mark.namespace, pytest.mark.timeout(240)]
 
 
 @pytest.mark.usefixtures("warm", "either_key")

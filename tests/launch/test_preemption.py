@@ -19,6 +19,7 @@ from farflung.config.launch import LaunchSettings
 from farflung.launch.codes import REQUEUE, USAGE
 from farflung.launch.plan import make_plan
 from farflung.testing.patience import patience
+from tests.launch.test_replicas import TRAINS, until_further
 from tests.launch.test_run import wait_for
 from tests.launch.test_tether import NOTEBOOK
 from tests.python import run_python
@@ -109,8 +110,7 @@ def test_a_run_that_is_signalled_is_saved_and_continues_bit_by_bit_when_it_is_st
     number, to_all, more, train
 ):
     workers = 1 if to_all else 0
-    loop = [*(more if "--outer" in more else []), "train.py", 3, 0, workers]
-    assert end(launch(*loop, saves=None))[0] == 0
+    assert end(launch(*(more if "--outer" in more else []), "train.py", 3, 0, workers, saves=None))[0] == 0
     whole = [(train / f"end{rank}").read_text() for rank in range(2)]
     for old in train.glob("[ue][pn]*"):
         old.unlink()
@@ -189,8 +189,7 @@ def test_a_handler_of_the_script_hears_a_warning_once_and_the_launcher_waits_for
 STUCK = """
 import time
 from farflung import Accelerator
-accelerator = Accelerator(cpu=True)
-open(f"up{accelerator.process_index}", "w").close()
+open(f"up{Accelerator(cpu=True).process_index}", "w").close()
 while True:
     time.sleep(0.1)
 """
@@ -214,19 +213,12 @@ def test_a_second_sigterm_ends_a_run_that_does_not_come_to_its_step_at_once(home
     assert not list((home / "saved").iterdir())
 
 
-EARLY = """
-import time
-open("early" + __import__("os").environ["RANK"], "w").close()
-time.sleep(300)
-"""
-
-
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 @pytest.mark.usefixtures("warm")
 def test_a_signal_before_there_is_anything_to_save_asks_for_a_restart_too(number, home):
-    (home / "train.py").write_text(EARLY)
+    (home / "train.py").write_text("import os, time\nopen('up' + os.environ['RANK'], 'w').close()\ntime.sleep(300)\n")
     launcher = launch("train.py")
-    wait_for(home / "early0", home / "early1")
+    wait_for(home / "up0", home / "up1")
     launcher.send_signal(number)
     assert end(launcher) == (REQUEUE, "")
 
@@ -242,28 +234,12 @@ def test_folders_that_can_not_be_written_and_replicas_that_come_and_go_are_refus
     assert "--save_on_signal" in farflung("launch", "--help", "failures").stdout
 
 
-ELASTIC = """
-import sys, time
-import torch
-from farflung import Accelerator
-accelerator = Accelerator(cpu=True, outer="diloco")
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-model, optimizer = accelerator.prepare(model, optimizer)
-for step in range(100_000):
-    accelerator.backward(model(torch.ones(1, 4)).mean())
-    optimizer.step()
-    if step == 100:
-        open("up" + __import__("os").environ["FARFLUNG_MEMBER"], "w").close()
-    time.sleep(0.002)
-"""
-
-
 @pytest.mark.usefixtures("warm")
 def test_a_launcher_of_replicas_passes_a_warning_on_and_asks_to_be_started_again(home):
-    (home / "train.py").write_text(ELASTIC)
+    (home / "train.py").write_text(TRAINS)
     launcher = start(*REPLICAS)
-    until(lambda: len(list(home.glob("up*"))) == 2)
+    until(lambda: len(list(home.glob("in*"))) == 2 and (home / "at").exists())
+    until_further(home)
     launcher.send_signal(signal.SIGUSR1)
     code, said = end(launcher)
     assert code == REQUEUE, said
@@ -282,10 +258,8 @@ class Slow(torch.utils.data.Dataset):
         return torch.full((2,), float(os.getpid()))
 
 if __name__ == "__main__":
-    accelerator = Accelerator(cpu=True, save_on_signal="saved")
-    loader = torch.utils.data.DataLoader(
-        Slow(), batch_size=2, num_workers=1, persistent_workers=True, multiprocessing_context=sys.argv[1]
-    )
+    accelerator, options = Accelerator(cpu=True, save_on_signal="saved"), {"multiprocessing_context": sys.argv[1]}
+    loader = torch.utils.data.DataLoader(Slow(), batch_size=2, num_workers=1, persistent_workers=True, **options)
     loader = accelerator.prepare(loader)
     for number, batch in enumerate(loader):
         for one in (signal.SIGTERM, signal.SIGUSR1) if number in (3, 6) else ():
@@ -310,7 +284,6 @@ def test_workers_of_a_loader_ignore_the_signals_and_end_with_their_rank(method, 
 
 
 def test_the_folder_is_made_where_there_is_none(home):
-    (home / "train.py").write_text("")
     settings = LaunchSettings(use_cpu=True, save_on_signal="new/saved")
-    assert make_plan(settings, "train.py", []).variables["FARFLUNG_SAVE_ON_SIGNAL"] == "new/saved"
+    assert make_plan(settings, __file__, []).variables["FARFLUNG_SAVE_ON_SIGNAL"] == "new/saved"
     assert os.listdir("new/saved") == []
