@@ -6,6 +6,8 @@ import random
 import torch
 from torch import nn
 
+from farflung.big_modeling import init_empty_weights
+
 
 class Block(nn.Module):
     def __init__(self, width, inner, with_scale=False):
@@ -43,12 +45,22 @@ class Tied(nn.Module):
 IDS = torch.tensor([3, 1, 4])
 
 
+def output(model):
+    with torch.no_grad():
+        return model(IDS)
+
+
 def made(cls=Tied, **kwargs):
     """A model, and what it gives for `IDS`."""
     torch.manual_seed(0)
     model = cls(**kwargs).eval()
-    with torch.no_grad():
-        return model, model(IDS)
+    return model, output(model)
+
+
+def empty():
+    """A model without memory."""
+    with init_empty_weights():
+        return Tied().eval()
 
 
 class Random(nn.Module):

@@ -12,7 +12,7 @@ from torch import nn
 import farflung.utils.modeling as ours
 from farflung.base.errors import ConfigError
 from farflung.big_model.device_map import CustomDtype
-from tests.big_model.models import Random, Tied, made
+from tests.big_model.models import Random, Tied
 
 
 def drawn(seed):
@@ -22,14 +22,8 @@ def drawn(seed):
     memory = {gpu: draw.randint(0, total) for gpu in range(draw.randint(0, 3))}
     if draw.random() < 0.9:
         memory["cpu"] = draw.randint(0, total)
-    return (
-        model,
-        memory,
-        {
-            "no_split_module_classes": draw.choice([None, ["Block"], "Block"]),
-            "dtype": draw.choice([None, "float16", torch.bfloat16]),
-        },
-    )
+    split = draw.choice([None, ["Block"], "Block"])
+    return model, memory, {"no_split_module_classes": split, "dtype": draw.choice([None, "float16", torch.bfloat16])}
 
 
 def answer(call, *args, **kwargs):
@@ -44,10 +38,9 @@ def answer(call, *args, **kwargs):
 def test_models_are_measured_as_accelerate_does():
     for seed in range(20):
         model = Random(seed)
-        assert ours.compute_module_sizes(model) == theirs.compute_module_sizes(model)
+        for name in ("compute_module_sizes", "calculate_maximum_sizes", "find_tied_parameters"):
+            assert getattr(ours, name)(model) == getattr(theirs, name)(model)
         assert ours.compute_module_sizes(model, "float16") == theirs.compute_module_sizes(model, "float16")
-        assert ours.calculate_maximum_sizes(model) == theirs.calculate_maximum_sizes(model)
-        assert ours.find_tied_parameters(model) == theirs.find_tied_parameters(model)
 
 
 @pytest.mark.long
@@ -76,10 +69,9 @@ def test_a_map_covers_buffers_beside_modules_that_were_split():
     assert found == {"inner.first": 0, "inner.second": 0, "inner.mean": "cpu"}
     ours.check_device_map(model, found)
     model.last = nn.Linear(4, 4, bias=False)
-    limits = {0: 165, 1: 150, "cpu": 10_000}
-    maps = [one.infer_auto_device_map(model, dict(limits)) for one in (theirs, ours)]
-    assert maps[0] == {"inner.first": 0, "inner.second": 1, "last": 1}
-    assert maps[1] == {"inner.first": 0, "inner.second": 1, "inner.mean": 1, "last": "cpu"}
+    theirs_map, found = (one.infer_auto_device_map(model, {0: 165, 1: 150, "cpu": 10_000}) for one in (theirs, ours))
+    assert theirs_map == {"inner.first": 0, "inner.second": 1, "last": 1}
+    assert found == {"inner.first": 0, "inner.second": 1, "inner.mean": 1, "last": "cpu"}
 
 
 def test_a_name_that_ends_like_another_is_not_taken_for_it():
@@ -93,11 +85,9 @@ def test_a_name_that_ends_like_another_is_not_taken_for_it():
     model.lin, model.last = nn.Linear(4, 4), nn.Linear(4, 4)
     model.block = nn.ModuleDict({"lin": nn.Linear(4, 4, bias=False), "other": nn.Linear(4, 4, bias=False)})
     model.block.other.weight = model.block.lin.weight
-    maps = [
-        one.infer_auto_device_map(model, {0: 190, 1: 1000}, no_split_module_classes="ModuleDict")
-        for one in (theirs, ours)
-    ]
-    assert maps == [{"": 1}, {"lin": 0, "last": 1, "block": 1}]
+    arguments = model, {0: 190, 1: 1000}, "ModuleDict"
+    assert theirs.infer_auto_device_map(*arguments) == {"": 1}
+    assert ours.infer_auto_device_map(*arguments) == {"lin": 0, "last": 1, "block": 1}
 
 
 def test_sizes_of_dtypes_are_those_of_torch_and_of_quantized_weights():
@@ -117,8 +107,7 @@ def test_limits_may_be_texts_and_are_replaced_by_bytes():
         ours.get_max_memory({"tpu": 1})
 
 
-def test_a_map_that_leaves_out_a_weight_is_refused_and_unknown_names_are_named():
-    model, _ = made()
+def test_a_map_that_leaves_out_a_weight_is_refused_and_unknown_names_are_named(model):
     with pytest.raises(ConfigError, match=r"no device for norm\.weight"):
         ours.check_device_map(model, {"embed": 0, "blocks": 0, "head": 0})
     with pytest.warns(UserWarning, match="nothing"):
@@ -135,14 +124,11 @@ def test_a_warning_says_when_no_gpu_has_room_for_buffers_of_offloaded_modules():
 def test_decisions_can_be_read(capsys):
     ours.infer_auto_device_map(Tied(), {0: 300, "cpu": 10_000}, verbose=True)
     said = capsys.readouterr().out
-    assert "does not fit on 0" in said
-    assert "-> cpu" in said
+    assert all(words in said for words in ("does not fit on 0", "-> cpu"))
 
 
 def test_sizes_with_shared_weights_are_those_of_accelerate():
-    model = nn.Sequential()
-    for name in ("one", "two", "three"):
-        model.add_module(name, nn.Linear(4, 4))
+    model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("one", "two", "three")})
     sizes = ours.compute_module_sizes(model)
     waiting = [(name, module) for name, module in model.named_children() if name != "one"]
     for tied in ([], ["two.weight"], ["two.weight", "three.weight"]):

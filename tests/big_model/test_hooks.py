@@ -4,6 +4,7 @@
 import copy
 import inspect
 import pickle
+from functools import partial
 
 import accelerate.hooks as theirs
 import pytest
@@ -14,7 +15,7 @@ import farflung.hooks as ours
 from farflung.base.errors import ConfigError, StateError
 from farflung.big_modeling import attach_layerwise_casting_hooks, cpu_offload_with_hook
 from farflung.utils.modeling import align_module_device, find_tied_parameters, has_offloaded_params
-from tests.big_model.models import IDS, made
+from tests.big_model.models import IDS, made, output
 
 
 def note_calls(library, calls):
@@ -58,27 +59,26 @@ def test_hooks_are_called_in_accelerates_order():
     assert run_with(ours) == run_with(theirs)
 
 
-def test_a_hooked_module_is_described_copied_and_pickled_as_before_and_nothing_is_left_when_hooks_are_removed():
-    model, expected = made()
+def test_a_hook_that_is_replaced_is_detached():
+    calls, module = [], nn.Identity()
+    for name in ("first", "second"):
+        ours.add_hook_to_module(module, note_calls(ours, calls)(name))
+    assert calls == ["init first", "detach first", "init second"]
+
+
+def test_a_hooked_module_is_described_copied_and_pickled_as_before_and_nothing_is_left_when_hooks_are_removed(
+    model, expected
+):
     before = dict(vars(model))
     signature = inspect.signature(model.forward)
     ours.add_hook_to_module(model, ours.ModelHook())
     assert inspect.signature(model.forward) == signature
     copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    with torch.no_grad():
-        model.embed.weight.zero_()
-        assert torch.equal(copied(IDS), expected)
-        assert torch.equal(loaded(IDS), expected)
+    nn.init.zeros_(model.embed.weight)
+    assert torch.equal(output(copied), expected)
+    assert torch.equal(output(loaded), expected)
     ours.remove_hook_from_module(model)
     assert vars(model).keys() == before.keys()
-
-
-def test_a_hook_that_is_replaced_is_detached():
-    calls, module = [], nn.Identity()
-    hook = note_calls(ours, calls)
-    ours.add_hook_to_module(module, hook("first"))
-    ours.add_hook_to_module(module, hook("second"))
-    assert calls == ["init first", "detach first", "init second"]
 
 
 def test_a_hook_may_run_a_module_without_gradients():
@@ -92,19 +92,22 @@ def test_a_hook_may_run_a_module_without_gradients():
     assert layer(torch.ones(1, 2)).requires_grad
 
 
-def test_offloaded_weights_are_there_for_the_forward_pass_alone():
-    model, expected = made()
-    ours.attach_align_device_hook(model, execution_device="cpu", offload=True)
-    assert all(parameter.is_meta for parameter in model.parameters())
-    assert not model.norm.running_mean.is_meta
-    assert has_offloaded_params(model.head)
-    assert not has_offloaded_params(model)
-    with torch.no_grad():
-        assert torch.equal(model(IDS), expected)
-    assert all(parameter.is_meta for parameter in model.parameters())
-    ours.remove_hook_from_submodules(model)
-    with torch.no_grad():
-        assert torch.equal(model(IDS), expected)
+@pytest.mark.parametrize(
+    ("offload_buffers", "remove"),
+    [(False, ours.remove_hook_from_submodules), (True, partial(ours.remove_hook_from_module, recurse=True))],
+)
+def test_offloaded_weights_are_there_for_the_forward_pass_alone(model, expected, offload_buffers, remove):
+    ours.attach_align_device_hook(model, execution_device="cpu", offload=True, offload_buffers=offload_buffers)
+    assert model.norm.running_mean.is_meta is offload_buffers
+    assert not model.blocks[0].shift.is_meta  # which is not saved
+    assert (has_offloaded_params(model.head), has_offloaded_params(model)) == (True, False)
+    for _ in range(2):
+        assert all(parameter.is_meta for parameter in model.parameters())
+        assert find_tied_parameters(model) == [["embed.weight", "head.weight"]]
+        assert torch.equal(output(model), expected)
+    remove(model)
+    assert model.embed.weight is model.head.weight
+    assert torch.equal(output(model), expected)
 
 
 def test_gradients_of_offloaded_weights_are_refused_because_they_would_be_lost():
@@ -116,15 +119,6 @@ def test_gradients_of_offloaded_weights_are_refused_because_they_would_be_lost()
     loss = trained(frozen(torch.ones(1, 2))).sum()
     with pytest.raises(StateError, match="would be lost"):
         loss.backward()
-
-
-def test_buffers_are_offloaded_when_asked_but_those_that_are_not_saved_stay():
-    model, expected = made()
-    ours.attach_align_device_hook(model, execution_device="cpu", offload=True, offload_buffers=True)
-    assert model.norm.running_mean.is_meta
-    assert not model.blocks[0].shift.is_meta
-    with torch.no_grad():
-        assert torch.equal(model(IDS), expected)
 
 
 def test_a_module_that_uses_weights_of_others_gets_them_all_at_once():
@@ -149,16 +143,6 @@ def test_a_module_that_uses_weights_of_others_gets_them_all_at_once():
     assert odd.inner[1].weight.is_meta
 
 
-def test_names_share_a_weight_again_once_hooks_are_removed():
-    model, expected = made()
-    ours.attach_align_device_hook(model, execution_device="cpu", offload=True)
-    assert find_tied_parameters(model) == [["embed.weight", "head.weight"]]
-    with torch.no_grad():
-        model(IDS)
-    ours.remove_hook_from_module(model, recurse=True)
-    assert model.embed.weight is model.head.weight
-
-
 def test_weights_that_nobody_has_are_refused_when_the_hook_is_attached():
     layer = nn.Linear(2, 2, device="meta")
     hook = ours.AlignDevicesHook("cpu", offload=True, weights_map={"weight": torch.ones(2, 2)})
@@ -175,8 +159,7 @@ def test_outputs_go_back_to_where_inputs_were():
     assert (moved["kept"].device.type, moved["other"].device.type) == ("cpu", "meta")
 
 
-def test_a_modules_own_weights_are_on_a_device_for_the_length_of_a_block():
-    model, _ = made()
+def test_a_modules_own_weights_are_on_a_device_for_the_length_of_a_block(model):
     with align_module_device(model.norm, "meta"):
         assert model.norm.weight.is_meta
     # A weight without values stays so; with an offloading hook the values come from its map.
@@ -186,8 +169,7 @@ def test_a_modules_own_weights_are_on_a_device_for_the_length_of_a_block():
     assert model.head.weight.is_meta
 
 
-def test_layers_store_weights_in_one_dtype_and_compute_in_another():
-    model, _ = made()
+def test_layers_store_weights_in_one_dtype_and_compute_in_another(model):
     attach_layerwise_casting_hooks(model, torch.float8_e4m3fn, torch.float32, skip_modules_pattern="head")
     assert model.blocks[0].up.weight.dtype == torch.float8_e4m3fn
     assert model.head.weight.dtype == model.norm.weight.dtype == torch.float32

@@ -10,30 +10,28 @@ from safetensors.torch import save_file
 from torch import nn
 
 from farflung.base.errors import CheckpointError, ConfigError, Unsupported
-from farflung.big_modeling import init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model
+from farflung.big_modeling import load_checkpoint_and_dispatch, load_checkpoint_in_model
 from farflung.checkpoint.export import save_sharded
 from farflung.hooks import remove_hook_from_submodules
-from farflung.testing.ranks import run_ranks
 from farflung.utils.modeling import find_tied_parameters, load_offloaded_weights, load_state_dict
 from farflung.utils.offload import offload_weight
-from tests.big_model.models import IDS, Tied, made
+from tests.accelerator.conftest import on_ranks
+from tests.big_model.models import Tied, empty, made, output
 
 
-def empty():
-    with init_empty_weights():
-        return Tied().eval()
-
-
-def output(model):
-    with torch.no_grad():
-        return model(IDS)
+def saved(folder, size="1GB", lacks=None, **more):
+    """Save what a model has, but for one name; return the model, and what it gives."""
+    model, expected = made()
+    state = model.state_dict() | more
+    state.pop(lacks, None)
+    save_sharded(state, folder, size)
+    return model, expected
 
 
 @pytest.mark.parametrize("safe", [True, False])
 @pytest.mark.parametrize("size", ["1GB", "300B"])
 @pytest.mark.parametrize("device_map", ["auto", {"": "cpu"}, {"": "disk"}, {"blocks": "disk", "": "cpu"}, None])
-def test_a_model_without_memory_is_loaded_and_runs(device_map, size, safe, tmp_path):
-    model, expected = made()
+def test_a_model_without_memory_is_loaded_and_runs(model, expected, device_map, size, safe, tmp_path):
     save_sharded(model.state_dict(), tmp_path / "weights", size, safe)
     loaded = load_checkpoint_and_dispatch(empty(), tmp_path / "weights", device_map, offload_folder=tmp_path / "away")
     assert torch.equal(output(loaded), expected)
@@ -41,30 +39,27 @@ def test_a_model_without_memory_is_loaded_and_runs(device_map, size, safe, tmp_p
     assert not (tmp_path / "away" / "norm.running_mean.dat").exists()
 
 
-def test_a_file_or_an_index_may_be_named(tmp_path):
-    model, expected = made()
-    save_sharded(model.state_dict(), tmp_path, "300B")
-    loaded = empty()
-    load_checkpoint_in_model(loaded, tmp_path / "model.safetensors.index.json", {"": "cpu"}, strict=True)
-    assert torch.equal(output(loaded), expected)
+@pytest.mark.parametrize("name", ["", "model.safetensors.index.json", "all.bin"])
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}])
+def test_a_folder_an_index_or_a_file_is_loaded_strictly(name, device_map, tmp_path):
+    model, expected = saved(tmp_path, "300B")
     torch.save(model.state_dict(), tmp_path / "all.bin")
-    loaded = empty()
-    load_checkpoint_in_model(loaded, str(tmp_path / "all.bin"), strict=True)
-    assert torch.equal(output(loaded), expected)
+    for loaded in (empty(), Tied().eval()):
+        load_checkpoint_in_model(loaded, str(tmp_path / name), device_map, strict=True)
+        assert torch.equal(output(loaded), expected)
 
 
 def test_without_a_map_weights_are_copied_to_where_they_are(tmp_path):
-    model, expected = made()
-    save_sharded(model.state_dict(), tmp_path)
+    _, expected = saved(tmp_path)
     other = Tied().eval()
-    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    weight = other.embed.weight
     load_checkpoint_in_model(other, tmp_path)
     assert torch.equal(output(other), expected)
-    assert optimizer.param_groups[0]["params"][0] is next(other.parameters())
+    assert other.embed.weight is weight
 
 
 def test_weights_are_converted_also_without_a_map(tmp_path):
-    save_sharded(made()[0].state_dict(), tmp_path)
+    saved(tmp_path)
     other = Tied()
     load_checkpoint_in_model(other, tmp_path, dtype="bfloat16")
     assert other.head.weight.dtype == torch.bfloat16
@@ -77,20 +72,16 @@ def test_weights_are_converted_also_without_a_map(tmp_path):
 
 
 def test_what_is_on_the_disk_has_the_dtype_that_was_asked_for(tmp_path):
-    model, _ = made()
-    save_sharded(model.state_dict(), tmp_path / "weights")
-    loaded = load_checkpoint_and_dispatch(
-        empty(), tmp_path / "weights", {"": "disk"}, offload_folder=tmp_path, dtype=torch.bfloat16
-    )
+    saved(tmp_path / "weights")
+    options = {"offload_folder": tmp_path, "dtype": torch.bfloat16}
+    loaded = load_checkpoint_and_dispatch(empty(), tmp_path / "weights", {"": "disk"}, **options)
     assert loaded.head.weight.dtype == torch.bfloat16
     index = json.loads((tmp_path / "index.json").read_text())
     assert {info["dtype"] for info in index.values()} == {"bfloat16"}
 
 
 def test_a_checkpoint_that_lacks_what_the_model_has_no_values_for_is_refused_before_anything_changes(tmp_path):
-    state = made()[0].state_dict()
-    del state["blocks.1.up.bias"]
-    save_sharded(state, tmp_path)
+    saved(tmp_path, lacks="blocks.1.up.bias")
     model = empty()
     with pytest.raises(CheckpointError, match=r"lacks \['blocks\.1\.up\.bias'\], which the model has on the meta"):
         load_checkpoint_in_model(model, tmp_path, {"": "cpu"})
@@ -98,24 +89,12 @@ def test_a_checkpoint_that_lacks_what_the_model_has_no_values_for_is_refused_bef
 
 
 def test_names_that_differ_are_said_and_under_strict_refused(tmp_path, caplog):
-    state = made()[0].state_dict()
-    del state["norm.bias"]
-    state["extra"] = torch.ones(1)
-    save_sharded(state, tmp_path, "300B")
-    model = Tied()
-    load_checkpoint_in_model(model, tmp_path, {"": "cpu"})
+    saved(tmp_path, "300B", lacks="norm.bias", extra=torch.ones(1))
+    load_checkpoint_in_model(Tied(), tmp_path, {"": "cpu"})
     assert "norm.bias" in caplog.text
     assert "extra" in caplog.text
     with pytest.raises(CheckpointError, match=r"lacks \['norm\.bias'\], and has \['extra'\] too many"):
-        load_checkpoint_in_model(model, tmp_path, {"": "cpu"}, strict=True)
-
-
-def test_a_sharded_checkpoint_is_loaded_strictly(tmp_path):
-    model, expected = made()
-    save_sharded(model.state_dict(), tmp_path, "300B")
-    other = Tied().eval()
-    load_checkpoint_in_model(other, tmp_path, strict=True)
-    assert torch.equal(output(other), expected)
+        load_checkpoint_in_model(Tied(), tmp_path, {"": "cpu"}, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -127,37 +106,34 @@ def test_a_sharded_checkpoint_is_loaded_strictly(tmp_path):
         (lambda folder: None, {"full_state_dict": False}, ConfigError, "process group"),
         (lambda folder: (folder / "model.safetensors").unlink(), {}, CheckpointError, "has 0 files"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 20), {}, CheckpointError, "damaged"),
+        (lambda folder: None, {"checkpoint": "nothing.bin"}, CheckpointError, "does not exist"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused(change, kwargs, error, words, tmp_path):
-    save_sharded(made()[0].state_dict(), tmp_path)
+    saved(tmp_path)
     change(tmp_path)
     with pytest.raises(error, match=words):
-        load_checkpoint_in_model(Tied(), tmp_path, **kwargs)
+        load_checkpoint_in_model(Tied(), **{"checkpoint": tmp_path} | kwargs)
 
 
-def test_an_index_that_names_files_elsewhere_is_refused(tmp_path):
-    (tmp_path / "a.index.json").write_text(json.dumps({"weight_map": {"x": "../x.safetensors"}}))
-    with pytest.raises(CheckpointError, match="outside of its folder"):
-        load_checkpoint_in_model(Tied(), tmp_path)
-    with pytest.raises(CheckpointError, match="does not exist"):
-        load_checkpoint_in_model(Tied(), tmp_path / "nothing.bin")
-
-
-def test_files_that_lack_what_their_index_names_are_noticed(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "file", "words"),
+    [
+        ("x", "../x.safetensors", "outside of its folder"),
+        ("bias", "model.safetensors", r"names \['bias'\], and the files lack them"),
+    ],
+)
+def test_an_index_that_names_what_is_not_there_is_refused(name, file, words, tmp_path):
     save_sharded({"weight": torch.ones(2, 2)}, tmp_path)
-    index = {"weight_map": dict.fromkeys(("weight", "bias"), "model.safetensors")}
+    index = {"weight_map": {"weight": "model.safetensors", name: file}}
     (tmp_path / "all.index.json").write_text(json.dumps(index))
-    with init_empty_weights():
-        layer = nn.Linear(2, 2)
-    with pytest.raises(CheckpointError, match=r"names \['bias'\], and the files lack them"):
-        load_checkpoint_in_model(layer, tmp_path / "all.index.json", {"": "cpu"})
+    with pytest.raises(CheckpointError, match=words):
+        load_checkpoint_in_model(nn.Linear(2, 2, device="meta"), tmp_path / "all.index.json", {"": "cpu"})
 
 
 def test_eight_bit_weights_and_other_frameworks_are_refused(tmp_path):
-    save_file(
-        {"weight": torch.ones(2, 2, dtype=torch.int8), "weight.SCB": torch.ones(2)}, tmp_path / "8bit.safetensors"
-    )
+    eight = {"weight": torch.ones(2, 2, dtype=torch.int8), "weight.SCB": torch.ones(2)}
+    save_file(eight, tmp_path / "8bit.safetensors")
     with pytest.raises(Unsupported, match="transformers"):
         load_checkpoint_in_model(nn.Linear(2, 2, bias=False), tmp_path / "8bit.safetensors")
     save_file({"weight": torch.ones(1)}, tmp_path / "tf.safetensors", metadata={"format": "tf"})
@@ -171,8 +147,7 @@ def test_a_file_is_read_to_the_devices_of_a_map(tmp_path):
     assert {name: value.device.type for name, value in found.items()} == {"a.x": "meta", "b.x": "cpu"}
 
 
-def test_offloaded_weights_come_back_into_a_model(tmp_path):
-    model, expected = made()
+def test_offloaded_weights_come_back_into_a_model(model, expected, tmp_path):
     index = {}
     for name, value in model.state_dict().items():
         offload_weight(value, name, tmp_path, index)
@@ -182,14 +157,12 @@ def test_offloaded_weights_come_back_into_a_model(tmp_path):
     assert torch.equal(output(loaded), expected)
 
 
-def load_from_the_first(path):
-    torch.manual_seed(dist.get_rank())
-    model = nn.Linear(3, 2)
-    load_checkpoint_in_model(model, path, broadcast_from_rank0=True)
-    return model.weight.tolist()
-
-
+@on_ranks(2)
 def test_the_first_rank_reads_for_all(tmp_path):
     weights = {"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.zeros(2)}
-    save_sharded(weights, tmp_path)
-    assert run_ranks(load_from_the_first, 2, str(tmp_path)) == [weights["weight"].tolist()] * 2
+    if dist.get_rank() == 0:
+        save_sharded(weights, tmp_path)
+    dist.barrier()
+    model = nn.Linear(3, 2)
+    load_checkpoint_in_model(model, tmp_path, broadcast_from_rank0=True)
+    assert model.weight.tolist() == weights["weight"].tolist()

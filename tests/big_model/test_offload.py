@@ -35,10 +35,10 @@ def test_a_tensor_without_values_can_be_written_and_one_on_the_meta_device_canno
         ours.offload_state_dict(tmp_path, {"x": torch.ones(1, device="meta")})
 
 
-def test_writing_a_weight_again_does_not_change_what_was_read_before(tmp_path):
-    ours.offload_state_dict(tmp_path, {"x": torch.ones(4)})
-    before = ours.OffloadedWeightsLoader(save_folder=tmp_path)["x"]
-    ours.offload_state_dict(tmp_path, {"x": torch.zeros(4), "y": torch.zeros(1)})
+def test_writing_a_weight_again_whose_name_may_have_a_slash_does_not_change_what_was_read_before(tmp_path):
+    ours.offload_state_dict(tmp_path, {"a/b": torch.ones(4)})
+    before = ours.OffloadedWeightsLoader(save_folder=tmp_path)["a/b"]
+    ours.offload_state_dict(tmp_path, {"a/b": torch.zeros(4), "y": torch.zeros(1)})
     assert before.tolist() == [1] * 4
     assert len(ours.OffloadedWeightsLoader(save_folder=tmp_path)) == 2
 
@@ -52,11 +52,6 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(name, tmp_path):
     loader = ours.OffloadedWeightsLoader(save_folder=tmp_path / "in", index={name: {"dtype": "float32", "shape": [1]}})
     with pytest.raises(CheckpointError, match="outside of its folder"):
         loader[name]
-
-
-def test_a_name_may_have_a_slash(tmp_path):
-    ours.offload_state_dict(tmp_path, {"a/b": torch.ones(1)})
-    assert ours.OffloadedWeightsLoader(save_folder=tmp_path)["a/b"].tolist() == [1]
 
 
 def test_weights_come_from_memory_from_safetensors_and_under_another_name(tmp_path):

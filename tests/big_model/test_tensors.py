@@ -18,39 +18,29 @@ from farflung.utils.modeling import (
     retie_parameters,
     set_module_tensor_to_device,
 )
-from tests.big_model.models import Block, Tied, made
+from tests.big_model.models import Tied, empty, made
 
 
-def test_models_made_without_memory_have_shapes_and_keep_what_is_shared():
-    with init_empty_weights():
-        model = Tied()
+def test_models_made_without_memory_have_shapes_and_keep_what_is_shared(monkeypatch):
+    model = empty()
     assert all(parameter.is_meta for parameter in model.parameters())
     assert not model.norm.running_mean.is_meta
     assert find_tied_parameters(model) == [["embed.weight", "head.weight"]]
     with init_empty_weights(include_buffers=True):
         assert Tied().norm.running_mean.is_meta
     assert not Tied().embed.weight.is_meta
-
-
-def test_a_variable_puts_buffers_on_the_meta_device_too(monkeypatch):
     monkeypatch.setenv("ACCELERATE_INIT_INCLUDE_BUFFERS", "1")
-    with init_empty_weights():
-        assert Block(2, 2).shift.is_meta
+    assert empty().norm.running_mean.is_meta
 
 
 def test_parameters_keep_their_class_attributes_and_requires_grad():
     class Own(nn.Parameter):
         pass
 
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            weight = Own(torch.ones(2), requires_grad=False)
-            weight.tag = "here"
-            self.weight = weight
-
+    weight, layer = Own(torch.ones(2), requires_grad=False), nn.Module()
+    weight.tag = "here"
     with init_on_device(torch.device("meta")):
-        layer = Layer()
+        layer.weight = weight
     set_module_tensor_to_device(layer, "weight", "cpu", torch.zeros(2))
     assert type(layer.weight) is Own
     assert (layer.weight.tag, layer.weight.requires_grad) == ("here", False)
@@ -64,8 +54,7 @@ def test_a_parameter_as_value_is_not_shared_with_its_owner():
     assert not layer.weight.requires_grad
 
 
-def test_a_tensor_moves_with_another_value_and_dtype():
-    model, _ = made()
+def test_a_tensor_moves_with_another_value_and_dtype(model):
     kept = model.norm
     set_module_tensor_to_device(model, "blocks.0.up.weight", "meta")
     assert model.blocks[0].up.weight.is_meta
@@ -74,9 +63,7 @@ def test_a_tensor_moves_with_another_value_and_dtype():
     set_module_tensor_to_device(model, "blocks.0.up.weight", "cpu", torch.ones(8, 4), dtype="float16")
     assert model.blocks[0].up.weight.dtype == torch.float16
     set_module_tensor_to_device(model, "norm.running_mean", "cpu", torch.ones(4))
-    assert kept.running_mean.tolist() == [1, 1, 1, 1]
-    assert isinstance(kept.running_mean, torch.Tensor)
-    assert "running_mean" in dict(kept.named_buffers())
+    assert dict(kept.named_buffers())["running_mean"].tolist() == [1, 1, 1, 1]
     set_module_tensor_to_device(model, "norm.num_batches_tracked", "cpu", torch.tensor(5), dtype=torch.float16)
     assert kept.num_batches_tracked.dtype == torch.int64
 
@@ -92,17 +79,14 @@ def test_a_tensor_moves_with_another_value_and_dtype():
         ("norm.weight", {"tied_params_map": {1: {}}}, WrongType, "TiedWeights"),
     ],
 )
-def test_what_cannot_be_set_is_refused(name, kwargs, error, words):
-    model, _ = made()
+def test_what_cannot_be_set_is_refused(model, name, kwargs, error, words):
     with pytest.raises(error, match=words):
         set_module_tensor_to_device(model, name, "cpu", **kwargs)
 
 
 def test_a_tensor_without_values_needs_one():
-    with init_empty_weights():
-        layer = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="needs a value"):
-        set_module_tensor_to_device(layer, "weight", "cpu")
+        set_module_tensor_to_device(nn.Linear(2, 2, device="meta"), "weight", "cpu")
 
 
 def test_shared_weights_move_together_and_are_forgotten_with_the_model():
@@ -123,8 +107,7 @@ def test_shared_weights_move_together_and_are_forgotten_with_the_model():
     assert ties.copy_on(stand_in, device) is None
 
 
-def test_names_share_a_weight_again():
-    model, _ = made()
+def test_names_share_a_weight_again(model):
     groups = find_tied_parameters(model)
     set_module_tensor_to_device(model, "embed.weight", "meta")
     retie_parameters(model, groups)
@@ -132,8 +115,7 @@ def test_names_share_a_weight_again():
     assert not model.embed.weight.is_meta
 
 
-def test_shared_weights_for_two_devices_are_named(caplog):
-    model, _ = made()
+def test_shared_weights_for_two_devices_are_named(model, caplog):
     check_tied_parameters_on_same_device(find_tied_parameters(model), {"embed": 0, "head": 0, "blocks": 1})
     assert not caplog.records
     check_tied_parameters_on_same_device(find_tied_parameters(model), {"embed": 0, "": "cpu"})
@@ -142,8 +124,7 @@ def test_shared_weights_for_two_devices_are_named(caplog):
         check_tied_parameters_on_same_device(find_tied_parameters(model), {"embed": 0})
 
 
-def test_buffers_that_are_not_saved_are_left_out_at_any_depth():
-    model, _ = made()
+def test_buffers_that_are_not_saved_are_left_out_at_any_depth(model):
     assert get_non_persistent_buffers(model, recurse=True, fqns=True) == {"blocks.0.shift", "blocks.1.shift"}
     names = {name for name, _ in named_module_tensors(model, recurse=True, remove_non_persistent=True)}
     assert names == set(model.state_dict()) - {"head.weight"}

@@ -5,7 +5,6 @@ import enum
 import io
 import os
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from farflung.checkpoint.manifest import Manifest
 from farflung.checkpoint.sharded import ShardPlanner, ShardReader, merge_shards
 from farflung.utils import merge_fsdp_weights, save_fsdp_model
 
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")  # that there are no processes
 STATE = {
     "model": {"a.weight": torch.arange(6.0).view(2, 3), "empty": torch.zeros(0, 3), "half": torch.ones(2).bfloat16()},
     "groups": [{"lr": 0.5, "betas": (0.9, 0.99)}, {"lr": torch.tensor(2.0), "names": ["x", "y"]}],
@@ -27,7 +27,7 @@ STATE = {
 
 
 class Bomb:
-    """Writes a file when it is unpickled."""
+    """Makes a folder when it is unpickled."""
 
     def __init__(self, path):
         self.path = os.fspath(path)
@@ -39,9 +39,7 @@ class Bomb:
 @pytest.fixture
 def torchs(tmp_path):
     """A folder that torch wrote."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there are no processes
-        dcp.save(STATE, storage_writer=dcp.FileSystemWriter(tmp_path / "torchs"), no_dist=True)
+    dcp.save(STATE, storage_writer=dcp.FileSystemWriter(tmp_path / "torchs"), no_dist=True)
     return tmp_path / "torchs"
 
 
@@ -62,9 +60,7 @@ def test_dcp_reads_what_is_written_and_every_byte_of_it_is_in_the_records(tmp_pa
     Checkpoint(tmp_path, Manifest(records)).verify()
     assert set(records) == {f"folder/{name}" for name in os.listdir(tmp_path / "folder")}
     like = {"model": {name: torch.empty_like(value) for name, value in STATE["model"].items()}}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(like, storage_reader=dcp.FileSystemReader(tmp_path / "folder"), no_dist=True)
+    dcp.load(like, storage_reader=dcp.FileSystemReader(tmp_path / "folder"), no_dist=True)
     assert_same({**like, "groups": STATE["groups"]}, STATE)
     assert_same(ShardReader(tmp_path / "folder").read_whole(), STATE)
 
@@ -77,10 +73,11 @@ class ByName(pickle.Pickler):
 
 
 def test_an_index_that_another_python_has_pickled_is_read(torchs):
-    metadata = pickle.loads((torchs / ".metadata").read_bytes())
-    with open(torchs / ".metadata", "wb") as file:
+    index = torchs / ".metadata"
+    metadata = pickle.loads(index.read_bytes())
+    with open(index, "wb") as file:
         ByName(file).dump(metadata)
-    assert b"getattr" in (torchs / ".metadata").read_bytes()
+    assert b"getattr" in index.read_bytes()
     assert_same(ShardReader(torchs).read_whole(), STATE)
 
 
@@ -95,9 +92,7 @@ def test_code_in_the_index_is_not_run(torchs, tmp_path):
 def test_code_in_a_value_is_neither_written_nor_run(tmp_path, torchs):
     with pytest.raises(ConfigError, match="can't be loaded without running code"):
         ShardPlanner("folder", {"x": Bomb(tmp_path / "ran")}, leads=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save({"x": Bomb(tmp_path / "ran")}, storage_writer=dcp.FileSystemWriter(tmp_path / "bad"), no_dist=True)
+    dcp.save({"x": Bomb(tmp_path / "ran")}, storage_writer=dcp.FileSystemWriter(tmp_path / "bad"), no_dist=True)
     with pytest.raises(CheckpointError, match=r"bad was not loaded: .*mkdir"):
         ShardReader(tmp_path / "bad").read({"x": None})
     assert not (tmp_path / "ran").exists()
@@ -112,17 +107,10 @@ def changed_index(folder, change):
 
 def test_an_index_that_leads_elsewhere_or_leaves_something_out_is_refused(torchs):
     first = MetadataIndex("model.a.weight", (0, 0))
-
-    def leave_out(metadata):
-        metadata.state_dict_metadata["model.a.weight"].chunks.clear()
-
-    def climb(metadata):
-        metadata.storage_data[first].relative_path = "../../secret"
-
-    changed_index(torchs, leave_out)
+    changed_index(torchs, lambda metadata: metadata.state_dict_metadata["model.a.weight"].chunks.clear())
     with pytest.raises(CheckpointError, match=r"0 of the 6 numbers of model\.a\.weight"):
         ShardReader(torchs).read_whole()
-    changed_index(torchs, climb)
+    changed_index(torchs, lambda metadata: setattr(metadata.storage_data[first], "relative_path", "../../secret"))
     with pytest.raises(CheckpointError, match="outside of its folder"):
         ShardReader(torchs)
     (torchs / ".metadata").write_bytes(pickle.dumps([1, 2]))

@@ -6,6 +6,7 @@ import os
 import random
 import threading
 import zlib
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -42,9 +43,7 @@ def ways(monkeypatch, way):
     def write(descriptor, view, place):
         if descriptor in descriptors and way == "refused at write":
             refuse()
-        if way == "short writes" and len(view) > 1000:
-            return real_write(descriptor, view[:512], place)
-        return real_write(descriptor, view, place)
+        return real_write(descriptor, view[:512] if way == "short writes" and len(view) > 1000 else view, place)
 
     if way == "unknown":
         monkeypatch.delattr(writer.os, "O_DIRECT", raising=False)
@@ -90,35 +89,26 @@ def test_whole_blocks_go_past_the_cache_and_the_rest_through_it(tmp_path, monkey
     with FileWriter(tmp_path / "file") as file:
         for _ in range(3):
             file.write(bytes(_BLOCK + 1))
-    assert [length for _, length in calls] == [_BLOCK, _BLOCK, _BLOCK, 3]
-    direct, *_, plain = [to for to, _ in calls]
-    assert [to for to, _ in calls] == [direct] * 3 + [plain]
+    direct, plain = calls[0][0], calls[-1][0]
+    assert calls == [(direct, _BLOCK)] * 3 + [(plain, 3)]
     assert direct != plain
 
 
 @pytest.mark.parametrize("threaded", [True, False])
 def test_a_full_disk_is_heard_while_more_is_written_and_the_rest_is_not_tried(tmp_path, monkeypatch, threaded):
-    tried = []
-
-    def full(descriptor, view, place):
-        tried.append(place)
-        raise OSError(errno.ENOSPC, "no space left")
-
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "no space left"))
     monkeypatch.setattr(writer.os, "pwrite", full)
     with pytest.raises(OSError, match="no space left"), FileWriter(tmp_path / "file", threaded) as file:
         write_blocks(file, 100)
     assert file.num_bytes < 10 * _BLOCK
-    assert tried == [0]
+    assert [place for _, _, place in (call.args for call in full.call_args_list)] == [0]
     assert file.failure is not None
 
 
 @pytest.mark.parametrize("size", [100, 2 * _BLOCK, 2 * _BLOCK + 100])
 @pytest.mark.parametrize("call", ["pwrite", "fsync"])
 def test_what_the_disk_refuses_at_the_end_is_heard_too(tmp_path, monkeypatch, size, call):
-    def refuse(*args):
-        raise OSError(errno.EIO, "no disk")
-
-    monkeypatch.setattr(writer.os, call, refuse)
+    monkeypatch.setattr(writer.os, call, mock.Mock(side_effect=OSError(errno.EIO, "no disk")))
     with pytest.raises(OSError, match="no disk"), FileWriter(tmp_path / "file") as file:
         file.write(bytes(size))
 
