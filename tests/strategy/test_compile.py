@@ -7,6 +7,7 @@ A model can see whether its code is being compiled, so `Told` answers with anoth
 import copy
 import inspect
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -23,7 +24,6 @@ from farflung import Accelerator, LocalSGD
 from farflung.base.errors import ConfigError
 from farflung.config import environ
 from farflung.state import AcceleratorState
-from farflung.testing.ranks import run_ranks
 from farflung.utils import (
     DistributedDataParallelKwargs,
     DynamoBackend,
@@ -33,6 +33,7 @@ from farflung.utils import (
     has_compiled_regions,
     is_compiled_module,
 )
+from tests.accelerator.conftest import on_ranks
 
 # torch hides this warning of its own where it looks at what comes from one region into the next, unless it is an error.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -119,22 +120,19 @@ def test_a_prepared_model_is_compiled_and_keeps_its_names():
         assert list(state) == names
 
 
-def test_nothing_is_compiled_unless_asked_for():
-    model = Accelerator(cpu=True).prepare(Told())
-    model(torch.ones(2, 4))
-    assert not is_compiled_module(model)
-    assert num_graphs() == 0
-
-
 def test_compiling_leaves_the_precision_of_matrix_products_alone():
     before = torch.backends.cuda.matmul.allow_tf32
     compiling()
     assert torch.backends.cuda.matmul.allow_tf32 is before
 
 
-def test_the_environment_asks_for_compiling():
-    with environ.patched({"ACCELERATE_DYNAMO_BACKEND": "EAGER"}):
-        assert is_compiled_module(Accelerator(cpu=True).prepare(Told()))
+@pytest.mark.parametrize("variables", [{}, {"ACCELERATE_DYNAMO_BACKEND": "EAGER"}])
+def test_nothing_is_compiled_unless_the_environment_or_a_setting_asks_for_it(variables):
+    with environ.patched(variables):
+        model = Accelerator(cpu=True).prepare(Told())
+    model(torch.ones(2, 4))
+    assert is_compiled_module(model) is bool(variables)
+    assert num_graphs() == len(variables)
 
 
 @pytest.mark.parametrize("make", [compiling, by_regions])
@@ -156,9 +154,13 @@ def test_unwrapping_without_compile_gives_a_plain_duplicate_of_the_same_tensors(
     assert accelerator.unwrap_model(plain, keep_torch_compile=False) is plain
 
 
-def test_torchs_own_classes_are_compiled_too():
-    model = compiling().prepare(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+@pytest.mark.parametrize(
+    ("make", "model"), [(compiling, nn.Sequential(nn.Linear(4, 4), nn.Tanh())), (by_regions, Told())]
+)
+def test_torchs_own_classes_are_compiled_too_and_a_model_without_repeated_blocks_is_one_region(make, model):
+    model = make().prepare(model)
     model(torch.ones(1, 4))
+    assert is_compiled_module(model)
     assert num_graphs() == 1
 
 
@@ -174,11 +176,6 @@ def test_regions_compile_equal_blocks_once_and_every_other_part_by_itself():
         model(x).sum().backward()
 
 
-def test_a_model_without_repeated_blocks_is_one_region():
-    model = by_regions().prepare(Told())
-    assert is_compiled_module(model)
-
-
 def test_what_is_compiled_already_is_left_as_it_is():
     wrapped = torch.compile(Told(), backend="eager")
     accelerator = compiling()
@@ -189,6 +186,20 @@ def test_what_is_compiled_already_is_left_as_it_is():
     assert list(accelerator.get_state_dict(wrapped)) == ["layer.weight", "layer.bias"]
 
 
+def epoch(accelerator, model, optimizer, batches):
+    """Train on batches, and evaluate."""
+    for x in batches:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).square().mean())
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        model(batches[0])
+    model.train()
+
+
 @pytest.mark.long
 def test_training_is_the_same_and_nothing_is_compiled_twice():
     def trained(accelerator):
@@ -196,21 +207,9 @@ def test_training_is_the_same_and_nothing_is_compiled_twice():
         model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.0), nn.Linear(8, 1))
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
 
-        def epoch():
-            for step in range(4):
-                with accelerator.accumulate(model):
-                    accelerator.backward(model(torch.full((2, 4), step / 4)).square().mean())
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                    optimizer.step()
-                    optimizer.zero_grad()
-            model.eval()
-            with torch.no_grad():
-                model(torch.ones(2, 4))
-            model.train()
-
-        epoch()
+        epoch(accelerator, model, optimizer, [torch.full((2, 4), step / 4) for step in range(4)])
         with torch.compiler.set_stance("fail_on_recompile"):
-            epoch()
+            epoch(accelerator, model, optimizer, [torch.full((2, 4), step / 4) for step in range(4)])
         return [parameter.detach().clone() for parameter in model.parameters()]
 
     for precision in ("no", "bf16"):
@@ -226,9 +225,8 @@ def test_training_is_the_same_and_nothing_is_compiled_twice():
 def test_copies_and_pickles_of_a_compiled_model_are_plain_models_of_their_own():
     model = compiling(mixed_precision="bf16").prepare(Told())
     copied = copy.deepcopy(model)
-    with torch.no_grad():
-        copied.layer.weight.zero_()
-        copied.layer.bias.zero_()
+    for parameter in copied.parameters():
+        nn.init.zeros_(parameter)
     x = torch.ones(1, 4)
     assert not is_compiled_module(copied)
     assert torch.equal(copied(x), x)
@@ -329,56 +327,33 @@ class Wide(nn.Module):
 
 
 def trained_on_ranks(backend, precision):
-    """Weights after windows of 2, evaluations and rounds of local SGD; and what compiling that took."""
+    """Weights after windows of 2, evaluations and rounds of local SGD."""
     torch._dynamo.reset()
     counters.clear()
     parts.clear()
-    handler = DistributedDataParallelKwargs(bucket_cap_mb=1)
-    accelerator = Accelerator(
-        cpu=True,
-        mixed_precision=precision,
-        gradient_accumulation_steps=2,
-        dynamo_backend=backend,
-        kwargs_handlers=[handler],
-    )
+    settings = {"cpu": True, "mixed_precision": precision, "gradient_accumulation_steps": 2, "dynamo_backend": backend}
+    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=1)], **settings)
     torch.manual_seed(0)
     model = Wide()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert isinstance(model, DistributedDataParallel)
     assert is_compiled_module(model) is (backend != "no")
     x = torch.randn(4, 600) * (1 + accelerator.process_index)
-
-    def train(num):
-        for _ in range(num):
-            with accelerator.accumulate(model):
-                accelerator.backward(model(x).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
-        model.eval()
-        with torch.no_grad():
-            model(x)
-        model.train()
-
-    train(2)
+    train = partial(epoch, accelerator, model, optimizer)
+    train([x] * 2)
     with torch.compiler.set_stance("fail_on_recompile"):
-        train(4)
+        train([x] * 4)
         with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=1) as local_sgd:
             for _ in range(2):
-                train(2)
+                train([x] * 2)
                 local_sgd.step()
-        train(2)
-    module = accelerator.unwrap_model(model, keep_torch_compile=False)
+        train([x] * 2)
+    assert not has_compiled_regions(accelerator.unwrap_model(model, keep_torch_compile=False))
     state = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
-    found = {
-        "names": list(state) == list(Wide().state_dict()),
-        "plain": not has_compiled_regions(module),
-        "graphs": num_graphs(),
-        "breaks": len(counters["graph_break"]),
-        "parts": len(parts),
-    }
+    assert list(state) == list(Wide().state_dict())
     accelerator.free_memory()
     AcceleratorState._reset_state()
-    return state, found
+    return state
 
 
 parts = []
@@ -389,18 +364,14 @@ def counted(graph, _):
     return graph.forward
 
 
-def on_two_ranks():
-    environ.export({"ACCELERATE_USE_CPU": "true"})
-    torch._dynamo.register_backend(counted, name="ofi")  # a word that Accelerate has and torch no longer knows
-    return [(trained_on_ranks("no", precision), trained_on_ranks("ofi", precision)) for precision in ("no", "bf16")]
-
-
+@on_ranks(2, timeout_s=90)
 def test_on_ranks_the_same_is_trained_and_no_switch_or_round_compiles_again():
-    for of_rank in run_ranks(on_two_ranks, 2, timeout_s=90):
-        for (plain, _), (compiled, found) in of_rank:
-            assert found.pop("parts") == 2 * 3  # the buckets of DDP, so that gradients travel during the backward pass
-            assert found == {"names": True, "plain": True, "graphs": 2, "breaks": 0}  # training and evaluation
-            assert all(torch.equal(plain[name], compiled[name]) for name in plain)
+    torch._dynamo.register_backend(counted, name="ofi")  # a word that Accelerate has and torch no longer knows
+    for precision in ("no", "bf16"):
+        plain, compiled = (trained_on_ranks(backend, precision) for backend in ("no", "ofi"))
+        assert (num_graphs(), len(counters["graph_break"])) == (2, 0)  # training and evaluation
+        assert len(parts) == 2 * 3  # the buckets of DDP, so that gradients travel during the backward pass
+        assert all(torch.equal(plain[name], compiled[name]) for name in plain)
 
 
 @pytest.mark.long

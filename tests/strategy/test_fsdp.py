@@ -16,6 +16,7 @@ from farflung.outer import OuterLoop, diloco
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
 from farflung.utils import DistributedType, TorchDynamoPlugin
+from tests.accelerator.conftest import on_ranks
 
 STEPS, WINDOW, BATCH = 20, 2, 4
 
@@ -65,9 +66,8 @@ def made(seed=0):
 def batches(rank, size):
     """The micro-batches of a rank: its part of those that one process would have."""
     torch.manual_seed(7)
-    tokens = torch.randint(11, (STEPS * WINDOW, BATCH * 4, 5))
-    for all_tokens in tokens:
-        yield all_tokens.view(size, -1, 5)[rank]
+    for tokens in torch.randint(11, (STEPS * WINDOW, BATCH * 4, 5)):
+        yield tokens.view(size, -1, 5)[rank]
 
 
 def train(accelerator, model, optimizer, rank, size):
@@ -88,40 +88,28 @@ def train(accelerator, model, optimizer, rank, size):
     return losses, norm.item(), {name.removeprefix("module."): value for name, value in weights.items()}
 
 
+BY_BLOCK = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
+RECOMPUTED = {"activation_checkpointing": True, "activation_checkpointing_offload": True, "cpu_offload": True}
 LAYOUTS = {
     "ddp": {},
-    "fsdp": {"fsdp_plugin": {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}},
+    "fsdp": {"fsdp_plugin": BY_BLOCK},
     "whole": {"fsdp_plugin": {"reshard_after_forward": False}},
     "hsdp": {
         "fsdp_plugin": {"auto_wrap_policy": "size_based_wrap", "min_num_params": 60},
         "parallelism_config": {"dp_replicate_size": 2, "dp_shard_size": 2},
     },
-    "recomputed": {
-        "fsdp_plugin": {
-            "auto_wrap_policy": "transformer_based_wrap",
-            "transformer_cls_names_to_wrap": ["Block"],
-            "activation_checkpointing": True,
-            "activation_checkpointing_offload": True,
-            "cpu_offload": True,
-        },
-    },
+    "recomputed": {"fsdp_plugin": {**BY_BLOCK, **RECOMPUTED}},
+    "compiled": {"fsdp_plugin": BY_BLOCK, "dynamo_backend": "aot_eager"},
 }
-LAYOUTS["compiled"] = {**LAYOUTS["fsdp"], "dynamo_backend": "aot_eager"}
 KINDS = {"fsdp_plugin": FullyShardedDataParallelPlugin, "parallelism_config": ParallelismConfig}
-
-
-def accelerator_of(layout, **settings):
-    AcceleratorState._reset_state()
-    chosen = {
-        name: KINDS[name](**value) if isinstance(value, dict) else value for name, value in LAYOUTS[layout].items()
-    }
-    return Accelerator(cpu=True, **chosen, **settings)
 
 
 def in_all_layouts():
     found = {}
-    for layout in LAYOUTS:
-        accelerator = accelerator_of(layout, gradient_accumulation_steps=WINDOW)
+    for layout, settings in LAYOUTS.items():
+        AcceleratorState._reset_state()
+        chosen = {name: made(**settings[name]) for name, made in KINDS.items() if name in settings}
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=WINDOW, **settings | chosen)
         rank, size = accelerator.process_index, accelerator.num_processes
         model, optimizer = made(seed=rank)  # prepare gives all ranks those of the first one
         model, optimizer = accelerator.prepare(model, optimizer)
@@ -146,15 +134,10 @@ def test_sharded_training_is_that_of_ddp_and_of_one_process():
 
 
 def test_on_one_process_activations_are_recomputed_and_nothing_is_sharded():
-    kept = []
-    results = []
+    kept, results = [], []
     for recomputed in (False, True):
         AcceleratorState._reset_state(reset_partial_state=True)
-        plugin = FullyShardedDataParallelPlugin(
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["Block"],
-            activation_checkpointing=recomputed,
-        )
+        plugin = FullyShardedDataParallelPlugin(**BY_BLOCK, activation_checkpointing=recomputed)
         accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
         model, optimizer = accelerator.prepare(*made())
         assert not any(map(is_sharded, model.parameters()))
@@ -179,14 +162,13 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
 
     def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return self.blocks[1](self.blocks[0](x))
 
 
-def saved_after_a_step(folder):
-    """Train a sharded model in plain, compiled as a whole, by regions and by the script; return what is saved of it."""
-    found = []
+@on_ranks(2, timeout_s=120)
+def test_a_compiled_sharded_model_is_saved_as_a_plain_one(tmp_path):
+    """After a step of a model that is plain, compiled as a whole, by regions or by the script."""
+    saved = []
     for way in ("no", "whole", "regions", "torch.compile"):
         backend = "eager" if way in ("whole", "regions") else "no"
         dynamo = TorchDynamoPlugin(backend=backend, use_regional_compilation=way == "regions")
@@ -197,23 +179,18 @@ def saved_after_a_step(folder):
         called = torch.compile(model, backend="eager") if way == "torch.compile" else model
         accelerator.backward(called(torch.ones(2, 4)).sum())
         optimizer.step()
-        state = accelerator.get_state_dict(called)
-        accelerator.save_model(called, folder / way)
+        state = {name: value.tolist() for name, value in accelerator.get_state_dict(called).items()}
+        accelerator.save_model(called, tmp_path / way)
         plain = accelerator.unwrap_model(called, keep_torch_compile=False)
-        same = torch.equal(plain(torch.ones(1, 4)), called(torch.ones(1, 4)))
-        files = [path.read_bytes() for path in sorted((folder / way).iterdir())] if accelerator.is_main_process else []
-        found.append((way, {name: value.tolist() for name, value in state.items()}, files, same))
+        assert torch.equal(plain(torch.ones(1, 4)), called(torch.ones(1, 4)))
+        if accelerator.is_main_process:
+            saved.append((state, [path.read_bytes() for path in sorted((tmp_path / way).iterdir())]))
+            assert state.keys() == {f"blocks.{k}.{name}" for k in range(2) for name in ("weight", "bias")}
+            assert saved[0][1]
+            assert saved[-1] == saved[0], way
         accelerator.wait_for_everyone()
         accelerator.free_memory()
         AcceleratorState._reset_state()
-    return found
-
-
-def test_a_compiled_sharded_model_is_saved_as_a_plain_one(tmp_path):
-    plain, *compiled = run_ranks(saved_after_a_step, 2, tmp_path, timeout_s=120)[0]
-    assert plain[1].keys() == {f"blocks.{k}.{name}" for k in range(2) for name in ("weight", "bias")}
-    for way, *same in compiled:
-        assert same == list(plain[1:]), way
 
 
 def odd(kind):
@@ -230,16 +207,13 @@ EIGHT_BITS = torch.ones(4).to(torch.float8_e4m3fn)
 ODD = ["sparse parameter", "sparse buffer", "float8 buffer"]
 
 
-def refused_by_prepare(kind, sharded):
+@pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP"])
+@pytest.mark.parametrize("kind", ODD)
+@on_ranks(2)
+def test_what_ranks_cannot_exchange_is_named(kind, sharded):
     plugin = FullyShardedDataParallelPlugin() if sharded else None
     with pytest.raises(Unsupported, match=r"^odd is a (sparse tensor|torch\.float8_e4m3fn tensor).*(to_dense|uint8)"):
         Accelerator(cpu=True, fsdp_plugin=plugin).prepare(odd(kind))
-
-
-@pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP"])
-@pytest.mark.parametrize("kind", ODD)
-def test_what_ranks_cannot_exchange_is_named(kind, sharded):
-    run_ranks(refused_by_prepare, 2, kind, sharded)
 
 
 @pytest.mark.parametrize("kind", ODD)

@@ -3,6 +3,7 @@
 
 import gc
 import weakref
+from itertools import product
 
 import pytest
 import torch
@@ -13,13 +14,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 from farflung import Accelerator
-from farflung.base.errors import ConfigError, FarflungError, StateError, Unsupported
+from farflung.base.errors import ConfigError, StateError, Unsupported
 from farflung.comm.shards import full, is_sharded, local
 from farflung.config.parallelism import ParallelismConfig
 from farflung.config.sharding import FullyShardedDataParallelPlugin
 from farflung.state import AcceleratorState
-from farflung.testing.ranks import run_ranks
 from farflung.utils import GradientAccumulationPlugin
+from tests.accelerator.conftest import on_ranks
 
 
 def fresh(**settings):
@@ -51,6 +52,10 @@ def steps(accelerator, model, optimizer, count=4, seed=0):
 
 def weights(model):
     return [full(p.detach()).clone() for p in model.parameters()]
+
+
+def assert_alike(found, expected):
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
 
 
 def in_one_call(accelerator, model):
@@ -85,7 +90,8 @@ def optimizer_that_has_stepped(accelerator, model):
     return accelerator.prepare(model, made)
 
 
-WAYS = (in_one_call, optimizer_first, optimizer_in_an_earlier_call, optimizer_in_a_later_call, optimizer_made_later)
+WAYS = [in_one_call, optimizer_first, optimizer_in_an_earlier_call, optimizer_in_a_later_call, optimizer_made_later]
+WAYS += [optimizer_that_has_stepped]
 
 
 def trained(accelerator, way):
@@ -111,23 +117,15 @@ def two_models_with_two_optimizers(accelerator):
     return weights(first) + weights(second)
 
 
-def every_way():
-    found = {}
-    for name, make in (("ddp", fresh), ("fsdp", sharding)):
-        found[name] = [trained(make(), way) for way in WAYS]
-        found[name].append(trained(make(), optimizer_that_has_stepped))
-        found[name].append(two_models_with_two_optimizers(make()))
-    return found
-
-
+@on_ranks(2)
 def test_optimizers_are_bound_again_whenever_they_were_made_and_prepared():
-    for found in run_ranks(every_way, 2):
-        for number, (ddp, fsdp) in enumerate(zip(found["ddp"], found["fsdp"], strict=True)):
-            for mine, other in zip(ddp, fsdp, strict=True):
-                torch.testing.assert_close(mine, other, atol=1e-6, rtol=0, msg=f"way {number}")
+    for way in WAYS:
+        assert_alike(trained(fresh(), way), trained(sharding(), way))
+    assert_alike(two_models_with_two_optimizers(fresh()), two_models_with_two_optimizers(sharding()))
 
 
-def stepped_while_another_accelerator_is_collected():
+@on_ranks(2)
+def test_an_accelerator_may_be_collected_in_the_midst_of_an_optimizers_step():
     dropped = []
 
     def collect(*_):
@@ -140,62 +138,52 @@ def stepped_while_another_accelerator_is_collected():
     accelerator.itself = accelerator  # so that the garbage collector alone finds it
     dropped.append(accelerator)
     del accelerator
-    made = adam(net())
-    made.step()
+    adam(net()).step()
     hook.remove()
-    return strategy() is None
+    assert strategy() is None
 
 
-def test_an_accelerator_may_be_collected_in_the_midst_of_an_optimizers_step():
-    assert run_ranks(stepped_while_another_accelerator_is_collected, 2) == [True, True]
-
-
-def sharded_by_its_user():
+@on_ranks(2)
+def test_a_model_that_comes_sharded_is_taken_as_it_is():
     accelerator = fresh()
     mesh = init_device_mesh("cpu", (accelerator.num_processes,))
     model = net()
     fully_shard(model[0], mesh=mesh)
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-    prepared, optimizer = accelerator.prepare(model, adam(model))
+    prepared, optimizer = in_one_call(accelerator, model)
     assert prepared is model
     with accelerator.accumulate(model):
         steps(accelerator, model, optimizer)
-    by_hand = weights(model)
-    plain, optimizer = (accelerator := fresh()).prepare(*(lambda m: (m, adam(m)))(net()))
+    plain, optimizer = in_one_call(accelerator := fresh(), net())
     steps(accelerator, plain, optimizer)
-    return by_hand, weights(plain)
+    assert_alike(weights(model), weights(plain))
 
 
-def test_a_model_that_comes_sharded_is_taken_as_it_is():
-    for by_hand, plain in run_ranks(sharded_by_its_user, 2):
-        for mine, other in zip(by_hand, plain, strict=True):
-            torch.testing.assert_close(mine, other, atol=1e-6, rtol=0)
+def embedder():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 6, bias=False))
+    model[2].weight = model[0].weight
+    model[1].register_buffer("extra", torch.full((3,), 5.0), persistent=False)
+    return model
 
 
-def loaded_on_rank_0_alone():
+@on_ranks(2)
+def test_weights_that_rank_0_alone_has_loaded_reach_all_ranks():
     accelerator = sharding()
     with torch.device("cpu" if accelerator.is_main_process else "meta"):
-        model = nn.Sequential(nn.Embedding(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 6, bias=False))
-        model[2].weight = model[0].weight
-        model[1].register_buffer("extra", torch.full((3,), 5.0), persistent=False)
-    whole = [p.detach().clone() for p in model.parameters()] if accelerator.is_main_process else []
+        model = embedder()
     model = accelerator.prepare(model)
     assert model[2].weight is model[0].weight
     model(torch.zeros(2, dtype=torch.long)).sum().backward()
     assert model[2].weight is model[0].weight
-    return whole, weights(model), model[1].extra.clone(), model[1].running_var.clone()
+    assert all(map(torch.equal, weights(model), weights(embedder())))
+    assert model[1].extra.tolist() == [5.0] * 3
+    assert model[1].running_var.shape == (4,)
 
 
-def test_weights_that_rank_0_alone_has_loaded_reach_all_ranks():
-    found = run_ranks(loaded_on_rank_0_alone, 2)
-    whole = found[0][0]
-    for _, there, extra, variance in found:
-        assert all(map(torch.equal, whole, there))
-        assert extra.tolist() == [5.0] * 3
-        assert variance.shape == (4,)
-
-
-def scaled(fused):
+@pytest.mark.parametrize("fused", [False, True])
+@on_ranks(2)
+def test_an_overflow_in_one_shard_makes_all_ranks_skip_the_step(fused):
     accelerator = sharding(mixed_precision="fp16")
     model = net()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused))
@@ -205,116 +193,74 @@ def scaled(fused):
     if accelerator.is_last_process:  # an overflow in one rank's shards alone
         local(next(model.parameters()).grad).fill_(float("inf"))
     optimizer.step()
-    same = all(map(torch.equal, before, weights(model)))
-    was_skipped = optimizer.step_was_skipped
+    assert optimizer.step_was_skipped
+    assert all(map(torch.equal, before, weights(model)))
     steps(accelerator, model, optimizer, 1)  # which lets the scale follow
-    return was_skipped, same, optimizer.completed_steps, accelerator.scaler.get_scale() < 2.0**16
+    assert optimizer.completed_steps == 2
+    assert accelerator.scaler.get_scale() < 2.0**16
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_an_overflow_in_one_shard_makes_all_ranks_skip_the_step(fused):
-    assert run_ranks(scaled, 2, fused) == [(True, True, 2, True)] * 2
-
-
-def half_loaded():
+@on_ranks(2)
+def test_weights_in_a_half_precision_are_trained_in_fp32_and_reduced_in_it():
     accelerator = sharding(mixed_precision="bf16")
     model = accelerator.prepare(net().to(torch.bfloat16))
+    assert next(model.parameters()).dtype == torch.float32
     seen = []
     model[0].register_forward_hook(lambda module, args, output: seen.append((args[0].dtype, output.dtype)))
     out = model(torch.full((1, 5), float(accelerator.process_index)))
+    assert (seen[0], out.dtype) == ((torch.bfloat16, torch.bfloat16), torch.float32)
     accelerator.backward(out.sum())
-    bias = full(model[2].bias.grad)
-    torch.manual_seed(1)
+    assert full(model[2].bias.grad).tolist() == [1.0] * 3
     model.zero_grad()
     accelerator.backward((model(torch.zeros(1, 5)) * (1 + accelerator.process_index / 128)).sum())
-    odd = full(model[2].bias.grad)  # the mean of 1 and 1 + 1/128, which bf16 would round
-    return next(model.parameters()).dtype, seen[0], out.dtype, bias.tolist(), odd.tolist()
+    assert full(model[2].bias.grad).tolist() == [1 + 1 / 256] * 3  # of 1 and 1 + 1/128, which bf16 would round
 
 
-def test_weights_in_a_half_precision_are_trained_in_fp32_and_reduced_in_it():
-    half = torch.bfloat16
-    expected = (torch.float32, (half, half), torch.float32, [1.0] * 3, [1 + 1 / 256] * 3)
-    assert run_ranks(half_loaded, 2) == [expected] * 2
+def refused_at(kind, words, call, *args, **settings):
+    with pytest.raises(kind, match=words):
+        call(*args, **settings)
 
 
-def told(call, *args, **kwargs):
-    try:
-        call(*args, **kwargs)
-    except FarflungError as error:
-        return type(error), str(error)
-    return None
-
-
-def refused():
-    found = []
-    found.append(told(fresh, parallelism_config=ParallelismConfig(dp_replicate_size=3, dp_shard_size=2)))
-    found.append(told(fresh, fsdp_plugin=FullyShardedDataParallelPlugin(), island_size=2))
-    found.append(told(fresh, fsdp_plugin=FullyShardedDataParallelPlugin(), outer="diloco"))
-    found.append(told(fresh, island_size=3))
-    accelerator = sharding()
-    matrix = nn.Linear(4, 4, bias=False)
-    found.append(told(accelerator.prepare, matrix, torch.optim.Muon(matrix.parameters())))
-    ignoring = FullyShardedDataParallelPlugin(ignored_modules="0")
-    found.append(told(fresh(fsdp_plugin=ignoring).prepare, net()))
-    naming = FullyShardedDataParallelPlugin(
-        auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Layer"]
-    )
-    found.append(told(fresh(fsdp_plugin=naming).prepare, net()))
-    return found
-
-
+@on_ranks(2)
 def test_what_can_not_be_is_refused_with_what_to_do():
-    wanted = [
-        (ConfigError, "6"),
-        (ConfigError, "dp_shard_size"),
-        (ConfigError, "dp_replicate_size=2"),
-        (ConfigError, "does not divide the 2 processes"),
-        (Unsupported, "Muon"),
-        (Unsupported, "ignored_modules"),
-        (ConfigError, "Layer"),
-    ]
-    for found in run_ranks(refused, 2):
-        for said, (kind, words) in zip(found, wanted, strict=True):
-            assert said is not None, words
-            assert said[0] is kind
-            assert words in said[1]
+    plugin = FullyShardedDataParallelPlugin
+    refused_at(ConfigError, "6", fresh, parallelism_config=ParallelismConfig(dp_replicate_size=3, dp_shard_size=2))
+    refused_at(ConfigError, "dp_shard_size", fresh, fsdp_plugin=plugin(), island_size=2)
+    refused_at(ConfigError, "dp_replicate_size=2", fresh, fsdp_plugin=plugin(), outer="diloco")
+    refused_at(ConfigError, "does not divide the 2 processes", fresh, island_size=3)
+    matrix = nn.Linear(4, 4, bias=False)
+    refused_at(Unsupported, "Muon", sharding().prepare, matrix, torch.optim.Muon(matrix.parameters()))
+    ignoring = plugin(ignored_modules="0")
+    refused_at(Unsupported, "ignored_modules", fresh(fsdp_plugin=ignoring).prepare, net())
+    naming = plugin(auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Layer"])
+    refused_at(ConfigError, "Layer", fresh(fsdp_plugin=naming).prepare, net())
 
 
-def islands():
-    """Gradients of DDP islands: over all ranks, and over the island once an outer loop has the model."""
+@on_ranks(4)
+def test_the_ranks_of_a_ddp_island_average_gradients_among_themselves_under_an_outer_loop():
     accelerator = fresh(island_size=2)
-    torch.manual_seed(accelerator.process_index)
+    rank = accelerator.process_index
+    torch.manual_seed(rank)
     model = nn.Linear(1, 1, bias=False)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    start = model.module.weight.item()
+    assert len(set(accelerator.gather(model.module.weight.detach()).flatten().tolist())) == 1
 
     def gradient(**kwargs):
         optimizer.zero_grad()
-        accelerator.backward(model(torch.full((1, 1), 1.0 + accelerator.process_index)).sum(), **kwargs)
+        accelerator.backward(model(torch.full((1, 1), 1.0 + rank)).sum(), **kwargs)
         return model.module.weight.grad.item()
 
-    together = gradient()
+    assert gradient() == 2.5
     with accelerator.outer(model, "diloco"):
-        apart, by_items = gradient(), gradient(num_items=2)
-    return start, together, apart, by_items
+        assert (gradient(), gradient(num_items=2)) == ((1.5, 0.75) if rank < 2 else (3.5, 1.75))
 
 
-def test_the_ranks_of_a_ddp_island_average_gradients_among_themselves_under_an_outer_loop():
-    found = run_ranks(islands, 4)
-    assert len({start for start, *_ in found}) == 1
-    assert [rest for _, *rest in found] == [[2.5, 1.5, 0.75]] * 2 + [[2.5, 3.5, 1.75]] * 2
-
-
-def shards_of(layout):
-    accelerator = fresh(parallelism_config=ParallelismConfig(**layout))
-    model = accelerator.prepare(net())
-    return [tuple(local(p).shape) for p in model.parameters()], all(map(is_sharded, model.parameters()))
-
-
+@on_ranks(4)
 def test_an_axis_of_shards_alone_shards_by_default():
-    for shapes, sharded in run_ranks(shards_of, 4, {"dp_replicate_size": 2, "dp_shard_size": 2}):
-        assert sharded
-        assert shapes[0] in ((4, 5), (3, 5))
+    accelerator = fresh(parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2))
+    model = accelerator.prepare(net())
+    assert all(map(is_sharded, model.parameters()))
+    assert local(next(model.parameters())).shape in ((4, 5), (3, 5))
 
 
 WINDOWS = {
@@ -350,99 +296,62 @@ def gradient_of_windows(settings, by_items, each):
     return found
 
 
-def every_window():
-    plans = [(by_items, each) for by_items in (False, True) for each in (False, True)]
-    return {(name, *plan): gradient_of_windows(WINDOWS[name], *plan) for name in WINDOWS for plan in plans}
-
-
+@on_ranks(2)
 def test_short_windows_and_items_count_as_under_one_process():
-    for found in run_ranks(every_window, 2):
-        for (name, by_items, each), gradients in found.items():
-            # Rank 0 gets 1, 3, 5, and rank 1 gets 2, 4, 6: windows of 1 to 4, then of 5 and 6.
-            expected = [30 / 10, 61 / 11] if by_items else [2.5, 5.5]
-            assert gradients == pytest.approx(expected), (name, by_items, each)
+    for name, by_items, each in product(WINDOWS, (False, True), (False, True)):
+        # Rank 0 gets 1, 3, 5, and rank 1 gets 2, 4, 6: windows of 1 to 4, then of 5 and 6.
+        expected = [30 / 10, 61 / 11] if by_items else [2.5, 5.5]
+        assert gradient_of_windows(WINDOWS[name], by_items, each) == pytest.approx(expected), (name, by_items, each)
 
 
-def clipped(norm_type):
-    """The norm over a model of uneven shards, and over two models on two meshes."""
-    accelerator = sharding()
-    model, optimizer = in_one_call(accelerator, net(out=1))
-    other = net(1)
-    fully_shard(other, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard")))
-    accelerator.backward(model(torch.ones(1, 5)).sum())
-    other(torch.ones(1, 5)).sum().backward()
-    alone = accelerator.clip_grad_norm_(model.parameters(), 1e9, norm_type).item()
-    both = accelerator.clip_grad_norm_([*model.parameters(), *other.parameters()], 1e9, norm_type).item()
-    return alone, both
-
-
-def every_norm():
-    return {norm_type: clipped(norm_type) for norm_type in (2.0, float("inf"))}
-
-
+@on_ranks(2)
 def test_norms_over_empty_shards_and_over_several_meshes_are_those_of_whole_gradients():
+    clip = nn.utils.clip_grad_norm_
     one, other = net(out=1), net(1)
     for model in (one, other):
         model(torch.ones(1, 5)).sum().backward()
-    for found in run_ranks(every_norm, 2):
-        for norm_type, (alone, both) in found.items():
-            expected = nn.utils.clip_grad_norm_(one.parameters(), 1e9, norm_type).item()
-            assert alone == pytest.approx(expected)
-            everything = [*one.parameters(), *other.parameters()]
-            assert both == pytest.approx(nn.utils.clip_grad_norm_(everything, 1e9, norm_type).item())
+    for norm_type in (2.0, float("inf")):
+        accelerator = sharding()
+        model, _ = in_one_call(accelerator, net(out=1))
+        second = net(1)
+        fully_shard(second, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard")))
+        accelerator.backward(model(torch.ones(1, 5)).sum())
+        second(torch.ones(1, 5)).sum().backward()
+        for sharded, whole in (((model,), (one,)), ((model, second), (one, other))):
+            sharded, whole = ([p for each in models for p in each.parameters()] for models in (sharded, whole))
+            norm = accelerator.clip_grad_norm_(sharded, 1e9, norm_type).item()
+            assert norm == pytest.approx(clip(whole, 1e9, norm_type).item())
 
 
-def refusals_of_what_would_not_train():
-    said = []
-    accelerator = sharding()
-    model, made = net(), adam(net())
+@on_ranks(2)
+def test_what_would_not_be_trained_or_averaged_is_refused():
+    accelerator, model = sharding(), net()
     fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
-    with pytest.raises(Unsupported) as refused:
-        accelerator.prepare(model)
-    said.append(str(refused.value))
+    refused_at(Unsupported, r"the gradients of 2\.weight, 2\.bias", accelerator.prepare, model)
     one, other = net(1), net(2)
     other[0].weight = one[0].weight
-    one = accelerator.prepare(one)
-    with pytest.raises(Unsupported) as refused:
-        accelerator.prepare(other)
-    said.append(str(refused.value))
+    accelerator.prepare(one)
+    refused_at(Unsupported, r"shares 0\.weight", accelerator.prepare, other)
     model = net()
     made = adam(model)
     model = accelerator.prepare(model)
     accelerator.backward(model(torch.ones(1, 5)).sum())
     for _ in range(2):  # each time, not the first time alone
-        with pytest.raises(StateError) as refused:
-            made.step()
-    said.append(str(refused.value))
-    policy = MixedPrecisionPolicy(param_dtype=torch.float32)
-    with pytest.raises(ConfigError) as refused:
-        fresh(fsdp_plugin=FullyShardedDataParallelPlugin(mixed_precision_policy=policy), mixed_precision="bf16")
-    said.append(str(refused.value))
-    return said
+        refused_at(StateError, "AdamW was made before its model was sharded", made.step)
+    plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+    words = r"param_dtype=torch\.float32, but mixed_precision computes in torch\.bfloat16"
+    refused_at(ConfigError, words, fresh, fsdp_plugin=plugin, mixed_precision="bf16")
 
 
-def test_what_would_not_be_trained_or_averaged_is_refused():
-    for partly, tied, strange, policy in run_ranks(refusals_of_what_would_not_train, 2):
-        assert "the gradients of 2.weight, 2.bias" in partly
-        assert "shares 0.weight" in tied
-        assert "AdamW was made before its model was sharded" in strange
-        assert "param_dtype=torch.float32, but mixed_precision computes in torch.bfloat16" in policy
-
-
-def partly_loaded():
+@on_ranks(2)
+def test_values_that_a_rank_lacks_are_those_of_rank_0():
     """Rank 1 lacks the values of a layer; a frozen part stays whole."""
     accelerator = fresh(fsdp_plugin=FullyShardedDataParallelPlugin(ignored_modules="1"))
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 7).requires_grad_(False), nn.Linear(7, 3))
+    before = weights(model)
     if accelerator.process_index == 1:
         model[1:].to("meta")
-    before = [p.detach().clone() for p in model.parameters()]
     model = accelerator.prepare(model)
     sharding().prepare(nn.MSELoss())  # which has no parameters that might be missing
-    return before, [full(p.detach()) for p in model.parameters()]
-
-
-def test_values_that_a_rank_lacks_are_those_of_rank_0():
-    ranks = run_ranks(partly_loaded, 2)
-    for _, after in ranks:
-        assert all(torch.equal(mine, value) for mine, value in zip(after, ranks[0][0], strict=True))
+    assert all(map(torch.equal, weights(model), before))
