@@ -39,10 +39,7 @@ ACTS = {
     "older": (lambda it, key, now: it.first.get(key), "an older version of it was put back"),
     "swapped": (lambda it, key, now: it.draw.choice([*it.first.values()]), CHANGED),
     "of another generation": (lambda it, key, now: it.of_generation(1), CHANGED),
-    "of another run": (
-        lambda it, key, now: b"".join(Seal(KEY).below("run-00000000").close(key, [FORGED])),
-        CHANGED,
-    ),
+    "of another run": (lambda it, key, now: b"".join(Seal(KEY).below("run-00000000").close(key, [FORGED])), CHANGED),
     "of another key": (
         lambda it, key, now: b"".join(Seal(OTHER).close(key, [FORGED])),
         "it is sealed with another key",
@@ -127,16 +124,20 @@ def address(request, tmp_path, tmp_path_factory, monkeypatch):
     return tmp_path.as_uri() if request.param == "folder" else request.getfixturevalue("bucket")
 
 
-def begun(run, address, seed):
-    """Start two replicas and, once somebody has seen all of that generation, a third one."""
-    members = [run.start(name) for name in range(2)]
+def begun(run, address, seed=0, plays=(replica, replica), before=lambda attacker: None):
+    """Start two replicas and, once somebody has seen all of that generation, and acted `before`, a third one."""
+    members = []
+    for play in plays:
+        run._play = play
+        members.append(run.start(len(members)))
     run.until(lambda: run.joined(*members) and run.at(2 * EVERY), 60.0)
     run.board.put("last", b"1000000000")
-    attacker = Attacker(address, seed)
+    attacker, run._play = Attacker(address, seed), replica
+    before(attacker)
     members.append(run.start(2))
     run.until(lambda: run.joined(*members), 60.0)
     run.board.put("last", b"1000000001")
-    return attacker, members
+    return attacker
 
 
 def not_taken(run):
@@ -157,7 +158,7 @@ def ended(run):
 @pytest.mark.parametrize("seed", range(2))
 def test_an_attacked_run_of_three_replicas_ends_with_the_right_weights_and_names_what_was_done(address, seed):
     with ElasticRun(address=address, expected=2, grace_s=5.0) as run:
-        attacker, _ = begun(run, address, seed)
+        attacker = begun(run, address, seed)
         num_done, is_over = 0, threading.Event()
 
         def attacks():
@@ -206,7 +207,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_deleted_costs_a_run_nothing_or_ends_it_with_a_line(address, kind):
     with ElasticRun(address=address, expected=2, grace_s=2.0) as run:
-        attacker, _ = begun(run, address, 0)
+        attacker = begun(run, address)
         attacker.raw.delete_names([name for key, name in attacker.look().items() if re.fullmatch(KINDS[kind], key)])
         errors = ended(run)
     assert all(re.match(r"Unreachable: Records of the run have vanished: \S+ was written", error) for error in errors)
@@ -216,17 +217,11 @@ def test_what_is_deleted_costs_a_run_nothing_or_ends_it_with_a_line(address, kin
 
 @pytest.mark.long
 def test_a_run_whose_address_is_put_back_to_an_earlier_copy_notices_it(address):
+    copies = []
     with ElasticRun(address=address, expected=2, grace_s=2.0) as run:
-        members = [run.start(name) for name in range(2)]
-        run.until(lambda: run.joined(*members) and run.at(2 * EVERY), 60.0)
-        run.board.put("last", b"1000000000")
-        attacker = Attacker(address, 0)
-        copy = attacker.copy()
-        third = run.start(2)
-        run.until(lambda: run.joined(third), 60.0)
-        run.board.put("last", b"1000000001")
-        run.until(lambda: run.at(max(one.get("position", 0) for one in list(run.said)) + EVERY), 60.0)
-        attacker.restore(copy)
+        attacker = begun(run, address, before=lambda attacker: copies.append(attacker.copy()))
+        run.go_on(EVERY)
+        attacker.restore(*copies)
         run.until(lambda: run.has_ended(*run.processes) or not_taken(run), 60.0)
         errors = ended(run)
     assert all("vanished" in error for error in errors)
@@ -243,18 +238,8 @@ def off(shift_s, *row):
 @pytest.mark.long
 def test_clocks_that_are_minutes_off_let_nothing_be_refused_and_no_older_object_be_taken(address):
     with ElasticRun(address=address, expected=2, grace_s=5.0) as run:
-        members = []
-        for shift_s in (-600, 600):
-            run._play = partial(off, shift_s)
-            members.append(run.start(len(members)))
-        run.until(lambda: run.joined(*members) and run.at(2 * EVERY), 60.0)
-        run.board.put("last", b"1000000000")
-        attacker = Attacker(address, 0)
-        run._play = replica
-        members.append(run.start(2))
-        run.until(lambda: run.joined(*members), 60.0)
+        attacker = begun(run, address, plays=(partial(off, -600), partial(off, 600)))
         assert not not_taken(run)
-        run.board.put("last", b"1000000001")
         name = attacker.look()["last"]
         now = attacker.content(name)
         time.sleep(2 * HELD_S)  # each has read it
