@@ -45,7 +45,7 @@ test-all: test test-rest
 
 # What takes longer, starts real servers, or needs network namespaces or other packages; laws with more examples.
 test-rest: $(DEV_READY)
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "$(REST) or hypothesis" --hypothesis-profile=large
+	$(BIN)/python -m pytest -n 5 --dist worksteal -m "$(REST) or hypothesis" --hypothesis-profile=large
 
 # An environment with a torch and what its tests need, no more. What is installed already stays. Not compiled: most of
 # torch is never imported.
