@@ -4,7 +4,6 @@
 import json
 import os
 import threading
-import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -21,11 +20,13 @@ from farflung.comm.address import transport_at
 from farflung.comm.folder import folder_at
 from farflung.comm.packed import Damaged, packed, unpack
 from farflung.comm.seal import Seal
+from farflung.comm.torch_group import TorchGroup
 from farflung.outer import GatherMean, Int4, TopK
 from farflung.testing.patience import patience
 from farflung.testing.ranks import fork_context, run_ranks
 from tests.outer.test_aggregate import aggregated
 from tests.s3_server import given_variables
+from tests.waits import until
 
 DTYPES = [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float32, torch.float64]
 
@@ -50,7 +51,7 @@ class Watch:
         return RankFailure(reason)
 
 
-@pytest.fixture(params=["folder", "folder with a key", *(pytest.param("bucket", marks=pytest.mark.long),)])
+@pytest.fixture(params=["folder", "folder with a key", pytest.param("bucket", marks=pytest.mark.long)])
 def place(request, tmp_path):
     """A transport over objects, and functions that return groups and the keys of all objects."""
     address = request.getfixturevalue("bucket") if request.param == "bucket" else tmp_path.as_uri()
@@ -93,10 +94,9 @@ def test_of_processes_that_create_a_record_at_once_one_does(place):
         processes[-1].start()
     won = [pipe.recv() for pipe in pipes]
     assert [sum(of_one) for of_one in zip(*won, strict=True)] == [1] * 50
-    board = place.board
     for number in range(50):
         (winner,) = [one.pid for one, mine in zip(processes, won, strict=True) if mine[number]]
-        assert board.get(f"log/{number}") == b"%d" % winner
+        assert place.board.get(f"log/{number}") == b"%d" % winner
     for process in processes:
         process.join()
 
@@ -137,19 +137,16 @@ def test_a_request_gets_a_dozen_chances_however_short_its_patience(tmp_path, mon
 # ---- groups
 
 
-def values(rank, dtype, numel=37):
-    made = torch.randn(numel, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
-    return (100 * made).to(dtype)
+def values(rank, dtype):
+    return (100 * torch.randn(37, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)).to(dtype)
 
 
 def collectives(group):
     """The results of a few collectives, all under way at once."""
     size, found, works = group.size, [], []
     for dtype in DTYPES:
-        out = torch.empty(size * 37, dtype=dtype)
-        works.append(group.all_gather(out, values(group.rank, dtype)))
-        sent = values(group.rank, dtype)
-        works.append(group.broadcast(sent, size - 1))
+        out, sent = torch.empty(size * 37, dtype=dtype), values(group.rank, dtype)
+        works += [group.all_gather(out, sent.clone()), group.broadcast(sent, size - 1)]
         found += [out, sent]
     total, nothing = values(group.rank, torch.float32), torch.empty(0)
     works += [group.all_reduce(total, "max"), group.all_gather(nothing, torch.empty(0))]
@@ -193,22 +190,18 @@ def test_a_mean_over_objects_has_the_bits_of_one_over_gloo(place):
 
 
 def of_world():
-    from farflung.comm.torch_group import TorchGroup
-
     return means(TorchGroup())
 
 
 def test_a_rank_may_be_many_collectives_ahead_of_one_that_reads_and_none_loses_a_value(place):
     def pieces(group):
-        found = []
         for number in range(100):
             x = torch.full((3,), float(number if group.rank == 0 else -1))
             group.broadcast(x, 0).wait()
-            found.append(x[0].item())
+            assert x.tolist() == [number] * 3
         group.free()
-        return found
 
-    assert each(place.groups(3), pieces) == [[float(number) for number in range(100)]] * 3
+    each(place.groups(3), pieces)
     assert place.keys() == []
 
 
@@ -234,8 +227,7 @@ def test_objects_are_few_after_many_collectives_and_none_once_all_are_done(place
 
 def test_one_that_leaves_ends_the_waits_of_others_and_what_it_has_written_before_is_read(place):
     first, second = place.groups(2)
-    work = second.all_gather(torch.empty(2), torch.ones(1))
-    del work
+    second.all_gather(torch.empty(2), torch.ones(1))
     second.leave("no more disk")
     assert second._watch.reasons == ["no more disk"]
     out = torch.empty(2)
@@ -243,14 +235,6 @@ def test_one_that_leaves_ends_the_waits_of_others_and_what_it_has_written_before
     assert out.tolist() == [0, 1]
     with pytest.raises(RankFailure, match=r"rank 1 has left \(no more disk\)"):
         first.all_gather(out, torch.zeros(1)).wait()
-
-
-def awaited(ask):
-    """Ask until there is something."""
-    deadline = time.monotonic() + patience(20)
-    while not (found := ask()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return found
 
 
 def damaged(content):
@@ -282,7 +266,7 @@ def header_of(content, **changed):
 def test_a_share_that_is_not_what_its_author_had_to_write_names_it_for_all(place, change, why):
     first, second, third = place.groups(3)
     second.all_gather(torch.empty(15), torch.ones(5))
-    (key,) = awaited(place.keys)
+    (key,) = until(place.keys)
     place.board.put(key, change(place.board.get(key)))
     why = f"rank 1 has written a share that can't be used: .*{why}"
     with pytest.raises(RankFailure, match=why):
@@ -314,7 +298,7 @@ def test_foreign_objects_change_nothing(place):
 def test_a_wait_asks_its_watch(place):
     first, second = place.groups(2)
     done = threading.Event()
-    first._watch.look = lambda entered, waited_s: done.set()
+    first._watch.look = lambda *_: done.set()
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(first.barrier)
         assert done.wait(60)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -24,15 +25,22 @@ SETTINGS = json.dumps({"expected": 1}).encode()
 
 
 @pytest.fixture(params=["folder", pytest.param("bucket", marks=pytest.mark.long)])
-def place(request, tmp_path):
-    """An address, with a function that deletes all that lies there."""
+def address(request, tmp_path):
     if request.param == "bucket":
-        address = request.getfixturevalue("bucket")
+        return request.getfixturevalue("bucket")
+    (tmp_path / "run").mkdir()
+    return (tmp_path / "run").as_uri()
+
+
+def empty(address):
+    """Delete all that lies there."""
+    if address.startswith("file"):
+        folder = Path(address.removeprefix("file://"))
+        shutil.rmtree(folder)
+        folder.mkdir()
+    else:
         board = objects_at(address)
-        return address, lambda: board.delete(*board.list(""))
-    run = tmp_path / "run"
-    run.mkdir()
-    return run.as_uri(), lambda: (shutil.rmtree(run), run.mkdir())
+        board.delete(*board.list(""))
 
 
 def begun(address):
@@ -53,12 +61,15 @@ def with_state(transport):
     return member
 
 
-def test_a_run_that_begins_where_another_was_deleted_is_not_that_of_a_forgotten_machine(place):
-    address, empty = place
+def saved_positions(transport):
+    return [one.position for one in SavedStates(transport.board.part("loop1")).newest()]
+
+
+def test_a_run_that_begins_where_another_was_deleted_is_not_that_of_a_forgotten_machine(address):
     old = begun(address)
     with_state(old)
     assert transport_at(old.address).board == old.board
-    empty()
+    empty(address)
     new = begun(address)
     assert LauncherNotes(new.board).num_ends() == 0
     there = set(new.board.list(""))
@@ -75,15 +86,14 @@ def test_a_run_that_begins_where_another_was_deleted_is_not_that_of_a_forgotten_
         pull(address, "x.safetensors")
 
 
-def test_launchers_that_begin_at_once_begin_one_run(place):
+def test_launchers_that_begin_at_once_begin_one_run(address):
     with ThreadPoolExecutor(4) as launchers:
-        found = list(launchers.map(begun, [place[0]] * 4))
+        found = list(launchers.map(begun, [address] * 4))
     assert len({run.address for run in found}) == 1
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, b""], ids=["former release", "kept by a replica"])
-def test_records_without_a_name_of_the_run_are_continued(place, settings):
-    address, _ = place
+def test_records_without_a_name_of_the_run_are_continued(address, settings):
     transport = transport_at(address)
     if settings:
         transport.board.put("run", settings)
@@ -92,11 +102,10 @@ def test_records_without_a_name_of_the_run_are_continued(place, settings):
     assert found.board == transport.board
     assert found.board.get("run") == SETTINGS
     found.check()
-    assert [one.position for one in SavedStates(found.board.part("loop1")).newest()] == [8]
+    assert saved_positions(found) == [8]
 
 
-def test_a_run_whose_own_record_has_vanished_is_named_and_not_begun_again(place, tmp_path):
-    address, _ = place
+def test_a_run_whose_own_record_has_vanished_is_named_and_not_begun_again(address, tmp_path):
     old = begun(address)
     with_state(old)
     root = transport_at(address).board
@@ -105,7 +114,7 @@ def test_a_run_whose_own_record_has_vanished_is_named_and_not_begun_again(place,
     for act in (lambda: begun(address), lambda: pull(address, tmp_path / "x.safetensors")):
         with pytest.raises(ConfigError, match=f"has vanished, but states .*Continue with --meet {where}, or delete"):
             act()
-    assert [one.position for one in SavedStates(begun(where).board.part("loop1")).newest()] == [8]
+    assert saved_positions(begun(where)) == [8]
     old.renew()
     assert begun(address).address == old.address
 
@@ -119,8 +128,7 @@ def test_a_run_whose_own_record_has_vanished_is_named_and_not_begun_again(place,
     ],
     ids=["none", "another", "one too many"],
 )
-def test_a_launcher_with_another_key_is_refused_and_both_sides_know(place, tmp_path, theirs, ours, why):
-    address, _ = place
+def test_a_launcher_with_another_key_is_refused_and_both_sides_know(address, tmp_path, theirs, ours, why):
     run = transport_at(address, seal=theirs and Seal(theirs)).of_run(SETTINGS)
     with_state(run)
     before = {name: run.board.get(name) for name in run.board.list("")}
@@ -142,8 +150,7 @@ def test_a_launcher_with_another_key_is_refused_and_both_sides_know(place, tmp_p
         pull(address, tmp_path / "x.safetensors", theirs)
 
 
-def test_a_run_whose_settings_have_vanished_says_so(place):
-    address, _ = place
+def test_a_run_whose_settings_have_vanished_says_so(address):
     begun(address).board.delete("run")
     with pytest.raises(Unreachable, match="Records of the run have vanished: run-"):
         begun(address)
@@ -165,19 +172,18 @@ def test_what_is_needed_for_ever_outlives_a_purge_of_old_files(tmp_path):
     notes = LauncherNotes(again.board)
     assert (notes.name_of(member), notes.get("machine", member), notes.num_ends()) == ("replica 0", "node", 1)
     assert MemberStore(again.board.part("loop1")).record().ids == (member,)
-    assert [one.position for one in SavedStates(again.board.part("loop1")).newest()] == [8]
+    assert saved_positions(again) == [8]
     assert notes.number_of_loop(member) == 2
 
 
-def test_no_id_is_given_twice_whatever_has_vanished(place, monkeypatch):
-    address, empty = place
+def test_no_id_is_given_twice_whatever_has_vanished(address, monkeypatch):
     given = []
     for names in (("ids", "name"), ("name", "machine", "in", "left", "gone"), ()):
         notes = LauncherNotes(begun(address).board)
         given += [notes.enroll("replica", "node") for _ in range(3)]
         time.sleep(0.005)
         notes.board.delete(*(key for one in names for key in notes.board.list(f"{one}/")))
-    empty()
+    empty(address)
     monkeypatch.setattr(time, "time_ns", lambda: 10**18)  # as many in one moment
     notes = LauncherNotes(begun(address).board)
     with ThreadPoolExecutor(4) as launchers:
