@@ -10,8 +10,8 @@ from farflung.comm import collectives
 from farflung.comm.exchange import Exchange
 from farflung.comm.scatter import Scatter
 from farflung.config import environ
+from tests.accelerator.conftest import on_ranks
 from tests.comm.counting import CountingGroup
-from tests.comm.on_ranks import on_ranks
 
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each rank")

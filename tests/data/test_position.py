@@ -20,7 +20,7 @@ from farflung.checkpoint import rng
 from farflung.checkpoint.reader import allowed
 from farflung.data.prepare import skip_first_batches
 from farflung.loop.state import LoopState
-from tests.comm.on_ranks import on_ranks
+from tests.accelerator.conftest import on_ranks
 from tests.data.support import Stream, prepared, world
 
 

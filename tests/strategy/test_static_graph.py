@@ -12,7 +12,7 @@ from farflung.base.errors import ConfigError
 from farflung.outer import local_sgd
 from farflung.testing.ranks import run_ranks
 from farflung.utils import DistributedDataParallelKwargs
-from tests.comm.on_ranks import on_ranks
+from tests.accelerator.conftest import on_ranks
 
 
 class Model(nn.Module):
