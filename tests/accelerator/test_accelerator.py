@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Accelerator in one process: what it settles, refuses, prepares and gives back."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -130,6 +132,20 @@ def test_unwrapping_undoes_precision_and_compilation_as_asked():
     assert accelerator.unwrap_model(half, keep_fp32_wrapper=False) is half
     with pytest.raises(Unsupported, match="recursive"):
         extract_model_from_parallel(model, recursive=True)
+
+
+def test_a_freed_model_is_gone():
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader, scheduler = accelerator.prepare(*parts())
+    for _ in loader:
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        scheduler.step()
+    watched = weakref.ref(model.weight)
+    model, optimizer, loader, scheduler = accelerator.free_memory(model, optimizer, loader, scheduler)
+    gc.collect()
+    assert (model, optimizer, loader, scheduler) == (None,) * 4
+    assert watched() is None
 
 
 def test_views_need_a_session_and_read_it():

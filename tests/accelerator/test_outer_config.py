@@ -4,6 +4,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
 from farflung import Accelerator, OuterConfig
@@ -242,3 +243,11 @@ def test_a_script_and_a_launcher_that_want_different_loops_are_told_so():
         assert resolve_outer(OuterConfig("diloco", every=8)) == OuterConfig("diloco", every=8, report="off")
         with pytest.raises(ConfigError, match=r"'report': 'round'.*'report': 'off'"):
             resolve_outer(OuterConfig("diloco", every=8, report="round"))
+
+
+def test_how_much_is_sent_at_a_time_reaches_the_loop():
+    accelerator = Accelerator(cpu=True, outer=OuterConfig("local_sgd", every=2, bucket_bytes=1024))
+    model = torch.nn.Linear(2, 1)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert accelerator.outer_loops[0].state_dict()["description"].endswith("buckets of 1024 bytes")
+    accelerator.end_training()

@@ -29,6 +29,10 @@ from farflung.precision.amp import ScaledFp16
 from farflung.precision.base import Precision
 
 
+def loader(end=False, remainder=-1):
+    return SimpleNamespace(end_of_dataloader=end, remainder=remainder, loader=object())
+
+
 def made(num_steps=1, precision=None, lr=1.0):
     model = nn.Linear(2, 1, bias=False)
     nn.init.ones_(model.weight)
@@ -39,8 +43,21 @@ def made(num_steps=1, precision=None, lr=1.0):
 
 def test_the_end_of_the_data_can_be_ignored():
     state = LoopState(2, sync_with_dataloader=False)
-    state.enter(SimpleNamespace(end_of_dataloader=True, remainder=-1, loader=object()))
+    state.enter(loader(end=True))
     assert [state.advance() for _ in range(4)] == [False, True, False, True]
+
+
+def test_the_loader_that_handed_out_the_latest_batch_is_the_one_that_counts():
+    state, train, evaluate = LoopState(), loader(remainder=3), loader(end=True, remainder=1)
+    state.enter(train)
+    state.enter(evaluate)
+    assert (state.end_of_dataloader, state.remainder) == (True, 1)
+    state.enter(train)  # the evaluation's iterator is still alive
+    assert (state.end_of_dataloader, state.remainder) == (False, 3)
+    state.leave(train)
+    assert state.current is evaluate
+    state.leave(evaluate)
+    assert (state.current, state.remainder, state.end_of_dataloader) == (None, -1, False)
 
 
 def test_only_the_micro_batches_inside_a_window_run_without_synchronization():
@@ -147,7 +164,7 @@ def test_a_step_with_a_closure_returns_its_first_loss():
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
 def test_a_short_last_window_is_the_mean_of_what_is_in_it(length, named):
     model, optimizer, state = made(num_steps=3)
-    batches = SimpleNamespace(end_of_dataloader=False, remainder=-1, loader=object())
+    batches = loader()
     state.enter(batches)
     gradients = []
     for number in range(1, length + 1):
