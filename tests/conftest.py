@@ -23,24 +23,10 @@ from tests.launch.machines import why_impossible
 from tests.s3_server import s3_server
 from tests.warm import serving
 
-LAUNCHER_WORDS = (
-    "RANK",
-    "WORLD_SIZE",
-    "MASTER_",
-    "OMPI_",
-    "PMI_",
-    "SLURM_",
-    "JSM_",
-    "LSB_",
-    "PBS_",
-    "SKYPILOT_",
-    "DSTACK_",
-    "ACCELERATE_",
-    "FARFLUNG_",
-    "FSDP_",
-    "PARALLELISM_",
-    "OMP_NUM_THREADS",
-)
+LAUNCHER_WORDS = """
+RANK WORLD_SIZE MASTER_ OMPI_ PMI_ SLURM_ JSM_ LSB_ PBS_ SKYPILOT_ DSTACK_ ACCELERATE_ FARFLUNG_ FSDP_ PARALLELISM_
+OMP_NUM_THREADS
+"""
 WARM_PYTHON = pytest.StashKey[str]()
 # No deadlines: the time limit of a test grows with how busy the machine is.
 settings.register_profile("small", deadline=None, max_examples=25)
@@ -139,7 +125,7 @@ def own_lines(monkeypatch):
 def clean_environment():
     """Run each test without the variables of a launcher, and put back afterwards what it changed."""
     before = environ.snapshot()
-    environ.remove(*[name for name in before if name.removeprefix("LOCAL_").startswith(LAUNCHER_WORDS)])
+    environ.remove(*[name for name in before if name.removeprefix("LOCAL_").startswith(tuple(LAUNCHER_WORDS.split()))])
     environ.export({"FARFLUNG_RUN_DIR": "none"})
     yield
     environ.remove(*(environ.snapshot().keys() - before.keys()))
@@ -181,7 +167,6 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def s3():
-    """An S3 server."""
     with s3_server() as server:
         yield server
 

@@ -8,8 +8,6 @@ The fault sits between the loop and what a script hands to it: the codec and the
 of the membership. It changes nothing before that moment. `writing` does the same for the files of checkpoints.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -64,7 +62,6 @@ class Fault:
     seen: list[str] = field(default_factory=list)
 
     def arm(self) -> None:
-        """Count from now on."""
         self.is_armed = True
 
     def reach(self, phase: str, group: Any = None) -> None:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run this Python as a program of its own, or the command in this process, as tests of commands and scripts do."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any, TypeAlias

@@ -20,7 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 from urllib.request import Request, urlopen
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, unescape
 
 from farflung.testing.patience import patience
 
@@ -170,22 +170,23 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_request
 
     def carried_out(self, is_list):
-        """Do what was asked; return status, headers and content."""
         key, query, objects, manners = self.key, self.query, self.objects, self.manners
         operation = {"PUT": "Put", "POST": "Put", "DELETE": "Delete"}.get(self.command, "List" if is_list else "Get")
         if "delete" in query:
             if manners.bulk:
                 return self.worded(manners.bulk)
-            keys = [unquote_xml(one) for one in re.findall(r"<Key>(.*?)</Key>", self.content.decode())]
-            refused = [one for one in keys if manners.denies("Delete", one)]
+            keys = [
+                unescape(one, {"&quot;": '"', "&apos;": "'"})
+                for one in re.findall(r"<Key>(.*?)</Key>", self.content.decode())
+            ]
+            rows = ""
             for one in keys:
-                if one not in refused:
+                if manners.denies("Delete", one):
+                    why = "<Code>AccessDenied</Code><Message>Access Denied</Message>"
+                    rows += f"<Error><Key>{escape(one)}</Key>{why}</Error>"
+                else:
                     objects.delete(one)
-            rows = "".join(
-                f"<Error><Key>{escape(one)}</Key><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
-                for one in refused
-            )
-            rows += "".join(f"<Deleted><Key>{escape(one)}</Key></Deleted>" for one in keys if one not in refused)
+                    rows += f"<Deleted><Key>{escape(one)}</Key></Deleted>"
             return 200, {}, f"<DeleteResult>{rows}</DeleteResult>".encode()
         if manners.denies(operation, query.get("prefix", [""])[0] if is_list else key):
             return self.worded("AccessDenied")
@@ -219,11 +220,8 @@ class Handler(BaseHTTPRequestHandler):
         if "uploads" in self.query:
             name = f"upload{len(self.objects.uploads)}"
             self.objects.uploads[name] = {}
-            return (
-                200,
-                {},
-                f"<InitiateMultipartUploadResult><UploadId>{name}</UploadId></InitiateMultipartUploadResult>".encode(),
-            )
+            xml = f"<InitiateMultipartUploadResult><UploadId>{name}</UploadId></InitiateMultipartUploadResult>"
+            return 200, {}, xml.encode()
         parts = self.objects.uploads[self.query["uploadId"][0]]
         self.objects.put(self.key, b"".join(parts[number] for number in sorted(parts)))
         return 200, {}, b"<CompleteMultipartUploadResult><ETag>x</ETag></CompleteMultipartUploadResult>"
@@ -278,12 +276,6 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(200, json.dumps(self.counts).encode())
 
 
-def unquote_xml(text):
-    for name, letter in (("&lt;", "<"), ("&gt;", ">"), ("&quot;", '"'), ("&apos;", "'"), ("&amp;", "&")):
-        text = text.replace(name, letter)
-    return text
-
-
 class Server(ThreadingHTTPServer):
     daemon_threads, request_queue_size = True, 128
 
@@ -298,13 +290,8 @@ def serve(host):
 
 
 def variables_for(url):
-    """Return those by which clients find a server."""
-    return {
-        "AWS_ENDPOINT_URL": url,
-        "AWS_ACCESS_KEY_ID": "someone",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_REGION": "us-east-1",
-    }
+    known = {"AWS_ACCESS_KEY_ID": "someone", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+    return {"AWS_ENDPOINT_URL": url, **known}
 
 
 class S3Server:
@@ -319,7 +306,6 @@ class S3Server:
         self.variables = variables_for(url)
 
     def address(self):
-        """Return the address of another run."""
         self._num += 1
         return f"s3://{BUCKET}/run{self._num}"
 
@@ -329,7 +315,6 @@ class S3Server:
         self._ask(json.dumps(manners or {"seed": 0}).encode())
 
     def counts(self):
-        """Return how many requests there were, by method."""
         return json.loads(self._ask())
 
     def _ask(self, content=None):
@@ -350,20 +335,16 @@ def s3_server(host="127.0.0.1", command=()):
         host: where it listens; with 0.0.0.0 on all addresses of its machine.
         command: of that machine, if it is another one; then the block is given the port.
     """
-    process = subprocess.Popen(
-        [*command, sys.executable, "-m", "tests.s3_server", host],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        cwd=Path(__file__).parents[1],
-        text=True,
-    )
+    is_elsewhere, command = bool(command), [*command, sys.executable, "-m", "tests.s3_server", host]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    process = subprocess.Popen(command, cwd=Path(__file__).parents[1], **streams)
     try:
         timer = threading.Timer(patience(60.0), process.kill)
         timer.start()
         port = process.stdout.readline().strip()
         timer.cancel()
         assert port, "the server has not started"
-        yield S3Server(f"http://{host}:{port}") if not command else port
+        yield S3Server(f"http://{host}:{port}") if not is_elsewhere else port
     finally:
         process.kill()
         process.wait()

@@ -2,13 +2,15 @@
 """What pages say was measured is what lies in benchmarks/results."""
 
 import importlib
-import importlib.util
 import json
 import re
-import sys
-from pathlib import Path
+import runpy
+from dataclasses import replace
 
-from farflung.base.words import in_rate
+import pytest
+
+from farflung.base.words import in_bytes, in_rate
+from farflung.cost.memory import ModelSize, RankLayout, estimate
 from farflung.cost.methods import Rows
 from farflung.cost.model import Workload, cost_of
 from farflung.cost.recipes import method_of
@@ -18,35 +20,40 @@ from farflung.demo.settings import SIZES, Point, Result
 from farflung.demo.train import DDP, seconds_on_line
 from farflung.outer import diloco, local_sgd, streaming_diloco
 from farflung.outer.momentum import rate_of
+from tests.docs.test_pages import ROOT, TEXTS, results, words
 
-ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
-EVIDENCE = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-DEMO_PAGE = (ROOT / "docs" / "concepts" / "demo.md").read_text(encoding="utf-8")
-PARAMETERS = sum(parameter.numel() for parameter in GPT(SIZES["small"]).parameters())
+README, PAGE, EVIDENCE = (TEXTS[name] for name in ("README.md", "docs/recipes.md", "docs/evidence.md"))
+DEMO_PAGE = TEXTS["docs/concepts/demo.md"]
 
 
-def benchmark(name, monkeypatch):
+def size_of(name):
+    return sum(parameter.numel() for parameter in GPT(SIZES[name]).parameters())
+
+
+PARAMETERS = size_of("small")
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """A function that loads a module of benchmarks."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module
 
 
-def test_the_page_of_recipes_has_the_losses_that_were_measured(monkeypatch):
-    lines = benchmark("bench_convergence", monkeypatch).summary().splitlines()
+@pytest.fixture
+def tables(benchmark):
+    return benchmark("evidence.tables")
+
+
+def test_the_page_of_recipes_has_the_losses_that_were_measured(benchmark):
+    lines = benchmark("bench_convergence").summary().splitlines()
     assert len(lines) > 8
     for line in lines[2:]:
         assert line in PAGE, line
 
 
-def test_the_page_of_recipes_has_the_losses_by_momentum_of_which_the_default_is_within_1_percent_of_the_best(
-    monkeypatch,
-):
-    module = benchmark("bench_outer_momentum", monkeypatch)
+def test_the_page_of_recipes_has_the_losses_by_momentum_and_the_default_is_within_1_percent_of_the_best(benchmark):
+    module = benchmark("bench_outer_momentum")
     for line in module.summary().splitlines():
         assert line in PAGE, line
     by_run = {}
@@ -67,13 +74,11 @@ def test_the_page_of_recipes_has_the_times_over_a_slow_line():
     figures = {megabits: run["figures"] for megabits, run in runs.items()}
     for name in figures[20]:
         assert row(name, figures) in PAGE, row(name, figures)
-    page = " ".join(PAGE.split())
-    assert (
-        "{}, {}, {} and {} s (medians)".format(*(found["ddp"]["seconds_to_loss"] for found in figures.values())) in page
-    )
+    medians = [found["ddp"]["seconds_to_loss"] for found in figures.values()]
+    assert "{}, {}, {} and {} s (medians)".format(*medians) in words("recipes")
     for megabits, share in LINES.items():
         best = figures[megabits]["streaming_diloco(24, 3)"]
-        assert sooner(best) in " ".join(EVIDENCE.split())
+        assert sooner(best) in words("evidence")
         assert best["of_throughput_alone"] >= share
 
 
@@ -83,31 +88,27 @@ def sooner(one):
 
 
 def over_a_line_sentences():
-    return [sooner(over_a_line(megabits)["figures"]["streaming_diloco(24, 3)"]) for megabits in (5, 20, 100, 200)]
+    return [sooner(over_a_line(megabits)["figures"]["streaming_diloco(24, 3)"]) for megabits in LINES]
 
 
 def test_the_page_of_evidence_has_the_throughput_of_a_larger_model_over_a_line():
     share = over_a_line(100, "large")["figures"]["streaming_diloco(24, 3)"]["of_throughput_alone"]
-    assert f"14M parameters, over 100 Mbit/s, it is {share} of that throughput" in " ".join(EVIDENCE.split())
+    assert f"14M parameters, over 100 Mbit/s, it is {share} of that throughput" in words("evidence")
     assert share >= 0.95
 
 
 def test_the_page_of_checkpoints_has_the_times_of_loading():
-    run = json.loads((ROOT / "benchmarks" / "results" / "load.jsonl").read_text(encoding="utf-8").splitlines()[-1])
-    page = " ".join((ROOT / "docs" / "concepts" / "checkpoint.md").read_text(encoding="utf-8").split())
+    run, page = results("load")[-1], words("concepts/checkpoint")
     assert f"Loading {run['bytes'] / 1e9:.2f} GB" in page
-    for kind, words in (("cold", " times as long as"), ("warm", " times from the file cache")):
+    for kind, said in (("cold", " times as long as"), ("warm", " times from the file cache")):
         seconds = dict(run["figures"][kind])
-        assert f"{seconds.pop('farflung') / min(seconds.values()):.2f}{words}" in page
+        assert f"{seconds.pop('farflung') / min(seconds.values()):.2f}{said}" in page
 
 
 def test_the_page_of_the_demo_says_how_real_lines_compare_with_what_the_demo_computes():
     run = over_a_line(20)
-    recipes = {
-        "local_sgd(8)": local_sgd(8),
-        "diloco(32)": diloco(32),
-        "streaming_diloco(24, 3)": streaming_diloco(24, 3),
-    }
+    recipes = {"local_sgd(8)": local_sgd(8), "diloco(32)": diloco(32)}
+    recipes["streaming_diloco(24, 3)"] = streaming_diloco(24, 3)
     methods = {name: method_of(recipe, PARAMETERS, name=name) for name, recipe in recipes.items()}
     tokens = run["batch"] * SIZES["small"].context
     alone_s = tokens / run["figures"]["alone"]["tokens_per_s"]
@@ -116,26 +117,24 @@ def test_the_page_of_the_demo_says_how_real_lines_compare_with_what_the_demo_com
         sent = cost_of(computed, method).bytes_sent_per_step
         real_s = tokens / run["figures"][name]["tokens_per_s"]
         ratio = real_s / seconds_on_line(method, computed, 1, sent)
-        assert f"{ratio:.2f} (`{name}`)" in " ".join(DEMO_PAGE.split())
+        assert f"{ratio:.2f} (`{name}`)" in words("concepts/demo")
         assert 0.9 < ratio < 1.15
 
 
-def test_the_page_of_evidence_has_the_figures_of_its_runs(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    tables = importlib.import_module("evidence.tables")
-    results = tables.Results()
-    shown = {title: "\n".join(lines) for title, lines in tables.all_tables(results).items()}
-    for title, lines in tables.page_tables(results).items():
+def test_the_page_of_evidence_has_the_figures_of_its_runs(tables):
+    runs = tables.Results()
+    shown = "\n".join("\n".join(lines) for lines in tables.all_tables(runs).values())
+    for title, lines in tables.page_tables(runs).items():
         assert "\n".join(lines) in EVIDENCE, title
     text = " ".join(word for line in EVIDENCE.splitlines() if not line.startswith("|") for word in line.split())
-    for said in headlines(tables, results) + tables.phrases(results):
+    for said in headlines(tables, runs) + tables.phrases(runs):
         assert said in text, said
         text = text.replace(said, "")
     lines = "\n".join(over_a_line_sentences())
     for share in re.findall(r"-?[\d.]+ % \(-?[\d.]+ to -?[\d.]+\)", text):
-        assert share in "\n".join(shown.values()), share
+        assert share in shown, share
         text = text.replace(share, "")
-    fewer = [float(cell.replace(",", "")) for cell in re.findall(r"\| ([\d.,]+) \| \d \|", "\n".join(shown.values()))]
+    fewer = [float(cell.replace(",", "")) for cell in re.findall(r"\| ([\d.,]+) \| \d \|", shown)]
     for part in re.findall(r"1/[\d.,]*\d", text):
         assert part in {f"1/{ratio:,.0f}" for ratio in fewer} or f"{part} of its bytes" in lines, part
     assert set(re.findall(r"[\d.]+ %", text)) <= SETTINGS_IN_PERCENT
@@ -151,31 +150,27 @@ FROM_SCRATCH = (
 AFTER_A_START = (("100k", "diloco(8) e3m0"), ("100k", "diloco(32)"))
 
 
-def headlines(tables, results):
+def headlines(tables, runs):
     """What the page of evidence says in its first sentences."""
-    later = [tables.with_common_start(results, size, name) for size, name in AFTER_A_START]
-    return [tables.headline(results, size, name) for size, name in FROM_SCRATCH] + later
+    later = [tables.with_common_start(runs, size, name) for size, name in AFTER_A_START]
+    return [tables.headline(runs, size, name) for size, name in FROM_SCRATCH] + later
 
 
 MEASURE = r"1/\d+|\d[\d.,]*[ -]?(?:%|times|s\b|ms|[kMG]?B\b|[MG]bit|[kM]\b)"
 
 
 def demo_runs():
-    """The demo's runs on several processors, each as its line and results; the last one has the picture."""
-    for line in (ROOT / "benchmarks" / "results" / "demo.jsonl").read_text(encoding="utf-8").splitlines():
-        run = json.loads(line)
+    for run in results("demo"):
         figures = run["figures"].values()
         yield run, [Result(**{**one, "curve": [Point(**point) for point in one["curve"]]}) for one in figures]
 
 
-def test_each_figure_of_the_readme_has_its_line(monkeypatch):
+def test_each_figure_of_the_readme_has_its_line(tables):
     """What is left when all that lines say is taken out measures nothing."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    tables = importlib.import_module("evidence.tables")
     text = " ".join(re.sub(r"^```(sh|python)\n.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL).split())
-    by_way, (*_, (line, results)) = {}, demo_runs()
+    by_way, (*_, (line, last)) = {}, demo_runs()
     rate = in_rate(line["bandwidth_bps"])
-    assert "\n".join(verdicts(results, rate)) in DEMO_PAGE
+    assert "\n".join(verdicts(last, rate)) in DEMO_PAGE
     for _, run in demo_runs():
         for result in run:
             by_way.setdefault(result.way, set()).add(int(gain_kept(result, run).removesuffix(" %")))
@@ -188,9 +183,8 @@ def test_each_figure_of_the_readme_has_its_line(monkeypatch):
         "models of up to 14M parameters",
         f"also with {runs_on_a_gpu()['DDP']['parameters'] / 1e6:.0f}M on one NVIDIA H100",
     ]
-    large = sum(parameter.numel() for parameter in GPT(SIZES["large"]).parameters())
     assert over_a_line(100, "large")
-    assert round(large / 1e6) == 14
+    assert round(size_of("large") / 1e6) == 14
     said.append(f"keep {tables.headline(tables.Results(), '385k', 'diloco(8) e3m0')}")
     for one in said:
         assert one in text, one
@@ -209,16 +203,13 @@ def test_the_picture_of_the_readme_comes_on_its_first_screen():
     assert titles[-1] == "What is not there"
 
 
-def test_the_plan_has_the_shares_that_were_measured(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    kept = importlib.import_module("evidence.kept")
+def test_the_plan_has_the_shares_that_were_measured(benchmark):
+    kept = benchmark("evidence.kept")
     assert kept.TARGET.read_text(encoding="utf-8") == kept.source(kept.Results())
 
 
 def test_the_page_of_costs_has_the_rows_of_the_plan_that_were_run():
-    page = " ".join((ROOT / "docs" / "cost.md").read_text(encoding="utf-8").split())
-    lines = (ROOT / "benchmarks" / "results" / "plan.jsonl").read_text(encoding="utf-8").splitlines()
-    latest = {line["steps"]: line for line in map(json.loads, lines)}
+    page, latest = words("cost"), {line["steps"]: line for line in results("plan")}
     for steps, line in latest.items():
         figures = dict(line["figures"])
         alone, ddp = figures.pop("alone"), figures.pop("ddp", None)
@@ -238,8 +229,7 @@ def test_the_page_of_costs_has_the_rows_of_the_plan_that_were_run():
 
 
 def runs_on_a_gpu():
-    lines = map(json.loads, (ROOT / "benchmarks" / "results" / "gpu.jsonl").read_text("utf-8").splitlines())
-    return {line["method"]: line for line in lines if "method" in line}
+    return {line["method"]: line for line in results("gpu") if "method" in line}
 
 
 def test_the_page_of_evidence_has_the_figures_of_a_larger_model_on_a_gpu():
@@ -255,9 +245,8 @@ def test_the_page_of_evidence_has_the_figures_of_a_larger_model_on_a_gpu():
     assert f"{runs['DDP']['steps']} steps on an {runs['DDP']['gpu'].removesuffix(' HBM3')}" in EVIDENCE
 
 
-def test_a_run_that_has_its_line_is_done_again_by_its_number(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    redo = importlib.import_module("evidence.redo")
+def test_a_run_that_has_its_line_is_done_again_by_its_number(benchmark):
+    redo = benchmark("evidence.redo")
     line = {"size": "34k", "method": "alone", "lr": 0.005, "seed": 0, "steps": 2, "replicas": 1, "text": "another"}
     said = redo.redo(7, {**line, "figures": {"held_out_loss": 5.5}})
     assert said.startswith("line 7: {'held_out_loss': 5.5} then, {'held_out_loss': ")
@@ -266,9 +255,7 @@ def test_a_run_that_has_its_line_is_done_again_by_its_number(monkeypatch):
     assert "no checksum" in redo.redo(7, {**{name: line[name] for name in line if name != "text"}, "figures": {}})
 
 
-def test_the_defaults_of_each_recipe_end_within_1_percent_of_what_was_tuned(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    tables = importlib.import_module("evidence.tables")
+def test_the_defaults_of_each_recipe_end_within_1_percent_of_what_was_tuned(tables):
     lines = [line.strip("| ").split(" | ") for line in tables.defaults_table(tables.Results())[2:]]
     assert {steps for _, steps, *_ in lines} == {"500", "2000", "4000"}
     for name, steps, _, _, above, seeds in lines:
@@ -276,20 +263,18 @@ def test_the_defaults_of_each_recipe_end_within_1_percent_of_what_was_tuned(monk
         assert seeds == "3", (name, steps)
 
 
-def test_diloco_over_muon_ends_at_a_lower_loss_than_over_adamw(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    tables = importlib.import_module("evidence.tables")
+def test_diloco_over_muon_ends_at_a_lower_loss_than_over_adamw(tables):
     for size, name in (("34k", "Muon"), ("34k", "Muon at half its rates"), ("100k", "Muon")):
         found = tables.collect(tables.Results(), "4", size)
         mean, error = tables.mean_and_error(tables.saved_by(found[name], found["AdamW"]))
         assert mean > 2 * error
-    assert "ended at a lower loss than over AdamW" in " ".join(PAGE.split())
+    assert "ended at a lower loss than over AdamW" in words("recipes")
 
 
 def over_a_line(megabits, size="small"):
     """Return the last run of bench_slow_network at this rate, with the demo's model of this size."""
-    lines = map(json.loads, (ROOT / "benchmarks" / "results" / "slow_network.jsonl").read_text("utf-8").splitlines())
-    return [line for line in lines if line["megabits"] == megabits and f"({size})" in line["model"]][-1]
+    lines = [line for line in results("slow_network") if line["megabits"] == megabits]
+    return [line for line in lines if f"({size})" in line["model"]][-1]
 
 
 def row(name, figures):
@@ -301,36 +286,129 @@ def row(name, figures):
     return "| " + " | ".join("-" if cell is None else str(cell) for cell in cells) + " |"
 
 
-def test_the_page_of_elastic_runs_has_how_long_replicas_stood_still_after_an_event(monkeypatch):
-    page = (ROOT / "docs" / "elastic.md").read_text(encoding="utf-8")
-    drill = benchmark("drill_elastic", monkeypatch)
-    rows = drill.table()
-    longer = drill.table(with_lines=True)
+def test_the_page_of_elastic_runs_has_how_long_replicas_stood_still_after_an_event(benchmark):
+    drill = benchmark("drill_elastic")
+    rows, longer = drill.table(), drill.table(with_lines=True)
     assert all(row.removesuffix("|") in line for row, line in zip(rows, longer, strict=True) if "---" not in row)
     assert len(rows) > 2
     for row in rows:
-        assert row in page, row
+        assert row in TEXTS["docs/elastic.md"], row
     assert drill.newest().keys() == drill.EVENTS.keys()
     assert all(one["silence_s"] < 60 for one in drill.newest().values())
 
 
-def test_the_page_of_frameworks_has_the_verdicts_that_were_measured(monkeypatch):
-    module = benchmark("frameworks/run", monkeypatch)
-    page = (ROOT / "docs" / "frameworks.md").read_text(encoding="utf-8")
+def test_the_page_of_frameworks_has_the_verdicts_that_were_measured(benchmark):
+    module = benchmark("frameworks.run")
     for line in module.table().splitlines():
-        assert line in page, line
+        assert line in TEXTS["docs/frameworks.md"], line
     assert set(module.kept()) <= set(module.PROGRAMS)
 
 
-def test_the_page_of_evidence_has_what_auto_chose(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    bench = importlib.import_module("bench_auto")
-    page = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
-    lines = (ROOT / "benchmarks" / "results" / "auto.jsonl").read_text(encoding="utf-8").splitlines()
-    latest = {(line["size"], line.get("megabits")): line for line in map(json.loads, lines)}
+def test_the_page_of_evidence_has_what_auto_chose(benchmark):
+    bench, latest = benchmark("bench_auto"), {(line["size"], line.get("megabits")): line for line in results("auto")}
     for (_, megabits), line in latest.items():
         if megabits is None:  # the rate changed in mid-run
             first, second, third = line["figures"]["rounds_until_low"]
-            assert f"after {first}, {second} and {third} rounds" in page
+            assert f"after {first}, {second} and {third} rounds" in EVIDENCE
         else:
-            assert bench.table_row(line) in page
+            assert bench.table_row(line) in EVIDENCE
+
+
+def test_the_page_of_elastic_runs_has_the_waits_and_losses_that_were_measured():
+    page = words("elastic")
+    for run in [one for one in results("recovery") if "torchft" in one["figures"]]:
+        peer, own = (run["figures"][name] for name in ("torchft", "farflung"))
+        size = {2: "two", 3: "three"}[run["replicas"]]
+        said = rf"one of {size} is killed: [^|]+ \(torchft: {peer['median_s']} s, {peer['worst_s']} s\)"
+        assert re.search(rf"{said} \| {own['median_s']} s \| {own['worst_s']} s \|", page)
+    at_addresses = [run for run in results("recovery") if run.get("events") and "torchft" not in run["figures"]]
+    waits = {name: found["median_s"] for name, found in at_addresses[-1]["figures"].items()}
+    over = waits["farflung"], waits["farflung in a folder"], waits["farflung in a bucket"]
+    assert "| {} s, as its connections close | {} s | {} s |".format(*over) in TEXTS["docs/meet.md"]
+    soak = results("elastic_soak")[-1]
+    assert (soak["events"], soak["figures"]["steps_lost_or_counted_twice"]) == (200, 0)
+    for median, worst in soak["figures"]["waited_s"].values():
+        assert f"| {median} s | {worst} s |" in page
+    early, last = soak["figures"]["held_at_event_20_and_last"]
+    assert last["rss_mb"] < 1.02 * early["rss_mb"]
+    assert all(last[name] <= early[name] for name in ("descriptors", "threads", "keys"))
+    storms = {run["storm"]: run["figures"] for run in results("elastic_storms")}
+    assert not any(one["fresh_weights"] or one.get("steps_lost_or_counted_twice") for one in storms.values())
+    assert not storms["recipes"]["unlike_at_the_end"]
+    kills = storms["alternate"]["events"], storms["admission"]["events"], 12 * storms["recipes"]["kills_each"]
+    said = "{:,} kills of two replicas in turn, {} kills and stops of newcomers on their way in, {} kills under twelve"
+    assert said.format(*kills) in page
+    assert f"and {storms['launcher']['events']} of a launcher that had joined" in page
+    cost = {(run["ranks"], run["numel"]): run["figures"]["of_fixed"] for run in results("elastic_cost")}
+    assert set(cost) == {(ranks, numel) for ranks in (2, 4) for numel in (100_000, 10_000_000)}
+    assert f"{min(cost.values()):.2f} to {max(cost.values()):.2f} times as long" in page
+    for run in results("newcomer"):
+        stop, usual = (run["figures"][name] for name in ("longest stop until it takes part, s", "a round of three, s"))
+        assert f"{run['figures']['numel'] // 10**6}M parameters" in page
+        said = f"longest stop of the others until it took part was {stop} s, a round of three then took {usual} s"
+        assert said in page
+    shorter, longer = results("elastic_loss")
+    assert (shorter["steps"], longer["steps"], f"{longer['work']:,} steps") == (1200, 3600, "14,400 steps")
+    assert "14,400 steps of any replica" in page
+    lost, three = (longer["figures"]["next_to_4"][name] for name in ("4, one dies twice", "3"))
+    assert f"ended {-lost:.1%} below".replace("%", " %") in page
+    assert f"three undisturbed ones {three:.1%} above".replace("%", " %") in page
+    assert f"it was {-shorter['figures']['next_to_4']['4, one dies twice']:.1%} below".replace("%", " %") in page
+
+
+def test_the_picture_of_elastic_runs_shows_the_run_that_was_kept(tmp_path):
+    script = runpy.run_path(str(ROOT / "docs" / "images" / "elastic.py"))
+    run = json.loads(script["RUN"].read_text(encoding="utf-8").splitlines()[-1])["figures"]
+    assert [event["signal"] for event in run["events"] if "signal" in event] == ["SIGKILL", "SIGSTOP", "SIGCONT"]
+    stays = script["stays"](run)
+    numbers = {"replica 0": 1, "replica 1": 2, "replica 2": 2, "replica 0 of another launcher": 1}
+    assert {name: len(parts) for name, parts in stays.items()} == numbers
+    script["draw"](tmp_path / "elastic.png")
+    assert (tmp_path / "elastic.png").read_bytes()[:4] == b"\x89PNG"
+
+
+# ---- docs/islands.md: its numbers are the estimate's, and its picture shows the layouts of its tables
+ISLANDS = TEXTS["docs/islands.md"]
+SIZE = ModelSize((132_000_000, *[44_000_000] * 22))
+HALF = {"param_bytes": 2, "reduce_bytes": 4}
+
+
+def rows(heading):
+    table = ISLANDS.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\|.+\|$", table, re.M)]
+    return cells[2:]
+
+
+@pytest.mark.parametrize("row", rows("What a rank needs"), ids=lambda row: row[0])
+def test_what_a_rank_needs_is_what_the_estimate_says(row):
+    name, grid, *shown = row
+    rank_rows, columns = map(int, grid.split(" x "))
+    sharded = name.startswith(("FSDP", "HSDP"))
+    held = SIZE.parameters // (columns if sharded else 1)
+    outer = method_of(diloco(every=32), parameters=held, name="diloco") if "outer loop" in name else None
+    options = {"sharded": True, **HALF} if sharded else {}
+    cost = estimate(SIZE, RankLayout(rank_rows, columns, outer=outer, **options))
+    assert shown == [in_bytes(number) for number in (cost.peak, cost.row_bytes, cost.column_bytes)]
+
+
+def test_bytes_for_each_parameter_are_those_of_the_estimate():
+    alone, replicated = (estimate(SIZE, RankLayout(ranks)).peak / SIZE.parameters for ranks in (1, 8))
+    assert f"needs {alone:g} bytes for each parameter, {replicated:g} under DDP" in ISLANDS
+
+
+def test_what_fsdp_needs_without_wrapping_and_with_accumulation_is_what_the_estimate_says():
+    sharded = RankLayout(1, 8, sharded=True, **HALF)
+    at_once = estimate(ModelSize((SIZE.parameters,)), sharded)
+    accumulated = estimate(SIZE, replace(sharded, micro_batches=4))
+    assert f"the whole model at once, for {in_bytes(at_once.peak)} here" in ISLANDS
+    assert f"until the last batch of a step, for {in_bytes(accumulated.peak)};" in words("islands")
+
+
+@pytest.mark.parametrize("name", ["round", "layouts"])
+def test_a_picture_can_be_drawn_and_that_of_layouts_shows_each(name, tmp_path):
+    script = runpy.run_path(str(ROOT / "docs" / "images" / f"{name}.py"))
+    titles = [drawing.title.replace("\n", " ") for drawing in script.get("LAYOUTS", ())]
+    named = [[row[0] for row in rows(heading)] for heading in ("The flags", "What a rank needs")]
+    assert [titles] * 2 == (named if name == "layouts" else [[], []])
+    script["draw"](tmp_path / "drawn.png")
+    assert (tmp_path / "drawn.png").read_bytes()[:4] == b"\x89PNG"

@@ -23,30 +23,21 @@ def steps(target, venv, *settings):
     return subprocess.run(command, **asked, timeout=patience(60)).stdout
 
 
-def test_the_demo_installs_what_it_needs_and_no_tools_for_developers(tmp_path):
-    said = steps("demo", tmp_path / "venv")
-    assert "'.[plot]'" in said
+LAST = {"demo": "{}/bin/farflung demo", "test": "", "docs": "zensical build --clean --strict"}
+
+
+@pytest.mark.parametrize(("target", "extra"), [("demo", "plot"), ("test", "test"), ("docs", "docs")])
+def test_a_target_installs_what_it_needs_and_no_tools_for_developers(target, extra, tmp_path):
+    said = steps(target, tmp_path / "venv")
+    assert f"'.[{extra}]'" in said
     assert "dev]" not in said
-    assert said.splitlines()[-1] == f"{tmp_path}/venv/bin/farflung demo"
+    assert said.splitlines()[-1].endswith(LAST[target].format(tmp_path / "venv"))
 
 
 @pytest.mark.parametrize("target", ["test-all", "check", "format", "release"])
 def test_tools_for_developers_come_on_top(target, tmp_path):
     said = steps(target, tmp_path / "venv")
     assert said.index("'.[test]'") < said.index("'.[dev]'")
-
-
-def test_tests_before_each_commit_need_no_tools_for_developers(tmp_path):
-    said = steps("test", tmp_path / "venv")
-    assert "'.[test]'" in said
-    assert "dev]" not in said
-
-
-def test_the_site_needs_tools_of_its_own_and_none_for_developers(tmp_path):
-    said = steps("docs", tmp_path / "venv")
-    assert "'.[docs]'" in said
-    assert "dev]" not in said
-    assert said.splitlines()[-1].endswith("zensical build --clean --strict")
 
 
 def test_nothing_is_installed_twice(tmp_path):
@@ -61,10 +52,12 @@ def test_torch_comes_from_the_index_that_is_asked_for(tmp_path):
     assert "--index-url" not in steps("demo", tmp_path / "v", "TORCH_INDEX=")
 
 
-def test_each_step_says_what_it_does_and_how_long_it_takes(tmp_path):
-    said = [line for line in steps("test-all", tmp_path / "v").splitlines() if line.startswith('echo "==')]
+def test_each_step_says_what_it_does_and_how_long_it_takes_and_shows_its_progress(tmp_path):
+    lines = steps("test-all", tmp_path / "v").splitlines()
+    said = [line for line in lines if line.startswith('echo "==')]
     assert len(said) == 4
     assert all("minute" in line or "second" in line for line in said)
+    assert not any("--quiet" in line for line in lines if "pip install" in line)
 
 
 def test_each_package_has_its_exact_version():
@@ -78,15 +71,9 @@ def test_each_package_has_its_exact_version():
     assert {name.lower() for name in declared} <= set(names)
 
 
-def test_what_takes_minutes_shows_its_progress(tmp_path):
-    installs = [line for line in steps("test-all", tmp_path / "v").splitlines() if "pip install" in line]
-    assert not any("--quiet" in line for line in installs)
-
-
 def test_another_torch_has_an_environment_of_its_own_and_tests_that_exist(tmp_path):
-    said = [
-        line for line in steps("test-torch", tmp_path / "v", "TORCH=torch==1.0").splitlines() if "python -m" in line
-    ]
+    lines = steps("test-torch", tmp_path / "v", "TORCH=torch==1.0").splitlines()
+    said = [line for line in lines if "python -m" in line]
     assert all(line.startswith(f"{tmp_path}/v-torch==1.0/bin/python -m ") for line in said)
     assert [" -m pip " in line for line in said] == [True, True, False]
     assert said[0].endswith(" 'torch==1.0'")

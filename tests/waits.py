@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wait for what another thread or process does, with a limit against hangs."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import TypeVar

@@ -8,8 +8,6 @@ can't do as Python would (flags, code on the command line, another PYTHONPATH, a
 Python.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import gc
@@ -30,16 +28,11 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import NamedTuple
 
-_LOADED = [
-    "farflung.testing.preload",
-    "farflung.launch.run",
-    "farflung.launch.elastic",
-    "torch.distributed.launcher.api",
-    "numpy",
-    "yaml",
-]
-_LOADED += ["farflung.accelerator.accelerator", "farflung.accelerator.checkpointer", "farflung.elastic"]
-_LOADED += ["farflung.integrations.data_parallel", "farflung.launch.replicas", "farflung.strategy.sharded"]
+_LOADED = """
+farflung.testing.preload farflung.launch.run farflung.launch.elastic torch.distributed.launcher.api numpy yaml
+farflung.accelerator.accelerator farflung.accelerator.checkpointer farflung.elastic
+farflung.integrations.data_parallel farflung.launch.replicas farflung.strategy.sharded
+"""
 _CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
 words = {words} + sys.argv[1:]
@@ -192,11 +185,10 @@ def leave(codes: list[int]) -> None:
 
 
 def main() -> None:
-    """Be the server, and in its forks the programs."""
     codes: list[int] = []
     atexit.register(leave, codes)  # before all others, so that it is the last to be called
     gc.disable()
-    for name in _LOADED:
+    for name in _LOADED.split():
         import_module(name)
     gc.freeze()
     gc.enable()

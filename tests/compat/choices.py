@@ -5,8 +5,6 @@ A program is data: settings, and a list of acts with their options, which `diffe
 library. What rows of docs/migrating.md say differs is never chosen; a comment names the row.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -18,9 +16,7 @@ OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.25),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.125, momentum=0.5),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.125, weight_decay=0.25),
-    "two groups": lambda parameters: torch.optim.SGD(
-        [{"params": parameters[:1], "lr": 0.5}, {"params": parameters[1:]}], lr=0.25
-    ),
+    "two groups": lambda parts: torch.optim.SGD([{"params": parts[:1], "lr": 0.5}, {"params": parts[1:]}], lr=0.25),
 }
 SCHEDULERS = {
     "none": None,
@@ -35,7 +31,7 @@ WRONG = {
     "load what is not there": lambda s: s.accelerator.load_state(str(s.folder / "nowhere")),
     "pad a text": lambda s: s.accelerator.pad_across_processes(["text"]),
     "register a number": lambda s: s.accelerator.register_for_checkpointing(5),
-    "share what the processes can not": lambda s: list(s.prepared(s.loader(6, 3))),
+    "share what the processes can not": lambda s: list(s.accelerator.prepare(s.loader(6, 3))),
 }
 
 
@@ -61,7 +57,6 @@ def rounds_of(length: int, chosen: dict[str, Any], processes: int) -> int:
 
 
 def make(seed: int) -> Program:
-    """The program of a seed."""
     random = Random(seed)
     processes = random.choice((1, 2, 2))
     chosen: dict[str, Any] = {
@@ -165,7 +160,6 @@ def acts_of(random: Random, chosen: dict[str, Any], processes: int) -> list[tupl
 
 
 def between(random: Random, processes: int, saved: set[str], exact: bool) -> tuple[str, dict[str, Any]]:
-    """One act between epochs."""
     value = random.randrange(10**6)
     name = random.choice(
         ("save", "load", "evaluate", "gather", "reduce", "pad", "broadcast", "objects", "trigger", "share", "wrong")

@@ -1,18 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random programs of `choices.py`, run with Accelerate and with Farflung: `Session` tells all that one saw.
-
-`python -m tests.compat.differential FIRST LAST` compares the programs of those seeds, and prints what differs.
-"""
-
-from __future__ import annotations
+"""Random programs of `choices.py`, run with Accelerate and with Farflung: `Session` tells all that one saw."""
 
 import gc
-import sys
 import tempfile
-import traceback
 import warnings
+from contextlib import nullcontext
 from importlib import import_module
-from itertools import zip_longest
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -49,9 +42,10 @@ class Samples(Dataset[Any]):
 class Stream(IterableDataset[Any]):
     """The same samples one after the other; `epochs` begin each at another place, by the number of the epoch."""
 
+    epoch = 0
+
     def __init__(self, samples: Samples) -> None:
         self.samples = samples
-        self.epoch = 0
 
     def __iter__(self) -> Any:
         length = len(self.samples)
@@ -88,8 +82,7 @@ class Rotated(SequentialSampler):
 class Count:
     """An object that is registered for checkpointing."""
 
-    def __init__(self) -> None:
-        self.epochs = 0
+    epochs = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"epochs": self.epochs}
@@ -115,26 +108,18 @@ def kinds_of(error: Exception) -> tuple[str, ...]:
 
 
 class Session:
-    """One program under one library."""
-
     def __init__(self, package: Any, program: Program, folder: Path) -> None:
         self.package, self.chosen, self.folder = package, program.settings, folder
-        self.utils = import_module(f"{package.__name__}.utils")
-        chosen = self.chosen
+        self.utils, chosen = import_module(f"{package.__name__}.utils"), program.settings
         self.accelerator = package.Accelerator(
             cpu=True,
             mixed_precision=chosen["precision"],
             step_scheduler_with_optimizer=chosen["scheduled"],
             gradient_accumulation_plugin=self.utils.GradientAccumulationPlugin(
-                num_steps=chosen["accumulation"],
-                adjust_scheduler=chosen["adjust"],
-                sync_with_dataloader=chosen["windows end with data"],
+                chosen["accumulation"], chosen["adjust"], chosen["windows end with data"]
             ),
             dataloader_config=self.utils.DataLoaderConfiguration(
-                split_batches=chosen["split"],
-                dispatch_batches=chosen["dispatch"],
-                even_batches=chosen["even"],
-                use_seedable_sampler=chosen["seedable"],
+                chosen["split"], chosen["dispatch"], chosen["even"], chosen["seedable"]
             ),
         )
         self.utils.set_seed(program.seed, device_specific=chosen["device_specific"])
@@ -144,7 +129,6 @@ class Session:
         self.begin()
 
     def begin(self) -> None:
-        """Make and prepare what is trained."""
         chosen = self.chosen
         layers = [nn.Linear(3, 4), nn.Dropout(0.25 if chosen["loss"] == "dropout" else 0.0), nn.Linear(4, 2)]
         model: nn.Module = nn.Sequential(*(layers if chosen["loss"] == "dropout" else [nn.Linear(3, 2)]))
@@ -176,9 +160,6 @@ class Session:
             shared["sampler"] = Rotated(samples)
         return DataLoader(samples, shuffle=chosen["order"] == "shuffle", **shared)
 
-    def prepared(self, loader: DataLoader[Any]) -> Any:
-        return self.accelerator.prepare(loader)
-
     def parts(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Indices, inputs and targets of a batch."""
         if self.chosen["form"] == "pair":
@@ -193,9 +174,7 @@ class Session:
 
     # The acts: each returns what it saw.
 
-    def epoch(
-        self, inside: str, number: int | None = None, stop: int = -1, skip: int = 0, save: int = -1
-    ) -> list[dict[str, Any]]:
+    def epoch(self, inside: str, number: int | None = None, stop: int = -1, skip: int = 0, save: int = -1) -> list[Any]:
         if number is not None:
             self.train_loader.set_epoch(number)
         loader = self.accelerator.skip_first_batches(self.train_loader, skip) if skip else self.train_loader
@@ -228,18 +207,15 @@ class Session:
                 report |= self.stepped(self.accelerator.sync_gradients)
         else:
             due = (position + 1) % self.chosen["window"] == 0
-            if loop == "no_sync" and not due:
-                with self.accelerator.no_sync(self.model):
-                    loss = self.loss_of(x, y)
-                    self.accelerator.backward(loss)
-            elif loop == "trigger":
+            if loop == "trigger":
                 with self.accelerator.no_sync(self.model):
                     loss = self.loss_of(x, y)
                 with self.accelerator.trigger_sync_in_backward(self.model):
                     self.accelerator.backward(loss)
             else:
-                loss = self.loss_of(x, y)
-                self.accelerator.backward(loss)
+                with nullcontext() if due else self.accelerator.no_sync(self.model):
+                    loss = self.loss_of(x, y)
+                    self.accelerator.backward(loss)
             if due:
                 report |= self.stepped(True)
         report["loss"] = told(loss)
@@ -264,7 +240,7 @@ class Session:
         return report
 
     def evaluate(self, length: int, batch_size: int) -> list[Any]:
-        loader = self.prepared(DataLoader(Samples(length, "dictionary"), batch_size=batch_size))
+        loader = self.accelerator.prepare(DataLoader(Samples(length, "dictionary"), batch_size=batch_size))
         self.model.eval()
         seen = []
         with torch.no_grad():
@@ -294,6 +270,8 @@ class Session:
         whole_model = self.accelerator.unwrap_model(self.model)
         return {"state": told(dict(state)), "whole": told(dict(whole_model.state_dict()))}
 
+    end = weights
+
     def nested(self, value: int, kinds: int = 6) -> Any:
         """Values of this rank, in a structure of some kind."""
         random = Random(value)
@@ -304,8 +282,7 @@ class Session:
             whole(1, seed=value + 2 * self.rank).long(),
             whole(3, 1, 2, seed=value + self.rank).bool(),
             whole(2, 2, seed=value + self.rank).half(),
-        ]
-        tensors = tensors[:kinds]
+        ][:kinds]
         random.shuffle(tensors)
         one, other, third = tensors[:3]
         return random.choice((one, [one, other], (one, {"a": other}), {"a": [one, (other,)], "b": third}))
@@ -378,19 +355,16 @@ class Session:
         self.begin()
         return freed
 
-    def end(self) -> Any:
-        return self.weights()
 
-
-def run(library: str, seeds: list[int], folder: str, verbose: bool = False) -> list[list[Any]]:
+def run(library: str, seeds: list[int], folder: str) -> list[list[Any]]:
     """Run programs one after the other in this process; return what each saw."""
     warnings.simplefilter("ignore")
     package, state = import_module(library), import_module(f"{library}.state")
     gc.freeze()  # or else `free_memory` looks through all of torch each time
-    return [run_one(package, state, make(seed), Path(folder) / str(seed), verbose) for seed in seeds]
+    return [run_one(package, state, make(seed), Path(folder) / str(seed)) for seed in seeds]
 
 
-def run_one(package: Any, state: Any, program: Program, folder: Path, verbose: bool) -> list[Any]:
+def run_one(package: Any, state: Any, program: Program, folder: Path) -> list[Any]:
     seen: list[Any] = []
     try:
         session = Session(package, program, folder)
@@ -399,24 +373,20 @@ def run_one(package: Any, state: Any, program: Program, folder: Path, verbose: b
                 seen.append((name, options, getattr(session, name)(**options)))
             except Exception as error:
                 seen.append((name, options, kinds_of(error)))
-                if verbose and name != "wrong":
-                    print(package.__name__, program.seed, name, options, repr(error)[:300], file=sys.stderr)
     except Exception as error:
         seen.append(("error", {}, kinds_of(error)))
-        if verbose:
-            traceback.print_exc()
     state.AcceleratorState._reset_state()
     state.GradientState._reset_state()
     return seen
 
 
-def both(seeds: list[int], processes: int, verbose: bool = False) -> dict[int, list[tuple[Any, Any]]]:
+def both(seeds: list[int], processes: int) -> dict[int, list[tuple[Any, Any]]]:
     """What each rank saw of each program, with Accelerate and with Farflung."""
     chosen = [seed for seed in seeds if make(seed).processes == processes]
     of_libraries = []
     for library in ("accelerate", "farflung"):
         with tempfile.TemporaryDirectory() as folder:
-            of_ranks = run_ranks(run, processes, library, chosen, folder, verbose, connect=False, timeout_s=300.0)
+            of_ranks = run_ranks(run, processes, library, chosen, folder, connect=False, timeout_s=300.0)
         of_libraries.append([dict(zip(chosen, seen, strict=True)) for seen in of_ranks])
     return {seed: [(one[seed], two[seed]) for one, two in zip(*of_libraries, strict=True)] for seed in chosen}
 
@@ -427,34 +397,15 @@ def first_difference(one: Any, other: Any, path: str = "") -> str | None:
         return None
     if is_error(one) and is_error(other) and one[1] in other:
         return None  # "compare the text of an error or of a log line": its errors are ValueErrors, TypeErrors ... too
-    if type(one) is type(other) and isinstance(one, (list, tuple)):
-        for place, (a, b) in enumerate(zip_longest(one, other, fillvalue="nothing")):
-            if found := first_difference(a, b, f"{path}[{place}]"):
-                return found
-        return None
-    if isinstance(one, dict) and isinstance(other, dict):
-        for key in one | other:
-            if found := first_difference(one.get(key, "nothing"), other.get(key, "nothing"), f"{path}.{key}"):
-                return found
-        return None
+    if type(one) is type(other) and isinstance(one, (dict, list, tuple)):
+        parts, others = (each if isinstance(each, dict) else dict(enumerate(each)) for each in (one, other))
+        keys = parts | others
+        found = (
+            first_difference(parts.get(key, "nothing"), others.get(key, "nothing"), f"{path}[{key}]") for key in keys
+        )
+        return next(filter(None, found), None)
     return f"{path}: {str(one)[:300]} against {str(other)[:300]}"
 
 
 def is_error(seen: Any) -> bool:
     return isinstance(seen, tuple) and seen[:1] == ("raised",)
-
-
-def main(first: int, last: int) -> None:
-    """Compare the programs of some seeds."""
-    seeds = list(range(first, last))
-    for processes in (1, 2):
-        found = both(seeds, processes, verbose=True)
-        for seed, ranks in found.items():
-            for rank, (theirs, ours) in enumerate(ranks):
-                if found := first_difference(theirs, ours):
-                    print(f"{seed} rank {rank} of {processes}: {found}")
-                    break
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:3]))

@@ -11,22 +11,16 @@ from accelerate.test_utils.training import RegressionModel
 
 from farflung import Accelerator
 from farflung.base.errors import ConfigError, Unsupported
-from farflung.commands import estimate, test as door, to_fsdp2
+from farflung.commands import estimate, launch, test as door, to_fsdp2
 from farflung.config.resolve import resolve
 from farflung.demo import check
 from farflung.testing.ranks import run_ranks
 from farflung.utils import DistributedType
 
-VERSION_1 = {
-    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-    "fsdp_backward_prefetch": "BACKWARD_PRE",
-    "fsdp_forward_prefetch": False,
-    "fsdp_offload_params": False,
-    "fsdp_sharding_strategy": "FULL_SHARD",
-    "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-    "fsdp_sync_module_states": True,
-    "fsdp_use_orig_params": True,
-}
+# Of a file for version 1, but for its strategy.
+VERSION_1 = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_backward_prefetch": "BACKWARD_PRE"}
+VERSION_1 |= {"fsdp_forward_prefetch": False, "fsdp_offload_params": False, "fsdp_sync_module_states": True}
+VERSION_1 |= {"fsdp_state_dict_type": "SHARDED_STATE_DICT", "fsdp_use_orig_params": True}
 
 
 def converted(*words):
@@ -36,8 +30,7 @@ def converted(*words):
 @pytest.mark.parametrize("key", ["fsdp_sharding_strategy", "fsdp_reshard_after_forward"])
 @pytest.mark.parametrize("word", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_a_file_for_fsdp_1_gets_the_keys_of_version_2(key, word, home, caplog):
-    block = {name: value for name, value in VERSION_1.items() if name != "fsdp_sharding_strategy"}
-    config = {"distributed_type": "FSDP", "num_processes": 2, "use_cpu": True, "fsdp_config": {**block, key: word}}
+    config = {"distributed_type": "FSDP", "num_processes": 2, "use_cpu": True, "fsdp_config": {**VERSION_1, key: word}}
     (home / "one.yaml").write_text(yaml.safe_dump(config))
     converted("--config_file", "one.yaml", "--output-file", "two.yaml")
     written = yaml.safe_load((home / "two.yaml").read_text())
@@ -76,9 +69,8 @@ def test_the_memory_of_a_model_follows_from_its_configuration(home, capsys):
     args = estimate.estimate_command_parser().parse_args(["bert", "--dtypes", "float32", "float16", "int4"])
     rows = estimate.gather_data(args)
     model = transformers.AutoModel.from_config(config)
-    total, largest = (
-        sum(one.nbytes for one in [*part.parameters(), *part.buffers()]) for part in (model, model.embeddings)
-    )
+    parts = [[*part.parameters(), *part.buffers()] for part in (model, model.embeddings)]
+    total, largest = (sum(one.nbytes for one in part) for part in parts)
     assert [row[:1] + row[2:3] for row in rows] == [["float32", total], ["float16", total / 2], ["int4", total / 8]]
     assert rows[0][1] == largest  # a part that stays on one device
     assert rows[0][3] == their_estimate.estimate_training_usage(total, "float32")
@@ -128,22 +120,20 @@ def test_the_test_is_a_command_and_a_function(home, capfd):
     (home / "two.yaml").write_text("use_cpu: true\nnum_processes: 2\nmixed_precision: bf16\n")
     door.test_command(door.test_command_parser().parse_args(["--config_file", "two.yaml"]))
     printed = capfd.readouterr().out
-    assert "2 process(es)" in printed
-    assert "training: passed" in printed
-    assert "The test has passed" in printed
+    assert all(words in printed for words in ("2 process(es)", "training: passed", "The test has passed"))
 
 
 def test_commands_are_theirs_too():
     parser = argparse.ArgumentParser()
     subparsers = parser.add_subparsers()
-    for add in (door.test_command_parser, estimate.estimate_command_parser, to_fsdp2.to_fsdp2_command_parser):
-        add(subparsers)
-    for words, command in (
-        (["test"], door.test_command),
-        (["estimate-memory", "bert"], estimate.estimate_command),
-        (["to-fsdp2", "--config_file", "a"], to_fsdp2.to_fsdp2_command),
+    for add, line, command in (
+        (door.test_command_parser, "test", door.test_command),
+        (estimate.estimate_command_parser, "estimate-memory bert", estimate.estimate_command),
+        (to_fsdp2.to_fsdp2_command_parser, "to-fsdp2 --config_file a", to_fsdp2.to_fsdp2_command),
+        (launch.launch_command_parser, "launch --num_processes 2 train.py x", launch.launch_command),
     ):
-        assert parser.parse_args(words).func is command
+        add(subparsers)
+        assert parser.parse_args(line.split()).func is command
 
 
 def test_what_is_prepared_can_be_asked():

@@ -4,8 +4,6 @@
 A new release of Accelerate shows here what it has added and removed.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect
@@ -157,12 +155,8 @@ def test_classes_have_the_same_members():
     found = {}
     for path, name in sorted(SAME | {("accelerator", "Accelerator")}):
         other = getattr(modules()[path], name)
-        members = (
-            lacking(getattr(ours(path), name), other)
-            if inspect.isclass(other) and not isinstance(other, EnumMeta)
-            else ()
-        )
-        if members:
+        is_plain = inspect.isclass(other) and not isinstance(other, EnumMeta)
+        if is_plain and (members := lacking(getattr(ours(path), name), other)):
             found[f"{path}.{name}"] = " ".join(sorted(members))
     assert found == TABLES["members"]
 
@@ -203,12 +197,8 @@ def mentioned() -> set[str]:
     found = set()
     for file in (ROOT / "tests").rglob("test_*.py"):
         for node in ast.walk(ast.parse(file.read_text())) if file.name != Path(__file__).name else ():
-            if isinstance(node, ast.Attribute):
-                found.add(node.attr)
-            elif isinstance(node, ast.Name):
-                found.add(node.id)
-            elif isinstance(node, ast.alias):
-                found.add(node.name)
+            if isinstance(node, (ast.Attribute, ast.Name, ast.alias)):
+                found.update({getattr(node, key, None) for key in ("attr", "id", "name")})
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.update(node.value.split() if len(node.value) < 300 else ())
     return found

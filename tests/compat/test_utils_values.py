@@ -2,29 +2,35 @@
 """Helpers over plain values, trees and modules: Accelerate's answers on the same inputs."""
 
 import json
+import socket
 from collections import OrderedDict, namedtuple
 from types import SimpleNamespace
 
 import accelerate
 import accelerate.utils as theirs
+import accelerate.utils.constants as their_constants
 import accelerate.utils.dataclasses as their_dataclasses
 import accelerate.utils.memory as their_memory
-import accelerate.utils.modeling as their_modeling
 import accelerate.utils.operations as their_operations
 import accelerate.utils.other as their_other
+import numpy as np
 import pytest
 import torch
+from accelerate.commands.config import load_config_from_file as their_load
+from accelerate.utils.modeling import convert_file_size_to_int as their_size
 from torch import nn
 
+import farflung
 import farflung.utils as ours
+import farflung.utils.constants as our_constants
 import farflung.utils.dataclasses as our_dataclasses
 import farflung.utils.imports as our_imports
 import farflung.utils.memory as our_memory
 import farflung.utils.operations as our_operations
 import farflung.utils.other as our_other
-from farflung import Accelerator
 from farflung.base.errors import ConfigError, Unsupported
-from farflung.state import AcceleratorState, PartialState
+from farflung.commands.config import load_config_from_file as our_load
+from farflung.state import PartialState
 from farflung.testing.ranks import run_ranks
 
 Pair = namedtuple("Pair", ["first", "second"])
@@ -58,37 +64,25 @@ def attempt(action, *arguments, **kwargs):
         return ValueError if isinstance(error, ValueError) and not isinstance(error, TypeError) else TypeError
 
 
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("convert_to_fp32", ()),
-        ("find_batch_size", ()),
-        ("find_device", ()),
-        ("get_data_structure", ()),
-        ("get_shape", ()),
-        ("ignorant_find_batch_size", ()),
-        ("is_namedtuple", ()),
-        ("is_tensor_information", ()),
-        ("is_torch_tensor", ()),
-        ("listify", ()),
-        ("send_to_device", ("cpu",)),
-        ("slice_tensors", (slice(0, 1),)),
-    ],
-)
-def test_a_tree_gives_what_it_gives_there(name, tree, arguments):
-    assert attempt(getattr(our_operations, name), TREES[tree](), *arguments) == attempt(
-        getattr(their_operations, name), TREES[tree](), *arguments
-    )
+ASKED_OF_TREES = """
+convert_to_fp32 find_batch_size find_device get_data_structure get_shape ignorant_find_batch_size is_namedtuple
+is_tensor_information is_torch_tensor listify send_to_device slice_tensors
+"""
+ARGUMENTS = {"send_to_device": ("cpu",), "slice_tensors": (slice(0, 1),)}
 
 
-@pytest.mark.parametrize("data", [[], {}, (), [[]], "text", [3], {"a": "x"}, None, [torch.ones(4), "text"]])
-def test_a_batch_size_is_found_where_it_is_found_there(data):
-    for name in ("find_batch_size", "ignorant_find_batch_size"):
-        assert attempt(getattr(ours, name), data) == attempt(getattr(theirs, name), data)
+@pytest.mark.parametrize("name", ASKED_OF_TREES.split())
+def test_a_tree_gives_what_it_gives_there(name):
+    functions = (getattr(our_operations, name), getattr(their_operations, name))
+    for tree, make in TREES.items():
+        mine, other = (attempt(function, make(), *ARGUMENTS.get(name, ())) for function in functions)
+        assert mine == other, tree
 
 
-def test_a_tensor_without_dimensions_has_no_batch_size():
+def test_a_batch_size_is_found_where_it_is_found_there():
+    for data in ([], {}, (), [[]], "text", [3], {"a": "x"}, None, [torch.ones(4), "text"]):
+        for name in ("find_batch_size", "ignorant_find_batch_size"):
+            assert attempt(getattr(ours, name), data) == attempt(getattr(theirs, name), data), data
     with pytest.raises(ConfigError, match="no batch size"):
         ours.find_batch_size(torch.tensor(1.0))
 
@@ -108,12 +102,27 @@ def test_functions_are_applied_and_trees_are_joined_as_there():
         assert module.recursively_apply(lambda x: x * 2, [1, "a"], test_type=lambda x: x == 1) == [2, "a"]
         with pytest.raises(TypeError):
             module.recursively_apply(abs, ["text"], error_on_other_type=True)
-        assert plain(module.concatenate([{"a": torch.ones(1)}, {"a": torch.zeros(2)}])) == plain(
-            {"a": torch.tensor([1.0, 0.0, 0.0])}
-        )
+        parts = [{"x": torch.full((n, 2), n), "y": (torch.full((n,), -n),)} for n in (1, 3)]
+        joined = {"x": torch.tensor([[1, 1]] + 3 * [[3, 3]]), "y": (torch.tensor([-1, -3, -3, -3]),)}
+        assert plain(module.concatenate(parts)) == plain(joined)
+        assert module.concatenate([torch.zeros(2, 1), torch.zeros(2, 2)], dim=1).shape == (2, 3)
+        with pytest.raises(TypeError, match="tensor"):
+            module.concatenate([{"note": "first"}, {"note": "second"}])
+        with pytest.raises(RuntimeError):
+            module.concatenate([torch.ones(5, 10), torch.ones(5, 12)])
         assert module.honor_type(Pair(1, 2), iter([3, 4])) == Pair(3, 4)
         kept = module.send_to_device({"a": torch.ones(1), "b": torch.ones(1)}, "meta", skip_keys="a")
         assert (kept["a"].device.type, kept["b"].device.type) == ("cpu", "meta")
+    assert ours.concatenate(["alone"]) == "alone"
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (3, 2, 4), (4, 3, 6), (2, 6, 6), (61, 6, 66), (8, 2, 8)])
+def test_the_last_sample_is_repeated_until_all_ranks_get_equally_many(sizes):
+    size, ranks, padded = sizes
+    batch = {"x": torch.arange(size * 3.0).reshape(size, 3)}
+    found = ours.pad_input_tensors(batch, size, ranks)["x"]
+    assert torch.equal(found, torch.cat([batch["x"], batch["x"][-1:].expand(padded - size, 3)]))
+    assert torch.equal(ours.pad_input_tensors(batch["x"].T, size, ranks, dim=1), found.T)
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float64", "int64"])
@@ -124,25 +133,19 @@ def test_outputs_are_converted_to_fp32_as_there(name):
         """Documented."""
         return {"out": x.to(dtype), "other": "text"}
 
+    expected = plain(their_operations.ConvertOutputsToFp32(forward)(torch.ones(2)))
     for module in (our_operations, their_operations):
-        assert plain(module.convert_outputs_to_fp32(forward)(torch.ones(2))) == plain(
-            their_operations.ConvertOutputsToFp32(forward)(torch.ones(2))
-        )
-        converting = module.ConvertOutputsToFp32(forward)
-        assert converting.__doc__ == "Documented."
+        assert plain(module.convert_outputs_to_fp32(forward)(torch.ones(2))) == expected
+        assert module.ConvertOutputsToFp32(forward).__doc__ == "Documented."
 
 
-@pytest.mark.parametrize("size", [0, 5, 1023, 1024, 1500, 5 * 2**20, 3.5 * 2**30, 2**45, 2**52, 2**60])
-def test_bytes_in_words(size):
-    assert ours.convert_bytes(size) == theirs.convert_bytes(size)
-
-
-@pytest.mark.parametrize(
-    "size",
-    [0, 5, "5GB", "5.5MB", "1KB", "2GiB", "1.5MiB", "3KiB", "8Gb", "8mb", "8kb", "5gib", "5", "5XB", "GB", "-5GB", -1],
-)
-def test_sizes_in_words(size):
-    assert attempt(ours.convert_file_size_to_int, size) == attempt(their_modeling.convert_file_size_to_int, size)
+def test_sizes_in_words_and_bytes():
+    for size in (0, 5, 1023, 1024, 1500, 5 * 2**20, 3.5 * 2**30, 2**45, 2**52, 2**60):
+        assert ours.convert_bytes(size) == theirs.convert_bytes(size)
+    words = [0, 5, "5GB", "5.5MB", "1KB", "2GiB", "1.5MiB", "3KiB", "8Gb", "8mb", "8kb", "5gib", "5", "5XB", "GB"]
+    for size in [*words, "-5GB", -1]:
+        mine, other = (attempt(convert, size) for convert in (ours.convert_file_size_to_int, their_size))
+        assert mine == other, size
 
 
 def test_dictionaries_names_and_attributes():
@@ -155,42 +158,22 @@ def test_dictionaries_names_and_attributes():
         assert module.recursive_getattr(model, "0.weight.shape") == (2, 1)
         with pytest.raises(AttributeError):
             module.recursive_getattr(model, "0.nothing")
-        assert [module.get_pretty_name(obj) for obj in (nn.Linear, model.forward, model, len, 3)] == [
-            "Linear",
-            "Sequential.forward",
-            "Sequential",
-            "len",
-            "int",
-        ]
-
-
-@pytest.fixture
-def states():
-    """A process that both libraries know, and neither afterwards."""
-    accelerate.PartialState(cpu=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        named = {"Linear": nn.Linear, "Sequential.forward": model.forward, "Sequential": model, "len": len, "int": 3}
+        assert {module.get_pretty_name(obj): obj for obj in named.values()} == named
 
 
 def test_mixed_precision_is_put_together_as_there():
-    try:
-        accelerate.Accelerator(cpu=True, mixed_precision="bf16")
-        Accelerator(cpu=True, mixed_precision="bf16")
-        for module in (ours, theirs):
-            layer = nn.Linear(2, 1)
-            with module.get_mixed_precision_context_manager(native_amp=True):
-                assert layer(torch.ones(1, 2)).dtype is torch.bfloat16
-            with module.get_mixed_precision_context_manager(True, module.AutocastKwargs(enabled=False)):
-                assert layer(torch.ones(1, 2)).dtype is torch.float32
-            with module.get_mixed_precision_context_manager():
-                assert layer(torch.ones(1, 2)).dtype is torch.float32
-            with module.GatheredParameters(layer.parameters(), modifier_rank=0):
-                assert not module.is_peft_model(layer)
-        assert ours.get_grad_scaler(init_scale=8.0).get_scale() == 8.0
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    for library in (accelerate, farflung):
+        library.Accelerator(cpu=True, mixed_precision="bf16")
+    for module in (ours, theirs):
+        layer = nn.Linear(2, 1)
+        off = module.AutocastKwargs(enabled=False)
+        for arguments, dtype in ((True,), torch.bfloat16), ((True, off), torch.float32), ((), torch.float32):
+            with module.get_mixed_precision_context_manager(*arguments):
+                assert layer(torch.ones(1, 2)).dtype is dtype
+        with module.GatheredParameters(layer.parameters(), modifier_rank=0):
+            assert not module.is_peft_model(layer)
+    assert ours.get_grad_scaler(init_scale=8.0).get_scale() == 8.0
 
 
 def copied_from_one_rank():
@@ -209,12 +192,8 @@ def test_a_tensor_of_one_rank_is_copied_to_all():
 
 
 def test_functions_that_need_deepspeed_cannot_be_called():
-    @our_imports.deepspeed_required
-    def train():
-        """Documented."""
-
-    with pytest.raises(Unsupported, match="train belongs to DeepSpeed"):
-        train()
+    with pytest.raises(Unsupported, match="copied_from_one_rank belongs to DeepSpeed"):
+        our_imports.deepspeed_required(copied_from_one_rank)()
 
 
 class Block(nn.Module):
@@ -242,22 +221,12 @@ def test_modules_are_listed_and_asked_as_there():
         assert module.extract_model_from_parallel(nn.DataParallel(model)) is model
 
 
-@pytest.mark.parametrize(
-    "attributes",
-    [
-        {},
-        {"tp_size": 4},
-        {"config": SimpleNamespace()},
-        {"config": SimpleNamespace(distributed_config={"tp_size": 2})},
-        {"config": SimpleNamespace(distributed_config=SimpleNamespace(tp_size=3))},
-        {"tp_size": None, "config": SimpleNamespace(distributed_config=None)},
-    ],
-)
-def test_the_degree_of_tensor_parallelism_is_read_as_there(attributes):
-    model = nn.Linear(1, 1)
-    for name, value in attributes.items():
-        setattr(model, name, value)
-    assert ours.get_model_tp_size(model) == theirs.get_model_tp_size(model)
+def test_the_degree_of_tensor_parallelism_is_read_as_there():
+    configs = [SimpleNamespace(), SimpleNamespace(distributed_config={"tp_size": 2})]
+    configs += [SimpleNamespace(distributed_config=found) for found in (SimpleNamespace(tp_size=3), None)]
+    for attributes in ({}, {"tp_size": 4}, *({"config": config} for config in configs)):
+        model = SimpleNamespace(**attributes)
+        assert ours.get_model_tp_size(model) == theirs.get_model_tp_size(model), attributes
 
 
 @pytest.mark.long
@@ -267,9 +236,8 @@ def test_memory_is_released():
         module.clear_device_cache(garbage_collection=True)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
+def test_errors_that_say_that_memory_is_out():
+    for error in (
         RuntimeError("CUDA out of memory."),
         RuntimeError("MPS backend out of memory (x)"),
         RuntimeError("DefaultCPUAllocator: can't allocate memory: x"),
@@ -278,10 +246,8 @@ def test_memory_is_released():
         RuntimeError("CUDA out of memory.", "two"),
         ValueError("CUDA out of memory."),
         torch.OutOfMemoryError("CUDA out of memory."),
-    ],
-)
-def test_errors_that_say_that_memory_is_out(error):
-    assert our_memory.should_reduce_batch_size(error) == their_memory.should_reduce_batch_size(error)
+    ):
+        assert our_memory.should_reduce_batch_size(error) == their_memory.should_reduce_batch_size(error), error
 
 
 @pytest.mark.parametrize("fits", [16, 11, 1, 0])
@@ -335,29 +301,17 @@ def test_wrong_calls_of_a_function_that_looks_for_its_batch_size():
 
 
 def test_constants_are_accelerates():
-    import accelerate.utils.constants as their_constants
-
-    import farflung.utils.constants as our_constants
-
     theirs_named = {name: value for name, value in vars(their_constants).items() if name.isupper()}
     assert {name: getattr(our_constants, name, None) for name in theirs_named} == theirs_named
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "ComputeEnvironment",
-        "CustomDtype",
-        "DDPCommunicationHookType",
-        "DistributedType",
-        "DynamoBackend",
-        "FP8BackendType",
-        "LoggerType",
-        "PrecisionType",
-        "RNGType",
-        "SageMakerDistributedType",
-    ],
-)
+ENUMERATIONS = """
+ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType DynamoBackend FP8BackendType LoggerType
+PrecisionType RNGType SageMakerDistributedType
+"""
+
+
+@pytest.mark.parametrize("name", ENUMERATIONS.split())
 def test_enumerations_have_the_same_members(name):
     mine, other = getattr(our_dataclasses, name), getattr(their_dataclasses, name)
     assert {member.name: member.value for member in mine} == {member.name: member.value for member in other}
@@ -409,7 +363,8 @@ def test_axes_of_a_configuration_that_do_not_fit_are_refused(monkeypatch):
             library.ParallelismConfig()
 
 
-def test_state_dicts_are_cleaned_for_safetensors_without_losing_parts_of_a_tensor(states):
+def test_state_dicts_are_cleaned_for_safetensors_without_losing_parts_of_a_tensor():
+    accelerate.PartialState(cpu=True)
     base = torch.arange(4.0)
     state = OrderedDict(tied=base, again=base, turned=torch.ones(2, 3).T, word="x")
     mine = ours.clean_state_dict_for_safetensors(state)
@@ -420,9 +375,8 @@ def test_state_dicts_are_cleaned_for_safetensors_without_losing_parts_of_a_tenso
     assert list(theirs.clean_state_dict_for_safetensors(OrderedDict(halves))) == ["first"]
 
 
-def test_objects_are_saved_and_loaded_as_there(states, tmp_path):
-    import numpy as np
-
+def test_objects_are_saved_and_loaded_as_there(tmp_path):
+    accelerate.PartialState(cpu=True)
     obj = {"tensor": torch.ones(2), "array": np.arange(3, dtype=np.uint32), "list": [1, "x"]}
     for writer in (ours, theirs):
         writer.save(obj, tmp_path / "file")
@@ -443,7 +397,8 @@ def test_the_backend_is_left_to_the_device_unless_it_is_named():
 
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_nested_tensor_is_not_padded(states, layout):
+def test_a_nested_tensor_is_not_padded(layout):
+    accelerate.PartialState(cpu=True)
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
     for module in (ours, theirs):
         with pytest.warns(module.CannotPadNestedTensorWarning):
@@ -455,8 +410,6 @@ def test_a_nested_tensor_is_not_padded(states, layout):
 
 
 def test_ports_are_found_free_and_in_use():
-    import socket
-
     for module in (our_other, their_other):
         port = module.get_free_port()
         assert not module.is_port_in_use(port)
@@ -465,10 +418,6 @@ def test_ports_are_found_free_and_in_use():
 
 
 def test_configuration_files_are_read_as_objects(tmp_path):
-    from accelerate.commands.config import load_config_from_file as their_load
-
-    from farflung.commands.config import load_config_from_file as our_load
-
     file = tmp_path / "train.yaml"
     file.write_text(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nmixed_precision: bf16\nnum_processes: 4\n"

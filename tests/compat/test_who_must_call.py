@@ -8,6 +8,7 @@ the reason; a call that is added to it needs a name in errors (`within=`), which
 import importlib
 import logging
 import warnings
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -38,11 +39,8 @@ class Stream(IterableDataset):
         return iter(range(8))
 
 
-class Registered:
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
+def inside(context):
+    with context:
         pass
 
 
@@ -54,15 +52,14 @@ def counted(library, folder):
     """How many collectives each public call makes on this rank, none of them alone on it."""
     warnings.simplefilter("ignore")
     logging.disable()
-    utils, local_sgd, data_loader, log = (
-        importlib.import_module(f"{library}.{name}") for name in ("utils", "local_sgd", "data_loader", "logging")
-    )
+    rooms = ("utils", "local_sgd", "data_loader", "logging")
+    utils, local_sgd, data_loader, log = (importlib.import_module(f"{library}.{name}") for name in rooms)
     kind = importlib.import_module(library).Accelerator
     accelerator = kind(cpu=True)
     data, model = torch.arange(24.0).reshape(12, 2), nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    counts = {}
+    counts, registered = {}, SimpleNamespace(state_dict=dict, load_state_dict=print)
 
     def count(name, call):
         before = num_collectives()
@@ -70,22 +67,17 @@ def counted(library, folder):
         counts[name] = num_collectives() - before
         return found
 
-    def inside(context):
-        with context:
-            pass
-
     count("Accelerator", kind)
     model, optimizer = count("prepare", lambda: accelerator.prepare(model, optimizer))
     scheduler = count("prepare_scheduler", lambda: accelerator.prepare(scheduler))
     count("prepare_model", lambda: accelerator.prepare_model(nn.Linear(2, 2), evaluation_mode=True))
+    prepare, shuffled = data_loader.prepare_data_loader, DataLoader(data, batch_size=2, shuffle=True)
     loaders = {
         "loader": lambda: accelerator.prepare(DataLoader(data, batch_size=2)),
-        "shuffled loader": lambda: accelerator.prepare(DataLoader(data, batch_size=2, shuffle=True)),
-        "seedable loader": lambda: data_loader.prepare_data_loader(
-            DataLoader(data, batch_size=2, shuffle=True), use_seedable_sampler=True
-        ),
-        "stream": lambda: data_loader.prepare_data_loader(DataLoader(Stream(), batch_size=2), dispatch_batches=False),
-        "uneven loader": lambda: data_loader.prepare_data_loader(DataLoader(data, batch_size=5), even_batches=False),
+        "shuffled loader": lambda: accelerator.prepare(shuffled),
+        "seedable loader": lambda: prepare(shuffled, use_seedable_sampler=True),
+        "stream": lambda: prepare(DataLoader(Stream(), batch_size=2), dispatch_batches=False),
+        "uneven loader": lambda: prepare(DataLoader(data, batch_size=5), even_batches=False),
     }
     made = {name: count(f"prepare({name})", make) for name, make in loaders.items()}
     for name, loader in made.items():
@@ -105,7 +97,7 @@ def counted(library, folder):
     count("save", lambda: accelerator.save({"a": 1}, f"{folder}/object"))
     count("get_state_dict", lambda: accelerator.get_state_dict(model))
     count("unwrap_model", lambda: accelerator.unwrap_model(model))
-    count("register_for_checkpointing", lambda: accelerator.register_for_checkpointing(Registered()))
+    count("register_for_checkpointing", lambda: accelerator.register_for_checkpointing(registered))
     for name in ("gather", "gather_for_metrics", "reduce", "pad_across_processes"):
         count(name, lambda name=name: getattr(accelerator, name)(data))
     count("set_trigger", accelerator.set_trigger)
@@ -130,9 +122,8 @@ def counted(library, folder):
 
 
 def test_what_has_a_collective_here_alone_is_listed_with_the_reason(tmp_path):
-    theirs, ours = (
-        run_ranks(counted, 2, library, tmp_path / library, connect=False)[0] for library in ("accelerate", "farflung")
-    )
+    libraries = ("accelerate", "farflung")
+    theirs, ours = (run_ranks(counted, 2, each, tmp_path / each, connect=False)[0] for each in libraries)
     assert {name for name in ours if ours[name] and not theirs[name]} == ONLY_HERE.keys()
 
 
@@ -140,10 +131,6 @@ def calls_of(accelerator, model, folder):
     """Every call that has a collective and can be made in place of another one, by the name that its error has."""
     loader = prepare_data_loader(DataLoader(range(8), shuffle=True), use_seedable_sampler=True)
     whole = prepare_data_loader(DataLoader(torch.arange(3), sampler=[[0, 1], [1, 2], [2]], batch_size=None))
-
-    def inside(context):
-        with context:
-            pass
 
     return {
         "gather_for_metrics": lambda: accelerator.gather_for_metrics(torch.ones(2)),

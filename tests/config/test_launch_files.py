@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration files: which one counts, that words stay words, and that nothing in them is passed over."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,29 +12,6 @@ from farflung.config import environ
 from farflung.config.files import read_file, write_file
 from farflung.config.places import accelerate_files, find_file, own_file
 from farflung.config.resolve import resolve
-
-# What `accelerate config` writes for one machine.
-ACCELERATE = """\
-compute_environment: LOCAL_MACHINE
-debug: false
-distributed_type: MULTI_CPU
-downcast_bf16: 'no'
-enable_cpu_affinity: false
-fsdp_config: {}
-dynamo_config:
-  dynamo_backend: 'NO'
-machine_rank: 0
-main_training_function: main
-mixed_precision: bf16
-num_machines: 1
-num_processes: 2
-rdzv_backend: static
-same_network: true
-tpu_env: []
-tpu_use_cluster: false
-tpu_use_sudo: false
-use_cpu: true
-"""
 
 
 def put(path: Path, text: str) -> Path:
@@ -71,26 +47,8 @@ def test_files_are_looked_up_in_order(home, monkeypatch):
     assert accelerate_files()[0] == home / "hub/accelerate/default_config.yaml"
 
 
-def test_accelerates_file_is_read_as_it_is(home):
-    said = stated(ACCELERATE, home)
-    assert said == {
-        "debug": False,
-        "dynamo_backend": "no",
-        "machine_rank": 0,
-        "main_training_function": "main",
-        "mixed_precision": "bf16",
-        "num_machines": 1,
-        "num_processes": 2,
-        "rdzv_backend": "static",
-        "same_network": True,
-        "use_cpu": True,
-    }
-
-
 def test_blocks_whose_questions_were_answered_with_no_ask_for_nothing(home):
-    idle = (
-        "ipex_config:\n  ipex: false\n  use_xpu: False\nmpirun_config: {mpirun_hostfile: ''}\nfp8_config: {margin: }\n"
-    )
+    idle = "ipex_config:\n  ipex: no\n  use_xpu: False\nmpirun_config: {mpirun_hostfile: ''}\nfp8_config: {margin: }\n"
     assert stated(f"{idle}num_processes: 2\n", home) == {"num_processes": 2}
     asks = idle.replace("mpirun_hostfile: ''", "mpirun_hostfile: hosts")
     with pytest.raises(Unsupported, match=r"train.yaml:4: `mpirun_config` asks for starting mpirun"):
@@ -100,18 +58,13 @@ def test_blocks_whose_questions_were_answered_with_no_ask_for_nothing(home):
 def test_a_file_that_can_not_be_read_is_named(home, monkeypatch):
     (home / "farflung.yaml").write_text("num_processes: 2\n")
 
-    def refuse(*_, **__):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(Path, "read_text", Mock(side_effect=PermissionError(13, "Permission denied")))
     with pytest.raises(ConfigError, match=r"farflung.yaml can't be read: Permission denied"):
         resolve({})
 
 
 def test_accelerates_own_file_is_read_with_cpu_too(home):
-    path = accelerate_files()[0]
-    path.parent.mkdir(parents=True)
-    path.write_text("distributed_type: MULTI_GPU\nmixed_precision: bf16\nnum_processes: 4\n")
+    put(accelerate_files()[0], "distributed_type: MULTI_GPU\nmixed_precision: bf16\nnum_processes: 4\n")
     settings = resolve({"use_cpu": True}).settings
     assert (settings.use_cpu, settings.multi_gpu, settings.num_processes) == (True, False, 4)
     assert settings.mixed_precision == "bf16"
@@ -157,11 +110,8 @@ def test_compiling_can_be_asked_for_in_a_block_or_without_one(home, text):
 
 @pytest.mark.parametrize("text", ["distributed_type: NO", "distributed_type: 'NO'", "distributed_type: no"])
 def test_no_is_a_word_and_not_a_boolean(home, text):
-    assert stated(f"{text}\nmixed_precision: no\nlog_dir: off\ngpu_ids: 0\n", home) == {
-        "mixed_precision": "no",
-        "log_dir": "off",
-        "gpu_ids": "0",
-    }
+    words = {"mixed_precision": "no", "log_dir": "off", "gpu_ids": "0"}
+    assert stated(f"{text}\nmixed_precision: no\nlog_dir: off\ngpu_ids: 0\n", home) == words
 
 
 def test_no_with_several_processes_is_one_process_and_says_so(home):
@@ -181,10 +131,11 @@ def test_yes_and_no_are_booleans_where_one_is_wanted(home, word):
         stated(f"num_processes: 2\ndebug: {word}\n", home)
 
 
-def test_null_says_nothing(home):
-    text = "gpu_ids: null\nmain_process_ip:\nnum_processes: ~\nlog_dir: 'null'\n"
-    assert stated(text, home) == {"log_dir": "null"}
+def test_null_says_nothing_and_json_is_yaml(home):
+    assert stated("gpu_ids: null\nmain_process_ip:\nnum_processes: ~\nlog_dir: 'null'\n", home) == {"log_dir": "null"}
     assert stated("", home) == {}
+    text = json.dumps({"debug": True, "gpu_ids": None, "num_processes": 3, "fsdp_config": {}}, indent=4)
+    assert stated(text, home) == {"debug": True, "num_processes": 3}
 
 
 @pytest.mark.parametrize(
@@ -194,29 +145,14 @@ def test_null_says_nothing(home):
         ("config_file: other.yaml\n", r"train.yaml:1: unknown key `config_file`"),
         ("dynamo_config:\n  mode: default\n  backnd: x\n", r"train.yaml:3: unknown key `dynamo_backnd`. Did you mean"),
         ("dynamo_config: inductor\n", r"train.yaml:1: dynamo_config must be a mapping"),
-        (
-            "dynamo_mode: default\ndynamo_config: {mode: max-autotune}\n",
-            r"2: `dynamo_mode` appears twice",
-        ),
+        ("dynamo_mode: default\ndynamo_config: {mode: max-autotune}\n", r"2: `dynamo_mode` appears twice"),
         ("num_processes: [2]\n", r"train.yaml:1: num_processes must be a plain value"),
         ("debug: true\n- 1\n", r"train.yaml:\d: this is not YAML"),
-        (
-            "debug: true\nrole: !!python/object:os.system x\n",
-            r"train.yaml:2: `!!python/object:os.system` is a YAML tag",
-        ),
-        (
-            "num_processes: !!int '2'\n",
-            r"train.yaml:1: `!!int` is a YAML tag, which is not supported. Write the plain value",
-        ),
+        ("debug: on\nrole: !!python/object:os.system x\n", r"train.yaml:2: `!!python/object:os.system` is a YAML tag"),
+        ("role: !!int '2'\n", r"train.yaml:1: `!!int` is a YAML tag, which is not supported. Write the plain value"),
         ("outer: !mine\n  recipe: diloco\n", r"train.yaml:1: `!mine` is a YAML tag"),
-        (
-            "role: " + "[" * 3000 + "]" * 3000,
-            r"train.yaml:1: mappings or lists are nested more than 20 deep; settings nee",
-        ),
-        (
-            "\n".join(" " * k + "x:" for k in range(3000)),
-            r"train.yaml:21: mappings or lists are nested more than 20 deep",
-        ),
+        ("role: " + "[" * 3000 + "]" * 3000, r"train.yaml:1: mappings or lists are nested more than 20 deep; settings"),
+        ("\n".join(" " * k + "x:" for k in range(3000)), r"train.yaml:21: mappings or lists are nested more than 20"),
         ("role: " + "[" * 3000, r"train.yaml:1: mappings or lists are nested more than 20 deep"),
     ],
 )
@@ -225,19 +161,11 @@ def test_what_can_not_be_understood_is_refused_with_its_line(home, text, message
         stated(text, home)
 
 
-def test_accelerates_own_file_is_never_written(home):
-    theirs = put(accelerate_files()[0], ACCELERATE)
+def test_neither_accelerates_own_file_nor_settings_that_can_not_work_are_written(home):
+    theirs = put(accelerate_files()[0], "num_processes: 2\n")
     with pytest.raises(ConfigError, match="never writes"):
         write_file(theirs, {"num_processes": 1})
-    assert theirs.read_text() == ACCELERATE
-
-
-def test_settings_that_can_not_work_are_not_written(home):
+    assert theirs.read_text() == "num_processes: 2\n"
     with pytest.raises(ConfigError, match="1 or more"):
         write_file(home / "farflung.yaml", {"num_processes": 0})
     assert not (home / "farflung.yaml").exists()
-
-
-def test_json_with_its_booleans_and_nulls_is_read(home):
-    text = json.dumps({"debug": True, "gpu_ids": None, "num_processes": 3, "fsdp_config": {}}, indent=4)
-    assert stated(text, home) == {"debug": True, "num_processes": 3}

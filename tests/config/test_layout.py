@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of FSDP, of the grid of ranks and of islands: each way from a flag or a file to what a rank makes."""
 
-from __future__ import annotations
-
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -21,11 +20,7 @@ FSDP = {
     "fsdp_version": ("2", "fsdp_version", 2),
     "fsdp_reshard_after_forward": ("false", "reshard_after_forward", False),
     "fsdp_auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "auto_wrap_policy", "transformer_based_wrap"),
-    "fsdp_transformer_layer_cls_to_wrap": (
-        "LlamaDecoderLayer,B",
-        "transformer_cls_names_to_wrap",
-        ["LlamaDecoderLayer", "B"],
-    ),
+    "fsdp_transformer_layer_cls_to_wrap": ("Block,B", "transformer_cls_names_to_wrap", ["Block", "B"]),
     "fsdp_min_num_params": ("2000", "min_num_params", 2000),
     "fsdp_offload_params": ("True", "cpu_offload", True),
     "fsdp_activation_checkpointing": ("true", "activation_checkpointing", True),
@@ -58,9 +53,7 @@ GRID = {
 }
 
 
-def as_a_rank_sees_it(
-    settings: LaunchSettings,
-) -> tuple[FullyShardedDataParallelPlugin | None, ParallelismConfig | None]:
+def as_a_rank_sees_it(settings: LaunchSettings) -> tuple[Any, Any]:
     """What a rank makes of the variables that it gets."""
     with environ.patched(rank_variables(settings)):
         return fsdp_from_environment(), parallelism_from_environment()
@@ -123,6 +116,9 @@ def test_variables_of_a_scripts_own_plugin_need_no_switch_and_a_no_silences_a_fi
         resolve({})
 
 
+ISLANDS = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 4}
+
+
 @pytest.mark.parametrize(
     "said",
     [
@@ -131,13 +127,7 @@ def test_variables_of_a_scripts_own_plugin_need_no_switch_and_a_no_silences_a_fi
         {"use_parallelism_config": True, "parallelism_config_dp_replicate_size": 4, "num_processes": 4},
         {"outer_recipe": "diloco", "island_size": "2", "num_processes": 4},
         {"outer_recipe": "diloco", "island_size": "host", "num_machines": 2, "main_process_ip": "a"},
-        {
-            "outer_recipe": "diloco",
-            "use_fsdp": True,
-            "use_parallelism_config": True,
-            "parallelism_config_dp_replicate_size": 2,
-            "parallelism_config_dp_shard_size": 4,
-        },
+        {"use_fsdp": True, "outer_recipe": "diloco", "use_parallelism_config": True, **ISLANDS},
     ],
 )
 def test_layouts_that_work_together_are_settings(said):

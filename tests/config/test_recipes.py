@@ -59,5 +59,4 @@ def test_the_help_is_the_docstrings_words_with_the_recipes_names_where_they_diff
     assert help_of("lr") == "Learning rate of the outer optimizer."
     assert help_of("delay").startswith("streaming_diloco only: steps for which ")
     assert help_of("every").startswith("Sync interval H, in optimizer steps. quadratic: steps in the shortest round. ")
-    named = re.findall(r"(?:^|\. )(\w+): ", help_of("alpha"))
-    assert named == ["quadratic", "slowmo", "streaming_diloco"]
+    assert re.findall(r"(?:^|\. )(\w+): ", help_of("alpha")) == ["quadratic", "slowmo", "streaming_diloco"]

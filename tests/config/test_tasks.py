@@ -10,29 +10,17 @@ from farflung.config import environ
 from farflung.config.resolve import resolve
 from farflung.config.tasks import read_task
 
-SLURM = {
-    "SLURM_NTASKS": "4",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_NUM_NODES": "4",
-    "SLURM_PROCID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_LOCALID": "0",
-    "SLURM_STEP_NODELIST": "node[007-009,12]",
-}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-    "MASTER_ADDR": "10.0.0.1",
-}
+SLURM = {"SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_NODEID": "1", "SLURM_LOCALID": "0"}
+SLURM |= {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "4", "SLURM_STEP_NODELIST": "node[007-009,12]"}
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
+OPEN_MPI |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
 PMI = {"PMI_SIZE": "4", "PMI_RANK": "1", "MPI_LOCALNRANKS": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "7000"}
 PET = {"PET_NNODES": "4", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "head", "PET_MASTER_PORT": "7000"}
 ENDPOINT = {"PET_NNODES": "4", "PET_NODE_RANK": "1", "PET_RDZV_ENDPOINT": "[fe00::1]:7000"}
 SKY = {"SKYPILOT_NUM_NODES": "4", "SKYPILOT_NODE_RANK": "1"}
 SKY |= {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n10.0.0.3\n10.0.0.4"}
 DSTACK = {"DSTACK_NODES_NUM": "4", "DSTACK_NODE_RANK": "1", "DSTACK_MASTER_NODE_IP": "10.0.0.1"}
-RANKED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "pod-0", "MASTER_PORT": "23456"}  # Kubeflow's PyTorchJob
+RANKED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "p0", "MASTER_PORT": "23456"}  # Kubeflow's PyTorchJob
 NO_HOST = OPEN_MPI | {"MASTER_ADDR": ""}
 # mpirun's helpers are tasks too, on all hosts but its own.
 UNDER_SLURM = NO_HOST | SLURM | {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "0"}
@@ -74,30 +62,24 @@ def test_the_place_among_the_tasks_counts_before_a_file(variables, expected, in_
         assert resolved.settings.num_local == 2
         (note,) = resolved.notes
         assert note.startswith("one of 4 tasks (")
-        by = "SLURM_PROCID" if variables is MPI_OF_SRUN else next(name for name in RANKS if name in variables)
+        by = "SLURM_PROCID" if variables is MPI_OF_SRUN else next(name for name in RANKS.split() if name in variables)
         assert f"machine_rank 1 ({by})" in note
         assert f"main_process_ip {expected[2]} (" in note
 
 
-RANKS = (
-    *("JSM_NAMESPACE_RANK", "SKYPILOT_NODE_RANK", "DSTACK_NODE_RANK"),
-    *("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "PET_NODE_RANK"),
-)
+RANKS = """
+JSM_NAMESPACE_RANK SKYPILOT_NODE_RANK DSTACK_NODE_RANK OMPI_COMM_WORLD_RANK PMI_RANK SLURM_PROCID PET_NODE_RANK
+"""
 
 
-@pytest.mark.parametrize(
-    ("listed", "first"),
-    [
-        ("one", "one"),
-        ("a,b[1-2]", "a"),
-        ("gpu[007-010,12]-ib,login2", "gpu007-ib"),
-        ("r[1,3-4]n[02-08]", "r1n02"),
-        ("n1.cluster.org,n2", "n1.cluster.org"),
-    ],
-)
-def test_the_first_host_of_a_list_is_found(listed, first, home):
+HOSTS = {"one": "one", "a,b[1-2]": "a", "gpu[007-010,12]-ib,login2": "gpu007-ib", "r[1,3-4]n[02-08]": "r1n02"}
+HOSTS |= {"n1.cluster.org,n2": "n1.cluster.org"}
+
+
+@pytest.mark.parametrize("listed", HOSTS)
+def test_the_first_host_of_a_list_is_found(listed, home):
     with environ.patched(SLURM | {"SLURM_STEP_NODELIST": listed}):
-        assert read_task().host.value == first
+        assert read_task().host.value == HOSTS[listed]
 
 
 def test_slurms_own_program_names_the_first_host_of_a_list(home, monkeypatch):
@@ -107,8 +89,7 @@ def test_slurms_own_program_names_the_first_host_of_a_list(home, monkeypatch):
     program.chmod(0o755)
     with environ.patched(SLURM | {"SLURM_STEP_NODELIST": "rack[3-4]node[1-2]"}):
         assert read_task().host.value == "rack3node1"
-    program.write_text("#!/bin/sh\nexit 1\n")  # as without its settings
-    with environ.patched(SLURM | {"SLURM_STEP_NODELIST": "rack[3-4]node[1-2]"}):
+        program.write_text("#!/bin/sh\nexit 1\n")  # as without its settings
         assert read_task().host.value == "rack3node1"
 
 
@@ -134,41 +115,28 @@ def test_a_host_of_an_lsf_job_that_nothing_numbers_does_not_train_alone(home):
         assert place(num_machines="1") == (1, 0, None, None)
 
 
-def test_what_torchrun_would_read_counts_before_other_starters(home):
+def test_what_torchrun_would_read_counts_before_other_starters_and_a_file(home):
     with environ.patched(SLURM | OPEN_MPI | PET | {"PET_NNODES": "2", "PET_NODE_RANK": "0"}):
         assert place() == (2, 0, "head", 7000)
-
-
-def test_torchruns_number_of_processes_counts_before_a_file(home):
     (home / "farflung.yaml").write_text("num_processes: 1\n")
     with environ.patched({"PET_NPROC_PER_NODE": "2"}):
         resolved = resolve({})
         assert ("num_processes", "2", "environment PET_NPROC_PER_NODE") in resolved.rows()
         assert resolve({"num_processes": "1"}).settings.num_processes == 1
-        assert resolve({"elastic": "2:4"} | {"num_machines": "1", "config_file": str(empty(home))}).settings.elastic
+        (home / "empty.yaml").touch()
+        assert resolve({"elastic": "2:4", "num_machines": "1", "config_file": f"{home}/empty.yaml"}).settings.elastic
         (home / "farflung.yaml").write_text("num_processes: 4\n")
         with environ.patched(PET):
-            assert resolve({}).settings.num_processes == 8
-            assert resolve({}).settings.num_local == 2
+            settings = resolve({}).settings
+            assert (settings.num_processes, settings.num_local) == (8, 2)
     with environ.patched({"PET_NPROC_PER_NODE": "auto"}):
         assert resolve({}).settings.num_processes == 4
-
-
-def empty(folder):
-    file = folder / "empty.yaml"
-    file.touch()
-    return file
 
 
 @pytest.mark.parametrize(
     ("variables", "flags", "in_file", "message"),
     [
-        (
-            {},
-            {"num_processes": "4"},
-            "",
-            "--num_processes is 4, but PET_NPROC_PER_NODE is 2, which makes a world of 2 on",
-        ),
+        ({}, {"num_processes": "4"}, "", "--num_processes is 4, but PET_NPROC_PER_NODE is 2, which makes a world of 2"),
         ({"FARFLUNG_NUM_PROCESSES": "4"}, {}, "", "FARFLUNG_NUM_PROCESSES is 4, but PET_NPROC_PER_NODE is 2"),
         ({}, {}, "num_processes: 4", "farflung.yaml:1: num_processes is 4, but PET_NPROC_PER_NODE is 2"),
         (PET, {"num_processes": "16"}, "", "which makes a world of 8 on 4 machines"),
@@ -236,11 +204,7 @@ def test_one_task_is_one_machine(variables, home):
         (DSTACK | {"DSTACK_NODE_RANK": "4"}, {}, ["DSTACK_NODE_RANK is '4'", "--machine_rank"]),
         (SLURM | {"SLURM_STEP_NODELIST": "node[1-"}, {}, ["no variable tells where", "--main_process_ip"]),
         (PET | {"PET_NNODES": "1:4"}, {}, ["PET_NNODES is '1:4'", "--elastic"]),
-        (
-            RANKED,
-            {},
-            ["RANK is 1, WORLD_SIZE is 2", "--num_machines 2 --machine_rank 1 --main_process_ip pod-0", "unset"],
-        ),
+        (RANKED, {}, ["RANK is 1, WORLD_SIZE is 2", "--num_machines 2 --machine_rank 1 --main_process_ip p0", "unset"]),
         (RANKED, {"elastic": "2"}, ["RANK is 1, WORLD_SIZE is 2", "--num_machines 1"]),
         (PET | {"PET_NODE_RANK": ""}, {}, ["PET_NODE_RANK is ''", "--machine_rank"]),
     ],

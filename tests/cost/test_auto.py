@@ -44,10 +44,8 @@ def test_a_recipe_for_each_line(rate, steps, changes, expected):
 
 @given(st.floats(1, 1e4), st.floats(1e-3, 10), st.integers(10_000, 10**8), st.integers(2, 16), st.integers(200, 10**5))
 def test_what_is_chosen_waits_little_if_any_row_does_and_has_twenty_rounds(rate, step_s, parameters, replicas, steps):
-    measured = replace(
-        RUN, link=Link(rate * MBIT, 1e-3), step_s=(step_s,) * replicas, replicas=replicas, parameters=parameters
-    )
-    measured = replace(measured, steps=steps)
+    measured = replace(RUN, link=Link(rate * MBIT, 1e-3), step_s=(step_s,) * replicas, replicas=replicas)
+    measured = replace(measured, parameters=parameters, steps=steps)
     settings, rows = choose(measured).settings, Rows(workload(measured), steps, 1 - WAITING).chosen
     assert (settings.every or 1) <= max(1, steps // 20)
     chosen = [row for row in rows if row.outer is not None and row.outer.recipe == settings.recipe]
@@ -55,8 +53,9 @@ def test_what_is_chosen_waits_little_if_any_row_does_and_has_twenty_rounds(rate,
 
 
 def test_gradients_are_not_averaged_among_replicas_that_may_differ_already():
-    assert choose(replace(RUN, link=Link(1e10, 1e-4))).settings.recipe != "post_local_sgd"
-    assert choose(replace(RUN, link=Link(1e10, 1e-4), may_average=True)).settings.warmup == FOREVER
+    fast = replace(RUN, link=Link(1e10, 1e-4))
+    assert choose(fast).settings.recipe != "post_local_sgd"
+    assert choose(replace(fast, may_average=True)).settings.warmup == FOREVER
 
 
 @pytest.mark.parametrize(("steps", "momentum"), [(5, 0.0), (30, 0.0), (79, 0.0), (80, None), (480, None)])
@@ -71,6 +70,7 @@ def test_a_length_that_nobody_states_is_said_to_be_assumed():
         chosen = choose(replace(RUN, link=Link(MBIT / 4, 1e-3), steps=None, pass_steps=pass_steps))
         assert f"{stated}, as nobody says how many (--outer-steps)" in chosen.reason.replace(" over the data", "")
         assert chosen.settings.every <= max(2_000, pass_steps or 0) // 20
+    assert choose(RUN).settings == OuterSettings("diloco", every=choose(RUN).settings.every, codec="e3m0")  # no length
 
 
 @given(st.floats(1e-3, 5), st.floats(1, 1e4))
@@ -88,12 +88,6 @@ def test_gradients_are_averaged_in_a_trial_only_where_that_could_be_best():
     for rate, step_s, expected in ((10, (), True), (5, (), False), (10, (0.05,), False), (10_000, (0.05,), True)):
         measured = replace(RUN, link=Link(rate * MBIT, 0.0), step_s=step_s)
         assert averages(measured) is expected, (rate, step_s)
-
-
-def test_rounds_may_get_longer_at_any_time_in_a_run_of_unknown_length():
-    assert after([0.5] * 20, steps=None, at=50_000) == (6, Interval(64))
-    assert after([0.5] * 20, Interval(100), steps=None, at=100) is None  # 2,000 steps are assumed at first
-    assert after([0.5] * 20, Interval(100), steps=None, at=5_000) == (6, Interval(200))
 
 
 # ---- corrections
@@ -134,6 +128,10 @@ def test_nothing_changes_alone_or_within_the_last_tenth_and_a_run_keeps_twenty_r
     assert after([0.5] * 20, steps=1_000, at=901) is None
     assert after([0.5] * 20, Interval(40), steps=1_000, at=100) == (6, Interval(50))
     assert after([0.5] * 20, Interval(50), steps=1_000, at=100) is None
+    # In a run of unknown length they may get longer at any time, after the 2,000 steps that are assumed.
+    assert after([0.5] * 20, steps=None, at=50_000) == (6, Interval(64))
+    assert after([0.5] * 20, Interval(100), steps=None, at=100) is None
+    assert after([0.5] * 20, Interval(100), steps=None, at=5_000) == (6, Interval(200))
 
 
 def test_longer_rounds_that_do_not_help_are_undone():
@@ -162,7 +160,3 @@ def test_waiting_is_low_again_within_30_rounds_of_a_change_of_the_line(name):
             assert new is None or now.every / 2 <= new.every <= 2 * now.every
             now = new or now
         assert max(waits[30:]) < 0.1, (rate, waits)
-
-
-def test_settings_of_a_choice_leave_out_the_length_of_the_run():
-    assert choose(RUN).settings == OuterSettings("diloco", every=choose(RUN).settings.every, codec="e3m0")

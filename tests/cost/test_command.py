@@ -17,28 +17,12 @@ from farflung.cost.evidence import GAIN_KEPT
 from farflung.cost.methods import Rows
 from farflung.cost.model import Method, Workload, cost_of
 from farflung.cost.recipes import method_of
-from farflung.cost.units import (
-    parse_count,
-    parse_rate,
-    parse_seconds,
-)
+from farflung.cost.units import parse_count, parse_rate, parse_seconds
 from farflung.outer.arguments import recipe_of
 from tests.python import run_python
 
-USUAL = [
-    "--steps",
-    "20k",
-    "--parameters",
-    "124M",
-    "--step_seconds",
-    "0.5",
-    "--bandwidth",
-    "1Gbit",
-    "--replicas",
-    "4",
-    "--latency",
-    "1ms",
-]
+FLAGS = "--steps 20k --parameters 124M --step_seconds 0.5 --bandwidth 1Gbit --replicas 4 --latency 1ms"
+USUAL = FLAGS.split()
 RUN = Workload(124_000_000, 24, 0.5, replicas=4, bandwidth_bps=1e9, latency_s=0.001)
 
 
@@ -46,55 +30,27 @@ def planned(*arguments):
     return CliRunner().invoke(forecast.plan, arguments, catch_exceptions=False)
 
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("366k", 366_000),
-        ("124M", 124_000_000),
-        ("1.1B", 1_100_000_000),
-        ("7e9", 7 * 10**9),
-        ("1_000", 1000),
-        ("2 T", 2 * 10**12),
-    ],
-)
-def test_counts_are_read(text, count):
-    assert parse_count(text, "--parameters") == count
+def methods(*arguments):
+    """The rows of the usual plan with some more arguments, by method, as JSON has them."""
+    found = json.loads(planned(*USUAL, *arguments, "--json").output)
+    return {row["method"]: row for row in found["methods"]}
 
 
-@pytest.mark.parametrize(
-    ("text", "rate"),
-    [
-        ("100Mbit", 1e8),
-        ("1 Gbit/s", 1e9),
-        ("20 mbit/s", 2e7),
-        ("20Mbps", 2e7),
-        ("1.5 GBit/s", 1.5e9),
-        ("100Mb", 1e8),
-        ("10 MB/s", 8e7),
-        ("10MBps", 8e7),
-        ("2.5 kbytes/s", 2e4),
-        ("56000bit/s", 56e3),
-        (".5Gbit", 5e8),
-    ],
-)
-def test_rates_are_read_and_a_capital_b_means_bytes(text, rate):
-    assert parse_rate(text, "--bandwidth") == pytest.approx(rate)
+COUNTS = {"366k": 366e3, "124M": 124e6, "1.1B": 1.1e9, "7e9": 7e9, "1_000": 1e3, "2 T": 2e12}
+# A capital B means bytes.
+RATES = {"100Mbit": 1e8, "1 Gbit/s": 1e9, "20 mbit/s": 2e7, "20Mbps": 2e7, "1.5 GBit/s": 1.5e9, "100Mb": 1e8}
+RATES |= {"10 MB/s": 8e7, "10MBps": 8e7, "2.5 kbytes/s": 2e4, "56000bit/s": 56e3, ".5Gbit": 5e8}
+TIMES = {"50ms": 0.05, "0": 0, "0ms": 0, "200us": 2e-4, "1.5 s": 1.5, "2min": 120}
+AMOUNTS = {"25MiB": 25 * 2**20, "4 MB": 4e6, "512B": 512, "1GB": 1e9, "8Gb": 1e9}
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("50ms", 0.05), ("0", 0), ("0ms", 0), ("200us", 2e-4), ("1.5 s", 1.5), ("2min", 120)]
-)
-def test_times_are_read(text, seconds):
-    assert parse_seconds(text, "--latency") == pytest.approx(seconds)
+PARSERS = {parse_count: COUNTS, parse_rate: RATES, parse_seconds: TIMES, num_bytes: AMOUNTS}
+
+
+@pytest.mark.parametrize(("parse", "numbers"), PARSERS.items())
+def test_numbers_with_their_units_are_read(parse, numbers):
+    assert {text: parse(text, "--flag") for text in numbers} == pytest.approx(numbers, rel=1e-12)
     assert parse_seconds("0.5", "--step_seconds", bare=True) == 0.5
-
-
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [("25MiB", 25 * 2**20), ("4 MB", 4_000_000), ("512B", 512), ("1GB", 10**9), ("8Gb", 10**9)],
-)
-def test_amounts_are_read(text, count):
-    assert num_bytes(text, "--bucket") == count
 
 
 @pytest.mark.parametrize(
@@ -121,20 +77,10 @@ def test_what_is_written_is_read_as_the_same_to_three_digits(amount):
         assert num_bytes(in_bytes(amount).replace(",", ""), "x") == pytest.approx(amount, rel=6e-3, abs=1)
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1 kB"),
-        (98_304, "98.3 kB"),
-        (1.54e6, "1.54 MB"),
-        (2e10, "20 GB"),
-        (4e15, "4,000 TB"),
-    ],
-)
-def test_bytes_are_written_with_three_digits(count, text):
-    assert in_bytes(count) == text
+def test_bytes_are_written_with_three_digits():
+    texts = {0: "0 B", 999: "999 B", 1000: "1 kB", 98_304: "98.3 kB", 1.54e6: "1.54 MB", 2e10: "20 GB"}
+    texts[4e15] = "4,000 TB"
+    assert {count: in_bytes(count) for count in texts} == texts
 
 
 def test_json_is_what_the_model_says():
@@ -142,9 +88,8 @@ def test_json_is_what_the_model_says():
     assert Workload(**found["run"]) == RUN
     rows = Rows(RUN, 20_000, 0.9, bucket_bytes=2**20).chosen
     costs = [cost_of(RUN, row.method) for row in rows]
-    assert [row["method"] for row in found["methods"]] == [cost.method.name for cost in costs]
-    assert [row["flags"] for row in found["methods"]] == [row.flags for row in rows]
-    assert [row["gain_kept"] for row in found["methods"]] == [row.gain_kept for row in rows]
+    shown = [(row["method"], row["flags"], row["gain_kept"]) for row in found["methods"]]
+    assert shown == [(row.method.name, row.flags, row.gain_kept) for row in rows]
     assert found["take"] == found["methods"][0]["method"]
     for row, cost in zip(found["methods"], costs, strict=True):
         assert row["seconds_per_step"] == cost.seconds_per_step
@@ -154,12 +99,7 @@ def test_json_is_what_the_model_says():
         assert row["is_fast_enough"] == (cost.utilization >= 0.9)
         if row["bandwidth_needed_bps"] is not None:
             assert row["is_fast_enough"] == (row["bandwidth_needed_bps"] <= 1e9)
-
-
-def test_no_bandwidth_that_is_enough_is_null_in_json():
-    far = [*USUAL, "--latency", "1s"]
-    rows = {row["method"]: row for row in json.loads(planned(*far, "--json").output)["methods"]}
-    assert rows["DDP"]["bandwidth_needed_bps"] is None
+    assert methods("--latency", "1s")["DDP"]["bandwidth_needed_bps"] is None  # none is enough
 
 
 def test_the_table_fits_80_columns_and_marks_what_is_fast_enough():
@@ -179,7 +119,7 @@ def test_each_row_has_its_flags_and_the_last_lines_say_which_row_to_take_and_run
         (["--latency", "1min"], "No method is fast enough; the closest is "),
     ]:
         *lines, said, command = planned(*USUAL, *arguments).output.splitlines()
-        first, *_ = rows = json.loads(planned(*USUAL, *arguments, "--json").output)["methods"]
+        first, *_ = rows = [*methods(*arguments).values()]
         assert said.startswith(advice)
         assert f" {first['method']}" in said
         assert command == " ".join(filter(None, ["farflung launch --num_processes 4", first["flags"], "train.py"]))
@@ -236,19 +176,19 @@ def measured(run, name, every):
     return method_of(made, run.parameters, name=name)
 
 
-@settings(max_examples=50)
-@given(
-    st.builds(
-        Workload,
-        parameters=st.integers(10_000, 10**9),
-        layers=st.integers(1, 60),
-        step_s=st.floats(0.01, 2),
-        replicas=st.integers(2, 8),
-        bandwidth_bps=st.floats(1e6, 1e11),
-        latency_s=st.floats(0, 0.2),
-    ),
-    st.integers(1, 20_000),
+RUNS = st.builds(
+    Workload,
+    parameters=st.integers(10_000, 10**9),
+    layers=st.integers(1, 60),
+    step_s=st.floats(0.01, 2),
+    replicas=st.integers(2, 8),
+    bandwidth_bps=st.floats(1e6, 1e11),
+    latency_s=st.floats(0, 0.2),
 )
+
+
+@settings(max_examples=50)
+@given(RUNS, st.integers(1, 20_000))
 def test_rounds_are_ten_at_least_and_late_by_a_quarter_of_their_interval_at_most(run, steps):
     rows = Rows(run, steps, 0.9)
     fast = [rows.suffices(row) for row in rows.chosen]
@@ -343,8 +283,8 @@ def test_what_cannot_be_is_refused(arguments, message, home):
 
 def test_the_plan_needs_no_torch(tmp_path):
     """It is arithmetic: where torch can't be imported the output is the same."""
-    (tmp_path / "torch.py").write_text("raise ImportError('there is no torch here')\n")
-    (tmp_path / "numpy.py").write_text("raise ImportError('there is no numpy here')\n")
+    for name in ("torch", "numpy"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('it is not there')\n")
     code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from farflung.launch.main import main; main()"
     done = run_python("-c", code, tmp_path, "plan", *USUAL, code=None)
     assert (done.returncode, done.stderr) == (0, "")
@@ -352,14 +292,10 @@ def test_the_plan_needs_no_torch(tmp_path):
 
 
 def test_help_loads_no_more_than_it_needs(home):
-    code = (
-        "import sys\n"
-        "from farflung.launch.main import farflung\n"
-        "farflung.main(['plan', '--help'], standalone_mode=False)\n"
-        "assert 'torch' not in sys.modules and 'rich' not in sys.modules\n"
-    )
-    done = run_python("-c", code)
-    assert "--step_seconds" in done.stdout
+    code = "import sys; from farflung.launch.main import farflung\n"
+    code += "farflung.main(['plan', '--help'], standalone_mode=False)\n"
+    code += "assert 'torch' not in sys.modules and 'rich' not in sys.modules"
+    assert "--step_seconds" in run_python("-c", code).stdout
 
 
 def test_a_method_that_did_worse_than_a_replica_alone_is_not_praised(monkeypatch):
@@ -372,12 +308,11 @@ def test_a_method_that_did_worse_than_a_replica_alone_is_not_praised(monkeypatch
 @pytest.mark.parametrize("more", [(), ("--meet", "s3", "--prices", "0.005", "0.0004", "0.09", "0.023")])
 def test_the_rows_for_scripts_are_those_of_json(more):
     heading, *lines = planned(*USUAL, *more, "--table").output.splitlines()
-    rows = json.loads(planned(*USUAL, *more, "--json").output)["methods"]
+    rows = methods(*more).values()
     assert len(lines) == len(rows) > 3
     for line, row in zip(lines, rows, strict=True):
         cells = dict(zip(heading.split("\t"), line.split("\t"), strict=True))
-        assert cells["method"] == row["method"]
-        assert cells["flags"] == row["flags"]
+        assert (cells["method"], cells["flags"]) == (row["method"], row["flags"])
         assert float(cells["utilization"]) == row["utilization"]
         assert float(cells["memory"]) == row["memory"]["total"]
         assert cells["bandwidth_needed_bps"] == str(row["bandwidth_needed_bps"] or "")
@@ -385,12 +320,7 @@ def test_the_rows_for_scripts_are_those_of_json(more):
 
 
 def test_buffers_slow_ddp_alone():
-    def rows(*more):
-        return {
-            one["method"]: one["seconds_per_step"]
-            for one in json.loads(planned(*USUAL, *more, "--json").output)["methods"]
-        }
-
-    without, given_ = rows(), rows("--buffers", "50MB")
-    assert {name for name in without if given_[name] != without[name]} == {"DDP", "DDP bf16"}
-    assert given_["DDP"] - without["DDP"] == pytest.approx(50e6 * 8 / 1e9)
+    without, buffered = methods(), methods("--buffers", "50MB")
+    more = {name: buffered[name]["seconds_per_step"] - row["seconds_per_step"] for name, row in without.items()}
+    assert {name for name in more if more[name]} == {"DDP", "DDP bf16"}
+    assert more["DDP"] == pytest.approx(50e6 * 8 / 1e9)

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from farflung.cost.model import Method, Workload, cost_of
+from tests.docs.test_pages import results, words
 
 PUBLISHED = json.loads((Path(__file__).parent / "foreign.json").read_text(encoding="utf-8"))
 POINTS = PUBLISHED["points"]
@@ -70,9 +71,8 @@ def of_a_round(line):
 
 
 def far_off(rate, close=CLOSE):
-    return {
-        key(point) for point in POINTS if abs(forecast(point, rate(point["line"])) / point["utilization"] - 1) > close
-    }
+    off = {key(point): forecast(point, rate(point["line"])) / point["utilization"] - 1 for point in POINTS}
+    return {name for name, share in off.items() if abs(share) > close}
 
 
 def test_the_published_headline_is_among_the_points():
@@ -98,12 +98,12 @@ def test_from_the_time_of_one_all_reduce_on_a_line_all_of_its_points_are_close()
 
 
 def test_a_ring_over_few_connections_takes_what_its_line_needs():
-    results = Path(__file__).parents[2] / "benchmarks" / "results" / "connections.jsonl"
-    figures = json.loads(results.read_text(encoding="utf-8").splitlines()[-1])["figures"]
+    figures = results("connections")[-1]["figures"]
     at_50 = [figures[f"50 Mbit/s, {number} a channel"] for number in (1, 4, 16)]
-    page = " ".join((Path(__file__).parents[2] / "docs" / "cost.md").read_text(encoding="utf-8").split())
     few, some, many = (f"{one['of_what_the_line_needs']:.2f}" for one in at_50)
-    assert f"{many} times what a line of 50 Mbit/s needs, with four {some} times and with one {few} times" in page
+    assert f"{many} times what a line of 50 Mbit/s needs, with four {some} times and with one {few} times" in words(
+        "cost"
+    )
     assert (float(few) < 1.03, float(many) > 1.2, at_50[0]["packets_dropped"]) == (True, True, 0)
 
 
@@ -113,7 +113,7 @@ def test_an_all_reduce_never_beats_the_forecast(line):
 
 
 def test_without_the_buffers_ddp_would_be_a_third_too_rosy():
-    point = next(point for point in POINTS if key(point) == ("ddp", 1, "1g"))
+    (point,) = [point for point in POINTS if key(point) == ("ddp", 1, "1g")]
     run = Workload(PUBLISHED["parameters"], 6, point["step_ms"] / 1000, 4, of_the_line("1g"))
     method = Method("DDP", during_backward=True, bucket_bytes=25 * 2**20)
     assert cost_of(run, method).utilization / point["utilization"] - 1 > 0.3

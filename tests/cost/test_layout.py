@@ -44,10 +44,7 @@ def test_what_rests_is_shared_by_the_shards_and_the_peak_has_room_for_it(size, l
     rest = cost.weights + cost.gradients + cost.optimizer
     assert cost.peak >= rest * (1 - 1e-9)
     assert cost.peak <= (rest + 3 * cost.gathered + 3 * cost.reducing) * (1 + 1e-9)
-
-
-@given(SIZES, LAYOUTS)
-def test_nobody_sends_where_an_axis_has_one_rank(size, layout):
+    # Nobody sends where an axis has one rank.
     assert estimate(size, replace(layout, dp_shard_size=1)).row_bytes == 0
     assert estimate(size, replace(layout, dp_replicate_size=1)).column_bytes == 0
 
@@ -63,13 +60,11 @@ def test_sharding_sends_half_as_much_again_as_averaging(size, ranks):
 
 
 @given(SIZES, st.integers(2, 8), st.integers(1, 8))
-def test_columns_exchange_their_shards_alone(size, rows, shards):
+def test_columns_exchange_their_shards_alone_and_an_outer_loop_costs_what_it_does_for_a_ranks_values(
+    size, rows, shards
+):
     each = estimate(size, RankLayout(rows, shards, sharded=True)).column_bytes
     assert each * shards == pytest.approx(estimate(size, RankLayout(rows, 1, sharded=True)).column_bytes)
-
-
-@given(SIZES, st.integers(2, 8), st.integers(1, 8))
-def test_an_outer_loop_costs_a_rank_what_it_costs_for_the_values_that_it_holds(size, rows, shards):
     cost = estimate(size, RankLayout(rows, shards, sharded=True, outer=DILOCO))
     inside = estimate(size, RankLayout(1, shards, sharded=True))
     held = -(-size.parameters // shards)
@@ -87,11 +82,10 @@ def test_frozen_parameters_have_neither_gradients_nor_states():
 
 
 def test_mixed_precision_halves_what_is_gathered_and_sent_and_nothing_at_rest():
-    size, whole = ModelSize((10, 100, 100)), RankLayout(1, 4, sharded=True)
-    half = replace(whole, param_bytes=2, reduce_bytes=2)
-    assert estimate(size, half).row_bytes == estimate(size, whole).row_bytes / 2
-    assert estimate(size, half).gathered == estimate(size, whole).gathered / 2
-    assert estimate(size, half).weights == estimate(size, whole).weights
+    whole = RankLayout(1, 4, sharded=True)
+    layouts = (replace(whole, param_bytes=2, reduce_bytes=2), whole)
+    half, full = (estimate(ModelSize((10, 100, 100)), layout) for layout in layouts)
+    assert (half.row_bytes, half.gathered, half.weights) == (full.row_bytes / 2, full.gathered / 2, full.weights)
 
 
 def test_a_model_is_measured_in_the_groups_that_it_is_sharded_in():

@@ -10,21 +10,19 @@ from farflung.base.errors import ConfigError
 from farflung.demo import text
 from farflung.demo.text import TRAIN_MODULES, VALIDATION_MODULES, check_length, folder_text, load_text, stdlib_text
 
+LISTED = TRAIN_MODULES.split() + VALIDATION_MODULES.split()
 
-def test_the_listed_sources_are_all_here():
+
+def test_the_listed_sources_are_all_here_and_each_is_listed_once():
     found = load_text(None)
     assert len(found.train) > 3_000_000
     assert len(found.validation) > 100_000
-
-
-def test_no_source_is_listed_twice():
-    listed = TRAIN_MODULES.split() + VALIDATION_MODULES.split()
-    assert len(listed) == len(set(listed))
+    assert len(LISTED) == len(set(LISTED))
 
 
 def test_a_missing_source_is_named(tmp_path):
     root = Path(sysconfig.get_paths()["stdlib"])
-    for name in TRAIN_MODULES.split() + VALIDATION_MODULES.split():
+    for name in LISTED:
         if name not in ("http/server", "csv"):
             file = tmp_path / f"{name}.py"
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -45,15 +43,12 @@ def test_of_each_file_of_a_folder_the_last_tenth_is_for_validation(tmp_path):
     assert found.left_out == ("picture.bin",)
 
 
-def test_a_folder_without_text_is_refused(tmp_path):
+def test_a_folder_without_text_or_with_too_little_is_refused(tmp_path):
     (tmp_path / "zeros").write_bytes(bytes(10))
     with pytest.raises(ConfigError, match="none of its 1 visible files is UTF-8 text"):
         folder_text(tmp_path)
     with pytest.raises(ConfigError, match="no such folder"):
         load_text(str(tmp_path / "elsewhere"))
-
-
-def test_a_text_too_short_for_one_step_is_refused():
     check_length(text.Text(b"x" * 129, b"x" * 65), context=64, sequences=2)
     with pytest.raises(ConfigError, match="to train on has 128 bytes, and 129 are the least"):
         check_length(text.Text(b"x" * 128, b"x" * 65), context=64, sequences=2)

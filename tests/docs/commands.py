@@ -31,13 +31,9 @@ def flag_row(entry):
 
 
 def generated():
-    """Everything below the cut."""
     nested = {f"checkpoint {name}": row for name, row in CHECKPOINT.items()}
-    parts = [
-        "## Commands",
-        table(["command", "does"], [[f"`farflung {n}`", t] for n, (_, t) in (COMMANDS | nested).items()]),
-    ]
-    parts.append("## The flags of `farflung launch`")
+    rows = [[f"`farflung {name}`", text] for name, (_, text) in (COMMANDS | nested).items()]
+    parts = ["## Commands", table(["command", "does"], rows), "## The flags of `farflung launch`"]
     parts.append(
         "Each has an environment variable, `FARFLUNG_` and its name if none is shown, and, without a `*`, a key of\n"
         "the same name in a file of settings. `_` and `-` are alike: `--num_processes`, `--num-processes`."
@@ -49,7 +45,6 @@ def generated():
 
 
 def page():
-    """The whole page as it should be."""
     return PAGE.read_text(encoding="utf-8").partition(CUT)[0] + CUT + "\n" + generated()
 
 

@@ -6,27 +6,22 @@ from farflung.outer import OuterLoop, {name}
 
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-with OuterLoop(model, {call}).attach(optimizer) as outer:
+with OuterLoop(model, {name}({given})).attach(optimizer) as outer:
     for _ in range(4):
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
 assert outer.stats().steps == 4
 """
-CALLS = {
-    "diloco": 'diloco(every=2, codec="e3m0")',
-    "edit": "edit(every=2)",
-    "eager_diloco": "eager_diloco(every=2)",
-    "gossip": "gossip(every=2)",
-    "hierarchical": "hierarchical({4: 2, 64: None})",
-    "local_sgd": "local_sgd(2)",
-    "noloco": "noloco(every=2)",
-    "post_local_sgd": "post_local_sgd(warmup=2, every=2)",
-    "quadratic": "quadratic(every=2, alpha=0.1)",
-    "slowmo": "slowmo(every=2)",
-    "sparse_loco": "sparse_loco(every=2)",
-    "streaming_diloco": "streaming_diloco(every=2, fragments=2, delay=0)",
+ARGUMENTS = dict.fromkeys(("edit", "eager_diloco", "gossip", "noloco", "slowmo", "sparse_loco"), "every=2")
+ARGUMENTS |= {
+    "diloco": 'every=2, codec="e3m0"',
+    "hierarchical": "{4: 2, 64: None}",
+    "local_sgd": "2",
+    "post_local_sgd": "warmup=2, every=2",
+    "quadratic": "every=2, alpha=0.1",
+    "streaming_diloco": "every=2, fragments=2, delay=0",
 }
-EXAMPLES = {f"farflung.outer.{name}": RECIPE.format(name=name, call=call) for name, call in CALLS.items()}
+EXAMPLES = {f"farflung.outer.{name}": RECIPE.format(name=name, given=given) for name, given in ARGUMENTS.items()}
 EXAMPLES["farflung.outer.OuterLoop"] = """import torch
 from farflung.outer import OuterLoop, diloco
 

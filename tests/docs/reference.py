@@ -14,6 +14,9 @@ from tests.docs.test_pages import ROOT
 
 FOLDER = ROOT / "docs" / "reference"
 ACCELERATE = "Names of Accelerate's, at its paths. What differs from Accelerate: [migrating](../migrating.md)."
+TESTING = "testing.simulate:simulate testing.ranks:run_ranks testing.sim:run_replicas"
+OTHER = "state optimizer scheduler logging memory_utils big_modeling launchers local_sgd parallelism_config"
+COMMANDS = " ".join(f"commands.{name}" for name in ("launch", "config", "estimate", "merge", "test", "to_fsdp2", "env"))
 # A page's name, what it says first, and its doors. A door that is a room of ours has its few public names with it.
 PAGES = {
     "farflung": ("What scripts import first. `import farflung` loads no torch: a name is loaded at its first use.", ""),
@@ -21,21 +24,12 @@ PAGES = {
     "elastic": ("Replicas that come and go, in a loop of your own: [elastic](../elastic.md).", "elastic"),
     "integrations": ("Other libraries: [transformers](../transformers.md).", "integrations.transformers:OuterCallback"),
     "tracking": ("Experiment trackers, and how to write one: [tracking](../tracking.md).", "tracking"),
-    "testing": (
-        "Several replicas on one machine: [simulate](../simulate.md).",
-        "testing.simulate:simulate testing.ranks:run_ranks testing.sim:run_replicas",
-    ),
+    "testing": ("Several replicas on one machine: [simulate](../simulate.md).", TESTING),
     "data_loader": (ACCELERATE, "data_loader"),
     "hooks": (ACCELERATE, "hooks"),
     "utils": (ACCELERATE, "utils"),
-    "other": (
-        ACCELERATE,
-        "state optimizer scheduler logging memory_utils big_modeling launchers local_sgd parallelism_config",
-    ),
-    "commands": (
-        ACCELERATE,
-        "commands.launch commands.config commands.estimate commands.merge commands.test commands.to_fsdp2 commands.env",
-    ),
+    "other": (ACCELERATE, OTHER),
+    "commands": (ACCELERATE, COMMANDS),
     "test_utils": (ACCELERATE, "test_utils"),
 }
 TITLES = {"farflung": "farflung", "other": "Accelerate's other doors"}
@@ -93,7 +87,6 @@ def entries():
 
 
 def pages():
-    """The text of each page, by its file."""
     found = {}
     for page, entered in entries().items():
         about, doors = PAGES[page]

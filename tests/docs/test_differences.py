@@ -6,13 +6,13 @@ keeps the right side in full.
 """
 
 import stat
+from functools import partial
 
 import accelerate
 import pytest
 import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.optimizer import AcceleratedOptimizer as TheirOptimizer
-from accelerate.utils import DataLoaderConfiguration as TheirLoading, gather_object as their_gather_object
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -25,12 +25,12 @@ from farflung.loop.optimizer import AcceleratedOptimizer as OurOptimizer
 from farflung.loop.state import LoopState
 from farflung.precision.amp import ScaledFp16
 from farflung.testing.ranks import run_ranks
-from farflung.utils import DataLoaderConfiguration as OurLoading, gather_object as our_gather_object
+from tests.docs.test_numbers import LIBRARIES, fresh, on_ranks
 
 
 def both(program, *args):
     """The values of `program` with Accelerate and with Farflung."""
-    return program(accelerate.Accelerator, *args), program(farflung.Accelerator, *args)
+    return tuple(program(library, *args) for library in LIBRARIES.values())
 
 
 class Stream(IterableDataset):
@@ -38,46 +38,33 @@ class Stream(IterableDataset):
         return iter(range(7))
 
 
-def dtype_inside(make):
-    accelerator = make(cpu=True, mixed_precision="fp16")
-    seen = []
-
-    class Probe(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(2, 2)
-
-        def forward(self, x):
-            seen.append(self.layer(x).dtype)
-            return x
-
-    accelerator.prepare(Probe())(torch.ones(1, 2))
+def dtype_inside(library):
+    """The dtype in a layer in fp16 on a CPU, and what the accelerator calls the precision."""
+    accelerator = library.Accelerator(cpu=True, mixed_precision="fp16")
+    model, seen = nn.Sequential(nn.Linear(2, 2)), []
+    model[0].register_forward_hook(lambda layer, inputs, output: seen.append(output.dtype))
+    accelerator.prepare(model)(torch.ones(1, 2))
     return seen[0], accelerator.mixed_precision
 
 
-def test_fp16_on_a_cpu():
-    assert both(dtype_inside) == ((torch.float32, "fp16"), (torch.float16, "fp16"))
+def scaled():
+    """How each library prepares an optimizer in fp16, and scales its loss."""
+    accelerate.Accelerator(cpu=True)
+    scaler, precision = torch.amp.GradScaler("cpu"), ScaledFp16("cpu")
+    ours = partial(OurOptimizer, state=LoopState(), precision=precision)
+    return (partial(TheirOptimizer, scaler=scaler), scaler.scale), (ours, precision.scale)
 
 
 def test_a_fused_optimizer_that_overflows():
-    def skipped(fused, prepare):
+    def skipped(fused, prepare, scale):
         model = nn.Linear(2, 1)
-        optimizer, scale = prepare(torch.optim.AdamW(model.parameters(), fused=fused))
+        optimizer = prepare(torch.optim.AdamW(model.parameters(), fused=fused))
         scale(model(torch.full((1, 2), float("inf"))).sum()).backward()
         optimizer.step()
         return optimizer.step_was_skipped
 
-    def theirs(optimizer):
-        scaler = torch.amp.GradScaler("cpu")
-        return TheirOptimizer(optimizer, scaler=scaler), scaler.scale
-
-    def ours(optimizer):
-        precision = ScaledFp16("cpu")
-        return OurOptimizer(optimizer, state=LoopState(), precision=precision), precision.scale
-
-    accelerate.Accelerator(cpu=True)
-    assert [skipped(fused, theirs) for fused in (False, True)] == [True, False]
-    assert [skipped(fused, ours) for fused in (False, True)] == [True, True]
+    assert [skipped(False, *library) for library in scaled()] == [True, True]
+    assert [skipped(True, *library) for library in scaled()] == [False, True]
 
 
 def test_two_optimizers_of_which_the_first_overflows():
@@ -91,11 +78,7 @@ def test_two_optimizers_of_which_the_first_overflows():
             optimizer.step()
         return models[1].weight.item()
 
-    accelerate.Accelerator(cpu=True)
-    scaler, precision = torch.amp.GradScaler("cpu"), ScaledFp16("cpu")
-    assert second_weight(lambda inner: TheirOptimizer(inner, scaler=scaler), scaler.scale) == -1.0
-    state = LoopState()
-    assert second_weight(lambda inner: OurOptimizer(inner, state=state, precision=precision), precision.scale) == 0.0
+    assert [second_weight(*library) for library in scaled()] == [-1.0, 0.0]
 
 
 def test_launched_compiling_that_says_nothing_of_varying_shapes():
@@ -108,9 +91,9 @@ def test_launched_compiling_that_says_nothing_of_varying_shapes():
     assert (theirs["ACCELERATE_DYNAMO_USE_DYNAMIC"], ours.get("ACCELERATE_DYNAMO_USE_DYNAMIC")) == ("False", None)
 
 
-def window_gradients(make):
+def window_gradients(library):
     """Gradients at the end of windows of 3, over micro-batches whose gradients are 1, 2, 3 and 4."""
-    accelerator = make(cpu=True, gradient_accumulation_steps=3)
+    accelerator = library.Accelerator(cpu=True, gradient_accumulation_steps=3)
     layer = nn.Linear(1, 1, bias=False)
     loader = DataLoader(torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
     model, optimizer, loader = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.0), loader)
@@ -126,13 +109,9 @@ def window_gradients(make):
     return gradients, norms[0] == norms[0]  # NaN is not itself
 
 
-def test_a_short_last_window_and_clipping_inside_one():
-    assert both(window_gradients) == (([2.0, 1.3333], True), ([2.0, 4.0], False))
-
-
-def who_steps(make):
+def who_steps(library):
     """Which of two models, accumulated in turn with windows of 2, is updated."""
-    accelerator = make(cpu=True, gradient_accumulation_steps=2)
+    accelerator = library.Accelerator(cpu=True, gradient_accumulation_steps=2)
     layers = [nn.Linear(1, 1, bias=False) for _ in range(2)]
     before = [layer.weight.item() for layer in layers]
     pairs = [accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=1.0)) for layer in layers]
@@ -145,13 +124,9 @@ def who_steps(make):
     return [layer.weight.item() != old for layer, old in zip(layers, before, strict=True)]
 
 
-def test_two_models_in_turn():
-    assert both(who_steps) == ([False, True], [True, True])
-
-
-def end_is_seen(make):
+def end_is_seen(library):
     """Whether the window completes at the end of the data, after an evaluation that was left by `break`."""
-    accelerator = make(cpu=True, gradient_accumulation_steps=3)
+    accelerator = library.Accelerator(cpu=True, gradient_accumulation_steps=3)
     model = accelerator.prepare(nn.Linear(1, 1))
     train, evaluation = accelerator.prepare(DataLoader(range(4)), DataLoader(range(3)))
     for number, _ in enumerate(train):
@@ -163,25 +138,30 @@ def end_is_seen(make):
     return complete
 
 
-def test_an_evaluation_left_by_break():
-    assert both(end_is_seen) == (False, True)
-
-
-def first_batches(make, loading):
-    accelerator = make(cpu=True, dataloader_config=loading(use_seedable_sampler=True))
+def first_batches_are_alike(library):
+    """Whether a seedable order is the same again after a `break`."""
+    accelerator = fresh(library, use_seedable_sampler=True)
     loader = accelerator.prepare(DataLoader(range(64), batch_size=8, shuffle=True))
-    return [next(batch.tolist() for batch in loader) for _ in range(2)]
+    first, second = (next(batch.tolist() for batch in loader) for _ in range(2))
+    return first == second
 
 
-def test_a_seedable_order_after_a_break():
-    first, second = first_batches(accelerate.Accelerator, TheirLoading)
-    assert first == second
-    first, second = first_batches(farflung.Accelerator, OurLoading)
-    assert first != second
+@pytest.mark.parametrize(
+    ("program", "theirs", "ours"),
+    [
+        (dtype_inside, (torch.float32, "fp16"), (torch.float16, "fp16")),
+        (window_gradients, ([2.0, 1.3333], True), ([2.0, 4.0], False)),
+        (who_steps, [False, True], [True, True]),
+        (end_is_seen, False, True),
+        (first_batches_are_alike, True, False),
+    ],
+)
+def test_small_programs(program, theirs, ours):
+    assert both(program) == (theirs, ours)
 
 
-def masks_of_the_first_epoch(make, loading, stateful):
-    accelerator = make(cpu=True, dataloader_config=loading(use_stateful_dataloader=stateful))
+def masks_of_the_first_epoch(library, stateful):
+    accelerator = fresh(library, use_stateful_dataloader=stateful)
     torch.manual_seed(0)
     train, _ = accelerator.prepare(DataLoader(torch.ones(8), 2), DataLoader(torch.ones(4), 2))
     return [torch.dropout(batch, 0.5, True).tolist() for batch in train]
@@ -189,24 +169,16 @@ def masks_of_the_first_epoch(make, loading, stateful):
 
 @pytest.mark.filterwarnings("ignore")  # torchdata goes through all of torch's old names
 def test_masks_of_the_first_epoch_with_stateful_loaders():
-    for make, loading, same in (
-        (accelerate.Accelerator, TheirLoading, False),
-        (farflung.Accelerator, OurLoading, True),
-    ):
-        seen = []
-        for stateful in (False, True):
-            farflung.state.AcceleratorState._reset_state(True)
-            accelerate.state.AcceleratorState._reset_state(True)
-            seen.append(masks_of_the_first_epoch(make, loading, stateful))
-        assert (seen[0] == seen[1]) is same
+    plain, stateful = (both(masks_of_the_first_epoch, stateful) for stateful in (False, True))
+    assert [one == other for one, other in zip(plain, stateful, strict=True)] == [False, True]
 
 
-def settled(make, folder):
-    one, two = make(cpu=True, gradient_accumulation_steps=2), make(cpu=True, gradient_accumulation_steps=3)
+def settled(library, folder):
+    one, two = (library.Accelerator(cpu=True, gradient_accumulation_steps=steps) for steps in (2, 3))
     layer = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
     same = one.prepare(optimizer) is one.prepare(optimizer)
-    file = folder / make.__module__
+    file = folder / library.__name__
     one.save({"x": torch.ones(1)}, file, safe_serialization=True)
     shared = bool(file.stat().st_mode & stat.S_IRGRP)
     stream = type(one.prepare(DataLoader(Stream()))).__name__
@@ -214,19 +186,17 @@ def settled(make, folder):
 
 
 def test_second_accelerators_second_prepares_files_and_streams(tmp_path):
-    theirs, ours = both(settled, tmp_path)
-    assert theirs == (3, 3, False, False, "DataLoaderDispatcher")
-    assert ours == (2, 3, True, True, "DataLoaderShard")
+    theirs = (3, 3, False, False, "DataLoaderDispatcher")
+    assert both(settled, tmp_path) == (theirs, (2, 3, True, True, "DataLoaderShard"))
 
 
 def on_two_ranks():
     environ.export({"ACCELERATE_USE_CPU": "true"})
-    theirs = talked(accelerate.Accelerator, TheirLoading, their_gather_object)
-    return theirs, talked(farflung.Accelerator, OurLoading, our_gather_object)
+    return both(talked)
 
 
-def talked(make, loading, gather_object):
-    accelerator = make(cpu=True, dataloader_config=loading(dispatch_batches=False))
+def talked(library):
+    accelerator = fresh(library, dispatch_batches=False)
     rank = accelerator.process_index
     seen = []
     for batch in accelerator.prepare(DataLoader(Stream(), batch_size=2)):
@@ -239,8 +209,7 @@ def talked(make, loading, gather_object):
     nested = []
     loader = accelerator.prepare(DataLoader(range(5), batch_size=2))
     for batch in loader:
-        for _ in loader:
-            pass
+        list(loader)
         nested.append(len(accelerator.gather_for_metrics(batch)))
     layer = nn.Linear(1, 1)
     inner = torch.optim.SGD(layer.parameters(), lr=1.0)
@@ -258,14 +227,14 @@ def talked(make, loading, gather_object):
         "avg": attempt(lambda: accelerator.reduce(torch.tensor([1.0]), "avg").item()),
         "fp16 mean": accelerator.reduce(torch.tensor([60000.0], dtype=torch.float16), "mean").item(),
         "mixed": mixed,
-        "dictionary": attempt(lambda: gather_object({"key": rank})),
+        "dictionary": attempt(lambda: library.utils.gather_object({"key": rank})),
     }
 
 
-def one_more_batch(make, loading):
+def one_more_batch(library):
     """Rank 0 gathers a batch in its loop that rank 1 does not have; rank 1 goes on to another call."""
-    accelerator = make(cpu=True, dataloader_config=loading(even_batches=False))
-    seen = []
+    environ.export({"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"})
+    accelerator, seen = fresh(LIBRARIES[library], even_batches=False), []
     try:
         for batch in accelerator.prepare(DataLoader(range(3), batch_size=1)):
             seen.append(accelerator.gather_for_metrics(batch).tolist())
@@ -275,15 +244,8 @@ def one_more_batch(make, loading):
     return seen
 
 
-def one_more_batch_on_two_ranks(library):
-    environ.export({"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"})
-    if library == "theirs":
-        return one_more_batch(accelerate.Accelerator, TheirLoading)
-    return one_more_batch(farflung.Accelerator, OurLoading)
-
-
 def test_a_batch_that_one_rank_does_not_have():
-    theirs, ours = (run_ranks(one_more_batch_on_two_ranks, 2, library, connect=False) for library in ("theirs", "ours"))
+    theirs, ours = on_ranks(one_more_batch)
     assert (theirs[0][:2], theirs[1]) == ([[0, 1], [2]], [[0], [2, 100]])
     assert ours == [[[0, 1], "CollectiveMismatch"]] * 2
 
@@ -344,11 +306,10 @@ def test_plugins_of_fsdp():
 
 
 def devices_of_two(name):
-    accelerator = {"accelerate": accelerate, "farflung": farflung}[name].Accelerator(cpu=True)
+    accelerator = LIBRARIES[name].Accelerator(cpu=True)
     accelerator.wait_for_everyone()  # a rank that ended now would break connections that another still makes
     return str(accelerator.device), torch.zeros(1, device=accelerator.device).device == accelerator.device
 
 
 def test_the_device_of_several_cpu_processes():
-    assert run_ranks(devices_of_two, 2, "accelerate", connect=False) == [("cpu:0", False)] * 2
-    assert run_ranks(devices_of_two, 2, "farflung", connect=False) == [("cpu", True)] * 2
+    assert on_ranks(devices_of_two) == ([("cpu:0", False)] * 2, [("cpu", True)] * 2)

@@ -24,31 +24,15 @@ OBJECTS = {
 }
 # Names of modules of ours that are objects of torch's, other packages or a script's file on pages.
 OTHERS = ("accelerate", "dataclasses", "model", "optimizer", "scheduler", "train", "transformers")
-# Of libraries, of papers, of scripts, and of Accelerate where a page says that they are not here.
-FOREIGN = {
-    *(
-        "BatchEncoding",
-        "Delta",
-        "F.linear",
-        "OptimizedModule",
-        "StackDataset",
-        "Trainer",
-        "Trainer.evaluate",
-        "TrainingArguments",
-    ),
-    "SDPBackend.MATH",
-    *("ZeroRedundancyOptimizer", "evidence.redo", "farflung.json", "farflung.trackers", "farflung.x"),
-    "rounds.jsonl",  # files of a run's folder
-    "run.json",
-    "events.jsonl",
-    "report.html",
-    "CHANGELOG.md",
-    "PersistentKeepalive",  # WireGuard's
-    "private.key",
-    *("EPOCH_COMPLETED", "ITERATION_COMPLETED", "ModelCheckpoint", "idist.Parallel", "idist.auto_dataloader"),
-    *("auto_model", "ckpt_path", "idist.auto_model", "model.fit", "save_weights", "toggle_optimizer"),
-    *("Infinity", "NaN"),  # as JSON's readers know them
-}
+# Of libraries, of papers, of scripts, of Accelerate where a page says that they are not here, of WireGuard, of a run's
+# folder, and of JSON.
+FOREIGN = """
+BatchEncoding Delta F.linear OptimizedModule StackDataset Trainer Trainer.evaluate TrainingArguments SDPBackend.MATH
+ZeroRedundancyOptimizer evidence.redo farflung.json farflung.trackers farflung.x PersistentKeepalive private.key
+EPOCH_COMPLETED ITERATION_COMPLETED ModelCheckpoint idist.Parallel idist.auto_dataloader auto_model ckpt_path
+idist.auto_model model.fit save_weights toggle_optimizer rounds.jsonl run.json events.jsonl report.html CHANGELOG.md
+Infinity NaN
+"""
 
 
 @cache
@@ -115,7 +99,7 @@ def exists(name):
     """Whether `name` is there, as far as it is one of ours."""
     first, *rest = name.split(".")
     module, _, last = name.rpartition(".")
-    if name in FOREIGN or first in OTHERS:
+    if name in FOREIGN.split() or first in OTHERS:
         return True
     if first == "farflung":
         return is_imported(name)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small programs with both libraries: where their numbers differ, docs/migrating.md has a row that names the test."""
 
-from __future__ import annotations
-
 import json
 import warnings
 
@@ -11,21 +9,14 @@ import accelerate.utils
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    Sampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, SubsetRandomSampler
 
 import farflung
+import farflung.state
 import farflung.utils
 from farflung.process.bootstrap import RankInfo, choose_device
-from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
+from tests.compat.differential import Rotated
 
 LIBRARIES = {"accelerate": accelerate, "farflung": farflung}
 
@@ -58,31 +49,25 @@ def program(name):
         seen["padded tuple"] = TypeError
     loader = accelerator.prepare(DataLoader(range(8), batch_size=4))
     seen["split_batches"] = [batch.tolist() for batch in loader]
-    for flags in ({"use_seedable_sampler": True}, {"dispatch_batches": True}):
-        reset(library)
-        accelerator = library.Accelerator(cpu=True, dataloader_config=library.utils.DataLoaderConfiguration(**flags))
-        if "dispatch_batches" in flags:
-            generator = torch.Generator().manual_seed(3)
-            loader = accelerator.prepare(DataLoader(range(8), 2, shuffle=True, generator=generator))
-            seen["dispatched, with a generator"] = [batch.tolist() for _ in range(2) for batch in loader]
-            loader = accelerator.prepare(DataLoader(range(8), 1))
-            seen["dispatched, skipped"] = [batch.item() for batch in library.skip_first_batches(loader, 2)]
-            model = accelerator.prepare(nn.Linear(1, 1))
-            loader = accelerator.prepare(DataLoader(torch.arange(7), batch_size=2))
-            with accelerator.join_uneven_inputs([model], even_batches=False):
-                seen["dispatched, joined"] = [batch.tolist() for batch in loader]
-        else:
-            torch.manual_seed(accelerator.process_index)
-            loader = accelerator.prepare(DataLoader(range(8), 2, sampler=SubsetRandomSampler(range(8))))
-            seen["seedable, another sampler"] = sorted(x for batch in loader for x in batch.tolist())
-            library.utils.set_seed(0, device_specific=True)
-            loader = accelerator.prepare(DataLoader(range(8), 2, shuffle=True))
-            seen["seedable, another seed"] = sorted(x for batch in loader for x in batch.tolist())
-            rest = accelerator.skip_first_batches(accelerator.prepare(DataLoader(torch.arange(7), 2)), 1)
-            seen["metrics of the rest"] = [accelerator.gather_for_metrics(batch).tolist() for batch in rest]
-    reset(library)
-    config = library.utils.DataLoaderConfiguration(split_batches=True, dispatch_batches=True)
-    accelerator = library.Accelerator(cpu=True, dataloader_config=config)
+    accelerator = fresh(library, use_seedable_sampler=True)
+    torch.manual_seed(accelerator.process_index)
+    loader = accelerator.prepare(DataLoader(range(8), 2, sampler=SubsetRandomSampler(range(8))))
+    seen["seedable, another sampler"] = sorted(x for batch in loader for x in batch.tolist())
+    library.utils.set_seed(0, device_specific=True)
+    loader = accelerator.prepare(DataLoader(range(8), 2, shuffle=True))
+    seen["seedable, another seed"] = sorted(x for batch in loader for x in batch.tolist())
+    rest = accelerator.skip_first_batches(accelerator.prepare(DataLoader(torch.arange(7), 2)), 1)
+    seen["metrics of the rest"] = [accelerator.gather_for_metrics(batch).tolist() for batch in rest]
+    accelerator = fresh(library, dispatch_batches=True)
+    generator = torch.Generator().manual_seed(3)
+    loader = accelerator.prepare(DataLoader(range(8), 2, shuffle=True, generator=generator))
+    seen["dispatched, with a generator"] = [batch.tolist() for _ in range(2) for batch in loader]
+    loader = accelerator.prepare(DataLoader(range(8), 1))
+    seen["dispatched, skipped"] = [batch.item() for batch in library.skip_first_batches(loader, 2)]
+    model, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(torch.arange(7), batch_size=2))
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        seen["dispatched, joined"] = [batch.tolist() for batch in loader]
+    accelerator = fresh(library, split_batches=True, dispatch_batches=True)
     try:
         seen["split in two, batches of one"] = [batch.tolist() for batch in accelerator.prepare(DataLoader(Stream()))]
     except ValueError as error:
@@ -95,17 +80,15 @@ class Stream(IterableDataset):
         return iter(range(3))
 
 
-def reset(library):
-    if library is accelerate:
-        accelerate.state.AcceleratorState._reset_state()
-        accelerate.state.GradientState._reset_state()
-    else:
-        AcceleratorState._reset_state()
+def fresh(library, **loading):
+    """An accelerator that takes over nothing from the one before."""
+    library.state.AcceleratorState._reset_state()
+    library.state.GradientState._reset_state()
+    return library.Accelerator(cpu=True, dataloader_config=library.utils.DataLoaderConfiguration(**loading))
 
 
 @pytest.fixture(scope="module")
 def seen():
-    """What both ranks see under a name, with Accelerate and with Farflung."""
     theirs, ours = on_ranks(program)
 
     def both(name):
@@ -141,28 +124,11 @@ def test_batches_of_one_sample_are_not_split(seen):
     assert all("a batch size (1) that is a round multiple of 2" in said for said in ours)
 
 
-class Rotated(Sampler):
-    """0 to 3, beginning with the number of the epoch."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __iter__(self):
-        return iter([(self.epoch + number) % 4 for number in range(4)])
-
-    def __len__(self):
-        return 4
-
-
 def test_an_epoch_of_which_batches_were_skipped_counts_as_one():
     def orders(library):
-        loader = library.Accelerator(cpu=True).prepare(DataLoader(range(4), sampler=Rotated()))
-        return [
-            [batch.item() for batch in (library.skip_first_batches(loader, 2) if epoch == 1 else loader)]
-            for epoch in range(3)
-        ]
+        loader = library.Accelerator(cpu=True).prepare(DataLoader(range(4), sampler=Rotated(range(4))))
+        epochs = (library.skip_first_batches(loader, 2) if number == 1 else loader for number in range(3))
+        return [[batch.item() for batch in each] for each in epochs]
 
     assert orders(accelerate) == [[0, 1, 2, 3], [3, 0], [1, 2, 3, 0]]
     assert orders(farflung) == [[0, 1, 2, 3], [3, 0], [2, 3, 0, 1]]
@@ -196,7 +162,7 @@ def test_persistent_workers_see_the_epoch():
 def test_a_checkpoint_brings_back_the_number_of_the_epoch(tmp_path):
     def orders(library):
         accelerator = library.Accelerator(cpu=True)
-        loader = accelerator.prepare(DataLoader(range(4), sampler=Rotated()))
+        loader = accelerator.prepare(DataLoader(range(4), sampler=Rotated(range(4))))
         accelerator.save_state(tmp_path / library.__name__)
         first = [batch.item() for batch in loader]
         accelerator.load_state(tmp_path / library.__name__)
@@ -206,13 +172,9 @@ def test_a_checkpoint_brings_back_the_number_of_the_epoch(tmp_path):
     assert orders(farflung) == ([0, 1, 2, 3], [0, 1, 2, 3])
 
 
-def test_a_dispatching_loader_draws_the_same_order_from_a_generator(seen):
-    theirs, ours = seen("dispatched, with a generator")
-    assert theirs == ours
-
-
-def test_joining_leaves_dispatched_loaders_as_they_are(seen):
-    theirs, ours = seen("dispatched, joined")
+@pytest.mark.parametrize("name", ["dispatched, with a generator", "dispatched, joined"])
+def test_a_dispatching_loader_draws_the_same_order_from_a_generator_and_joining_leaves_it_as_it_is(seen, name):
+    theirs, ours = seen(name)
     assert theirs == ours
 
 
@@ -265,14 +227,6 @@ def test_a_window_that_follows_the_end_of_data_drawn_inside_accumulate():
 
     assert gradients(accelerate) == [1.0, 1.0, 1.0, 0.5]
     assert gradients(farflung) == [1.0, 1.0, 1.0, 1.0]
-
-
-def test_concatenate_refuses_what_can_not_be_joined():
-    for library in LIBRARIES.values():
-        with pytest.raises(TypeError, match="tensor"):
-            library.utils.concatenate([{"x": "a"}, {"x": "b"}])
-        with pytest.raises(RuntimeError):
-            library.utils.concatenate([torch.ones(5, 10), torch.ones(5, 12)])
 
 
 def test_a_device_that_a_variable_names_is_taken_without_accelerators(monkeypatch):

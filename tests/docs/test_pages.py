@@ -6,6 +6,7 @@ so it runs as a script of its own; the others run in this process, each in a fre
 """
 
 import ast
+import json
 import re
 import runpy
 import shlex
@@ -17,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from farflung.launch.main import farflung
-from tests.python import run_python
+from tests.python import run_farflung, run_python
 
 ROOT = Path(__file__).parent.parent.parent
 TOP = ("README.md", "README.zh.md", "CONTRIBUTING.md")
@@ -30,9 +31,7 @@ REPOSITORY = "https://github.com/farflung/farflung"
 _ON_THE_WEB = re.compile(rf"{REPOSITORY}/(?:blob|tree|raw)/main/")
 _FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]\[]*\]\(([^)\s]+)\)")
-_OURS = (
-    "(?:Config|State|Type|Checkpoint)Error|WrongType|Unsupported|CollectiveMismatch|RankFailure|(?:Runtime|User)Warning"
-)
+_OURS = "(?:Config|State|Type|Checkpoint)Error|WrongType|Unsupported|CollectiveMismatch|RankFailure|\\w+Warning"
 _ERROR = re.compile(rf"`{{1,2}}(?:{_OURS}): (.+?)`{{1,2}}(?: \||:|$)", re.MULTILINE)
 _PATH = re.compile(r"`((?:src|tests|benchmarks|examples|docs)/[\w./-]*)(?:::(\w+))?`")
 
@@ -44,14 +43,24 @@ def blocks(word):
         for match in _FENCE.finditer(text):
             if match[1].strip() == word:
                 marks = [pytest.mark.package] * ("transformers import" in match[2])
-                found.append(
-                    pytest.param(match[2], marks=marks, id=f"{page}:{text[: match.start()].count(chr(10)) + 1}")
-                )
+                line = text[: match.start()].count("\n") + 1
+                found.append(pytest.param(match[2], marks=marks, id=f"{page}:{line}"))
     return found
 
 
 def prose(text):
     return _FENCE.sub("", text)
+
+
+def words(page):
+    """A page of docs without its ends of lines."""
+    return " ".join(TEXTS[f"docs/{page}.md"].split())
+
+
+def results(name):
+    """The lines of a file in benchmarks/results."""
+    file = ROOT / "benchmarks" / "results" / f"{name}.jsonl"
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def anchors(text):
@@ -92,13 +101,12 @@ def test_links_of_the_readme_work_where_a_package_index_shows_it():
 MEASURE = r"1/\d+|\d[\d.,]*[ -]?(?:%|times|s\b|ms|[kMG]?B\b|[MG]bit)"
 
 
-@pytest.mark.parametrize("page", ["why.md", "faq.md"])
+@pytest.mark.parametrize("page", ["why", "faq"])
 def test_figures_are_quoted_from_the_pages_that_have_them(page):
     """Each stands in a link to its page, word for word; those pages are compared with results."""
-    text = " ".join(TEXTS[f"docs/{page}"].split())
-    for quote, target in re.findall(r"\[([^\]]*\d[^\]]*)\]\((\w+)\.md[^)]*\)", text):
-        assert quote in " ".join(TEXTS[f"docs/{target}.md"].split()), f"{page}: {target}.md doesn't say `{quote}`"
-    assert re.findall(MEASURE, _LINK.sub("", text)) == []
+    for quote, target in re.findall(r"\[([^\]]*\d[^\]]*)\]\((\w+)\.md[^)]*\)", words(page)):
+        assert quote in words(target), f"{page}: {target}.md doesn't say `{quote}`"
+    assert re.findall(MEASURE, _LINK.sub("", words(page))) == []
 
 
 @cache
@@ -116,11 +124,10 @@ def test_files_and_tests_that_are_named_exist(page):
 
 
 def test_each_row_of_differences_names_a_test():
-    rows = re.findall(r"^\|(.+)\|(.+)\|(.+)\|(.+)\|$", TEXTS["docs/migrating.md"], re.MULTILINE)
-    rows = [row for row in rows if "---" not in row[3] and row[3].strip() != "test"]
-    assert len(rows) > 20
-    for row in rows:
-        assert "::test_" in row[3], row
+    last = re.findall(r"^\|.+\|.+\|.+\|(.+)\|$", TEXTS["docs/migrating.md"], re.MULTILINE)
+    last = [cell for cell in last if "---" not in cell and cell.strip() != "test"]
+    assert len(last) > 20
+    assert [cell for cell in last if "::test_" not in cell] == []
 
 
 @pytest.mark.parametrize("page", TEXTS)
@@ -183,12 +190,76 @@ def test_examples_run(text, tmp_path, monkeypatch):
     script = tmp_path / "example.py"
     script.write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    if "__main__" not in text:
+    if "__main__" in text:
+        run_python("-W", "error", script)
+    else:
         runpy.run_path(str(script))
-        return
-    run_python("-W", "error", script)
 
 
 @pytest.mark.parametrize("text", blocks("python"))
 def test_examples_that_need_more_around_them_are_python_at_least(text):
     compile(text, "page", "exec")
+
+
+# ---- the ways of three readers, docs/start: short, first in docs/README.md, and what they show runs
+WAYS = ("ddp", "accelerate", "machines")
+LONGEST = 600  # words to the first success and what to read next
+ALL_PAGES = 62_300
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_way_is_short_and_says_what_success_is(way):
+    text = TEXTS[f"docs/start/{way}.md"]
+    assert len(text.split()) <= LONGEST
+    assert "**You have succeeded**" in text
+    assert "pip install" in text
+
+
+def test_the_ways_are_the_first_links_of_the_start():
+    links = re.findall(r"\]\((.+?)\)", TEXTS["docs/README.md"])
+    assert links[:3] == [f"start/{way}.md" for way in WAYS]
+    assert sorted(path.stem for path in (ROOT / "docs" / "start").iterdir()) == sorted(WAYS)
+
+
+def test_the_pages_have_few_words():
+    """As `find docs -name '*.md' | xargs cat | wc -w` counts them: what grows here must be said shorter elsewhere."""
+    assert sum(len(text.split()) for page, text in TEXTS.items() if page.startswith("docs/")) <= ALL_PAGES
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_the_script_of_a_way_runs_with_its_commands(way, tmp_path):
+    fences = _FENCE.findall(TEXTS[f"docs/start/{way}.md"])
+    (script,) = (code for title, code in fences if title == "python train.py")
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
+    lines = [line for _, code in fences for line in code.splitlines() if line.startswith("farflung launch")]
+    assert len(lines) == 2
+    alone, outer = (run_farflung(*shlex.split(line)[1:], cwd=tmp_path) for line in lines)
+    assert "round" not in alone.stderr
+    assert re.search(r"farflung: round 2\d, step (192|200)", outer.stderr)
+
+
+# ---- docs/laws.md and the tests know the same laws
+LAWS = re.findall(r"^(\d+)\. `([\w-]+)`: ", TEXTS["docs/laws.md"], re.MULTILINE)
+
+
+def cited():
+    """The names of all laws that tests cite; a mark on anything but a test is an error, as pytest would ignore it."""
+    names = set()
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
+        if "mark.law" not in (text := file.read_text(encoding="utf-8")):
+            continue
+        tree = ast.parse(text)
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        marks = [call for call in calls if ast.unparse(call.func) == "pytest.mark.law"]
+        tests = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+        assert set(marks) <= {mark for test in tests for mark in test.decorator_list}, file
+        names |= {ast.literal_eval(mark.args[0]) for mark in marks}
+    return names
+
+
+def test_each_law_has_a_number_a_name_of_its_own_and_a_test_and_each_name_that_is_cited_is_a_law():
+    numbers, names = zip(*LAWS, strict=True)
+    assert [int(number) for number in numbers] == list(range(1, len(numbers) + 1))
+    assert len(set(names)) == len(names)
+    assert cited() == set(names)

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from farflung.codec.named import CODECS
 from farflung.config.recipes import RECIPES
 from farflung.outer import ByWork, ErrorFeedback, Recipe, Warmup, recipes
 from farflung.outer.arguments import OuterConfig, recipe_of
-from tests.recipes import needed
+from tests.recipes import OPTIONS, needed
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
-CONCEPTS, GUIDE = (
-    DOCS.joinpath(*name).read_text(encoding="utf-8") for name in (("concepts", "outer.md"), ("recipes.md",))
-)
+CONCEPTS, GUIDE = ((DOCS / name).read_text(encoding="utf-8") for name in ("concepts/outer.md", "recipes.md"))
 
 
 def named(*parts) -> str:
@@ -30,10 +29,9 @@ def schedule(recipe: Recipe) -> str:
 
 
 def codec(recipe: Recipe) -> str:
-    inside = recipe.codec
-    if isinstance(inside, ErrorFeedback):
-        return f"`ErrorFeedback({type(inside.codec).__name__})`"
-    return named(inside)
+    if isinstance(recipe.codec, ErrorFeedback):
+        return f"`ErrorFeedback({type(recipe.codec.codec).__name__})`"
+    return named(recipe.codec)
 
 
 def optimizer(recipe: Recipe) -> str:
@@ -67,9 +65,7 @@ def test_the_table_of_recipes_has_the_parts_of_each():
     shown = [line for line in shown if line.count("|") == 7]
     rows = [row(name) for name in RECIPES]
     odd = "\n".join(line for line in (*rows, *shown) if (line in rows) != (line in shown))
-    assert not odd, (
-        f"docs/concepts/outer.md must have these rows if they are of a recipe, and none of the others:\n{odd}"
-    )
+    assert not odd, f"docs/concepts/outer.md must have these rows if they are of a recipe, and no others:\n{odd}"
     assert shown == rows, "the rows come in the order of the functions"
 
 
@@ -77,12 +73,11 @@ def test_the_table_of_recipes_has_the_parts_of_each():
 def test_a_recipes_section_shows_its_arguments_their_defaults_and_its_paper(name):
     """As in `diloco(every, rounds=, lr=0.7, momentum=)`: a number after an argument is its default."""
     section = next((text for text in GUIDE.split("\n## ") if name in text.partition("\n")[0].split()), "")
-    assert section, f"docs/recipes.md has no section on {name}"
+    assert section, f"docs/recipes.md has no section on {name}; CONTRIBUTING.md says what it holds"
     parameters = inspect.signature(getattr(recipes, name)).parameters
     shown = re.search(rf"`{name}\(([^`]*)\)`", section)
     assert shown, f"the section on {name} in docs/recipes.md does not show a call, as `{name}(every)`"
-    call = shown[1]
-    for argument, default in re.findall(r"\b([a-z]\w*)(?:=([\d.]+))?", call):
+    for argument, default in re.findall(r"\b([a-z]\w*)(?:=([\d.]+))?", shown[1]):
         assert argument in parameters, argument
         assert not default or float(default) == parameters[argument].default, argument
     assert f"arXiv:{paper_of(name)}" in section
@@ -93,11 +88,20 @@ def test_the_guide_names_the_recipes_that_need_options_and_the_default_intervals
     needing = [name for name, arguments in RECIPES.items() if any(each.is_needed for each in arguments)]
     (sentence,) = re.findall(r"([^.]*) have required options", guide)
     assert sorted(re.findall(r"`(\w+)`", sentence)) == sorted(needing)
-    averaged, anchored = map(
-        int, re.search(r"H is (\d+) if the weights themselves are averaged, (\d+)", guide).groups()
-    )
-    sparse = int(re.search(r"and (\d+) for `sparse_loco`", guide)[1])
+    intervals = r"H is (\d+) if the weights themselves are averaged, (\d+) .*?and (\d+) for `sparse_loco`"
+    averaged, anchored, sparse = map(int, re.search(intervals, guide).groups())
     for name in set(RECIPES) - set(needing):
         made = recipe_of(OuterConfig(name), 2)
         interval = sparse if name == "sparse_loco" else averaged if made.optimizer is None else anchored
         assert made.schedule.every == interval, name
+
+
+def test_each_recipe_is_a_row_of_the_table_of_tests():
+    odd = {name.split()[0] for name in OPTIONS} ^ set(RECIPES)  # some are tested in several ways
+    assert not odd, f"OPTIONS of tests/recipes.py must have rows for recipes alone, and for each: {odd}"
+
+
+def test_each_codec_is_described():
+    rows = re.findall(r"^\| (`.*?) \|", (DOCS / "concepts" / "codec.md").read_text(encoding="utf-8"), re.MULTILINE)
+    described = set(re.findall(r"`(\w+)`", " ".join(rows)))
+    assert set(CODECS) <= described, "docs/concepts/codec.md has no row for each of them; see CONTRIBUTING.md"

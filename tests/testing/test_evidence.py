@@ -40,14 +40,21 @@ def inner(runner):
     return importlib.import_module("evidence.inner")
 
 
+@pytest.fixture
+def trained(runner):
+    """Trains runs of a method and its settings, all at once; returns their lanes."""
+
+    def train(*runs, steps=STEPS, **options):
+        made = [runner.Run("34k", name, 1e-2, 3, steps, json.dumps(said), replicas=2, **options) for name, said in runs]
+        return runner.Stack(made, SHAPE).train()
+
+    return train
+
+
 @pytest.mark.long
-def test_rows_of_one_tensor_end_with_the_weights_of_ordinary_replicas(runner, inner, monkeypatch):
+def test_rows_of_one_tensor_end_with_the_weights_of_ordinary_replicas(runner, inner, trained, monkeypatch):
     monkeypatch.setattr(inner, "EPS", 1e-4)  # Adam makes large steps of gradients that are hardly more than rounding
-    runs = [
-        runner.Run("34k", name, 1e-2, seed=3, steps=STEPS, settings=json.dumps(SETTINGS.get(name, {})), replicas=2)
-        for name in RECIPES
-    ]
-    for lane in runner.Stack(runs, SHAPE).train():
+    for lane in trained(*((name, SETTINGS.get(name, {})) for name in RECIPES)):
         ended = simulated(runner, inner, lane.run, RECIPES[lane.run.method], adamw)
         most = 2e-3 if "int8" in lane.run.settings else 1e-5  # a value in between may be rounded up or down
         torch.testing.assert_close(lane.weights[0], runner.flat(ended.model), atol=most, rtol=0)
@@ -58,22 +65,16 @@ def test_rows_of_one_tensor_end_with_the_weights_of_ordinary_replicas(runner, in
             assert lane.bytes_sent == ended.bytes_sent - gradients
 
 
-def test_replicas_that_make_fewer_steps_weigh_less(runner):
-    runs = [
-        runner.Run("34k", name, 1e-2, 3, 4, settings, replicas=2, common=0, strides="[1, 2]")
-        for name, settings in (("alone", "{}"), ("local_sgd", '{"every": 4}'))
-    ]
-    alone, averaged = (lane.weights for lane in runner.Stack(runs, SHAPE).train())
+def test_replicas_that_make_fewer_steps_weigh_less(trained):
+    alone, averaged = trained(("alone", {}), ("local_sgd", {"every": 4}), steps=4, common=0, strides="[1, 2]")
+    alone, averaged = alone.weights, averaged.weights
     for row in averaged:
         torch.testing.assert_close(row, (4 * alone[0] + 2 * alone[1]) / 6, atol=1e-6, rtol=0)
 
 
-def test_diloco_with_a_mean_of_full_rank_is_diloco(runner):
-    runs = [
-        runner.Run("34k", name, 1e-2, 3, STEPS, json.dumps({"every": 5, **settings}), replicas=2)
-        for name, settings in (("diloco", {}), (runner.LOW_RANK, {"rank": 100}), (runner.LOW_RANK, {"rank": 1}))
-    ]
-    diloco, full, low = runner.Stack(runs, SHAPE).train()
+def test_diloco_with_a_mean_of_full_rank_is_diloco(runner, trained):
+    low_rank = [(runner.LOW_RANK, {"every": 5, "rank": rank}) for rank in (100, 1)]
+    diloco, full, low = trained(("diloco", {"every": 5}), *low_rank)
     torch.testing.assert_close(full.weights, diloco.weights, atol=1e-5, rtol=0)
     assert (full.rounds, full.bytes_sent) == (diloco.rounds, diloco.bytes_sent)
     assert (low.weights - diloco.weights).abs().max() > 1e-3
@@ -104,15 +105,10 @@ def test_muon_on_rows_is_torchs_muon_on_each(inner, shape):
         torch.testing.assert_close(weights, torch.stack([one.detach() for one in parameters]), atol=2e-4, rtol=0)
 
 
-def test_rows_that_muon_trains_end_near_ordinary_replicas(runner, inner, monkeypatch):
+def test_rows_that_muon_trains_end_near_ordinary_replicas(runner, inner, trained, monkeypatch):
     """Not as near as with AdamW: Muon rounds to bfloat16, and a rounding that differs is 2**-8 of an update."""
     monkeypatch.setattr(inner, "EPS", 1e-4)
-    settings = json.dumps(SETTINGS["diloco"])
-    runs = [
-        runner.Run("34k", name, 1e-2, 3, STEPS, settings if name == "diloco" else "{}", replicas=2, inner="muon")
-        for name in ("DDP", "diloco")
-    ]
-    for lane in runner.Stack(runs, SHAPE).train():
+    for lane in trained(("DDP", {}), ("diloco", SETTINGS["diloco"]), inner="muon"):
         ended = simulated(runner, inner, lane.run, RECIPES[lane.run.method], MuonAndAdamW)
         begun = runner.Stack([lane.run], SHAPE).lanes[0].weights[0]
         apart = (lane.weights[0] - runner.flat(ended.model)).norm() / (lane.weights[0] - begun).norm()
@@ -127,19 +123,13 @@ class MuonAndAdamW(torch.optim.Optimizer):
     """Both, as one optimizer of a model's parameters; what Muon trains is found by the names of the same model."""
 
     def __init__(self, inner, run, parameters):
-        parameters = list(parameters)
-        model = GPT(SHAPE)
+        model, parts = GPT(SHAPE), {True: [], False: []}
         hidden = set(map(id, muon_groups(model)[0]))
-        is_hidden = [id(parameter) in hidden for parameter in model.parameters()]
-        self._muon = torch.optim.Muon(
-            [one for one, matches in zip(parameters, is_hidden, strict=True) if matches],
-            lr=run.lr,
-            weight_decay=inner.WEIGHT_DECAY,
-            adjust_lr_fn="match_rms_adamw",
-        )
-        rest = [one for one, matches in zip(parameters, is_hidden, strict=True) if not matches]
-        self._adamw = adamw(inner, run, rest)
-        super().__init__(parameters, {"lr": run.lr})
+        for own, same in zip(parameters, model.parameters(), strict=True):
+            parts[id(same) in hidden].append(own)
+        options = {"weight_decay": inner.WEIGHT_DECAY, "adjust_lr_fn": "match_rms_adamw"}
+        self._muon, self._adamw = torch.optim.Muon(parts[True], run.lr, **options), adamw(inner, run, parts[False])
+        super().__init__(parts[True] + parts[False], {"lr": run.lr})
 
     def step(self, closure=None):
         for optimizer in (self._muon, self._adamw):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""run_ranks: values by rank, and one clear report when a rank fails, hangs or dies."""
+"""run_ranks: values by rank, and one clear report when a rank fails, hangs or dies; limits grow with the load."""
 
 import os
 import signal
@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from farflung.base.errors import RankFailure
 from farflung.config import environ
+from farflung.testing import patience as limits
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
 
@@ -25,14 +26,10 @@ def test_values_come_back_by_rank():
     assert run_ranks(connected, 3, 10) == [(10, 3.0, 1), (11, 3.0, 1), (12, 3.0, 1)]
 
 
-def variable(name):
-    return os.environ.get(name)
-
-
 def test_each_call_hands_on_its_own_environment():
     with environ.patched({"OF_THIS_CALL": "1"}):
-        assert run_ranks(variable, 1, "OF_THIS_CALL") == ["1"]
-    assert run_ranks(variable, 1, "OF_THIS_CALL") == [None]
+        assert run_ranks(os.getenv, 1, "OF_THIS_CALL") == ["1"]
+    assert run_ranks(os.getenv, 1, "OF_THIS_CALL") == [None]
 
 
 def raises_on(rank):
@@ -67,3 +64,24 @@ def dies_on(rank):
 def test_a_rank_that_dies_is_named_with_its_exit_code():
     with pytest.raises(RankFailure, match="rank 0: the process died with exit code -9"):
         run_ranks(dies_on, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("work_s", "load", "factor"),
+    [
+        (limits._LOOPS_S, 0.5, 1),
+        (limits._LOOPS_S / 4, 0.0, 1),  # a faster machine gets no less time
+        (3 * limits._LOOPS_S, 0.5, 3),
+        (limits._LOOPS_S, 8.0, 4),
+    ],
+)
+def test_a_limit_grows_by_the_larger_of_slowness_and_load(work_s, load, factor, monkeypatch):
+    monkeypatch.setattr(limits, "_work_s", lambda moment: work_s)
+    monkeypatch.setattr(limits.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(limits.os, "cpu_count", lambda: 2)
+    assert patience(10) == pytest.approx(10 * factor)
+
+
+def test_this_test_may_take_what_its_own_limit_and_the_machine_allow(request):
+    limit_s = request.node.get_closest_marker("timeout").args[0]
+    assert limit_s >= float(request.config.getini("timeout"))

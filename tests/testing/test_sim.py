@@ -12,10 +12,9 @@ def every_collective(group):
     mine = torch.arange(3.0) + 10 * group.rank
     gathered, swapped = torch.zeros(6), torch.zeros(6)
     total, top, low = mine.clone(), mine.clone(), mine.clone()
-    works = [group.all_reduce(total), group.all_reduce(top, "max"), group.all_reduce(low, "min")]
-    works += [group.all_gather(gathered, mine)]
-    works += [group.all_to_all(swapped, torch.arange(6.0) + 10 * group.rank)]
     sent, part = mine.clone(), torch.zeros(2)
+    works = [group.all_reduce(total), group.all_reduce(top, "max"), group.all_reduce(low, "min")]
+    works += [group.all_gather(gathered, mine), group.all_to_all(swapped, torch.arange(6.0) + 10 * group.rank)]
     works += [group.broadcast(sent, 1)]
     works += [group.scatter(part, list(torch.arange(4.0).split(2)) if group.rank == 0 else None, 0)]
     for work in works:
@@ -81,20 +80,8 @@ def test_the_cause_is_raised_and_not_its_consequence():
         run_replicas(one_fails, 3)
 
 
-def at_odds(group):
-    group.all_reduce(torch.zeros(2 + group.rank)).wait()
-
-
-def test_different_sizes_are_a_mismatch():
+def test_different_sizes_are_a_mismatch_and_a_wait_without_end_is_an_error_at_once():
     with pytest.raises(CollectiveMismatch, match="all_reduce"):
-        run_replicas(at_odds, 2)
-
-
-def one_is_done(group):
-    if group.rank == 0:
-        group.barrier()
-
-
-def test_a_wait_without_end_is_an_error_at_once():
+        run_replicas(lambda group: group.all_reduce(torch.zeros(2 + group.rank)).wait(), 2)
     with pytest.raises(RankFailure, match="rank 1 left"):
-        run_replicas(one_is_done, 2)
+        run_replicas(lambda group: group.rank == 0 and group.barrier(), 2)

@@ -37,9 +37,8 @@ def main(folder):
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     steps = 2 * math.ceil(len(train_loader) / accelerator.gradient_accumulation_steps)
     scheduler = get_scheduler("cosine", optimizer, 0, steps * accelerator.num_processes)
-    model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
-        model, optimizer, train_loader, eval_loader, scheduler
-    )
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    train_loader, eval_loader = accelerator.prepare(train_loader, eval_loader)
 
     def train():
         model.train()

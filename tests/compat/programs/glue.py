@@ -14,11 +14,7 @@ logger = get_logger(__name__)
 
 
 def features(words, count, seed):
-    found = []
-    for sentence in sentences(count, seed):
-        label = int(sentence[0] < sentence[-1])
-        found.append({**words(" ".join(sentence)), "labels": label})
-    return found
+    return [{**words(" ".join(text)), "labels": int(text[0] < text[-1])} for text in sentences(count, seed)]
 
 
 def main(folder):
@@ -38,9 +34,8 @@ def main(folder):
     optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others}], lr=1e-2)
     updates = 2 * len(train_loader) // accelerator.gradient_accumulation_steps
     scheduler = get_scheduler("linear", optimizer, num_warmup_steps=1, num_training_steps=updates)
-    model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
-        model, optimizer, train_loader, eval_loader, scheduler
-    )
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    train_loader, eval_loader = accelerator.prepare(train_loader, eval_loader)
     losses, right = [], []
     for _ in range(2):
         model.train()

@@ -39,9 +39,8 @@ def main(folder):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     steps = 2 * len(train_loader) // 2
     scheduler = get_scheduler("linear", optimizer, 0, num_training_steps=steps * accelerator.num_processes)
-    model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
-        model, optimizer, train_loader, eval_loader, scheduler
-    )
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    train_loader, eval_loader = accelerator.prepare(train_loader, eval_loader)
     losses, total = [], 0.0
     for _ in range(2):
         model.train()

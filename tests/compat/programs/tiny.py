@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the programs train on: a tokenizer of a few words, sentences made of them, and the size of a tiny model."""
 
-from __future__ import annotations
-
 import random
 
 from tokenizers import Tokenizer
