@@ -90,8 +90,7 @@ class Cluster(kmock.KubernetesEmulator):
         if status:
             raise kmock.KubernetesError(status, "Injected", "one bad answer", {})
         if request.namespace != NAMESPACE:
-            words = f'namespaces "{request.namespace}" not found'
-            raise kmock.KubernetesError(404, "NotFound", words, {})
+            raise kmock.KubernetesError(404, "NotFound", f'namespaces "{request.namespace}" not found', {})
         if request.subresource == "log":
             return await self._log(request)
         if request.resource == PODS:
@@ -162,19 +161,21 @@ class Cluster(kmock.KubernetesEmulator):
         spec = self.job["spec"]
         _, again, codes = spec["podFailurePolicy"]["rules"]
         if pod.code in again["onExitCodes"]["values"]:
-            del self.pods[pod.index]
-            self.reconcile(spec["completions"])
+            self._replace(pod)
         elif pod.code:
             times = self.failed[pod.index] = self.failed.get(pod.index, 0) + 1
             is_final = pod.code in codes["onExitCodes"]["values"] or times > spec["backoffLimitPerIndex"]
             if not is_final:
-                del self.pods[pod.index]
-                self.reconcile(spec["completions"])
+                self._replace(pod)
             elif spec.get("maxFailedIndexes") == 0:
                 self._end("Failed", f"Pod {pod.name} failed with exit code {pod.code}")
         if all(one.code is not None for one in self.pods.values()):
             failed = [str(one.index) for one in self.pods.values() if one.code]
             self._end("Failed" if failed else "Complete", f"Failed indexes: {','.join(failed)}")
+
+    def _replace(self, pod: Pod) -> None:
+        del self.pods[pod.index]
+        self.reconcile(self.job["spec"]["completions"])
 
     def _end(self, kind: str, message: str) -> None:
         [key] = [key for key in self.objects if key[0] == JOBS]
@@ -216,14 +217,10 @@ def running(home: Path, starts: Path | None = None) -> Iterator[Cluster]:
         return cluster, server
 
     cluster, server = asyncio.run_coroutine_threadsafe(begin(), loop).result()
-    rows = {
-        "apiVersion": "v1",
-        "kind": "Config",
-        "current-context": "here",
-        "clusters": [{"name": "here", "cluster": {"server": str(server.url).rstrip("/")}}],
-        "users": [{"name": "me", "user": {"token": "a-token"}}],
-        "contexts": [{"name": "here", "context": {"cluster": "here", "user": "me"}}],
-    }
+    rows = {"apiVersion": "v1", "kind": "Config", "current-context": "here"}
+    rows["clusters"] = [{"name": "here", "cluster": {"server": str(server.url).rstrip("/")}}]
+    rows["users"] = [{"name": "me", "user": {"token": "a-token"}}]
+    rows["contexts"] = [{"name": "here", "context": {"cluster": "here", "user": "me"}}]
     (home / "kubeconfig").write_text(yaml.safe_dump(rows))
     try:
         yield cluster
