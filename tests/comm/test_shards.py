@@ -15,13 +15,6 @@ from farflung.comm.shards import addresses, local, num_parts
 from tests.accelerator.conftest import on_ranks
 
 
-def test_a_plain_tensor_is_its_own_local_part():
-    parameter = nn.Parameter(torch.zeros(3))
-    part = local(parameter)
-    assert part.data_ptr() == parameter.data_ptr() == addresses([parameter])[0]
-    assert not part.requires_grad
-
-
 @on_ranks(2)
 def test_of_a_sharded_tensor_the_local_part_is_packed_and_written_in_place():
     from torch.distributed.device_mesh import init_device_mesh

@@ -14,7 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from farflung.data.prepare import skip_first_batches
 from farflung.data.samplers import SeedableRandomSampler
-from tests.data.support import Seat, gathered, prepared, values, walk
+from tests.data.support import Seat, gathered, prepared, walk
 from tests.data.test_loader import numbers
 
 # ---- epochs
@@ -158,22 +158,6 @@ def test_a_streams_persistent_workers_draw_again_from_a_state_that_was_loaded(do
 
 
 # ---- shuffling
-
-
-def test_a_seedable_order_changes_with_each_epoch_also_after_a_break():
-    def orders(breaking):
-        torch.manual_seed(3)
-        loader = prepared(DataLoader(range(8), 8, shuffle=True), use_seedable_sampler=True)
-        found = []
-        for _ in range(3):
-            for batch in loader:
-                found.append(values(batch))
-                if breaking:
-                    break
-        return found
-
-    assert orders(False) == orders(True)
-    assert len({tuple(order) for order in orders(True)}) == 3
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -8,8 +8,8 @@ from itertools import count, islice
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard as PeerShard, SeedableRandomSampler as PeerSampler
-from hypothesis import given, settings, strategies as st
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from hypothesis import given, strategies as st
+from torch.utils.data import BatchSampler, RandomSampler
 
 from farflung.base.errors import ConfigError
 from farflung.data.samplers import (
@@ -17,7 +17,6 @@ from farflung.data.samplers import (
     SeedableRandomSampler,
     SkipBatchSampler,
     batches_after,
-    filled,
     rounds,
 )
 
@@ -108,22 +107,6 @@ def test_even_batches_may_change_between_iterations():
     assert [list(shard), shard.remainder] == [[[2, 3]], 0]
 
 
-def test_skipping_keeps_what_the_last_round_may_need():
-    sampler = BatchSampler(SequentialSampler(range(10**6)), 2, False)
-    assert next(batches_after(sampler, 400_000)) == [800_000, 800_001]
-    assert list(batches_after(sampler, 499_999, keep=1)) == [[0, 1], [999_998, 999_999]]
-    assert list(batches_after([[0], [1], [2], [3]], 3, keep=1)) == [[0], [3]]
-    assert list(batches_after([[0], [1]], 1, keep=5)) == [[0], [1]]
-
-
-@pytest.mark.parametrize("source", [range, lambda n: (k for k in range(n))], ids=["list", "generator"])
-@pytest.mark.parametrize("length", [0, 1, 7, 100])
-def test_skipped_samples_are_left_out_whatever_hands_them_out(source, length):
-    for skip in (0, 1, 3, 6, 7, 8, 99, 100, 200):
-        sampler = BatchSampler(source(length), 1, False)
-        assert list(batches_after(sampler, skip)) == [[k] for k in range(skip, length)]
-
-
 @given(st.lists(st.integers(), max_size=20), st.integers(1, 6))
 def test_rounds_are_complete_but_for_the_last(items, size):
     plain = list(rounds(items, size, drop_last=False, even=False))
@@ -133,25 +116,6 @@ def test_rounds_are_complete_but_for_the_last(items, size):
     assert all(len(group) == size for group, _ in even)
     assert [item for group, real in even for item in group[:real]] == items
     assert list(rounds(items, size, drop_last=True, even=True)) == [pair for pair in even if pair[1] == size]
-
-
-def test_padding_starts_over_when_the_first_round_is_short():
-    assert filled([1, 2], [1, 2], 7) == [1, 2, 1, 2, 1, 2, 1]
-    assert list(BatchSamplerShard(BatchSampler(range(1), 2, False), 4, 3)) == [[0, 0]]
-
-
-@given(st.integers(1, 20), st.integers(0, 2**64 - 1), st.integers(0, 5))
-@settings(max_examples=30)
-def test_a_seedable_order_depends_on_seed_and_epoch_alone(length, seed, epoch):
-    sampler = SeedableRandomSampler(range(length), data_seed=seed)
-    sampler.set_epoch(epoch)
-    order = list(sampler)
-    torch.rand(3)
-    again = SeedableRandomSampler(range(length), generator=torch.Generator(), data_seed=seed)
-    again.set_epoch(epoch)
-    assert list(again) == order
-    assert sampler.epoch == epoch + 1
-    assert isinstance(sampler, RandomSampler)
 
 
 def test_skipping_a_random_order_leaves_its_generator_where_reading_it_does():
