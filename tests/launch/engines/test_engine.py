@@ -81,6 +81,13 @@ def test_every_option_of_an_engine_has_a_row_in_its_page(engine, home, capsys):
     assert set(known) - set(re.findall(r"`(\w+)[`=]", rows)) == set()
 
 
+def test_pods_have_the_time_to_end_that_is_asked_for(home, capsys):
+    (home / "train.py").touch()
+    words = ["--engine", "kubernetes", "--engine-options", "image=a,end_within=300", "--run-dir", "run", "train.py"]
+    assert call_farflung("launch", "--dry-run", *words) == 0
+    assert "terminationGracePeriodSeconds: 300" in capsys.readouterr().out
+
+
 @EACH_COMMAND
 def test_a_run_that_no_engine_has_is_told_from_one(words, home, capsys):
     (home / "farflung-runs" / "mine").mkdir(parents=True)
