@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, LinearLR, OneCycleLR, SequentialLR
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from farflung.base import torch_internals as internals
 from farflung.base.errors import Unsupported
@@ -79,6 +79,19 @@ def test_persistent_workers_are_not_taken_along_by_a_copy_of_a_loader():
     loader = DataLoader(range(2), num_workers=1, persistent_workers=True)
     list(loader)
     assert not internals.has_live_workers(internals.copied_loader(loader, {}))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(4))
+
+
+def test_a_stream_says_when_it_has_no_more():
+    batches = iter(DataLoader(Stream()))
+    assert not internals.is_exhausted(batches)
+    assert len(list(batches)) == 4
+    assert internals.is_exhausted(batches)
+    assert not internals.is_exhausted(iter([]))
 
 
 @on_ranks(2)
