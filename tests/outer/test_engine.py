@@ -71,17 +71,19 @@ def test_what_is_due_waits_for_its_call_and_is_done_once(group):
     assert rounds == [0, 0, 1, 2, 2, 3]
 
 
+@pytest.mark.parametrize("recipe", [local_sgd(1), streaming_diloco(2, 1, delay=1)])
 @on_replicas(2)
-def test_statistics_are_averaged_counters_take_the_maximum_masks_stay(group):
+def test_statistics_are_averaged_counters_take_the_maximum_masks_stay(group, recipe):
     model = nn.BatchNorm1d(2, affine=False)
     model.register_buffer("mask", torch.full((2, 2), -math.inf).triu(1))
     model.register_buffer("seen", torch.tensor([group.rank == 1, False]))
-    outer = OuterLoop(model, local_sgd(1), group)
+    outer = OuterLoop(model, recipe, group)
     model.running_mean = torch.tensor([1.0, 3.0]) * 2**group.rank  # another tensor, as assignments make them
     model.num_batches_tracked.fill_(2**53 + group.rank)
     model.seen[group.rank] = True
     held = model.running_mean
-    outer.step()
+    for _ in range(3):
+        outer.step()
     assert model.running_mean is held
     assert held.tolist() == [1.5, 4.5]
     assert model.num_batches_tracked.item() == 2**53 + 1
