@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One training script, written once, that runs with Accelerate or with Farflung and tells all that it saw."""
 
+from __future__ import annotations
+
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
@@ -8,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from farflung.config import environ
 
@@ -23,6 +25,7 @@ class Case:
 
     Attributes:
         data: `map`, `stream` (iterable, length unknown) or `sized` (iterable, length known).
+        order: `given`, `shuffle` (as `shuffle=True`) or `generator` (a RandomSampler with a generator of its own).
         train: False only goes through the data.
         skip: batches left out at the beginning.
         local_sgd: optimizer steps between two averagings, in place of DDP's.
@@ -33,16 +36,21 @@ class Case:
 
     name: str
     processes: tuple[int, ...] = (1, 2)
+    precision: str = "no"
     accumulation: int = 1
     sync_with_dataloader: bool = True
     split: bool = False
     dispatch: bool | None = None
     even: bool = True
+    seedable: bool = False
     drop_last: bool = False
     data: str = "map"
+    order: str = "given"
     length: int = 16
     batch_size: int = 2
     num_workers: int = 0
+    schedule: str = "inverse"
+    schedule_follows: bool = True
     max_norm: float = 0.1
     train: bool = True
     skip: int = 0
@@ -69,6 +77,8 @@ class Case:
 
 
 class Samples(Dataset[dict[str, torch.Tensor]]):
+    """Samples that know their index."""
+
     def __init__(self, length: int) -> None:
         self.x = torch.randn(length, WIDTH, generator=torch.Generator().manual_seed(0))
 
@@ -112,22 +122,30 @@ def script(package: Any, case: Case) -> dict[str, Any]:
     utils.set_seed(11)
     accelerator = package.Accelerator(
         cpu=True,
+        mixed_precision=case.precision,
         gradient_accumulation_plugin=utils.GradientAccumulationPlugin(
             num_steps=case.accumulation, sync_with_dataloader=case.sync_with_dataloader
         ),
-        dataloader_config=utils.DataLoaderConfiguration(case.split, case.dispatch, case.even),
+        step_scheduler_with_optimizer=case.schedule_follows,
+        dataloader_config=utils.DataLoaderConfiguration(
+            split_batches=case.split,
+            dispatch_batches=case.dispatch,
+            even_batches=case.even,
+            use_seedable_sampler=case.seedable,
+        ),
     )
     loader = accelerator.prepare(loader_of(case))
     if case.skip:
         loader = accelerator.skip_first_batches(loader, case.skip)
-    report: dict[str, Any] = {"length": known(lambda: len(loader))}
-    report["total_batch_size"] = known(lambda: loader.total_batch_size)
+    report: dict[str, Any] = {
+        "length": known(lambda: len(loader)),
+        "total_batch_size": known(lambda: loader.total_batch_size),
+    }
     if not case.train:
         return report | read(accelerator, case, loader)
     model = nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-    schedule = LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-    made = accelerator.prepare(model, optimizer, schedule)
+    made = accelerator.prepare(model, optimizer, schedule_of(case, optimizer))
     if case.local_sgd:
         local = import_module(f"{package.__name__}.local_sgd").LocalSGD
         with local(accelerator=accelerator, model=made[0], local_sgd_steps=case.local_sgd) as local_sgd:
@@ -144,11 +162,22 @@ def loader_of(case: Case) -> DataLoader[Any]:
     shared: dict[str, Any] = {"batch_size": case.batch_size, "drop_last": case.drop_last}
     if not case.is_map:
         return DataLoader((Stream if case.data == "stream" else SizedStream)(case.length), **shared)
-    return DataLoader(Samples(case.length), num_workers=case.num_workers, **shared)
+    samples = Samples(case.length)
+    if case.order == "generator":
+        shared["sampler"] = RandomSampler(samples, generator=torch.Generator().manual_seed(3))
+    return DataLoader(samples, shuffle=case.order == "shuffle", num_workers=case.num_workers, **shared)
+
+
+def schedule_of(case: Case, optimizer: torch.optim.Optimizer) -> Any:
+    if case.schedule == "onecycle":
+        return OneCycleLR(optimizer, max_lr=0.1, total_steps=40)
+    if case.schedule == "cosine":
+        return CosineAnnealingLR(optimizer, T_max=40)
+    return LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
 
 
 def trained(
-    accelerator: Any, case: Case, loader: Any, model: Any, optimizer: Any, scheduler: Any, average: Any = lambda: None
+    accelerator: Any, case: Case, loader: Any, model: Any, optimizer: Any, scheduler: Any, average: Any = None
 ) -> dict[str, Any]:
     seen: dict[str, list[Any]] = {name: [] for name in ("indices", "loss", "rate", "norm", "syncs", "end")}
     told: dict[str, list[Any]] = {name: [] for name in ("gathered", "mean_loss", "remainder", "predictions")}
@@ -163,7 +192,8 @@ def trained(
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            average()
+            if average is not None:
+                average()
             seen["indices"].append(batch["index"].tolist())
             seen["loss"].append(loss.item())
             seen["rate"].append(scheduler.get_last_lr())

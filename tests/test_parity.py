@@ -20,17 +20,37 @@ MIGRATING = Path(__file__).parent.parent / "docs" / "migrating.md"
 
 
 def trainings() -> list[Case]:
-    """What is no row, tests/compat/differential.py draws at random; here are the rest, and what it never draws."""
-    short, long = {"max_norm": 100.0, "length": 9}, {"max_norm": 100.0, "length": 14}
+    cases = [
+        Case(f"windows of {steps} over {length}", accumulation=steps, length=length, max_norm=100.0)
+        for steps, length in product((1, 2, 3), (24, 14, 9))
+    ]
+    for split, dispatch in product((False, True), (None, True)):
+        batch_size = 4 if split else 2
+        name = f"split={split} dispatch={dispatch}"
+        cases.append(Case(f"{name} bf16", split=split, dispatch=dispatch, batch_size=batch_size, precision="bf16"))
+        for (number, schedule), follows in product(enumerate(("inverse", "onecycle", "cosine")), (True, False)):
+            cases.append(
+                Case(
+                    f"{name} {schedule} follows={follows}",
+                    is_second=(split + bool(dispatch) + number + follows) % 2 == 1,  # each pair is in either half
+                    split=split,
+                    dispatch=dispatch,
+                    batch_size=batch_size,
+                    schedule=schedule,
+                    schedule_follows=follows,
+                    accumulation=2,
+                )
+            )
+    for order, seedable, length in product(("shuffle", "generator"), (False, True), (16, 11)):
+        cases.append(Case(f"{order} seedable={seedable} {length}", order=order, seedable=seedable, length=length))
     return [
-        *(Case(f"windows of {steps} over 9", accumulation=steps, **short) for steps in (1, 2, 3)),
-        *(Case(f"windows of {steps} over 14", accumulation=steps, **long) for steps in (1, 2, 3)),
+        *cases,
         Case("windows that go on over the end", accumulation=3, length=16, sync_with_dataloader=False),
         Case("a stream", data="stream", length=13),
         Case("a stream, drop_last", data="stream", length=13, drop_last=True),
         Case("drop_last", length=13, drop_last=True, accumulation=3),
-        Case("workers", num_workers=1),
-        Case("skipping", skip=2),
+        Case("workers", order="shuffle", num_workers=1),
+        Case("skipping", order="shuffle", skip=2),
         Case("uneven inputs", length=13, join=True, processes=(2,)),
         Case("local SGD", local_sgd=2, length=24),
         Case("the remainder", length=13, tells_remainder=True),
