@@ -222,7 +222,8 @@ def test_a_round_by_time_begins_when_the_furthest_clock_of_an_island_says_so(cas
 def test_models_that_are_not_sharded_over_the_island_are_refused(cases):
     alone, swapped, half, merged = cases[0]["refused"]
     assert "sharded over ranks 0 and 1" in alone
-    assert "OuterLoop(island=)" in swapped
+    assert "OuterLoop(island=), which has 1 rank now" in alone
+    assert "OuterLoop(island=), which has 2 ranks now" in swapped
     assert half.startswith("five.weight is not sharded")
     assert "saved by rank 1 of an island" in merged
 
