@@ -5,6 +5,8 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,6 +14,7 @@ from farflung.base.errors import ConfigError, RankFailure
 from farflung.base.events import Event, Kind
 from farflung.comm import member_store
 from farflung.comm.c10d_transport import C10dTransport
+from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup
 from farflung.comm.member_store import Ask, LauncherNotes, MemberStore, Post, Record, encode
 from farflung.comm.transport import Entered
@@ -22,6 +25,7 @@ from farflung.outer.generation_watch import GenerationWatch
 from farflung.outer.membership import Needs
 from farflung.outer.peers import Peers
 from farflung.outer.settlement import _late_facts, settle
+from farflung.outer.transfers import Transfers
 from farflung.process.sockets import serve_store
 from farflung.testing.patience import patience
 from tests.faults import stop
@@ -247,6 +251,23 @@ def test_of_two_replicas_one_that_stops_in_a_round_has_closed_no_other_one_than_
         ]
         assert all(rounds[0][number] == ranks for number, ranks in rounds[1].items())
         assert not wrong([one for one in said if one["member"] == first])
+
+
+def test_a_state_whose_way_to_a_newcomer_was_cut_is_sent_again_as_the_next_rounds_begin():
+    peers, names = Members(Record(1, 1, (1,))).member(1).peers, []
+
+    def connect(name, *place):
+        names.append(name)
+        return Mock(**{"broadcast.side_effect": RankFailure("the line is cut")})
+
+    transfers = Transfers(SimpleNamespace(connect=connect), peers, 1, SoloGroup(), Exchange(SoloGroup()), None)
+
+    def begins_again():
+        transfers.serve([2], lambda is_whole: {})
+        return len(names) == 3
+
+    until(begins_again, timeout_s=10)
+    assert names == [f"loop1/g1/t2.{number}/c0" for number in (1, 2, 3)]
 
 
 # ---- what ends a wait for another replica: the silence of its machine, values that do not come, and that it is late
