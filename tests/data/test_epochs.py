@@ -14,7 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from farflung.data.prepare import skip_first_batches
 from farflung.data.samplers import SeedableRandomSampler
-from tests.data.support import Seat, gathered, prepared, walk
+from tests.data.support import Seat, gathered, prepared, values, walk
 from tests.data.test_loader import numbers
 
 # ---- epochs
@@ -46,6 +46,22 @@ def test_every_iteration_is_an_epoch_whether_or_not_it_comes_to_its_end():
     list(skip_first_batches(loader, 1))  # which counts the same epochs
     list(loader)
     assert data.epochs == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_seedable_order_changes_with_each_epoch_also_after_a_break():
+    def orders(breaking):
+        torch.manual_seed(3)
+        loader = prepared(DataLoader(range(8), 8, shuffle=True), use_seedable_sampler=True)
+        found = []
+        for _ in range(3):
+            for batch in loader:
+                found.append(values(batch))
+                if breaking:
+                    break
+        return found
+
+    assert orders(False) == orders(True)
+    assert len({tuple(order) for order in orders(True)}) == 3
 
 
 def test_an_epoch_chosen_by_hand_wins():
