@@ -115,3 +115,18 @@ def test_states_of_different_loops_are_not_merged():
     old = [{key: value for key, value in state.items() if key != "parts"} for state in old]  # as it was written before
     with pytest.raises(ConfigError, match=r"another outer loop, with Every\(.*0\.6.*here Every\(.*0\.7"):
         merge_states(old)
+
+
+def test_weights_that_were_exchanged_once_and_rest_now_are_among_the_merged_ones():
+    def act(group):
+        run = Run(group, diloco(2))
+        run.steps(0, 1)
+        run.model[0].requires_grad_(False)
+        weights = run.steps(2, 3)
+        return run.outer.state_dict(), weights
+
+    states, weights = zip(*run_replicas(act, 2), strict=True)
+    assert not any(name.startswith("0.") for name in states[0]["rounds"]["fragments"][0]["local"])
+    merged = merge_states(states).weights
+    assert merged.keys() == weights[0].keys()
+    assert all(torch.equal(merged[name], weights[0][name]) for name in ("0.weight", "0.bias"))
