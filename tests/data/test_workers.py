@@ -3,6 +3,7 @@
 
 import pickle
 import random
+from itertools import islice
 from types import SimpleNamespace
 from unittest import mock
 
@@ -86,6 +87,18 @@ def test_a_run_that_goes_on_any_number_of_times_draws_what_the_whole_run_draws(n
             assert worker_plan.start <= wanted
     finally:
         rng.write_host(before)
+
+
+@pytest.mark.parametrize("batch_s", [1e-3, 6e-3, 1.0])
+def test_those_who_go_on_make_no_more_again_than_took_five_milliseconds(batch_s):
+    before, begun = rng.read_host(), WorkerPlan.begun(1, 0)
+    history = WorkerHistory(begun)
+    try:
+        made = history.hand_out(arriving(crew(begun, 1, (batch_s,), random.Random(0)), 0), 0)
+        assert len(list(islice(made, 40))) == 40
+    finally:
+        rng.write_host(before)
+    assert 40 - history.worker_plan(40).start <= 1 + 5e-3 / batch_s
 
 
 def test_what_is_not_known_is_not_made_up():
