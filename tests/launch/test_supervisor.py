@@ -72,8 +72,12 @@ class Lab:
 @pytest.fixture
 def lab(monkeypatch):
     made = Lab(max_restarts=2)
+
+    def sleep(seconds):
+        assert 0.01 <= seconds <= 0.1, "it looks neither without a pause nor late"
+
     monkeypatch.setattr(room.time, "monotonic", lambda: made.now)
-    monkeypatch.setattr(room.time, "sleep", lambda _: None)
+    monkeypatch.setattr(room.time, "sleep", sleep)
     return made
 
 
