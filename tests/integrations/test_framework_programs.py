@@ -2,11 +2,18 @@
 """Programs of Lightning, ignite and Keras train as they are, and save and validate what all replicas have."""
 
 import sys
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 
 from farflung.testing.patience import patience
-from tests.test_measured import benchmark
+
+
+@pytest.fixture
+def runner(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    return import_module("frameworks.run")
 
 
 def rows():
@@ -25,15 +32,13 @@ def rows():
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("program", "mode"), list(rows()))
-def test_replicas_end_equal_with_what_was_validated_and_saved(monkeypatch, program, mode):
-    module = benchmark("frameworks/run", monkeypatch)
-    code, ranks, text = module.launched(sys.executable, program, mode, patience(200))
-    assert module.verdict(code, ranks, text, None) == "right", text
+def test_replicas_end_equal_with_what_was_validated_and_saved(runner, program, mode):
+    code, ranks, text = runner.launched(sys.executable, program, mode, patience(200))
+    assert runner.verdict(code, ranks, text, None) == "right", text
     assert "over 2 replicas of a DDP model" in text
 
 
 @pytest.mark.package("keras")
-def test_a_fit_of_keras_that_nothing_averages_is_refused(monkeypatch):
-    module = benchmark("frameworks/run", monkeypatch)
-    code, ranks, text = module.launched(sys.executable, "keras-fit", "outer", patience(200))
-    assert module.verdict(code, ranks, text, None).startswith("refused: --outer diloco did nothing"), text
+def test_a_fit_of_keras_that_nothing_averages_is_refused(runner):
+    code, ranks, text = runner.launched(sys.executable, "keras-fit", "outer", patience(200))
+    assert runner.verdict(code, ranks, text, None).startswith("refused: --outer diloco did nothing"), text
