@@ -7,7 +7,9 @@ import os
 import signal
 import sys
 from contextlib import ExitStack
+from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -163,6 +165,13 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setenv("FARFLUNG_RUN_DIR", "none")
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """A function that loads a module of benchmarks."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    return import_module
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What pages say was measured is what lies in benchmarks/results."""
 
-import importlib
 import json
 import re
 import runpy
@@ -31,13 +30,6 @@ def size_of(name):
 
 
 PARAMETERS = size_of("small")
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    """A function that loads a module of benchmarks."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module
 
 
 @pytest.fixture

@@ -78,6 +78,7 @@ def test_hooks_that_change_what_is_loaded_are_seen():
 def test_persistent_workers_are_not_taken_along_by_a_copy_of_a_loader():
     loader = DataLoader(range(2), num_workers=1, persistent_workers=True)
     list(loader)
+    assert internals.has_live_workers(loader)
     assert not internals.has_live_workers(internals.copied_loader(loader, {}))
 
 

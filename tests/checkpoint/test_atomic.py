@@ -137,11 +137,12 @@ def test_who_looks_at_a_folder_does_not_disturb_who_writes_into_it(tmp_path):
 
     with ThreadPoolExecutor(2) as readers, ExitStack() as end:
         end.callback(done.set)
-        for _ in range(2):
-            readers.submit(look)
+        looks = [readers.submit(look) for _ in range(2)]
         for number in range(20):
             write(tmp_path, f"t{number}", names=("model.safetensors", f"random_states_{number}.pkl"))
             assert content(tmp_path) == {f"t{number}"}
+    for one in looks:
+        one.result()
 
 
 def test_names_are_not_patterns(tmp_path):

@@ -19,7 +19,7 @@ from farflung.checkpoint.manifest import Manifest
 from farflung.checkpoint.sharded import ShardPlanner, ShardReader, merge_shards
 from farflung.utils import merge_fsdp_weights, save_fsdp_model
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")  # that there are no processes
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 STATE = {
     "model": {"a.weight": torch.arange(6.0).view(2, 3), "empty": torch.zeros(0, 3), "half": torch.ones(2).bfloat16()},
     "groups": [{"lr": 0.5, "betas": (0.9, 0.99)}, {"lr": torch.tensor(2.0), "names": ["x", "y"]}],

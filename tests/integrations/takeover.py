@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of `--outer` around DDP scripts share."""
+"""What tests of `--outer` around DDP scripts share, and a comparison of ranks that others use too."""
 
 from __future__ import annotations
 
@@ -17,13 +17,8 @@ def installed(config: OuterConfig) -> DDPTakeover:
     return takeover
 
 
-def of_all_ranks(value: Any) -> list[Any]:
-    """The value of each rank, which all of them ask for."""
+def is_the_same(value: Any) -> bool:
+    """Whether all ranks, each of which must ask, have the same value."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
-    return everyone
-
-
-def is_the_same(value: Any) -> bool:
-    """Whether all ranks have the same value."""
-    return all(each == value for each in of_all_ranks(value))
+    return all(each == value for each in everyone)

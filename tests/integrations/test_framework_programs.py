@@ -2,8 +2,6 @@
 """Programs of Lightning, ignite and Keras train as they are, and save and validate what all replicas have."""
 
 import sys
-from importlib import import_module
-from pathlib import Path
 
 import pytest
 
@@ -11,9 +9,8 @@ from farflung.testing.patience import patience
 
 
 @pytest.fixture
-def runner(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return import_module("frameworks.run")
+def runner(benchmark):
+    return benchmark("frameworks.run")
 
 
 def rows():

@@ -49,9 +49,8 @@ def apart(seen):
 
 def test_replicas_train_alone_and_are_equal_after_each_round_and_in_evaluations(seen):
     seen = seen["callback"]
-    assert apart(seen) == [
-        step for step in range(1, 15) if step % 3
-    ]  # that of an epoch's end comes after its last step
+    # The round of an epoch's end comes after its last step.
+    assert apart(seen) == [step for step in range(1, 15) if step % 3]
     assert (seen["rounds"], seen["end"]) == (len(ROUNDS), 0)
     assert seen["evaluated"] == [0.0] * 4
 

@@ -34,6 +34,14 @@ def test_quiet_leaves_errors_alone_also_in_json(capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_quiet_leaves_out_the_file_of_settings(home, capsys):
+    (home / "farflung.yaml").write_text("use_cpu: true\n")
+    (home / "train.py").touch()
+    for flags, said in ([], "farflung: settings from farflung.yaml\n"), (["-q"], ""):
+        assert call_farflung("launch", *flags, "--dry_run", "train.py") == 0
+        assert capsys.readouterr().err == said
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [

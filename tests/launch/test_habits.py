@@ -56,7 +56,7 @@ def test_another_number_of_processes_continues_in_the_middle_of_an_epoch(way, ho
 def test_a_process_alone_is_all_that_must_make_a_call(way, home):
     codes, said = start(way, 1, "alone")
     assert not any(codes), said
-    assert "Traceback" not in said
+    assert not any(words in said for words in ("Traceback", "lacks the random states", "loaded it alone")), said
     assert said.count("`deepspeed_config` is not read") == (way == "launcher")
 
 

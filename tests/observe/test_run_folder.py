@@ -66,11 +66,10 @@ sys.stdout.flush()
 os.write(1, f"by a library of rank {os.environ['RANK']}\\n".encode())
 subprocess.run([sys.executable, "-c", "import os; os.write(2, b'by a child\\\\n')"])
 """
-pytestmark = pytest.mark.usefixtures("warm")
 
 
 @pytest.fixture
-def launched(farflung, home, monkeypatch):
+def launched(farflung, home, monkeypatch, warm):
     """Run a script with a folder; return what the launcher said, and the run."""
     monkeypatch.delenv("FARFLUNG_RUN_DIR")
 
@@ -133,7 +132,7 @@ def test_a_rank_alone_says_itself_how_it_ends(launched):
     assert "ValueError: a bad value" in (run.path / "logs" / "rank0.log").read_text()
 
 
-def test_what_is_there_is_whole_after_a_kill(home, monkeypatch):
+def test_what_is_there_is_whole_after_a_kill(home, monkeypatch, warm):
     (home / "train.py").write_text(TRAINS)
     monkeypatch.delenv("FARFLUNG_RUN_DIR")
     launcher = subprocess.Popen([sys.executable, "-m", "farflung", "launch", "--cpu", "train.py", "1000"])
@@ -148,7 +147,7 @@ def test_what_is_there_is_whole_after_a_kill(home, monkeypatch):
     assert run.state == "dead"
 
 
-def test_where_no_folder_can_be_none_is_made_and_a_line_says_so(farflung, home, monkeypatch):
+def test_where_no_folder_can_be_none_is_made_and_a_line_says_so(farflung, home, monkeypatch, warm):
     (home / "train.py").write_text("print('trained')")
     done = farflung("launch", "--cpu", "--run-dir", "none", "train.py")
     assert (done.stdout, sorted(one.name for one in home.iterdir())) == ("trained\n", ["train.py"])

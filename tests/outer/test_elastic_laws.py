@@ -2,8 +2,9 @@
 """What members decide in one store, without processes: who may give state, who is let in, and how each wait ends."""
 
 import signal
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -63,7 +64,16 @@ class Members:
 
     def runs(self, act):
         """Call `act` on a thread; return a function that waits for it and returns its result."""
-        return partial(ThreadPoolExecutor(1).submit(act).result, 60)
+        future = Future()
+
+        def run():
+            try:
+                future.set_result(act())
+            except Exception as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return partial(future.result, 60)
 
     def told(self, words):
         """Wait until a line was told."""

@@ -75,7 +75,6 @@ def test_an_outer_sgd_of_one_and_nothing_is_averaging(size):
     assert same(*plain, *run_replicas(trained, size, diloco(1, lr=1.0, momentum=0.0), 2))
 
 
-# SlowMo: u <- beta u + (x0 - mean x) / gamma;  x0 <- x0 - alpha gamma u, gamma the inner learning rate.
 # SlowMo: u <- beta u + delta / gamma;  x0 <- x0 - alpha gamma u, gamma the inner learning rate; delta is x0 - mean x.
 # DiLoCo: m <- mu m + delta;  x0 <- x0 - gamma (delta + mu m).
 @pytest.mark.law("published-equations")
@@ -92,9 +91,6 @@ def test_slowmo_is_an_outer_heavy_ball_and_diloco_its_published_equations(nester
         moves = [d + mu * m if nesterov else gamma * m for m, d in zip(momenta, deltas, strict=True)]
         put(model, [x - lr * move for x, move in zip(anchor, moves, strict=True)])
     assert same(values(model), *run_replicas(trained, size, diloco(1, lr=lr, momentum=mu, nesterov=nesterov), rounds))
-
-
-# DiLoCo's own equations: m <- mu m + Delta;  Theta <- Theta - gamma (Delta + mu m).
 
 
 # Lookahead: slow <- slow + alpha (fast - slow); fast <- slow.

@@ -65,15 +65,19 @@ FIRST = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.
         ({"WORLD_SIZE": "two"}, ConfigError, "'two'"),
         (FIRST, ConfigError, "MASTER_PORT None"),
         (FIRST | {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": None}, ConfigError, "MASTER_ADDR is None"),
-        (FIRST | {"MASTER_PORT": "1"}, ConfigError, "nccl"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, Unsupported, "ACCELERATE_USE_DEEPSPEED"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, Unsupported, "ACCELERATE_USE_MEGATRON_LM"),
     ],
 )
-def test_where_several_processes_are_meant_there_is_a_group_or_an_error(variables, kind, message):
-    own = {"cpu": True, "init": InitProcessGroupKwargs(backend="nccl")} if message == "nccl" else {}
+def test_what_can_not_become_a_group_is_refused_before_one_starts(variables, kind, message):
     with environ.patched(variables), pytest.raises(kind, match=message):
-        join_world(**own)
+        join_world()
+    assert current_world() is None
+
+
+def test_nccl_on_cpus_is_refused():
+    with environ.patched(FIRST | {"MASTER_PORT": "1"}), pytest.raises(ConfigError, match="nccl"):
+        join_world(cpu=True, init=InitProcessGroupKwargs(backend="nccl"))
     assert current_world() is None
 
 

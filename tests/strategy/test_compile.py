@@ -155,10 +155,10 @@ def test_unwrapping_without_compile_gives_a_plain_duplicate_of_the_same_tensors(
 
 
 @pytest.mark.parametrize(
-    ("make", "model"), [(compiling, nn.Sequential(nn.Linear(4, 4), nn.Tanh())), (by_regions, Told())]
+    ("make", "net"), [(compiling, lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh())), (by_regions, Told)]
 )
-def test_torchs_own_classes_are_compiled_too_and_a_model_without_repeated_blocks_is_one_region(make, model):
-    model = make().prepare(model)
+def test_torchs_own_classes_are_compiled_too_and_a_model_without_repeated_blocks_is_one_region(make, net):
+    model = make().prepare(net())
     model(torch.ones(1, 4))
     assert is_compiled_module(model)
     assert num_graphs() == 1

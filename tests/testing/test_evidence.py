@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The runner of benchmarks/evidence, which trains all replicas as rows of one tensor, does what ordinary loops do."""
 
-import importlib
 import json
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,14 +28,13 @@ RECIPES = {"DDP": None} | {name: made(name, **options) for name, options in SETT
 
 
 @pytest.fixture
-def runner(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("evidence.runner")
+def runner(benchmark):
+    return benchmark("evidence.runner")
 
 
 @pytest.fixture
-def inner(runner):
-    return importlib.import_module("evidence.inner")
+def inner(benchmark):
+    return benchmark("evidence.inner")
 
 
 @pytest.fixture
