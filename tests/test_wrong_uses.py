@@ -222,6 +222,7 @@ PROCESSES = [
     ("utils.pad_across_processes(torch.tensor([1]), pad_index=0.5)", "pad_index", "0.5"),
     ('utils.pad_across_processes(torch.ones(1), pad_index="a")', "pad_index", "'a'"),
     ("utils.concatenate([])", "concatenate", "[]"),
+    ('utils.concatenate([{"a": "first"}, {"a": "x"}])', "concatenate", "'first'; it must be a tensor"),
     ('utils.concatenate([{"a": torch.ones(1)}, [torch.ones(1)]])', "concatenate", "structures"),
     ("utils.concatenate([torch.ones(1, 2), torch.ones(1, 3)])", "concatenate", "[1, 3]"),
     ("utils.concatenate([torch.ones(1)] * 2, dim=3)", "concatenate", "3"),

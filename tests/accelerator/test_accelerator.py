@@ -171,7 +171,6 @@ def test_project_directories():
 
 
 def test_save_writes_both_forms_for_everyone_to_read(tmp_path):
-
     accelerator = Accelerator(cpu=True)
     weight = torch.randn(3, 2)
     accelerator.save({"a": weight, "tied": weight, "t": weight.t()}, tmp_path / "s", safe_serialization=True)

@@ -168,9 +168,8 @@ def test_automatic_names_are_the_main_processs_and_nobody_saves_without_it(tmp_p
     run.steps(1)
     accelerator.save_state()  # whose number the main process knows
     if not run.is_main:
-        with pytest.raises(
-            StateError, match=r"^save_state: rank 1 calls it, but rank 0, which writes the weights, does"
-        ):
+        words = r"^save_state: rank 1 calls it, but rank 0, which writes the weights, does not\."
+        with pytest.raises(StateError, match=words):
             accelerator.save_state()
     accelerator.wait_for_everyone()
     accelerator.save_state()  # that call is forgotten

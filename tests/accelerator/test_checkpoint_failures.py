@@ -186,7 +186,9 @@ def test_an_error_on_one_rank_is_raised_on_all_and_names_it(tmp_path):
 def test_a_path_that_is_too_long_is_an_error_on_all_ranks(tmp_path):
     project = ProjectConfiguration(project_dir=tmp_path / ("x" * 300), automatic_checkpoint_naming=True)
     accelerator = Accelerator(cpu=True, project_config=project)
-    for act in (accelerator.save_state, lambda: accelerator.load_state("latest")):
+    named, path = Training().accelerator, tmp_path / ("x" * 300)
+    acts = accelerator.save_state, lambda: accelerator.load_state("latest"), lambda: named.save_state(path)
+    for act in acts:
         with pytest.raises(CheckpointError, match=r"rank 0: OSError: \[Errno 36\] File name too long"):
             act()
 

@@ -50,7 +50,7 @@ def test_each_rank_knows_its_row_and_column_and_what_shards_models():
         with environ.patched({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", **GRID}):
             assert answers() == ("FSDP", {"dp_replicate": 2, "dp_shard": 2}, (rank // 2, rank % 2, 0))
     assert answers(parallelism_config=ParallelismConfig(1, 4)) == ("FSDP", {"dp_shard": 4}, (0, rank, 0))
-    for sizes in ((4, 1), (1, 1)):  # without sizes all are replicas
+    for sizes in ((4, 1), (1, 1)):  # the latter says no size, so all are replicas
         assert answers(parallelism_config=ParallelismConfig(*sizes)) == replicas
     grid = ParallelismConfig(2, 2)
     own = grid.get_device_mesh("cpu")  # as a script does that loads its model onto it

@@ -121,7 +121,8 @@ def test_accelerate_follows_the_loader_that_was_started_last(number, windows):
 
 
 def in_step(training, waiting):
-    for batch, _ in zip(training.loader, training.other, strict=False):
+    """The first loader is the one that is followed."""
+    for batch, _ in zip(training.loader, waiting, strict=False):
         training.step(batch)
 
 

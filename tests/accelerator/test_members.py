@@ -193,7 +193,7 @@ def test_optimizers_and_schedulers_are_constructed_as_accelerates_are():
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        assert optimizer.step_was_skipped == optimizer._is_overflow == skipped  # programs for Accelerate set that one
+        assert optimizer.step_was_skipped == optimizer._is_overflow == skipped  # the latter is Accelerate's own name
     assert (weight.item(), scaler.get_scale(), scheduler.get_last_lr()) == (-1.0, 2.0**15, [0.1])
     for mode in ("train", "eval"):
         getattr(optimizer, mode)()

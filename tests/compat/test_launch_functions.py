@@ -57,7 +57,7 @@ def test_flags_that_are_not_done_or_not_known(capsys):
     with pytest.raises(ConfigError, match="does not exist"):
         ours.launch_command(parsed("--cpu no_such_script.py")[0])
     with pytest.raises(SystemExit):
-        parsed("--nothing train.py")
+        ours.launch_command_parser().parse_args(["--nothing", "train.py"])
     assert "--nothing" in capsys.readouterr().err
 
 

@@ -68,7 +68,7 @@ ASKED_OF_TREES = """
 convert_to_fp32 find_batch_size find_device get_data_structure get_shape ignorant_find_batch_size is_namedtuple
 is_tensor_information is_torch_tensor listify send_to_device slice_tensors
 """
-ARGUMENTS = {"send_to_device": ("cpu",), "slice_tensors": (slice(0, 1),)}
+ARGUMENTS = {"send_to_device": ("cpu",), "slice_tensors": (slice(1, 3),)}
 
 
 @pytest.mark.parametrize("name", ASKED_OF_TREES.split())
@@ -224,7 +224,8 @@ def test_modules_are_listed_and_asked_as_there():
 def test_the_degree_of_tensor_parallelism_is_read_as_there():
     configs = [SimpleNamespace(), SimpleNamespace(distributed_config={"tp_size": 2})]
     configs += [SimpleNamespace(distributed_config=found) for found in (SimpleNamespace(tp_size=3), None)]
-    for attributes in ({}, {"tp_size": 4}, *({"config": config} for config in configs)):
+    unset = {"tp_size": None, "config": configs[1]}
+    for attributes in ({}, {"tp_size": 4}, unset, *({"config": config} for config in configs)):
         model = SimpleNamespace(**attributes)
         assert ours.get_model_tp_size(model) == theirs.get_model_tp_size(model), attributes
 

@@ -269,7 +269,7 @@ def test_each_batch_counts_once_whatever_happens(events, draw):
         waiting &= set(run.live)
         if len(waiting) == len(run.live):
             run.round()
-            for each in waiting:
+            for each in run.live:
                 each.loaders[0].share.synchronized()
             waiting.clear()
     frontier = max((epoch for one in run.live for epoch, _ in one.taken), default=0)

@@ -9,7 +9,6 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -38,7 +37,6 @@ from tests.errors import error_of
 from tests.outer.elastic_run import EVERY, ElasticRun, wrong
 from tests.outer.replicas import same, shift, values
 
-LOST, UNREACHABLE = (Mock(side_effect=one) for one in (RankFailure("a test"), Unreachable("no more disk")))
 RECIPE = diloco(4, lr=1.0, momentum=0.5)
 TREE = {
     "place": {"position": 3, "due": []},
@@ -134,6 +132,14 @@ def pulled(address, folder):
     return load_file(folder / "x.safetensors")
 
 
+def lost():
+    raise RankFailure("a test")
+
+
+def unreachable(*_):
+    raise Unreachable("no more disk")
+
+
 def trained(place, recipe, steps, model=None, logs=(), **options):
     """Train a replica that moves by -1 in each step, as if its process ended afterwards; return its loop and its id."""
     transport = transport_at(place) if isinstance(place, str) else place
@@ -217,7 +223,7 @@ def test_what_is_no_address_of_a_run_can_not_be_pulled_from(tmp_path):
 def test_a_state_that_can_not_be_written_is_written_after_the_next_round_and_a_line_says_so(tmp_path, caplog):
     outer, _ = trained(tmp_path.as_uri(), diloco(4), 1)
     saver = outer._quorum.membership.saver
-    write, saver._states.write = saver._states.write, UNREACHABLE
+    write, saver._states.write = saver._states.write, unreachable
     step(outer, 3)
     assert "The state at step 4 was not written: no more disk" in caplog.text
     saver._states.write = write
@@ -439,15 +445,15 @@ def test_the_state_is_kept_at_whichever_door_the_address_is_found_gone(address_h
     outer, _ = trained(address_here, RECIPE, 9)
     membership = outer._quorum.membership
     membership.peers.members.board = membership.peers.members.board.patient(0)
-    monkeypatch.setattr(type(membership), door, UNREACHABLE)
-    act = partial(outer._quorum.run, LOST) if door == "agree" else outer._quorum.enter
+    monkeypatch.setattr(type(membership), door, unreachable)
+    act = partial(outer._quorum.run, lost) if door == "agree" else outer._quorum.enter
     assert re.search(r"lies in \S+, from step 8. Continue with --meet", error_of(RankFailure, act))
     assert list(tmp_path.glob("farflung-state-*"))
 
 
 def test_a_last_state_that_can_not_be_written_is_kept_here(address_here, caplog):
     outer, _ = trained(address_here, diloco(4), 9)
-    outer._quorum.membership.saver._states.write = UNREACHABLE
+    outer._quorum.membership.saver._states.write = unreachable
     outer.close()
     assert re.search(r"lies in \S+, from step 9. Continue with --meet", caplog.text)
 

@@ -126,6 +126,7 @@ class Wide(nn.Module):
 
 
 COSTED = {name: made(name, every=4) for name in NAMES if name != "streaming_diloco"}
+COSTED |= {"sparse_loco": outer.sparse_loco(4)}  # with the codec that it has by default
 COSTED |= {"hierarchical": RECIPES["hierarchical"], "diloco": outer.diloco(4, momentum=0.5)}
 COSTED |= {"bf16": outer.local_sgd(4, codec=outer.Cast("bf16")), "streaming_diloco": outer.streaming_diloco(8, 2)}
 COSTED |= {"streaming in fp32": outer.streaming_diloco(8, 2, codec=outer.Identity())}
@@ -206,7 +207,8 @@ def test_an_error_of_a_replica_is_raised_and_no_loss():
 
 
 def test_data_that_end_are_gone_through_again_or_refused_and_a_model_may_return_its_loss():
-    found = simulate(Wide, lambda rank: [{"x": torch.ones(1, 50)}], outer.post_local_sgd(2, 2), replicas=2, steps=5)
+    data = [{"x": torch.ones(1, 50)}, torch.ones(1, 50)]
+    found = simulate(Wide, lambda rank: data, outer.post_local_sgd(2, 2), replicas=2, steps=5)
     assert len(found.curve) == 5
     with pytest.raises(ConfigError, match="returned no batches"):
         simulate(Wide, lambda rank: iter([torch.ones(1, 50)]), outer.local_sgd(2), replicas=2, steps=5)
