@@ -14,6 +14,7 @@ import pytest
 from farflung.base.errors import ConfigError, Unreachable
 from farflung.base.events import Kind
 from farflung.comm.address import objects_at, transport_at
+from farflung.comm.board import Log
 from farflung.comm.member_store import LauncherNotes, MemberStore, Record
 from farflung.comm.run_record import KeyMismatch, knock
 from farflung.comm.saved_state import Saved, SavedStates, pull
@@ -159,6 +160,17 @@ def test_a_run_whose_settings_have_vanished_says_so(address):
 def test_what_is_needed_for_ever_outlives_a_purge_of_old_files(tmp_path):
     transport = begun(tmp_path.as_uri())
     member, notes = with_state(transport), LauncherNotes(transport.board)
+    states = SavedStates(transport.board.part("loop1"))
+    states.write("1.16.b", 0, {"place": {"position": 16}})
+    assert states.finish(Saved("1.16.b", 16, 1, ("place",)))
+    logs = ["place/7", "data/0/epochs", "loop2/generation"]
+    keys = [
+        f"{what}/7" for what in ("process", "in", "gone", "left", "lates", "launchers", "loop1/g1/ready", "loop1/left")
+    ]
+    for name in logs:
+        assert Log(transport.board, name).append(0, b"1")
+    for key in keys:
+        transport.board.put(key, b"1")
     files = [one for one in tmp_path.rglob("*.value") if "/state/" not in str(one)]
     for file in files:
         os.utime(file, (0, 0))
@@ -172,7 +184,9 @@ def test_what_is_needed_for_ever_outlives_a_purge_of_old_files(tmp_path):
     notes = LauncherNotes(again.board)
     assert (notes.name_of(member), notes.get("machine", member), notes.num_ends()) == ("replica 0", "node", 1)
     assert MemberStore(again.board.part("loop1")).record().ids == (member,)
-    assert saved_positions(again) == [8]
+    assert saved_positions(again) == [16, 8]
+    assert [Log(again.board, name).last() for name in logs] == [(1, b"1")] * 3
+    assert [key for key in keys if not again.board.get(key)] == []
     assert notes.number_of_loop(member) == 2
 
 
@@ -224,3 +238,4 @@ def test_one_that_begins_records_the_ends_that_no_launcher_has_seen(tmp_path):
     assert (notes.num_ends(), notes.read("first"), notes.num_launchers()) == (1, "new", 1)
     notes.take_over("third", has_ended)
     assert (notes.num_ends(), notes.num_launchers(), notes.read("first")) == (2, 0, "new")
+    assert [bool(notes.get("process", one)) for one in members] == 3 * [False] + 3 * [True]
