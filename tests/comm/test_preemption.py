@@ -5,48 +5,39 @@ from __future__ import annotations
 
 import os
 import random
+import secrets
 import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 
 from farflung.base.errors import ConfigError
+from farflung.comm import presence
 from farflung.comm.preemption import PreemptionVote
+from farflung.comm.presence import PresenceStore
 from farflung.testing.patience import patience
 
 LAST = 2000  # boundaries that a rank comes to at most
 
 
-def store_of(size):
-    """What ranks that are threads know of each other."""
-    return SimpleNamespace(size=size, said={}, posted={}, over=set())
+@pytest.fixture(autouse=True, scope="module")
+def store():
+    """The store of all runs, whose keys begin with a name of each."""
+    with pytest.MonkeyPatch.context() as patch:
+        hash_store = dist.HashStore()
+        patch.setattr(presence, "default_store", lambda: hash_store)
+        yield
 
 
-class Presence:
-    """What a `Presence` does, over such a store."""
-
-    def __init__(self, store, rank):
-        self.rank, self.store, self.size = rank, store, store.size
-
-    def publish(self, name, text):
-        self.store.said[name] = text
-
-    def published(self, name):
-        return self.store.said.get(name, "")
-
-    def ended(self, ranks):
-        return self.store.over.intersection(ranks)
-
-    def post(self, text, name):
-        self.store.posted[name, self.rank] = text
-
-    def posts(self, name):
-        return {rank: self.store.posted[name, rank] for rank in range(self.size) if (name, rank) in self.store.posted}
+def ranks_of(size):
+    """What the ranks of a run, which are threads, know of each other."""
+    name = secrets.token_hex(8)
+    return [PresenceStore(name, rank, size) for rank in range(size)]
 
 
 @contextmanager
@@ -80,7 +71,7 @@ def test_a_signal_that_comes_while_the_watchdog_looks_is_not_forgotten(number):
     try:
         assert not vote.passes()
         for _ in range(4):
-            vote.look(Presence(store_of(2), 0))
+            vote.look(ranks_of(2)[0])
         assert vote.why
     finally:
         vote.release()
@@ -88,7 +79,7 @@ def test_a_signal_that_comes_while_the_watchdog_looks_is_not_forgotten(number):
 
 def stops(size, seed, in_lockstep, signalled):
     """Where each rank stops, None where it comes to its end, if ranks and watchdogs are delayed at random."""
-    store, stopped, over = store_of(size), {}, threading.Event()
+    ranks, stopped, over = ranks_of(size), {}, threading.Event()
     step = threading.Barrier(size, timeout=patience(30))
     first = random.Random(seed).randrange(1, 20)
     drift = [0.0005 + random.Random(seed + 7 + rank).random() * 0.002 for rank in range(size)]
@@ -107,10 +98,10 @@ def stops(size, seed, in_lockstep, signalled):
                 return
 
     def watch(rank, vote):
-        pace, presence = random.Random(f"{rank} {seed}"), Presence(store, rank)
+        pace = random.Random(f"{rank} {seed}")
         while not over.is_set():
             time.sleep(pace.random() * 0.03)
-            vote.look(presence)
+            vote.look(ranks[rank])
 
     with voters(size) as votes:
         trainers = [threading.Thread(target=train, args=one, daemon=True) for one in enumerate(votes)]
@@ -123,7 +114,7 @@ def stops(size, seed, in_lockstep, signalled):
         over.set()
         for thread in watchdogs:
             thread.join()
-    return stopped, store, first
+    return stopped, ranks[0], first
 
 
 @settings(max_examples=25)
@@ -132,30 +123,29 @@ def test_all_ranks_stop_at_one_boundary_whoever_was_signalled_and_however_far_ap
     size, seed, lockstep, data
 ):
     signalled = data.draw(st.sets(st.integers(0, size - 1), min_size=1))
-    stopped, store, first = stops(size, seed, lockstep, signalled)
+    stopped, rank, first = stops(size, seed, lockstep, signalled)
     assert len(set(stopped.values())) == 1
     assert stopped[0] is not None
     if size > 1:  # not earlier than any rank has said, and nobody has to go beyond the furthest
-        assert stopped[0] == max(int(text) for text in store.posted.values())
+        assert stopped[0] == max(map(int, rank.posts("stop").values()))
     assert stopped[0] >= first or not lockstep
 
 
 def test_without_a_signal_no_rank_stops_or_talks():
-    stopped, store, _ = stops(3, 1, True, set())
-    assert (set(stopped.values()), store.said, store.posted) == ({None}, {}, {})
+    stopped, rank, _ = stops(3, 1, True, set())
+    assert (set(stopped.values()), rank.published("signal"), rank.posts("stop")) == ({None}, "", {})
 
 
 def test_ranks_train_on_to_their_end_where_one_has_ended_or_the_store_is_gone():
-    store = store_of(2)
     with voters(2) as (vote, _):
         vote.why = "SIGTERM at rank 0"
-        store.over.add(1)
-        vote.look(Presence(store, 0))
+        first, second = ranks_of(2)
+        second.mark_ended()
+        vote.look(first)
         assert not any(vote.passes() for _ in range(5))
-    store = store_of(2)
     with voters(2) as (vote, _):
         vote.why = "SIGTERM at rank 0"
-        vote.look(Presence(store, 0))
+        vote.look(ranks_of(2)[0])
         threading.Timer(0.1, vote.end).start()  # what the watchdog calls at its end
         assert not any(vote.passes() for _ in range(5))
 
