@@ -61,6 +61,7 @@ def test_one_that_has_slept_through_decisions_learns_the_latest_and_undoes_none(
     assert late.last() == later.last() == (known, b"%d" % known if known else None)
     log = filled(board, range(known, known + 40))
     assert not late.append(known, b"mine")
+    assert f"log/{known + 1}" not in board.list("log/")
     last = known + 40
     assert [one.last() for one in (late, later, Log(board, "log"))] == [(last, b"%d" % last)] * 3
     assert late.append(last, b"mine")
@@ -109,3 +110,11 @@ def test_numbers_that_are_counted_by_several_are_each_given_once(board):
     with ThreadPoolExecutor(3) as threads:
         given = threads.map(lambda log: {log.count() for _ in range(40)}, [Log(board, "log") for _ in range(3)])
         assert len(set().union(*given)) == 120
+
+
+def test_a_decision_that_another_writer_takes_back_at_once_is_none(board, monkeypatch):
+    log, get, seen = filled(board, range(3)), type(board).get, [b"by one that was overtaken"]
+    monkeypatch.setattr(type(board), "get", lambda self, key: seen.pop() if key == "log/4" and seen else get(self, key))
+    monkeypatch.setattr(board_module, "_LATE_S", 0.05)
+    assert log.last() == (3, b"3")
+    assert not seen

@@ -6,7 +6,7 @@ import torch
 from hypothesis import example, given, settings, strategies as st
 from torch import nn
 
-from farflung.base.errors import StateError
+from farflung.base.errors import StateError, Unsupported
 from farflung.base.sizes import CAP_BYTES, num_buffers_among
 from farflung.comm.bucket import Buckets
 from farflung.comm.shards import addresses, local
@@ -102,6 +102,11 @@ def test_integers_are_exact(ts, cap):
     before = [t.clone() for t in ts]
     pack_and_unpack(Buckets(ts, torch.int64, cap_bytes=cap))
     assert all(map(torch.equal, ts, before))
+
+
+def test_tensors_of_several_devices_share_no_buffer():
+    with pytest.raises(Unsupported, match=r"several devices \(cpu, meta\)"):
+        Buckets([torch.zeros(2), torch.zeros(2, device="meta")])
 
 
 def test_two_buffers_take_turns():

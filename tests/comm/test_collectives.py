@@ -146,6 +146,8 @@ def test_ragged_gather_joins_what_differs_in_the_first_dimension():
         assert gathered["y"].tolist() == [r % 2 == 0 for r in range(size) for _ in range(rows[r])]
     with pytest.raises(CollectiveMismatch, match="Only first dimensions may differ"):
         collectives.gather(exchange, torch.zeros(2, 1 + rank), ragged=True)
+    with pytest.raises(CollectiveMismatch, match="Only first dimensions may differ"):
+        collectives.gather(exchange, torch.zeros((2,) if rank else ()), ragged=True)
     assert collectives.gather(exchange, torch.tensor(rank), ragged=True).tolist() == list(range(size))
 
 
@@ -220,6 +222,7 @@ def reduces():
     mine = torch.tensor([rank])
     kept = collectives.reduce(exchange, [mine], "none")[0]
     assert (kept.tolist(), kept is mine) == ([rank], False)
+    assert [collectives.reduce(exchange, {}, reduction, scale=2) for reduction in ("mean", "max")] == [{}, {}]
     return bits
 
 

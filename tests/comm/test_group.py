@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Group: the collectives of a group that has none but `all_gather` and `broadcast`."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,48 +9,25 @@ import torch
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.torch_group import TorchGroup
+from farflung.testing.sim import run_replicas
 from tests.accelerator.conftest import on_ranks
 
 SIZES = [1, 2, 3, 4]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
-def late(out, value):
-    return SimpleNamespace(wait=lambda: out.view(-1).copy_(value.view(-1)))
+class Gathering(Group):
+    """The two collectives of another group."""
 
+    def __init__(self, inner):
+        self.rank, self.size = inner.rank, inner.size
+        self.all_gather, self.broadcast = inner.all_gather, inner.broadcast
 
-class Board:
-    """Where the threads of a group put what they bring, each to its own place."""
-
-    def __init__(self, size):
-        self.size, self.brought = size, [None] * size
-        self.all_here = threading.Barrier(size, timeout=60)
-
-
-class OfTwo(Group):
-    """Ranks on threads, with no collectives but the two that every group has; what came is written by the wait."""
-
-    def __init__(self, board, rank):
-        self.board, self.rank, self.size = board, rank, board.size
-
-    def all_gather(self, out, x):
-        return late(out, torch.cat([other.view(-1) for other in self._met(x)]))
-
-    def broadcast(self, x, src):
-        return late(x, self._met(x)[src])
-
-    def _met(self, x):
-        self.board.brought[self.rank] = x.clone()
-        self.board.all_here.wait()
-        brought = list(self.board.brought)
-        self.board.all_here.wait()
-        return brought
+    all_gather = broadcast = None
 
 
 def on_threads(size, function):
-    board = Board(size)
-    with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(lambda rank: function(OfTwo(board, rank)), range(size)))
+    run_replicas(lambda group: function(Gathering(group)), size)
 
 
 def drawn(rank, dtype):
@@ -119,19 +93,16 @@ def test_parameters_can_be_reduced():
 
 
 def test_ranks_of_which_no_blocks_can_be_made_are_not_split():
-    for size, error, words in ((2, Unsupported, "OfTwo"), (3, ConfigError, "left alone")):
-        with pytest.raises(error, match=words):
-            OfTwo(Board(4), 0).split(size)
+    def split(group):
+        for size, error, words in (
+            (2, Unsupported, "Gathering"),
+            (3, ConfigError, "left alone"),
+            (1, ConfigError, "left alone"),
+        ):
+            with pytest.raises(error, match=words):
+                group.split(size)
 
-
-class Gathering(Group):
-    """The two collectives of another group."""
-
-    def __init__(self, inner):
-        self.rank, self.size = inner.rank, inner.size
-        self.all_gather, self.broadcast = inner.all_gather, inner.broadcast
-
-    all_gather = broadcast = None
+    on_threads(4, split)
 
 
 @on_ranks(3)

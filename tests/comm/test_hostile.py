@@ -28,7 +28,7 @@ SHARES = "loop1/g1/c0"
 class Impatient(Watch):
     def look(self, entered, waited_s):
         super().look(entered, waited_s)
-        if self.looks > 1:
+        if len(self.looks) > 1:
             raise RankFailure("rank 0 is late")
 
 

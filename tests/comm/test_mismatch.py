@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ranks are told when they bring different things: the operation, who brought what, and what to do."""
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ MESSAGES = {
         "gather: ranks 0, 1 and 2 brought [8, 10] float32, rank 3 [6, 10] float32. Do this.",
     ),
     "a leaf inside a tree is named by its path": (
-        [{"out": [TWO, torch.zeros(n)]} for n in (2, 3)],
+        [defaultdict(list, out=[TWO, torch.zeros(n)]) for n in (2, 3)],
         "gather: at ['out'][1], rank 0 brought [2] float32, rank 1 [3] float32. Do this.",
     ),
     "dtypes have an advice of their own": (

@@ -3,7 +3,6 @@
 
 import json
 import os
-import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -32,18 +31,18 @@ DTYPES = [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float32, t
 
 
 class Watch:
-    """Looks at nothing; what ends the generation is kept."""
+    """Keeps what it is told, and ends nothing."""
 
     connect_s = 5.0
 
     def __init__(self):
-        self.reasons, self.authors, self.looks = [], [], 0
+        self.reasons, self.authors, self.looks, self.ends = [], [], [], []
 
     def look(self, entered, waited_s):
-        self.looks += 1
+        self.looks.append((*entered, waited_s > 0))
 
     def note_end(self, entered, waited_s):
-        return None
+        self.ends.append((*entered, waited_s > 0))
 
     def break_off(self, reason, author=None):
         self.reasons.append(reason)
@@ -237,6 +236,16 @@ def test_one_that_leaves_ends_the_waits_of_others_and_what_it_has_written_before
         first.all_gather(out, torch.zeros(1)).wait()
 
 
+def test_a_rank_that_can_not_write_its_share_ends_the_generation_and_says_why(tmp_path):
+    group = transport_at(tmp_path.as_uri(), patience_s=0).connect("group", 0, 2, Watch())
+    tmp_path.rename(tmp_path.with_name("away"))
+    with pytest.raises(RankFailure, match=f"The run's folder {tmp_path} can't be used: No such file"):
+        group.all_gather(torch.empty(2), torch.ones(1)).wait()
+    assert ["No such file" in reason for reason in group._watch.reasons] == [True]
+    group.raise_if_broken()
+    assert group._watch.looks == [("", 0, False)]
+
+
 def damaged(content):
     return content[:-1] + bytes([content[-1] ^ 1])
 
@@ -297,13 +306,12 @@ def test_foreign_objects_change_nothing(place):
 
 def test_a_wait_asks_its_watch(place):
     first, second = place.groups(2)
-    done = threading.Event()
-    first._watch.look = lambda *_: done.set()
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(first.barrier)
-        assert done.wait(60)
+        until(lambda: first._watch.looks)
         second.barrier()
         waiting.result(60)
+    assert set(first._watch.looks) == set(first._watch.ends) == {("group#1", 8, True)}
 
 
 @pytest.mark.gpu

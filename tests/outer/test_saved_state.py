@@ -68,6 +68,7 @@ def test_a_state_comes_back_with_its_bits_and_the_last_two_are_kept(board):
         for rank in range(2):
             states.write(name, rank, TREE)
         states.finish(saved(name, 2))
+    assert states.finish(saved("2.30", 2))  # the log has it already
     assert [one.name for one in states.newest()] == ["2.30", "1.20"]
     assert {key.split("/")[1] for key in board.list("state/")} == {"2.30", "1.20"}
     found = states.read(next(states.newest()), 1)
@@ -75,6 +76,11 @@ def test_a_state_comes_back_with_its_bits_and_the_last_two_are_kept(board):
     assert torch.equal(found["0"]["a"], TREE["0"]["a"])
     tensor, rest = found["0"]["b"]
     assert (tensor.dtype, tensor.tolist(), rest) == (torch.bfloat16, [[1.0] * 3] * 2, (1, None))
+    with pytest.raises(Unreachable, match="have not written their parts of it within 0 s"):
+        states.finish(saved("2.40", 1), within_s=0)
+    board.delete("state/2.30/1/0")
+    with pytest.raises(Damaged, match=r"state/2\.30/1/0 is not there"):
+        states.read(next(states.newest()), 1)
 
 
 def test_what_other_ranks_have_written_of_the_next_state_stays(board):
