@@ -144,8 +144,6 @@ class Recipe:
             )
         if isinstance(self.codec, ErrorFeedback) or isinstance(self.merge, Blend):
             raise ConfigError(f"{self.codec} with {self.merge} needs an anchor: give the recipe an outer optimizer.")
-        if self.eager:
-            raise ConfigError("eager needs an anchor: give the recipe an outer optimizer.")
         if isinstance(self.aggregator, Gossip) and self.aggregator.pull:
             raise ConfigError(f"{self.aggregator} pulls anchors together: give the recipe an outer optimizer.")
         if self.is_radial or self.policy.norm != "none":

@@ -363,7 +363,7 @@ class ChangingSchedule:
         start, inside, number = self.part(now.step)
         if now.step <= start:  # in a warm-up
             return ()
-        actions: list[Action] = list(inside(Clock(now.step - start, max(0, now.began - start), now.seconds, now.lr)))
+        actions: list[Action] = list(inside(Clock(now.step - start)))
         if number and now.step - start <= inside.every:
             actions = [self._first_of_part(one, now.step - start, number) for one in actions]
         if number < len(self.changes) and now.step == self.changes[number].step:

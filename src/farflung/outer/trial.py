@@ -187,14 +187,12 @@ class RecipeTrial:
         return self._take(spec, None)
 
     def note_step(self, waited_s: float, waits_in_steps: bool) -> None:
-        """Record that a step has ended.
+        """Record that a step of the trial has ended.
 
         Args:
             waited_s: how many seconds this process has waited for others since its loop began.
             waits_in_steps: an exchange of gradients is not part of those.
         """
-        if not self.is_on:
-            return
         self._waits_in_steps = waits_in_steps
         if self.quorum.group.size > 1 and any(parameter.is_cuda for parameter in self._model.parameters()):
             torch.cuda.synchronize()
