@@ -113,7 +113,7 @@ ACCELERATOR = [
     ('outer="dilico"', "outer is 'dilico'", "`diloco`"),
     ("outer=5", "outer", "5", "OuterConfig("),
     ('outer={"recipe": "diloco"}', "outer", "OuterConfig("),
-    ("outer=diloco", "outer", "'diloco'"),
+    ("outer=slowmo", "outer", "'slowmo'"),
     ('outer=""', "outer", "''"),
     ('mixed_percision="bf16"', "mixed_percision"),
     ('mixed_precision="fp8"', "fp8", "bf16"),
@@ -366,7 +366,7 @@ OUTER = [
     ('LocalSGD(accelerator=k.ready, model=k.model, local_sgd_steps=2, enabled="no")', "enabled", "'no'"),
     ("k.ready.outer(k.model, None)", "recipe", "None"),
     ('k.ready.outer(k.model, "dilico")', "recipe", "'dilico'", "`diloco`"),
-    ("k.ready.outer(k.model, diloco)", "recipe", "diloco(", "function"),
+    ("k.ready.outer(k.model, slowmo)", "recipe", "slowmo(", "function"),
     ("k.ready.outer(k.model, 32)", "recipe", "32"),
     ("k.ready.outer(diloco(4), k.model)", "model", "recipe"),
     ("k.ready.outer(None, diloco(4))", "model", "None"),
@@ -377,6 +377,7 @@ OUTER = [
     ("OuterLoop(None, diloco(4))", "model", "None"),
     ('OuterLoop(k.model, "localsgd")', "recipe", "'localsgd'", "`local_sgd`"),
     ("OuterLoop(k.model, diloco(4), group=5)", "group", "5", "TorchGroup"),
+    ("OuterLoop(k.model, diloco(4), island=5)", "island is 5", "TorchGroup"),
     ("OuterLoop(k.model, diloco(4), inner=k.model)", "inner", "Linear"),
     ("OuterLoop(k.model, diloco(4), bucket_bytes=0)", "bucket_bytes", "0"),
     ('OuterLoop(k.model, diloco(4), bucket_bytes="4MB")', "bucket_bytes", "'4MB'"),
@@ -406,6 +407,8 @@ OUTER = [
     ('k.loop.step(items="3")', "items", "'3'"),
     ('OuterLoop(k.model, replaced(weigh_by="items")).step(items=-1)', "items", "-1"),
     ('OuterLoop(k.model, replaced(weigh_by="items")).step()', "items", "0"),
+    ('OuterLoop(k.model, replaced(weigh_by="items")).step(items=torch.ones(3))', "items"),
+    ('OuterLoop(k.model, replaced(weigh_by="items")).attach(k.optimizer)', "attach", "step(items=n)"),
     ("merge_states([])", "merge_states", "[]"),
     ("merge_states(k.loop.state_dict())", "merge_states", "list"),
 ]
@@ -418,6 +421,10 @@ def in_two_groups(parameters):
 def entered_twice(kit):
     with kit.ready.outer(kit.model, diloco(4)), kit.accelerator.outer(kit.model, diloco(4)):
         pass
+
+
+class Unsummed(outer.Cast):
+    linear = False
 
 
 def replaced(**parts):
@@ -545,11 +552,14 @@ RECIPES = [
     ('replaced(same_data="yes")', "same_data", "'yes'"),
     ("replaced(inner=5)", "inner", "5", "AverageState()"),
     ("replaced(changes=Change(8, 8))", "changes", "Change(step=640"),
-    ("replaced(changes=(Change(9, 8),))", "is within a round", "step="),
+    ("replaced(changes=(Change(4, 4), Change(6, 8)))", "is within a round: from step 4 on they have 4", "step=8"),
+    ("replaced(changes=(Change(4, 4), Change(4, 8)))", "is within a round", "step=8"),
+    ("Change(8, 0)", "every is 0"),
     ("replaced(changes=(Change(8, 8, 1),))", "delay is 1", "began without one"),
     ("replace(quadratic(2, 0.1), changes=(Change(8, 8),))", "Quadratic", "by itself"),
     ("replace(eager_diloco(4), changes=(Change(8, 8, 4),))", "a delay equal to every"),
     ("Change(0, 8)", "step", "0"),
+    ("Change(8, 4, 5)", "delay is 5", "4"),
     ("k.loop.change_schedule(0)", "every", "0"),
     ("k.loop.change_schedule(8, 1)", "delay is 1", "began without one"),
     ("Recipe(Streaming(4, 1, 1))", "delay", "1"),
@@ -582,12 +592,14 @@ RECIPES = [
     ("replace(eager_diloco(4), schedule=Streaming(4, 1, 3))", "a delay equal to every"),
     ("replace(eager_diloco(4), codec=ErrorFeedback(Int8()))", "stale term"),
     ("replace(eager_diloco(4), aggregator=TrimmedMean())", "this rank's term in a mean"),
-    ("replace(eager_diloco(4), codec=Int8(), aggregator=ReduceScatterMean())", "into parts"),
-    ("replace(sparse_loco(4), aggregator=ReduceScatterMean())", "into parts"),
+    ("replace(eager_diloco(4), codec=Int8(), aggregator=ReduceScatterMean())", "eager looks at", "into parts"),
+    ("replace(sparse_loco(4), aggregator=ReduceScatterMean())", "ClippedToMedian(", "into parts"),
+    ("replace(eager_diloco(4), aggregator=Gossip())", "eager replaces", "Gossip("),
     ("replace(hierarchical({1: 2, 3: None}), optimizer=diloco(2).optimizer)", "an anchor of its own"),
     ("replace(streaming_diloco(4, 2), inner=ResetState())", "rounds that block training"),
     ("replaced(codec=Int8())", "GatherMean"),
     ("replaced(aggregator=ReduceScatterMean())", "Mean"),
+    ("replaced(codec=Unsummed(), aggregator=ReduceScatterMean())", "encodes to bytes, and Unsummed(", "GatherMean()"),
     ("replaced(bucket_bytes=0)", "bucket_bytes", "0"),
     ("gossip(2, codec=ErrorFeedback(Int8()))", "needs an anchor"),
     ("noloco(2, codec=ErrorFeedback(Int8()))", "a different peer"),
@@ -622,6 +634,7 @@ RECIPES = [
     ('OuterConfig("hierarchical", levels="often")', "map each number of steps to how many ranks"),
     ('OuterConfig("hierarchical", levels={4: None, 8: 2})', "all ranks (None) least often"),
     ('OuterConfig("diloco", robust="median")', "robust", "'median'", "trimmed"),
+    ('OuterConfig("auto", robust="clip")', "robust is 'clip'", "yet to be chosen"),
     ('robust(noloco(2), "trimmed")', "robust is 'trimmed'", "Gossip(pull=1.0)"),
     ('robust(eager_diloco(2), "clip")', "robust is 'clip'", "eager anchors"),
     ('robust(post_local_sgd(2), "trimmed")', "a warm-up averages gradients"),

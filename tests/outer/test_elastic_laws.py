@@ -19,12 +19,12 @@ from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup
 from farflung.comm.member_store import Ask, LauncherNotes, MemberStore, Post, Record, encode
 from farflung.comm.transport import Entered
-from farflung.outer import diloco
+from farflung.outer import admission, diloco
 from farflung.outer.ballot import odd_among
 from farflung.outer.elastic import Elastic
 from farflung.outer.generation_watch import GenerationWatch
 from farflung.outer.membership import Needs
-from farflung.outer.peers import Peers
+from farflung.outer.peers import Peers, description_of, other_versions, unlike, unlike_tensors
 from farflung.outer.settlement import _late_facts, settle
 from farflung.outer.transfers import Transfers
 from farflung.process.sockets import serve_store
@@ -123,13 +123,16 @@ def test_members_of_a_first_generation_that_never_came_are_not_waited_for():
 
 
 @pytest.mark.parametrize("is_alive", [True, False])
-def test_who_asks_while_another_one_begins_waits_for_it_if_its_launcher_looks_after_it(is_alive):
+def test_who_asks_while_another_one_begins_waits_for_it_if_its_launcher_looks_after_it(is_alive, monkeypatch):
+    monkeypatch.setattr(admission, "_ASK_S", 0.05)
     members = Members(Record(1, 1, (1,), began=1))
     if is_alive:
         members.notes.put("machine", 1, "node1:7")
         members.notes.beat("node1:7", 600.0)
     result = members.runs(lambda: asked(Elastic(members.transport, 2, grace_s=600.0)))
     if is_alive:
+        until(members.board.asks)
+        members.board.close(*members.board.asks())  # as if it had been in a generation that it has not seen
         until(members.board.asks)
         assert members.board.append(Record(2, 1, (1, 2), (2,)))
     assert result().ids == ((1, 2) if is_alive else (2,))
@@ -150,13 +153,30 @@ def test_who_asks_members_of_whom_nothing_is_heard_ends_with_a_sentence(launcher
 
 
 @pytest.mark.law("no-member-without-state-gives-state")
-def test_of_those_that_begin_without_the_members_the_one_with_the_newest_state_gives_it():
+def test_of_those_that_begin_without_the_members_the_one_with_the_newest_state_gives_it(monkeypatch):
+    monkeypatch.setattr(admission, "_ASK_S", 0.05)
     members = Members(Record(7, 1, (1,)))
     members.notes.note_end(1, "was killed by SIGKILL")
     for one, last, has_state in ((2, 3, True), (3, 0, False), (4, 6, True)):
         members.board.ask(Ask(one, last, has_state, members.member(one)._description(needs())))
-    record = asked(members.member(5))
-    assert (record.ids[0], set(record.newcomers)) == (4, {2, 3, 5})
+    members.notes.put("stopped", 4)
+    result = members.runs(lambda: asked(members.member(5)))
+    members.told("member 5 waits: no other replica has the trained state (member 4: its process is stopped)")
+    members.notes.forget(4, "stopped")
+    assert (result().ids[0], set(result().newcomers)) == (4, {2, 3, 5})
+    assert not members.board.asks()
+
+
+def test_members_admit_those_that_are_alive_and_drop_the_questions_of_others():
+    members = Members(Record(3, 1, (1, 2, 3)))
+    member = members.member(1)
+    for one, last in ((2, 2), (3, 3), (4, 0), (5, 0), (6, 0)):  # 2 had asked before it came in, 3 can't continue
+        members.board.ask(Ask(one, last, False, member._description(needs())))
+    members.notes.note_end(4, "was killed by SIGKILL")
+    members.notes.put("stopped", 5)
+    waiting = member._admission.waiting(members.record, member._description(needs()), needs(True))
+    assert [one.member for one in waiting.values()] == [6]
+    assert {one.member for one in members.board.asks().values()} == {3, 5, 6}
 
 
 @pytest.mark.law("a-newcomer-stops-nobody")
@@ -193,8 +213,62 @@ def test_one_that_is_late_again_and_again_hears_what_helps_and_waits_longer():
 def test_without_a_grace_given_it_follows_from_the_rounds():
     peers = Peers(Members().transport, "loop1", None)
     assert peers.grace_s == 30.0
-    peers._gap_s = 100.0
+    peers.expect_round(100.0)
     assert peers.grace_s == 200.0
+    peers.record, peers.is_admitting = Record(1, 1, (1, 2), newcomers=(2,)), True
+    assert [peers.limit_s(one) for one in (1, 2)] == [200.0, 5.0]
+    assert [peers.cause(2, waited_s) for waited_s in (4.9, 5.1)] == ["", "it did not come within 5.1 s"]
+    peers.note_round()
+    assert (peers.grace_s, peers.limit_s(2)) == (30.0, 30.0)
+    peers._last_round_at -= 100.0
+    peers.note_round()
+    assert peers.grace_s >= 200.0
+
+
+def test_one_that_is_late_may_take_as_long_as_a_round_more_unless_it_is_stopped():
+    members = Members(Record(1, 1, (1, 2)))
+    peers = members.member(1).peers
+    peers.expect_round(4.0)
+    assert [peers.cause(2, waited_s) for waited_s in (4.0, 4.2)] == ["", "it did not come within 4.2 s"]
+    members.notes.put("stopped", 2)
+    assert [peers.cause(2, waited_s) for waited_s in (0.0, 0.2)] == ["", "its process is stopped, and 100 ms are over"]
+    peers.record, peers.is_admitting = Record(1, 1, (1, 2), newcomers=(2,)), True
+    assert peers.limit_s(2) == GRACE_S
+
+
+def test_only_the_first_differences_of_two_models_are_named():
+    five = "it alone has a; it alone has b; the run alone has c; the run alone has d; the run alone has e"
+    assert unlike_tensors("ba", "cde") == five
+    assert unlike_tensors("ba", "fcde") == f"{five}; and 1 more"
+
+
+def test_replicas_of_other_sizes_and_other_data_are_not_alike_and_other_scripts_are():
+    mine = description_of(needs(), 1, ["2 files", "seed 0"], {"torch": "2.6.0", "script": "a.py"})
+    other = description_of(needs(), 2, ["2 files", "seed 1"], {"torch": "2.7.0", "script": "a.py"})
+    assert unlike(mine, mine) == other_versions(mine, mine) == ""
+    assert unlike(other, mine) == (
+        "its processes in a replica is 2; the run's is 1; its data is seed 1; the run's is seed 0"
+    )
+    assert other_versions(other, mine) == "torch: '2.7.0' instead of '2.6.0'"
+
+
+@pytest.mark.parametrize(
+    ("reason", "has_last", "writes"), [("", False, True), ("", True, False), ("an error", False, False)]
+)
+def test_the_next_member_writes_the_last_state_if_those_before_it_can_not(reason, has_last, writes):
+    members = Members(record := Record(1, 1, (1, 2)))
+    member = members.member(2)
+    assert member._writes_last(SimpleNamespace(has_last=lambda number: has_last), record, reason) is writes
+
+
+@pytest.mark.parametrize("odd", [(), (2,)])
+def test_one_that_was_left_out_between_rounds_keeps_its_steps_unless_it_was_odd(odd):
+    members = Members(Record(1, 1, (1, 2)))
+    member = members.member(2)
+    member.landed(needs(True), 1)
+    assert members.board.append(Record(2, 1, (1,), odd=odd))
+    member.lost(RankFailure("a wait is over"))
+    assert member._is_unapplied is not bool(odd)
 
 
 def test_the_odd_one_is_the_one_that_differs_from_most_and_of_two_the_later():

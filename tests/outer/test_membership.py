@@ -324,5 +324,7 @@ def test_who_takes_part_is_said_once():
     membership = FixedMembership(SoloGroup(), SoloGroup())
     with pytest.raises(ConfigError, match="takes no group and no island with it"):
         OuterLoop(Two(), DILOCO, SoloGroup(), membership=membership)
+    with pytest.raises(ConfigError, match="takes no group and no island with it"):
+        OuterLoop(Two(), DILOCO, island=SoloGroup(), membership=membership)
     with pytest.raises(ConfigError, match="membership"):
         OuterLoop(Two(), DILOCO, membership="all")

@@ -115,6 +115,8 @@ def test_states_of_different_loops_are_not_merged():
     old = [{key: value for key, value in state.items() if key != "parts"} for state in old]  # as it was written before
     with pytest.raises(ConfigError, match=r"another outer loop, with Every\(.*0\.6.*here Every\(.*0\.7"):
         merge_states(old)
+    with pytest.raises(ConfigError, match="saved by rank 1 of an island, and this is rank 0 of one"):
+        merge_states([old[0], old[0] | {"shard": 1}])
 
 
 def test_weights_that_were_exchanged_once_and_rest_now_are_among_the_merged_ones():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The outer momentum that nobody has chosen grows with the rounds; what is said of runs that are short for a recipe."""
 
+import re
 import warnings
 from functools import partial
 
@@ -74,14 +75,18 @@ def made(name, **options):
 
 
 def test_a_run_of_few_rounds_is_warned_of_and_a_longer_one_is_not():
+    short = OuterConfig("diloco", steps=319)
     with pytest.warns(UserWarning, match="319 steps make 9 rounds of 32.* rounds of 15 make twenty"):
-        made("diloco", steps=319)
+        recipe_of(short, local_size=1)
+    with pytest.warns(UserWarning, match="32 steps make 1 round of 32"):
+        made("diloco", steps=32)
     with pytest.warns(UserWarning, match="needs hundreds of rounds"):
         made("diloco", steps=32 * 30, momentum=0.9)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         made("diloco", steps=320)
         made("local_sgd", steps=80)
+        made("diloco", steps=32 * 30, rounds=300, momentum=0.9)
         made("edit", seconds=10.0, steps=1)  # how many rounds that is, depends on a clock
 
 
@@ -90,7 +95,9 @@ def test_a_recipe_says_of_itself_whether_a_run_is_short():
     assert edit(seconds=1.0).few_rounds(1) == ""
     assert diloco(seconds=1.0).few_rounds(1) == ""
     assert "79 steps make 9 rounds of 8" in local_sgd(8).few_rounds(79)
-    assert "100 steps make 0 rounds of 8" in post_local_sgd(100, 8).few_rounds(100)
+    warmed = post_local_sgd(100, 8)
+    assert "99 steps make 0 rounds of 8" in warmed.few_rounds(99)
+    assert re.match("109 steps make 1 round of 8.*: rounds of 1 make twenty", warmed.few_rounds(109))
 
 
 def a_schedule(kind, steps_taken, **options):
@@ -128,7 +135,7 @@ def test_an_accelerator_says_once_that_a_run_is_short_for_its_recipe(caplog):
 
 def test_a_momentum_that_short_runs_do_not_pay_back_is_warned_of():
     for make in (partial(diloco, 32), partial(streaming_diloco, 4, 2), partial(eager_diloco, 4)):
-        with pytest.warns(UserWarning, match="hundreds of rounds"):
+        with pytest.warns(UserWarning, match=r"of 0\.9 needs hundreds of rounds to pay off, but 30 are planned"):
             make(rounds=30, momentum=0.9)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -12,8 +12,9 @@ from farflung.base.errors import ConfigError
 from farflung.codec.named import CODECS as MADE, codec_of
 from farflung.config.outer import CODECS, RECIPES as NAMES
 from farflung.config.recipes import RECIPES
-from farflung.outer import ErrorFeedback, OuterLoop, diloco
+from farflung.outer import ErrorFeedback, OuterLoop, Streaming, TopK, WithoutOutliers, by_bytes, diloco
 from farflung.outer.arguments import MAKERS, chosen_recipe, recipe_of
+from farflung.outer.schedule import TrialSchedule
 from farflung.testing.simulate import simulate
 from tests.errors import error_of
 from tests.recipes import needed
@@ -29,6 +30,16 @@ def test_a_name_alone_is_the_recipe_with_its_defaults():
     for name in (name for name in NAMES if not needed(name)):
         for recipe in (chosen_recipe(name), recipe_of(OuterConfig(name), 1)):
             assert comparable(recipe) == comparable(MAKERS[name]())
+    assert recipe_of(OuterConfig("auto", steps=99), 1).schedule == TrialSchedule(99)
+
+
+def test_defaults_that_no_page_shows_are_those_of_the_papers_and_what_is_given_counts():
+    assert MAKERS["streaming_diloco"]().schedule == Streaming(32, 4, 1)
+    assert MAKERS["streaming_diloco"](cut=by_bytes).fragments is by_bytes
+    assert MAKERS["eager_diloco"]().optimizer.keywords == {"lr": 0.7, "momentum": 0.3, "nesterov": True}
+    assert MAKERS["sparse_loco"](codec=ErrorFeedback(TopK(), 0.5)).codec.beta == 0.5
+    assert MAKERS["edit"]().optimizer.keywords == {"lr": 0.7, "momentum": 0.8, "nesterov": True}
+    assert MAKERS["edit"]().policy == WithoutOutliers(3.0, temperature=1.0, max_norm=10.0)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +73,8 @@ def test_names_work_in_a_script_a_bare_loop_and_a_simulation():
     model = nn.Linear(2, 1)
     with OuterLoop(model, "diloco") as loop:
         assert "every=32" in loop.state_dict()["description"]
+    with OuterLoop(model, OuterConfig("diloco", bucket_bytes=64)) as loop:
+        assert "buckets of 64 bytes" in loop.state_dict()["description"]
     accelerator = Accelerator(cpu=True)
     prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for recipe in ("diloco", OuterConfig("slowmo", every=4, codec="int8")):

@@ -4,11 +4,12 @@
 import gc
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
-from farflung.outer import OuterLoop, diloco, streaming_diloco
+from farflung.outer import OuterLoop, Recipe, Streaming, by_bytes, diloco, gossip, streaming_diloco
 from farflung.testing.sim import run_replicas
 
 KEPT = []
@@ -57,6 +58,11 @@ def test_a_loop_that_is_ended_says_nothing(capsys, end):
         (diloco(every=2), 3, "Its last step was"),
         (diloco(every=4), 7, "Its last 3 steps were"),
         (streaming_diloco(every=4, fragments=2, delay=1), 8, "Its last 8 steps were"),
+        # One part of the weights, some steps ago, a part of the way, of two replicas: no round makes all alike.
+        (Recipe(Streaming(4, 2), fragments=by_bytes), 4, "Its last 4 steps were"),
+        (replace(diloco(every=4), schedule=Streaming(4, 1, 1)), 8, "Its last 8 steps were"),
+        (streaming_diloco(every=4, fragments=1, delay=0), 4, "Its last 4 steps were"),
+        (gossip(every=2), 4, "Its last 4 steps were"),
         (diloco(every=2), 4, ""),  # it has ended with a round
     ],
 )

@@ -336,12 +336,12 @@ def test_with_an_anchor_an_evaluation_sees_what_was_agreed_on(group):
 
 
 # digests
-def tampered(group, recipe, is_odd):
+def tampered(group, recipe, tamper=None):
     run = Run(group, recipe, no_statistics)
     run.steps(0)
-    if group.rank == 1 and is_odd:
+    if group.rank == 1 and tamper:
         state = run.outer.state_dict()
-        state["rounds"]["fragments"][0]["agreed"]["anchor"]["chunks"][0][22] += 1e-6  # in 2.weight
+        tamper(state["rounds"]["fragments"][0])
         run.outer.load_state_dict(state)
     run.steps(*range(1, 9))
 
@@ -350,8 +350,10 @@ def tampered(group, recipe, is_odd):
 def test_an_anchor_that_differs_is_found_and_named(recipe, monkeypatch):
     monkeypatch.setattr(comparison, "_DIGEST_EVERY", 2)
     with pytest.raises(CollectiveMismatch, match=r"no longer agree on 2\.weight: its value on rank 1"):
-        run_replicas(tampered, 3, recipe, True)
-    run_replicas(tampered, 3, recipe, False)
+        run_replicas(tampered, 3, recipe, lambda one: one["agreed"]["anchor"]["chunks"][0][22].add_(1e-6))
+    with pytest.raises(CollectiveMismatch, match=r"no longer agreed at the end of .* \(digests \[(\d+), 5, \1\]\)"):
+        run_replicas(tampered, 3, recipe, lambda one: one.update(digest=5))
+    run_replicas(tampered, 3, recipe)
 
 
 # What is written down.

@@ -94,6 +94,7 @@ def test_a_quadratic_round_ends_where_the_rate_is_nothing():
     assert not rule(Clock(49, 0, lr=0.0))
     assert rule(Clock(50, 0, lr=0.0))
     assert Warmup(10, rule)(Clock(60, 10, lr=1e-300))
+    assert not Warmup(10, rule)(Clock(60, 11, lr=1e-300))
     with pytest.raises(ConfigError, match="inner=optimizer"):
         rule(Clock(4))
 
@@ -110,3 +111,4 @@ def test_by_time_looks_at_the_clock_alone():
     assert not schedule(Clock(1000, 0, 2.4))
     assert schedule(Clock(1, 0, 2.5)) == (Launch(0), Apply(0))
     assert schedule(Clock(1, 0, math.inf))
+    assert [bool(Warmup(3, schedule)(Clock(4, 0, seconds))) for seconds in (2.4, 2.5)] == [False, True]

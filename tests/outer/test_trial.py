@@ -133,6 +133,18 @@ def test_a_transfer_that_loses_a_packet_does_not_make_the_line_slow(group):
     assert one.tuner.measured.link.bandwidth_bps > 1e6  # 64 KB in a second are half of that
 
 
+@pytest.mark.filterwarnings("ignore:.*a round was dropped")
+@on_replicas(2)
+def test_under_the_chosen_recipe_values_that_are_not_finite_are_found(group):
+    one = Auto(group, FixedTuner(CHOICES["weights"]))
+    one.train(0, 21)
+    if group.rank == 1:
+        torch.nn.init.constant_(one.model[0].bias, torch.nan)
+    one.train(21, 24)
+    assert one.loop.stats().dropped_rounds == 1
+    one.loop.detach()
+
+
 @on_replicas(2)
 def test_a_flush_among_averaged_steps_keeps_them(group):
     one = Auto(group, FixedTuner(CHOICES["diloco"], averaging_s=0.0))
