@@ -424,6 +424,18 @@ def test_a_run_that_ends_well_ends_well_for_replicas_too_that_wait_to_be_let_in(
     assert len(second.lines) == 2, second.lines
 
 
+def test_a_second_ctrl_c_kills_what_a_replica_that_did_not_heed_the_first_has_started(home):
+    (home / "train.sh").write_text(
+        "trap 'touch heard' INT\nsleep 300 & echo $! > part; mv part up; while true; do wait; done"
+    )
+    with launcher("--elastic", "1:2", "--no_python", "sh", "train.sh") as run:
+        for before in "up", "heard":
+            until((home / before).exists)
+            run.process.send_signal(signal.SIGINT)
+        assert run.ended() == 128 + signal.SIGINT
+        until(lambda: not psutil.pid_exists(int((home / "up").read_text())))
+
+
 @pytest.mark.usefixtures("warm")
 def test_ctrl_c_ends_the_replicas(home):
     (home / "train.py").write_text(WAITS)

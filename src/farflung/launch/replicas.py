@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,7 +48,7 @@ else:
     run_store = LazyModule("farflung.launch.run_store")
 
 _ASK_S = 0.5
-_END_WITHIN_S = 30.0
+_END_WITHIN_S = 35.0  # launchers of replicas give their ranks half a minute
 _PART_WITHIN_S = 10.0
 _RENEW_S = 6 * 3600.0  # what is written once; purges and rules delete objects that are a day old, at the earliest
 _LAST = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # at which replicas sign out
@@ -95,8 +96,15 @@ class _Replica:
     def send(self, number: int) -> None:
         if number in WARNINGS:
             self.forwarder.pass_on(number, [self.process.pid])
-        else:
-            self.process.send_signal(number)
+            return
+        started = []
+        if number == signal.SIGKILL:  # which leaves nobody who would end what it has started
+            with suppress(psutil.NoSuchProcess):
+                started = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.send_signal(number)
+        for one in started:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
 
 
 class _Launcher:
