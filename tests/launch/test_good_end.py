@@ -156,7 +156,7 @@ def test_a_run_that_trains_well_ends_well(way, home, monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("warm")
-@pytest.mark.parametrize("seed", range(1, 9))
+@pytest.mark.parametrize("seed", range(1, 4))
 @pytest.mark.parametrize("way", WAYS)
 def test_more_runs_that_train_well_end_well(way, seed, home, monkeypatch):
     check(way, seed, home, monkeypatch)
