@@ -81,7 +81,7 @@ def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = No
         try:
             agent = elastic_launch(_agent_settings(plan, settings, line_prefix, log_dir), entrypoint)
             # The agent puts the rank in for `${local_rank}` in texts; a doubled `$` is how it spells one.
-            returned = agent(*(word.replace("$", "$$") if isinstance(word, str) else word for word in arguments))
+            agent(*(word.replace("$", "$$") if isinstance(word, str) else word for word in arguments))
         except ChildFailedError as error:
             first = min(rank - int(failure.local_rank) for rank, failure in error.failures.items())  # of this machine's
             failures = [
@@ -90,7 +90,7 @@ def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = No
             ]
             if not isinstance(entrypoint, str):  # of several functions that fail, the agent names one
                 failures += [failure for failure in _reported(log_dir, first) if failure.rank not in error.failures]
-                return Outcome(tuple(failures), checkpoint=newest_checkpoint(log_dir))
+                return Outcome(tuple(failures))
             for failed in failures:  # what failed programs have left behind: each has a session of its own
                 with suppress(ProcessLookupError):
                     os.killpg(failed.pid, signal.SIGKILL)
@@ -112,12 +112,7 @@ def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = No
                 "that they can reach that port of machine 0.",
                 cause_of_meeting(error),
             ) from error
-        notes = _notes(log_dir)
-    if len(returned) != num_local:
-        raise EngineFailure(
-            f"{num_local} processes were started, but only {len(returned)} of them reported that they ended."
-        )
-    return Outcome(notes=notes)
+        return Outcome(notes=_notes(log_dir))
 
 
 def _agent_settings(plan: Plan, settings: LaunchSettings, line_prefix: str | None, log_dir: Path) -> Any:

@@ -102,7 +102,7 @@ def _loaded_script(arguments: list[str]) -> tuple[CodeType, ModuleType]:
         return _loaded(PathFinder.find_spec("__main__", [str(path)]), arguments[0])
     sys.path[0] = str(path.resolve().parent)
     main = ModuleType("__main__")
-    main.__dict__.update(__file__=str(path), __loader__=SourceFileLoader("__main__", str(path)), __cached__=None)
+    main.__dict__.update(__file__=str(path), __loader__=SourceFileLoader("__main__", str(path)))
     return compile(path.read_bytes(), str(path), "exec", dont_inherit=True), main
 
 
