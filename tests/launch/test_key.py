@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import os
 import re
-import subprocess
-import sys
 import time
+from contextlib import redirect_stdout
 from functools import partial
+from unittest.mock import Mock
 from urllib.parse import unquote
 
 import pytest
@@ -41,12 +42,18 @@ def key_file(home):
     return write_key(home)
 
 
-def test_the_command_makes_a_key_in_a_file_of_ones_own(home):
-    with open(home / "a.key", "w") as a, open(home / "b.key", "w") as b:
-        for file in (a, b):
-            subprocess.run([sys.executable, "-m", "farflung", "key"], stdout=file, check=True)
+def test_the_command_makes_a_key_in_a_file_of_ones_own_or_warns(home, capsys, monkeypatch):
+    for name in ("a.key", "b.key"):
+        with open(home / name, "w") as file, redirect_stdout(file):
+            assert call_farflung("key") == 0
     keys = [run_key(home / name) for name in ("a.key", "b.key")]
     assert (len(set(keys)), [len(key) for key in keys], (home / "a.key").stat().st_mode & 0o777) == (2, [32, 32], 0o600)
+    assert (call_farflung("key"), len(capsys.readouterr().out)) == (0, 65)  # into no file
+    monkeypatch.setattr(os, "fchmod", Mock(side_effect=PermissionError))
+    (home / "a.key").chmod(0o644)
+    with open(home / "a.key", "w") as file, redirect_stdout(file):
+        assert call_farflung("key") == 0
+    assert capsys.readouterr().err.startswith("farflung: others may read this file (mode 644); ")
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,8 @@ import time
 import psutil
 import pytest
 
-from farflung.base.errors import ConfigError
-from farflung.config.launch import LaunchSettings
-from farflung.config.resolve import Resolved
-from farflung.launch import elastic
 from farflung.launch.codes import FAILED
 from farflung.launch.network import get_free_port
-from farflung.launch.plan import Script
 from tests.launch.engines.test_connections import RANK, WORST
 from tests.launch.machines import ADDRESSES, two_machines
 from tests.launch.screen import Screen, launcher
@@ -67,8 +62,7 @@ for _ in range(16):
     optimizer.zero_grad()
 """
 RESUMES = """
-import json, os, sys, time, torch
-from contextlib import suppress
+import json, os, sys, torch
 from pathlib import Path
 from farflung import Accelerator
 accelerator, model = Accelerator(), torch.nn.Linear(4, 1)
@@ -86,11 +80,6 @@ while loop.position < int(sys.argv[1]):
 accelerator.end_training()
 accelerator.save_model(model, "out")
 Path(f"ended{os.getpid()}").write_text(json.dumps([begins, draw, model.weight.tolist()]))
-if sys.argv[2:] == ["one fails"]:
-    with suppress(FileExistsError):
-        Path("failed").touch(exist_ok=False)
-        sys.argv[2] = "fails"
-    time.sleep(0 if sys.argv[2] == "fails" else 2)  # the other one ends last
 if sys.argv[2:] == ["fails"]:
     raise ValueError("a bad value")
 """
@@ -137,7 +126,6 @@ seen.close()
 """
 WAITS = "import time\nopen('up', 'w').close()\ntime.sleep(300)\n"
 DILOCO = ["--outer", "diloco", "--outer-every", "4"]
-DIES = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
 
 
 @pytest.fixture
@@ -260,25 +248,6 @@ def test_launchers_of_the_same_line_meet_at_a_port_that_the_first_of_them_serves
             assert (first.ended(), second.ended()) == (0, 0)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("where", "why"),
-    [
-        ("s3://nowhere/run", "can't be used: .*404 Not Found: The specified bucket does not exist"),
-        ("file:///proc/run", "Replicas can't meet in the folder /proc/run: No such file or directory"),
-        ("file:///etc/hostname", "Replicas can't meet in the folder /etc/hostname: Not a directory"),
-    ],
-)
-@pytest.mark.usefixtures("bucket")
-def test_an_address_at_which_nobody_can_meet_is_refused_before_a_replica_starts(farflung, home, where, why):
-    (home / "train.py").write_text("open('started', 'w')")
-    done = farflung("launch", "--cpu", "--elastic", "1:2", "--meet", where, "train.py")
-    assert done.returncode != 0
-    assert re.search(why, done.stderr)
-    assert "Traceback" not in done.stderr
-    assert not (home / "started").exists()
-
-
 @pytest.mark.usefixtures("warm")
 def test_what_is_not_summed_on_the_way_through_a_folder_is_said_and_a_recipe_that_cannot_be_is_refused(farflung, home):
     (home / "train.py").write_text("")
@@ -334,32 +303,6 @@ def test_with_tee_files_have_what_each_replica_prints_byte_by_byte(home):
         assert file.read_bytes() == b"".join(lines)
 
 
-@pytest.mark.long
-def test_one_that_is_killed_again_and_again_waits_longer_and_is_given_up(home):
-    (home / "train.py").write_text(DIES)
-    with launcher("--elastic", "1:2", "--max_restarts", "2", "train.py") as run:
-        assert run.ended() == FAILED
-        run.wait_for(r"in 1 s \(restart 1 of 2 within an hour\)")
-        run.wait_for(r"in 2 s \(restart 2 of 2 within an hour\)")
-        run.wait_for("replica 0 was killed by SIGKILL; it is not started again")
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("warm")
-def test_a_replica_of_several_ranks_is_started_again_if_one_of_them_dies(home):
-    (home / "train.py").write_text(RANKS)
-    with launcher("--elastic", "2:2", "--ranks_per_replica", "2", *DILOCO, "train.py") as run:
-        run.wait_for("round 1, step 4")  # before that there may be nothing that training could go on with
-        ranks = until(lambda: len(found := list(home.glob("rank1_*"))) == 2 and found)
-        os.kill(int(ranks[0].name[6:]), signal.SIGKILL)
-        lost = run.wait_for(r"farflung: (replica \d) ended with exit code 137; it starts again in 1 s")[1]
-        # Its other rank may have left, and said why, before the launcher has seen the end of this one.
-        run.wait_for(f"generation 2: {lost} is out: .*; training continues with 1 replica")
-        run.wait_for(f"generation 3: {lost} joined; 2 replicas train")
-        (home / "last").touch()
-        assert run.ended() == 0
-
-
 @pytest.mark.usefixtures("warm")
 def test_replicas_of_several_ranks_are_started_from_a_file(farflung, home):
     line = "'{RANK} of {WORLD_SIZE}\\n'.format(**os.environ)"  # in one piece, as the ranks share a pipe
@@ -395,21 +338,6 @@ def test_what_several_replicas_fail_with_is_shown_once_in_a_box_that_names_the_n
         assert f"{how}; it is not started again" in done.stderr
 
 
-@pytest.mark.long
-@pytest.mark.usefixtures("warm")
-def test_a_replica_that_fails_after_its_training_fails_no_run_that_another_has_finished(farflung, home):
-    (home / "train.py").write_text(RESUMES)
-    done = farflung("launch", "--cpu", "--elastic", "2:2", *DILOCO, "train.py", "4", "one fails", code=0)
-    assert len(re.findall("ended with exit code 1", done.stderr)) == 1
-
-
-@pytest.mark.usefixtures("warm")
-def test_a_script_that_ends_well_without_an_outer_loop_gets_a_warning(farflung, home):
-    (home / "train.py").write_text("")
-    done = farflung("launch", "--cpu", "--elastic", "1:2", "train.py", code=0)
-    assert "none of its outer loops ever met the others" in done.stderr
-
-
 @pytest.mark.usefixtures("warm")
 def test_a_run_that_ends_well_ends_well_for_replicas_too_that_wait_to_be_let_in(home):
     (home / "train.py").write_text(TRAINS)
@@ -443,13 +371,6 @@ def test_ctrl_c_ends_the_replicas(home):
         until((home / "up").exists)
         run.process.send_signal(signal.SIGINT)
         assert run.ended() == 128 + signal.SIGINT
-
-
-def test_a_run_that_nobody_serves_is_not_joined(monkeypatch):
-    monkeypatch.setattr(elastic, "_FIND_WITHIN_S", 1.0)
-    settings = LaunchSettings(use_cpu=True, join=f"127.0.0.1:{get_free_port()}")
-    with pytest.raises(ConfigError, match="no run can be reached there"):
-        elastic.Replicas(Resolved(settings, {}, None), Script(__file__)).prepare()
 
 
 @pytest.mark.namespace

@@ -9,6 +9,7 @@ import re
 import signal
 import threading
 import time
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -63,14 +64,17 @@ def test_it_is_found_again_when_the_line_is_back(cut):
 
 
 def test_it_counts_as_gone_after_a_while_and_is_there_again_once_it_answers(cut, monkeypatch):
-    _, store, said = cut
-    monkeypatch.setattr(run_store, "_CUT_OFF_S", -1.0)
-    store.ask(fails, 0)
-    assert store.is_gone
-    store.ask(fails, 0)
-    assert len(said) == 2
+    server, store, said = cut
+    now = time.monotonic()
+    for later_s, num_said, is_gone in (29, 1, False), (31, 2, False), (60, 2, False), (602, 3, True), (650, 3, True):
+        monkeypatch.setattr(time, "monotonic", partial(float, now + later_s))
+        store.ask(fails, 0)
+        assert (len(said), store.is_gone) == (num_said, is_gone)
+    where = f"127.0.0.1:{server.port}"
+    assert said[1] == f"still cut off from the run's store at {where}, for 31 s; it gives up after 600 s"
+    assert said[2].startswith(f"the run's store at {where} is gone; ")
     assert store.ask(is_reached, False)
-    assert (len(said), store.is_gone) == (3, False)
+    assert (len(said), store.is_gone) == (4, False)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a launcher begins a run of replicas or finds one that has begun: what it records and prints, what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from farflung.base.errors import ConfigError
+from farflung.base.events import Sink
+from farflung.comm.address import transport_at
+from farflung.comm.seal import Seal
+from farflung.config import environ
+from farflung.config.launch import LaunchSettings
+from farflung.config.resolve import Resolved
+from farflung.launch import elastic
+from farflung.launch.events import showing
+from farflung.launch.network import get_free_port
+from farflung.launch.plan import Script
+from tests.launch.keyed import KEY
+
+
+def prepared(**settings):
+    """A launcher that has prepared a run, and the facts that it gives of it."""
+    resolved = Resolved(LaunchSettings(use_cpu=True, **settings), {}, None)
+    launcher = elastic.Replicas(resolved, Script(__file__, ("a b",)))
+    return launcher, launcher.prepare()
+
+
+@pytest.mark.parametrize("key", ["", KEY])
+def test_a_run_is_served_with_its_settings_and_others_join_with_the_line_that_it_prints(key, home, monkeypatch):
+    monkeypatch.setenv(environ.KEY, key)
+    _launcher, facts = prepared(elastic="2:4", grace_s=7.0, ranks_per_replica=2)
+    where = facts["address"]
+    line = f"farflung launch --join {where} --cpu --ranks_per_replica 2 {__file__} 'a b'"
+    assert facts == {"replicas": 2, "address": where, "join": f"more join with `{line}`"}
+    board = transport_at(where, seal=Seal(bytes.fromhex(key)) if key else None).board
+    run = {"expected": 2, "least": 2, "most": 4, "grace_s": 7.0, "state_every": 10}
+    assert json.loads(board.get("run")) == run
+    first = board.get("first")
+    assert first
+    assert prepared(join=where, replicas=3)[1] == {"replicas": 3, "address": where, "join": ""}
+    assert board.get("first") == first
+    with pytest.raises(ConfigError, match=f"This machine can't listen at {where}: Address already in use"):
+        prepared(elastic="2:4", main_process_port=int(where.rpartition(":")[2]))
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+def test_launchers_of_the_same_line_find_the_run_and_print_how_its_settings_differ(kind, home):
+    sink, said = Sink(), []
+    sink.show = lambda event: said.append(str(event))
+    meet = (home / "run").as_uri() if kind == "file" else f"tcp://127.0.0.1:{get_free_port()}"
+    with showing(sink):
+        _first, facts = prepared(elastic="1:4", meet=meet, grace_s=9.0)
+        assert facts["address"] == meet.removeprefix("tcp://")
+        assert (facts["join"], said) == ("the same line on any machine adds more", [])
+        prepared(elastic="1:3", replicas=3, meet=meet, grace_s=7.0, state_every=5)
+    differences = "most is 4, not 3, grace_s is 9.0, not 7.0, state_every is 10, not 5"
+    assert said == [f"the run at {meet} has settings of its own: {differences}"]
+
+
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [
+        ("file:///proc/run", "Replicas can't meet in the folder /proc/run: No such file or directory"),
+        ("file:///etc/hostname", "Replicas can't meet in the folder /etc/hostname: Not a directory"),
+        pytest.param("s3://nowhere/run", "404 Not Found: The specified bucket does not exist", marks=pytest.mark.long),
+    ],
+)
+@pytest.mark.usefixtures("bucket")
+def test_an_address_at_which_nobody_can_meet_is_refused(where, why):
+    with pytest.raises(ConfigError, match=why):
+        prepared(elastic="1:2", meet=where)
+
+
+def test_a_run_that_is_not_there_is_not_joined_and_one_whose_record_is_gone_is_not_continued(home, monkeypatch):
+    monkeypatch.setattr(elastic, "_FIND_WITHIN_S", 0.1)
+    with pytest.raises(ConfigError, match="no run can be reached there"):
+        prepared(join=f"127.0.0.1:{get_free_port()}")
+    meet = (home / "run").as_uri()
+    prepared(elastic="1:4", meet=meet)
+    transport_at(meet).of_run(b"").board.delete("run")
+    with pytest.raises(ConfigError, match=f"meet is {meet}, but .* Delete all of it, or give another address"):
+        prepared(elastic="1:4", meet=meet)
