@@ -24,7 +24,7 @@ from farflung.launch.main import farflung
 from farflung.launch.network import get_free_port
 from farflung.testing.patience import patience
 from tests.launch.machines import ADDRESSES, DEVICE, Machines, two_machines
-from tests.python import run_farflung
+from tests.python import call_farflung, run_farflung
 
 PAGE = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
 ONE_MACHINE, TWO_MACHINES = re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -306,6 +306,12 @@ def test_what_it_can_not_be_asked_is_refused(words, why):
     done = CliRunner().invoke(farflung, ["doctor", *words])
     assert done.exit_code == 1
     assert why in str(done.exception)
+
+
+def test_notes_on_settings_are_printed_before_what_is_refused(home, capsys):
+    (home / "farflung.yaml").write_text("distributed_type: MULTI_CPU\ndeepspeed_config: {zero_stage: 3}\n")
+    assert call_farflung("doctor", "--meet", "tcp://10.0.0.1:29500") == 2
+    assert "`deepspeed_config` is not read" in capsys.readouterr().err
 
 
 def test_the_page_shows_the_screen_of_one_machine(home):

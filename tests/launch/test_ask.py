@@ -41,7 +41,7 @@ def test_answers_are_kept_and_count_and_those_that_can_not_work_are_asked_again(
     assert resolved.file == own_file()
     assert resolved.settings == LaunchSettings(use_cpu=True, num_processes=2, mixed_precision="bf16")
     assert "which GPUs" not in printed.lower()  # on the CPU the question makes no sense
-    assert "How many processes (empty: one)?" in printed
+    assert "How many processes (empty: one)?: " in printed
 
 
 def test_several_machines_are_asked_more(home):
@@ -55,7 +55,7 @@ def test_several_machines_are_asked_more(home):
 
 
 def test_empty_answers_are_the_defaults(home):
-    asked([""] * 8)
+    assert OUTER in asked([""] * 8)  # there may be several accelerators
     assert resolve({}).settings == LaunchSettings()
 
 
@@ -108,6 +108,8 @@ def test_each_of_several_machines_may_be_one_replica(home):
     asked([*start, "2500Mbit", "", "1.1B", "1s", "20k"], "cluster.yaml")
     settings = settings_of("cluster.yaml")
     assert (settings.outer_recipe, settings.island_size) == ("diloco", "host")
+    start[5:] = ["2", "no", "n", "static", "n", "y"]  # one process on each
+    assert "of one machine" not in asked([*start, "2500Mbit", "", "1.1B", "1s", "20k"], "apart.yaml")
 
 
 def test_sharding_is_asked_of_several_processes_and_its_rows_are_the_replicas(home):
@@ -119,17 +121,20 @@ def test_sharding_is_asked_of_several_processes_and_its_rows_are_the_replicas(ho
     expected |= {"use_cpu": True, "num_processes": 4, "fsdp_activation_checkpointing": True}
     assert settings_of("all.yaml") == LaunchSettings(**expected, config_file="all.yaml")
     rest = "transformer_based_wrap Block n n 3 2 y 60Mbit 1ms 124M 500ms 20k"
+    start[2] = "8"
     printed = asked([*start, *rest.split()], "grid.yaml")
-    assert "The answer is '3'; use one of 2, or leave it empty" in printed
+    assert "The answer is '3'; use one of 2, 4, or leave it empty" in printed
+    run = {"parameters": 62_000_000, "layers": 24, "step_s": 0.5, "replicas": 4, "latency_s": 0.001}
+    assert Forecast({**run, "bandwidth_bps": 60e6}, 20_000, None, 0.9).advice() in printed
     settings = settings_of("grid.yaml")
-    assert (settings.num_replicas, settings.num_shards) == (2, 2)
+    assert (settings.num_replicas, settings.num_shards) == (4, 2)
     assert settings.fsdp_transformer_layer_cls_to_wrap == "Block"
     assert settings.outer_recipe is not None
 
 
 def test_a_file_that_is_there_is_replaced_only_when_told_so(home):
     (home / "mine.yaml").write_text("num_processes: 3\n")
-    asked(["n"], "mine.yaml", code=1)
+    asked(["n", "y", "", "", "", ""], "mine.yaml", code=1)
     assert (home / "mine.yaml").read_text() == "num_processes: 3\n"
     asked(["y", "y", "", "", "", ""], "mine.yaml")
     assert settings_of("mine.yaml").use_cpu

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import subprocess
@@ -17,7 +18,7 @@ from hypothesis import given, strategies as st
 from farflung.base.events import Event, Kind, record, tell, words
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
-from farflung.launch.events import FolderSink, Screen, showing
+from farflung.launch.events import FolderSink, Screen, pass_on, showing
 from farflung.launch.folder import RunFolder
 from farflung.testing.patience import patience
 
@@ -137,6 +138,7 @@ def test_a_screen_that_can_not_be_written_to_ends_no_work_and_the_folder_has_all
         for k in range(3):
             record(Kind.NOTE, message=f"note {k}")
         record(Kind.FAILED, message="rank 0 failed", report="why")  # in a box
+        record(Kind.ENDED, code=0, goes_on=True)
         tell("of a rank")
     assert stream.write.call_count > first
     rows = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
@@ -148,6 +150,7 @@ def test_reports_that_nobody_reads_any_more_end_no_work_and_the_folder_has_them(
     os.close(reader)
     monkeypatch.setenv(environ.REPORTS, str(writer))
     with showing(Screen(LaunchSettings(json=True)), FolderSink(RunFolder(tmp_path))):
+        assert environ.text(environ.REPORTS) is None, "ranks don't report there"
         record(Kind.NOTE, message="words")
     os.close(writer)
     assert json.loads((tmp_path / "events.jsonl").read_text())["message"] == "words"
@@ -157,6 +160,16 @@ def test_a_folder_that_is_gone_ends_no_work(tmp_path, capsys):
     with showing(FolderSink(RunFolder(tmp_path / "gone")), Screen(LaunchSettings())):
         record(Kind.NOTE, message="words")
     assert capsys.readouterr().err == "farflung: words\n"
+
+
+def test_lines_of_other_programs_are_passed_on_to_streams_of_bytes_and_of_text(tmp_path):
+    of_text = io.StringIO()  # such as a notebook's
+    with open(tmp_path / "printed", "w") as of_bytes:
+        of_bytes.write("before ")
+        for stream in (of_bytes, of_text):
+            pass_on(b"caf\xc3\xa9 \xff\n", stream)
+        assert (tmp_path / "printed").read_bytes() == b"before caf\xc3\xa9 \xff\n"
+    assert of_text.getvalue() == "caf\xe9 \ufffd\n"
 
 
 NOTES = """

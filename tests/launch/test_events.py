@@ -48,6 +48,10 @@ def test_quiet_leaves_out_the_file_of_settings(home, capsys):
         (ConfigError("num_processes is 0"), USAGE),
         (RankFailure("rank 1: ValueError"), FAILED),
         (RankFailure("rank 1 did not come", Cause.LATE), HUNG),
+        (RankFailure("SIGSEGV", Cause.FAULT), FAILED),
+        (RankFailure("rank 1 is lost", Cause.PEER), FAILED),
+        (RankFailure("the others are done", Cause.RUN_ENDED), DONE),
+        (RankFailure("SIGTERM", Cause.PREEMPTED), 75),
         (EngineFailure("sbatch gave no answer: it timed out"), ENGINE),
         (EngineFailure("The 2 machines could not meet at node0:29500", Cause.NOT_MET), HUNG),
         (Unreachable("nobody listens"), ENGINE),
@@ -97,6 +101,7 @@ def test_events_of_a_run_are_one_json_object_a_line(farflung, home):
     said, kinds = events("--num_processes", "2", "train.py", code=DONE)
     assert kinds == ["started", "ended"]
     assert (said[0]["ranks"], said[0]["size"], said[1]["code"]) == ([0, 1], 2, DONE)
+    assert "message" not in said[0]
     said, kinds = events("--num_processes", "1", "--max_restarts", "1", "train.py", "-f", code=FAILED)
     assert kinds == ["started", "failed", "restarted", "failed", "ended"]
     assert [(said[k]["rank"], said[k]["how"]) for k in (1, 3)] == [(0, "exit code 7")] * 2
@@ -127,11 +132,14 @@ def test_a_run_that_hangs_ends_with_a_code_of_its_own(farflung, home):
 def test_machines_that_do_not_meet_in_time_end_with_the_code_of_a_time_out(flags, home, capsys):
     (home / "train.py").write_text("")
     row = ["--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "127.0.0.1", "--rdzv_conf", "timeout=1"]
-    code = call_farflung("launch", "--cpu", *flags, *row, "--main_process_port", get_free_port(), "train.py")
+    port = get_free_port()
+    code = call_farflung("launch", "--cpu", *flags, *row, "--main_process_port", port, "train.py")
     said = capsys.readouterr().err
     assert code == HUNG, said
-    assert "The 2 machines could not meet" in said
-    if flags:
+    assert f"The 2 machines could not meet at 127.0.0.1:{port}: " in said
+    if not flags:
+        assert f"farflung: machine 1 of 2 waits for the others at 127.0.0.1:{port}, over lo (127.0.0.1)\n" in said
+    else:
         ours = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
         assert [one["event"] for one in ours] == ["waits", "started", "failed", "ended"]
         assert ours[-1]["code"] == HUNG

@@ -16,6 +16,7 @@ from farflung.base.errors import ConfigError
 from farflung.config import environ
 from farflung.config.launch import FIELDS
 from farflung.launch import main as command
+from farflung.launch.plan import usable_cores
 from tests.python import call_farflung, run_python
 
 LOADS = """
@@ -31,7 +32,8 @@ assert not {"torch", "rich"} & sys.modules.keys()
 
 def test_help_and_the_launcher_do_without_torch(home):
     done = run_python("-c", LOADS)
-    assert all(name in done.stdout for name in command.COMMANDS)
+    printed = " ".join(done.stdout.split())
+    assert all(f" {name} {about} " in printed for name, (_, about) in command.COMMANDS.items())
 
 
 EACH_ENDS = """
@@ -108,11 +110,23 @@ def test_a_long_value_is_cut_wherever_it_is_repeated(home, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(KeyboardInterrupt, 130), (click.Abort, 130), (ConfigError, 2), (SystemExit(3), 3)]
+    ("error", "code"),
+    [
+        *((KeyboardInterrupt, 130), (click.Abort, 130), (ConfigError, 2), (SystemExit(3), 3), (BrokenPipeError, 141)),
+        (OSError(2, "gone"), None),  # which is no user's
+    ],
 )
 def test_the_exit_code_says_how_it_ended(error, code, monkeypatch):
     monkeypatch.setattr(command.farflung, "main", Mock(side_effect=error))
-    assert call_farflung() == code
+    with pytest.raises(SystemExit if code else OSError) as ended:
+        command.main()
+    assert getattr(ended.value, "code", None) == code
+
+
+def test_a_terminal_has_the_kind_of_an_error_in_red(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert call_farflung("launch", "gone.py") == 2
+    assert capsys.readouterr().err.startswith("\x1b[31m\x1b[1mConfigError\x1b[0m: The script")
 
 
 def test_answers_that_end_before_the_questions_are_said_to(home, capsys, monkeypatch):
@@ -126,7 +140,7 @@ def test_answers_that_end_before_the_questions_are_said_to(home, capsys, monkeyp
     [
         ("launch --cpu train.py x", r"\['train.py', 'x'\]", 0),
         ("accelerate_cli launch --cpu train.py", r"\['train.py'\]", 0),
-        ("env", r"torch: 2[\s\S]*settings: defaults", 0),
+        ("env", rf"torch: 2[\s\S]*\ncores: {usable_cores()}\ngpus: \d+\nsettings: defaults\n  .*# default\n", 0),
         ("estimate --dtypes int9 bert", "invalid choice: 'int9'", 2),
         ("merge folder out", "There is no `farflung merge-weights`", 2),
         ("accelerate_cli to-fsdp2", "--config_file", 2),

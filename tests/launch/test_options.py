@@ -111,6 +111,7 @@ def test_help_fits_two_screens_and_names_the_groups(flag, capsys):
 def test_help_of_a_group_has_all_its_flags_and_no_other(group, capsys):
     said = help_of(capsys, "--help", group)
     assert said == help_of(capsys, f"--help={group}")
+    assert re.match(rf"Usage: launch .*\n\n{group}: {re.escape(GROUPS[group].about)}:\n", said)
     own = {flag for entry in FIELDS if entry.group == group for flag in entry.flags}
     others = {flag for entry in FIELDS if entry.group != group for flag in entry.flags}
     assert own
@@ -122,6 +123,11 @@ def test_help_of_all_has_each_group_and_the_recipes(capsys):
     said = help_of(capsys, "--help", "all")
     assert titles(said) == [*GROUPS, "Of this command"]
     assert {flag for entry in FIELDS for flag in entry.flags} <= flags_in(said)
+    shown = " ".join(said.split())
+    takes = ["mixed_precision no|fp16|bf16", "max_restarts INTEGER", "gradient_clipping NUMBER", "dynamo_backend TEXT"]
+    assert all(f" --{words} " in shown for words in (*takes, "help [GROUP]"))
+    assert "two checks of the processes. [0.1]" in shown
+    assert not re.search(r"\[(True|False|None|)\]", shown)
     outer = " ".join(said[said.index("\nouter:") : said.index("\nelastic:")].split())
     assert all(f" {name}" in outer for name in RECIPES)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 
@@ -37,6 +38,7 @@ MACHINES = {"num_machines": 2, "main_process_ip": "10.0.0.1"}
         (MACHINES | {"num_processes": 8}, 4, 4, "false"),
         (MACHINES | {"machine_rank": 1}, 4, 4, "false"),
         (MACHINES | {"machine_rank": 1}, 0, 1, "true"),
+        (MACHINES | {"machine_rank": 1, "outer_recipe": "diloco", "island_size": "host"}, 4, 4, "false"),
     ],
 )
 def test_there_is_a_process_for_each_accelerator_or_one_on_the_cpu(
@@ -49,9 +51,9 @@ def test_there_is_a_process_for_each_accelerator_or_one_on_the_cpu(
 
 def test_too_few_gpus_are_explained_by_the_variable_that_hides_others(script, monkeypatch):
     monkeypatch.setattr(plans, "count_gpus", lambda: 2)
-    why = r"4 processes on this machine need a GPU each, and there are 2 .*'4,5'"
+    why = r"3 processes on this machine need a GPU each, and there are 2 .*'4,5'.* Use --num_processes 4,"
     with environ.patched({"CUDA_VISIBLE_DEVICES": "4,5"}), pytest.raises(ConfigError, match=why):
-        make_plan(LaunchSettings(num_processes=4), script, [])
+        make_plan(LaunchSettings(**MACHINES, num_processes=6), script, [])
 
 
 def test_one_process_needs_no_agent_unless_it_is_watched(script):
@@ -59,8 +61,18 @@ def test_one_process_needs_no_agent_unless_it_is_watched(script):
         return make_plan(LaunchSettings(use_cpu=True, **said), script, []).alone
 
     assert alone()
-    for watched in {"num_processes": 2}, {"max_restarts": 1}, {"log_dir": "logs"}, MACHINES | {"machine_rank": 1}:
-        assert not alone(**watched), watched
+    watched = [{"num_processes": 2}, {"max_restarts": 1}, {"log_dir": "logs"}, {"tee": "1"}, {"json": True}]
+    for settings in (*watched, MACHINES | {"machine_rank": 1}):
+        assert not alone(**settings), settings
+
+
+def test_a_replica_is_a_run_of_its_own_and_has_a_launcher_if_it_has_ranks_or_files():
+    shared = {"elastic": "1:2", "replicas": 2, "meet": "s3://x", "heartbeat_s": 1.0, "state_every": 5, "key_file": "k"}
+    own = {"use_cpu": True, "ranks_per_replica": 2, "max_restarts": 2, "run_dir": "run"}
+    replica = plans.one_replica(LaunchSettings(**shared, **own))
+    assert replica == LaunchSettings(use_cpu=True, num_processes=2, run_dir="none")
+    for given in {}, {"ranks_per_replica": 2}, {"tee": "1"}, {"log_dir": "logs"}:
+        assert plans.has_launchers(LaunchSettings(elastic="1:2", **given)) == bool(given)
 
 
 def test_threads_share_the_cores_unless_somebody_says_otherwise(script, monkeypatch):
@@ -73,6 +85,9 @@ def test_threads_share_the_cores_unless_somebody_says_otherwise(script, monkeypa
     assert threads(num_processes=20) == "1"
     assert threads(num_processes=4, num_cpu_threads_per_process=5) == "5"
     assert threads() is None
+    monkeypatch.undo()
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    assert plans.usable_cores() == os.cpu_count()
 
 
 def test_a_script_a_module_and_a_program_are_run(script, home):
@@ -94,6 +109,7 @@ def test_several_machines_meet_at_the_main_one():
     said = MACHINES | {"machine_rank": 1, "rdzv_conf": "timeout=30"}
     meeting = meet(LaunchSettings(**said))
     assert (meeting.backend, meeting.endpoint, meeting.num_machines) == ("static", "10.0.0.1:29500", 2)
+    assert (meeting.run_id, meeting.address, meeting.listen) == ("farflung", meeting.interface.address, None)
     assert meeting.conf == {"rank": 1, "timeout": "30"}
     assert meet(LaunchSettings(**said | {"main_process_ip": "fd00::1"})).endpoint == "[fd00::1]:29500"
     meeting = meet(LaunchSettings(**said, rdzv_backend="c10d", main_process_port=4))
@@ -117,12 +133,14 @@ def test_a_port_in_use_is_refused_where_this_machine_should_listen():
         assert meet(LaunchSettings(**elsewhere, machine_rank=1)).endpoint == f"10.0.0.1:{port}"
         with pytest.raises(ConfigError, match=f"Port {port}"):
             meet(LaunchSettings(**elsewhere))
+    assert meet(LaunchSettings(main_process_port=port)).endpoint == f"127.0.0.1:{port}"
 
 
 def test_a_process_alone_sees_a_world_of_one_whatever_run_it_is_started_in():
     outer = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "TORCHELASTIC_ERROR_FILE": "x", "KEPT": "1"}
     with environ.patched(outer):
         inner = lone_environment({"ACCELERATE_MIXED_PRECISION": "bf16"})
-    there = {"RANK": "0", "WORLD_SIZE": "1", "KEPT": "1", "ACCELERATE_MIXED_PRECISION": "bf16"}
+    there = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    there |= {"KEPT": "1", "ACCELERATE_MIXED_PRECISION": "bf16"}
     assert inner.items() >= there.items()
     assert not {"LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"} & inner.keys()

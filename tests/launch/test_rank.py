@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -28,7 +29,8 @@ if __name__ == "__main__":
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             doubled = pool.map(double, [1, 2])
     spec = None if __spec__ is None else __spec__.name
-    print(json.dumps([sys.argv, sys.path[0], __file__, spec, __package__, doubled, str(double.__annotations__)]))
+    loads = type(__loader__).__name__
+    print(json.dumps([sys.argv, sys.path[0], __file__, spec, loads, __package__, doubled, str(double.__annotations__)]))
     print("torch" in sys.modules)
 """
 
@@ -38,14 +40,15 @@ def run(*words: str, file=None) -> subprocess.CompletedProcess[str]:
         return run_python("-u", *words, code=None)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [("train.py", "-m", "x y"), ("folder/train.py",), ("packed", "a"), ("-m", "package.train", "b"), ("-m", "package")],
-)
+PACKED, MODULES = [("packed",), ("packed.zip",)], [("-m", "package.train", "b"), ("-m", "package")]
+
+
+@pytest.mark.parametrize("words", [("train.py", "-m", "x y"), ("folder/train.py",), *PACKED, *MODULES])
 def test_a_script_sees_what_it_would_see_without_a_launcher(words, home):
     for name in ("train.py", "folder/train.py", "packed/__main__.py", "package/train.py", "package/__main__.py"):
         (home / name).parent.mkdir(exist_ok=True)
         (home / name).write_text(SEEN)
+    shutil.make_archive("packed", "zip", "packed")
     plain, ranked = run(*words), run(*RANK_STARTER, *words)
     assert (plain.returncode, plain.stderr) == (0, "")
     assert (ranked.stdout, ranked.stderr, ranked.returncode) == (plain.stdout, "", 0)
@@ -64,21 +67,22 @@ def test_a_line_of_several_words_is_one_write_so_that_ranks_share_a_pipe(folder,
 
 
 @pytest.mark.parametrize(
-    ("code", "words", "num_frames"),
+    ("code", "script", "words", "num_frames"),
     [
-        ("x = = 1\n", "SyntaxError: invalid syntax", 1),
-        ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'", 1),
-        ("def f():\n    raise ValueError('bad')\nf()\n", "ValueError: bad", 2),
+        ("x = = 1\n", ["train.py"], "SyntaxError: invalid syntax", 1),
+        ("import no_such_module\n", ["train.py"], "ModuleNotFoundError: No module named 'no_such_module'", 1),
+        ("def f():\n    raise ValueError('bad')\nf()\n", ["train.py"], "ValueError: bad", 2),
+        ("", ["-m", "math"], "ImportError: math has no Python code to run.", 0),
     ],
 )
-def test_an_error_anywhere_is_left_for_the_launcher_and_not_printed(code, words, num_frames, home):
+def test_an_error_anywhere_is_left_for_the_launcher_and_not_printed(code, script, words, num_frames, home):
     (home / "train.py").write_text(code)
-    done = run(*RANK_STARTER, "train.py", file=home / "error.json")
+    done = run(*RANK_STARTER, *script, file=home / "error.json")
     assert (done.returncode, done.stderr) == (1, "")
     said = json.loads((home / "error.json").read_text())["message"]
     assert said["message"].startswith(words)
     assert said["extraInfo"]["py_callstack"].count("  File ") == num_frames
-    assert run(*RANK_STARTER, "train.py").stderr.splitlines()[-1].startswith(words)  # without a launcher it is printed
+    assert run(*RANK_STARTER, *script).stderr.splitlines()[-1].startswith(words)  # without a launcher it is printed
 
 
 def test_an_error_before_another_attempt_is_printed_too(home):

@@ -39,6 +39,9 @@ def test_each_attempt_of_two_machines_has_a_store_of_its_own_at_the_same_port():
     assert found[0].store.get("rank1") == b"is new"
     with pytest.raises(DistError):
         found[0].store.wait(["rank0"], LEFT_BEHIND)
+    assert found[0].store.timeout == timedelta(seconds=20)
+    first.set_closed()
+    assert (first.is_closed(), first.num_nodes_waiting(), first.get_run_id()) == (False, 0, "run")
 
 
 def test_a_machine_that_waits_in_vain_for_another_attempt_says_so():

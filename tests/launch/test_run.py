@@ -56,6 +56,8 @@ sys.exit(5)
 # Rank 1 does what the arguments say; the others, and what each has started, would stay for minutes.
 DOOMED = """
 import os, signal, subprocess, sys, time
+from farflung.base.causes import Cause
+from farflung.base.errors import RankFailure
 from farflung.process.failure import install_failure_report
 rank = int(os.environ["RANK"])
 install_failure_report(rank)
@@ -125,22 +127,6 @@ def test_flags_alone_shard_a_script_over_cpu_processes(forked, home):
 
 
 @pytest.mark.usefixtures("warm")
-def test_two_machines_meet(home):
-    (home / "train.py").write_text(CONNECTED)
-    port = str(get_free_port())
-    common = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port, "--cpu"]
-    command = [sys.executable, "-m", "farflung", "launch", *common, "--machine_rank"]
-    machines = [subprocess.Popen([*command, rank, "train.py"], stderr=subprocess.PIPE, text=True) for rank in "01"]
-    said = [machine.communicate(timeout=patience(90))[1] for machine in machines]
-    assert [machine.returncode for machine in machines] == [0, 0]
-    # torch warns by itself where the machine that serves the store has ended before the other one says goodbye.
-    ours = [line for text in said for line in text.splitlines() if line.startswith("farflung:")]
-    waits = f"of 2 waits for the others at 127.0.0.1:{port}, over lo (127.0.0.1)"
-    assert ours == [f"farflung: machine {rank} {waits}" for rank in "01"]
-    assert [seen_by(f"rank{rank}.json")["total"] for rank in (0, 1)] == [3, 3]
-
-
-@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("is_launched", [True, False])
 def test_on_one_machine_everything_listens_on_loopback_alone(is_launched, farflung, home):
     (home / "train.py").write_text(LISTENING)
@@ -197,25 +183,38 @@ def test_modules_and_programs_are_started_too(farflung, home):
 
 
 @pytest.mark.parametrize(
-    ("deed", "words"),
+    ("deed", "flags", "words"),
     [
-        ("raise ValueError('bad value')", ["exit code 1", "ValueError: bad value", "Traceback"]),
-        ("sys.exit(7)", ["exit code 7", "It ended itself with exit code 7 ("]),
-        ("os.kill(os.getpid(), signal.SIGKILL)", ["signal 9 (SIGKILL)", "memory"]),
+        ("raise ValueError('bad value')", [], ["exit code 1", "ValueError: bad value", "Traceback"]),
+        ("sys.exit(7)", [], ["exit code 7", "It ended itself with exit code 7 ("]),
+        ("os.kill(os.getpid(), signal.SIGKILL)", ["--debug"], ["signal 9 (SIGKILL)", "memory"]),
     ],
 )
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_rank_that_fails_is_named_once_and_takes_all_with_it(deed, words, home, mark, capfd):
+def test_a_rank_that_fails_is_named_once_and_takes_all_with_it(deed, flags, words, home, mark, capfd, caplog):
     (home / "train.py").write_text(DOOMED)
-    assert call_farflung("launch", "--cpu", "--num_processes", "3", "train.py", deed) == FAILED
+    assert call_farflung("launch", "--cpu", "--num_processes", "3", *flags, "train.py", deed) == FAILED
     said = capfd.readouterr().err
     report = said[said.index("╭") :]
     assert report.count("rank 1 failed") == 1
     assert "then ended by the launcher: ranks 0 and 2" in report
     assert all(word in report for word in words)
     assert "ChildFailedError" not in said
-    assert "torch/distributed/elastic" not in said
+    assert any(name.startswith("torch.distributed.elastic") for name, *_ in caplog.record_tuples) == bool(flags)
     check_none_left(mark)
+
+
+@pytest.mark.parametrize(
+    ("deed", "code"), [("os.kill(os.getpid(), signal.SIGKILL)", 137), ("raise RankFailure('over', Cause.RUN_ENDED)", 1)]
+)
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_launcher_under_that_of_replicas_ends_as_its_rank_did(deed, code, home, capfd):
+    (home / "train.py").write_text(DOOMED)
+    stated = '{"use_cpu": true, "num_processes": 2, "json": true, "run_dir": "none"}'
+    assert call_farflung("launch", "--stated", stated, "train.py", deed) == code
+    events = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    ends = [abs(event["failed_at"] - event["time"]) < 60 for event in events if event["event"] == "failed"]
+    assert ends == ([True] if code == 137 else [])  # the end of the run is no failure
 
 
 EARLY = """
@@ -240,7 +239,8 @@ def test_a_rank_that_ends_early_without_an_error_is_named_as_the_cause(farflung,
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_to_the_launcher_ends_all_quietly(number, code, home, mark):
     (home / "train.py").write_text(DOOMED)
-    with launcher("--num_processes", "2", "train.py", "pass") as run:
+    fails = "[signal.signal(number, lambda *_: 1 / 0) for number in (signal.SIGINT, signal.SIGTERM)]"  # as it is ended
+    with launcher("--num_processes", "2", "train.py", fails) as run:
         wait_for(home / "up0", home / "up1")
         run.process.send_signal(number)
         assert (run.ended(), run.end()) == (code, "")
@@ -315,7 +315,8 @@ os.write(1, b"fine%d " % accelerator.process_index)
 @pytest.mark.usefixtures("warm")
 def test_a_failed_run_is_tried_again_as_often_as_asked_for_and_each_failure_is_shown_once(farflung, home):
     (home / "train.py").write_text(FAILS_ONCE)
-    done = farflung("launch", "--cpu", "--num_processes", "2", "--max_restarts", "1", "--log_dir", "logs", "train.py")
+    flags = ["--num_processes", "2", "--max_restarts", "1", "--log_dir", "logs", "--quiet"]
+    done = farflung("launch", "--cpu", *flags, "train.py")
     assert (done.returncode, sorted(done.stdout.split())) == (0, ["fine0", "fine1"])
     assert done.stderr.count("ValueError: bad value") == done.stderr.count("Traceback") == 1
     assert "rank 1 failed on " in done.stderr

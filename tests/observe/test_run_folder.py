@@ -6,19 +6,26 @@ from __future__ import annotations
 import errno
 import json
 import os
+import platform
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from unittest.mock import Mock
 
 import pytest
 
-from farflung.base.events import Kind
+from farflung.base.events import Event, Kind
+from farflung.config.launch import LaunchSettings
+from farflung.config.resolve import resolve
 from farflung.launch import folder
 from farflung.observe.folder import named_run
 from farflung.observe.run import ObservedRun
 from farflung.process import run_files
+from farflung.process.identity import process_identity
 from tests.observe.made import rows_of
 from tests.waits import until
 
@@ -84,10 +91,8 @@ def launched(farflung, home, monkeypatch, warm):
 def test_two_ranks_leave_settings_logs_rounds_metrics_and_events(launched):
     _, run = launched(TRAINS, "12", flags=("--num_processes", "2", "--outer", "diloco", "--outer-every", "4"))
     facts = run.facts
-    assert (facts["script"], facts["arguments"], facts["world"]["processes"]) == ("train.py", ["12"], 2)
     assert facts["settings"]["num_processes"] == {"value": "2", "from": "flag --num_processes"}
     assert facts["settings"]["outer_every"]["value"] == "4"
-    assert facts["versions"].keys() == {"python", "farflung", "torch"}
     for rank in (0, 1):
         log = (run.path / "logs" / f"rank{rank}.log").read_text().splitlines()
         said = [line[9:] for line in log if "at " in line and "RANK" not in line]
@@ -168,6 +173,42 @@ def test_what_takes_longer_than_the_start_of_a_lone_script_is_added_beside_it(fa
     assert facts["versions"].keys() == {"python", "farflung", "torch"}
     assert facts["script"] == "train.py"
     assert (home / "here" / "logs" / "rank0.log").read_text().endswith(" trained\n")
+
+
+def test_the_facts_of_a_run_say_what_was_started_where_and_from_which_commit(home, monkeypatch):
+    def begun(world):
+        made = folder.make_folder(resolve({}), "code/train.py", ["--lr"], world)
+        made.write(Event.now(Kind.STARTED, **world))
+        return made.path, json.loads((made.path / "run.json").read_text()), rows_of(made.path / "events.jsonl")[0]
+
+    monkeypatch.delenv("FARFLUNG_RUN_DIR")
+    monkeypatch.setattr(time, "strftime", lambda form: "now")
+    (home / "code").mkdir()
+    path, facts, event = begun({"processes": 2})
+    assert path == home / "farflung-runs" / "now-train"
+    process = {"host": socket.gethostname(), "pid": os.getpid(), "identity": process_identity(os.getpid())}
+    expected = {"script": "code/train.py", "arguments": ["--lr"], "command": sys.argv, "folder": str(home), "git": None}
+    expected |= {"world": {"processes": 2}, "system": platform.platform(), **process}
+    assert facts.items() >= expected.items()
+    packages = {name: version(name) for name in ("farflung", "torch")}
+    assert facts["versions"] == {"python": platform.python_version(), **packages}
+    assert event.items() >= (process | {"attempt": 1}).items()
+    (home / "code" / "train.py").touch()
+    for words in ("init", "-q"), ("add", "."), ("commit", "-qm", "a"):
+        subprocess.run(["git", "-C", "code", "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True)
+    path, facts, _ = begun({"engine": "slurm"})
+    assert (path.name, os.readlink("farflung-runs/latest")) == ("now-train-2", "now-train-2")
+    assert re.fullmatch("[0-9a-f]{12}", facts["git"])
+    (home / "code" / "train.py").write_text("changed")
+    assert begun({})[1]["git"] == facts["git"] + "+"
+
+
+def test_what_tee_writes_is_in_the_folder_of_the_run_unless_another_is_named(tmp_path):
+    def place(path=tmp_path, **settings):
+        return folder.RunFolder(path).with_logs(LaunchSettings(**settings)).log_dir
+
+    assert place(tee="3") == str(tmp_path / "logs")
+    assert (place(tee="3", log_dir="a"), place(), place(None, tee="3")) == ("a", None, None)
 
 
 def test_what_comes_late_does_not_replace_the_facts_of_the_next_run_in_the_folder(tmp_path):
