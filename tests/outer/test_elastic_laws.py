@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from farflung.base.errors import ConfigError, RankFailure
+from farflung.base.errors import ConfigError, RankFailure, Unreachable
 from farflung.base.events import Event, Kind
 from farflung.comm import member_store
 from farflung.comm.c10d_transport import C10dTransport
@@ -19,16 +19,17 @@ from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup
 from farflung.comm.member_store import Ask, LauncherNotes, MemberStore, Post, Record, encode
 from farflung.comm.transport import Entered
-from farflung.outer import admission, diloco
+from farflung.outer import admission, diloco, settlement, transfers as transfers_module
 from farflung.outer.ballot import odd_among
 from farflung.outer.elastic import Elastic
 from farflung.outer.generation_watch import GenerationWatch
 from farflung.outer.membership import Needs
 from farflung.outer.peers import Peers, description_of, other_versions, unlike, unlike_tensors
-from farflung.outer.settlement import _late_facts, settle
+from farflung.outer.settlement import _late_facts, await_ready, settle
 from farflung.outer.transfers import Transfers
 from farflung.process.sockets import serve_store
 from farflung.testing.patience import patience
+from tests.errors import error_of
 from tests.faults import stop
 from tests.outer.elastic_run import EVERY, ElasticRun, wrong
 from tests.waits import until
@@ -354,7 +355,53 @@ def test_a_state_whose_way_to_a_newcomer_was_cut_is_sent_again_as_the_next_round
     assert names == [f"loop1/g1/t2.{number}/c0" for number in (1, 2, 3)]
 
 
+def state_comes(waits, until_s, ends_at):
+    """Wait for a newcomer, or as one, while more of a state comes until a time; return why that ends, and when."""
+    members, record = Members(), Record(1, 1, (1, 2), newcomers=(2,))
+    peers = Elastic(members.transport, 1 if waits is settlement else 2, grace_s=3.0).peers
+    clock = SimpleNamespace(now=0, monotonic=lambda: clock.now)  # and what receives the state
+    assert members.board.append(record)
+
+    def sleep(_):
+        clock.now += 1
+        clock.num_bytes = min(clock.now, until_s)
+        if waits is settlement:
+            members.board.put(1, "progress", 2, str(clock.num_bytes))
+        if clock.now == ends_at:
+            members.board.append(Record(2, 1, (1,)))
+
+    clock.sleep = clock.wait = sleep
+    receive = Transfers(None, peers, 2, SoloGroup(), Exchange(SoloGroup()), None).receive
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(waits, "time", clock)
+        wait = partial(await_ready, peers, 1) if waits is settlement else partial(receive, clock)
+        why = error_of(RankFailure, wait, record)
+    assert members.board.get(1, "progress", [2]) == {2: str(clock.num_bytes)}
+    clock.wait, clock.state = lambda _: True, "all"
+    assert receive(clock, record) == "all"
+    clock.wait = Mock(side_effect=Unreachable("no store"))
+    assert error_of(RankFailure, receive, clock, record) == "no store"
+    return why, clock.now
+
+
+@pytest.mark.law("every-wait-has-an-end-and-a-line")
+def test_a_wait_for_a_newcomer_or_its_giver_ends_a_grace_after_the_state_has_stopped_coming():
+    giver = "member 1, which was to give the trained state"
+    for waits, who in (settlement, "member 2"), (transfers_module, giver):
+        assert state_comes(waits, 0, 99) == (f"{who}: it did not come within 4 s", 5)
+        assert state_comes(waits, 9, 99) == (f"{who}: it did not come within 4 s", 13)
+        assert state_comes(waits, 9, 8) == ("the others have entered a later generation", 8)
+
+
 # ---- what ends a wait for another replica: the silence of its machine, values that do not come, and that it is late
+
+
+def test_a_rank_that_can_not_look_ends_the_wait_of_its_whole_replica_and_one_that_has_all_returns_it():
+    peers, record = Members(Record(1, 1, (1, 2))).member(2).peers, Record(1, 1, (1, 2), newcomers=(2,))
+    transfers = Transfers(None, peers, 2, SoloGroup(), Exchange(SoloGroup()), None)
+    assert transfers.receive(SimpleNamespace(wait=lambda seconds: True, state="all"), record) == "all"
+    with pytest.raises(RankFailure, match="no store"):
+        transfers.receive(SimpleNamespace(wait=Mock(side_effect=Unreachable("no store"))), record)
 
 
 @pytest.fixture
@@ -410,3 +457,27 @@ def test_who_waits_for_one_that_is_elsewhere_gives_up_after_the_grace(waiting):
     with pytest.raises(RankFailure, match="replica 1: late by more than 3 s"):
         look(3.1)
     assert peers.cause(2, 0.0) == "it was late by more than 3 s"
+
+
+def test_who_waits_hears_that_the_generation_is_over_and_why(waiting):
+    peers, watch, look = waiting
+    assert peers.members.get(1, "wait0", [1]) == {1: "c0#7"}
+    peers.notes.note_end(2, "was killed by SIGKILL")
+    look(0.9)
+    for waited_s in (2.0, 0.1):  # the first tells the others
+        assert "replica 1: was killed by SIGKILL" in error_of(RankFailure, look, waited_s)
+    assert watch.break_off("it sent a text", 1).why == {2: "it sent a text"}
+
+
+def test_who_waits_while_the_others_are_in_a_later_generation_hears_of_it(waiting):
+    peers, _, look = waiting
+    assert peers.members.append(Record(2, 2, (2,)))
+    assert "the others have entered a later generation" in error_of(RankFailure, look, 2.0)
+
+
+def test_who_waits_without_a_store_ends_after_the_grace_or_at_once_if_values_go_through_it(waiting):
+    peers, _, look = waiting
+    for is_gone, peers.needs_store, end_s in (False, True, 4.1), (True, False, 4.1), (True, True, 1.5):
+        peers.members_soon = Mock(**{"broken.side_effect": Unreachable("no store", is_gone)})
+        look(3.9) if end_s > 3.9 else None
+        assert f"no values came for {end_s} s. no store" in error_of(RankFailure, look, end_s)
