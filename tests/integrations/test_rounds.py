@@ -91,12 +91,24 @@ def test_figures_are_given_once_and_the_loop_is_not_kept():
 
 
 def test_stats_are_printed_as_a_table():
-    stats = Stats(384, 386, 12, 1, 37_200_000, 37_200_000, 3000, 1.2, 3.1, seconds_total=30.0, cosine=0.5)
-    lines = str(stats).splitlines()
-    assert lines[:3] == ["steps     384 (2 skipped)", "rounds    12 (1 dropped)", "sent      37.2 MB, votes 3 kB"]
-    assert "waited    1.2 s of 30 s (4%)" in lines
+    stats = Stats(
+        384, 386, 12, 1, 37_200_000, 18_600_000, 3000, 1.2, 3.1, 4.0, 5.0, 6.0, 30.0, 2.5, 0.75, 0.5, 0.25, 1, 2, 8.0
+    )
+    assert str(stats).splitlines() == [
+        "steps     384 (2 skipped)",
+        "rounds    12 (1 dropped)",
+        "sent      37.2 MB, votes 3 kB",
+        "received  18.6 MB",
+        "waited    1.2 s of 30 s (4%)",
+        "hidden    3.1 s of rounds during training",
+        "drift     2.5 from the anchor, 0.75 in the first round",
+        "cosine    0.5 between replicas",
+        "replicas  1 lost, 2 joined; 8 s to recover",
+    ]
     assert stats.as_dict()["bytes_sent"] == 37_200_000
     assert "nan" not in str(Stats())
+    assert "replicas " not in str(Stats())
+    assert "1 joined" in str(Stats(replicas_joined=1))
 
 
 def reported(folder, parts):

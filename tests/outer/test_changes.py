@@ -188,6 +188,18 @@ def test_replicas_that_move_further_as_rounds_are_longer_are_no_outliers(group):
     assert run.outer.stats().dropped_rounds == 0
 
 
+@pytest.mark.law("equal-at-the-end")
+@pytest.mark.parametrize("name", ["local_sgd", "diloco", "streaming_diloco"])
+def test_a_rank_without_data_follows_a_change_in_the_rounds_of_the_others(name):
+    def uneven(group):
+        every = RECIPES[name].schedule.every
+        run = Run(group, replace(RECIPES[name], changes=(Change(every, every + 1),)))
+        run.steps(*range((1, 4 * every)[group.rank]))
+        return run.end()
+
+    assert same(*run_replicas(uneven, 2))
+
+
 @on_replicas(2)
 def test_ranks_that_differ_in_their_changes_say_so(group):
     run = Run(group, diloco(2))

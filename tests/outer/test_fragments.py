@@ -82,6 +82,16 @@ def test_a_sequential_model_is_its_own_list_of_blocks():
     ]
 
 
+def test_of_two_longest_lists_blocks_are_those_of_the_one_with_more_values_and_the_rest_is_spread_by_bytes():
+    small, large, rest = (nn.ModuleList(nn.Linear(n, n, bias=False) for _ in range(2)) for n in (1, 3, 2))
+    rest[0].requires_grad_(False)  # costs no byte
+    rest[0].register_buffer("once", torch.zeros(1))
+    rest[1].register_buffer("again", rest[0].once)
+    fragments = strided(nn.ModuleDict({"a": small, "b": large, "c": rest}), 2)
+    assert names(fragments) == [["b.0.weight", "c.1.weight"], ["a.0.weight", "a.1.weight", "b.1.weight"]]
+    assert names(fragments, "averages") == [[], ["c.0.once"]]
+
+
 @settings(max_examples=50)
 @given(st.lists(st.integers(1, 400), min_size=3, max_size=12), st.integers(1, 3))
 def test_by_bytes_is_as_even_as_whole_tensors_allow(sizes, count):

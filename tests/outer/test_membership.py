@@ -5,6 +5,7 @@ Replica i moves its weights by -(i + 1) in each step, so that a reference needs 
 """
 
 import weakref
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -96,6 +97,8 @@ class ChangingMembership(Membership):
         if self.generation is None or newcomers:
             self.group, self.number = group, self.number + 1
             self.generation = open_generation(self.number, group.members, group, self.island, needs, newcomers)
+            away = [one for one in range(self.most) if one not in group.members]
+            self.generation = replace(self.generation, lost=dict.fromkeys(away, "it is away"))
             if newcomers:
                 giver = next(rank for rank in range(group.size) if rank not in newcomers)
                 state = None if group.rank in newcomers else needs.state(True)
@@ -268,6 +271,18 @@ def test_of_two_that_may_go_on_without_each_other_none_applies_what_the_other_ma
     assert fault.seen.index("landing") > fault.seen.index("confirmed")
 
 
+def names_the_odd(group):
+    """Train until members would continue without some; return these, and why."""
+    noted, membership = {}, MayLose(group, [0, 1])
+    membership.agree = lambda num_votes, complete, odd: noted.update(odd) or dict(complete)
+    membership.lost = be_lost
+    with suppress(Lost):
+        outer = OuterLoop(Two(), DILOCO, membership=membership)
+        for _ in range(STEPS):
+            outer.step()
+    return noted
+
+
 def test_what_a_newcomer_got_is_compared_in_its_first_vote(monkeypatch):
     join = Anchored.join
 
@@ -278,6 +293,9 @@ def test_what_a_newcomer_got_is_compared_in_its_first_vote(monkeypatch):
     monkeypatch.setattr(Anchored, "join", damaged)
     with pytest.raises(CollectiveMismatch, match="no longer agree on weight: its value on rank 2 is not that of"):
         run_replicas(train, 3, [0, 1], DILOCO, None, 0, STEPS)
+    for noted in run_replicas(names_the_odd, 3):
+        assert list(noted) == [2]
+        assert "no longer agree on weight: its value on rank 2 is not that of" in noted[2]
 
 
 OTHERS = {

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from farflung.outer import OuterLoop, Recipe, Streaming, by_bytes, diloco, gossip, streaming_diloco
+from farflung.outer import OuterLoop, Recipe, Streaming, by_bytes, diloco, gossip, hierarchical, streaming_diloco
 from farflung.testing.sim import run_replicas
 
 KEPT = []
@@ -64,6 +64,7 @@ def test_a_loop_that_is_ended_says_nothing(capsys, end):
         (streaming_diloco(every=4, fragments=1, delay=0), 4, "Its last 4 steps were"),
         (gossip(every=2), 4, "Its last 4 steps were"),
         (diloco(every=2), 4, ""),  # it has ended with a round
+        (hierarchical({2: 2, 8: None}), 4, "Its last 4 steps were"),  # and not with one of all
     ],
 )
 def test_one_that_is_dropped_is_reported(capsys, recipe, steps, said):

@@ -4,6 +4,7 @@
 import functools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from torch import nn
 from farflung.base.errors import CollectiveMismatch, ConfigError, StateError, Unsupported
 from farflung.comm.group import SoloGroup
 from farflung.outer import AverageState, OuterLoop, TopK, comparison, diloco, eager_diloco, edit, gossip, hierarchical
+from farflung.outer.background import BackgroundJob
 from farflung.outer.recipes import local_sgd, noloco, post_local_sgd, quadratic, sparse_loco, streaming_diloco
 from farflung.outer.schedule import Every, Warmup
-from farflung.outer.stats import Meter
+from farflung.outer.stats import Meter, Stats
 from farflung.testing.sim import run_replicas
 from tests.errors import error_of
 from tests.outer.replicas import (
@@ -391,9 +393,11 @@ def test_a_dropped_round_is_recorded_too():
 
 
 def test_advice_is_given_where_there_is_something_to_say():
-    growing = [[[size] * 4 for size in (1.0, 2.0, 9.0)]] * 2
-    (_, _, advice), *_ = run_replicas(recorded, 2, growing, diloco(1, lr=1.0, momentum=0.0))
-    assert "9.0 times as far" in advice
+    for last in (5.0, 4.0):
+        growing = [[[size] * 4 for size in (1.0, 2.0, last)]] * 2
+        (_, stats, advice), *_ = run_replicas(recorded, 2, growing, diloco(1, lr=1.0, momentum=0.0))
+        assert ("moved 5.0 times as far" in advice) == ("times as far" in advice) == (last > 4)
+        assert (stats.first_drift_norm, stats.drift_norm) == (2.0, 2 * last)
     calm = OuterLoop(linear(), diloco(2), SoloGroup())
     calm.step()
     assert calm.advice() == ""
@@ -406,7 +410,13 @@ def test_advice_is_by_cause_and_names_what_can_be_set():
     for by_flags, every, codec in (False, "every=", "codec="), (True, "--outer-every", "--outer-codec"):
         assert f"({every}), send fewer bits ({codec}), or let rounds overlap" in meter.advice(by_flags, is_fixed=True)
     assert meter.advice(by_flags=True, is_fixed=False, is_auto=True) == ""
-    meter.add("seconds_voting", 70.0)
+    for seconds, says in (
+        (30.0, "44% of that for slower ranks: synchronize"),
+        (10.0, "56% of that for slower ranks: start"),
+    ):
+        meter.add("seconds_voting", seconds)
+        assert says in meter.advice(by_flags=False, is_fixed=False)
+    meter.add("seconds_voting", 30.0)
     for by_flags, by_time in (False, "(diloco(seconds=10))"), (True, "(--outer diloco --outer-seconds 10)"):
         advice = meter.advice(by_flags, is_fixed=False)
         assert f"89% of that for slower ranks: start rounds by time {by_time}" in advice
@@ -414,6 +424,28 @@ def test_advice_is_by_cause_and_names_what_can_be_set():
         assert fixed.endswith("89% of that for slower ranks: give slower ranks less work per step.")
         assert fixed == meter.advice(by_flags, is_fixed=False, is_auto=True)
         assert "bits" not in advice
+    meter.add("seconds_voting", 90.0)  # in the background too
+    assert "90% of the time waiting for rounds, 100% of that" in meter.advice(by_flags=False, is_fixed=True)
+    meter.add("first_drift_norm", 1.0)
+    meter.add("drift_norm", 9.0)
+    assert "times as far" not in meter.advice(by_flags=False, is_fixed=True, is_auto=True)
+    for exposed_s, is_much in (-75.0, True), (-8.0, False):  # 15 and 7 of 100
+        meter.add("seconds_exposed", exposed_s)
+        assert ("waiting for rounds" in meter.advice(by_flags=False, is_fixed=True)) == is_much
+
+
+def test_seconds_continue_from_a_state(monkeypatch):
+    now = SimpleNamespace(s=100.0)
+    monkeypatch.setattr("farflung.outer.stats.time", SimpleNamespace(perf_counter=lambda: now.s))
+    meter = Meter()
+    with meter.timed("voting"):
+        now.s = 103.0
+    saved = meter.stats().saved() | {"seconds_total": 10.0}
+    now.s = 150.0
+    meter.load({name: value for name, value in saved.items() if name != "weight"})  # as an older version wrote it
+    now.s = 153.0
+    assert meter.stats() == Stats(seconds_voting=3.0, seconds_total=13.0)
+    assert (BackgroundJob(None, seconds=3.0, waited=1.0).hidden_s, BackgroundJob(None, waited=1.0).hidden_s) == (2, 0)
 
 
 # anchor_on_cpu

@@ -233,6 +233,17 @@ def test_what_a_policy_learns_in_a_round_counts_once_that_is_applied():
     assert fragments[0].history == {0: [2]}
 
 
+@pytest.mark.law("survivors-agree")
+def test_the_steps_of_a_dropped_round_that_a_loss_ends_count_in_the_next_one():
+    loop = OuterLoop(linear(), streaming_diloco(4, 1, delay=2), SoloGroup())
+    for value in (0.0, 0.0, 0.0, math.nan):
+        loop._model.weight.data.fill_(value)
+        loop.step()
+    (under_way,) = loop._rounds._open.values()
+    assert under_way.abort(under_way.num_complete)
+    assert loop._rounds.replica.fragments[0].pending_weight == [4.0]
+
+
 @pytest.mark.parametrize("rule", RULES)
 @on_replicas(4)
 def test_strikes_are_in_checkpoints_and_in_what_a_newcomer_gets(group, rule):
@@ -254,24 +265,31 @@ def test_strikes_are_in_checkpoints_and_in_what_a_newcomer_gets(group, rule):
 
 
 def among_few(group, rule):
-    """Three replicas, then a fourth one, until one is lost; return what the loop reports."""
-    model, membership, noted = linear(), ChangingMembership(group, (0, 1, 2)), []
+    """Three replicas, then a fourth one, until one is lost; return what the loop reports, and who changed when."""
+    model, membership, noted, rounds = linear(), ChangingMembership(group, (0, 1, 2)), [], []
     membership.note = lambda kind, member, **facts: noted.append(facts["message"])
     outer = OuterLoop(model, robust(diloco(2), rule), membership=membership)
+    outer.listeners.append(rounds.append)
     while outer.position < 20:
         if group.rank == 2 and outer.position == 12:
-            return None  # it is lost
+            return None, None, None  # it is lost
         outer.step()
     outer.close()
-    return noted
+    changes = [(dict(this.lost), this.joined, this.seconds_recovering > 0) for this in rounds]
+    stats = outer.stats()
+    assert stats.seconds_recovering == sum(this.seconds_recovering for this in rounds)
+    return noted, [one for one in changes if any(one)], (stats.replicas_lost, stats.replicas_joined)
 
 
 @pytest.mark.law("outliers-are-left-out")
 def test_an_event_says_when_replicas_have_become_too_few_for_a_rule_or_enough_again():
-    found = run_replicas(among_few, 4, "trimmed")
+    found, changes, counts = zip(*run_replicas(among_few, 4, "trimmed"), strict=True)
     few = "with 3 replicas one of them can spoil the weights: the robust rule outvotes one of 4 or more"
-    assert found == [[few, "with 4 replicas the robust rule outvotes any one of them again", few], [], None, []]
-    assert run_replicas(among_few, 4, "clip")[0] == []
+    assert found == ([few, "with 4 replicas the robust rule outvotes any one of them again", few], [], None, [])
+    joined, lost = ({}, (3,), False), ({2: "it is away"}, (), True)
+    assert changes == ([joined, lost], [joined, lost], None, [lost])  # a newcomer doesn't count itself
+    assert counts == ((1, 1), (1, 1), None, (1, 0))
+    assert run_replicas(among_few, 4, "clip")[0][0] == []
 
 
 def in_islands():

@@ -9,6 +9,8 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,6 +83,10 @@ def test_a_state_comes_back_with_its_bits_and_the_last_two_are_kept(board):
     board.delete("state/2.30/1/0")
     with pytest.raises(Damaged, match=r"state/2\.30/1/0 is not there"):
         states.read(next(states.newest()), 1)
+    saver = Saver(board, board, Exchange(SoloGroup()), 1)
+    assert saver.given("1.20")["place"] == TREE["place"]
+    with pytest.raises(RankFailure, match=r"the state 1\.10 can't be read"):
+        saver.given("1.10")
 
 
 def test_what_other_ranks_have_written_of_the_next_state_stays(board):
@@ -235,6 +241,18 @@ def test_a_state_that_can_not_be_written_is_written_after_the_next_round_and_a_l
     saver._states.write = write
     step(outer, 4)
     assert [one.position for one in saver._states.newest()] == [8]
+    outer.close()
+
+
+def test_a_state_that_takes_too_long_to_write_is_reported_once(tmp_path, caplog):
+    outer, _ = trained(tmp_path.as_uri(), diloco(4), 4)
+    outer._quorum.membership.saver._saving = SimpleNamespace(is_over=False, result=lambda: None)
+    step(outer, 4)
+    assert "takes longer" not in caplog.text
+    step(outer, 4)
+    assert caplog.text.count("takes longer to write than 1 round") == 1
+    step(outer, 8)
+    assert caplog.text.count("takes longer to write than 1 round, so more than 2 are lost") == 1
     outer.close()
 
 
@@ -428,12 +446,19 @@ def test_one_that_continues_exchanges_what_the_run_does_whatever_it_would_by_its
     assert same(*map(values, models))
 
 
-def test_a_version_that_cuts_weights_otherwise_does_not_copy_them_by_position(address_here, monkeypatch):
-    kill(*trained(address_here, diloco(4), 9, Swapped("a", "b")), address_here)
+@pytest.mark.parametrize(
+    ("recipe", "given", "here"),
+    [(diloco(4), [24], [4, 4, 4, 4, 4]), (local_sgd(4), [9, 3, 9, 3], [4, 4, 1, 3, 4])],
+    ids=["diloco", "local_sgd"],
+)
+def test_a_version_that_cuts_weights_otherwise_does_not_copy_them_by_position(
+    address_here, monkeypatch, recipe, given, here
+):
+    kill(*trained(address_here, recipe, 9, Swapped("a", "b")), address_here)
     cut = replica.buckets_of
     monkeypatch.setattr(replica, "buckets_of", lambda places, cap_bytes, *others: cut(places, 16, *others))
-    with pytest.raises(ConfigError, match=r"cut into \[24\].*\[4, 4, 4, 4, 4\]"):
-        trained(address_here, diloco(4), 0, Swapped("a", "b"))
+    with pytest.raises(ConfigError, match=re.escape(f"{given} values, and so on, here it would be {here}.")):
+        trained(address_here, recipe, 0, Swapped("a", "b"))
 
 
 @pytest.mark.parametrize("is_same", [True, False])
@@ -458,10 +483,13 @@ def test_the_state_is_kept_at_whichever_door_the_address_is_found_gone(address_h
 
 
 def test_a_last_state_that_can_not_be_written_is_kept_here(address_here, caplog):
-    outer, _ = trained(address_here, diloco(4), 9)
-    outer._quorum.membership.saver._states.write = unreachable
+    outer, member = trained(address_here, diloco(4), 9)
+    saver, needs = outer._quorum.membership.saver, outer._quorum.needs
+    saver._states.write = unreachable
     outer.close()
     assert re.search(r"lies in \S+, from step 9. Continue with --meet", caplog.text)
+    Path(f"farflung-state-{member + 1}").touch()
+    assert re.search(r"could not be written to \S+ either: .*File exists", saver.keep_here(member + 1, needs))
 
 
 @pytest.mark.parametrize(("wrote", "is_first"), [(False, True), (True, True), (True, False)])
