@@ -212,13 +212,8 @@ def _differences(mine: Any, theirs: Any, shown: Bar) -> Iterator[str]:
 
 
 def _as_tensor(leaf: Any) -> Any:
-    """Return a numpy array as a tensor, or as a list if its type is none of torch's; anything else as it is."""
-    if not isinstance(leaf, np.ndarray):
-        return leaf
-    try:
-        return torch.tensor(leaf)
-    except (TypeError, ValueError):
-        return leaf.tolist()  # `str` of an array would leave out all but its ends
+    """Return a numpy array as a tensor: those that can be read have types of torch's. Anything else is as it was."""
+    return torch.tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 def _gap(one: Tensor, other: Tensor) -> float | None:

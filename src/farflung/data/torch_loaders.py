@@ -216,9 +216,6 @@ class LoaderView(DataLoader[Any]):
                 raise AttributeError(name)
             return getattr(self.base_dataloader, name)
 
-    def __len__(self) -> int:
-        return len(self.base_dataloader)
-
     @property
     def gradient_state(self) -> LoopView:
         """The state of the training loop that this loader reports to; each access returns a new view."""
