@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
+from farflung.base.errors import ConfigError
 from farflung.base.words import counted
 from farflung.checkpoint import rng
 from farflung.checkpoint.reader import allowed
@@ -337,6 +338,24 @@ def test_set_epoch_keeps_the_place_in_that_epoch_and_leaves_any_other():
         loader.load_state_dict(state[0])
         loader.set_epoch(chosen)
         assert first_numbers(loader) == first_numbers(seen[chosen])[2 if chosen == 1 else 0 :]
+
+
+@pytest.mark.parametrize("own", [None, torch.Generator().manual_seed(9)])
+def test_a_state_that_was_loaded_can_be_taken_back(own):
+    _, states = in_one_go(lambda: shuffled(torch.Generator()))
+    loader = shuffled(own)
+    loader.set_epoch(5)
+    before, undo = str(loader.state_dict()), loader.keep()
+    loader.load_state_dict(states[3][-1][0])
+    assert str(loader.state_dict()) != before
+    undo()
+    assert str(loader.state_dict()) == before
+
+
+def test_a_stream_that_has_become_shorter_than_what_was_read_of_it_is_refused():
+    _, states = in_one_go(lambda: prepared(DataLoader(NoisyStream(12), 2)), epochs=1)
+    with pytest.raises(ConfigError, match="had 4 batches when the checkpoint was written, and 3 now"):
+        gone_on(lambda: prepared(DataLoader(NoisyStream(5), 2)), states[4][-1], 0, epochs=1)
 
 
 def test_a_state_that_was_loaded_and_not_used_yet_is_given_back():
