@@ -83,7 +83,7 @@ def test_killed_anywhere_the_old_or_the_new_one_is_complete(kind, tmp_path, monk
         assert outcomes[-1] in allowed, f"killed at call {number}"
         write(target, "next", token="b")
         assert content(target) == {"next"}
-        found = sorted(atomic.names_in(target))
+        found = sorted(path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file())
         mine = [] if kind == "new folder" else ["notes.txt"]
         assert found == sorted(["farflung.json", "loop_state/rank_0.bin", "model.safetensors", *mine])
         assert [path.name for path in target.parent.iterdir()] == ["ckpt"], "nothing is left of the attempt"
@@ -95,10 +95,15 @@ def test_killed_anywhere_the_old_or_the_new_one_is_complete(kind, tmp_path, monk
 
 
 def test_files_of_a_checkpoint_that_accelerate_wrote_give_way_and_others_stay(tmp_path):
-    for name in ("custom_checkpoint_0.pkl", "model_1.safetensors", "config.json"):
+    old = ("custom_checkpoint_0.pkl", "model_1.safetensors", "loop_state/rank_1.bin", "optimizer_0/.metadata")
+    mine = ["config.json", "model-00001-of-00002.safetensors", "optimizer_1", "optimizer_2/notes.txt"]
+    for name in (*old, *mine, "farflung.json"):  # a damaged one
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("theirs")
     write(tmp_path, "new")
-    assert sorted(os.listdir(tmp_path)) == ["config.json", "farflung.json", "loop_state", "model.safetensors"]
+    new = ["farflung.json", "loop_state/rank_0.bin", "model.safetensors"]
+    assert sorted(atomic.names_in(tmp_path)) == sorted([*mine, *new])
+    assert not (tmp_path / "optimizer_0").exists()
 
 
 def test_a_ready_checkpoint_that_cannot_be_moved_up_is_an_error(tmp_path):
@@ -108,7 +113,8 @@ def test_a_ready_checkpoint_that_cannot_be_moved_up_is_an_error(tmp_path):
     words = "is complete, but its files could not be moved up"
     with mock.patch.object(os, "replace", side_effect=PermissionError), pytest.raises(CheckpointError, match=words):
         Checkpoint.open(tmp_path).verify()
-    assert content(tmp_path) == {"new"}
+    write(tmp_path, "next")
+    assert content(tmp_path) == {"next"}
 
 
 def test_a_folder_that_appears_while_the_checkpoint_is_written_gets_it(tmp_path, monkeypatch):
@@ -178,6 +184,7 @@ def test_the_newest_complete_one_is_taken_and_the_others_are_named(tmp_path):
 def test_without_numbers_the_time_of_writing_decides(tmp_path):
     write(tmp_path / "best", "aaa")
     write(tmp_path / "last", "a")
+    write(tmp_path / ".trash", "aaaa")
     assert newest(tmp_path).folder.name == "best"
 
 
@@ -198,11 +205,22 @@ def test_what_a_script_says_is_a_checkpoint_or_a_folder_of_some(tmp_path, monkey
             resolve(given, where)
 
 
-def test_a_checkpoint_is_removed_by_a_rename_and_leftovers_are_swept(tmp_path):
+def test_a_checkpoint_is_removed_by_a_rename(tmp_path):
     write(tmp_path / "checkpoints" / "checkpoint_0", "a")
     with mock.patch.object(shutil, "rmtree", side_effect=Killed), pytest.raises(Killed):
         atomic.remove(tmp_path / "checkpoints" / "checkpoint_0", tmp_path)
     assert list((tmp_path / "checkpoints").iterdir()) == []
     assert len(list(tmp_path.iterdir())) == 2
-    atomic.sweep(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+
+
+def test_the_oldest_go_beyond_the_limit_and_what_attempts_have_left_goes_too(tmp_path):
+    folder, left = tmp_path / "checkpoints", (".checkpoint_3.writing-a", ".checkpoint_4.trash-b", ".checkpoint_5.mine")
+    for name in (*left, *(f"checkpoints/checkpoint_{number}" for number in (2, 9, 10, 11))):
+        (tmp_path / name).mkdir(parents=True)
+    (folder / "checkpoint_1").touch()
+    for limit, there in [(None, [2, 9, 10, 11]), (5, [2, 9, 10, 11]), (3, [9, 10, 11]), (1, [11])]:
+        atomic.prune(folder / "checkpoint_11", limit)
+        assert [atomic.number_of(path) for path in atomic.numbered(folder)] == there
+    assert sorted(os.listdir(tmp_path)) == [".checkpoint_5.mine", "checkpoints"]
+    with mock.patch.object(os, "access", return_value=False):
+        assert atomic.aside_of(folder) == folder, "nothing can be written next to it"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of a checkpoint: written whole, with their sums; read as plain data; damage is named and code never run."""
 
+import json
 import os
 import pickle
 import random
@@ -8,11 +9,14 @@ import re
 import stat
 from collections import OrderedDict, defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from huggingface_hub import split_torch_state_dict_into_shards
+from hypothesis import example, given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 
 from farflung.base.errors import CheckpointError, ConfigError
@@ -20,6 +24,7 @@ from farflung.big_model.offload import OffloadedWeightsLoader, offload_state_dic
 from farflung.checkpoint import paths, rng
 from farflung.checkpoint.checkpoint import Checkpoint
 from farflung.checkpoint.entries import Entry, Staging
+from farflung.checkpoint.export import save_sharded
 from farflung.checkpoint.files import sums_of
 from farflung.checkpoint.manifest import FileRecord, Manifest
 from farflung.checkpoint.reader import damage_as, read_torch, read_weights, reading
@@ -80,6 +85,26 @@ def test_a_type_that_safetensors_lacks_is_refused(tmp_path):
         write_safetensors({"x": torch.eye(2).to_sparse()}, writer)
 
 
+@settings(max_examples=12)
+@example(sizes=[], limit=1)
+@example(sizes=[1, 1], limit=2)
+@given(sizes=st.lists(st.integers(1, 6), max_size=6), limit=st.integers(1, 8))
+def test_weights_are_divided_as_huggingface_hub_does_and_earlier_ones_go(sizes, limit, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shards") / "deep" / "er"
+    state = {f"w{k}": torch.ones(size, dtype=torch.uint8) for k, size in enumerate(sizes)}
+    save_sharded(state, folder, 1)
+    for name in ("notes.txt", ".model.safetensors.writing-0"):
+        (folder / name).touch()
+    expected = split_torch_state_dict_into_shards(state, max_shard_size=limit)
+    names = save_sharded(state, folder, float(limit))
+    assert names == ([*expected.filename_to_tensors] or ["model.safetensors"])
+    assert all(load_file(folder / name).keys() == {*held} for name, held in expected.filename_to_tensors.items())
+    index = ["model.safetensors.index.json"] if len(names) > 1 else []
+    assert sorted(os.listdir(folder)) == sorted([*names, *index, "notes.txt"])
+    content = {"metadata": {"total_size": sum(sizes)}, "weight_map": expected.tensor_to_filename}
+    assert [json.loads((folder / name).read_bytes()) for name in index] == [content] * len(index)
+
+
 def test_files_get_the_permissions_of_any_other_file(tmp_path):
     entries = [Entry("model.safetensors", {"x": torch.ones(1)}, safe=True), Entry("loop_state/rank_0.bin", {"x": 1})]
     before = os.umask(0o027)
@@ -103,6 +128,13 @@ def test_random_states_come_back_from_a_file_without_unpickling(tmp_path):
     random.random()
     rng.write(states)
     assert (random.random(), np.random.rand(), torch.rand(1)) == drawn
+    there, written = {"is_available": lambda: True, "get_rng_state_all": lambda: [1, 2], "device_count": lambda: 2}, []
+    with mock.patch.multiple(torch.xpu, **there, set_rng_state_all=written.append):
+        assert rng.write(rng.read()) == []
+        (note,) = rng.write({**states, "torch_xpu_manual_seed": [1]})
+        assert note == "random states of 1 xpu device were saved, but this machine has 2"
+        assert "states of 0 xpu devices were" in rng.write(states)[0]
+    assert written == [[1, 2]]
 
 
 class Trap:
@@ -128,8 +160,9 @@ class Keeper:
 
 
 def test_what_could_not_be_loaded_again_is_refused_while_it_is_saved(tmp_path):
-    with pytest.raises(ConfigError, match=r"The state of a Counter holds .*Trap.*add_safe_globals"):
-        Entry("custom_checkpoint_0.pkl", {"x": Keeper()}, origin="a Counter").write(tmp_path)
+    for origin, named in ("a Counter", "a Counter"), ("", r"deep/er\.pkl"):
+        with pytest.raises(ConfigError, match=rf"The state of {named} holds .*Trap.*add_safe_globals"):
+            Entry("deep/er.pkl", {"x": Keeper()}, origin=origin).write(tmp_path)
 
 
 def damage(data, path, most=1):
@@ -185,6 +218,11 @@ def test_a_manifest_comes_back_and_says_that_all_is_there(tmp_path):
     assert Manifest.read(tmp_path) == manifest
     assert Checkpoint.open(tmp_path).verify().manifest == manifest
     assert Manifest.read(tmp_path / "deep") is None
+    assert manifest.num_bytes == 50 * len("model.safetensorsdeep/er.bin")
+    assert replace(manifest, optimizer_steps=[3, None, 5]).completed_steps == 5
+    replace(manifest, optimizer_steps=[1, "2"]).write(tmp_path / paths.MANIFEST)
+    with pytest.raises(CheckpointError, match=r"optimizer_steps is \[1, '2'\]"):
+        Manifest.read(tmp_path)
 
 
 @settings(max_examples=60)
@@ -215,6 +253,12 @@ def test_swapped_and_missing_files_are_named(tmp_path):
     os.replace(tmp_path / "x", tmp_path / "scheduler.bin")
     found = Checkpoint.open(tmp_path)  # both names are equally long, and so are the files
     with pytest.raises(CheckpointError, match=r"optimizer\.bin is damaged"):
+        found.verify()
+    (tmp_path / "optimizer.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"optimizer\.bin can't be read \(No such file"):
+        found.verify()
+    (tmp_path / paths.MANIFEST).write_text("x")
+    with pytest.raises(CheckpointError, match="was replaced or removed"):
         found.verify()
 
 

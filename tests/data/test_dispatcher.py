@@ -94,9 +94,10 @@ def test_batches_of_other_shapes_are_handed_out_whole():
     def collate(items):
         return torch.tensor(items).view(-1, 1).expand(-1, max(items) + 1)
 
-    loader = dispatched(DataLoader(range(5), 2, collate_fn=collate), group)
-    found = [(batch[:, 0].tolist(), batch.shape[1], loader.remainder) for batch in loader]
-    assert found == [([2, 3], 4, 0) if group.rank else ([0, 1], 2, 0), ([4], 5, 1)]
+    for n, last in ((5, ([4], 5, 1)), (7, ([6], 7, 0) if group.rank else ([4, 5], 6, 0))):
+        loader = dispatched(DataLoader(range(n), 2, collate_fn=collate), group)
+        found = [(batch[:, 0].tolist(), batch.shape[1], loader.remainder) for batch in loader]
+        assert found == [([2, 3], 4, 0) if group.rank else ([0, 1], 2, 0), last]
 
 
 @on_ranks(2)
@@ -110,6 +111,10 @@ def test_objects_without_a_length_are_handed_out_whole():
     whole = dispatched(loader, group)
     seen = [(batch["word"], whole.end_of_dataloader, whole.remainder) for batch in whole]
     assert seen == [("b" if group.rank else "a", False, 0), ("c", True, 1)]
+    uneven = dispatched(loader, group, even_batches=False)
+    assert [batch["word"] for batch in uneven] == (["b"] if group.rank else ["a", "c"])
+    batched = dispatched(DataLoader(Words(), collate_fn=lambda words: {"word": words[0]}), group)
+    assert [batched.remainder for _ in batched] == [0, -1], "nobody knows how many"
     with pytest.raises((ConfigError, RankFailure), match="split_batches"):
         list(dispatched(loader, group, split_batches=True))
 

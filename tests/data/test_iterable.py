@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from accelerate.data_loader import IterableDatasetShard as PeerShard
@@ -10,7 +11,7 @@ from hypothesis import given, strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from farflung.base.errors import ConfigError
-from farflung.data.iterable import IterableDatasetShard
+from farflung.data.iterable import IterableDatasetShard, told_apart
 from farflung.data.prepare import skip_first_batches
 from tests.data.support import Seat, SizedStream, Stream, gathered, prepared, walk
 
@@ -126,6 +127,13 @@ def test_splitting_needs_a_batch_size_that_can_be_cut():
             prepared(loader, Seat(0, 2), dispatch_batches=False, split_batches=True)
     with pytest.raises(ConfigError, match=r"\(1\)"):
         IterableDatasetShard(Stream(9), 1, num_processes=2, split_batches=True)
+
+
+def test_samples_are_told_apart_by_their_content():
+    samples = [torch.ones(2), np.arange(3), np.array(["a"]), "a", b"b", 1, True, None, [1, "a"], ["a", 1], ["a"] * 2]
+    found = [told_apart(sample) for sample in samples]
+    assert len({*found, None}) == len(samples) + 1
+    assert [told_apart(other) for other in (object(), np.array([object()]), [1, object()], [])] == [None] * 4
 
 
 def test_the_epoch_is_passed_on():

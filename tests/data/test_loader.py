@@ -11,13 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
-from torch.utils.data.distributed import DistributedSampler
 
 from farflung.base.errors import ConfigError, StateError, Unsupported
 from farflung.data.dispatcher import DataLoaderDispatcher
 from farflung.data.loader import DataLoaderShard
 from farflung.data.prepare import prepare_data_loader, skip_first_batches
-from farflung.data.samplers import BatchSamplerShard
+from farflung.data.samplers import BatchSamplerShard, SeedableRandomSampler
 from farflung.data.torch_loaders import LoaderView, SkipDataLoader, Source
 from farflung.loop.state import LoopState
 from tests.data.support import Seat, SizedStream, Stream, gathered, prepared, values, walk
@@ -84,6 +83,10 @@ def test_loaders_that_do_no_batching():
     single = DataLoader(table, batch_size=None)
     assert numbers(prepared(single, Seat(1, 2))) == [[1], [3], [5], [7], [9], [0]]
     assert numbers(prepared(single)) == [[k] for k in range(11)]
+    chunks = DataLoader([torch.full((size,), size) for size in (3, 1, 2)], batch_size=None)
+    assert walk(prepared(chunks, Seat(0, 2))) == [([3, 3, 3], False, 0), ([2, 2], True, 2)], "samples, not batches"
+    seeded = prepared(DataLoader(table, None, shuffle=True), use_seedable_sampler=True, data_seed=5)
+    assert numbers(seeded) == [[k] for k in SeedableRandomSampler(table, data_seed=5)]
 
 
 class Recording(list):
@@ -287,6 +290,8 @@ def test_a_sampler_that_is_set_inside_a_batch_sampler_decides_the_next_pass():
     for loader in (one, two):
         loader.set_sampler([0, 1, 2, 3])
     assert (numbers(one), numbers(two)) == ([[0, 1], [2, 3]], [[0], [2]])
+    with pytest.raises(Unsupported, match="the order comes from a list that holds no sampler"):
+        prepared(DataLoader(range(2), batch_sampler=[[0, 1]])).set_sampler([1, 0])
 
 
 @pytest.mark.long
@@ -360,13 +365,6 @@ def test_a_loader_that_skips_is_prepared_only_where_its_batches_need_no_sharing(
 # ---- what is refused, and the function of Accelerate's name
 
 
-def test_data_that_is_shared_out_already_is_refused():
-    loader = DataLoader(range(8), 2, sampler=DistributedSampler(range(8), num_replicas=2, rank=0))
-    words = "DistributedSampler already gives each rank a share of its own: num_replicas=2"
-    with pytest.raises(ConfigError, match=words):
-        prepared(loader, Seat(0, 2))
-
-
 def test_data_pipes_are_refused_on_several_ranks():
     from torch.utils.data.datapipes.iter import IterableWrapper
 
@@ -387,9 +385,16 @@ def test_only_streams_with_device_placement_are_dispatched_by_default():
 
 
 def test_prepare_data_loader_shares_among_the_processes_it_is_told():
-    halves = [prepare_data_loader(DataLoader(range(8), 2), num_processes=2, process_index=rank) for rank in range(2)]
-    assert [numbers(half) for half in halves] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
     assert numbers(prepare_data_loader(DataLoader(range(4), 2), put_on_device=True)) == [[0, 1], [2, 3]]
+    share = partial(prepare_data_loader, num_processes=2, process_index=0)
+    assert numbers(share(DataLoader(range(7), 2), even_batches=False, process_index=1)) == [[2, 3], [6]]
+    assert numbers(share(DataLoader(range(7), 2), split_batches=True)) == [[0], [2], [4], [6]]
+    assert numbers(share(DataLoader(range(3), 2), already_sharded=True)) == [[0, 1], [2]]
+    seeded = share(DataLoader(range(6), 3, shuffle=True), use_seedable_sampler=True, data_seed=5)
+    assert numbers(seeded) == [list(SeedableRandomSampler(range(6), data_seed=5))[:3]]
+    for number, name in ((-1, "process_index"), (2, "process_index"), (0, "num_processes")):
+        with pytest.raises(ConfigError, match=name):
+            share(DataLoader(range(8)), **{name: number})
     with pytest.raises(ConfigError, match="process 1 of 2"):
         prepare_data_loader(DataLoader(range(8)), num_processes=2, process_index=1, dispatch_batches=True)
     with pytest.raises(Unsupported, match="'tp'"):

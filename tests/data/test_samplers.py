@@ -105,6 +105,7 @@ def test_even_batches_may_change_between_iterations():
     assert [list(shard), shard.remainder] == [[[2, 3], [1, 2]], 1]
     shard.even_batches = False
     assert [list(shard), shard.remainder] == [[[2, 3]], 0]
+    assert shard.total_length == 3, "of all processes, as Accelerate has it"
 
 
 @given(st.lists(st.integers(), max_size=20), st.integers(1, 6))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data that the script shares out by rank itself: nothing is lost with the setting, nor silently without it."""
 
+import os
 import random
 from types import SimpleNamespace
 
@@ -141,6 +142,8 @@ def test_without_it_an_error_names_the_setting_where_it_can_be_seen(kind):
     said = run_ranks(attempt, 2, kind)
     assert "nothing" not in said
     assert any(text.startswith("ConfigError") and "already_sharded=True" in text for text in said)
+    named = "This loader's DistributedSampler already gives each rank a share of its own: num_replicas=2, rank="
+    assert kind != "torch's" or all(f"{named}{rank}" in text for rank, text in enumerate(said))
 
 
 class Noisy(IterableDataset):
@@ -165,16 +168,20 @@ def test_what_shows_a_share():
     assert shares_of(SimpleNamespace(_distributed=None), 1, 2) is None
     assert shares_of(half, 1, 2) == "world_size=2, rank=1"
     assert shares_of(half, 1, 4) is None  # of something else
+    assert shares_of(SimpleNamespace(num_processes=2, process_index=1), 1, 2) == "num_processes=2, process_index=1"
+    assert shares_of(SimpleNamespace(num_replicas=4, rank=0), 1, 2) == "num_replicas=4, rank=0"
+    assert shares_of(SimpleNamespace(num_replicas=1, rank=0), 1, 2) is None
+    assert shares_of(split, 1, 4) is not None
     assert shares_of(Own(), 0, 2) == "its __iter__ asks for get_rank"
 
     class Inside(IterableDataset):
         def __iter__(self):
             def share():
-                return torch.distributed.get_rank()
+                return torch.distributed.get_rank() or os.environ["RANK"] or self.process_index
 
             return iter([share()])
 
-    assert shares_of(Inside(), 0, 2) == "its __iter__ asks for get_rank"
+    assert shares_of(Inside(), 0, 2) == "its __iter__ asks for RANK and get_rank and process_index"
 
 
 def test_one_process_needs_no_setting():

@@ -168,11 +168,12 @@ def test_replicas_of_changing_speeds_share_an_epoch(replicas, num_batches):
         run.expect([epoch])
 
 
-def test_an_order_is_drawn_anew_in_each_epoch_and_is_the_same_for_all_whatever_their_seeds():
+@pytest.mark.parametrize("seedable", [False, True])
+def test_an_order_is_drawn_anew_in_each_epoch_and_is_the_same_for_all_whatever_their_seeds(seedable):
     run = Run()
     for seed in range(2):
         torch.manual_seed(seed)
-        run.join()
+        run.join(use_seedable_sampler=seedable)
     for epoch in range(2):
         finish(run)
         run.expect([epoch])
@@ -435,6 +436,8 @@ def test_a_dropped_round_and_a_part_of_a_model_record_nothing():
         one.take()
     one.followed.round_ended(ended(3, 1, fragment=0))
     assert done() == 0
+    one.followed.round_ended(ended(2, 2, fragment=1))  # not all that took part in it are members
+    assert done() == 0
     one.followed.round_ended(ended(2, 1, fragment=1, dropped=True))
     assert done() == 0
     one.followed.round_ended(ended(2, 1, fragment=1))
@@ -606,8 +609,9 @@ def test_what_has_no_meaning_among_replicas_that_come_and_go_is_refused():
     one.loaders[0].set_epoch(0)
     with pytest.raises(ConfigError, match="Epoch 0 of this loader was trained on already"):
         one.take()
-    with pytest.raises(ConfigError, match="dispatch_batches"):
-        Run(8).join(dispatch_batches=True)
+    for name in ("dispatch_batches", "already_sharded"):
+        with pytest.raises(ConfigError, match=name):
+            Run(8).join(**{name: True})
 
 
 def test_a_checkpoint_says_the_epoch_and_the_store_what_is_done_of_it():
@@ -624,3 +628,16 @@ def test_a_checkpoint_says_the_epoch_and_the_store_what_is_done_of_it():
     assert newcomer.epoch == 1
     finish(run)
     run.expect([0, 1])
+
+
+def test_a_position_in_a_fixed_share_is_left_out_unless_it_is_the_end():
+    loader = prepared(DataLoader(range(8), 1, shuffle=True))
+    states = [loader.state_dict() for _ in loader]
+    for state, epoch in ((states[2], 0), (states[-1], 1)):
+        one = Run(8).join()
+        one.loaders[0].load_state_dict(state)
+        with nullcontext() if epoch else pytest.warns(RuntimeWarning, match="position in epoch 0 is left out"):
+            assert one.take() is (epoch == 0)
+        while one.take():
+            pass
+        assert sorted(one.taken) == [(epoch, batch) for batch in range(8)]

@@ -129,8 +129,12 @@ def test_differences_are_said_and_are_the_exit_code(folder):
     assert "model.safetensors: weight: values are up to 1 apart" in words
     assert "bias" not in words
     assert words.endswith("Identical files: 2 of 3\n")
+    for number in range(2):
+        (folder / f"checkpoint_{number}" / "notes.txt").write_text(f"mine {number}")
+    words = said("diff", folder / "checkpoint_0", folder / "checkpoint_1")
+    assert "notes.txt: b'mine 0' and b'mine 1'\nIdentical files: 2 of 4\n" in words
     said("convert", folder / "checkpoint_0", folder / "copy", "--to", "farflung")
-    assert run("diff", folder / "checkpoint_0", folder / "copy") == ("Identical files: 3 of 3\n", 0)
+    assert run("diff", folder / "checkpoint_0", folder / "copy") == ("Identical files: 4 of 4\n", 0)
     (folder / "copy" / "model.safetensors").unlink()
     words, code = run("diff", folder / "checkpoint_0", folder / "copy")
     assert (words.splitlines()[0], code) == (f"model.safetensors: only in {folder / 'checkpoint_0'}", 1)
@@ -143,6 +147,7 @@ def test_every_value_of_an_array_is_compared_and_whole_numbers_however_large(tmp
     changed[1000] = -5
     saved = {"one": values, "same": values, "changed": changed, "single": values.astype("f4")}
     saved |= {f"number {k}": torch.tensor([2**60 + k]) for k in range(2)}
+    saved |= {"list": [1.0, 2.0]} | {f"{word}s": {f"{word} {k}": k for k in range(12)} for word in ("key", "name")}
     for name, value in saved.items():
         accelerator = Accelerator(cpu=True)
         kept = SimpleNamespace(state_dict=lambda value=value: {"value": value}, load_state_dict=None)
@@ -154,6 +159,12 @@ def test_every_value_of_an_array_is_compared_and_whole_numbers_however_large(tmp
     assert run("diff", one, tmp_path / "same")[1] == 0
     assert f"{file}: value: values are up to 1e+03 apart" in said("diff", one, tmp_path / "changed")
     assert f"{file}: value: [2000] torch.float64 and [2000] torch.float32" in said("diff", one, tmp_path / "single")
+    assert f"{file}: value: the structures differ\n" in said("diff", one, tmp_path / "list")
+    words = said("diff", tmp_path / "keys", tmp_path / "names").splitlines()
+    assert words[-12] == f"{file}: value: key 0 is only in the first"
+    assert words[-2] == f"{file}: and 14 more"
+    words = said("diff", tmp_path / "names", tmp_path / "keys")
+    assert f"{file}: value: key 0 is only in the second\n" in words
     words, code = run("diff", tmp_path / "number 0", tmp_path / "number 1")
     assert (f"{file}: value: " in words, code) == (True, 1)
 
