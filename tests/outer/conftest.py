@@ -3,16 +3,19 @@
 
 import pytest
 
-LONG = "bucket", "folder with a key", "store with a key"
+PLACES, KEYED = ("store", "folder", "bucket"), ("folder with a key", "store with a key")
+LONG = "bucket", *KEYED
 
 
 def in_turn(values):
-    """Rows of a value and an `address`: `make test` has each value at a store or in a folder in turn, not at both."""
-    places = "store", "folder", *LONG
+    """Rows of a value and an `address`: all values at each place, and with a key at one place or the other in turn.
+
+    `make test` has each value at a store or in a folder in turn, not at both.
+    """
     return [
-        pytest.param(value, place, marks=[pytest.mark.long] * (place != places[number % 2]))
+        pytest.param(value, place, marks=[pytest.mark.long] * (place != PLACES[number % 2]))
         for number, value in enumerate(values)
-        for place in places
+        for place in (*PLACES, KEYED[number % 2])
     ]
 
 

@@ -204,7 +204,9 @@ KINDS = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "address"), [*zip(KINDS, 3 * ["folder", "bucket"], strict=True)], indirect=["address"]
+)
 def test_what_is_deleted_costs_a_run_nothing_or_ends_it_with_a_line(address, kind):
     with ElasticRun(address=address, expected=2, grace_s=2.0) as run:
         attacker = begun(run, address)
