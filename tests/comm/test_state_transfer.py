@@ -2,6 +2,7 @@
 """A state goes from one rank to another while it changes; what has the same bits goes once."""
 
 import io
+import json
 import re
 import sys
 import threading
@@ -12,7 +13,9 @@ import torch
 
 from farflung.base import bars
 from farflung.base.errors import RankFailure
+from farflung.comm import state_transfer
 from farflung.comm.c10d_transport import C10dTransport
+from farflung.comm.group import Done, Group
 from farflung.comm.member_store import Heartbeats, LauncherNotes
 from farflung.comm.state_transfer import StateReceiver, StateSender, TransferWatch
 from farflung.process.sockets import serve_store
@@ -148,6 +151,55 @@ def test_a_terminal_shows_how_much_has_come_of_all_that_is_left(is_shown, paired
     assert {("24.0", "24.0"), ("36.0", "36.0")} <= {*said} if is_shown else terminal.getvalue() == ""
 
 
+class Line(Group):
+    """A line to a receiver that has nothing, on which nothing moves while it is `shut`."""
+
+    rank, size, all_gather = 0, 2, None
+
+    def __init__(self):
+        self.is_open, self.sent, self.was_reusable = threading.Event(), [], None
+
+    def broadcast(self, x, src):
+        assert self.is_open.wait(60)
+        if src == 1:
+            x.copy_(torch.tensor([2] if x.dtype is torch.int64 else [*b"{}"]))
+        elif x.dtype is torch.uint8:
+            self.sent.append("piece" if len(x) == 40 else json.loads(bytes(x.tolist())))
+        return Done()
+
+    def free(self, reusable=True):
+        self.was_reusable = reusable
+
+
+@pytest.mark.parametrize("finishes", [True, False])
+def test_what_has_changed_longest_ago_is_sent_first_and_a_line_that_is_too_slow_is_waited_for_no_longer(
+    finishes, monkeypatch
+):
+    monkeypatch.setattr(state_transfer, "_SMALL", 0)
+    line = Line()
+    sender = StateSender(lambda over: line)
+    sender.offer({"a": torch.zeros(10), "b": torch.zeros(10)})
+    sender.offer({"a": torch.ones(10)})
+    assert not sender.may_finish
+    line.is_open.set()
+    until(lambda: sender.may_finish)
+    assert [(one["name"], one["left"]) for one in line.sent[::2]] == [("b", 80), ("a", 40)]
+    for number in range(2, 5):  # the same again and again, as rounds go on
+        line.is_open.clear()
+        sender.offer({"a": torch.full((10,), float(number))})
+        assert not sender.may_finish
+        line.is_open.set()
+        until(lambda: sender.may_finish)
+    line.is_open.clear()
+    sender.offer({"a": torch.zeros(10)})
+    assert sender.may_finish
+    sender.finish({}) if finishes else sender.stop()
+    line.is_open.set()
+    sender.join(20)
+    assert (sender.is_over, line.was_reusable, "forms" in line.sent[-1]) == (True, finishes, finishes)
+    assert line.sent.count("piece") == 5 + finishes
+
+
 @pytest.mark.law("every-wait-has-an-end-and-a-line")
 def test_a_receiver_goes_on_with_another_member_when_the_first_one_ends(pair):
     pair.sender.offer({"a": torch.zeros(10)})
@@ -170,6 +222,9 @@ def test_the_waits_of_a_transfer_end_with_the_other_replica_or_when_it_is_stoppe
     with pytest.raises(RankFailure, match="it was stopped"):
         watch.look(None, 0.0)
     is_over.clear()
+    pair.notes.put("stopped", 2)
+    with pytest.raises(RankFailure, match="its process is stopped"):
+        watch.look(None, 0.0)
     pair.notes.note_end(2, "was killed by SIGKILL")
     with pytest.raises(RankFailure, match="was killed by SIGKILL"):
         watch.look(None, 0.0)
