@@ -15,8 +15,11 @@ import torch.distributed as dist
 from farflung.base.errors import RankFailure, Unreachable
 from farflung.comm import c10d_transport as module
 from farflung.comm.c10d_transport import C10dTransport
+from farflung.launch.network import get_free_port
 from farflung.process.sockets import serve_store
 from farflung.testing.ranks import fork_context
+from tests.comm.test_objects import Watch
+from tests.waits import until
 
 
 def serve(pipe, port):
@@ -79,6 +82,17 @@ def test_a_process_group_may_meet_in_a_part_of_it():
     assert board.get("loop1/group/rank") == b"0"
 
 
+def test_what_is_asked_of_a_store_that_is_gone_fails_at_once_and_for_good():
+    port = get_free_port()
+    board = C10dTransport(("127.0.0.1", port)).board
+    with pytest.raises(Unreachable, match=f"store of this run at 127.0.0.1:{port} is gone"):
+        board.lend("group")
+    with pytest.raises(Unreachable):
+        board.put("key", b"1")
+    store = serve_store("127.0.0.1", port, wait_for_workers=False)
+    assert (board.get("key"), store.check(["key"])) == (None, False)  # what has failed is not written later
+
+
 class Calm:
     """Sees no loss of a replica."""
 
@@ -110,3 +124,28 @@ def test_a_group_that_gloo_can_not_end_holds_nobody_up(is_freed):
     groups[0].free(reusable=False)  # closes the connections: this does end what the first rank began
     transport.close()
     assert not any(thread.name == "release a process group" for thread in threading.enumerate())
+
+
+def test_waits_ask_their_watch_and_end_with_a_rank_that_leaves_its_block():
+    transport = C10dTransport(serve_store("127.0.0.1", 0, wait_for_workers=False))
+    watches = [Watch() for _ in range(4)]
+    blocks = [transport.connect("g1", rank, 4, watch).split(2) for rank, watch in enumerate(watches)]
+    with ThreadPoolExecutor(4) as ranks:
+        found = ranks.map(lambda rank: blocks[rank].all_gather_small(torch.tensor([rank])).flatten().tolist(), range(4))
+        assert [*found] == [[0, 1]] * 2 + [[2, 3]] * 2
+        first, second, sent = *blocks[:2], torch.ones(3)
+        waiting = ranks.submit(lambda: first.broadcast(sent, 1).wait())
+        until(lambda: watches[0].looks)
+        second.broadcast(torch.zeros(3), 1).wait()
+        waiting.result()
+        assert watches[0].looks[-1] == watches[0].ends[-1] == ("g1.1-0#2", 12, True)
+        first.raise_if_broken()
+        assert watches[0].looks[-1] == ("", 0, False)
+        waiting = ranks.submit(first.barrier)
+        second.leave("enough")
+        with pytest.raises(RankFailure, match="the transport said: "):
+            waiting.result()
+    assert watches[1].reasons == ["enough"]
+    for block in blocks:
+        block.free(reusable=False)
+    transport.close()
