@@ -57,13 +57,18 @@ def test_a_folder_that_is_gone_ends_requests_with_its_name_and_one_that_comes_ba
     back.join()
 
 
-@pytest.mark.parametrize("act", ["replace", "link", "unlink", "open"])
-def test_a_mount_that_can_not_do_what_a_run_needs_is_refused_before_anything_begins(tmp_path, monkeypatch, act):
+REFUSED = [*((act, errno.ENOTSUP, "not supported") for act in ("replace", "link", "unlink", "open"))]
+
+
+@pytest.mark.parametrize(("act", "number", "why"), [*REFUSED, ("replace", errno.ENOENT, "No such file")])
+def test_a_mount_that_can_not_do_what_a_run_needs_is_refused_before_anything_begins(
+    tmp_path, monkeypatch, act, number, why
+):
     def refused(*args, **more):
-        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(folder_module if act == "open" else os, act, refused, raising=False)
-    with pytest.raises(ConfigError, match=f"can't meet in the folder {tmp_path}: .*not supported.*rename"):
+    with pytest.raises(ConfigError, match=f"can't meet in the folder {tmp_path}: .*{why}.*rename"):
         FolderTransport(tmp_path)
 
 
@@ -83,3 +88,12 @@ def test_what_a_killed_writer_has_left_is_deleted_after_a_day(folder, tmp_path):
     os.utime(old, (1, 1))
     FolderTransport(tmp_path)
     assert (old.exists(), new.exists()) == (False, True)
+
+
+def test_what_is_no_file_or_no_folder_is_an_error_without_a_key(folder, tmp_path):
+    board = folder.board.patient(0)
+    (tmp_path / "x.value").mkdir()
+    (tmp_path / "log").touch()
+    for request, name, why in ((board.get, "x", "Is not a file"), (board.list, "log/", "Not a directory")):
+        with pytest.raises(Unreachable, match=why):
+            request(name)

@@ -155,7 +155,18 @@ def test_a_group_of_gloo_waits_for_its_ranks_no_longer_than_it_may(run):
     with pytest.raises(dist.DistStoreError, match="nobody has written y"):
         store.wait(["y"], c10d_transport.timedelta(seconds=0.1))
     assert time.monotonic() < began + 60
-    assert (store.add("n", 2), store.add("n", 3), store.get("n")) == (2, 5, b"5")
+
+
+def test_a_store_with_a_key_answers_as_those_of_torch_do(run):
+    def asked(store):
+        store.set("a", "1")
+        found = [store.add("n", 2), store.add("n", 3), store.get("n"), store.check(["a", "n"]), store.check(["a", "b"])]
+        found += [
+            store.compare_set(*words) for words in (("a", "0", "2"), ("a", "1", "2"), ("b", "x", "y"), ("c", "", "z"))
+        ]
+        return [*found, store.delete_key("a"), store.delete_key("a"), store.check(["a"])]
+
+    assert asked(KeyedStore(*at(run), Seal(KEY), 5.0)) == asked(dist.HashStore())
 
 
 @pytest.mark.parametrize(("seal", "why"), [(None, "no key"), (Seal(bytes(32)), "another key")], ids=["none", "other"])
@@ -163,3 +174,11 @@ def test_one_that_only_asks_whether_there_is_a_key_is_named_for_what_it_has(run,
     assert keyed_store.is_keyed(*at(run), seal)
     (notice,) = until(lambda: run.board.seal.versions.notices)
     assert f"it has {why}" in notice
+
+
+def test_a_server_that_is_closed_answers_nobody():
+    server = served(Seal(KEY))
+    KeyedStore(server.host, server.port, Seal(KEY), 5.0).add("n", 1)
+    server.close()
+    with pytest.raises(ConnectionRefusedError):
+        KeyedStore(server.host, server.port, Seal(KEY), 5.0)

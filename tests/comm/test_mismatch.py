@@ -74,14 +74,30 @@ def test_calls_are_written_as_they_were_made():
     )
 
 
-def test_different_calls_raise_one_error_whose_argument_is_its_text():
+CALLS = [
+    (
+        lambda one: collectives.gather(one, TWO, at="line 1"),
+        lambda one: collectives.gather_object(one, [], at="line 2", name="metrics"),
+        "gather(at='line 1')",
+        "metrics(at='line 2')",
+    ),
+    (
+        lambda one: collectives.from_first(one, int),
+        lambda one: collectives.broadcast_object_list(one, [0, 1]),
+        "outer loop(items=1)",
+        "broadcast_object_list(from_process=0, items=2)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("of_first", "of_second", "first", "second"), CALLS)
+def test_different_calls_raise_one_error_whose_argument_is_its_text(of_first, of_second, first, second):
     def call(group):
-        exchange = Exchange(group)
         with pytest.raises(CollectiveMismatch) as caught:
-            collectives.gather(exchange, torch.zeros(1)) if group.rank else collectives.wait_for_everyone(exchange)
+            (of_second if group.rank else of_first)(Exchange(group))
         return caught.value.args
 
-    told = "rank 0 called wait_for_everyone, rank 1 gather. All ranks must make the same calls in the same order."
+    told = f"rank 0 called {first}, rank 1 {second}. All ranks must make the same calls in the same order."
     assert run_replicas(call, 2) == [(told,), (told,)]
 
 

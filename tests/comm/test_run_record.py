@@ -93,6 +93,20 @@ def test_launchers_that_begin_at_once_begin_one_run(address):
     assert len({run.address for run in found}) == 1
 
 
+def test_a_launcher_that_another_one_is_quicker_than_takes_its_run_and_leaves_nothing(address, monkeypatch):
+    board, launchers = transport_at(address).board, [begun]
+    put_new = type(board).put_new
+
+    def overtaken(self, key, value):
+        quicker.extend(launchers.pop()(address).address for _ in launchers[:] if key == "run")
+        return put_new(self, key, value)
+
+    quicker = []
+    monkeypatch.setattr(type(board), "put_new", overtaken)
+    assert [begun(address).address] == quicker
+    assert sorted(board.list("")) == ["run", f"{quicker[0].partition('#')[2]}/run"]
+
+
 @pytest.mark.parametrize("settings", [SETTINGS, b""], ids=["former release", "kept by a replica"])
 def test_records_without_a_name_of_the_run_are_continued(address, settings):
     transport = transport_at(address)

@@ -2,6 +2,7 @@
 """What a key does to objects: those that have it read what was written, and nobody else brings anything in."""
 
 import os
+import sys
 import time
 from dataclasses import replace
 from io import BufferedReader, BytesIO
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import integers, lists
 
+from farflung.base.errors import ConfigError
 from farflung.comm import seal as module
 from farflung.comm.folder import FolderTransport
 from farflung.comm.seal import Seal, SealError, SeenVersions
@@ -169,6 +171,19 @@ def test_a_read_that_another_thread_has_overtaken_is_no_replay():
     with pytest.raises(SealError):
         versions.check("x", older, time.monotonic())
     versions.check("x", newer, time.monotonic())
+
+
+def test_the_seal_of_another_address_knows_the_key_and_no_version():
+    seal = Seal(KEY).below("run-00000000")
+    older, newer = (closed(value, "first", seal) for value in (b"1", b"2"))
+    assert opened(seal, "first", newer) == b"2"
+    assert opened(seal.at_root(), "run-00000000/first", older) == b"1"
+
+
+def test_a_key_without_the_package_that_seals_is_refused_with_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
+    with pytest.raises(ConfigError, match=r"pip install 'farflung\[key\]'"):
+        Seal(KEY)
 
 
 def test_no_name_that_another_has_invented_or_moved_is_one(tmp_path):

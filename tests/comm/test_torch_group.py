@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups made of the ranks of a process group, beside those that the script makes itself."""
 
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from farflung.base.errors import RankFailure
 from farflung.comm.torch_group import TorchGroup
 from tests.accelerator.conftest import on_ranks
+from tests.waits import until
 
 
 @pytest.mark.parametrize("by_all", [True, False], ids=["called by all", "called by its members"])
@@ -36,3 +40,20 @@ def test_who_leaves_a_group_and_a_block_of_it_has_left_once():
             block.leave("the loop has ended")
         dist.barrier(some)
         assert everyone.presence.describe_left() == ""
+        with pytest.raises(pickle.PicklingError, match="of some of the ranks"):
+            pickle.dumps(group)
+
+
+@on_ranks(2)
+def test_a_barrier_of_ranks_that_a_stream_might_wait_for_ends_on_the_host_too():
+    """As with NCCL, which waits on the device; so the host asks until all have come, or one has left."""
+    group = TorchGroup()
+    group.supported = {"cpu", "cuda"}
+    group.barrier()
+    if group.rank:
+        group.leave("why not")
+        until(lambda: group.presence.published("ended"))
+    else:
+        with pytest.raises(RankFailure, match=r"rank 1 left \(why not\)"):
+            group.barrier()
+        group.presence.publish("ended", "1")
