@@ -100,7 +100,12 @@ def test_a_full_disk_is_one_clear_error(disk, values):
     words = go_on_after(training, disk / "ckpt")
     assert "No space left on device" in words
     assert "nothing else has changed" in words
-    assert re.search(r"this rank writes [\d.]+ [kM]B; [\d.]+ [kM]B were free", words), words
+    found = re.search(r"this rank writes ([\d.]+) ([kM])B; ([\d.]+) ([kM])B were free", words)
+    units = {"k": 1e3, "M": 1e6}
+    needed, free = (float(found[k]) * units[found[k + 1]] for k in (1, 3))
+    usage = shutil.disk_usage(disk)
+    assert 4 * values <= needed <= 4 * values + 1e5
+    assert abs(free - usage.free) < 0.1 * usage.total
     assert sorted(path.name for path in (disk / "ckpt").iterdir()) == files
     training.accelerator.load_state(disk / "ckpt")
     assert training.counter.seen.numel() == 1

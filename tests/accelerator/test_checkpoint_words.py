@@ -227,6 +227,14 @@ def test_errors_of_saving_are_clear_and_training_goes_on(tmp_path):
             training.accelerator.save_state(tmp_path / target)
     assert os.listdir(tmp_path) == ["ckpt"]
     assert content() == before
+    with writing(lambda: os.stat(tmp_path / "nothing")), pytest.raises(CheckpointError, match=r"\[Errno 2\] ") as found:
+        training.accelerator.save_state(tmp_path / "new")
+    assert " free" not in str(found.value)
+    hook = training.accelerator.register_save_state_pre_hook(lambda models, weights, folder: shutil.rmtree(folder))
+    with pytest.raises(CheckpointError, match=rf"does not see {tmp_path}/\..*save_on_each_node=True"):
+        training.accelerator.save_state(tmp_path / "new")
+    hook.remove()
+    assert os.listdir(tmp_path) == ["ckpt"]
     training.epochs(num_epochs=1)
     training.accelerator.save_state(tmp_path / "new")
     with pytest.raises(Unsupported):

@@ -13,7 +13,7 @@ import pytest
 
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.checkpoint import atomic, files, paths
-from farflung.checkpoint.checkpoint import Checkpoint, newest, resolve
+from farflung.checkpoint.checkpoint import Checkpoint, candidates, newest, resolve
 from farflung.checkpoint.manifest import FileRecord, Manifest
 
 
@@ -27,7 +27,7 @@ def write(target, text, names=("model.safetensors", "loop_state/rank_0.bin"), to
     entries = {}
     for name in names:
         path = staged.folder / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text} {name}")
         entries[name] = FileRecord(*files.sums_of(path))
     Manifest(entries, written_at=float(len(text))).write(staged.folder / paths.MANIFEST)
@@ -106,6 +106,20 @@ def test_files_of_a_checkpoint_that_accelerate_wrote_give_way_and_others_stay(tm
     assert not (tmp_path / "optimizer_0").exists()
 
 
+def test_all_is_on_the_disk_before_the_rename_that_makes_it_count(tmp_path, monkeypatch):
+    calls, sync, rename = [], os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda file: sync(file) or calls.append(os.readlink(f"/proc/self/fd/{file}")))
+    monkeypatch.setattr(os, "rename", lambda one, other: rename(one, other) or calls.append(other))
+    for place, shell in ((tmp_path / "a", ".a.writing-0"), (tmp_path / "a" / ".ready", "a/.writing-0")):
+        calls.clear()
+        write(tmp_path / "a", "new", names=("model.safetensors", "b/c/x.bin"))
+        calls = list(map(str, calls))
+        placed = calls.index(str(place))
+        assert {str(tmp_path / shell / folder) for folder in ("", "a", "a/b", "a/b/c")} <= set(calls[:placed])
+        assert calls[placed + 1] == str(place.parent)
+    assert set(calls[placed + 2 :]) == {str(tmp_path / "a"), str(tmp_path / "a" / "b" / "c")}
+
+
 def test_a_ready_checkpoint_that_cannot_be_moved_up_is_an_error(tmp_path):
     (tmp_path / "x").touch()
     with mock.patch.object(atomic, "finish"):
@@ -153,8 +167,13 @@ def test_who_looks_at_a_folder_does_not_disturb_who_writes_into_it(tmp_path):
 
 def test_names_are_not_patterns(tmp_path):
     (tmp_path / ".other.writing-a").mkdir()
-    write(tmp_path / "*", "new")
+    write(tmp_path / "*", "new", names=["x"])
     assert sorted(os.listdir(tmp_path)) == ["*", ".other.writing-a"]
+    for name in (".other.writing-a/y", "*/.ready", "*/.writing-a"):
+        (tmp_path / name / "z").mkdir(parents=True)
+        (tmp_path / name / "z" / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert atomic.names_in(tmp_path) == ["*/farflung.json", "*/x", "link"], "of no attempt, and nothing twice"
 
 
 def test_what_is_no_checkpoint_is_never_removed(tmp_path):
@@ -184,7 +203,13 @@ def test_the_newest_complete_one_is_taken_and_the_others_are_named(tmp_path):
 def test_without_numbers_the_time_of_writing_decides(tmp_path):
     write(tmp_path / "best", "aaa")
     write(tmp_path / "last", "a")
-    write(tmp_path / ".trash", "aaaa")
+    write(tmp_path / "damaged", "aaaa")
+    (tmp_path / "damaged" / paths.MANIFEST).write_text("x")
+    for name in ("theirs/model.safetensors", "data/notes.txt", ".checkpoint_5.trash-0/model.safetensors"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    os.utime(tmp_path / "theirs", (2, 2))  # without a manifest, it is as old as its folder
+    assert [path.name for path in candidates(tmp_path)] == ["best", "theirs", "last", "damaged"]
     assert newest(tmp_path).folder.name == "best"
 
 
@@ -195,6 +220,9 @@ def test_what_a_script_says_is_a_checkpoint_or_a_folder_of_some(tmp_path, monkey
     assert resolve("checkpoints", None) == (Path("checkpoints"), True)
     assert resolve(tmp_path / "checkpoints" / "checkpoint_0", None)[1] is False
     assert resolve("latest", automatic) == resolve(None, automatic) == (automatic, True)
+    (tmp_path / "latest").mkdir()
+    assert resolve("latest", automatic) == (Path("latest"), False), "a folder of that name, in which nothing is"
+    os.rmdir("latest")
     for given, where, words in [
         ("nowhere", None, "there is no folder nowhere"),
         ("latest", None, "but automatic naming is off"),
@@ -205,12 +233,14 @@ def test_what_a_script_says_is_a_checkpoint_or_a_folder_of_some(tmp_path, monkey
             resolve(given, where)
 
 
-def test_a_checkpoint_is_removed_by_a_rename(tmp_path):
+def test_a_checkpoint_is_removed_by_a_rename_and_leftovers_are_swept(tmp_path):
     write(tmp_path / "checkpoints" / "checkpoint_0", "a")
     with mock.patch.object(shutil, "rmtree", side_effect=Killed), pytest.raises(Killed):
         atomic.remove(tmp_path / "checkpoints" / "checkpoint_0", tmp_path)
     assert list((tmp_path / "checkpoints").iterdir()) == []
     assert len(list(tmp_path.iterdir())) == 2
+    atomic.sweep(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
 
 
 def test_the_oldest_go_beyond_the_limit_and_what_attempts_have_left_goes_too(tmp_path):

@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import re
+import shutil
 import stat
 from collections import OrderedDict, defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from farflung.checkpoint.checkpoint import Checkpoint
 from farflung.checkpoint.entries import Entry, Staging
 from farflung.checkpoint.export import save_sharded
 from farflung.checkpoint.files import sums_of
+from farflung.checkpoint.manager import SaveRequest
 from farflung.checkpoint.manifest import FileRecord, Manifest
 from farflung.checkpoint.reader import damage_as, read_torch, read_weights, reading
 from farflung.checkpoint.writer import FileWriter, save_object, write_safetensors
@@ -83,6 +85,13 @@ def test_conjugate_and_negated_views_are_not_taken_for_their_base(way, tmp_path)
 def test_a_type_that_safetensors_lacks_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"x is a .*float32 tensor"), FileWriter(tmp_path / "x") as writer:
         write_safetensors({"x": torch.eye(2).to_sparse()}, writer)
+    with pytest.raises(ConfigError, match="b is on the meta device"):
+        save_sharded({"a": torch.ones(1), "b": torch.ones(1, device="meta")}, tmp_path / "y")
+    (tmp_path / "z").touch()
+    for act in (lambda: save_sharded({}, tmp_path / "z"), SaveRequest(tmp_path / "z", {}).check):
+        with pytest.raises(ConfigError, match=r"z is a file\. Name a "):
+            act()
+    assert os.listdir(tmp_path) == ["z"]
 
 
 @settings(max_examples=12)
@@ -163,6 +172,20 @@ def test_what_could_not_be_loaded_again_is_refused_while_it_is_saved(tmp_path):
     for origin, named in ("a Counter", "a Counter"), ("", r"deep/er\.pkl"):
         with pytest.raises(ConfigError, match=rf"The state of {named} holds .*Trap.*add_safe_globals"):
             Entry("deep/er.pkl", {"x": Keeper()}, origin=origin).write(tmp_path)
+
+
+def test_what_is_no_file_of_weights_is_named(tmp_path):
+    torch.save([1], tmp_path / "list.bin")
+    torch.save({1: torch.ones(1)}, tmp_path / "numbers.bin")
+    for name, words in [
+        ("list.bin", "list.bin holds a list, not weights"),
+        ("numbers.bin", "numbers.bin holds a dict, not weights"),
+        ("list.bin/x", "list.bin/x does not exist"),
+        ("none.safetensors", "none.safetensors does not exist"),
+        ("x" * 300, "x can't be read (File name too"),
+    ]:
+        with pytest.raises(CheckpointError, match=re.escape(words)):
+            read_weights(tmp_path / name)
 
 
 def damage(data, path, most=1):
@@ -252,14 +275,17 @@ def test_swapped_and_missing_files_are_named(tmp_path):
     os.replace(tmp_path / "scheduler.bin", tmp_path / "optimizer.bin")
     os.replace(tmp_path / "x", tmp_path / "scheduler.bin")
     found = Checkpoint.open(tmp_path)  # both names are equally long, and so are the files
-    with pytest.raises(CheckpointError, match=r"optimizer\.bin is damaged"):
+    sums = [one.crc32 for one in found.manifest.files.values()][::-1]
+    with pytest.raises(CheckpointError, match=r"optimizer\.bin is damaged: .* is {:08x}, but {:08x} was".format(*sums)):
         found.verify()
     (tmp_path / "optimizer.bin").unlink()
     with pytest.raises(CheckpointError, match=r"optimizer\.bin can't be read \(No such file"):
         found.verify()
     (tmp_path / paths.MANIFEST).write_text("x")
-    with pytest.raises(CheckpointError, match="was replaced or removed"):
-        found.verify()
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="was replaced or removed"):
+            found.verify()
+        shutil.rmtree(tmp_path, ignore_errors=True)
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "", "a//b", "./a", "a\\b", "a\0b"])
@@ -282,6 +308,13 @@ def test_a_copy_is_not_changed_by_training_and_uses_its_memory_again():
     (second,) = staging.copied([Entry("p", tied)])
     assert second.content["model"]["a"].data_ptr() == first.content["model"]["a"].data_ptr()
     assert second.content["model"]["a"].tolist() == [2, 2, 2]
+    sparse = torch.eye(2).to_sparse()
+    for changed in (torch.ones(4), torch.ones(4, dtype=torch.int64), torch.ones(0), sparse):
+        copies = [one.content for one in staging.copied([Entry("p", changed), Entry("q", changed)])]
+        for tensor, factor in (changed, 2), (copies[1], 3):
+            tensor.mul_(factor)
+        assert copies[0].dtype == changed.dtype
+        assert torch.equal(copies[0].to_dense() * 2, changed.to_dense())
 
 
 def test_a_copy_of_a_dictionary_is_of_its_kind_and_has_what_belongs_to_it():

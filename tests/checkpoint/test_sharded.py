@@ -5,6 +5,7 @@ import enum
 import io
 import os
 import pickle
+import re
 
 import pytest
 import torch
@@ -98,6 +99,9 @@ def test_code_in_a_value_is_neither_written_nor_run(tmp_path, torchs):
     assert not (tmp_path / "ran").exists()
 
 
+FIRST = MetadataIndex("model.a.weight", (0, 0))
+
+
 def changed_index(folder, change):
     """Unpickle the index as torch does, change it, and put it back."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
@@ -106,11 +110,10 @@ def changed_index(folder, change):
 
 
 def test_an_index_that_leads_elsewhere_or_leaves_something_out_is_refused(torchs):
-    first = MetadataIndex("model.a.weight", (0, 0))
     changed_index(torchs, lambda metadata: metadata.state_dict_metadata["model.a.weight"].chunks.clear())
     with pytest.raises(CheckpointError, match=r"0 of the 6 numbers of model\.a\.weight"):
         ShardReader(torchs).read_whole()
-    changed_index(torchs, lambda metadata: setattr(metadata.storage_data[first], "relative_path", "../../secret"))
+    changed_index(torchs, lambda metadata: setattr(metadata.storage_data[FIRST], "relative_path", "../../secret"))
     with pytest.raises(CheckpointError, match="outside of its folder"):
         ShardReader(torchs)
     (torchs / ".metadata").write_bytes(pickle.dumps([1, 2]))
@@ -119,6 +122,27 @@ def test_an_index_that_leads_elsewhere_or_leaves_something_out_is_refused(torchs
     (torchs / ".metadata").unlink()
     with pytest.raises(CheckpointError, match="not complete"):
         ShardReader(torchs)
+
+
+def test_an_index_of_other_things_is_refused_with_its_reason(torchs):
+    metadata = pickle.loads((torchs / ".metadata").read_bytes())
+    tensor, place = metadata.state_dict_metadata[FIRST.fqn], vars(metadata.storage_data[FIRST])
+    for part, name, value, words in [
+        (vars(tensor.properties), "dtype", "x", "'x' is no type of a tensor"),
+        (vars(tensor), "size", (2, -3), "-3 is no size"),
+        (place, "length", "9", "'9' is no size"),
+        (place, "relative_path", 5, "5 is no name"),
+        (place, "transform_descriptors", ["zstd"], "its files are compressed"),
+        (metadata.planner_data, FIRST.fqn, (0.5,), "(0.5,) is no place in a state"),
+    ]:
+        before, part[name] = part.get(name), value
+        (torchs / ".metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(CheckpointError, match=re.escape(f".metadata can't be read, so it is damaged: {words}")):
+            ShardReader(torchs)
+        part[name] = before
+    metadata.planner_data = None  # then values are named by themselves
+    (torchs / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert FIRST.fqn in ShardReader(torchs).read_whole()
 
 
 def test_a_damaged_file_of_shards_is_named(torchs):

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from farflung.data.batches import BatchView, concatenated, extended
+from farflung.data.batches import BatchView, concatenated, extended, plain_or_none
 
 
 class Pair(NamedTuple):
@@ -66,3 +67,10 @@ def test_missing_samples_come_from_the_source_or_else_from_the_batch():
     longer = extended(wide, BatchView(torch.tensor([[1, 1], [2, 2]])), 3)
     assert longer.whole().tolist() == [[5, 5], [1, 1], [2, 2], [1, 1]]
     assert extended(wide, BatchView(torch.tensor([[1]])), 1).whole().tolist() == [[5, 5], [5, 5]]
+
+
+def test_a_checkpoint_holds_tensors_numbers_and_texts_in_plain_containers_alone():
+    plain = [{"a": (1, 2.5, True, None), 3: "text"}, b"bytes", 1j]
+    assert plain_or_none([*plain, np.arange(3)])[:3] == plain
+    for other in (Pair(torch.ones(1), []), {"x": object()}, np.array([object()]), np.float64(1)):
+        assert plain_or_none([other]) is None

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -133,6 +135,7 @@ def test_samples_are_told_apart_by_their_content():
     samples = [torch.ones(2), np.arange(3), np.array(["a"]), "a", b"b", 1, True, None, [1, "a"], ["a", 1], ["a"] * 2]
     found = [told_apart(sample) for sample in samples]
     assert len({*found, None}) == len(samples) + 1
+    assert [told_apart(copy.deepcopy(sample)) for sample in samples] == found
     assert [told_apart(other) for other in (object(), np.array([object()]), [1, object()], [])] == [None] * 4
 
 

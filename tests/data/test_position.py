@@ -340,7 +340,17 @@ def test_set_epoch_keeps_the_place_in_that_epoch_and_leaves_any_other():
         assert first_numbers(loader) == first_numbers(seen[chosen])[2 if chosen == 1 else 0 :]
 
 
-@pytest.mark.parametrize("own", [None, torch.Generator().manual_seed(9)])
+def test_an_epoch_that_is_chosen_after_one_that_was_over_begins_as_it_would_have():
+    seen, states = in_one_go(shuffled)
+    state = next(state for *at, _, state in states if at == [0, 6])
+    loader = shuffled()
+    loader.load_state_dict(state[0])
+    rng.write(state[1])
+    loader.set_epoch(1)
+    assert [(loader.iteration, [step(batch, loader) for batch in loader]) for _ in range(2)] == [*enumerate(seen)][1:]
+
+
+@pytest.mark.parametrize("own", [None, torch.Generator()])
 def test_a_state_that_was_loaded_can_be_taken_back(own):
     _, states = in_one_go(lambda: shuffled(torch.Generator()))
     loader = shuffled(own)

@@ -8,6 +8,7 @@ import zlib
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -56,6 +57,8 @@ def test_checkpoints_and_files_are_listed(folder):
     assert "model.safetensors" in said("ls", folder / "checkpoint_0")
     (folder / "checkpoint_1" / "model.safetensors").unlink()
     assert "checkpoint_1: NOT COMPLETE: model.safetensors can't be found" in said("ls", folder)
+    (folder / "checkpoint_0" / paths.MANIFEST).write_text("x")
+    assert f"checkpoint_0: NOT COMPLETE: {folder / 'checkpoint_0' / paths.MANIFEST} is damaged" in said("ls", folder)
 
 
 def trained(folder, steps, resume=None):
@@ -293,4 +296,8 @@ def test_what_is_no_file_is_never_opened_and_nothing_is_left(folder):
     for words in (["convert", one, folder / "new", "--to", "farflung"], ["diff", one, one]):
         with pytest.raises(CheckpointError, match=r"notes\.txt is a named pipe, not a file"):
             said(*words)
+    (one / "notes.txt").unlink()
+    full = OSError(28, "No space left on device")
+    with mock.patch.object(os, "pwrite", side_effect=full), pytest.raises(OSError, match="No space left"):
+        said("convert", one, folder / "new", "--to", "farflung")
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_0", "checkpoint_1"]

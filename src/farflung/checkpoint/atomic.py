@@ -62,10 +62,8 @@ class StagedDir:
 
     def commit(self) -> None:
         """Put the checkpoint in place, its manifest being there and all of its files on the disk."""
-        for folder in {path.parent for path in files_in(self.folder)}:
-            sync_folder(folder)
-        sync_folder(self.folder)
-        sync_folder(self._shell)
+        for folder, _, _ in os.walk(self._shell):
+            sync_folder(Path(folder))
         if self._is_fresh:
             try:
                 os.rename(self.folder, self.target)

@@ -83,7 +83,7 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"{path} does not exist.") from error
     except pickle.UnpicklingError as error:
         raise CheckpointError(
