@@ -127,6 +127,22 @@ def test_flags_alone_shard_a_script_over_cpu_processes(forked, home):
 
 
 @pytest.mark.usefixtures("warm")
+def test_two_machines_meet(home):
+    (home / "train.py").write_text(CONNECTED)
+    port = str(get_free_port())
+    common = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port, "--cpu"]
+    command = [sys.executable, "-m", "farflung", "launch", *common, "--machine_rank"]
+    machines = [subprocess.Popen([*command, rank, "train.py"], stderr=subprocess.PIPE, text=True) for rank in "01"]
+    said = [machine.communicate(timeout=patience(90))[1] for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0]
+    # torch warns by itself where the machine that serves the store has ended before the other one says goodbye.
+    ours = [line for text in said for line in text.splitlines() if line.startswith("farflung:")]
+    waits = f"of 2 waits for the others at 127.0.0.1:{port}, over lo (127.0.0.1)"
+    assert ours == [f"farflung: machine {rank} {waits}" for rank in "01"]
+    assert [seen_by(f"rank{rank}.json")["total"] for rank in (0, 1)] == [3, 3]
+
+
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("is_launched", [True, False])
 def test_on_one_machine_everything_listens_on_loopback_alone(is_launched, farflung, home):
     (home / "train.py").write_text(LISTENING)
