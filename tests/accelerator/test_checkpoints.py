@@ -11,7 +11,6 @@ import random
 import tempfile
 from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,11 +18,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from farflung import Accelerator
 from farflung.base.tree import leaves_of
 from farflung.testing.ranks import run_ranks
 from farflung.utils import DataLoaderConfiguration
 from tests.accelerator.conftest import on_ranks
+from tests.accelerator.program import Program, rows_of
 from tests.data.test_position import Noisy, NoisyStream, Stateful
 from tests.integrations.takeover import is_the_same
 from tests.recipes import made
@@ -57,70 +56,37 @@ class Net(nn.Module):
         return self.tied(self.frozen(self.drop(h)))
 
 
-class Counter(SimpleNamespace):
-    """A registered object."""
+class Training(Program):
+    """Training with dropout and with noise from each source of random numbers."""
 
-    def __init__(self):
-        super().__init__(epoch=0, seen=torch.zeros(1))
-
-    def state_dict(self):
-        return vars(self)
-
-    def load_state_dict(self, state):
-        self.epoch, self.seen = state["epoch"], state["seen"].clone()
-
-
-class Training:
-    """One process's objects, freshly made."""
-
-    def __init__(self, kind="shuffled", accumulation=1, workers=0, precision="no", dispatch=None, project=None, n=10):
-        torch.manual_seed(0), random.seed(0), np.random.seed(0)
+    def __init__(self, kind="shuffled", dispatch=None, n=10, **settings):
+        super().__init__(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch), **settings)
         data = {"shuffled": Noisy, "stream": NoisyStream, "stateful": Stateful}[kind](n)
-        self.accelerator = Accelerator(
-            cpu=True,
-            mixed_precision=precision,
-            gradient_accumulation_steps=accumulation,
-            dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch),
-            project_config=project,
-        )
-        model = Net()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
-        loader = DataLoader(data, 2, shuffle=kind == "shuffled", num_workers=workers)
-        self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
-            model, optimizer, loader, scheduler
-        )
-        self.counter = Counter()
-        self.accelerator.register_for_checkpointing(self.counter)
+        (self.loader,) = self.prepare(DataLoader(data, 2, shuffle=kind == "shuffled"), model=Net())
 
-    def step(self, batch):
+    def loss(self, x):
+        return super().loss(x / 10 + torch.randn(())) * (1 + random.random()) + np.random.rand()
+
+    def see(self, batch):
         """One micro-batch; returns all that can be seen of it."""
-        x = (batch["x"] if isinstance(batch, dict) else batch)[:, :1].float()
-        with self.accelerator.accumulate(self.model):
-            loss = self.model(x / 10 + torch.randn(())).square().mean() * (1 + random.random()) + np.random.rand()
-            self.accelerator.backward(loss)
-            if self.accelerator.sync_gradients:
-                self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
-            self.optimizer.step()
-            self.scheduler.step()
-            self.optimizer.zero_grad()
-        self.counter.seen += 1  # a registered object is the same on all ranks
-        return x.flatten().tolist(), loss.item(), self.scheduler.get_last_lr(), self.accelerator.sync_gradients
+        x = rows_of(batch)[:, :1].float()
+        loss = self.step(x).item()
+        return x.flatten().tolist(), loss, self.schedulers[0].get_last_lr(), self.accelerator.sync_gradients
 
     def epochs(self, after=lambda number: None, num_epochs=2):
-        """Train on from where the counter stands; yields what each step saw, by epoch."""
+        """Train on from where the counts stand; returns what each step saw, by epoch."""
         seen = []
-        for epoch in range(self.counter.epoch, num_epochs):
-            self.counter.epoch = epoch
+        for epoch in range(self.epoch, num_epochs):
+            self.epoch = epoch
             seen.append([])
             for batch in self.loader:
-                seen[-1].append(self.step(batch))
+                seen[-1].append(self.see(batch))
                 after(len(seen[-1]))
         return seen
 
     def weights(self):
         state = self.accelerator.unwrap_model(self.model).state_dict()
-        return {name: value.tolist() for name, value in state.items()}, self.counter.seen.item()
+        return {name: value.tolist() for name, value in state.items()}
 
 
 def resumes(folder, pick=1, **settings):
@@ -128,16 +94,16 @@ def resumes(folder, pick=1, **settings):
     whole = Training(**settings)
     numbers = itertools.count()
     whole_seen = whole.epochs(lambda _: whole.accelerator.save_state(folder / f"step_{next(numbers)}"))
-    at_the_end = whole.weights()
+    at_the_end = whole.digest(whole.steps)
     places = [(epoch, done) for epoch, steps in enumerate(whole_seen) for done in range(1, len(steps) + 1)]
     for number, (epoch, done) in list(enumerate(places))[::pick]:
         other = Training(**settings)
         torch.manual_seed(77), random.seed(77)
         other.accelerator.load_state(folder / f"step_{number}")
-        assert other.counter.epoch == epoch
+        assert other.epoch == epoch
         expected = [whole_seen[epoch][done:], *whole_seen[epoch + 1 :]]
         assert other.epochs() == expected, f"from step {number}: epoch {epoch}, after {done}"
-        assert other.weights() == at_the_end, f"from step {number}"
+        assert other.digest(other.steps) == at_the_end, f"from step {number}"
     return len(places)
 
 
@@ -145,11 +111,11 @@ def resumes(folder, pick=1, **settings):
     "settings",
     [
         {},
-        {"accumulation": 3},
+        {"accumulate": 3},
         {"kind": "stream"},
-        {"kind": "stateful", "accumulation": 2},
-        {"precision": "bf16", "accumulation": 2},
-        {"precision": "fp16", "accumulation": 2},
+        {"kind": "stateful", "accumulate": 2},
+        {"mixed_precision": "bf16", "accumulate": 2},
+        {"mixed_precision": "fp16", "accumulate": 2},
     ],
     ids=str,
 )
@@ -160,13 +126,13 @@ def test_a_resumed_run_is_the_run(settings, folder):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"accumulation": 3},
+        {"accumulate": 3},
         {"dispatch": True},
-        {"kind": "stream", "dispatch": True, "accumulation": 2},
+        {"kind": "stream", "dispatch": True, "accumulate": 2},
         {"kind": "stream", "dispatch": False},
         {"kind": "stateful", "dispatch": True},
         {"kind": "stateful", "dispatch": False},
-        {"precision": "fp16"},
+        {"mixed_precision": "fp16"},
     ],
     ids=str,
 )
@@ -190,8 +156,8 @@ class Alone(Training):
             super().epochs(after, num_epochs)
         return self.seen
 
-    def step(self, batch):
-        self.seen.append(super().step(batch))
+    def see(self, batch):
+        self.seen.append(super().see(batch))
         return self.seen[-1]
 
 
@@ -204,7 +170,7 @@ RECIPES = {
 
 @pytest.mark.parametrize(
     ("recipe", "settings"),
-    [("local_sgd", {"accumulation": 2}), ("diloco", {}), ("diloco", {"precision": "fp16"}), ("streaming", {})],
+    [("local_sgd", {"accumulate": 2}), ("diloco", {}), ("diloco", {"mixed_precision": "fp16"}), ("streaming", {})],
     ids=str,
 )
 @on_ranks(2, each=True, timeout_s=110)
@@ -213,22 +179,22 @@ def test_replicas_that_train_alone_go_on_where_each_of_them_stood(folder, recipe
     whole = Alone(RECIPES[recipe], **settings)
     numbers = itertools.count()
     seen = list(whole.epochs(lambda _: whole.accelerator.save_state(folder / f"step_{next(numbers)}")))
-    at_the_end = whole.weights()
-    assert whole.optimizer.is_own
+    at_the_end = whole.digest(whole.steps)
+    assert whole.optimizers[0].is_own
     for number in range(1, len(seen), 5):  # by other parts of a round each time
         other = Alone(RECIPES[recipe], **settings)
         torch.manual_seed(77), random.seed(77)
         other.accelerator.load_state(folder / f"step_{number}")
         assert other.epochs() == seen[number + 1 :], f"from step {number}"
-        assert other.weights() == at_the_end, f"from step {number}"
+        assert other.digest(other.steps) == at_the_end, f"from step {number}"
     inside = Alone(RECIPES[recipe], **settings)
     with inside.accelerator.outer(inside.model, inside.recipe):
         inside.accelerator.load_state(folder / "step_7")
         inside.seen = []
         Training.epochs(inside)
     assert inside.seen == seen[8:]
-    assert inside.weights() == at_the_end
-    return is_the_same(at_the_end)
+    assert inside.digest(inside.steps) == at_the_end
+    return is_the_same(whole.weights())
 
 
 # ---- another number of ranks
@@ -244,12 +210,12 @@ def written(folder, settings, steps, recipe):
     samples = []
     with training.accelerator.outer(training.model, RECIPES[recipe]) if recipe else nullcontext():
         for batch in training.loader:
-            samples.append(training.step(batch)[0])
+            samples.append(training.see(batch)[0])
             if len(samples) == steps:
                 training.accelerator.save_state(folder)
-                seen = samples, training.weights()[0], gradients_of(training)
+                seen = samples, training.weights(), gradients_of(training)
                 break
-        return *seen, training.optimizer.is_unfinished
+        return *seen, training.optimizers[0].is_unfinished
 
 
 def taken_up(folder, settings):
@@ -257,8 +223,8 @@ def taken_up(folder, settings):
     training = Training(n=24, **settings)
     with redirect_stderr(io.StringIO()) as printed:
         training.accelerator.load_state(folder)
-        weights, gradients = training.weights()[0], gradients_of(training)
-        epochs = [[sample for batch in training.loader for sample in training.step(batch)[0]] for _ in range(2)]
+        weights, gradients = training.weights(), gradients_of(training)
+        epochs = [[sample for batch in training.loader for sample in training.see(batch)[0]] for _ in range(2)]
     return epochs, weights, gradients, printed.getvalue()
 
 
@@ -269,11 +235,11 @@ def mean_of(ranks, name):
 
 
 def test_two_ranks_become_one_and_four_with_each_sample_once(folder):
-    before = run_ranks(written, 2, folder, {"accumulation": 3}, 4, None)
+    before = run_ranks(written, 2, folder, {"accumulate": 3}, 4, None)
     assert before[0][3], "in the middle of a window"
     first = [sample for steps, *_ in before for step in steps for sample in step]
     for size in (1, 4):
-        after = run_ranks(taken_up, size, folder, {"accumulation": 3})
+        after = run_ranks(taken_up, size, folder, {"accumulate": 3})
         rest, following = ([sample for epochs, *_ in after for sample in epochs[number]] for number in (0, 1))
         assert sorted(first + rest) == sorted(following) == [float(k) for k in range(24)]
         for _, weights, gradients, _ in after:
@@ -304,7 +270,7 @@ def agreed_before(folder):
     training = Training(n=24)
     with training.accelerator.outer(training.model, RECIPES["diloco"]) as outer:
         for number, batch in enumerate(training.loader, 1):
-            training.step(batch)
+            training.see(batch)
             if number == 5:
                 training.accelerator.save_state(folder)
                 return agreed_of(outer)
@@ -317,8 +283,8 @@ def taken_up_by_a_loop(folder):
     with training.accelerator.outer(training.model, RECIPES["diloco"]) as outer:
         found = agreed_of(outer)
         for batch in training.loader:
-            training.step(batch)
-    return *found, training.weights()[0]
+            training.see(batch)
+    return *found, training.weights()
 
 
 def test_replicas_are_joined_at_their_anchor_and_its_momentum_stays(folder):

@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 import signal
 import time
 from contextlib import nullcontext, redirect_stderr
 from itertools import islice
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,24 +21,15 @@ from farflung.launch.codes import REQUEUE
 from farflung.outer import diloco
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
-from farflung.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
+from farflung.utils import DataLoaderConfiguration, ProjectConfiguration
 from tests.accelerator.conftest import on_ranks
+from tests.accelerator.program import Program
 
 EPOCHS = 3
 BATCHES = 12  # of each rank, in an epoch
 
 
-class Noted(SimpleNamespace):
-    """A registered object: what the script counts itself."""
-
-    def state_dict(self):
-        return dict(vars(self))
-
-    def load_state_dict(self, state):
-        vars(self).update(state)
-
-
-def train(folder, signals=None, each_batch=None, *, pace=(0.0, 0.0), workers=0, uneven=False, accumulate=1, **settings):
+def train(folder, signals=None, each_batch=None, *, pace=(0.0, 0.0), uneven=False, **settings):
     """Train to the end, or until a signal that this rank gives itself ends it.
 
     Args:
@@ -49,43 +38,31 @@ def train(folder, signals=None, each_batch=None, *, pace=(0.0, 0.0), workers=0, 
         pace: how many seconds each rank takes for a batch once there was a signal, on an idle machine.
     """
     settings |= {"dataloader_config": DataLoaderConfiguration(even_batches=not uneven)}
-    accelerator = Accelerator(cpu=True, save_on_signal=folder, gradient_accumulation_steps=accumulate, **settings)
-    set_seed(5)
+    program = Program(save_on_signal=folder, **settings)
+    accelerator = program.accelerator
     rank, size = accelerator.process_index, accelerator.num_processes
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.9)
     data = torch.randn(2 * BATCHES * size + (2 if uneven else 0), 4)
-    loader = DataLoader(data, batch_size=2, shuffle=True, num_workers=workers)
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    noted, number, code, has_begun = Noted(epochs_done=0, steps=0), 0, None, False
-    accelerator.register_for_checkpointing(noted)
+    (loader,) = program.prepare(DataLoader(data, batch_size=2, shuffle=True))
+    number, code, has_begun = 0, None, False
     resumed = accelerator.resume()
     try:
         for epoch in range(loader.iteration, EPOCHS * (100 if signals else 1)):
-            with accelerator.join_uneven_inputs([model]) if uneven else nullcontext():
+            with accelerator.join_uneven_inputs([program.model]) if uneven else nullcontext():
                 for batch in loader:
                     number += 1
-                    with accelerator.accumulate(model):
-                        accelerator.backward(model(batch).pow(2).mean())
-                        optimizer.step()
-                        scheduler.step()
-                        optimizer.zero_grad()
-                    noted.steps += optimizer.window_is_complete
+                    program.step(batch)
                     if each_batch is not None:
                         each_batch(accelerator, epoch, number)
                     for one in (signals or {}).get((rank, number), ()):
                         os.kill(os.getpid(), one)
                     has_begun |= any(number >= at for _, at in signals or {})
                     time.sleep(patience(pace[rank % 2]) if has_begun else 0.0)
-            noted.epochs_done += 1
+            program.epoch += 1
     except SystemExit as end:
         code = end.code
-    weights = b"".join(value.detach().numpy().tobytes() for value in model.parameters())
-    steps = None if uneven else noted.steps  # of uneven ranks a checkpoint has the first one's
-    counts = (scheduler.get_last_lr()[0], noted.epochs_done, steps)
-    digest = hashlib.sha256(weights + repr(counts).encode()).hexdigest()
-    return {"code": code, "steps": noted.steps, "digest": digest, "resumed": resumed, "epoch": loader.iteration}
+    steps = None if uneven else program.steps  # of uneven ranks a checkpoint has the first one's
+    digest = program.digest(program.epoch, steps)
+    return {"code": code, "steps": program.steps, "digest": digest, "resumed": resumed, "epoch": loader.iteration}
 
 
 def run(folder, *args, num_ranks=2, **settings):
@@ -125,7 +102,7 @@ def test_replicas_that_drift_apart_between_rounds_stop_at_one_step(tmp_path):
 
 @pytest.mark.parametrize(
     ("batch", "accumulate", "steps"),
-    [(5, 1, 5), (6, 4, 2), (BATCHES, 1, BATCHES)],
+    [(5, 1, 5), (6, 4, 8), (BATCHES, 1, BATCHES)],
     ids=["after the step", "once the window is complete", "after the last batch of an epoch"],
 )
 def test_one_process_stops_after_the_step_in_which_it_gets_the_signal(batch, accumulate, steps, tmp_path):
@@ -188,30 +165,18 @@ def test_each_stop_adds_a_checkpoint_and_total_limit_holds(tmp_path):
     assert names == ["checkpoint_1", "checkpoint_2"]
 
 
-def prepared(folder, *loaders):
-    """Return an Accelerator that saves on a signal, with a small model, its optimizer and these loaders."""
-    accelerator = Accelerator(cpu=True, save_on_signal=folder)
-    set_seed(2)
-    model = torch.nn.Linear(4, 1)
-    return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1), *loaders)
-
-
 def by_itself(folder):
-    accelerator, model, optimizer = prepared(folder)
-    noted = Noted(steps=0)
-    accelerator.register_for_checkpointing(noted)
-    accelerator.resume()
-    start = noted.steps
+    program = Program(save_on_signal=folder)
+    program.prepare()
+    program.accelerator.resume()
+    start = program.steps
     for step in range(start, start + 4):
-        accelerator.backward(model(torch.full((1, 4), float(step))).mean())
-        optimizer.step()
-        optimizer.zero_grad()
-        noted.steps += 1
+        program.step(torch.full((1, 4), float(step)))
         if step == start + 1:
             os.kill(os.getpid(), USR1)
         if "calls" in str(folder):
-            accelerator.stop_if_signalled()
-    return noted.steps
+            program.accelerator.stop_if_signalled()
+    return program.steps
 
 
 def said_by_itself(folder):
@@ -230,23 +195,22 @@ def test_a_loop_over_its_own_data_stops_where_it_asks_and_is_told_if_it_never_do
 
 
 def outside_of_the_loop(folder):
-    loaders = [DataLoader(torch.randn(8, 4), batch_size=1) for _ in range(2)]
-    accelerator, model, optimizer, loader, held_out = prepared(folder, *loaders)
-    accelerator.resume()
+    program = Program(save_on_signal=folder)
+    loader, held_out = program.prepare(*(DataLoader(torch.randn(8, 4), batch_size=1) for _ in range(2)))
+    program.accelerator.resume()
     passes, code = "", None
     try:
         for epoch in range(loader.iteration, 3):
             passes += str(epoch)
             for batch in islice(loader, 3):  # a pass that is left early
-                accelerator.backward(model(batch).mean())
-                optimizer.step()
-                if optimizer.completed_steps == 3 and passes == "0":
+                program.step(batch)
+                if program.steps == 3 and passes == "0":
                     os.kill(os.getpid(), USR1)
             for _ in held_out:  # no stop in an evaluation
                 passes += "e"
     except SystemExit as end:
         code = end.code
-    return code, passes, optimizer.completed_steps
+    return code, passes, program.optimizers[0].completed_steps
 
 
 def test_after_a_pass_that_was_left_early_the_evaluation_is_done_and_the_next_epoch_comes_then(tmp_path):
@@ -255,23 +219,21 @@ def test_after_a_pass_that_was_left_early_the_evaluation_is_done_and_the_next_ep
 
 
 def in_a_block(folder, signalled):
-    set_seed(3)
-    accelerator, model, optimizer, loader = prepared(folder, DataLoader(torch.randn(96, 4), batch_size=2))
-    accelerator.resume()
+    program = Program(save_on_signal=folder)
+    (loader,) = program.prepare(DataLoader(torch.randn(96, 4), batch_size=2))
+    program.accelerator.resume()
     try:
-        with accelerator.outer(model, diloco(every=5)):
+        with program.accelerator.outer(program.model, diloco(every=5)):
             for _ in range(loader.iteration, 40 if signalled else 2):
                 for number, batch in enumerate(loader):
-                    accelerator.backward(model(batch).mean())
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    program.step(batch)
                     if signalled:
                         time.sleep(patience(0.03))
-                        if number == 2 and accelerator.process_index == 0:
+                        if number == 2 and program.accelerator.process_index == 0:
                             os.kill(os.getpid(), USR1)
     except SystemExit as end:
         return end.code, loader.iteration
-    return None, [value.tolist() for value in model.parameters()]
+    return None, program.digest()
 
 
 def test_a_block_with_an_outer_loop_is_left_and_continued(tmp_path):
@@ -284,14 +246,14 @@ def test_a_block_with_an_outer_loop_is_left_and_continued(tmp_path):
 
 def forgets(folder):
     for _ in range(2):
-        accelerator, model, optimizer, loader = prepared(folder, DataLoader(torch.randn(8, 4)))
+        program = Program(save_on_signal=folder)
+        (loader,) = program.prepare(DataLoader(torch.randn(8, 4)))
         try:
             for batch in loader:
-                accelerator.backward(model(batch).mean())
-                optimizer.step()
+                program.step(batch)
                 os.kill(os.getpid(), USR1)
         except SystemExit:
-            accelerator.end_training()
+            program.accelerator.end_training()
 
 
 def test_a_script_that_would_begin_again_over_a_saved_run_is_refused(tmp_path):

@@ -6,7 +6,6 @@ If a form has to repeat something, which may draw random numbers, the save says 
 
 from __future__ import annotations
 
-import hashlib
 import io
 import itertools
 import os
@@ -16,61 +15,19 @@ from contextlib import redirect_stderr
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader
 
-from farflung import Accelerator, OuterConfig
-from farflung.base.tree import leaves_of
+from farflung import OuterConfig
 from farflung.launch.codes import REQUEUE
 from farflung.testing.ranks import run_ranks
-from farflung.utils import set_seed
+from tests.accelerator.program import Program, rows_of
+from tests.data.test_position import Noisy, NoisyStream, Stateful
 
 MOMENTS = int(os.environ.get("FARFLUNG_TEST_MOMENTS", "1"))  # in each loop at which it is stopped
 EPOCHS, OUTER_ROWS, ROWS = 2, 6, 11
 
 
-class Drawn(Dataset):
-    """Draws random numbers for each sample."""
-
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __len__(self):
-        return self.rows
-
-    def __getitem__(self, index):
-        return torch.cat([torch.tensor([float(index)]), torch.rand(3)])
-
-
-class Read(IterableDataset):
-    """Can only be read from its beginning."""
-
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __iter__(self):
-        for index in range(self.rows):
-            yield torch.tensor([float(index), 1.0, 2.0, 3.0])
-
-
-class Kept(Read):
-    """A stream that knows how far it was read, and draws."""
-
-    at, was_loaded = 0, False
-
-    def __iter__(self):
-        self.at, self.was_loaded = (self.at, False) if self.was_loaded else (0, False)
-        while self.at < self.rows:
-            self.at += 1
-            yield torch.cat([torch.tensor([float(self.at)]), torch.rand(3)])
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at, self.was_loaded = state["at"], True
-
-
-DATA = {"drawn": Drawn, "stream": Read, "kept": Kept}
+DATA = {"drawn": Noisy, "stream": NoisyStream, "kept": Stateful}
 OUTER = {"none": None, "diloco": OuterConfig("diloco", every=5), "streaming": OuterConfig("streaming_diloco", every=6)}
 FORMS = {
     "form": ["flat", "nested", "three", "zip", "lazy", "early", "early inside"],
@@ -103,51 +60,29 @@ def pairwise(number=36):
     return found
 
 
-class Loop:
+class Loop(Program):
     """A training program of one form."""
 
     def __init__(self, folder, form):
-        self.form, self.steps, self.stop_at, self.how = form, 0, None, "signal"
+        super().__init__(form["accumulate"], save_on_signal=folder, outer=OUTER[form["outer"]])
+        self.form, self.stop_at, self.how = form, None, "signal"
         self.own = folder / "own"  # a checkpoint that the script writes by itself
-        settings = {"gradient_accumulation_steps": form["accumulate"], "outer": OUTER[form["outer"]]}
-        self.accelerator = accelerator = Accelerator(cpu=True, save_on_signal=folder, **settings)
-        set_seed(3)
-        model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Dropout(0.4), torch.nn.Linear(6, 1))
-        parts = [model[0].parameters(), model[2].parameters()] if form["optimizers"] != "one" else [model.parameters()]
-        optimizers = [torch.optim.AdamW(part, lr=0.01) for part in parts]
-        schedulers = [torch.optim.lr_scheduler.StepLR(one, 3, 0.9) for one in optimizers]
         kind, workers = DATA[form["data"]], 0 if form["workers"] == "none" else 2
         options = {"batch_size": 2, "num_workers": workers, "persistent_workers": form["workers"] == "stay"}
-        loaders = [
-            DataLoader(kind(ROWS), shuffle=kind is Drawn, **options),
-            DataLoader(Drawn(OUTER_ROWS), batch_size=2, shuffle=True),
-            DataLoader(Drawn(4), batch_size=2),
-            DataLoader(Drawn(4), batch_size=2),
-        ]
-        self.model, self.inner, self.outer, self.third, self.held_out, *rest = accelerator.prepare(
-            model, *loaders, *optimizers, *schedulers
+        self.inner, self.outer, self.third, self.held_out = self.prepare(
+            DataLoader(kind(ROWS), shuffle=kind is Noisy, **options),
+            DataLoader(Noisy(OUTER_ROWS), batch_size=2, shuffle=True),
+            DataLoader(Noisy(4), batch_size=2),
+            DataLoader(Noisy(4), batch_size=2),
+            parts=1 if form["optimizers"] == "one" else 2,
         )
-        self.optimizers, self.schedulers = rest[: len(optimizers)], rest[len(optimizers) :]
-        accelerator.register_for_checkpointing(self)
+        if form["schedule"] == "none":
+            self.schedulers = []
 
-    def state_dict(self):
-        return {"steps": self.steps}
-
-    def load_state_dict(self, state):
-        self.steps = state["steps"]
-
-    def step(self, *batches):
-        self.steps += 1
+    def train_on(self, *batches):
+        x = sum(rows_of(one).float().mean() for one in batches)
         turns = self.form["optimizers"] == "turns"
-        with self.accelerator.accumulate(self.model):
-            loss = self.model(sum(one.float().mean(0, keepdim=True) for one in batches)).pow(2).mean()
-            self.accelerator.backward(loss)
-            for optimizer in [self.optimizers[self.steps % 2]] if turns else self.optimizers:
-                optimizer.step()
-            for scheduler in self.schedulers if self.form["schedule"] == "steps" else ():
-                scheduler.step()
-            for optimizer in self.optimizers:
-                optimizer.zero_grad()
+        self.step(x.expand(1, 4), [self.optimizers[self.steps % 2]] if turns else None)
         if self.form["evaluation"] == "inside" and self.steps % 4 == 0:
             self.evaluate()
         if self.steps == self.stop_at and self.how == "signal":
@@ -162,25 +97,25 @@ class Loop:
     def evaluate(self):
         self.model.eval()
         for batch in self.held_out:
-            self.model(batch)
+            self.model(rows_of(batch).float())
         self.model.train()
 
     def before(self, batch):
         """What the body of an outer loop does before the inner one."""
         if self.form["before"] == "draws":
-            return batch + torch.rand(())
+            return rows_of(batch) + torch.rand(())
         if self.form["before"] == "steps":
-            self.step(batch)
+            self.train_on(batch)
         return batch
 
     def inner_pass(self, *around, is_left):
         """Step on each batch of the inner loader, together with those of the loops around it."""
         for batch in self.inner:
-            self.step(*around, batch)
+            self.train_on(*around, batch)
             if is_left and self.steps % 5 == 0:
                 break
 
-    def epoch(self):
+    def train_an_epoch(self):
         form = self.form["form"]
         if form in ("flat", "early"):
             self.inner_pass(is_left=form == "early")
@@ -196,7 +131,7 @@ class Loop:
                     self.inner_pass(own, self.before(other), is_left=False)
         elif form == "zip":
             for one, other in zip(self.inner, self.outer, strict=False):
-                self.step(one, other)
+                self.train_on(one, other)
         elif form == "lazy":
             again = None
             for batch in self.inner:
@@ -205,7 +140,7 @@ class Loop:
                 if other is None:
                     again = iter(self.outer)
                     other = next(again)
-                self.step(batch, other)
+                self.train_on(batch, other)
 
     def train(self):
         """Return the exit code, None at the end, and a digest of all that was trained."""
@@ -217,16 +152,14 @@ class Loop:
         leads = self.outer if self.form["form"] in ("nested", "early inside", "three") else self.inner
         try:
             for _ in range(leads.iteration, EPOCHS):
-                self.epoch()
+                self.train_an_epoch()
                 if self.form["evaluation"] == "after":
                     self.evaluate()
         except SystemExit as end:
             code = end.code
-        state = [*self.model.parameters(), *(x for one in self.optimizers for x in leaves_of(one.state_dict()))]
-        numbers = [x for x in state if isinstance(x, int | float | torch.Tensor)]
-        values = b"".join(torch.as_tensor(x).detach().double().numpy().tobytes() for x in numbers)
+        digest = self.digest()
         self.accelerator.end_training()
-        return code, self.steps, hashlib.sha256(values).hexdigest()
+        return code, self.steps, digest
 
 
 def resumed(folder, form, seed, moments, how="signal"):
