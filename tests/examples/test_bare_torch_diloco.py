@@ -2,13 +2,13 @@
 """The bare torch loop learns its task, alone and under torchrun, and never heard of an Accelerator."""
 
 import re
-from pathlib import Path
 
 import pytest
 
+from tests.examples.scripts import FOLDER
 from tests.python import run_python
 
-FILE = Path(__file__).parents[2] / "examples" / "bare_torch_diloco.py"
+FILE = FOLDER / "bare_torch_diloco.py"
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node", "2"]
 
 

@@ -3,15 +3,15 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
+from tests.examples.scripts import FOLDER
 from tests.python import run_python
 
 pytestmark = pytest.mark.long
 
-FILE = Path(__file__).parents[2] / "examples" / "elastic.py"
+FILE = FOLDER / "elastic.py"
 LAUNCH = ["-m", "farflung", "launch", "--cpu", "--elastic", "1:4", "--replicas", "2"]
 
 

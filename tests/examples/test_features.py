@@ -4,21 +4,16 @@
 All scripts run one after the other in the same processes: starting them takes longer than the scripts.
 """
 
-import importlib
 import json
 import re
-import sys
 import traceback
 import warnings
-from pathlib import Path
 
 import pytest
 
-from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
+from tests.examples.scripts import FOLDER, PAGE, run_script
 
-ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "examples" / "features"
 RUNS = {
     "gradient_accumulation": ["--epochs 6 --lr 0.03"],
     "automatic_accumulation": ["--lr 0.03 --samples_per_update 64"],
@@ -47,16 +42,12 @@ def run_all(folder, size):
     """Run all scripts in this process; what each of their runs returns, or its error."""
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # says torch 2.11 of every profile
-    sys.path.insert(0, str(FOLDER))
-    found = {}
+    given, found = {"folder": folder, "eight": 8 // size, "four": 4 // size}, {}
     for name, runs in RUNS.items():
         try:
-            script = importlib.import_module(name)
-            words = [flags.format(folder=folder, eight=8 // size, four=4 // size).split() for flags in runs]
-            found[name] = [script.main(["--cpu", *given]) for given in words]
+            found[name] = [run_script(f"features/{name}", "--cpu " + flags.format(**given)) for flags in runs]
         except Exception:
             found[name] = traceback.format_exc()
-        AcceleratorState._reset_state(reset_partial_state=True)
     return found
 
 
@@ -139,7 +130,6 @@ def test_the_main_process_logs_an_epoch_at_a_time(runs):
 
 
 def test_every_script_is_tested_and_listed():
-    scripts = {path.stem for path in FOLDER.glob("*.py")} - {"tiny"}
+    scripts = {path.stem for path in (FOLDER / "features").glob("*.py")} - {"tiny"}
     assert scripts == set(RUNS)
-    page = (ROOT / "docs" / "examples.md").read_text()
-    assert scripts == set(re.findall(r"\.\./examples/features/(\w+)\.py", page))
+    assert scripts == set(re.findall(r"\.\./examples/features/(\w+)\.py", PAGE.read_text(encoding="utf-8")))

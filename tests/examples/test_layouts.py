@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands of `docs/islands.md` run one script in six layouts on four processes: what each holds, and who meets."""
 
-import importlib
 import shlex
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -14,13 +11,11 @@ from farflung.config.launch import rank_variables
 from farflung.config.resolve import resolve
 from farflung.launch.face import launch
 from farflung.launch.options import given
-from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
+from tests.examples.scripts import FOLDER, run_script
 
-ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "examples" / "features"
 START = "farflung launch --cpu --num_processes 4 "
-PAGE = (ROOT / "docs" / "islands.md").read_text(encoding="utf-8")
+PAGE = (FOLDER.parent / "docs" / "islands.md").read_text(encoding="utf-8")
 COMMANDS = [line.removeprefix(START) for line in PAGE.splitlines() if line.startswith(START)]
 # In the page's order: in how many parts the model lies, and whether there are rounds of an outer loop.
 EXPECTED = [(1, False), (1, True), (4, False), (2, False), (2, True), (1, True)]
@@ -35,13 +30,10 @@ def told_to_ranks(command):
 def run_all(variables):
     """Run the script in this process with what the launcher would tell it, layout by layout."""
     warnings.simplefilter("error")
-    sys.path.insert(0, str(FOLDER))
-    script = importlib.import_module("layouts")
     found = []
     for told in variables:
         with environ.patched(told):
-            found.append(script.main(["--cpu", "--epochs", "3", "--lr", "0.03"]))
-        AcceleratorState._reset_state(reset_partial_state=True)
+            found.append(run_script("features/layouts", "--cpu --epochs 3 --lr 0.03"))
     return found
 
 

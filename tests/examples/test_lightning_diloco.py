@@ -5,15 +5,14 @@ import re
 
 import pytest
 
-from tests.docs.test_pages import ROOT
+from tests.examples.scripts import FOLDER
 from tests.python import run_farflung
 
 
 @pytest.mark.package("lightning")
 def test_replicas_of_a_fit_end_alike(tmp_path):
-    script = str(ROOT / "examples" / "lightning_diloco.py")
     flags = ("--num_processes", "2", "--cpu", "--outer", "diloco", "--outer-every", "8")
-    run = run_farflung("launch", *flags, script, "--epochs", "1", cwd=tmp_path)
+    run = run_farflung("launch", *flags, FOLDER / "lightning_diloco.py", "--epochs", "1", cwd=tmp_path)
     ends = re.findall(r"rank (\d): (.*)", run.stdout)
     assert [rank for rank, _ in sorted(ends)] == ["0", "1"]
     assert len({end for _, end in ends}) == 1

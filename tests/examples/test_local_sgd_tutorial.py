@@ -3,13 +3,11 @@
 
 import difflib
 import runpy
-from pathlib import Path
 
 import pytest
 
 from farflung.testing.ranks import run_ranks
-
-FOLDER = Path(__file__).parents[2] / "examples" / "local_sgd"
+from tests.examples.scripts import FOLDER
 
 # What each step of the tutorial takes away and puts in, apart from indentation.
 PREPARED = "model, optimizer, training_dataloader, scheduler"
@@ -40,7 +38,7 @@ TO_LOCAL_SGD = """
 
 
 def lines_of(name):
-    source = (FOLDER / f"{name}.py").read_text()
+    source = (FOLDER / "local_sgd" / f"{name}.py").read_text()
     code = source.split('"""', 2)[2]  # each file has a docstring of its own
     return [line.strip() for line in code.splitlines() if line.strip()]
 
@@ -59,7 +57,7 @@ def test_only_the_lines_that_the_tutorial_shows_differ(before, after, shown):
 
 
 def accuracy_of(name):
-    return runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")["accuracy"]
+    return runpy.run_path(str(FOLDER / "local_sgd" / f"{name}.py"), run_name="__main__")["accuracy"]
 
 
 @pytest.mark.parametrize(("name", "size"), [("plain", 1), ("accelerated", 1), ("accelerated", 2), ("local_sgd", 2)])

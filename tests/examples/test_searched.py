@@ -1,24 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The examples that people search for train on small settings, on two processes; a notebook runs three of them."""
 
-import importlib
 import json
 import math
 import re
-import sys
-import warnings
-from pathlib import Path
 
 import pytest
 
-from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
+from tests.examples.scripts import FOLDER, PAGE, run_script
 from tests.python import run_farflung, run_python
 
 pytestmark = pytest.mark.long
 
-ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "examples"
 NOTEBOOK = FOLDER / "three_examples.ipynb"
 TEXT = "A line of text that a small model learns by heart in some steps.\n" * 64
 RUNS = {
@@ -31,13 +25,7 @@ BYTES = 256  # in the vocabulary of small models: a guess has a loss of log(256)
 
 def run_all(text, folder):
     """Run all scripts in this process; what each of them returns."""
-    warnings.filterwarnings("error", module="farflung")
-    sys.path.insert(0, str(FOLDER))
-    found = {}
-    for name, flags in RUNS.items():
-        found[name] = importlib.import_module(name).main(flags.format(text=text, folder=folder).split())
-        AcceleratorState._reset_state(reset_partial_state=True)
-    return found
+    return {name: run_script(name, flags.format(text=text, folder=folder)) for name, flags in RUNS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -85,19 +73,13 @@ def test_a_trainer_has_rounds(folder):
     assert float(megabytes) > 0
 
 
-def one_run(flags):
-    sys.path.insert(0, str(FOLDER / "features"))
-    return importlib.import_module("checkpointing").main(["--cpu", "--epochs", "2", *flags])
-
-
 @pytest.mark.usefixtures("warm")
 def test_a_killed_run_continues_as_if_it_had_not_been_killed(tmp_path):
-    killed = ["--cpu", "--epochs", "2", "--folder", tmp_path / "killed", "--kill_after", "24"]
-    run_python(FOLDER / "features" / "checkpointing.py", *killed, code=-9)
+    killed, whole = (f"--cpu --epochs 2 --folder {tmp_path / name}" for name in ("killed", "whole"))
+    run_python(FOLDER / "features" / "checkpointing.py", *killed.split(), "--kill_after", "24", code=-9)
     assert (tmp_path / "killed" / "checkpoints").exists()
-    (again,) = run_ranks(one_run, 1, ["--folder", str(tmp_path / "killed")], connect=False)
-    (whole,) = run_ranks(one_run, 1, ["--folder", str(tmp_path / "whole")], connect=False)
-    assert again == whole
+    again, once = (run_ranks(run_script, 1, "features/checkpointing", line, connect=False) for line in (killed, whole))
+    assert again == once
 
 
 @pytest.mark.long
@@ -109,6 +91,5 @@ def test_the_notebook_runs():
 
 
 def test_the_page_lists_each_script():
-    page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
     scripts = {path.name for path in FOLDER.iterdir() if path.suffix in (".py", ".ipynb")} - {"text_data.py"}
-    assert scripts <= set(re.findall(r"\.\./examples/([\w.]+)\)", page))
+    assert scripts <= set(re.findall(r"\.\./examples/([\w.]+)\)", PAGE.read_text(encoding="utf-8")))

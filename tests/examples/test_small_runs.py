@@ -2,13 +2,13 @@
 """The example of small runs trains each of its rows, and prints what they lost and sent."""
 
 import re
-from pathlib import Path
 
 import pytest
 
+from tests.examples.scripts import FOLDER
 from tests.python import run_python
 
-FILE = Path(__file__).parents[2] / "examples" / "small_runs.py"
+FILE = FOLDER / "small_runs.py"
 
 
 @pytest.mark.long

@@ -2,17 +2,16 @@
 """Raw DDP and Farflung classify the same reviews equally well; precision can be asked for in three ways."""
 
 import csv
-import importlib.util
 import re
-from pathlib import Path
 
 import pytest
 
+from tests.examples import scripts
 from tests.python import run_python
 
 pytestmark = pytest.mark.package
 
-FOLDER = Path(__file__).parents[2] / "examples" / "text_classification"
+FOLDER = scripts.FOLDER / "text_classification"
 TORCHRUN = ["-m", "torch.distributed.run"]
 LAUNCH = ["-m", "farflung", "launch", "--cpu"]
 SHORT = ["--epochs", "1"]
@@ -25,10 +24,7 @@ def run(*command):
 @pytest.fixture(scope="module")
 def reviews():
     """The module that both programs share."""
-    spec = importlib.util.spec_from_file_location("reviews_example", FOLDER / "reviews.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return scripts.load("text_classification/reviews")
 
 
 def epochs_of(output):

@@ -1,32 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainer's learning rate ends at zero, however many processes and micro-batches there are; its log tells norms."""
 
-import importlib.util
 import math
-from pathlib import Path
 
 import pytest
 
 from farflung import Accelerator, DataLoaderConfiguration
 from farflung.testing.ranks import run_ranks
+from tests.examples.scripts import load
 
 pytestmark = pytest.mark.package
 
-FILE = Path(__file__).parents[2] / "examples" / "trainer.py"
 LEARNING_RATE = 1e-2
 NUM_SAMPLES, BATCH = 500, 16
 
 
-def load_example():
-    spec = importlib.util.spec_from_file_location("trainer_example", FILE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def train_all(plans, split_batches):
     """Train once for each plan; return the logs and the learning rates at the end."""
-    example = load_example()
+    example = load("trainer")
     found = []
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=split_batches))
     for plan in plans:
@@ -70,7 +61,7 @@ def test_the_log_tells_norms_and_the_same_loss_on_each_rank():
 
 
 def parameters_after_each(ways):
-    example = load_example()
+    example = load("trainer")
     found = []
     for window, batch_size in ways:
         accelerator = Accelerator(cpu=True)
