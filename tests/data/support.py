@@ -65,6 +65,11 @@ def walk(loader: Any) -> list[tuple[list[int], bool, int]]:
     return [(values(batch), loader.end_of_dataloader, loader.remainder) for batch in loader]
 
 
+def on_two_ranks(loader: DataLoader, **settings: Any) -> list[list[tuple[list[int], bool, int]]]:
+    """What `walk` returns on each of two ranks."""
+    return [walk(prepared(loader, Seat(rank, 2), **settings)) for rank in range(2)]
+
+
 def values(batch: Any) -> list[int]:
     """The numbers in a batch made of a tensor."""
     return batch.reshape(-1).tolist()

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from farflung.base.errors import ConfigError
 from farflung.data.iterable import IterableDatasetShard, told_apart
 from farflung.data.prepare import skip_first_batches
-from tests.data.support import Seat, SizedStream, Stream, gathered, prepared, walk
+from tests.data.support import Seat, SizedStream, Stream, gathered, on_two_ranks, prepared, walk
 
 
 @st.composite
@@ -83,10 +83,6 @@ def test_one_process_with_workers_knows_its_length_too(length):
     assert len(skip_first_batches(loader, 1)) == length - 3
 
 
-def on_two_ranks(loader, **settings):
-    return [walk(prepared(loader, Seat(rank, 2), dispatch_batches=False, **settings)) for rank in range(2)]
-
-
 class Files(IterableDataset):
     """A stream in four files, of which each rank can be given some."""
 
@@ -104,9 +100,9 @@ class Files(IterableDataset):
 
 def test_files_are_shared_out_only_where_ranks_may_be_uneven():
     loader = DataLoader(Files(), batch_size=2)
-    walks = on_two_ranks(loader, even_batches=False)
+    walks = on_two_ranks(loader, dispatch_batches=False, even_batches=False)
     assert [[numbers for numbers, _, _ in one] for one in walks] == [[[0, 1], [2, 4], [5, 6], [7]], [[3, 8], [9]]]
-    assert gathered(on_two_ranks(loader)) == list(range(10))
+    assert gathered(on_two_ranks(loader, dispatch_batches=False)) == list(range(10))
 
 
 class Chunks(IterableDataset):
@@ -117,7 +113,7 @@ class Chunks(IterableDataset):
 
 
 def test_items_that_are_batches_are_dealt_whole_and_counted():
-    walks = on_two_ranks(DataLoader(Chunks(), batch_size=None))
+    walks = on_two_ranks(DataLoader(Chunks(), batch_size=None), dispatch_batches=False)
     assert [numbers for numbers, _, _ in walks[1]] == [[3, 4, 5], [0, 1, 2]]
     assert gathered(walks) == list(range(8))
 

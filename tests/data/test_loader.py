@@ -19,7 +19,7 @@ from farflung.data.prepare import prepare_data_loader, skip_first_batches
 from farflung.data.samplers import BatchSamplerShard, SeedableRandomSampler
 from farflung.data.torch_loaders import LoaderView, SkipDataLoader, Source
 from farflung.loop.state import LoopState
-from tests.data.support import Seat, SizedStream, Stream, gathered, prepared, values, walk
+from tests.data.support import Seat, SizedStream, Stream, gathered, on_two_ranks, prepared, values, walk
 
 
 def numbers(loader):
@@ -59,26 +59,22 @@ def test_two_workers_read_the_same_as_none():
         assert plain == with_workers
 
 
-def gathered_on_two(loader, **settings):
-    return gathered([walk(prepared(loader, Seat(rank, 2), **settings)) for rank in range(2)])
-
-
 def test_custom_samplers_need_no_attributes():
     class Sampler:
         def __iter__(self):
             return iter([3, 1, 4, 0, 2])
 
-    assert gathered_on_two(DataLoader(range(5), 2, sampler=Sampler())) == [3, 1, 4, 0, 2]
+    assert gathered(on_two_ranks(DataLoader(range(5), 2, sampler=Sampler()))) == [3, 1, 4, 0, 2]
     batches = [[0, 1, 2], [3, 4], [5]]
     loader = DataLoader(range(6), batch_sampler=batches)
-    assert gathered_on_two(loader) == [0, 1, 2, 3, 4, 5]
+    assert gathered(on_two_ranks(loader)) == [0, 1, 2, 3, 4, 5]
     assert numbers(prepared(loader)) == batches
 
 
 def test_loaders_that_do_no_batching():
     table = torch.arange(11)  # takes one index or a list of them
     batched = DataLoader(table, sampler=BatchSampler(range(11), 2, False), batch_size=None)
-    assert gathered_on_two(batched) == list(range(11))
+    assert gathered(on_two_ranks(batched)) == list(range(11))
     assert numbers(skip_first_batches(prepared(batched, Seat(1, 2)), 2)) == [[10, 0]]
     single = DataLoader(table, batch_size=None)
     assert numbers(prepared(single, Seat(1, 2))) == [[1], [3], [5], [7], [9], [0]]
