@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,14 +16,25 @@ from farflung.base.tree import leaves_of
 from farflung.utils import set_seed
 
 
-class Program:
-    """What one process trains, freshly made; it registers itself, as checkpoints have what it counts."""
+class Counter(SimpleNamespace):
+    """A registered object."""
 
-    accelerator: Accelerator
+    def __init__(self) -> None:
+        super().__init__(epoch=0, seen=torch.zeros(1))
+
+    def state_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.seen = state["epoch"], state["seen"].clone()
+
+
+class Program:
+    """What one process trains, freshly made, and a count of its epochs and micro-batches, which is registered."""
 
     def __init__(self, accumulate: int = 1, **settings: Any) -> None:
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate, **settings)
-        self.epoch = self.steps = 0
+        self.counter = Counter()
         set_seed(5)
 
     def prepare(self, *loaders: DataLoader, model: nn.Module | None = None, parts: int = 1) -> list[Any]:
@@ -39,14 +51,12 @@ class Program:
         schedulers = [torch.optim.lr_scheduler.StepLR(one, 3, 0.8) for one in optimizers]
         self.model, *rest = self.accelerator.prepare(model, *optimizers, *schedulers, *loaders)
         self.optimizers, self.schedulers = rest[:parts], rest[parts : 2 * parts]
-        self.accelerator.register_for_checkpointing(self)
+        self.accelerator.register_for_checkpointing(self.counter)
         return rest[2 * parts :]
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "steps": torch.tensor(self.steps)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.epoch, self.steps = state["epoch"], state["steps"].item()
+    @property
+    def steps(self) -> int:
+        return int(self.counter.seen)
 
     def loss(self, x: Tensor) -> Tensor:
         return self.model(x).square().mean()
@@ -62,7 +72,7 @@ class Program:
                 part.step()
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
-        self.steps += 1
+        self.counter.seen += 1
         return loss.detach()
 
     def digest(self, *counts: Any) -> str:

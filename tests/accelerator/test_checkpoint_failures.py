@@ -24,7 +24,8 @@ from farflung.resume import models
 from farflung.testing.ranks import fork_context
 from farflung.utils import FullyShardedDataParallelPlugin, ProjectConfiguration
 from tests.accelerator.conftest import on_ranks
-from tests.accelerator.test_checkpoints import Counter, Training
+from tests.accelerator.program import Counter
+from tests.accelerator.test_checkpoints import Training
 from tests.errors import error_of
 from tests.faults import disk_is_full, writing
 

@@ -25,7 +25,8 @@ from farflung.config import environ
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
 from farflung.utils import ProjectConfiguration
-from tests.accelerator.test_checkpoints import Counter, Training
+from tests.accelerator.program import Counter
+from tests.accelerator.test_checkpoints import Training
 from tests.faults import disk_is_full, writing
 
 
@@ -37,8 +38,8 @@ def picture(training):
     """All that a load could change."""
     return (
         training.weights(),
-        str(training.optimizer.state_dict()),
-        str(training.scheduler.state_dict()),
+        str(training.optimizers[0].state_dict()),
+        str(training.schedulers[0].state_dict()),
         str([p.grad for p in training.model.parameters()]),
         str(training.loader.state_dict()),
         str(opened_session().loop.state_dict([training.model])),
@@ -49,7 +50,7 @@ def picture(training):
 
 
 def test_the_files_are_those_of_accelerate_and_our_own(tmp_path):
-    training = Training(precision="fp16")
+    training = Training(mixed_precision="fp16")
     training.epochs(num_epochs=1)
     folder = tmp_path / "a"
     assert training.accelerator.save_state(folder) == str(folder)
@@ -85,7 +86,7 @@ def test_loaders_may_be_prepared_between_saving_and_loading(tmp_path, capsys):
 
 
 def test_numbers_limits_and_the_newest(tmp_path, capsys):
-    training = Training(project=automatic(tmp_path, total_limit=2))
+    training = Training(project_config=automatic(tmp_path, total_limit=2))
     for _ in range(4):
         training.accelerator.save_state()
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_2", "checkpoint_3"]
@@ -99,7 +100,7 @@ def test_numbers_limits_and_the_newest(tmp_path, capsys):
     assert "passed over" in said
     assert "checkpoint_3 is not a complete checkpoint: optimizer.bin is damaged" in said
     assert f"loaded {tmp_path / 'checkpoints' / 'checkpoint_2'}" in said
-    other = Training(project=automatic(tmp_path))
+    other = Training(project_config=automatic(tmp_path))
     other.accelerator.project_configuration.iteration = 3
     with pytest.raises(ConfigError, match="already has checkpoint_3 of another run"):
         other.accelerator.save_state()
@@ -114,7 +115,7 @@ def test_a_fresh_run_in_the_folder_of_an_older_one_is_refused_at_its_first_save(
     folder = tmp_path / "checkpoints"
     (folder / "checkpoint_7").mkdir(parents=True)
     with pytest.raises(ConfigError) as refused:
-        Training(project=automatic(tmp_path)).accelerator.save_state()
+        Training(project_config=automatic(tmp_path)).accelerator.save_state()
     assert all(way in str(refused.value) for way in ("load_state()", "another project_dir", "delete or move"))
     assert os.listdir(folder) == ["checkpoint_7"]
     project = accelerate.utils.ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
@@ -194,7 +195,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("words", DAMAGES)
 def test_a_failed_load_changes_nothing(words, tmp_path):
-    training = Training(accumulation=2)
+    training = Training(accumulate=2)
     if words == "I will not":
         training.accelerator.register_for_checkpointing(Stubborn())
     training.accelerator.save_state(tmp_path)
@@ -203,7 +204,7 @@ def test_a_failed_load_changes_nothing(words, tmp_path):
     DAMAGES[words](tmp_path)
     called = []
     for batch in training.loader:
-        training.step(batch)
+        training.see(batch)
         break
     before = picture(training)
     for _ in range(2):  # without a hook, and with one: then all is verified before it is called
@@ -297,7 +298,7 @@ def test_a_save_in_the_background_stays_in_its_folder_when_the_script_changes_it
 
 
 def test_an_old_checkpoint_that_can_not_be_removed_is_a_warning_and_goes_later(tmp_path, monkeypatch):
-    accelerator = Training(n=2, project=automatic(tmp_path, total_limit=1)).accelerator
+    accelerator = Training(n=2, project_config=automatic(tmp_path, total_limit=1)).accelerator
     accelerator.save_state()
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", lambda *_, **__: (_ for _ in ()).throw(OSError(39, "Directory not empty")))
@@ -310,9 +311,9 @@ def test_an_old_checkpoint_that_can_not_be_removed_is_a_warning_and_goes_later(t
 
 def test_numbers_go_on_from_a_checkpoint_that_is_named_in_another_way(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Training(project=automatic("run")).accelerator.save_state()
+    Training(project_config=automatic("run")).accelerator.save_state()
     AcceleratorState._reset_state(reset_partial_state=True)
-    training = Training(project=automatic("run"))
+    training = Training(project_config=automatic("run"))
     training.accelerator.load_state(tmp_path / "run" / "checkpoints" / "checkpoint_0")
     assert training.accelerator.save_state() == "run/checkpoints/checkpoint_1"
 

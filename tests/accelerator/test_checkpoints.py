@@ -74,10 +74,10 @@ class Training(Program):
         return x.flatten().tolist(), loss, self.schedulers[0].get_last_lr(), self.accelerator.sync_gradients
 
     def epochs(self, after=lambda number: None, num_epochs=2):
-        """Train on from where the counts stand; returns what each step saw, by epoch."""
+        """Train on from where the counter stands; returns what each step saw, by epoch."""
         seen = []
-        for epoch in range(self.epoch, num_epochs):
-            self.epoch = epoch
+        for epoch in range(self.counter.epoch, num_epochs):
+            self.counter.epoch = epoch
             seen.append([])
             for batch in self.loader:
                 seen[-1].append(self.see(batch))
@@ -100,7 +100,7 @@ def resumes(folder, pick=1, **settings):
         other = Training(**settings)
         torch.manual_seed(77), random.seed(77)
         other.accelerator.load_state(folder / f"step_{number}")
-        assert other.epoch == epoch
+        assert other.counter.epoch == epoch
         expected = [whole_seen[epoch][done:], *whole_seen[epoch + 1 :]]
         assert other.epochs() == expected, f"from step {number}: epoch {epoch}, after {done}"
         assert other.digest(other.steps) == at_the_end, f"from step {number}"
@@ -204,18 +204,22 @@ def gradients_of(training):
     return [None if p.grad is None else p.grad.tolist() for p in training.model.parameters()]
 
 
+def agreed_of(outer):
+    (part,) = outer.state_dict()["rounds"]["fragments"]
+    return outer.stats().rounds, part["agreed"]
+
+
 def written(folder, settings, steps, recipe):
-    """Train for some steps, save, and say what the run has seen."""
+    """Train for some steps, save, and say what the run has seen and where its outer loop stands."""
     training = Training(n=24, **settings)
     samples = []
-    with training.accelerator.outer(training.model, RECIPES[recipe]) if recipe else nullcontext():
+    with training.accelerator.outer(training.model, RECIPES[recipe]) if recipe else nullcontext() as outer:
         for batch in training.loader:
             samples.append(training.see(batch)[0])
             if len(samples) == steps:
                 training.accelerator.save_state(folder)
                 seen = samples, training.weights(), gradients_of(training)
-                break
-        return *seen, training.optimizers[0].is_unfinished
+                return *seen, training.optimizers[0].is_unfinished, agreed_of(outer) if recipe else None
 
 
 def taken_up(folder, settings):
@@ -260,22 +264,6 @@ def test_replicas_are_joined_where_their_number_changes(folder):
     assert said.count("all take the mean of their weights") == 1
 
 
-def agreed_of(outer):
-    (part,) = outer.state_dict()["rounds"]["fragments"]
-    return outer.stats().rounds, part["agreed"]
-
-
-def agreed_before(folder):
-    """Train under an outer loop, and save after some steps; say where it stands."""
-    training = Training(n=24)
-    with training.accelerator.outer(training.model, RECIPES["diloco"]) as outer:
-        for number, batch in enumerate(training.loader, 1):
-            training.see(batch)
-            if number == 5:
-                training.accelerator.save_state(folder)
-                return agreed_of(outer)
-
-
 def taken_up_by_a_loop(folder):
     """Load on another number of ranks and open the outer loop; say where it stands, and train to the end."""
     training = Training(n=24)
@@ -288,7 +276,7 @@ def taken_up_by_a_loop(folder):
 
 
 def test_replicas_are_joined_at_their_anchor_and_its_momentum_stays(folder):
-    (rounds, agreed), _ = run_ranks(agreed_before, 2, folder)
+    (*_, (rounds, agreed)), _ = run_ranks(written, 2, folder, {}, 5, "diloco")
     assert rounds == 1
     for size in (1, 4):
         after = run_ranks(taken_up_by_a_loop, size, folder)

@@ -29,13 +29,14 @@ EPOCHS = 3
 BATCHES = 12  # of each rank, in an epoch
 
 
-def train(folder, signals=None, each_batch=None, *, pace=(0.0, 0.0), uneven=False, **settings):
+def train(folder, signals=None, each_batch=None, *, pace=(0.0, 0.0), uneven=False, block=None, **settings):
     """Train to the end, or until a signal that this rank gives itself ends it.
 
     Args:
         signals: at which of this process's batches which rank gets which signals: `{(rank, batch): [numbers]}`.
         each_batch: called with the accelerator, the epoch and the batch.
         pace: how many seconds each rank takes for a batch once there was a signal, on an idle machine.
+        block: the recipe of an outer loop in whose block all of it is.
     """
     settings |= {"dataloader_config": DataLoaderConfiguration(even_batches=not uneven)}
     program = Program(save_on_signal=folder, **settings)
@@ -46,22 +47,23 @@ def train(folder, signals=None, each_batch=None, *, pace=(0.0, 0.0), uneven=Fals
     number, code, has_begun = 0, None, False
     resumed = accelerator.resume()
     try:
-        for epoch in range(loader.iteration, EPOCHS * (100 if signals else 1)):
-            with accelerator.join_uneven_inputs([program.model]) if uneven else nullcontext():
-                for batch in loader:
-                    number += 1
-                    program.step(batch)
-                    if each_batch is not None:
-                        each_batch(accelerator, epoch, number)
-                    for one in (signals or {}).get((rank, number), ()):
-                        os.kill(os.getpid(), one)
-                    has_begun |= any(number >= at for _, at in signals or {})
-                    time.sleep(patience(pace[rank % 2]) if has_begun else 0.0)
-            program.epoch += 1
+        with accelerator.outer(program.model, block) if block else nullcontext():
+            for epoch in range(loader.iteration, EPOCHS * (100 if signals else 1)):
+                with accelerator.join_uneven_inputs([program.model]) if uneven else nullcontext():
+                    for batch in loader:
+                        number += 1
+                        program.step(batch)
+                        if each_batch is not None:
+                            each_batch(accelerator, epoch, number)
+                        for one in (signals or {}).get((rank, number), ()):
+                            os.kill(os.getpid(), one)
+                        has_begun |= any(number >= at for _, at in signals or {})
+                        time.sleep(patience(pace[rank % 2]) if has_begun else 0.0)
+                program.counter.epoch += 1
     except SystemExit as end:
         code = end.code
     steps = None if uneven else program.steps  # of uneven ranks a checkpoint has the first one's
-    digest = program.digest(program.epoch, steps)
+    digest = program.digest(program.counter.epoch, steps)
     return {"code": code, "steps": program.steps, "digest": digest, "resumed": resumed, "epoch": loader.iteration}
 
 
@@ -76,7 +78,7 @@ def train_with(folder, signals, each_batch, settings):
 def check_same(folder, signals, each_batch=None, **settings):
     """A run that is stopped and resumed ends as one without signals; return where it stopped."""
     whole = run(folder / "whole", None, None, **settings)
-    pace = (0.06, 0.02) if "outer" in settings else (0.03, 0.03)
+    pace = (0.06, 0.02) if {"outer", "block"} & settings.keys() else (0.03, 0.03)
     stopped = run(folder / "saved", signals, each_batch, pace=pace, **settings)
     assert [one["code"] for one in stopped] == [REQUEUE] * len(stopped), stopped
     assert "uneven" in settings or len({one["steps"] for one in stopped}) == 1
@@ -91,13 +93,21 @@ def check_same(folder, signals, each_batch=None, **settings):
 USR1, TERM = signal.SIGUSR1, signal.SIGTERM
 
 
-@pytest.mark.parametrize("signals", [{(1, 5): [USR1]}, {(0, 4): [TERM], (1, 6): [USR1, TERM]}], ids=["one", "all"])
-def test_a_signal_to_one_rank_or_all_stops_all_at_one_step_and_the_run_continues_bit_by_bit(signals, tmp_path):
-    check_same(tmp_path, signals)
-
-
-def test_replicas_that_drift_apart_between_rounds_stop_at_one_step(tmp_path):
-    check_same(tmp_path, {(1, 5): [USR1]}, outer="diloco")
+@pytest.mark.parametrize(
+    ("signals", "settings"),
+    [
+        ({(1, 5): [USR1]}, {}),
+        ({(0, 4): [TERM], (1, 6): [USR1, TERM]}, {}),
+        ({(0, 6): [USR1]}, {"accumulate": 4}),
+        ({(1, 5): [USR1]}, {"outer": "diloco"}),
+        ({(0, 3): [USR1]}, {"block": diloco(every=5)}),
+    ],
+    ids=["to one", "to all", "in a window that is completed first", "while replicas drift apart", "in a block"],
+)
+def test_a_signal_to_one_rank_or_all_stops_all_at_one_step_and_the_run_continues_bit_by_bit(
+    signals, settings, tmp_path
+):
+    check_same(tmp_path, signals, **settings)
 
 
 @pytest.mark.parametrize(
@@ -108,10 +118,6 @@ def test_replicas_that_drift_apart_between_rounds_stop_at_one_step(tmp_path):
 def test_one_process_stops_after_the_step_in_which_it_gets_the_signal(batch, accumulate, steps, tmp_path):
     (stopped,) = check_same(tmp_path, {(0, batch): [TERM]}, num_ranks=1, accumulate=accumulate)
     assert (stopped["steps"], stopped["epoch"]) == (steps, 0)
-
-
-def test_in_the_middle_of_an_accumulation_the_window_is_completed_first(tmp_path):
-    check_same(tmp_path, {(0, 6): [USR1]}, accumulate=4)
 
 
 def test_ranks_with_different_numbers_of_batches_stop_between_two_epochs(tmp_path):
@@ -216,32 +222,6 @@ def outside_of_the_loop(folder):
 def test_after_a_pass_that_was_left_early_the_evaluation_is_done_and_the_next_epoch_comes_then(tmp_path):
     assert run_ranks(outside_of_the_loop, 1, tmp_path, connect=False) == [(REQUEUE, "0eeeeeeee1", 3)]
     assert run_ranks(outside_of_the_loop, 1, tmp_path, connect=False) == [(None, "1eeeeeeee2eeeeeeee", 9)]
-
-
-def in_a_block(folder, signalled):
-    program = Program(save_on_signal=folder)
-    (loader,) = program.prepare(DataLoader(torch.randn(96, 4), batch_size=2))
-    program.accelerator.resume()
-    try:
-        with program.accelerator.outer(program.model, diloco(every=5)):
-            for _ in range(loader.iteration, 40 if signalled else 2):
-                for number, batch in enumerate(loader):
-                    program.step(batch)
-                    if signalled:
-                        time.sleep(patience(0.03))
-                        if number == 2 and program.accelerator.process_index == 0:
-                            os.kill(os.getpid(), USR1)
-    except SystemExit as end:
-        return end.code, loader.iteration
-    return None, program.digest()
-
-
-def test_a_block_with_an_outer_loop_is_left_and_continued(tmp_path):
-    whole = run_ranks(in_a_block, 2, tmp_path / "whole", False, connect=False)
-    stopped = run_ranks(in_a_block, 2, tmp_path / "saved", True, connect=False)
-    assert [code for code, _ in stopped] == [REQUEUE] * 2
-    if stopped[0][1] < 2:
-        assert run_ranks(in_a_block, 2, tmp_path / "saved", False, connect=False) == whole
 
 
 def forgets(folder):
