@@ -67,10 +67,12 @@ def test_a_change_splits_no_round_and_nothing_is_under_way_across_it(plan):
 
 def test_a_recipe_that_plans_changes_takes_no_other_ones_before_the_last():
     outer = OuterLoop(net(), replace(local_sgd(2), changes=(Change(4, 3),)), SoloGroup())
-    with pytest.raises(StateError, match=r"plans Change\(step=4, every=3, delay=0\)"):
-        outer.change_schedule(5)
     for _ in range(4):
+        with pytest.raises(StateError, match=r"plans Change\(step=4, every=3, delay=0\)"):
+            outer.change_schedule(5)
+        assert outer.schedule.every == 2
         outer.step()
+    assert outer.schedule.every == 3
     outer.change_schedule(5)
     outer.detach()
 

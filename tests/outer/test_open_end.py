@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from farflung.outer import OuterLoop, Recipe, Streaming, by_bytes, diloco, gossip, hierarchical, streaming_diloco
+from farflung.outer import OuterLoop, Recipe, Streaming, by_bytes, diloco, gossip, hierarchical
+from farflung.outer.recipes import post_local_sgd, streaming_diloco
 from farflung.testing.sim import run_replicas
 
 KEPT = []
@@ -28,6 +29,7 @@ def trained(group, end, recipe=None, steps=3):
     for _ in range(steps):
         with torch.no_grad():
             model.weight += 1 + group.rank
+        outer.average_gradients()
         outer.step()
     end(outer)
 
@@ -64,6 +66,8 @@ def test_a_loop_that_is_ended_says_nothing(capsys, end):
         (streaming_diloco(every=4, fragments=1, delay=0), 4, "Its last 4 steps were"),
         (gossip(every=2), 4, "Its last 4 steps were"),
         (diloco(every=2), 4, ""),  # it has ended with a round
+        (post_local_sgd(warmup=3, every=4), 3, ""),  # all have taken the same steps
+        (post_local_sgd(warmup=3, every=4), 5, "Its last 2 steps were"),
         (hierarchical({2: 2, 8: None}), 4, "Its last 4 steps were"),  # and not with one of all
     ],
 )
