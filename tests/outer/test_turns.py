@@ -205,6 +205,32 @@ def test_ranks_may_begin_in_different_turns():
     assert same(*run_replicas(begun_apart, 2))
 
 
+def spoiled_as_it_begins(group, recipe):
+    """The first net begins to train with a value on one rank that is no number, which is then put right."""
+    turns = Turns(group.rank, "flags", momentum=0.0)
+    outer = OuterLoop(turns.model, recipe, group)
+    turns.train("first")
+    before = values(turns.model)
+    turns.model.first.bias.data[0] += float("nan") if group.rank else 0.0
+    outer.step()
+    assert outer.stats().dropped_rounds == 1
+    assert group.rank or same(before, values(turns.model))
+    turns.model.load_state_dict(before)
+    turns.train("second")
+    outer.step()
+    outer.detach()
+    return before, values(turns.model)
+
+
+@pytest.mark.law("whole-round-or-none")
+@pytest.mark.filterwarnings("ignore:.*a round was dropped")
+@pytest.mark.parametrize("recipe", [local_sgd(1), diloco(1, lr=1.0, momentum=0.0)], ids=["local_sgd", "diloco"])
+def test_what_begins_to_train_in_a_round_that_is_dropped_is_in_the_next_one(recipe):
+    (mine, after), (others, same_after) = run_replicas(spoiled_as_it_begins, 2, recipe)
+    assert same(after, same_after)
+    torch.testing.assert_close(after["first.bias"], (mine["first.bias"] + others["first.bias"]) / 2)
+
+
 @on_replicas(2)
 def test_what_only_some_ranks_have_is_named_when_they_train_it(group):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
