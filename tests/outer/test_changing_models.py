@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 
 from farflung.base.errors import CollectiveMismatch, StateError
-from farflung.outer import Every, OuterLoop, by_bytes, diloco, hierarchical, local_sgd, post_local_sgd
+from farflung.outer import Every, Identity, OuterLoop, by_bytes
+from farflung.outer.recipes import diloco, eager_diloco, hierarchical, local_sgd, post_local_sgd
 from farflung.testing.sim import run_replicas
 from tests.outer.replicas import on_replicas, same, shift, values
 from tests.recipes import RECIPES
@@ -208,22 +209,26 @@ def test_a_layer_replaced_by_its_like_on_one_rank_alone_is_refused_where_there_i
     assert all("first.weight" in text for text in anchored)
 
 
-def anchored_with_momentum(group, change):
+def anchored_with_momentum(group, maker, change):
     """What becomes of the others when one layer is replaced: their anchor and momentum go on."""
-    model = Net()
-    outer = OuterLoop(model, diloco(1, lr=0.5, momentum=0.5), group)
-    for step in range(4):
+    model, seen = Net(), {}
+    outer = OuterLoop(model, maker(1, lr=0.5, momentum=0.5, codec=Identity()), group)
+    for step in range(6):
         if step == 2 and change:
             model.last = nn.Linear(4, 4)
         shift([model.first.weight], (group.rank + 1) * 2.0**-4)
-        outer.step()
+        outer.count(done=step != 1 or group.rank == 0)
+        outer.sync_if_due()
+        seen[str(step)] = model.first.weight.detach().clone()
     outer.detach()
-    return {"weight": model.first.weight.detach().clone()}
+    return seen
 
 
-def test_anchor_and_momentum_of_what_has_not_changed_go_on():
-    plain, changed = (run_replicas(anchored_with_momentum, 2, change) for change in (False, True))
-    assert same(*plain, *changed)
+@pytest.mark.parametrize("maker", [diloco, eager_diloco])
+def test_anchor_and_momentum_of_what_has_not_changed_go_on(maker):
+    plain, changed = (run_replicas(anchored_with_momentum, 2, maker, change) for change in (False, True))
+    assert maker is eager_diloco or same(*plain)
+    assert all(map(same, plain, changed))
 
 
 @on_replicas(2)
