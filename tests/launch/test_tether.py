@@ -118,7 +118,9 @@ def test_what_a_closed_line_holds_ends_with_all_that_it_has_started(home):
 def test_a_line_passes_signals_on_and_the_exit_code_back(home):
     (home / "train.sh").write_text("trap 'exit 7' INT\ntouch up0\nwhile true; do sleep 0.1; done")
     words = [sys.executable, "-m", "farflung.process.tether", "sh", "train.sh"]
-    with subprocess.Popen(words, stdin=subprocess.PIPE) as line:
+    shell = ("sh", "-c", 'exec 3<&0; "$@" <&3 & wait $!', "sh")  # what it has in the background ignores SIGINT
+    line = subprocess.Popen([*shell, *words], stdin=subprocess.PIPE)
+    with line:
         until(lambda: (home / "up0").exists())
         line.stdin.write(bytes([0, signal.SIGINT]))
         line.stdin.flush()

@@ -105,6 +105,10 @@ def run_tethered(command: Sequence[str], token: str | None = None, has_key: bool
     Returns:
         its exit code; 128 + the number of the signal that ended it.
     """
+    # What starts this may block SIGINT, as a worker of Ray does, or ignore it, as a shell does for what is in its
+    # background; and so would the command.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with handled(lambda request: sys.exit(128 + request.number), (signal.SIGTERM, signal.SIGHUP)):
         if token is None:
             return _run(subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True))
