@@ -90,12 +90,12 @@ $(DEMO_READY): $(TORCH_READY) pyproject.toml
 	@touch $@
 
 $(TEST_READY): $(TORCH_READY) pyproject.toml
-	@echo "== What the tests of 'make test' need: pytest, Accelerate, obstore, matplotlib: 85 MB (less than a minute)"
+	@echo "== What the tests of 'make test' need: pytest, Accelerate, obstore, matplotlib, Kubernetes' client: 80 MB (less than a minute)"
 	$(PIP) --editable '.[test]'
 	@touch $@
 
 $(DEV_READY): $(TEST_READY)
-	@echo "== What all tests and checks need: ruff, mypy, transformers, Ray, trackers, Kubernetes: 700 MB (two or three minutes)"
+	@echo "== What all tests and checks need: ruff, mypy, transformers, Ray, trackers: 700 MB (two or three minutes)"
 	$(PIP) --editable '.[dev]'
 	@touch $@
 

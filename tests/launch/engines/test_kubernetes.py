@@ -7,7 +7,7 @@ import json
 import random
 import re
 import sys
-import threading
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,20 +16,16 @@ import yaml
 from farflung.config.launch import LaunchSettings
 from farflung.launch.engines.engine import Job
 from farflung.launch.engines.kubernetes import Kubernetes
-from farflung.launch.engines.kubernetes_api import PodLog
+from farflung.launch.engines.kubernetes_api import PodLog, first_exit_code, name_of, problems
 from farflung.launch.folder import SUBMITTED
-from farflung.testing.patience import patience
+from tests.launch.engines.launchers import launched
 from tests.launch.keyed import KEY, check_sealed_and_unseen, end_soon, write_key
 from tests.python import call_farflung
 from tests.waits import until
 
-kubernetes_validate = pytest.importorskip("kubernetes_validate")
-pytest.importorskip("kubernetes")
-if sys.version_info < (3, 11):
-    pytest.skip("kmock needs Python 3.11", allow_module_level=True)
-from tests.launch.engines import cluster as fake  # noqa: E402
+pytest.importorskip("kmock")  # needs Python 3.11
+from tests.launch.engines import cluster as fake
 
-pytestmark = pytest.mark.package
 TRAINS = """
 import time, torch
 from farflung import Accelerator
@@ -67,42 +63,41 @@ def kubeconfig(home, monkeypatch):
 
 
 @pytest.fixture
-def cluster(home, kubeconfig):
+def cluster(home, kubeconfig, clock):
     """A cluster that kubeconfig describes, and a script in the empty home."""
     (home / "train.py").touch()
     with fake.running(home) as made:
         yield made
 
 
-def launched(*words: str):
-    """Submit and follow a run in a thread; return a call that waits for its exit code."""
-    codes: list[int] = []
-    thread = threading.Thread(target=lambda: codes.append(call_farflung("launch", *words)), daemon=True)
-    thread.start()
-
-    def code() -> int:
-        thread.join(patience(60))
-        return codes[0]
-
-    return code
+def is_submitted() -> bool:
+    """Whether the folder has by what the run is known, after which it is followed."""
+    file = Path("run", SUBMITTED)
+    return file.exists() and bool(json.loads(file.read_text())["handle"])
 
 
 def launched_pods(cluster):
     """Submit and follow a fixed run; return a call that waits for its exit code, and its two pods."""
     code = launched(*FIXED_HERE)
-    until(lambda: len(cluster.pods) == 2)
+    until(is_submitted)
     return code, *cluster.pods.values()
 
 
 @pytest.mark.parametrize(("name", "flags"), [("fixed", FIXED), ("elastic", ELASTIC)])
-def test_manifests_are_those_that_are_kept_and_a_server_takes_them(name, flags, home, capsys):
+def test_manifests_are_those_that_are_kept(name, flags, home, capsys):
     (home / "train.py").touch()
     words = ["launch", "--engine", "kubernetes", "--run-dir", "/runs/Run_7", *flags.split(), "--dry-run"]
     assert call_farflung(*words, "train.py", "--name", "$(HOME)") == 0
     text = capsys.readouterr().out
     assert text == (GOLDEN / f"{name}.yaml").read_text()
+
+
+@pytest.mark.package("kubernetes_validate")
+@pytest.mark.parametrize("name", ["fixed", "elastic"])
+def test_a_server_takes_the_manifests_that_are_kept(name):
+    kubernetes_validate = import_module("kubernetes_validate")
     for version in ("1.31", kubernetes_validate.latest_version()):
-        for manifest in yaml.safe_load_all(text):
+        for manifest in yaml.safe_load_all((GOLDEN / f"{name}.yaml").read_text()):
             kubernetes_validate.validate(manifest, version, strict=True)
             misspelt = manifest | {"spec": manifest["spec"] | {"speck": 0}}
             with pytest.raises(kubernetes_validate.ValidationError, match="speck"):  # so it sees a misspelt field
@@ -120,9 +115,11 @@ def test_pods_of_a_fixed_run_have_a_number_and_find_pod_0_by_name():
     assert service["spec"]["publishNotReadyAddresses"] is True
 
 
-def test_a_run_is_submitted_followed_and_ends_with_the_job(cluster, capsys):
+def test_a_run_is_submitted_followed_and_ends_with_the_job(cluster, clock, capsys):
     code, one, two = launched_pods(cluster)
     two.troubles = [{"type": "PodScheduled", "status": "False", "message": "0/3 nodes are available"}]
+    since = clock.now
+    until(lambda: clock.now > since + 3)
     cluster.says(one, "step 1")
     cluster.says(two, "step 1 as well")
     cluster.ends(one, 0)
@@ -131,7 +128,7 @@ def test_a_run_is_submitted_followed_and_ends_with_the_job(cluster, capsys):
     assert code() == 0
     shown = capsys.readouterr()
     assert sorted(shown.out.splitlines()) == ["[pod 0] step 1", "[pod 1] step 1 as well", "[pod 1] step 2"]
-    assert "pod 1 waits for a node: 0/3 nodes are available" in shown.err
+    assert shown.err.count("pod 1 waits for a node: 0/3 nodes are available") == 1
     [(_, job), (_, service)] = cluster.asked
     assert (job["kind"], service["kind"]) == ("Job", "Service")
     assert service["metadata"]["ownerReferences"][0]["uid"] == cluster.job["metadata"]["uid"]
@@ -150,13 +147,10 @@ def test_a_log_whose_stream_ends_early_is_read_on_and_no_line_is_shown_twice(clu
     assert capsys.readouterr().out.splitlines() == [f"[pod 0] step {number}" for number in range(6)]
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_one_bad_answer_of_each_kind_costs_a_run_nothing(seed, cluster, monkeypatch, capsys):
-    for name in ("kubernetes._LOOK_S", "kubernetes_api._FIRST_WAIT_S", "kubernetes_api._LONGEST_WAIT_S"):
-        monkeypatch.setattr(f"farflung.launch.engines.{name}", 0.01)
-    draw, kinds = random.Random(seed), [*range(400, 419), *range(421, 430), 431, 451, *range(500, 512), fake.CUT]
+def test_one_bad_answer_of_each_kind_costs_a_run_nothing(cluster, capsys):
+    draw, kinds = random.Random(1), [*range(400, 419), *range(421, 430), 431, 451, *range(500, 512), fake.CUT]
     code = launched(*FIXED_HERE)
-    until(lambda: len(cluster.asked) == 2)  # the Job and its Service
+    until(is_submitted)
     cluster.answers = [one for kind in draw.sample(kinds, len(kinds)) for one in (kind, *[0] * draw.randrange(2, 5))]
     until(lambda: not cluster.answers)
     for pod in cluster.pods.values():
@@ -166,13 +160,39 @@ def test_one_bad_answer_of_each_kind_costs_a_run_nothing(seed, cluster, monkeypa
     assert capsys.readouterr().out.count("the last line") == 2
 
 
-def test_a_bad_answer_to_what_is_submitted_is_asked_again_and_a_refusal_is_final(cluster, capsys):
-    cluster.answers = [503]
+def test_a_bad_answer_to_what_is_submitted_is_asked_again_and_a_refusal_is_final(cluster, clock, capsys):
+    cluster.answers, cluster.retry_after = [503, 0, 0, 0, fake.LOST, 0, 0, fake.LOST], "20"
     code = launched(*FIXED_HERE)
-    until(lambda: len(cluster.asked) == 2)  # the Job and its Service
-    cluster.answers = [403] * 100
+    until(is_submitted)
+    assert [body["kind"] for _, body in cluster.asked] == ["Job", "Service"]
+    assert clock.now >= 20
+    cluster.answers, began = [403] * 100, clock.now
     assert code() == 5
-    assert "(403)" in capsys.readouterr().err
+    assert clock.now >= began + 4  # five since the last good answer
+    assert "The cluster refuses GET jobs/farflung-run-" in (said := capsys.readouterr().err)
+    assert "in the namespace training (403): one bad answer" in said
+
+
+@pytest.mark.parametrize(("status", "last"), [(404, 0.0), (503, 25.5)])
+def test_what_is_not_accepted_is_not_submitted(status, last, cluster, clock, capsys):
+    cluster.answers = [status] * 100
+    assert call_farflung("launch", *FIXED_HERE) == 5
+    assert f"({status})" in capsys.readouterr().err
+    assert (clock.now, cluster.asked) == (last, [])
+
+
+def test_a_job_whose_service_is_refused_is_deleted(cluster, capsys):
+    cluster.answers = [0, 0, 0, 0, 403]
+    assert call_farflung("launch", *FIXED_HERE) == 5
+    assert "refuses POST services" in capsys.readouterr().err
+    assert not cluster.pods
+
+
+def test_a_cluster_may_be_away_for_ten_minutes(cluster, clock, capsys):
+    code, *_ = launched_pods(cluster)
+    cluster.answers, began = [500] * 300, clock.now
+    assert code() == 5
+    assert 585 < clock.now - began <= 602
 
 
 def test_lines_of_one_time_and_of_a_clock_that_goes_back_are_all_shown(monkeypatch, capsys):
@@ -213,10 +233,9 @@ def test_machines_that_have_saved_at_a_signal_start_again(cluster):
     assert code() == 0
 
 
-def test_an_elastic_run_is_scaled_in_one_request_and_cancelled(cluster, home, capsys):
+def test_an_elastic_run_is_scaled_in_one_request_and_cancelled(cluster, capsys):
     code = launched(*ELASTIC_HERE)
-    submitted = home / "run" / SUBMITTED
-    until(lambda: submitted.exists() and json.loads(submitted.read_text())["handle"])  # after the pods are there
+    until(is_submitted)
     for count in (6, 2):
         assert call_farflung("scale", "run", str(count)) == 0
         assert set(cluster.pods) == set(range(count))
@@ -298,6 +317,33 @@ def wait_for(cluster, words: str, index: int | None = None) -> None:
 
     prefix = "" if index is None else f"[pod {index}] "
     until(lambda: any(words in line for line in lines() if line.startswith(prefix)), lambda: "".join(lines()))
+
+
+def pod(name="job-0-x1", index=None, **status) -> dict:
+    notes = {} if index is None else {"annotations": {fake.INDEX: index}}
+    return {"metadata": {"name": name, "labels": {}, **notes}, "status": status}
+
+
+def test_a_pod_has_its_index_as_a_name_and_says_why_it_does_not_run():
+    assert [name_of(pod(index="3")), name_of(pod())] == ["pod 3", "pod job-0-x1"]
+    waits = [{"state": {"waiting": {"reason": reason, "message": "m"}}} for reason in ("PodInitializing", "ErrImage")]
+    ended = [{"state": {"terminated": {"exitCode": code, "reason": "OOM"}}} for code in (0, 137)]
+    placed = [{"type": "PodScheduled", "status": "True"}, {"type": "Ready", "status": "False"}]
+    assert problems(pod(conditions=placed, initContainerStatuses=waits, containerStatuses=ended)) == [
+        "waits: ErrImage: m",
+        "has ended with exit code 137 (OOM)",
+    ]
+    assert problems(pod()) == []
+
+
+def test_a_run_fails_with_the_code_of_the_container_that_failed_first():
+    def failed(*ends) -> int:
+        states = [{"state": {"terminated": {"exitCode": code, "finishedAt": at}}} for code, at in ends]
+        return first_exit_code([pod(containerStatuses=[state]) for state in states])
+
+    assert failed((4, "2026-01-01T00:00:02Z"), (2, "2026-01-01T00:00:01Z"), (0, "2026-01-01T00:00:00Z")) == 2
+    assert [failed((code, "")) for code in (2, 3, 4, 5, 1, 137)] == [2, 3, 4, 5, 3, 3]
+    assert failed() == 3
 
 
 WRONG = [

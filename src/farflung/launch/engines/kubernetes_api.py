@@ -83,7 +83,7 @@ class KubernetesApi:
 
     def create(self, path: str, body: dict[str, Any]) -> Any:
         """Make an object and return it. A request whose answer was lost may have made it: it is known by a mark."""
-        mark = os.urandom(8).hex()
+        mark, self._has_answered = os.urandom(8).hex(), True  # to the check before, over a connection of its own
         body["metadata"]["annotations"] = {_MARK: mark}
         try:
             return self.request("POST", path, body)
