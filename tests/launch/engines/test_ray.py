@@ -15,11 +15,9 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from farflung.launch.codes import ENGINE
 from farflung.testing.patience import patience
 from tests.launch.engines.test_arguments import DUMP, make_arguments, seen
 from tests.launch.engines.test_connections import RANK, WORST
-from tests.launch.engines.test_engine import submitted
 from tests.launch.keyed import check_sealed_and_unseen, end_soon, write_key
 from tests.launch.screen import Screen, started as start_farflung
 from tests.python import call_farflung
@@ -27,7 +25,7 @@ from tests.waits import until
 
 ray = pytest.importorskip("ray")
 
-pytestmark = pytest.mark.package
+pytestmark = [pytest.mark.package, pytest.mark.server]
 TRAINS = """
 import time, torch
 from pathlib import Path
@@ -118,7 +116,6 @@ def drain(cluster, node) -> None:
     assert client.drain_node(node.node_id, reason, "soon", int(time.time() * 1000) + 600_000)[0]
 
 
-@pytest.mark.server
 @pytest.mark.timeout(400)
 def test_replicas_of_lost_and_draining_nodes_start_elsewhere_and_the_others_train_on(home, cluster, started):
     (home / "train.py").write_text(TRAINS)
@@ -147,7 +144,6 @@ def test_replicas_of_lost_and_draining_nodes_start_elsewhere_and_the_others_trai
     assert launched.text.count("trained") in (2, 3)  # one that is to leave may have finished before it does
 
 
-@pytest.mark.server
 def test_a_key_is_read_on_the_nodes_unseen_and_seals_the_run(home, cluster, started):
     cluster.more(2)
     key, meet = write_key(home), home / "meet"
@@ -159,7 +155,6 @@ def test_a_key_is_read_on_the_nodes_unseen_and_seals_the_run(home, cluster, star
     check_sealed_and_unseen(home, meet, text)
 
 
-@pytest.mark.server
 def test_a_fixed_run_has_a_node_for_each_machine_and_a_failure_is_one_box(home, cluster, started):
     (home / "train.py").write_text(FIXED)
     cluster.more(2)
@@ -174,7 +169,6 @@ def test_a_fixed_run_has_a_node_for_each_machine_and_a_failure_is_one_box(home, 
     assert launched.text.count("rank 1 failed") == 1, launched.text
 
 
-@pytest.mark.server
 def test_every_argument_reaches_an_actor_as_it_was(home, cluster, started):
     (home / "train.py").write_text(DUMP)
     cluster.more()
@@ -184,7 +178,6 @@ def test_every_argument_reaches_an_actor_as_it_was(home, cluster, started):
     assert seen(home) == arguments
 
 
-@pytest.mark.server
 def test_lines_of_the_worst_kind_come_from_an_actor_once_and_as_they_were(home, cluster):
     draw = random.Random(1)
     lines = [*draw.choices(WORST, k=10_000), b"x" * 1_000_000 + b"\n", b"no newline at the end"]
@@ -205,7 +198,6 @@ def test_lines_of_the_worst_kind_come_from_an_actor_once_and_as_they_were(home, 
     assert b"\n".join(printed) + b"\n" == expected
 
 
-@pytest.mark.server
 def test_an_interrupt_and_a_cancel_end_what_runs_on_the_nodes(home, cluster, started):
     (home / "train.py").write_text("import os, time\nprint('up', os.getpid(), flush=True)\ntime.sleep(600)\n")
     cluster.more(2)
@@ -222,41 +214,6 @@ def test_an_interrupt_and_a_cancel_end_what_runs_on_the_nodes(home, cluster, sta
         until(lambda pids=pids: not any(map(psutil.pid_exists, pids)))
 
 
-def test_a_missing_package_is_named_and_a_dry_run_needs_none(home, monkeypatch, capsys):
-    (home / "train.py").touch()
-    monkeypatch.setitem(sys.modules, "ray", None)
-    words = ["launch", "--engine", "ray", "--run-dir", "run", "--num_machines", "2"]
-    assert call_farflung(*words, "train.py") == 5
-    assert "pip install 'farflung[ray]'" in capsys.readouterr().err
-    assert call_farflung(*words, "--dry-run", "train.py") == 0
-    shown = capsys.readouterr().out
-    assert re.search(r"\[1\] .*--machine_rank 1 .*train.py", shown)
-
-
-@pytest.mark.parametrize(
-    ("word", "answer"),
-    [("follow", "process 7 on elsewhere shows what it prints"), ("cancel", "was started on elsewhere")],
-)
-def test_a_run_of_another_launcher_is_answered_without_a_cluster(word, answer, home, monkeypatch, capsys):
-    submitted(home, {"pid": 7, "machine": "elsewhere"}, engine="ray")
-    monkeypatch.setitem(sys.modules, "ray", None)
-    assert call_farflung(word, "run") == ENGINE
-    assert answer in capsys.readouterr().err
-
-
-@pytest.mark.server
-def test_a_cluster_that_is_away_or_too_small_is_told_before_anything_starts(home, cluster, started):
-    (home / "train.py").touch()
-    cluster.more()
-    launched = started("--num_machines", "2", "--engine-options", "cpus=1,gpus=4", "train.py")
-    launched.end(5)
-    assert "2 nodes with 1 CPUs and 4 GPUs each are needed, but the cluster has 0" in launched.text
-    launched = started("--engine-options", "address=127.0.0.1:1", "train.py")
-    launched.end(5)
-    assert "Ray's cluster at 127.0.0.1:1 can't be reached: " in launched.text
-
-
-@pytest.mark.server
 def test_a_folder_that_a_node_does_not_have_ends_the_run_with_its_name(home, cluster, started):
     (home / "train.py").touch()
     cluster.more()
@@ -265,7 +222,6 @@ def test_a_folder_that_a_node_does_not_have_ends_the_run_with_its_name(home, clu
     assert "nothing could be started in /nowhere: No such file or directory" in launched.text
 
 
-@pytest.mark.server
 def test_a_cluster_of_this_machine_is_started_for_a_run_that_asks_for_one(home, started):
     (home / "train.py").write_text("print('hello')\n")
     launched = started("--engine-options", "address=local", "train.py")

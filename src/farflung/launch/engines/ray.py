@@ -86,10 +86,11 @@ class LauncherActor:
 
     def _collect(self, name: str) -> None:
         assert self._process is not None
-        for line in getattr(self._process, name):
-            with self._news:
-                self._lines[name].append(line)
-                self._news.notify_all()
+        with getattr(self._process, name) as stream:
+            for line in stream:
+                with self._news:
+                    self._lines[name].append(line)
+                    self._news.notify_all()
         with self._news:
             self._open -= 1
             self._news.notify_all()
@@ -294,7 +295,7 @@ class Ray(ForegroundEngine[RayConnection]):
         names = [f"{noun} {number}" for number in range(job.count)]
         cluster, times = self._cluster, max_restarts(job.settings)
         self._connections = Connections(job.settings, cluster.token, cluster.start, names, times)
-        self._wanted = self._next = job.count
+        self._next, self._asked = job.count, (job.count, 0.0)  # replicas, and when `scale` has asked for them
         return this_launcher()
 
     def follow(self) -> int:
@@ -306,7 +307,7 @@ class Ray(ForegroundEngine[RayConnection]):
 
     def scale(self, count: int) -> str:
         """Leave the number where the launcher that submitted the run looks for it."""
-        self._job.write({**self._job.handle, "replicas": count})
+        self._job.write({**self._job.handle, "replicas": count, "asked_at": time.time()})
         return f"{self._job.name} is to have {counted(count, 'replica')}; its launcher adds some, or has some sign out"
 
     def _look(self) -> None:
@@ -327,16 +328,17 @@ class Ray(ForegroundEngine[RayConnection]):
             elif self._connections.is_done and not connection.node:  # it waits for a node, and the work is done
                 connection.is_leaving = True
                 connection.close()
-        wanted = self._wanted
+        asked = self._asked
         with suppress(FarflungError):  # a folder that is gone or damaged ends no run
-            wanted = int(Job.read(self._job.folder).handle.get("replicas", wanted))
-        if wanted != self._wanted:
+            handle = Job.read(self._job.folder).handle
+            asked = int(handle.get("replicas", asked[0])), handle.get("asked_at", 0.0)
+        if asked != self._asked:  # as many as before may be more than are left
+            self._asked, wanted = asked, asked[0]
             staying = [connection for connection in supervisor.running.values() if not connection.is_leaving]
             for _ in range(wanted - len(staying) - len(supervisor.due)):
                 self._add()
             for connection in staying[wanted:]:
                 self._sign_out(connection, "the run is to have fewer replicas")
-            self._wanted = wanted
 
     def _sign_out(self, connection: RayConnection, why: str) -> None:
         connection.is_leaving = True
