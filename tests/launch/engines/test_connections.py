@@ -6,15 +6,17 @@ from __future__ import annotations
 import io
 import json
 import random
+import signal
 import sys
 
 import pytest
 
 from farflung.config.launch import LaunchSettings
 from farflung.launch.codes import DONE, FAILED
-from farflung.launch.engines.connections import Connections, SshConnection
+from farflung.launch.engines.connections import GONE, Connections, SshConnection
 from farflung.launch.events import Screen, showing
 from farflung.process.tether import mark_of, split_reports
+from tests.waits import until
 
 TOKEN = "5" * 32
 # Prints lines of the worst kind to both streams, and ends well.
@@ -95,3 +97,69 @@ def test_an_exit_code_of_0_is_not_believed_without_the_launchers_own_report(repo
     text = " ".join(capfd.readouterr().err.replace("│", "").split())
     words = ("a is gone", "its exit code is 0, but no launcher has reported its end", "last line: a menu")
     assert [sentence in text for sentence in words] == [code == FAILED] * 3
+
+
+def test_a_connection_hands_on_the_key_and_signals_and_a_second_sigkill_closes_it(capfdbinary):
+    connection = SshConnection("a", ["sh", "-c", "read key; echo $key; head -c 2 | od -An -tu1"], key=b"\x01\xfe")
+    for number in (0, signal.SIGTERM):
+        connection.send(number)
+    assert b"".join(connection.streams[0]).split() == [b"01fe", b"0", b"15"]
+    assert list(connection.streams[1]) == []
+    until(lambda: connection.poll() is not None)
+    assert (connection.code, connection.is_gone) == (GONE, True)  # as no launcher has reported its end
+    connection = SshConnection("a", ["sleep", "60"])
+    connection.send(signal.SIGKILL)
+    assert connection.poll() is None
+    connection.send(signal.SIGKILL)
+    until(lambda: connection.poll() is not None)
+    assert (connection.code, connection.is_gone) == (-signal.SIGKILL, True)
+    for stream in connection.streams:
+        assert list(stream) == []
+
+
+def line_of(**facts) -> str:
+    return mark_of(TOKEN).decode() + json.dumps({"v": 1, "time": 1.0, **facts})
+
+
+def failed(error: str, cause: str, at: float) -> str:
+    facts = {"message": f"{error} failed", "error": error, "cause": cause, "failed_at": at, "report": f"box of {error}"}
+    return line_of(event="failed", **facts)
+
+
+def follow(home, capfd, lines: dict[str, list[str]], codes: dict[str, int], **settings) -> tuple[int, str]:
+    """Follow launchers that report these lines and end with these codes; return the run's code and what is shown."""
+    for host, reports in lines.items():
+        (home / host).write_text("".join(f"{line}\n" for line in reports))
+    connect = {host: SshConnection(host, ["sh", "-c", f"cat {host} >&2; exit {codes[host]}"]) for host in lines}
+    given = LaunchSettings(**settings)
+    with showing(Screen(given)):
+        code = Connections(given, TOKEN, connect.__getitem__, lines).follow()
+    shown = capfd.readouterr()
+    return code, shown.out + shown.err
+
+
+NOTE, END = line_of(event="note", message="a note"), line_of(event="ended", code=0)
+
+
+def test_a_failure_of_ones_own_is_the_box_and_those_it_has_caused_are_lines(home, capfd):
+    own, theirs, late = failed("mine", "own", 9.0), failed("theirs", "peer", 1.0), failed("late", "own", 10.0)
+    code, text = follow(home, capfd, {"a": [theirs, NOTE], "b": [late, own]}, {"a": 3, "b": 4})
+    assert code == 4
+    assert text.count("box of") == 1
+    assert text.index("mine failed") < text.index("box of mine") < text.index("then:") < text.index("late failed: late")
+    assert text.index("late failed: late") < text.index("theirs failed: theirs")
+    assert "[a] farflung: a note\n" in text
+    assert "a note" not in follow(home, capfd, {"a": [NOTE, END]}, {"a": 0}, quiet=True)[1]
+    code, text = follow(home, capfd, {"a": [own]}, {"a": 3}, json=True)
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert [(row["event"], row["host"], row["error"]) for row in rows] == [("failed", "a", "mine")]
+
+
+def test_replicas_fail_each_in_a_box_and_the_others_go_on(home, capfd):
+    ends = {"a": [END], "b": [failed("mine", "own", 9.0)], "c": ["Timeout"]}
+    code, text = follow(home, capfd, ends, {"a": 0, "b": 4, "c": GONE}, elastic="1:4")
+    assert code == 4
+    assert "box of mine" in text
+    assert "c is gone: Timeout; the others continue" in text
+    assert follow(home, capfd, {"a": [END], "c": ["Timeout"]}, {"a": 0, "c": GONE}, elastic="1:4")[0] == DONE
+    assert follow(home, capfd, {"c": ["Timeout"]}, {"c": GONE}, elastic="1:4")[0] == FAILED

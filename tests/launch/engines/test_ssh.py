@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import re
 import shutil
 import signal
@@ -16,20 +14,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from farflung.base.errors import ConfigError
-from farflung.config import environ
-from farflung.config.engines import Host, parse_hosts
-from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, FAILED, EngineFailure
-from farflung.launch.engines.ssh import SshClient
+from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, FAILED
 from farflung.testing.patience import patience
 from tests.launch.engines.test_arguments import DUMP, HOSTILE, SHELLS, make_arguments, seen
-from tests.launch.engines.test_engine import submitted
 from tests.launch.keyed import check_sealed_and_unseen, end_soon, write_key
 from tests.launch.machines import ADDRESSES
 from tests.launch.screen import Screen
 from tests.launch.sshd import host_with_shell, two_hosts, why_no_sshd
 from tests.launch.test_replicas import TRAINS, until_further
-from tests.python import call_farflung, run_farflung
+from tests.python import run_farflung
 from tests.waits import until
 
 COUNTS = """
@@ -165,30 +158,6 @@ def test_a_folder_is_copied_there_and_what_the_run_has_written_comes_back(on_lab
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     begun = [event for event in events if event["event"] == "started"]
     assert len(begun) == 3  # of this launcher and of one on each host, each once though they share a disk
-
-
-# Stands in for ssh under the real rsync: notes the host, and runs its command here.
-HERE = """#!/bin/sh
-while case $1 in -T) shift ;; -o | -l) shift 2 ;; *) false ;; esac do :; done
-echo "$1" > "$SEEN"
-shift
-exec sh -c "$*"
-"""
-
-
-@pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")
-@pytest.mark.parametrize("host", ["me@[fe80::1]", "[::1]", "node0"])
-def test_a_folder_is_copied_to_a_host_however_it_is_named(host, tmp_path, monkeypatch):
-    (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "train.py").write_text("pass")
-    (tmp_path / "ssh").write_text(HERE)
-    (tmp_path / "ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
-    monkeypatch.chdir(tmp_path / "here")
-    SshClient({"folder": str(tmp_path / "there")}).rsync(parse_hosts(host))
-    assert (tmp_path / "there" / "train.py").exists()
-    assert (tmp_path / "seen").read_text().strip() == host.rpartition("@")[2].strip("[]")
 
 
 @in_lab
@@ -348,140 +317,3 @@ def test_hosts_that_differ_are_one_table_before_anything_starts(lab, home):
     screen = lab.launch("--hosts", "node0,node1", python="/usr/bin/nopython")
     assert "nopython" in screen.end(ENGINE)
     assert not (home / "started").exists()
-
-
-def test_hosts_are_a_list_or_a_file(home):
-    assert parse_hosts("a, me@b:2,[::1]:3") == (Host("a", None), Host("me@b", 2), Host("::1", 3))
-    (home / "hosts").write_text("# all\na\nb slots=4 # fast\n\n")
-    assert parse_hosts("hosts") == (Host("a", None), Host("b", 4))
-    (home / "hosts").write_bytes(b"\xef\xbb\xbfa\r\nb:2\r\n")  # as editors of Windows write it
-    assert parse_hosts("hosts") == (Host("a", None), Host("b", 2))
-    assert len(parse_hosts(",".join(f"node{number:03}" for number in range(100)))) == 100  # longer than a file's name
-    (home / "hosts").write_bytes(b"\xff\xfea\0")
-    with pytest.raises(ConfigError, match="can't be read as text in UTF-8"):
-        parse_hosts("hosts")
-    (home / "hosts").write_text("a\nb c\n")
-    with pytest.raises(ConfigError, match=r"^hosts:2: hosts holds 'b c'"):
-        parse_hosts("hosts")
-
-
-def test_a_dry_run_shows_the_command_of_each_host(home, capsys):
-    environ.remove("FARFLUNG_RUN_DIR")
-    (home / "train.py").touch()
-    assert call_farflung("launch", "--cpu", "--hosts", "a:2,me@b:2", "--dry-run", "train.py") == DONE
-    first, second = capsys.readouterr().out.splitlines()[1:]
-    assert first.startswith("a: ssh ")
-    assert " -- me@b " in second
-    assert "--num_machines 2 --machine_rank 1 --main_process_ip a --main_process_port 29500 --num_processes 4" in second
-    assert call_farflung("launch", "--cpu", "--hosts", "a,b:3", "--elastic", "2:8", "--dry-run", "train.py") == DONE
-    first, second = capsys.readouterr().out.splitlines()[1:]
-    assert "--replicas 1 --meet tcp://a:29500" in first
-    assert "--replicas 3 --meet tcp://a:29500" in second
-
-
-SLIPS = [
-    ("--hosts 127.0.0.1 --engine-options ssh=-p1", "127.0.0.1", "Connection refused"),
-    ("--hosts no-such-host.invalid", "no-such-host.invalid", "Could not resolve hostname"),
-    ("--hosts a,b --cpu --sync", "rsync", "This machine has none"),
-]
-
-
-@pytest.mark.skipif(shutil.which("ssh") is None, reason="OpenSSH's client is not installed")
-@pytest.mark.parametrize(("line", "wrong", "meant"), SLIPS, ids=[line for line, *_ in SLIPS])
-def test_a_slip_is_answered_with_what_was_wrong_and_what_to_do(line, wrong, meant, home, capsys, monkeypatch):
-    (home / "train.py").touch()
-    environ.remove("FARFLUNG_RUN_DIR")
-    if "--sync" in line:
-        monkeypatch.setenv("PATH", str(home))
-    ended = call_farflung("launch", *line.split(), "train.py")
-    said = capsys.readouterr().err
-    assert ended == ENGINE, said
-    assert len(said.splitlines()) <= 15
-    assert wrong in said
-    assert meant in said
-    assert not Path("farflung-runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["scale", "run", "3"], "`farflung launch --hosts HOST:n --cpu --elastic 1:4 --meet tcp://a:29500 train.py 1`"),
-        (["cancel", "run"], "was started on elsewhere: `farflung cancel run` there ends it"),
-        (["follow", "run"], "process 7 on elsewhere shows what it prints"),
-    ],
-)
-def test_what_only_the_launcher_itself_can_do_is_said_in_words(words, said, home, capsys):
-    by = {"pid": 7, "begun": 0.0, "machine": "elsewhere", "hosts": ["a", "b"]}
-    submitted(home, by, use_cpu=True, hosts="a,b", elastic="1:4", meet="tcp://a:29500", replicas=2)
-    assert call_farflung(*words) == ENGINE
-    assert said in capsys.readouterr().err
-
-
-@pytest.fixture
-def foreign(home, monkeypatch):
-    """A host whose login shell prints `words` around what it runs, or runs nothing."""
-    (home / "train.py").touch()
-    (home / "bin").mkdir()
-    environ.remove("FARFLUNG_RUN_DIR")
-    monkeypatch.setenv("PATH", f"{home}/bin:{environ.text('PATH')}")
-
-    def make(before="", after="", runs=True):
-        line = 'sh -c "${!#}"' if runs else "true"
-        (home / "bin" / "ssh").write_text(f"#!/bin/bash\nprintf %b '{before}'\n{line} || exit\nprintf %b '{after}'\n")
-        (home / "bin" / "ssh").chmod(0o755)
-        return SshClient({})
-
-    return make
-
-
-@pytest.mark.parametrize("printed", [("Welcome!\\n{}", ""), ("", "bye\\n"), ("no end of a line", '{"a": 1}')])
-def test_a_host_may_print_before_and_after_it_answers(printed, foreign):
-    client = foreign(*printed)
-    assert client.probe([Host("a", None)], "train.py", "script")["a"]["python"] == platform.python_version()
-
-
-@pytest.mark.parametrize("printed", ["1) shell 2) logout\\n", "{}\\n", "\\0377\\n", ""])
-def test_a_host_that_runs_no_command_is_a_sentence(printed, foreign):
-    with pytest.raises(EngineFailure, match=r"a: its shell printed .* and ran no command; `ssh a echo hello`"):
-        foreign(printed, runs=False).probe([Host("a", None)], "train.py", "script")
-
-
-def test_logs_and_lines_come_back_and_nothing_else_whatever_names_they_have(foreign, home):
-    there, here = home / "there", home / "here"
-    (there / "logs").mkdir(parents=True)
-    here.mkdir()
-    (there / "logs" / "rank0.log").write_text("a log")
-    os.link(there / "logs" / "rank0.log", there / "logs" / "again.log")
-    (there / "logs" / "link.log").symlink_to("rank0.log")
-    (there / "logs" / "gone.log").symlink_to("nowhere")
-    os.mkfifo(there / "logs" / "pipe")
-    (there / "events.jsonl").write_text("{}\n")
-    (there / "checkpoint").mkdir()
-    with (there / "checkpoint" / "model.safetensors").open("wb") as file:
-        file.truncate(100 * 2**30)
-    client = foreign("motd\\n")
-    assert client.collect(Host("a", None), str(there), here) == ""
-    assert {str(path.relative_to(here)) for path in here.rglob("*") if path.is_file()} == {
-        *("logs/rank0.log", "logs/again.log", "logs/link.log"),
-        "events.jsonl",
-    }
-    assert (here / "logs" / "link.log").read_text() == "a log"
-    assert client.collect(Host("b", None), str(there), here) == ""  # another host with the same disk
-    assert (here / "events.jsonl").read_text() == "{}\n"
-
-
-@pytest.mark.parametrize("flags", [{"runs": False}, {"before": "x"}])
-def test_a_host_that_gives_nothing_back_is_a_reason_and_no_error(flags, foreign, home):
-    client = foreign(**flags)
-    (home / "here").write_text("no folder")
-    (home / "there").mkdir()
-    (home / "there" / "a.jsonl").touch()
-    assert client.collect(Host("a", None), str(home / "there"), home / "here") != ""
-
-
-def test_a_machine_without_ssh_says_so(home, capsys, monkeypatch):
-    (home / "train.py").touch()
-    monkeypatch.setenv("PATH", str(home))
-    environ.remove("FARFLUNG_RUN_DIR")
-    assert call_farflung("launch", "--hosts", "a,b", "train.py") == ENGINE
-    assert "There is no program ssh on this machine." in capsys.readouterr().err

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ssh is asked for and what comes of its answers, by a shell of this machine in place of a host's."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from farflung.base.errors import ConfigError
+from farflung.config import environ
+from farflung.config.engines import Host, parse_hosts
+from farflung.launch.codes import DONE, ENGINE, USAGE, EngineFailure
+from farflung.launch.engines.probe import probe
+from farflung.launch.engines.ssh import SshClient, table_of_differences
+from tests.launch.engines.launchers import ENDS, make_python
+from tests.launch.engines.test_engine import submitted
+from tests.launch.keyed import KEY, write_key
+from tests.python import call_farflung
+
+# Stands in for ssh under the real rsync: notes the host, and runs its command here.
+HERE = """#!/bin/sh
+while case $1 in -T) shift ;; -o | -l) shift 2 ;; *) false ;; esac do :; done
+echo "$1" > "$SEEN"
+shift
+exec sh -c "$*"
+"""
+
+
+@pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")
+@pytest.mark.parametrize("host", ["me@[fe80::1]", "[::1]", "node0"])
+def test_a_folder_is_copied_to_a_host_however_it_is_named(host, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "train.py").write_text("pass")
+    for name in (".git", ".venv", "farflung-runs", "__pycache__"):
+        (tmp_path / "here" / name).mkdir()
+    (tmp_path / "ssh").write_text(HERE)
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
+    monkeypatch.chdir(tmp_path / "here")
+    SshClient({"folder": str(tmp_path / "there")}).rsync(parse_hosts(host))
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["train.py"]
+    assert (tmp_path / "seen").read_text().strip() == host.rpartition("@")[2].strip("[]")
+
+
+def test_hosts_are_a_list_or_a_file(home):
+    assert parse_hosts("a, me@b:2,[::1]:3") == (Host("a", None), Host("me@b", 2), Host("::1", 3))
+    (home / "hosts").write_text("# all\na\nb slots=4 # fast\n\n")
+    assert parse_hosts("hosts") == (Host("a", None), Host("b", 4))
+    (home / "hosts").write_bytes(b"\xef\xbb\xbfa\r\nb:2\r\n")  # as editors of Windows write it
+    assert parse_hosts("hosts") == (Host("a", None), Host("b", 2))
+    assert len(parse_hosts(",".join(f"node{number:03}" for number in range(100)))) == 100  # longer than a file's name
+    (home / "hosts").write_bytes(b"\xff\xfea\0")
+    with pytest.raises(ConfigError, match="can't be read as text in UTF-8"):
+        parse_hosts("hosts")
+    (home / "hosts").write_text("a\nb c\n")
+    with pytest.raises(ConfigError, match=r"^hosts:2: hosts holds 'b c'"):
+        parse_hosts("hosts")
+
+
+def test_a_dry_run_shows_the_command_of_each_host(home, capsys):
+    environ.remove("FARFLUNG_RUN_DIR")
+    (home / "train.py").touch()
+    assert call_farflung("launch", "--cpu", "--hosts", "a:2,me@b:2", "--dry-run", "train.py") == DONE
+    first, second = capsys.readouterr().out.splitlines()[1:]
+    assert first.startswith("a: ssh -T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveC")
+    assert "ServerAliveCountMax=3 -- a " in first
+    assert " -- me@b " in second
+    assert "--num_machines 2 --machine_rank 1 --main_process_ip a --main_process_port 29500 --num_processes 4" in second
+    assert call_farflung("launch", "--cpu", "--hosts", "a,b:3", "--elastic", "2:8", "--dry-run", "train.py") == DONE
+    first, second = capsys.readouterr().out.splitlines()[1:]
+    assert "--replicas 1 --meet tcp://a:29500" in first
+    assert "--replicas 3 --meet tcp://a:29500" in second
+    words = ["--hosts", "a,b", "--elastic", "5:8", "--engine-options", "ssh=-p 7 -i k", "--dry-run", "train.py"]
+    assert call_farflung("launch", "--cpu", "--main_process_ip", "10.0.0.5", *words) == DONE
+    first, second = capsys.readouterr().out.splitlines()[1:]
+    assert "ssh -T -p 7 -i k -o BatchMode=yes" in first  # of what ssh hears twice the first counts
+    assert ("--replicas 3" in first, "--replicas 2" in second) == (True, True)
+    assert ("--meet tcp://10.0.0.5:29500" in first, "--main_process" in first) == (True, False)
+
+
+SLIPS = [
+    ("--hosts 127.0.0.1 --engine-options ssh=-p1", "127.0.0.1", "Connection refused"),
+    ("--hosts no-such-host.invalid", "no-such-host.invalid", "Could not resolve hostname"),
+    ("--hosts a,b --cpu --sync", "rsync", "This machine has none"),
+]
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="OpenSSH's client is not installed")
+@pytest.mark.parametrize(("line", "wrong", "meant"), SLIPS, ids=[line for line, *_ in SLIPS])
+def test_a_slip_is_answered_with_what_was_wrong_and_what_to_do(line, wrong, meant, home, capsys, monkeypatch):
+    (home / "train.py").touch()
+    environ.remove("FARFLUNG_RUN_DIR")
+    if "--sync" in line:
+        monkeypatch.setenv("PATH", str(home))
+    ended = call_farflung("launch", *line.split(), "train.py")
+    said = capsys.readouterr().err
+    assert ended == ENGINE, said
+    assert len(said.splitlines()) <= 15
+    assert wrong in said
+    assert meant in said
+    assert not Path("farflung-runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["scale", "run", "3"], "`farflung launch --hosts HOST:n --cpu --elastic 1:4 --meet tcp://a:29500 train.py 1`"),
+        (["cancel", "run"], "was started on elsewhere: `farflung cancel run` there ends it"),
+        (["follow", "run"], "process 7 on elsewhere shows what it prints"),
+    ],
+)
+def test_what_only_the_launcher_itself_can_do_is_said_in_words(words, said, home, capsys):
+    by = {"pid": 7, "begun": 0.0, "machine": "elsewhere", "hosts": ["a", "b"]}
+    submitted(home, by, use_cpu=True, hosts="a,b", elastic="1:4", meet="tcp://a:29500", replicas=2)
+    assert call_farflung(*words) == ENGINE
+    assert said in capsys.readouterr().err
+
+
+@pytest.fixture
+def foreign(home, monkeypatch):
+    """A host whose login shell prints `words` around what it runs, or runs nothing."""
+    (home / "train.py").touch()
+    (home / "bin").mkdir()
+    environ.remove("FARFLUNG_RUN_DIR")
+    monkeypatch.setenv("PATH", f"{home}/bin:{environ.text('PATH')}")
+
+    def make(before="", after="", runs=True, at="10.0.0.1 5 10.0.0.9 22"):
+        line = 'sh -c "${!#}"' if runs else "true"
+        lines = ["#!/bin/bash", f"export SSH_CONNECTION='{at}'", f"printf %b '{before}'", f"{line} || exit"]
+        (home / "bin" / "ssh").write_text("\n".join([*lines, f"printf %b '{after}'", ""]))
+        (home / "bin" / "ssh").chmod(0o755)
+        return SshClient({})
+
+    return make
+
+
+@pytest.mark.parametrize(("elastic", "at"), [(None, "10.0.0.9"), ("2:4", "fd00::9")])
+def test_hosts_are_asked_given_a_launcher_each_and_what_they_have_comes_back(elastic, at, foreign, home, capsys):
+    foreign(at=f"10.0.0.1 5 {at} 22")
+    key, there = write_key(home), home / "there"
+    acts = "number = of('--machine_rank', '0')\n"
+    acts += "print('rank', number, os.read(0, 64)[:64 * ('--key' in words)])\nreport('note', message='waits')\n"
+    acts += "os.makedirs('run/ranks', exist_ok=True)\nopen(f'run/ranks/{os.getpid()}', 'w').write(words[4])\n" + ENDS
+    there.mkdir()
+    shutil.copy(home / "train.py", there)
+    options = ["--engine-options", f"folder={there},python={make_python(there, acts)}"]
+    kind = ["--elastic", elastic, "--key_file", key.name] if elastic else ["--num_processes", "4"]
+    code = call_farflung("launch", "--cpu", "--hosts", "a,b", "--run-dir", "run", *kind, *options, "train.py")
+    shown, seen = capsys.readouterr(), KEY.encode() if elastic else b""
+    assert code == DONE, shown.err
+    assert sorted(shown.out.splitlines()) == [f"[a] rank 0 {seen}", f"[b] rank {0 if elastic else 1} {seen}"]
+    assert shown.err.count("farflung: waits") == 2
+    commands = [json.loads(line) for line in (there / "commands").read_text().splitlines()]
+    for words in commands:
+        assert words[words.index("--run_dir") + 1] == f"{there}/run"
+        assert ("--key" in words, "--key_file" in words) == (bool(elastic), False)
+        if elastic:
+            assert re.fullmatch(r"tcp://\[fd00::9\]:\d+", words[words.index("--meet") + 1])
+            assert words[words.index("--replicas") + 1] == "1"
+        else:
+            assert words[words.index("--main_process_ip") + 1] == "10.0.0.9"
+            assert words[words.index("--num_processes") + 1] == "4"
+    assert len(list((home / "run" / "ranks").iterdir())) == 2
+    handle = json.loads((home / "run" / "engine.json").read_text())["handle"]
+    assert (handle["pid"], handle["machine"], handle["hosts"]) == (os.getpid(), socket.gethostname(), ["a", "b"])
+
+
+def test_where_hosts_can_not_meet_or_differ_nothing_is_started(foreign, home, monkeypatch, capsys):
+    def refused(code: int, *words: str) -> str:
+        assert call_farflung("launch", "--cpu", "--hosts", "a,b", *words, "train.py") == code
+        return capsys.readouterr().err
+
+    foreign(at="127.0.0.1 5 127.0.0.1 22")
+    assert "a was reached at 127.0.0.1, which is each host's own" in refused(USAGE)
+    (home / "there").mkdir()
+    (home / "there" / "train.py").write_text("other")
+    assert "The hosts differ in script; nothing was started. --sync" in refused(ENGINE, "--engine-options=folder=there")
+    (home / "bin" / "rsync").write_text("#!/bin/sh\necho 'protocol mismatch -- is your shell clean?' >&2\nexit 2\n")
+    (home / "bin" / "rsync").chmod(0o755)
+    assert "a: its shell prints something, which rsync can't read: `ssh a true` must be silent" in refused(
+        ENGINE, "--sync"
+    )
+
+
+def test_what_differs_between_hosts_is_a_table_of_that():
+    alike = {"python": "3.11.1", "torch": "2.13", "farflung": "1 (a)", "script": "b", "GPUs": 8, "cores": 4}
+    fine = {"a": alike | {"python": "3.11.9", "torch": "2.13+cpu", "GPUs": 1}, "b": alike | {"GPUs": 1, "cores": 9}}
+    here = alike | {"python": "3.12.1", "torch": "2.12"}  # it trains nothing
+    assert table_of_differences(here, fine, ["GPUs"]) == ""
+    for name, value in (("python", "3.12.1"), ("torch", "2.12"), ("farflung", "2 (a)"), ("script", "c"), ("GPUs", 2)):
+        text = table_of_differences(here, fine | {"b": fine["b"] | {name: value}}, ["GPUs"])
+        assert text.startswith(f"The hosts differ in {name}; nothing was started.")
+        assert ("--sync" in text) == (name == "script")
+        assert re.search(rf"│ b\s+│ {re.escape(str(value))}\s+│", text)
+    many = {f"n{number}": alike for number in range(20)}
+    assert [f" n{number} " in table_of_differences(alike | {"script": "c"}, many, []) for number in (7, 8)] == [
+        True,
+        False,
+    ]
+
+
+@pytest.mark.parametrize("printed", [("Welcome!\\n{}", ""), ("", "bye\\n"), ("no end of a line", '{"a": 1}')])
+def test_a_host_may_print_before_and_after_it_answers(printed, foreign):
+    found = foreign(*printed).probe([Host("a", None)], "train.py", "script")["a"]
+    assert found.pop("port") > 1023
+    here = probe("train.py", "script", "10.0.0.1 5 10.0.0.9 22")
+    assert found == {name: value for name, value in here.items() if name != "port"}
+
+
+def test_a_machine_says_what_it_has(home):
+    (home / "train.py").write_text("pass")
+    found = probe("train.py", "script")
+    assert (found["python"], found["torch"]) == (platform.python_version(), version("torch"))
+    assert re.fullmatch(rf"{version('farflung')} \([0-9a-f]{{8}}\)", found["farflung"])
+    assert (found["script"], found["cores"]) == (sha256(b"pass").hexdigest()[:8], len(os.sched_getaffinity(0)))
+    assert found["address"] == ""
+    assert [probe(*of)["script"] for of in (("gone.py", "script"), ("gone.x", "module"), ("gone", "program"))] == [
+        "missing"
+    ] * 3
+    assert len({probe(*of)["script"] for of in (("json.tool", "module"), ("sh", "program"), ("json", "script"))}) == 3
+
+
+@pytest.mark.parametrize("printed", ["1) shell 2) logout\\n", "{}\\n", "\\0377\\n", ""])
+def test_a_host_that_runs_no_command_is_a_sentence(printed, foreign):
+    words = (
+        r"^10 of 10 hosts .*\n  a0: its shell printed .* and ran no command; `ssh a0 echo hello`.*\n(.*\n){7}  and 2"
+    )
+    with pytest.raises(EngineFailure, match=words):
+        foreign(printed, runs=False).probe([Host(f"a{k}", None) for k in range(10)], "train.py", "script")
+
+
+def test_logs_and_lines_come_back_and_nothing_else_whatever_names_they_have(foreign, home):
+    there, here = home / "there", home / "here"
+    (there / "logs").mkdir(parents=True)
+    here.mkdir()
+    (there / "logs" / "rank0.log").write_text("a log")
+    os.link(there / "logs" / "rank0.log", there / "logs" / "again.log")
+    (there / "logs" / "link.log").symlink_to("rank0.log")
+    (there / "logs" / "gone.log").symlink_to("nowhere")
+    os.mkfifo(there / "logs" / "pipe")
+    (there / "events.jsonl").write_text("{}\n")
+    (there / "checkpoint").mkdir()
+    with (there / "checkpoint" / "model.safetensors").open("wb") as file:
+        file.truncate(100 * 2**30)
+    client = foreign("motd\\n")
+    assert client.collect(Host("a", None), str(there), here) == ""
+    assert {str(path.relative_to(here)) for path in here.rglob("*") if path.is_file()} == {
+        *("logs/rank0.log", "logs/again.log", "logs/link.log"),
+        "events.jsonl",
+    }
+    assert (here / "logs" / "link.log").read_text() == "a log"
+    assert client.collect(Host("b", None), str(there), here) == ""  # another host with the same disk
+    assert (here / "events.jsonl").read_text() == "{}\n"
+
+
+@pytest.mark.parametrize("flags", [{"runs": False}, {"before": "x"}])
+def test_a_host_that_gives_nothing_back_is_a_reason_and_no_error(flags, foreign, home):
+    client = foreign(**flags)
+    (home / "here").write_text("no folder")
+    (home / "there").mkdir()
+    (home / "there" / "a.jsonl").touch()
+    assert client.collect(Host("a", None), str(home / "there"), home / "here") != ""
+
+
+def test_a_machine_without_ssh_says_so(home, capsys, monkeypatch):
+    (home / "train.py").touch()
+    monkeypatch.setenv("PATH", str(home))
+    environ.remove("FARFLUNG_RUN_DIR")
+    assert call_farflung("launch", "--hosts", "a,b", "train.py") == ENGINE
+    assert "There is no program ssh on this machine." in capsys.readouterr().err
