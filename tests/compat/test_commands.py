@@ -2,12 +2,16 @@
 """`farflung test`, `estimate` and `to-fsdp2`, and the functions that Accelerate has for them."""
 
 import argparse
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from accelerate.commands import estimate as their_estimate, to_fsdp2 as their_to_fsdp2
 from accelerate.test_utils.training import RegressionModel
+from huggingface_hub import errors as hub_errors
 
 from farflung import Accelerator
 from farflung.base.errors import ConfigError, Unsupported
@@ -82,15 +86,99 @@ def test_the_memory_of_a_model_follows_from_its_configuration(home, capsys):
     assert printed[-1].split()[-1] == "-"
 
 
-@pytest.mark.package
-def test_models_that_are_not_there_are_errors_of_the_right_kind(home, monkeypatch):
-    monkeypatch.setattr("farflung.launch.estimate.verify_on_hub", lambda repo, token: repo)
-    for name, error in (("gated", OSError), ("repo", OSError), ("unknown", ConfigError)):
-        with pytest.raises(error, match=name):
-            estimate.create_empty_model(name, None)
-    (home / "folder").mkdir()
-    with pytest.raises(RuntimeError, match="folder"):
-        estimate.create_empty_model("folder", "transformers")
+@pytest.fixture
+def stand_in(home, monkeypatch):
+    """Put a package of this name and these members in place of an installed one."""
+    monkeypatch.syspath_prepend(str(home))
+
+    def make(name: str, **members) -> None:
+        (home / f"{name}-9.dist-info").mkdir()
+        (home / f"{name}-9.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9\n")
+        module = ModuleType(name)
+        vars(module).update(members, __spec__=ModuleSpec(name, None))
+        monkeypatch.setitem(sys.modules, name, module)
+
+    return make
+
+
+def small_model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(512, 512, bias=False), torch.nn.Linear(512, 256, bias=False))
+
+
+TABLE = """\
+Memory of owner/small in MiB, without activations:
+  dtype  largest layer  total size  training with Adam
+float32            1.0         1.5                 6.0
+float16            0.5         0.8                 6.0
+   int8            0.2         0.4                   -
+   int4            0.1         0.2                   -
+"""
+
+
+def test_a_model_of_timm_is_a_table_of_its_memory(stand_in, monkeypatch, capsys):
+    asked = []
+
+    def create_model(name, pretrained):
+        asked.append((name, pretrained))
+        if name == "gone":
+            raise RuntimeError("Unknown model")
+        return small_model()
+
+    stand_in("timm", create_model=create_model)
+    monkeypatch.setattr("huggingface_hub.model_info", lambda repo, token: SimpleNamespace(library_name="timm"))
+    estimate.estimate_command(estimate.estimate_command_parser().parse_args(["owner/small"]))
+    assert capsys.readouterr().out == TABLE
+    assert asked == [("hf-hub:owner/small", False)]
+    with pytest.raises(RuntimeError, match="timm finds no model gone: Unknown model"):
+        estimate.create_empty_model("gone", "timm")
+
+
+@pytest.mark.parametrize(
+    ("maps", "maker"), [({}, "AutoModel"), ({"AutoConfig": "a", "AutoModelForX": "b"}, "AutoModelForX")]
+)
+def test_a_model_of_transformers_has_no_memory_and_runs_code_that_is_trusted(maps, maker, stand_in, home):
+    def from_pretrained(name, trust_remote_code, token):
+        if name in ("gone", "odd", "asks"):
+            raise {"gone": OSError("no file"), "odd": ValueError("Unrecognized model"), "asks": ValueError("trust")}[
+                name
+            ]
+        return SimpleNamespace(auto_map=maps, asked=(name, trust_remote_code, token))
+
+    def from_config(config, dtype, trust_remote_code):
+        assert (config.asked, dtype, trust_remote_code) == (("here", True, "secret"), torch.float32, True)
+        return small_model()
+
+    members = {maker: SimpleNamespace(from_config=from_config)}
+    stand_in("transformers", AutoConfig=SimpleNamespace(from_pretrained=from_pretrained), **members)
+    (home / "here").mkdir()  # so no hub is asked
+    model = estimate.create_empty_model("here", None, trust_remote_code=True, access_token="secret")
+    assert {weight.device.type for weight in model.parameters()} == {"meta"}
+    for name, error in (("gone", RuntimeError), ("odd", RuntimeError), ("asks", ValueError)):
+        with pytest.raises(error):
+            estimate.create_empty_model(name, "transformers")
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "words"),
+    [
+        (hub_errors.GatedRepoError, OSError, "owner/x is gated"),
+        (hub_errors.RepositoryNotFoundError, OSError, "There is no model owner/x"),
+        (ConnectionError, OSError, "the hub can't be reached"),
+        (None, ConfigError, "does not name the library of owner/x. Give --library_name"),
+        ("fastai", ConfigError, "owner/x is a model of fastai; only"),
+        ("timm", ImportError, "pip install timm"),
+    ],
+)
+def test_models_that_are_not_there_are_errors_of_the_right_kind(answer, error, words, monkeypatch):
+    def model_info(repo, token):
+        if isinstance(answer, type):
+            raise answer.__new__(answer)
+        return SimpleNamespace(library_name=answer)
+
+    monkeypatch.setattr("huggingface_hub.model_info", model_info)
+    monkeypatch.setattr("farflung.launch.estimate.is_installed", lambda name: name != "timm")
+    with pytest.raises(error, match=words):
+        estimate.create_empty_model("owner/x", None)
 
 
 def test_timm_gets_the_names_that_it_knows():

@@ -78,6 +78,12 @@ def test_a_name_that_means_loopback_is_of_use_to_the_main_machine_alone(machine)
         choose_interface(settings(0), "node0")
 
 
+def test_a_route_that_begins_at_no_interface_is_told(machine):
+    machine(ETH, here="10.9.9.9")
+    with pytest.raises(ConfigError, match=r"10.9.9.9, which belongs to none of its interfaces \(lo .*, eth0 "):
+        choose_interface(settings(), "10.0.0.1")
+
+
 def test_a_machine_without_a_route_is_told_so(monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", Mock(side_effect=OSError(101, "Network is unreachable")))
     with pytest.raises(ConfigError, match=r"no route to main_process_ip \(10.0.0.1\): Network is unreachable"):

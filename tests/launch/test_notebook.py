@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -91,11 +92,45 @@ def test_settings_that_can_not_work_are_refused(said, message):
             debug_launcher(print, num_processes=count)
 
 
-def test_a_process_that_has_joined_a_world_is_not_forked(monkeypatch):
-    monkeypatch.setattr("farflung.launch.notebook.current_world", lambda: SimpleNamespace(rank=0, size=1))
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("farflung.launch.notebook.current_world", SimpleNamespace(rank=3, size=4), "is rank 3 of 4 already"),
+        ("torch.cuda.is_initialized", True, "CUDA is already initialized"),
+    ],
+)
+def test_a_process_that_can_not_be_forked_is_not(name, value, why, monkeypatch):
+    monkeypatch.setattr(name, lambda: value)
     for start in (notebook_launcher, debug_launcher):
-        with pytest.raises(StateError, match="inside the function only"):
+        with pytest.raises(StateError, match=rf"{why}.*[\s\S]*inside the function only"):
             start(print, num_processes=2)
+
+
+def test_each_process_needs_a_gpu_where_there_are_some(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="num_processes is 2, but this machine has 1 GPU;"):
+        notebook_launcher(print, num_processes=2)
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_torchs_rendezvous_is_that_which_is_named_and_a_signal_ends_the_cell(number, error, home, monkeypatch):
+    plans = []
+
+    def run(plan, settings, line_prefix):
+        plans.append((plan, settings.max_restarts, line_prefix))
+        return SimpleNamespace(signal=number, failures=[])
+
+    monkeypatch.setattr("farflung.launch.notebook.run_agent", run)
+    meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:7", "rdzv_id": "run7", "rdzv_conf": {"timeout": 3}}
+    words = {"num_nodes": 2, "node_rank": 1, "max_restarts": 5, "log_line_prefix_template": "x"}
+    with pytest.raises(error) as ended:
+        notebook_launcher(print, num_processes=2, **meeting, **words)
+    assert getattr(ended.value, "code", 143) == 143
+    [(plan, *others)] = plans
+    found = plan.meeting
+    assert (found.backend, found.endpoint, found.run_id, found.num_machines) == ("c10d", "127.0.0.1:7", "run7", 2)
+    assert (found.conf, found.interface.address) == ({"rank": 1, "timeout": 3}, "127.0.0.1")
+    assert (plan.num_local, others) == (2, [5, "x"])
 
 
 def test_the_parameters_are_accelerates():

@@ -118,6 +118,7 @@ def test_in_the_manifest_of_kubernetes(home):
 REFUSED = [
     ("kubernetes", "image=a", "run", os.fsdecode(b"a\xffb"), "is not valid UTF-8, and the API of Kubernetes"),
     ("ray", "cpus=1", "run", os.fsdecode(b"a\xffb"), "is not valid UTF-8, and Ray takes"),
+    ("slurm", "time=1\n2", "run", "1", "a directive of sbatch is one line"),
     ("slurm", "partition=cpu", "a\\b", "1", r"takes \ in names of output files for patterns of its own"),
 ]
 

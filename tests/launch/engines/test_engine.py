@@ -14,9 +14,10 @@ import pytest
 from farflung.base.errors import ConfigError
 from farflung.config.launch import LaunchSettings
 from farflung.config.resolve import Resolved
-from farflung.launch.codes import EngineFailure
+from farflung.launch.codes import INTERRUPTED, EngineFailure
 from farflung.launch.engines import submit
 from farflung.launch.engines.engine import Job
+from farflung.launch.events import Screen, showing
 from farflung.launch.folder import RunFolder
 from farflung.launch.plan import Script
 from tests.python import call_farflung
@@ -78,7 +79,7 @@ def test_every_option_of_an_engine_has_a_row_in_its_page(engine, home, capsys):
     known = re.search(r"use one of ([\w, ]+)\.", capsys.readouterr().err)[1].split(", ")
     page = (PAGES / f"{engine}.md").read_text(encoding="utf-8")
     rows = " ".join(re.findall(r"^\| (`[^|]+)", page, re.MULTILINE))
-    assert set(known) - set(re.findall(r"`(\w+)[`=]", rows)) == set()
+    assert set(known) == set(re.findall(r"`(\w+)[`=]", rows))
 
 
 def test_pods_have_the_time_to_end_that_is_asked_for(home, capsys):
@@ -112,7 +113,7 @@ def test_a_launcher_of_a_submitted_run_adds_to_its_folder_and_leaves_what_is_the
     assert "hello" in (home / "run" / "logs" / "rank0.log").read_text()
 
 
-NO_JOBS = '{"settings": {"engine": "slurm"}, "script": "a", "handle": {"jobs": 3}}'
+NO_JOBS = '{"settings": {"engine": "slurm"}, "script": "a", "arguments": [], "handle": {"jobs": 3}}'
 DAMAGED = ["", "{", "[]", "3", "{}", '{"settings": {}}', NO_JOBS]
 
 
@@ -141,6 +142,24 @@ def test_a_submission_that_is_refused_leaves_the_job_before_it_in_reach(tmp_path
         with pytest.raises(EngineFailure) if is_refused else nullcontext():
             submitted.follow(RunFolder(tmp_path))
         assert Job.read(tmp_path).handle["jobs"] == [number]
+
+
+def test_a_failure_before_a_job_is_submitted_is_told_from_ctrl_c_at_one_that_goes_on(tmp_path, monkeypatch, capsys):
+    engine = Mock(outlives_launch=True, submit=lambda: {"jobs": ["12"], "next": 1})
+    monkeypatch.setattr(submit, "_engine_of", lambda job: engine)
+    run = submit.Submitted(Resolved(LaunchSettings(engine="slurm"), {}, None), Script("train.py"))
+    with pytest.raises(ConfigError, match="Name one that can be written"):
+        run.follow(RunFolder(None))
+    engine.follow.side_effect = KeyboardInterrupt
+    with showing(Screen(LaunchSettings())):
+        assert (run.follow(RunFolder(tmp_path)), run.goes_on) == (INTERRUPTED, True)
+    assert "still running: `farflung follow" in capsys.readouterr().err
+    engine.outlives_launch = False
+    with pytest.raises(KeyboardInterrupt):
+        run.follow(RunFolder(tmp_path))
+    engine.submit = Mock(side_effect=OSError(28, "No space left on device"))
+    with pytest.raises(EngineFailure, match=r"Nothing was submitted to slurm: .*No space left"):
+        run.follow(RunFolder(tmp_path))
 
 
 def test_a_job_of_another_release_is_found_whatever_became_of_its_settings(tmp_path):

@@ -16,10 +16,12 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from farflung.launch.codes import DONE, ENGINE, FAILED, INTERRUPTED, USAGE, EngineFailure
+from farflung.launch.engines.engine import Job
 from farflung.testing.patience import patience
 from tests.launch.engines.slurm_cluster import slurm_cluster, why_impossible
 from tests.launch.engines.test_arguments import DUMP, HOSTILE, make_arguments, seen
@@ -350,7 +352,8 @@ def commands(home, monkeypatch):
     (home / "train.py").touch()
 
     def make(name, answer, code=0, stream=1):
-        (home / "bin" / name).write_text(f"#!/bin/sh\necho '{answer}' >&{stream}\nexit {code}\n")
+        notes = f"echo ${{0##*/}} $* >> {home}/asked"
+        (home / "bin" / name).write_text(f"#!/bin/sh\n{notes}\necho '{answer}' >&{stream}\nexit {code}\n")
         (home / "bin" / name).chmod(0o755)
 
     return make
@@ -373,15 +376,70 @@ def test_what_is_missing_here_or_not_shared_with_the_nodes_is_refused(commands, 
     assert "Did you mean `train.py`" in refused(script="tran.py", code=USAGE)
 
 
-def test_a_node_that_does_not_see_the_runs_folder_is_a_failure_of_the_engine(commands, home, capsys):
+@pytest.mark.parametrize(("flags", "words"), WRONG[:4])
+def test_what_the_partitions_do_not_have_is_refused(flags, words, commands, capsys):
+    commands("sbatch", "12")
+    commands("sinfo", "cpu*|node0\ncpu*|node1\nsmall|node0\nhigh|node0")
+    assert call_farflung("launch", "--engine", "slurm", "--run-dir", "run", *flags.split(), "train.py") == ENGINE
+    assert words in capsys.readouterr().err
+
+
+def test_replicas_are_added_ended_by_their_numbers_and_cancelled(commands, home, capsys):
+    submitted(home, {"jobs": ["12"], "next": 11}, engine="slurm", elastic="1:6", replicas=4)
+    rows = ["12_0|RUNNING|0|None|", "12_10|RUNNING|0|None|", "12_9|PENDING|0|None|", "12_1|COMPLETING|0|None|"]
+    commands("squeue", "\n".join([*rows, "12_2|FAILED|256|None|"]))
+    commands("sbatch", "13;cluster")
+    commands("scancel", "")
+    for count, answer in (
+        (1, "1 replica: 12_9, 12_10 ended"),
+        (3, "3 replicas: none ended"),
+        (5, "5 replicas: 2 submit"),
+    ):
+        assert call_farflung("scale", "run", count) == 0
+        assert answer in capsys.readouterr().out
+    assert Job.read(home / "run").handle == {"jobs": ["12", "13"], "next": 13}
+    assert call_farflung("cancel", "run") == 0
+    assert capsys.readouterr().out == "cancelled 12, 13\n"
+    asked = [line for line in (home / "asked").read_text().splitlines() if not line.startswith("squeue")]
+    assert asked == [
+        *("scancel 12_9", "scancel --signal=TERM 12_10"),
+        *(f"sbatch --parsable --chdir={home}/run --array=11-12 {home}/run/slurm.sh", "scancel 12 13"),
+    ]
+    commands("squeue", "12_0|COMPLETED|0|None|")
+    assert call_farflung("scale", "run", 2) == ENGINE
+    assert "The work of run is done" in capsys.readouterr().err
+
+
+ENDS = [
+    ("12|FAILED|4021|JobLaunchFailure|", None, ENGINE, "its node can't write into {}, which all nodes must share"),
+    ("12|CANCELLED|15|None|", None, 143, "job 12 is cancelled, exit code 143\n"),
+    ("12|NODE_FAIL|0|NodeDown|", None, FAILED, "job 12 is node fail, exit code 3 (NodeDown)"),
+    ("12_0|FAILED|512|None|\n12_1|COMPLETED|0|None|", "1:4", DONE, "job 12_0 is failed, exit code 2\n"),
+    ("12_0|FAILED|512|None|\n12_1|FAILED|1024|None|", "1:4", 4, "job 12_1 is failed, exit code 4\n"),
+]
+
+
+@pytest.mark.parametrize(("rows", "elastic", "code", "words"), ENDS)
+def test_a_job_ends_with_the_code_that_slurm_knows(rows, elastic, code, words, commands, home, clock, capsys):
+    submitted(home, {"jobs": ["12"], "next": 1}, engine="slurm", elastic=elastic)
+    commands("squeue", rows)
+    assert call_farflung("follow", "run") == code
+    assert words.format(home / "run") in capsys.readouterr().err
+
+
+def test_a_controller_may_be_away_for_ten_minutes(commands, home, clock, monkeypatch, capsys):
     submitted(home, {"jobs": ["12"], "next": 1}, engine="slurm")
-    commands("squeue", "12|FAILED|4021|JobLaunchFailure|")
+    monkeypatch.setattr("farflung.launch.engines.slurm._run", Mock(side_effect=EngineFailure("squeue refused: away")))
+    clock.pause_s = 0
     assert call_farflung("follow", "run") == ENGINE
-    assert f"its node can't write into {home}/run, which all nodes must share" in capsys.readouterr().err
+    assert "squeue refused: away" in capsys.readouterr().err
+    assert 600 < clock.now < 605
 
 
 @pytest.mark.parametrize(("elastic", "codes", "code"), [(None, [3], 3), ("1:4", [0, 143], 0), (None, [], FAILED)])
-def test_of_a_job_that_slurm_has_forgotten_the_folder_tells_how_it_ended(commands, home, elastic, codes, code, capsys):
+def test_of_a_job_that_slurm_has_forgotten_the_folder_tells_how_it_ended(
+    commands, home, clock, elastic, codes, code, capsys
+):
     commands("squeue", "slurm_load_jobs error: Invalid job id specified", 1, 2)
     submitted(home, {"jobs": ["12"], "next": 1}, engine="slurm", elastic=elastic)
     (home / "run" / "slurm-12.out").write_text("the last line")
