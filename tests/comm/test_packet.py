@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from farflung.base.tree import flatten
-from farflung.comm.packet import ALIGN, Header, Headers, PayloadLayout, encode_header
+from farflung.comm.packet import ALIGN, Header, PayloadLayout, encode_header
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 DTYPES += [torch.complex64, torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8]
@@ -66,8 +66,3 @@ def test_equal_trees_have_equal_headers_whatever_objects_they_are_made_of():
 
     assert header("".join(["k", "ey"])) == header("key")
     assert header("key") != header("kez")
-
-
-def test_a_failure_is_told_with_its_reason():
-    read = Header(Headers().failure(("reduce", ("scale", 2.0)), "TypeError: no").encoded)
-    assert (read.failed, read.kinds) == ("TypeError: no", [])

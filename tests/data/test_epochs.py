@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
-from torch.utils.data.distributed import DistributedSampler
 
 from farflung.data.prepare import skip_first_batches
 from farflung.data.samplers import SeedableRandomSampler
@@ -92,15 +91,6 @@ def test_samplers_inside_samplers_are_told_the_epoch(size):
     list(skip_first_batches(loader, 1))
     assert sorted(told) == [("batch sampler", 0), ("batch sampler", 1), ("sampler", 0), ("sampler", 1)]
     assert data.epochs == [0, 1]
-
-
-def test_a_distributed_sampler_shuffles_anew_each_epoch():
-    data = range(16)
-    loader = prepared(DataLoader(data, 16, sampler=DistributedSampler(data, num_replicas=1, rank=0)))
-    expected = DistributedSampler(data, num_replicas=1, rank=0)
-    for epoch in range(2):
-        expected.set_epoch(epoch)
-        assert numbers(loader) == [list(expected)]
 
 
 # ---- workers that persist
