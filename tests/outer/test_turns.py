@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from farflung.base.errors import CollectiveMismatch
-from farflung.outer import OuterLoop, by_bytes, diloco, local_sgd, noloco
+from farflung.outer import OuterLoop, Recipe, Streaming, by_bytes, diloco, local_sgd, noloco
 from farflung.testing.sim import run_replicas
 from tests.outer.replicas import on_replicas, same, values
 from tests.recipes import RECIPES
@@ -205,30 +205,39 @@ def test_ranks_may_begin_in_different_turns():
     assert same(*run_replicas(begun_apart, 2))
 
 
-def spoiled_as_it_begins(group, recipe):
-    """The first net begins to train with a value on one rank that is no number, which is then put right."""
-    turns = Turns(group.rank, "flags", momentum=0.0)
+def spoiled(group, recipe, kind, plan, at):
+    """After a step, a value of the first net is no number on one rank, and is then put right."""
+    turns = Turns(group.rank, kind, momentum=0.0)
     outer = OuterLoop(turns.model, recipe, group)
-    turns.train("first")
-    before = values(turns.model)
-    turns.model.first.bias.data[0] += float("nan") if group.rank else 0.0
-    outer.step()
-    assert outer.stats().dropped_rounds == 1
-    assert group.rank or same(before, values(turns.model))
-    turns.model.load_state_dict(before)
-    turns.train("second")
-    outer.step()
+    for step, names in enumerate(plan):
+        turns.train(*names)
+        if step == at:
+            before = values(turns.model)
+            turns.model.first.bias.data[0] += float("nan") if group.rank else 0.0
+        outer.step()
+        assert outer.stats().dropped_rounds == (step >= at)
+        if step == at:
+            assert group.rank or same(before, values(turns.model))
+            turns.model.load_state_dict(before)
     outer.detach()
-    return before, values(turns.model)
+    return before["first.bias"], turns.model.first.bias.detach()
 
 
 @pytest.mark.law("whole-round-or-none")
 @pytest.mark.filterwarnings("ignore:.*a round was dropped")
-@pytest.mark.parametrize("recipe", [local_sgd(1), diloco(1, lr=1.0, momentum=0.0)], ids=["local_sgd", "diloco"])
-def test_what_begins_to_train_in_a_round_that_is_dropped_is_in_the_next_one(recipe):
-    (mine, after), (others, same_after) = run_replicas(spoiled_as_it_begins, 2, recipe)
-    assert same(after, same_after)
-    torch.testing.assert_close(after["first.bias"], (mine["first.bias"] + others["first.bias"]) / 2)
+@pytest.mark.parametrize(
+    ("recipe", "kind", "plan", "at"),
+    [
+        (local_sgd(1), "flags", [FIRST, SECOND], 0),
+        (diloco(1, lr=1.0, momentum=0.0), "flags", [FIRST, SECOND], 0),
+        (Recipe(Streaming(2, 2), fragments=by_bytes), "optimizers", [BOTH, SECOND, SECOND, SECOND], 1),
+    ],
+    ids=["averaged", "anchored", "in its fragment"],
+)
+def test_what_has_trained_before_a_round_that_is_dropped_is_in_the_next_one_though_it_rests(recipe, kind, plan, at):
+    (mine, after), (others, same_after) = run_replicas(spoiled, 2, recipe, kind, plan, at)
+    assert torch.equal(after, same_after)
+    torch.testing.assert_close(after, (mine + others) / 2)
 
 
 @on_replicas(2)
