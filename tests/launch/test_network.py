@@ -63,7 +63,8 @@ def test_the_flag_counts_before_a_variable_and_that_before_the_route(machine, ho
         plan = make_plan(settings(network_interface="eth0"), __file__, [])
         assert plan.meeting.interface == ETH
         assert (plan.variables["GLOO_SOCKET_IFNAME"], plan.variables["NCCL_SOCKET_IFNAME"]) == ("eth0", "eth0")
-    why = r"'eth9', and this machine has no such interface; it has lo .*, eth0 .*, ib0"
+    machine(ETH, Interface("eth0", "fe80::2"), IB)
+    why = r"'eth9', and this machine has no such interface; it has lo .*, eth0 \(10.0.0.2\), ib0"
     with pytest.raises(ConfigError, match=why):
         choose_interface(settings(network_interface="eth9"), "10.0.0.1")
 

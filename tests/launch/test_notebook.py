@@ -110,6 +110,7 @@ def test_each_process_needs_a_gpu_where_there_are_some(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(ConfigError, match="num_processes is 2, but this machine has 1 GPU;"):
         notebook_launcher(print, num_processes=2)
+    notebook_launcher(print, num_processes=1)
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
@@ -117,12 +118,20 @@ def test_torchs_rendezvous_is_that_which_is_named_and_a_signal_ends_the_cell(num
     plans = []
 
     def run(plan, settings, line_prefix):
-        plans.append((plan, settings.max_restarts, line_prefix))
+        plans.append((plan, settings.max_restarts, settings.monitor_interval, line_prefix))
         return SimpleNamespace(signal=number, failures=[])
 
     monkeypatch.setattr("farflung.launch.notebook.run_agent", run)
+    monkeypatch.setattr("farflung.launch.notebook.usable_cores", lambda: 9)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:7", "rdzv_id": "run7", "rdzv_conf": {"timeout": 3}}
-    words = {"num_nodes": 2, "node_rank": 1, "max_restarts": 5, "log_line_prefix_template": "x"}
+    words = {
+        "num_nodes": 2,
+        "node_rank": 1,
+        "max_restarts": 5,
+        "monitor_interval": 0.7,
+        "log_line_prefix_template": "x",
+    }
     with pytest.raises(error) as ended:
         notebook_launcher(print, num_processes=2, **meeting, **words)
     assert getattr(ended.value, "code", 143) == 143
@@ -130,7 +139,8 @@ def test_torchs_rendezvous_is_that_which_is_named_and_a_signal_ends_the_cell(num
     found = plan.meeting
     assert (found.backend, found.endpoint, found.run_id, found.num_machines) == ("c10d", "127.0.0.1:7", "run7", 2)
     assert (found.conf, found.interface.address) == ({"rank": 1, "timeout": 3}, "127.0.0.1")
-    assert (plan.num_local, others) == (2, [5, "x"])
+    assert plan.variables["OMP_NUM_THREADS"] == "4"
+    assert (plan.num_local, others) == (2, [5, 0.7, "x"])
 
 
 def test_the_parameters_are_accelerates():

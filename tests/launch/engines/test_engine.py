@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from farflung.base.errors import ConfigError
+from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 from farflung.config.resolve import Resolved
 from farflung.launch.codes import INTERRUPTED, EngineFailure
@@ -82,6 +83,13 @@ def test_every_option_of_an_engine_has_a_row_in_its_page(engine, home, capsys):
     assert set(known) == set(re.findall(r"`(\w+)[`=]", rows))
 
 
+def test_a_key_in_the_environment_stays_here_and_only_replicas_need_it(tmp_path):
+    with environ.patched({"FARFLUNG_KEY": "5eed" * 16}):
+        job(tmp_path, engine="slurm").check_key("Name a file.")
+        with pytest.raises(ConfigError, match=r"key is in FARFLUNG_KEY, which stays on this machine. Name a file."):
+            job(tmp_path, engine="slurm", elastic="1:2").check_key("Name a file.")
+
+
 def test_pods_have_the_time_to_end_that_is_asked_for(home, capsys):
     (home / "train.py").touch()
     words = ["--engine", "kubernetes", "--engine-options", "image=a,end_within=300", "--run-dir", "run", "train.py"]
@@ -141,6 +149,7 @@ def test_a_submission_that_is_refused_leaves_the_job_before_it_in_reach(tmp_path
         submitted = submit.Submitted(Resolved(LaunchSettings(engine="slurm"), {}, None), Script("train.py"))
         with pytest.raises(EngineFailure) if is_refused else nullcontext():
             submitted.follow(RunFolder(tmp_path))
+        assert not submitted.goes_on
         assert Job.read(tmp_path).handle["jobs"] == [number]
 
 
@@ -166,7 +175,7 @@ def test_a_job_of_another_release_is_found_whatever_became_of_its_settings(tmp_p
     given = job(tmp_path, engine="slurm", engine_options="partition=gpu")
     given.write({"jobs": ["12"], "next": 1})
     rows = json.loads((tmp_path / "engine.json").read_text())
-    for change in ({"a_setting_that_went": 3}, {"mixed_precision": "a word that went"}, {"engine_options": "gone=1"}):
+    for change in ({"a_setting_that_went": 3}, {"outer_recipe": "a recipe that went"}, {"engine_options": "gone=1"}):
         (tmp_path / "engine.json").write_text(json.dumps(rows | {"settings": rows["settings"] | change}))
         found = Job.read(tmp_path)
         assert (found.settings.engine, found.handle["jobs"]) == ("slurm", ["12"])

@@ -9,6 +9,7 @@ import platform
 import re
 import shutil
 import socket
+import sys
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -173,6 +174,7 @@ def test_hosts_are_asked_given_a_launcher_each_and_what_they_have_comes_back(ela
     assert len(list((home / "run" / "ranks").iterdir())) == 2
     handle = json.loads((home / "run" / "engine.json").read_text())["handle"]
     assert (handle["pid"], handle["machine"], handle["hosts"]) == (os.getpid(), socket.gethostname(), ["a", "b"])
+    assert handle.keys() >= {"identity", "begun"}  # so that no other process of this number is taken for it
 
 
 def test_where_hosts_can_not_meet_or_differ_nothing_is_started(foreign, home, monkeypatch, capsys):
@@ -249,6 +251,7 @@ def test_logs_and_lines_come_back_and_nothing_else_whatever_names_they_have(fore
     (there / "logs" / "gone.log").symlink_to("nowhere")
     os.mkfifo(there / "logs" / "pipe")
     (there / "events.jsonl").write_text("{}\n")
+    (here / "events.jsonl").write_text("[]\n")
     (there / "checkpoint").mkdir()
     with (there / "checkpoint" / "model.safetensors").open("wb") as file:
         file.truncate(100 * 2**30)
@@ -260,7 +263,16 @@ def test_logs_and_lines_come_back_and_nothing_else_whatever_names_they_have(fore
     }
     assert (here / "logs" / "link.log").read_text() == "a log"
     assert client.collect(Host("b", None), str(there), here) == ""  # another host with the same disk
-    assert (here / "events.jsonl").read_text() == "{}\n"
+    assert (here / "events.jsonl").read_text() == "[]\n{}\n"
+
+
+def test_a_host_without_this_python_or_the_package_is_told_how_to_name_another(foreign, home):
+    foreign()
+    (home / "python").write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    (home / "python").chmod(0o755)
+    for name, words in (("gone", "name them by"), ("python", "has no farflung or no torch there; another one:")):
+        with pytest.raises(EngineFailure, match=rf"{words} --engine-options python=PYTHON"):
+            SshClient({"python": str(home / name)}).probe([Host("a", None)], "train.py", "script")
 
 
 @pytest.mark.parametrize("flags", [{"runs": False}, {"before": "x"}])

@@ -169,7 +169,7 @@ class Slurm:
             if is_over:
                 self._print_output(is_last=True)
                 codes = [ENGINE if job.code == _NO_OUTPUT else job.code for job in states.values()]
-                return DONE if self._job.is_elastic and DONE in codes else max(codes)
+                return DONE if DONE in codes else max(codes)  # a fixed run has one
 
     def scale(self, count: int) -> str:
         """Submit more replicas, or end the newest ones, which sign out if they run."""
