@@ -127,7 +127,8 @@ def train(pipe, place, member, variables, step_s, numel, dies, recipe, saves, da
 def figures_of(this):
     """What is said of a round."""
     weights = {"step": this.step, "weights": dict(zip(this.members, this.weights, strict=True))}
-    return {"round": this.number, "ranks": len(this.weights), "lost": dict(this.lost), "new": this.joined} | weights
+    changes = {"lost": dict(this.lost), "new": this.joined, "recovering_s": this.seconds_recovering}
+    return {"round": this.number, "ranks": len(this.weights)} | changes | weights
 
 
 def served(seal):

@@ -37,6 +37,7 @@ def test_a_replica_may_die_at_any_time_and_come_back(phase, address):
         rounds = [one for one in said if "round" in one and one["member"] in (first, second)]
         assert [one["lost"] for one in rounds if one["lost"]] == [{lost: "killed by SIGKILL"}] * 2
         assert [one["new"] for one in rounds if one["new"]] == [(back,)] * 2
+        assert all((one["recovering_s"] > 0) == bool(one["lost"]) for one in rounds)
 
 
 def test_one_that_dies_while_it_joins_or_lets_others_in_is_left_out(address):

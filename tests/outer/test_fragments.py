@@ -106,6 +106,10 @@ def test_embeddings_apart_are_the_last_fragment_and_tied_heads_go_with_them():
     assert not any("embed.weight" in fragment or "head.weight" in fragment for fragment in others)
     *_, last = names(apart(by_bytes, nn.BatchNorm1d)(Tower(2), 3))
     assert last == ["layers.0.norm.weight", "layers.0.norm.bias", "layers.1.norm.weight", "layers.1.norm.bias"]
+    model = Tower(4)
+    with pytest.raises(ZeroDivisionError):
+        apart(lambda model, count: 1 / 0)(model, 3)
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_streaming_takes_strides_where_there_are_layers_and_else_bytes():

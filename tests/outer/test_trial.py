@@ -3,12 +3,14 @@
 
 import json
 import os
+import re
 import time
 from copy import deepcopy
 
 import pytest
 import torch
 
+from farflung import OuterConfig
 from farflung.base.errors import ConfigError
 from farflung.comm.group import SoloGroup
 from farflung.config.outer import OuterSettings
@@ -200,6 +202,14 @@ def test_what_an_earlier_start_measured_is_known_to_all_before_the_first_step(gr
     measured = one.tuner.measured
     assert one.loop.schedule == Every(8)
     assert (measured.link, measured.step_s, measured.may_average) == (Link(1e6, 0.1), (0.5, 1.0), True)
+
+
+@on_replicas(2)
+def test_what_the_user_has_set_holds_under_the_recipe_that_is_chosen(group):
+    recipe, optimizer = OuterConfig("auto", weigh_by="items"), torch.optim.SGD((model := net()).parameters(), lr=0.05)
+    loop = OuterLoop(model, recipe, group, inner=optimizer, tuner=FixedTuner(CHOICES["weights"], known=KNOWN))
+    loop.step(items=1)
+    assert re.match(r"Every\(every=8\), .*by items", loop.state_dict()["description"])
 
 
 @on_replicas(2)
