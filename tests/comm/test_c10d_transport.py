@@ -141,10 +141,10 @@ def test_waits_ask_their_watch_and_end_with_a_rank_that_leaves_its_block():
         assert watches[0].looks[-1] == watches[0].ends[-1] == ("g1.1-0#2", 12, True)
         first.raise_if_broken()
         assert watches[0].looks[-1] == ("", 0, False)
-        waiting = ranks.submit(first.barrier)
         second.leave("enough")
+        until(first.closed_by)
         with pytest.raises(RankFailure, match="the transport said: "):
-            waiting.result()
+            first.barrier()
     assert watches[1].reasons == ["enough"]
     for block in blocks:
         block.free(reusable=False)

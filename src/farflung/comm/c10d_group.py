@@ -111,7 +111,10 @@ class C10dGroup(Group):
         return self._started(out, "scatter", dist.scatter(out, listed, group_src=src, group=self.pg, async_op=True))
 
     def barrier(self) -> None:
-        work = dist.barrier(group=self.pg, async_op=True)
+        try:
+            work = dist.barrier(group=self.pg, async_op=True)
+        except RuntimeError as error:  # of gloo's, this one alone can't be begun once a rank has left
+            raise self.failure(error) from error
         self._finish(self.supported == {"cpu"}, self.enter("barrier", 0), work)
 
     def swap(self, out: Tensor, x: Tensor, to: int, source: int) -> Work:
