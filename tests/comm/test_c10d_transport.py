@@ -126,26 +126,24 @@ def test_a_group_that_gloo_can_not_end_holds_nobody_up(is_freed):
     assert not any(thread.name == "release a process group" for thread in threading.enumerate())
 
 
-def test_waits_ask_their_watch_and_end_with_a_rank_that_leaves_its_block():
+def test_waits_ask_their_watch_and_end_with_a_rank_that_leaves():
     transport = C10dTransport(serve_store("127.0.0.1", 0, wait_for_workers=False))
-    watches = [Watch() for _ in range(4)]
-    blocks = [transport.connect("g1", rank, 4, watch).split(2) for rank, watch in enumerate(watches)]
-    with ThreadPoolExecutor(4) as ranks:
-        found = ranks.map(lambda rank: blocks[rank].all_gather_small(torch.tensor([rank])).flatten().tolist(), range(4))
-        assert [*found] == [[0, 1]] * 2 + [[2, 3]] * 2
-        first, second, sent = *blocks[:2], torch.ones(3)
-        waiting = ranks.submit(lambda: first.broadcast(sent, 1).wait())
+    watches = [Watch() for _ in range(2)]
+    first, second = groups = [transport.connect("g1", rank, 2, watch) for rank, watch in enumerate(watches)]
+    with ThreadPoolExecutor(2) as ranks:
+        assert [*ranks.map(lambda group: group.all_gather_small(torch.ones(1)).tolist(), groups)] == [[[1], [1]]] * 2
+        waiting = ranks.submit(lambda: first.broadcast(torch.ones(3), 1).wait())
         until(lambda: watches[0].looks)
         second.broadcast(torch.zeros(3), 1).wait()
         waiting.result()
-        assert watches[0].looks[-1] == watches[0].ends[-1] == ("g1.1-0#2", 12, True)
-        first.raise_if_broken()
-        assert watches[0].looks[-1] == ("", 0, False)
-        second.leave("enough")
-        until(first.closed_by)
-        with pytest.raises(RankFailure, match="the transport said: "):
-            first.barrier()
+    assert watches[0].looks[-1] == watches[0].ends[-1] == ("g1#2", 12, True)
+    first.raise_if_broken()
+    assert watches[0].looks[-1] == ("", 0, False)
+    second.leave("enough")
+    until(first.closed_by)
+    with pytest.raises(RankFailure, match="the transport said: "):
+        first.barrier()
     assert watches[1].reasons == ["enough"]
-    for block in blocks:
-        block.free(reusable=False)
+    for group in groups:
+        group.free(reusable=False)
     transport.close()
