@@ -111,10 +111,7 @@ class C10dGroup(Group):
         return self._started(out, "scatter", dist.scatter(out, listed, group_src=src, group=self.pg, async_op=True))
 
     def barrier(self) -> None:
-        try:
-            work = dist.barrier(group=self.pg, async_op=True)
-        except RuntimeError as error:  # of gloo's, this one alone can't be begun once a rank has left
-            raise self.failure(error) from error
+        work = dist.barrier(group=self.pg, async_op=True)
         self._finish(self.supported == {"cpu"}, self.enter("barrier", 0), work)
 
     def swap(self, out: Tensor, x: Tensor, to: int, source: int) -> Work:
@@ -167,8 +164,13 @@ class C10dGroup(Group):
         if is_gloo:
             _WatchedWork(work, self, entered).wait()
         else:
-            self._look_out(entered, work)
-            work.wait()
+            try:
+                self._look_out(entered, work)
+                work.wait()
+            except (RankFailure, CollectiveMismatch):
+                raise
+            except RuntimeError as error:
+                raise self.failure(error) from error
 
     def _look_out(self, entered: Any, work: Any) -> None:
         looked, look = time.monotonic(), None
