@@ -24,6 +24,7 @@ from farflung.comm.c10d_transport import PATIENCE_S, C10dTransport
 from farflung.comm.keyed_store import KeyedServer
 from farflung.comm.member_store import LauncherNotes
 from farflung.comm.seal import Seal
+from farflung.config import environ
 from farflung.config.key import run_key
 from farflung.outer import OuterLoop, diloco
 from farflung.outer.elastic import Elastic
@@ -64,6 +65,7 @@ def replica(pipe, place, folder, member, *row):
 
 
 def train(pipe, place, member, variables, step_s, numel, dies, recipe, saves, damages, moves, proposals, options):
+    os.environ.pop(environ.KEY, None)  # of the first test that had the fork server start a process
     os.environ.update(variables, GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)
