@@ -189,6 +189,10 @@ class Averaged:
     def adopt(self) -> None:
         """local <- anchor, if there is one."""
 
+    def is_adopted(self) -> bool:
+        """Return whether the local weights are those of the anchor, if there is one."""
+        return True
+
     def reset_anchor(self) -> None:
         """anchor <- local, if there is one."""
 
@@ -387,7 +391,6 @@ class Anchored(Averaged):
             foreach_copy_(self.buckets.pieces(k), self.agreed(k))
 
     def is_adopted(self) -> bool:
-        """Return whether the local weights are those of the anchor."""
         pairs = [zip(self.buckets.pieces(k), self.agreed(k), strict=True) for k in range(len(self.buckets))]
         return all(torch.equal(own, agreed.to(own)) for pair in pairs for own, agreed in pair)
 

@@ -13,7 +13,6 @@ import torch
 from farflung.base.errors import ConfigError
 from farflung.comm.bucket import broadcast_values
 from farflung.comm.shards import local, num_parts
-from farflung.outer.agreement import Anchored
 from farflung.outer.ballot import Tally
 from farflung.outer.comparison import FINGERPRINT_BYTES
 from farflung.outer.fragments import TensorPlace
@@ -195,9 +194,8 @@ class Sync:
         """Return whether some script has set weights since all were equal, without a step: a collective."""
         if any(last.weights) or not (self.recipe.leaves_alike and self.recipe.has_anchor):
             return False
-        weights = [one.weights for one in self.replica.fragments]
-        is_set = any(isinstance(one, Anchored) and not one.is_adopted() for one in weights)
-        largest = max(count for (count,) in self.quorum.generation.island.gathered(is_set))
+        number = len([one for one in self.replica.fragments if not one.weights.is_adopted()])
+        largest = max(count for (count,) in self.quorum.generation.island.gathered(number))
         mine, group = torch.tensor([float(largest)]), self.quorum.group
         self.meter.add("bytes_voting", (group.size - 1) * mine.nbytes)
         return bool(group.all_gather_small(mine).any())
