@@ -141,6 +141,7 @@ def test_waits_ask_their_watch_and_end_with_a_rank_that_leaves():
     assert watches[0].looks[-1] == ("", 0, False)
     second.leave("enough")
     until(first.closed_by)
+    first.supported = {"cpu", "cuda"}  # as on each build with NCCL, where the host waits in another way
     with pytest.raises(RankFailure, match="the transport said: "):
         first.barrier()
     assert watches[1].reasons == ["enough"]

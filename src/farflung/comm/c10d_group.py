@@ -6,8 +6,8 @@ from __future__ import annotations
 import re
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -164,13 +164,19 @@ class C10dGroup(Group):
         if is_gloo:
             _WatchedWork(work, self, entered).wait()
         else:
-            try:
+            with self.explained():
                 self._look_out(entered, work)
                 work.wait()
-            except (RankFailure, CollectiveMismatch):
-                raise
-            except RuntimeError as error:
-                raise self.failure(error) from error
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Raise what is known of this group's ranks in place of the transport's own error."""
+        try:
+            yield
+        except (RankFailure, CollectiveMismatch):
+            raise
+        except RuntimeError as error:
+            raise self.failure(error) from error
 
     def _look_out(self, entered: Any, work: Any) -> None:
         looked, look = time.monotonic(), None
@@ -198,14 +204,10 @@ class _WatchedWork:
             self._wait_on()
 
     def _wait_on(self) -> None:
-        try:
+        with self.group.explained():
             with self.group.watching(self.entered) as look:
                 while not self.work.is_completed():
                     look()
                     with suppress(RuntimeError):
                         self.work.wait(timedelta(seconds=WATCH_S))
             self.work.wait()
-        except (RankFailure, CollectiveMismatch):
-            raise
-        except RuntimeError as error:
-            raise self.group.failure(error) from error
