@@ -212,7 +212,7 @@ def _differences(mine: Any, theirs: Any, shown: Bar) -> Iterator[str]:
 
 
 def _as_tensor(leaf: Any) -> Any:
-    """Return a numpy array as a tensor: those that can be read have types of torch's. Anything else is as it was."""
+    """Return a numpy array as a tensor, and anything else unchanged. Torch reads no array of a type that it lacks."""
     return torch.tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from math import inf
 
-from farflung.base.signals import handled
+from farflung.base.signals import handled, restore_defaults
 from farflung.config import environ
 from farflung.process.identity import process_state
 
@@ -108,7 +108,7 @@ def run_tethered(command: Sequence[str], token: str | None = None, has_key: bool
     # What starts this may block SIGINT, as a worker of Ray does, or ignore it, as a shell does for what is in its
     # background; and so would the command.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    restore_defaults([signal.SIGINT])
     with handled(lambda request: sys.exit(128 + request.number), (signal.SIGTERM, signal.SIGHUP)):
         if token is None:
             return _run(subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True))

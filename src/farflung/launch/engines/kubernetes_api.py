@@ -83,7 +83,8 @@ class KubernetesApi:
 
     def create(self, path: str, body: dict[str, Any]) -> Any:
         """Make an object and return it. A request whose answer was lost may have made it: it is known by a mark."""
-        mark, self._has_answered = os.urandom(8).hex(), True  # to the check before, over a connection of its own
+        mark = os.urandom(8).hex()
+        self._has_answered = True  # when the run was checked, over another connection
         body["metadata"]["annotations"] = {_MARK: mark}
         try:
             return self.request("POST", path, body)

@@ -332,7 +332,7 @@ class Ray(ForegroundEngine[RayConnection]):
         with suppress(FarflungError):  # a folder that is gone or damaged ends no run
             handle = Job.read(self._job.folder).handle
             asked = int(handle.get("replicas", asked[0])), handle.get("asked_at", 0.0)
-        if asked != self._asked:  # as many as before may be more than are left
+        if asked != self._asked:  # also for the same number as before: replicas may have been lost since then
             self._asked, wanted = asked, asked[0]
             staying = [connection for connection in supervisor.running.values() if not connection.is_leaving]
             for _ in range(wanted - len(staying) - len(supervisor.due)):
