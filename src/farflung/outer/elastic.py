@@ -121,8 +121,6 @@ class Elastic:
         given: Mapping[str, Any] = {}
         with self._transfers.receiving() if self._must_ask(needs) else nullcontext() as receiver:
             record = from_first(self._share_group, lambda: self._next(needs))
-            if record == self.record and self._generation is not None:
-                return self._generation
             if self.member not in record.ids:
                 raise RankFailure("the others have entered a later generation without this replica")
             peers.record, peers.is_admitting = record, bool(record.newcomers)

@@ -311,7 +311,6 @@ class OuterLoop:
                 self._sync.end_trial(is_early=True)
             self._quorum.run(self._sync.flush)
         self.open_end.steps = 0
-        self._warmup.are_alike |= not self.is_warming  # optimizers of ranks without data stay behind
 
     @contextmanager
     def synced(self) -> Iterator[None]:

@@ -171,7 +171,7 @@ class RecipeTrial:
         is_fixed = not _is_by_objects(quorum.group)
         if step_s := self._together(self._measure_line):
             steps = self._gathered(*self._planned())[0]
-            return self._decide(replace(self._measured(step_s, steps), is_averaged=False, may_average=is_fixed))
+            return self._decide(replace(self._measured(step_s, steps), may_average=is_fixed))
         if is_fixed and self._tuner.averages(self._measured((), (0, 0))):
             self._until = 1
             return self.resumed(_AVERAGED)
@@ -358,7 +358,6 @@ def _like(trial: Recipe, settings: OuterSettings) -> Recipe:
     return replace(
         recipe,
         weigh_by=trial.weigh_by,
-        bucket_bytes=trial.bucket_bytes,
         same_data=trial.same_data,
         anchor_on_cpu=trial.anchor_on_cpu and recipe.optimizer is not None,
     )
