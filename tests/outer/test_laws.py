@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
 
 from farflung.comm.group import SoloGroup
 from farflung.outer import Cast, OuterLoop, diloco, local_sgd
@@ -114,11 +113,10 @@ def test_one_replica_and_a_neutral_outer_optimizer_are_the_inner_one_alone():
 def counted(group, recipe, steps, make, **options):
     counting = Counting(group)
     model = make()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad] or [torch.zeros(1)], lr=LR)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     with OuterLoop(model, recipe, counting, **options) as outer:
         for step in range(steps):
-            if any(p.requires_grad for p in model.parameters()):
-                train(model, optimizer, step, group.rank)
+            train(model, optimizer, step, group.rank)
             outer.step()
     return counting.reduced(), counting.calls, outer.stats()
 
@@ -138,19 +136,6 @@ def test_the_wire_carries_the_bytes_that_the_codec_states(codec, make_recipe):
         votes = [size for kind, _, size in calls if kind == "all_gather_small"]
         assert votes == [BALLOT_BYTES, 8, *[BALLOT_BYTES, 4] * 3, BALLOT_BYTES, *[4] * recipe.has_anchor, 8]
         assert stats.bytes_voting == 3 * sum(votes)
-
-
-@pytest.mark.law("frozen-is-free")
-@pytest.mark.parametrize("recipe", [local_sgd(1), diloco(1)])
-def test_frozen_parameters_cost_no_byte(recipe):
-    def beside_frozen():
-        return nn.Sequential(nn.Linear(3, 3).requires_grad_(False), linear())
-
-    plain, frozen = (run_replicas(counted, 2, recipe, 2, make)[0] for make in (linear, beside_frozen))
-    assert frozen[0] == plain[0] == 2 * 4 * 8
-    sent = [[call for call in calls if call[0] == "broadcast"] for calls in (frozen[1], plain[1])]
-    assert sent[0] == [*sent[1], ("broadcast", torch.uint8, 48)]  # once, as the replicas have begun with other values
-    assert run_replicas(counted, 2, recipe, 2, lambda: linear().requires_grad_(False))[0][0] == 0
 
 
 @pytest.mark.law("buckets-are-invisible")

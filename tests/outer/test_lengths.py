@@ -12,7 +12,6 @@ from torch import nn
 
 from farflung.outer import OuterLoop, RadialMean, diloco, edit, streaming_diloco
 from farflung.testing.sim import run_replicas
-from farflung.testing.simulate import simulate
 from tests.outer.replicas import Run, dyadic, same, values
 from tests.recipes import RECIPES
 
@@ -171,18 +170,3 @@ def test_a_run_resumed_with_a_fragment_in_flight_ends_with_the_same_bits():
     ):
         assert same(whole, again)
         assert cosine == other
-
-
-def test_a_simulation_goes_on_when_a_replica_is_lost():
-    result = simulate(
-        make_model=lambda: nn.Linear(3, 1),
-        make_data=lambda rank: [torch.randn(8, 3, generator=torch.Generator().manual_seed(rank))],
-        loss=lambda model, batch: (model(batch) - batch.sum(1, keepdim=True)).square().mean(),
-        make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05),
-        recipe=diloco(2, lr=1.0, momentum=0.0, radial=True),
-        replicas=3,
-        steps=20,
-        lost={2: 7},
-    )
-    assert len(result.rounds) == 10
-    assert result.losses[0][-1] < 0.1 * result.losses[0][0]

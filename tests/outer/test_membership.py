@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from farflung.base.errors import CollectiveMismatch, ConfigError, RankFailure
+from farflung.base.errors import CollectiveMismatch, RankFailure
 from farflung.comm.collectives import broadcast_object_list
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup
 from farflung.outer import OuterLoop
 from farflung.outer.agreement import Anchored
 from farflung.outer.inner import AverageState, ResetState
-from farflung.outer.membership import FixedMembership, Membership, open_generation
+from farflung.outer.membership import Membership, open_generation
 from farflung.outer.recipes import diloco, eager_diloco, edit, gossip, local_sgd, quadratic, streaming_diloco
 from farflung.testing.sim import SimGroup, run_replicas
 from tests.faults import IN_A_ROUND, fail_at
@@ -336,13 +336,3 @@ def test_no_step_is_lost_in_a_change_of_h_nor_counts_twice():
     for at in range(1, 48):
         for path, _ in run_replicas(train, 3, [0, 1, 2], recipe, at, 1, 2 * STEPS, [(3, 5), (9, 2)], 1.0):
             assert all(weight == 64.0 - position for position, weight, *_ in path), at
-
-
-def test_who_takes_part_is_said_once():
-    membership = FixedMembership(SoloGroup(), SoloGroup())
-    with pytest.raises(ConfigError, match="takes no group and no island with it"):
-        OuterLoop(Two(), DILOCO, SoloGroup(), membership=membership)
-    with pytest.raises(ConfigError, match="takes no group and no island with it"):
-        OuterLoop(Two(), DILOCO, island=SoloGroup(), membership=membership)
-    with pytest.raises(ConfigError, match="membership"):
-        OuterLoop(Two(), DILOCO, membership="all")

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """MuLoCo: DiLoCo over replicas that are trained by Muon and AdamW; and loops attached to several optimizers."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,10 +11,9 @@ from torch import nn
 
 from farflung import Accelerator
 from farflung.base.errors import ConfigError, Unsupported
-from farflung.comm.group import SoloGroup
 from farflung.demo.gpt import GPT
 from farflung.demo.settings import Shape
-from farflung.outer import AverageState, OuterLoop, diloco, inner, local_sgd, muon_groups, post_local_sgd
+from farflung.outer import OuterLoop, diloco, inner, muon_groups, post_local_sgd
 from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
 from tests.outer.replicas import same, values
@@ -110,17 +108,6 @@ def test_a_loop_attached_to_two_optimizers_counts_once_both_have_stepped(recipe)
         assert same(*by_hand, *attached)
 
 
-def test_a_recipe_that_averages_the_state_of_one_optimizer_refuses_two():
-    model = nn.Linear(2, 2)
-    pair = [torch.optim.SGD([one], lr=0.1) for one in model.parameters()]
-    outer = OuterLoop(model, replace(diloco(2), inner=AverageState()), SoloGroup())
-    with pytest.raises(ConfigError, match="state of one optimizer, and 2 train this model"):
-        outer.attach(*pair)
-    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match="no parameter"):
-        OuterLoop(model, local_sgd(2), SoloGroup()).attach(pair[0], other)
-
-
 def names(model, **options):
     """The names of the hidden matrices."""
     hidden = set(map(id, muon_groups(model, **options)[0]))
@@ -179,7 +166,8 @@ ATTENTION = ["attention.in_proj_weight", "attention.out_proj.weight"]
 
 def test_embeddings_tied_heads_and_what_are_no_matrices_are_left_to_adamw():
     assert names(Tied()) == [*ATTENTION, "body.0.weight", "body.2.weight"]
-    assert names(Tied(), adamw=["attention", "body.2.weight"]) == ["body.0.weight"]
+    assert names(Tied(), adamw=["attention", "body.2.weight", "head"]) == ["body.0.weight"]
+    assert names(nn.Sequential(nn.EmbeddingBag(6, 4), nn.Linear(4, 4), nn.Linear(4, 2))) == ["1.weight"]
     layers = [nn.Linear(2, 2) for _ in range(4)]
     assert names(nn.Sequential(*layers)) == ["0.weight", "1.weight", "2.weight"]
     assert names(HeadFirst(*layers)) == ["1.weight", "2.weight"]
@@ -187,6 +175,6 @@ def test_embeddings_tied_heads_and_what_are_no_matrices_are_left_to_adamw():
 
 
 def test_shards_are_refused(monkeypatch):
-    monkeypatch.setattr(inner, "is_sharded", lambda parameter: True)
-    with pytest.raises(Unsupported, match="whole matrices"):
+    monkeypatch.setattr(inner, "is_sharded", lambda parameter: parameter.shape == (12, 4))
+    with pytest.raises(Unsupported, match=r"whole matrices and does not know shards\. Train with AdamW, or with DDP"):
         muon_groups(Tied())

@@ -39,7 +39,7 @@ def test_defaults_that_no_page_shows_are_those_of_the_papers_and_what_is_given_c
     assert MAKERS["eager_diloco"]().optimizer.keywords == {"lr": 0.7, "momentum": 0.3, "nesterov": True}
     assert MAKERS["sparse_loco"](codec=ErrorFeedback(TopK(), 0.5)).codec.beta == 0.5
     assert MAKERS["edit"]().optimizer.keywords == {"lr": 0.7, "momentum": 0.8, "nesterov": True}
-    assert MAKERS["edit"]().policy == WithoutOutliers(3.0, temperature=1.0, max_norm=10.0)
+    assert MAKERS["edit"]().policy == WithoutOutliers(3.0, 1.0, 10.0, 0.98, 10)
 
 
 @pytest.mark.parametrize(
@@ -85,11 +85,3 @@ def test_names_work_in_a_script_a_bare_loop_and_a_simulation():
         lambda: nn.Linear(2, 1), lambda rank: batches, "local_sgd", replicas=2, steps=8, loss=lambda m, x: m(x).mean()
     )
     assert run.stats[0].rounds == 1
-
-
-def test_an_accelerator_takes_a_name():
-    model = nn.Linear(2, 1)
-    accelerator = Accelerator(cpu=True, outer="local_sgd")
-    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    (loop,) = accelerator.outer_loops
-    assert "Every(every=8)" in loop.state_dict()["description"]

@@ -63,6 +63,7 @@ def test_sixty_four_replicas_learn_together():
 
 NAMES = ("local_sgd", "streaming_diloco", "eager_diloco", "sparse_loco", "gossip", "noloco", "edit")
 RECIPES = {name: made(name, every=4) for name in NAMES}
+RECIPES |= {"radial": made("diloco radial", every=4)}
 RECIPES |= {"gradients": None, "hierarchical": outer.hierarchical({2: 2, 4: None})}
 
 
