@@ -17,7 +17,7 @@ from farflung.codec.blockwise import Int4, Int8
 from farflung.outer import ErrorFeedback, Mean, OuterLoop, Recipe, TopK
 from farflung.outer.aggregate import GatherMean, ReduceScatterMean, TrimmedMean
 from farflung.outer.ballot import Tally
-from farflung.outer.recipes import diloco, edit, gossip, local_sgd
+from farflung.outer.recipes import diloco, edit, gossip
 from farflung.outer.schedule import Every, Levels
 from farflung.outer.weighting import ByWork, ClippedToMedian, Decision, WithoutOutliers
 from farflung.testing.sim import run_replicas
@@ -135,12 +135,12 @@ def test_the_sum_is_kept_among_any_number_and_by_codecs_that_round(size, codec):
 
 
 # Outliers.
-def moved(group, recipe, ways, items=None, **options):
+def moved(group, recipe, ways, **options):
     """One round in which replica r moves all its weights by ways[r]."""
     model = nn.ParameterList([torch.zeros(5), torch.zeros(())])
     outer = OuterLoop(model, recipe, group, **options)
     shift(model, ways[group.rank])
-    outer.step(items=items[group.rank] if items else 0)
+    outer.step()
     return [*model[0].tolist(), model[1].item()]
 
 
@@ -166,11 +166,7 @@ def test_a_long_way_is_clipped_to_the_median_of_all():
     recipe = replace(diloco(1, lr=1.0, momentum=0.0), policy=ClippedToMedian(), aggregator=GatherMean())
     for ways, counted in ((1.0, 2.0, 30.0), (1.0, 2.0, 2.0)), ((1.0, 1.0, 1.0), (1.0, 1.0, 1.0)):
         assert run_replicas(moved, 3, recipe, ways) == [pytest.approx([sum(counted) / 3] * 6)] * 3
-
-
-def test_replicas_that_count_by_their_items_must_say_how_many():
-    with pytest.raises(ConfigError, match="how many"):
-        run_replicas(moved, 2, replace(local_sgd(1), weigh_by="items"), (1.0, 5.0), (30, 0))
+    assert ClippedToMedian()((1.0, 1.0, 0.0), (2.0, 4.0, 0.0), {}).factors == (1.0, 0.75, 0.0)  # of those at work
 
 
 def weighed(group, recipe, items):
@@ -201,6 +197,14 @@ def test_replicas_count_by_their_steps_their_items_or_items_squared_over_steps(w
         assert np.allclose(np.array(seen).T, shares)
         assert way == pytest.approx(moved, rel=2e-3 if codec else 1e-6)
         assert counts == (done, 6)  # a step without items moves the schedule
+
+
+@pytest.mark.law("weights-are-work")
+def test_on_each_level_replicas_count_by_what_they_have_done_since_its_last_round():
+    recipe, items = Recipe(Levels({1: 2, 3: None})), [(1, 1, 1), (0, 0, 1), (0, 0, 1), (0, 0, 1)]
+    seen = [rounds for rounds, *_ in run_replicas(weighed, 4, recipe, items)]
+    of_all = (pytest.approx((1 / 2, 1 / 6, 1 / 6, 1 / 6)),)
+    assert [*map(tuple, seen)] == [((1, 0), (1, 0), *of_all)] * 2 + [of_all] * 2
 
 
 @pytest.mark.law("outliers-are-left-out")
@@ -263,15 +267,19 @@ def judged(rule, memory, *norms):
 
 @pytest.mark.law("outliers-are-left-out")
 def test_what_was_refused_leaves_no_trace_in_the_statistics():
-    rule, memory = WithoutOutliers(patience=4), {}
+    rule, memory = WithoutOutliers(patience=4, decay=0.5), {}
     for way in (1.0, 1.1, 0.9, 1.0, 1.05):
         assert judged(rule, memory, way, way).unfit == ()
     before = {rank: past[:3] for rank, past in memory.items()}
+    assert before[0] == pytest.approx([5, 1.01875, 1.040625])  # each mean of half the mean before and half the new one
     for outlier in (100.0, math.nan, math.inf):
         verdict = judged(rule, memory, outlier, math.nan)
         assert (verdict.unfit, verdict.total) == ((0, 1), 0)
     assert {rank: past[:3] for rank, past in memory.items()} == before
     assert judged(rule, memory, 100.0, 1.0).factors == (0.0, 1.0)  # after three outliers the next one is still seen
+    for way in (1.0, 100.0) * 20:
+        assert judged(rule, memory, way, 1.0).factors == (float(way == 1.0), 1.0)  # they are not in a row
+    assert min(judged(rule, memory, 1.002, 1.0).factors) > 0  # however equal the others were
 
 
 def kept_back(group):

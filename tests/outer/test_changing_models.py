@@ -302,14 +302,16 @@ def test_weights_can_be_lent_between_a_change_and_the_next_round(recipe):
 def warmed(group, change):
     model = Net()
     with detached(model, post_local_sgd(4, 1), group) as (outer, told):
-        inner = torch.optim.SGD(model.parameters(), lr=1.0)
-        outer.attach(inner)
-        if change and group.rank:
+        inner = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in (model.first, model.last)]
+        outer.attach(*inner)
+        if change == "appended" and group.rank:
             appended(model, group.rank)
-        inner.step()
+        inner[group.rank if change == "order" else 0].step()
     return "".join(told)
 
 
-def test_ranks_that_train_different_numbers_of_values_in_a_warm_up_are_told():
-    assert run_replicas(warmed, 2, False) == ["", ""]
-    assert all("[44, 54]" in said for said in run_replicas(warmed, 2, True))
+def test_ranks_that_train_different_values_or_in_different_orders_in_a_warm_up_are_told():
+    assert run_replicas(warmed, 2, "") == ["", ""]
+    for change, numels, steps in ("appended", "[44, 54]", "[0]"), ("order", "[44, 44]", "[0, 1]"):
+        says = f"these have {numels} trainable values, and step optimizers {steps}. Change the model and step its"
+        assert all(says in said for said in run_replicas(warmed, 2, change))

@@ -270,6 +270,20 @@ def test_one_that_was_left_out_between_rounds_keeps_its_steps_unless_it_was_odd(
     assert members.board.append(Record(2, 1, (1,), odd=odd))
     member.lost(RankFailure("a wait is over"))
     assert member._is_unapplied is not bool(odd)
+    members.runs(lambda: member._next(needs(True)))
+    until(members.board.asks)
+    assert [one.has_state for one in members.board.asks().values()] == [not odd]
+
+
+def test_a_member_that_can_not_tell_a_newcomer_that_it_may_come_continues_and_reports_strangers(monkeypatch):
+    members = Members(Record(1, 1, (1,)), ready=(1,))
+    member = members.member(1)
+    members.board.ask(Ask(2, 0, False, member._description(needs())))
+    monkeypatch.setattr(MemberStore, "mark_ready", Mock(side_effect=Unreachable("no store")))
+    assert not member.is_awaited(needs(True))
+    monkeypatch.setattr(LauncherNotes, "strangers", lambda notes: [Event.now(Kind.REFUSED, message="a strange file")])
+    member.landed(needs(True), 1)
+    members.told("a strange file")
 
 
 def test_the_odd_one_is_the_one_that_differs_from_most_and_of_two_the_later():

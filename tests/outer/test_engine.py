@@ -155,13 +155,14 @@ def test_large_finite_values_are_no_reason_to_drop_a_round():
     assert run_replicas(filled, 2, 1024, None, 1e38) == [([pytest.approx(1e38)], 1, 0)] * 2
 
 
+@pytest.mark.parametrize(("spoiled", "after"), [((1,), 3.0), ((0, 1, 2), math.inf)])
 @on_replicas(3)
-def test_a_rank_with_spoiled_statistics_gets_those_of_the_others(group):
+def test_a_rank_with_spoiled_statistics_gets_those_of_the_others_if_there_are_any(group, spoiled, after):
     model = nn.BatchNorm1d(2, affine=False)
     outer = OuterLoop(model, local_sgd(1), group)
-    model.running_var.fill_(math.inf if group.rank == 1 else 3.0)
+    model.running_var.fill_(math.inf if group.rank in spoiled else 3.0)
     outer.step()
-    assert model.running_var.tolist() == [3.0, 3.0]
+    assert model.running_var.tolist() == [after, after]
     assert outer.stats().dropped_rounds == 0
 
 
@@ -213,6 +214,9 @@ def test_a_state_of_another_recipe_or_model_is_refused(other):
         OuterLoop(Point(), other, SoloGroup()).load_state_dict(state)
     with pytest.raises(ConfigError, match="another"):
         OuterLoop(Point(4), diloco(2), SoloGroup()).load_state_dict(state)
+    del state["rounds"]["fragments"][0]["local"]["x"]
+    with pytest.raises(ConfigError, match=r"is of a different model: they differ in x\."):
+        OuterLoop(Point(), diloco(2), SoloGroup()).load_state_dict(state)
 
 
 def test_attached_to_an_optimizer_there_is_nothing_to_call():
@@ -224,6 +228,7 @@ def test_attached_to_an_optimizer_there_is_nothing_to_call():
     assert (outer.stats().steps, outer.stats().rounds) == (5, 3)
     train(model, optimizer, 5, 0)  # nothing hangs on to the optimizer
     assert outer.stats().steps == 5
+    assert outer.state_dict()["rounds"]["trained"]["names"] == []
 
 
 def test_a_model_that_its_group_cannot_send_is_refused(monkeypatch):
@@ -272,18 +277,19 @@ def left_by_an_exception(group):
             for step in range(4):
                 if step == 3 and group.rank == 1:
                     calls = len(counting.calls)
-                    raise ValueError("bad sample")
+                    raise ValueError("bad sample" + 600 * "!")
                 outer.step()
     except (ValueError, RankFailure) as error:
-        return type(error), str(error), [call[0] for call in counting.calls[calls:]]
+        return type(error), str(error), [call[:2] for call in counting.calls[calls:]]
 
 
 def test_an_exception_leaves_without_a_collective_and_the_others_are_told():
     first, second, third = run_replicas(left_by_an_exception, 3)
-    assert second == (ValueError, "bad sample", ["leave"])
+    said = "bad sample" + 600 * "!"
+    assert second == (ValueError, said, [("leave", f"ValueError: {said}"[:500])])
     for kind, message, _ in (first, third):
         assert kind is RankFailure
-        assert "rank 1 left (ValueError: bad sample)" in message
+        assert "rank 1 left (ValueError: bad sample!" in message
 
 
 @on_replicas(2)
@@ -301,10 +307,14 @@ def test_a_loop_that_was_closed_has_nobody_to_tell(group):
 
 
 def test_seconds_add_up():
-    model = Point()
+    model, rounds = Point(), []
     outer = OuterLoop(model, diloco(1), SoloGroup())
+    outer.listeners.append(rounds.append)
     outer.step()
-    stats = outer.stats()
+    stats, parts = outer.stats(), [rounds[0].seconds_voting, rounds[0].seconds_encoding, rounds[0].seconds_landing]
+    assert min(parts) > 0
+    assert rounds[0].seconds_exposed == pytest.approx(sum(parts))
+    assert (stats.seconds_voting, stats.seconds_landing) == (parts[0], parts[2])
     assert 0 < stats.seconds_encoding + stats.seconds_landing <= stats.seconds_exposed
     assert stats.seconds_exposed < stats.seconds_total <= outer.stats().seconds_total
 

@@ -75,7 +75,8 @@ def test_moments_keep_their_size_where_a_replica_is_clipped():
 
 
 def test_moments_that_are_not_finite_are_left_out():
-    assert run_replicas(momentum_after, 3, local_sgd(1), (1.0,) * 3, 0.0, (None, math.inf, None)) == [[1.0]] * 3
+    for momentum, after in ((None, math.inf, None), 1.0), ((math.inf,) * 3, math.inf):
+        assert run_replicas(momentum_after, 3, local_sgd(1), (1.0,) * 3, 0.0, momentum) == [[after]] * 3
 
 
 class Scalar(nn.Module):
@@ -91,8 +92,9 @@ class Scalar(nn.Module):
 
 
 def test_the_average_of_moments_keeps_counters_and_precision():
-    seen = run_replicas(with_adam, 2, AverageState(), 2, Scalar)
+    seen, plain = (run_replicas(with_adam, 2, one, 2, Scalar) for one in (AverageState(), RECIPES["diloco"].inner))
     assert alike(seen, "exp_avg")[1]
+    assert seen[0][1].bytes_sent - plain[0][1].bytes_sent == 2 * 3 * 8
     state = seen[0][0][1]["wide"]
     assert state["exp_avg"].dtype == torch.float64
     assert (state["exp_avg"].float().double() != state["exp_avg"]).any()
@@ -110,7 +112,8 @@ def test_a_rank_without_moments_holds_nobody_up():
     def one_never_stepped(group):
         model = linear()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        with OuterLoop(model, replace(diloco(2), inner=AverageState()), group).attach(optimizer) as outer:
+        recipe = replace(diloco(2), inner=AverageState({"exp_avg": 1}))
+        with OuterLoop(model, recipe, group).attach(optimizer) as outer:
             for number in range((4, 0)[group.rank]):
                 train(model, optimizer, number, group.rank)
         return values(model), outer.stats().rounds

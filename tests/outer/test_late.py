@@ -8,7 +8,7 @@ from torch import nn
 from farflung.base.errors import RankFailure
 from farflung.comm.group import SoloGroup
 from farflung.comm.member_store import Record
-from farflung.outer import Cast, OuterLoop, diloco, edit, sparse_loco, streaming_diloco
+from farflung.outer import Cast, OuterLoop, diloco, edit, local_sgd, sparse_loco, streaming_diloco
 from farflung.testing.patience import patience
 from tests.faults import stop
 from tests.outer.conftest import in_turn
@@ -162,6 +162,16 @@ def test_what_is_kept_is_the_way_from_the_anchor(dtype, codec):
         fragment.join(given.replicated(), keeps=False)
         assert fragment.pending_weight == [0.0]
         assert torch.equal(mine.one, theirs.one)
+
+
+def test_steps_can_be_kept_if_an_anchor_tells_them_from_what_all_share_and_no_round_is_half_applied():
+    replicas = [OuterLoop(Weights(), recipe, SoloGroup())._rounds.replica for recipe in (diloco(4), local_sgd(4))]
+    assert [one.is_shared() for one in replicas] == [True, True]
+    for one in replicas:
+        one.count(1.0)
+    assert [(one.is_shared(), one.may_keep()) for one in replicas] == [(True, True), (False, False)]
+    replicas[0].fragments[0].num_landed = 1
+    assert not replicas[0].is_shared()
 
 
 @pytest.mark.parametrize("keeps", [False, True])

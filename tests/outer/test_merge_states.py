@@ -7,7 +7,7 @@ import torch
 from farflung.base.errors import ConfigError
 from farflung.outer import ErrorFeedback, Int8, diloco, eager_diloco, local_sgd, merge_states, streaming_diloco
 from farflung.testing.sim import run_replicas
-from tests.outer.replicas import Run
+from tests.outer.replicas import Run, net
 from tests.recipes import made
 
 RECIPES = {name: made(name, every=4) for name in ("local_sgd", "slowmo", "diloco")}
@@ -63,12 +63,15 @@ def test_what_was_under_way_counts_as_not_sent():
     recipe = streaming_diloco(6, 2, delay=2)
     old = states_of(recipe, 2, 7)
     (number,) = old[0]["rounds"]["open"]
+    old[0]["position"] = 6  # behind
+    old[0]["rounds"]["fragments"][number] |= {"history": {"seen": {0: [1, 0]}}, "num_rounds": 9, "digest": 5}
     state = merge_states(old).state
-    assert state["rounds"]["open"] == {}
+    assert (state["rounds"]["open"], state["position"]) == ({}, 7)
     part, parts = state["rounds"]["fragments"][number], [one["rounds"]["fragments"][number] for one in old]
     taken = [one["rounds"]["open"][number]["claimed_weight"][0] for one in old]
     assert part["pending_weight"][0] == sum(one["pending_weight"][0] for one in parts) / 2 + sum(taken) / 2
     assert min(taken) > 0
+    assert (part["history"], part["num_rounds"], part["digest"]) == ({"seen": {}}, 9, -1)
     for chunk, before in zip(part["agreed"]["anchor"]["chunks"], parts[0]["agreed"]["anchor"]["chunks"], strict=True):
         assert torch.equal(chunk, before)
     for after in ended_from(recipe, 3, [state]):
@@ -90,9 +93,12 @@ def test_an_eager_loop_begins_anew_at_the_mean():
     assert found.state is None
     local = [one["rounds"]["fragments"][0]["local"] for one in old]
     assert not torch.equal(local[0]["0.weight"], local[1]["0.weight"])
+    assert local[0]["1.num_batches_tracked"] != local[1]["1.num_batches_tracked"]
     for key, value in found.weights.items():
         if value.is_floating_point():
             torch.testing.assert_close(value, (5 * local[0][key] + 4 * local[1][key]) / 9)
+        else:
+            assert value == max(local[0][key], local[1][key])
 
 
 @pytest.mark.parametrize("spoiled", [0, 1])
@@ -124,11 +130,16 @@ def test_weights_that_were_exchanged_once_and_rest_now_are_among_the_merged_ones
         run = Run(group, diloco(2))
         run.steps(0, 1)
         run.model[0].requires_grad_(False)
-        weights = run.steps(2, 3)
-        return run.outer.state_dict(), weights
+        agreed = run.steps(2, 3)
+        run.model[0].requires_grad_(True)
+        return run.steps(4), agreed, run.outer.state_dict()
 
-    states, weights = zip(*run_replicas(act, 2), strict=True)
+    weights, (agreed, _), states = zip(*run_replicas(act, 2), strict=True)
     assert not any(name.startswith("0.") for name in states[0]["rounds"]["fragments"][0]["local"])
-    merged = merge_states(states).weights
-    assert merged.keys() == weights[0].keys()
-    assert all(torch.equal(merged[name], weights[0][name]) for name in ("0.weight", "0.bias"))
+    merged = merge_states(states)
+    assert merged.weights.keys() == agreed.keys()
+    turns = merged.state["rounds"]["trained"]
+    assert {*turns["names"]} == {name for name, _ in net().named_parameters()}
+    for name in ("0.weight", "0.bias"):
+        torch.testing.assert_close(merged.weights[name], (weights[0][name] + weights[1][name]) / 2)
+        assert torch.equal(turns["before"][name], agreed[name])

@@ -256,12 +256,20 @@ def test_strikes_are_in_checkpoints_and_in_what_a_newcomer_gets(group, rule):
 
     round_of(loops[0])
     round_of(loops[0])
-    given = loops[0]._rounds.replica.fragments[0].replicated()
+    fragments = [loop._rounds.replica.fragments[0] for loop in loops]
+    given = fragments[0].replicated()
     assert given["history"] == {0: [0, 0], 1: [2, 0], 2: [0, 0], 3: [0, 0]}
+    fragments[1].join(given, keeps=False)
+    assert (fragments[1].history, fragments[1].num_rounds) == (given["history"], 2)
+    fragments[1].enter((0, 1, 2, 3), (1, 3, 7))
+    assert fragments[1].history == {0: [2, 0], 1: [0, 0]}
     loops[1].load_state_dict(through_a_file(loops[0].state_dict()))
-    loops[1].listeners.append(rounds.append)
-    round_of(loops[1])
-    assert {*rounds[0].left_out} == {1}
+    loops[0]._model.more = nn.Parameter(torch.zeros(1))  # they outlive a change of the model
+    for loop in loops:
+        loop.listeners.append(rounds.append)
+        round_of(loop)
+    assert [{*this.left_out} for this in rounds] == [{1}] * 2
+    assert loops[0]._rounds.replica.fragments[0].num_rounds == 3
 
 
 def among_few(group, rule):

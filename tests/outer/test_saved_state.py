@@ -39,7 +39,7 @@ from tests.errors import error_of
 from tests.outer.elastic_run import EVERY, ElasticRun, wrong
 from tests.outer.replicas import same, shift, values
 
-RECIPE = diloco(4, lr=1.0, momentum=0.5)
+RECIPE, LATE = diloco(4, lr=1.0, momentum=0.5), streaming_diloco(4, 1, delay=1, lr=1.0, momentum=0.0)
 TREE = {
     "place": {"position": 3, "due": []},
     "0": {"a": torch.arange(5.0), "b": [torch.ones(2, 3).bfloat16(), (1, None)]},
@@ -204,6 +204,8 @@ def test_replicas_that_begin_when_all_have_died_go_on_from_the_newest_state_that
     told = "\n".join(map(str, notes.receive()))
     assert f"training continues with 1 replica from the state at step {again.position}, " in told
     assert ("is damaged" in told) == damage
+    step(again, 1)
+    assert not again.is_newcomer
     again.close()
     with pytest.raises(Exception, match="The run has ended"):
         trained(address, diloco(4), 0)
@@ -308,22 +310,27 @@ def leave(outer):
     outer._leave_after_a_round(outer._leaving)
 
 
-@pytest.mark.parametrize("act", ["end", ValueError, KeyboardInterrupt])
-def test_a_lone_replica_that_is_asked_to_end_or_fails_leaves_its_newest_state(tmp_path, act):
+@pytest.mark.parametrize(
+    ("act", "recipe"), [("end", RECIPE), ("end", LATE), (ValueError, RECIPE), (KeyboardInterrupt, RECIPE)]
+)
+def test_a_lone_replica_that_is_asked_to_end_or_fails_leaves_its_newest_state(tmp_path, act, recipe):
     """A run of one that trained to step 12 begins again there, as if nobody had stopped it."""
     address = tmp_path.as_uri()
-    outer, _ = trained(address, RECIPE, 4)
+    outer, member = trained(address, recipe, 4)
     outer._quorum.membership.saver._every = 100  # so that no other state is due
     step(outer, 7 if act == "end" else 9)
     leave(outer) if act == "end" else outer.__exit__(act, act("a test"), None)
-    again, _ = trained(address, RECIPE, 0)
+    why = "it was asked to end, and did so after a round" if act == "end" else "its loop has ended"
+    assert LauncherNotes(transport_at(address).board).why_left(member) == why
+    again, _ = trained(address, recipe, 0)
     assert again.position == (11 if act == "end" else 12)
+    assert act != "end" or same(values(again._model), values(outer._model))
     told = "\n".join(map(str, LauncherNotes(transport_at(address).board).receive()))
     assert f"from the state at step {again.position}, no round lost" in told
     if act == "end":  # again, soon after, and no round was due in between
         step(again, 1)
         leave(again)
-        again, _ = trained(address, RECIPE, 0)
+        again, _ = trained(address, recipe, 0)
         assert again.position == 12
     again.close()
 
@@ -383,8 +390,8 @@ def test_what_has_stopped_training_is_pulled_too_and_continues_where_it_was(tmp_
     assert found.keys() == model.state_dict().keys()
     assert torch.equal(found["a.weight"], model.a.weight)
     kill(outer, member, address)
-    again, _ = trained(address, diloco(4, lr=1.0, momentum=0.0), 0, Swapped("a", "b"))
-    assert torch.equal(again._model.a.weight, model.a.weight)
+    again, _ = trained(address, diloco(4, lr=1.0, momentum=0.0), 8, Swapped("a", "b"))
+    assert torch.equal(pulled(address, tmp_path)["a.weight"], model.a.weight)
 
 
 def test_a_thread_that_writes_on_after_its_replica_was_left_out_leaves_nothing(tmp_path):
