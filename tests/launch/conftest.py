@@ -48,4 +48,8 @@ def run_forked(arguments: tuple[str, ...], variables: dict[str, str]) -> None:
     streams = os.open(f"printed{environ.text('RANK')}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(streams, 1)
     os.dup2(streams, 2)
-    rank.run(list(arguments))
+    try:
+        rank.run(list(arguments))
+    except SystemExit as end:
+        if end.code:
+            raise

@@ -16,9 +16,11 @@ from farflung.config.launch import LaunchSettings
 from farflung.config.resolve import Resolved
 from farflung.launch import elastic
 from farflung.launch.events import showing
-from farflung.launch.network import get_free_port
+from farflung.launch.network import Interface, get_free_port
 from farflung.launch.plan import Script
-from tests.launch.keyed import KEY
+from tests.launch.keyed import KEY, write_key
+from tests.outer.elastic_run import served
+from tests.python import call_farflung
 
 
 def prepared(**settings):
@@ -76,10 +78,40 @@ def test_an_address_at_which_nobody_can_meet_is_refused(where, why):
 
 def test_a_run_that_is_not_there_is_not_joined_and_one_whose_record_is_gone_is_not_continued(home, monkeypatch):
     monkeypatch.setattr(elastic, "_FIND_WITHIN_S", 0.1)
-    with pytest.raises(ConfigError, match="no run can be reached there"):
+    with pytest.raises(ConfigError, match=r"^join is 127.0.0.1:\d+, but no run can be reached there: "):
         prepared(join=f"127.0.0.1:{get_free_port()}")
+    server = served(None)
+    where = f"127.0.0.1:{server.port}"
+    with pytest.raises(ConfigError, match=f"^join is {where}, .* its first launcher has recorded no settings"):
+        prepared(join=where)
     meet = (home / "run").as_uri()
     prepared(elastic="1:4", meet=meet)
     transport_at(meet).of_run(b"").board.delete("run")
     with pytest.raises(ConfigError, match=f"meet is {meet}, but .* Delete all of it, or give another address"):
         prepared(elastic="1:4", meet=meet)
+
+
+@pytest.mark.parametrize("way", ["network", "folder", "network with a key"])
+def test_replicas_get_their_variables_and_what_a_way_to_meet_costs_is_said(way, home, monkeypatch, capsys):
+    followed, has_key = [], way.endswith("key")
+    monkeypatch.setattr(
+        elastic, "supervise", lambda settings, command, variables, *rest: followed.append(variables) or 7
+    )
+    if way != "folder":  # as if this machine were reached by its name
+        monkeypatch.setattr(elastic, "is_loopback", lambda address: False)
+        monkeypatch.setattr(elastic, "choose_interface", lambda settings, host: Interface("eth0", "127.0.0.1"))
+    words = ["--key_file", str(write_key(home))] if has_key else []
+    words += ["--meet", f"file://{home}/run"] if way == "folder" else []
+    launch = ("launch", "--cpu", "--elastic", "1:2", *words, "--outer", "diloco", "--outer-every", "4")
+    (home / "train.py").touch()
+    for flags, is_summed in ([], True), (["--outer-codec", "int4"], False):
+        assert call_farflung(*launch, *flags, "train.py") == 7
+        said = capsys.readouterr().err
+        costs = f"nothing is summed on the way through file://{home}/run: in a round each replica reads all values"
+        assert (costs in said, "nothing is summed" in said) == (way == "folder" and is_summed,) * 2
+        assert ("this run has no key: whoever can reach 127.0.0.1:" in said) == (way == "network")
+    variables = {"TORCH_CPP_LOG_LEVEL": "ERROR", "GLOO_SOCKET_IFNAME": "lo" if way == "folder" else "eth0"}
+    variables |= {environ.KEY_FILE: f"{home}/run7.key"} if has_key else {}
+    assert followed[0].items() >= variables.items()
+    assert call_farflung(*launch, "--outer-lr", "-1", "train.py") == 2
+    assert "--outer_lr is -1.0" in capsys.readouterr().err

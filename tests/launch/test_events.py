@@ -4,20 +4,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from unittest.mock import Mock
 
 import pytest
 
 from farflung.base.causes import Cause
 from farflung.base.errors import ConfigError, RankFailure, Unreachable
 from farflung.base.events import Kind, record
+from farflung.config import environ
 from farflung.config.launch import LaunchSettings
-from farflung.launch.codes import CODES, DONE, ENGINE, FAILED, HUNG, USAGE, EngineFailure, of_error
+from farflung.launch.agent import Outcome
+from farflung.launch.codes import CODES, DONE, ENGINE, FAILED, HUNG, REQUEUE, USAGE, EngineFailure, of_error
 from farflung.launch.events import Screen, showing
 from farflung.launch.network import get_free_port
-from farflung.testing.patience import patience
+from farflung.launch.report import Failure
 from tests.python import call_farflung
 
 
@@ -37,9 +37,43 @@ def test_quiet_leaves_errors_alone_also_in_json(capsys):
 def test_quiet_leaves_out_the_file_of_settings(home, capsys):
     (home / "farflung.yaml").write_text("use_cpu: true\n")
     (home / "train.py").touch()
-    for flags, said in ([], "farflung: settings from farflung.yaml\n"), (["-q"], ""):
+    note = "farflung: ACCELERATE_USE_CPU asks for the CPU, so --multi_gpu starts processes on the CPU.\n"
+    environ.export({"ACCELERATE_USE_CPU": "true"})
+    for flags, said in ([], "farflung: settings from farflung.yaml\n"), (["-q"], ""), (["-q", "--multi_gpu"], note):
         assert call_farflung("launch", *flags, "--dry_run", "train.py") == 0
         assert capsys.readouterr().err == said
+
+
+ROW = ["--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "127.0.0.1", "--num_processes", "4"]
+LOST = Failure(2, 1, traceback="T", reported_cause=Cause.PEER)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "words"),
+    [
+        (Outcome(), DONE, []),
+        (Outcome((Failure(2, 7),)), FAILED, ["rank 2 failed on ", "(127.0.0.1): exit code 7", "logs: logs"]),
+        (Outcome((Failure(2, 7),), signal=2), 130, ["rank 2 failed on "]),
+        (Outcome((LOST,)), FAILED, ["The cause is on another machine; see the report there."]),
+        (Outcome((LOST,), finished=(3,)), FAILED, ["rank 3 ended with exit code 0 while others still needed it"]),
+        (Outcome(signal=15, is_preempted=True), REQUEUE, []),
+        (Outcome((Failure(2, 1),), notes=frozenset({"preempted"})), REQUEUE, []),
+        (KeyboardInterrupt(), 130, []),
+    ],
+)
+def test_how_the_ranks_of_this_machine_have_ended_is_said_and_is_the_code(
+    outcome, code, words, home, monkeypatch, capsys
+):
+    (home / "train.py").touch()
+    monkeypatch.setattr("farflung.launch.agent.run_agent", Mock(side_effect=[outcome]))
+    assert call_farflung("launch", "--cpu", *ROW, "--run-dir", "run", "--log_dir", "logs", "train.py", "x") == code
+    said = capsys.readouterr().err
+    assert [word for word in words if word not in said] == []
+    assert ("╭" in said) == bool(words)
+    events = [json.loads(line) for line in (home / "run" / "events.jsonl").read_text().splitlines()]
+    (begun,) = [event for event in events if event["event"] == "started"]
+    facts = [begun[name] for name in ("processes", "machines", "machine_rank", "ranks", "size")]
+    assert (facts, begun["command"][-2:], events[-1]["code"]) == ([2, 2, 1, [2, 3], 4], ["train.py", "x"], code)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +128,8 @@ def test_events_of_a_run_are_one_json_object_a_line(farflung, home):
     def events(*words: str, code: int) -> tuple[list[dict], list[str]]:
         said = farflung("launch", "--json", *words, code=code).stderr
         found = [json.loads(line) for line in said.splitlines()]  # a line that is no JSON fails
-        assert found.pop(0)["event"] == "settings"
+        first = found.pop(0)
+        assert (first["event"], first["file"]) == ("settings", "farflung.yaml")
         assert all(isinstance(one["time"], float) for one in found)
         return found, [one["event"] for one in found]
 
@@ -137,23 +172,10 @@ def test_machines_that_do_not_meet_in_time_end_with_the_code_of_a_time_out(flags
     said = capsys.readouterr().err
     assert code == HUNG, said
     assert f"The 2 machines could not meet at 127.0.0.1:{port}: " in said
+    assert ". Check that each was started, with the same main_process_ip, main_process_port and num_machines," in said
     if not flags:
         assert f"farflung: machine 1 of 2 waits for the others at 127.0.0.1:{port}, over lo (127.0.0.1)\n" in said
     else:
         ours = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
         assert [one["event"] for one in ours] == ["waits", "started", "failed", "ended"]
         assert ours[-1]["code"] == HUNG
-
-
-@pytest.mark.usefixtures("warm")
-def test_replicas_train_to_their_end_when_nobody_reads_what_the_launcher_says(home):
-    (home / "train.py").write_text("import time; time.sleep(1); open('done', 'w')")
-    words = ["-m", "farflung", "launch", "--cpu", "--elastic", "1:2", "--max_restarts", "0", "train.py"]
-    reader, writer = os.pipe()
-    os.close(reader)
-    try:
-        done = subprocess.run([sys.executable, *words], stderr=writer, timeout=patience(90))
-    finally:
-        os.close(writer)
-    assert (home / "done").exists()
-    assert done.returncode == DONE

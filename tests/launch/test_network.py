@@ -37,28 +37,36 @@ def machine(monkeypatch):
     return make
 
 
-def test_this_machine_has_a_loopback_interface():
+def test_this_machine_has_a_loopback_interface(monkeypatch):
     assert LO in interfaces()
     assert choose_interface(settings(main_process_ip="127.0.0.1"), "127.0.0.1") == LO
+    kinds = {socket.AF_INET6: "fe80::2%eth0", socket.AF_PACKET: "00:00", socket.AF_INET: "10.0.0.2"}
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"eth0": [Mock(family=k, address=kinds[k]) for k in kinds]})
+    assert interfaces() == [Interface("eth0", "fe80::2"), ETH]
 
 
 def test_the_interface_of_the_route_is_taken_and_told_to_the_ranks(machine, home):
     machine(ETH, IB, here=IB.address)
     plan = make_plan(settings(), __file__, [])
     assert (plan.meeting.interface, plan.meeting.address) == (IB, IB.address)
+    assert make_plan(settings(0), __file__, []).meeting.listen == IB.address
     told = {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     assert plan.variables.items() >= told.items()
     assert "TORCH_CPP_LOG_LEVEL" not in make_plan(settings(debug=True), __file__, []).variables
     alone = make_plan(LaunchSettings(use_cpu=True, num_processes=2), __file__, [])
-    assert alone.variables["GLOO_SOCKET_IFNAME"] == loopback_interface()
+    assert alone.variables["GLOO_SOCKET_IFNAME"] == loopback_interface() == LO.name
+    with environ.patched({"GLOO_SOCKET_IFNAME": "eth0"}):
+        assert "GLOO_SOCKET_IFNAME" not in make_plan(LaunchSettings(use_cpu=True), __file__, []).variables
     assert not {"NCCL_SOCKET_IFNAME", "TORCH_CPP_LOG_LEVEL"} & alone.variables.keys()
 
 
 def test_the_flag_counts_before_a_variable_and_that_before_the_route(machine, home):
     machine(ETH, IB)
-    with environ.patched({"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib1"}):
+    with environ.patched({"GLOO_SOCKET_IFNAME": "eth9"}):
+        assert str(choose_interface(settings(), "10.0.0.1")) == "eth9 (GLOO_SOCKET_IFNAME)"
+    with environ.patched({"GLOO_SOCKET_IFNAME": "ib0,eth0", "NCCL_SOCKET_IFNAME": "ib1"}):
         plan = make_plan(settings(), __file__, [])
-        assert plan.meeting.interface == IB
+        assert plan.meeting.interface == Interface("ib0,eth0", IB.address)
         assert not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & plan.variables.keys()
         plan = make_plan(settings(network_interface="eth0"), __file__, [])
         assert plan.meeting.interface == ETH
@@ -72,7 +80,12 @@ def test_the_flag_counts_before_a_variable_and_that_before_the_route(machine, ho
 def test_a_name_that_means_loopback_is_of_use_to_the_main_machine_alone(machine):
     machine(ETH, node0="127.0.1.1")
     assert choose_interface(settings(0), "node0") == ETH  # there is but one way out
-    with pytest.raises(ConfigError, match=r"'node0', which means 127.0.1.1 on this machine.*number 1, has lo"):
+    assert network.address_towards("node0", ETH) == ETH.address
+    machine(ETH, here=LO.address, node0="127.0.1.1")
+    assert choose_interface(settings(1), "localhost") == LO
+    with pytest.raises(
+        ConfigError, match=r"^main_process_ip is 'node0', which means 127.0.1.1 on this .*number 1, has lo"
+    ):
         choose_interface(settings(1), "node0")
     machine(ETH, IB, node0="127.0.1.1")
     with pytest.raises(ConfigError, match="Give machine 0's address on the network"):
@@ -81,13 +94,17 @@ def test_a_name_that_means_loopback_is_of_use_to_the_main_machine_alone(machine)
 
 def test_a_route_that_begins_at_no_interface_is_told(machine):
     machine(ETH, here="10.9.9.9")
-    with pytest.raises(ConfigError, match=r"10.9.9.9, which belongs to none of its interfaces \(lo .*, eth0 "):
+    with pytest.raises(
+        ConfigError, match=r"10.9.9.9, which belongs to none of its interfaces \(lo .*, eth0 .*Name one with --n"
+    ):
         choose_interface(settings(), "10.0.0.1")
 
 
 def test_a_machine_without_a_route_is_told_so(monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", Mock(side_effect=OSError(101, "Network is unreachable")))
-    with pytest.raises(ConfigError, match=r"no route to main_process_ip \(10.0.0.1\): Network is unreachable"):
+    with pytest.raises(
+        ConfigError, match=r"no route to .*\(10.0.0.1\): Network is unreachable. Check the address, and"
+    ):
         choose_interface(settings(), "10.0.0.1")
 
 
@@ -129,7 +146,9 @@ def test_replicas_wait_for_the_name_of_the_machine_that_they_join(option, names,
 
 def test_a_name_that_never_resolves_is_waited_for_only_where_it_is_another_machines(names, home):
     now, told = names(1e9)
-    with pytest.raises(ConfigError, match="can't resolve even after 60 s: Name or service not known"):
+    with pytest.raises(
+        ConfigError, match=r"can't resolve even after 60 s: Name or service not known. Give the name .* 10.0.0.1;"
+    ):
         make_plan(settings(main_process_ip="job-0.svc"), __file__, [])
     assert (now[0], len(told)) == (60, 1)
     for chosen in (

@@ -13,26 +13,35 @@ import pytest
 from farflung.base.errors import ConfigError, StateError
 from farflung.config import environ
 from farflung.launch.notebook import debug_launcher, notebook_launcher
+from farflung.launch.plan import usable_cores
 from tests.python import run_python
 
 # A notebook: a process of its own, functions defined in __main__. Two ranks can see each other only when connected.
 NOTEBOOK = """
-import json, os, signal
+import json, os, signal, threading, time
+from pathlib import Path
 import torch, torch.distributed as dist
 from farflung.base.errors import RankFailure
 from farflung.config import environ
 from farflung.launch.notebook import debug_launcher, notebook_launcher
 
+def wait_for_reports(count):
+    while len(list(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1].glob("*/error.json"))) < count:
+        time.sleep(0.02)
+
 def train(name, fail=False):
     dist.init_process_group("gloo")
     ranks = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, (dist.get_rank(), name, environ.text("ACCELERATE_MIXED_PRECISION")))
-    if fail and dist.get_rank() == 1:
-        raise ValueError("bad value")
+    if fail:  # rank 1 first, and both before the launcher sees any end
+        wait_for_reports(1 - dist.get_rank())
+        threading.Thread(target=wait_for_reports, args=(2,)).start()
+        raise ValueError("bad value") if dist.get_rank() else RuntimeError("Connection closed by peer")
     dist.barrier()
     if dist.get_rank() == 0:
         with open(f"{name.strip('$')}.json", "w") as file:
-            json.dump([ranks, environ.text("ACCELERATE_USE_CPU"), torch.get_num_threads()], file)
+            signalled = signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+            json.dump([ranks, environ.text("ACCELERATE_USE_CPU"), torch.get_num_threads(), signalled], file)
     dist.destroy_process_group()
     return lambda: "not picklable"
 
@@ -43,7 +52,7 @@ notebook_launcher(train, ("notebook",), num_processes=2, mixed_precision="bf16")
 try:
     notebook_launcher(train, ("failed", True), num_processes=2)
 except torch.multiprocessing.ProcessRaisedException as error:  # as with Accelerate
-    assert isinstance(error, RankFailure)
+    assert isinstance(error, RankFailure) and error.msg == str(error)
     with open("failed.json", "w") as file:
         json.dump(str(error), file)
 assert signal.getsignal(signal.SIGTERM) is handler
@@ -56,10 +65,12 @@ def test_functions_run_in_connected_processes(home):
     done = run_python("-W", "error", "notebook.py", timeout_s=90)
     assert (done.stdout, done.stderr) == ("", "")
     debug, notebook, failed = (json.loads((home / f"{n}.json").read_text()) for n in ("debug", "notebook", "failed"))
-    assert debug[:2] == [[[0, "$$debug", "no"], [1, "$$debug", "no"]], "true"]
-    assert notebook[:2] == [[[0, "notebook", "bf16"], [1, "notebook", "bf16"]], "true"]
+    as_in_fresh_ones = ["true", max(1, usable_cores() // 2), True]
+    assert debug == [[[0, "$$debug", "no"], [1, "$$debug", "no"]], *as_in_fresh_ones]
+    assert notebook == [[[0, "notebook", "bf16"], [1, "notebook", "bf16"]], *as_in_fresh_ones]
     assert failed.startswith("rank 1 failed on ")
     assert 'raise ValueError("bad value")' in failed
+    assert failed.endswith("then lost the connection to it: rank 0")
 
 
 def test_one_process_is_this_one():
@@ -77,7 +88,11 @@ def test_one_process_is_this_one():
     ("said", "message"),
     [
         ({"num_processes": 0}, "num_processes is 0"),
-        ({"num_processes": 2, "node_rank": 1}, "node_rank is 1; it must be below num_nodes"),
+        ({"num_processes": 2, "node_rank": 1}, "node_rank is 1; it must be below num_nodes, which is 1"),
+        *(({name: -1}, f"^{name} is -1") for name in ("node_rank", "num_nodes", "max_restarts", "monitor_interval")),
+        ({"num_processes": 1, "args": 3}, r"^args is 3; it must be a list or a tuple, such as \(3,\)"),
+        ({"num_processes": 1, "use_port": 70000}, "^use_port is 70000"),
+        ({"num_processes": 2, "num_nodes": 2, "use_port": 0}, "^use_port is 0"),
         ({"num_processes": 100_000_000}, "num_processes asks for 100000000 processes on this machine's CPU"),
         ({"num_processes": 2, "use_port": "http"}, "use_port is 'http'"),
         ({"num_processes": 2, "num_nodes": 2, "master_addr": "not a host"}, "master_addr is 'not a host'"),
@@ -87,9 +102,15 @@ def test_one_process_is_this_one():
 def test_settings_that_can_not_work_are_refused(said, message):
     with pytest.raises(ConfigError, match=message):
         notebook_launcher(print, **said)
-    for count, why in (0, "1 or more"), (100_000_000, "asks for 100000000 processes"):
+    with environ.patched({"FARFLUNG_EVRY": "1"}), pytest.raises(ConfigError, match="FARFLUNG_EVRY is not a setting"):
+        notebook_launcher(print, num_processes=2)
+    for settings, why in (
+        ({"num_processes": 0}, "1 or more"),
+        ({"num_processes": 100_000_000}, "asks for 100000000 processes"),
+        ({"args": 3}, "^args is"),
+    ):
         with pytest.raises(ConfigError, match=why):
-            debug_launcher(print, num_processes=count)
+            debug_launcher(print, **settings)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +144,8 @@ def test_torchs_rendezvous_is_that_which_is_named_and_a_signal_ends_the_cell(num
 
     monkeypatch.setattr("farflung.launch.notebook.run_agent", run)
     monkeypatch.setattr("farflung.launch.notebook.usable_cores", lambda: 9)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if number == signal.SIGTERM:
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
     meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:7", "rdzv_id": "run7", "rdzv_conf": {"timeout": 3}}
     words = {
         "num_nodes": 2,
@@ -139,7 +161,7 @@ def test_torchs_rendezvous_is_that_which_is_named_and_a_signal_ends_the_cell(num
     found = plan.meeting
     assert (found.backend, found.endpoint, found.run_id, found.num_machines) == ("c10d", "127.0.0.1:7", "run7", 2)
     assert (found.conf, found.interface.address) == ({"rank": 1, "timeout": 3}, "127.0.0.1")
-    assert plan.variables["OMP_NUM_THREADS"] == "4"
+    assert plan.variables.get("OMP_NUM_THREADS") == ("4" if number == signal.SIGINT else None)
     assert (plan.num_local, others) == (2, [5, 0.7, "x"])
 
 

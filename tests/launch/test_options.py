@@ -76,12 +76,6 @@ def test_settings_are_written_as_the_flags_that_give_them():
     assert "--elastic" not in flags_for(settings, without=["elastic"])
 
 
-def test_a_flag_that_nobody_knows_gets_a_suggestion():
-    with pytest.raises(click.NoSuchOption) as caught:
-        parse("--num_proceses", "2", "x.py")
-    assert "--num_processes" in (caught.value.possibilities or [])
-
-
 def help_of(capsys, *words):
     with pytest.raises(click.exceptions.Exit):
         parse(*words)

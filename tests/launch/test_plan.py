@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -13,6 +14,7 @@ from farflung.base.errors import ConfigError
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 from farflung.launch import plan as plans
+from farflung.launch.notebook import notebook_launcher
 from farflung.launch.plan import command_line, lone_environment, make_plan, meet
 
 
@@ -51,9 +53,16 @@ def test_there_is_a_process_for_each_accelerator_or_one_on_the_cpu(
 
 def test_too_few_gpus_are_explained_by_the_variable_that_hides_others(script, monkeypatch):
     monkeypatch.setattr(plans, "count_gpus", lambda: 2)
-    why = r"3 processes on this machine need a GPU each, and there are 2 .*'4,5'.* Use --num_processes 4,"
-    with environ.patched({"CUDA_VISIBLE_DEVICES": "4,5"}), pytest.raises(ConfigError, match=why):
-        make_plan(LaunchSettings(**MACHINES, num_processes=6), script, [])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    why = (
+        r"^3 processes on this machine need a GPU each, and there are 2{}\. Use --num_processes 4, or .* with --cpu\.$"
+    )
+    for variables, words in ({"CUDA_VISIBLE_DEVICES": "4,5"}, r" \(CUDA_VISIBLE_DEVICES is '4,5'\)"), ({}, ""):
+        with environ.patched(variables), pytest.raises(ConfigError, match=why.format(words)):
+            make_plan(LaunchSettings(**MACHINES, num_processes=6), script, [])
+    monkeypatch.setattr(plans, "count_gpus", lambda: 1)
+    with pytest.raises(ConfigError, match="2 processes on this machine need a GPU each, and there is 1"):
+        make_plan(LaunchSettings(num_processes=2), script, [])
 
 
 def test_one_process_needs_no_agent_unless_it_is_watched(script):
@@ -67,10 +76,12 @@ def test_one_process_needs_no_agent_unless_it_is_watched(script):
 
 
 def test_a_replica_is_a_run_of_its_own_and_has_a_launcher_if_it_has_ranks_or_files():
-    shared = {"elastic": "1:2", "replicas": 2, "meet": "s3://x", "heartbeat_s": 1.0, "state_every": 5, "key_file": "k"}
+    at_meet = {"elastic": "1:2", "replicas": 2, "heartbeat_s": 1.0, "state_every": 5, "key_file": "k", "meet": "s3://x"}
     own = {"use_cpu": True, "ranks_per_replica": 2, "max_restarts": 2, "run_dir": "run"}
-    replica = plans.one_replica(LaunchSettings(**shared, **own))
-    assert replica == LaunchSettings(use_cpu=True, num_processes=2, run_dir="none")
+    at_port = {"elastic": "1:2", "main_process_ip": "a", "main_process_port": 7}
+    for shared in (at_meet, at_port, {"join": "a:1"}):
+        replica = plans.one_replica(LaunchSettings(**shared, **own))
+        assert replica == LaunchSettings(use_cpu=True, num_processes=2, run_dir="none")
     for given in {}, {"ranks_per_replica": 2}, {"tee": "1"}, {"log_dir": "logs"}:
         assert plans.has_launchers(LaunchSettings(elastic="1:2", **given)) == bool(given)
 
@@ -82,7 +93,7 @@ def test_threads_share_the_cores_unless_somebody_says_otherwise(script, monkeypa
         return make_plan(LaunchSettings(use_cpu=True, **said), script, []).variables.get("OMP_NUM_THREADS")
 
     assert threads(num_processes=4) == "2"
-    assert threads(num_processes=20) == "1"
+    assert threads(num_processes=16 * 9) == "1"
     assert threads(num_processes=4, num_cpu_threads_per_process=5) == "5"
     assert threads() is None
     monkeypatch.undo()
@@ -118,7 +129,7 @@ def test_several_machines_meet_at_the_main_one():
 
 @pytest.mark.parametrize("said", [{}, {"num_machines": 2, "machine_rank": 1, "rdzv_backend": "c10d"}])
 def test_an_address_with_a_zone_is_refused(said):
-    with pytest.raises(ConfigError, match="main_process_ip is 'fe80::1%eth0'; torch takes no address with a zone"):
+    with pytest.raises(ConfigError, match=r"^main_process_ip is 'fe80::1%eth0'; torch takes no .* Use one without"):
         meet(LaunchSettings(main_process_ip="fe80::1%eth0", **said))
 
 
@@ -127,8 +138,12 @@ def test_a_port_in_use_is_refused_where_this_machine_should_listen():
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"Port {port} can't be used here"):
+        with pytest.raises(
+            ConfigError, match=f"^Port {port} can't be used here: Address already in use. Choose another"
+        ):
             meet(LaunchSettings(main_process_port=port))
+        with pytest.raises(ConfigError, match=f"^Port {port} can't"):
+            notebook_launcher(print, num_processes=2, use_port=str(port))
         elsewhere = MACHINES | {"main_process_port": port}
         assert meet(LaunchSettings(**elsewhere, machine_rank=1)).endpoint == f"10.0.0.1:{port}"
         with pytest.raises(ConfigError, match=f"Port {port}"):
@@ -137,10 +152,22 @@ def test_a_port_in_use_is_refused_where_this_machine_should_listen():
 
 
 def test_a_process_alone_sees_a_world_of_one_whatever_run_it_is_started_in():
-    outer = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "TORCHELASTIC_ERROR_FILE": "x", "KEPT": "1"}
-    with environ.patched(outer):
+    others = ("LOCAL_RANK", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RESTART_COUNT", environ.LAUNCHER)
+    with environ.patched({"RANK": "3", "WORLD_SIZE": "4", "KEPT": "1", **dict.fromkeys(others, "1")}):
         inner = lone_environment({"ACCELERATE_MIXED_PRECISION": "bf16"})
     there = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     there |= {"KEPT": "1", "ACCELERATE_MIXED_PRECISION": "bf16"}
     assert inner.items() >= there.items()
-    assert not {"LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"} & inner.keys()
+    assert not {*others} & inner.keys()
+
+
+def test_torch_is_loaded_without_a_collection_of_garbage_and_is_silent_where_its_level_is_set():
+    name = "TORCH_CPP_LOG_LEVEL"
+    with environ.patched({name: "INFO"}):
+        for variables, level in ({name: "ERROR"}, "FATAL"), ({}, "INFO"):
+            with plans.torch_is_loaded(variables):
+                assert (gc.isenabled(), environ.text(name)) == (False, level)
+                with plans.torch_is_loaded():
+                    pass
+                assert not gc.isenabled()
+            assert (gc.isenabled(), environ.text(name)) == (True, "INFO")

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,13 +15,13 @@ import pytest
 
 from farflung.checkpoint.checkpoint import Checkpoint
 from farflung.config.launch import LaunchSettings
-from farflung.launch.codes import REQUEUE, USAGE
+from farflung.launch.codes import FAILED, REQUEUE
 from farflung.launch.plan import make_plan
 from farflung.testing.patience import patience
 from tests.launch.test_replicas import TRAINS, until_further
-from tests.launch.test_run import wait_for
+from tests.launch.test_run import LEAVES_LOGS, SAVES, signals, wait_for
 from tests.launch.test_tether import NOTEBOOK
-from tests.python import run_python
+from tests.python import call_farflung, run_python
 from tests.waits import until
 
 TRAIN = """
@@ -186,52 +185,29 @@ def test_a_handler_of_the_script_hears_a_warning_once_and_the_launcher_waits_for
     assert [file.read_text() for file in home.glob("heard*")] == [f"{int(number)}\n"] * 2
 
 
-STUCK = """
-import time
-from farflung import Accelerator
-open(f"up{Accelerator(cpu=True).process_index}", "w").close()
-while True:
-    time.sleep(0.1)
-"""
+@pytest.mark.parametrize(
+    ("number", "flags", "deed", "code"),
+    [
+        *((number, SAVES, "", REQUEUE) for number in (signal.SIGUSR1, signal.SIGTERM)),
+        (signal.SIGUSR1, [], "", FAILED),
+        (signal.SIGTERM, SAVES, "kill -TERM $$;", FAILED),  # which nobody has sent to the launcher
+    ],
+)
+@LEAVES_LOGS
+def test_a_signal_before_there_is_anything_to_save_asks_for_a_restart_too(number, flags, deed, code, home, capfd):
+    words = ("launch", "--cpu", "--log_dir", "logs", *flags, "--no_python", "sh", "-c", f"touch up; {deed} sleep 60")
+    with subprocess.Popen(["sleep", "60"]) as other:  # a child that is no rank, as a notebook may have
+        with signals(*[] if deed else [(number, (home / "up").exists)]):
+            assert call_farflung(*words) == code
+        assert other.poll() is None
+        other.kill()
+    assert (f"signal {int(number)} ({number.name})" in capfd.readouterr().err) == (code == FAILED)
 
 
-@pytest.mark.long
-@pytest.mark.usefixtures("warm")
-def test_a_second_sigterm_ends_a_run_that_does_not_come_to_its_step_at_once(home):
-    (home / "train.py").write_text(STUCK)
-    launcher = launch("train.py")
-    wait_for(home / "up0", home / "up1")
-    launcher.send_signal(signal.SIGTERM)
-    for _ in range(3):  # one within 3 s is the same request, and this machine may be slow to handle the first
-        time.sleep(4.0)
-        launcher.send_signal(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            launcher.wait(patience(10))
-            break
-    code, _ = end(launcher, 10)
-    assert code == 128 + signal.SIGTERM
-    assert not list((home / "saved").iterdir())
-
-
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-@pytest.mark.usefixtures("warm")
-def test_a_signal_before_there_is_anything_to_save_asks_for_a_restart_too(number, home):
-    (home / "train.py").write_text("import os, time\nopen('up' + os.environ['RANK'], 'w').close()\ntime.sleep(300)\n")
-    launcher = launch("train.py")
-    wait_for(home / "up0", home / "up1")
-    launcher.send_signal(number)
-    assert end(launcher) == (REQUEUE, "")
-
-
-def test_folders_that_can_not_be_written_and_replicas_that_come_and_go_are_refused(train, farflung):
-    (train / "file").touch()
-    words = ["launch", "--cpu", "--save_on_signal"]
-    done = farflung(*words, "file", "train.py", code=USAGE)
-    assert "save_on_signal is 'file', where no folder can be written" in done.stderr
-    for more in (["--elastic", "1:2", "--meet", f"file://{train}/run"], ["--join", "127.0.0.1:1"]):
-        done = farflung(*words, "saved", *more, "train.py", code=USAGE)
-        assert "Replicas sign out on SIGTERM and SIGUSR1" in done.stderr
-    assert "--save_on_signal" in farflung("launch", "--help", "failures").stdout
+def test_the_folder_is_made_where_there_is_none(home):
+    settings = LaunchSettings(use_cpu=True, save_on_signal="new/saved")
+    assert make_plan(settings, __file__, []).variables["FARFLUNG_SAVE_ON_SIGNAL"] == "new/saved"
+    assert os.listdir("new/saved") == []
 
 
 @pytest.mark.usefixtures("warm")
@@ -281,9 +257,3 @@ def test_workers_of_a_loader_ignore_the_signals_and_end_with_their_rank(method, 
     number, worker = map(int, done.stdout.split())
     assert number == 31
     assert not Path(f"/proc/{worker}").exists()
-
-
-def test_the_folder_is_made_where_there_is_none(home):
-    settings = LaunchSettings(use_cpu=True, save_on_signal="new/saved")
-    assert make_plan(settings, __file__, []).variables["FARFLUNG_SAVE_ON_SIGNAL"] == "new/saved"
-    assert os.listdir("new/saved") == []

@@ -43,11 +43,12 @@ def run(*words: str, file=None) -> subprocess.CompletedProcess[str]:
 PACKED, MODULES = [("packed",), ("packed.zip",)], [("-m", "package.train", "b"), ("-m", "package")]
 
 
-@pytest.mark.parametrize("words", [("train.py", "-m", "x y"), ("folder/train.py",), *PACKED, *MODULES])
+@pytest.mark.parametrize("words", [("train.py", "-m", "x y"), ("link.py",), *PACKED, *MODULES])
 def test_a_script_sees_what_it_would_see_without_a_launcher(words, home):
     for name in ("train.py", "folder/train.py", "packed/__main__.py", "package/train.py", "package/__main__.py"):
         (home / name).parent.mkdir(exist_ok=True)
         (home / name).write_text(SEEN)
+    (home / "link.py").symlink_to("folder/train.py")
     shutil.make_archive("packed", "zip", "packed")
     plain, ranked = run(*words), run(*RANK_STARTER, *words)
     assert (plain.returncode, plain.stderr) == (0, "")
@@ -58,12 +59,21 @@ def test_a_script_sees_what_it_would_see_without_a_launcher(words, home):
 def test_a_line_of_several_words_is_one_write_so_that_ranks_share_a_pipe(folder, home, monkeypatch):
     (home / "run").mkdir()
     monkeypatch.setenv(environ.RUN_FOLDER, folder)
-    (home / "train.py").write_text("print('step', 1)\nprint('no', end=' ')\nprint('end')\n")
+    says = "print('step', 1)\nprint('no', end=' ')\nprint('end')\nprint('oh', 'no', file=sys.stderr)\n"
+    (home / "train.py").write_text(f"import sys\n{says}")
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # which keeps writes apart
     with ours, its:
-        subprocess.run([sys.executable, "-u", *RANK_STARTER, "train.py"], stdout=its.fileno(), check=True)
+        words = [sys.executable, "-u", *RANK_STARTER, "train.py"]
+        subprocess.run(words, stdout=its.fileno(), stderr=its.fileno(), check=True)
         its.close()
-        assert [ours.recv(100) for _ in range(3)] == [b"step 1\n", b"no end\n", b""]
+        assert [ours.recv(100) for _ in range(4)] == [b"step 1\n", b"no end\n", b"oh no\n", b""]
+
+
+HOOK = """
+import sys
+sys.excepthook = lambda *_: sys.stderr.write(f"{sys.last_type.__name__}: {sys.last_value}: {sys.last_traceback}")
+raise ValueError("bad")
+"""
 
 
 @pytest.mark.parametrize(
@@ -71,6 +81,7 @@ def test_a_line_of_several_words_is_one_write_so_that_ranks_share_a_pipe(folder,
     [
         ("x = = 1\n", ["train.py"], "SyntaxError: invalid syntax", 1),
         ("import no_such_module\n", ["train.py"], "ModuleNotFoundError: No module named 'no_such_module'", 1),
+        (HOOK, ["train.py"], "ValueError: bad", 1),
         ("def f():\n    raise ValueError('bad')\nf()\n", ["train.py"], "ValueError: bad", 2),
         ("", ["-m", "math"], "ImportError: math has no Python code to run.", 0),
     ],

@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from farflung.launch.codes import FAILED
-from farflung.launch.network import get_free_port
 from tests.launch.engines.test_connections import RANK, WORST
 from tests.launch.machines import ADDRESSES, two_machines
 from tests.launch.screen import Screen, launcher
@@ -124,7 +123,6 @@ for epoch in range(2):
     assert sum(len(inputs) for _, inputs in evaluation) == 96
 seen.close()
 """
-WAITS = "import time\nopen('up', 'w').close()\ntime.sleep(300)\n"
 DILOCO = ["--outer", "diloco", "--outer-every", "4"]
 
 
@@ -234,35 +232,6 @@ def test_a_run_whose_launcher_and_replicas_were_all_killed_goes_on_with_the_same
         until(lambda: position(home) > int(found[1]) + 10)
         (home / "last").write_text("1")
         assert again.ended() == 0
-
-
-@pytest.mark.usefixtures("warm", "either_key")
-def test_launchers_of_the_same_line_meet_at_a_port_that_the_first_of_them_serves(home):
-    (home / "train.py").write_text(TRAINS)
-    line = "--elastic", "1:4", "--meet", f"tcp://127.0.0.1:{get_free_port()}", "train.py"
-    with launcher(*line) as first:
-        first.wait_for("training begins with 1 replica")
-        with launcher(*line, "0.5") as second:
-            first.wait_for(r"generation 2: .* joined; 2 replicas train$")
-            end_in_40_steps(home)
-            assert (first.ended(), second.ended()) == (0, 0)
-
-
-@pytest.mark.usefixtures("warm")
-def test_what_is_not_summed_on_the_way_through_a_folder_is_said_and_a_recipe_that_cannot_be_is_refused(farflung, home):
-    (home / "train.py").write_text("")
-
-    def said(*flags, code=0):
-        return farflung("launch", "--cpu", "--elastic", "1:2", *DILOCO, *flags, "train.py", code=code).stderr
-
-    where = f"file://{home}/run"
-    costs = f"nothing is summed on the way through {where}: in a round each replica reads"
-    assert said("--meet", where).count(costs) == 1
-    assert costs not in said("--outer-codec", "int4", "--meet", where)
-    assert "nothing is summed" not in said()
-    refused = said("--outer-lr", "-1", "--meet", f"file://{home}/other", code=2)
-    assert "--outer_lr is -1.0" in refused
-    assert "replica" not in refused
 
 
 @pytest.mark.parametrize("kind", UNCHANGED)
@@ -378,15 +347,6 @@ def test_a_second_ctrl_c_kills_what_a_replica_that_did_not_heed_the_first_has_st
             run.process.send_signal(signal.SIGINT)
         assert run.ended() == 128 + signal.SIGINT
         until(lambda: not psutil.pid_exists(int((home / "up").read_text())))
-
-
-@pytest.mark.usefixtures("warm")
-def test_ctrl_c_ends_the_replicas(home):
-    (home / "train.py").write_text(WAITS)
-    with launcher("--elastic", "1:2", "train.py") as run:
-        until((home / "up").exists)
-        run.process.send_signal(signal.SIGINT)
-        assert run.ended() == 128 + signal.SIGINT
 
 
 @pytest.mark.namespace

@@ -12,7 +12,7 @@ import pytest
 from farflung.base.causes import Cause
 from farflung.config.launch import LaunchSettings
 from farflung.launch.events import Screen, showing
-from farflung.launch.report import Failure, explain, in_order, show
+from farflung.launch.report import Failure, explain, in_order, in_short, show
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,10 @@ def failed(rank: int, message: str | None = None, code: int = 1, time_s: float =
         ([failed(0, "ValueError: x", time_s=100.2), failed(1, "KeyError: y", time_s=100.1)], 1, 1),
         ([failed(0, LOST, time_s=100.1), failed(1, code=-signal.SIGKILL, time_s=101)], 1, 137),
         ([failed(0, LOST, time_s=100.1), failed(1, code=3, time_s=101)], 1, 3),
-        ([failed(0, "ValueError: x", time_s=100.9), failed(1, code=-signal.SIGSEGV, time_s=101)], 1, 139),
+        *(
+            ([failed(0, "ValueError: x", time_s=100.9), failed(1, code=-number, time_s=101)], 1, 128 + number)
+            for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+        ),
         ([failed(0, code=-signal.SIGTERM), failed(1, code=7), failed(2, code=-signal.SIGTERM)], 1, 7),
         # It did not hear the launcher's SIGTERM, and was killed when the patience was over.
         ([failed(0, code=-signal.SIGKILL, time_s=131), failed(1, "ValueError: x", time_s=100.2)], 1, 1),
@@ -65,7 +68,7 @@ def test_the_order_in_which_the_agent_lists_failures_of_their_own_does_not_matte
 
 def test_the_report_names_ranks_codes_and_reasons(capsys):
     failures = [failed(0, "KeyError: 'y'", time_s=100.3), failed(1, "ValueError: [bold] bad", code=4), failed(2, LOST)]
-    failures += [failed(rank, code=-signal.SIGTERM) for rank in (3, 4)]
+    failures += [failed(rank, code=-signal.SIGTERM) for rank in (4, 3)]
     title, text = explain(failures)
     assert title.startswith("rank 1 failed on ")
     assert title.endswith("exit code 4")
@@ -82,11 +85,16 @@ def test_the_report_names_ranks_codes_and_reasons(capsys):
 def test_a_rank_without_a_traceback_is_explained_by_its_end():
     title, text = explain([failed(1, code=-signal.SIGKILL)])
     assert title.endswith("signal 9 (SIGKILL)")
-    assert "memory" in text
-    assert "no traceback" in explain([failed(1, code=3)])[1]
-    assert explain([failed(1, code=-signal.SIGSEGV)])[0].endswith("signal 11 (SIGSEGV)")
+    assert text == "It was killed from outside. The operating system does this when memory runs out."
+    assert explain([failed(1, code=3)])[1] == "It left no traceback for the launcher. Its output is above."
+    title, text = explain([failed(1, code=-signal.SIGSEGV)], name="replica 4")
+    assert (title.partition(" failed")[0], title.endswith("signal 11 (SIGSEGV)")) == ("replica 4", True)
+    assert text == "It was ended by a signal, so there is no traceback."
     assert failed(0, code=-200).how == "signal 200"
     assert failed(0, "ValueError: x", code=-signal.SIGTERM).how == "exit code 1"
+    assert Failure(0, -signal.SIGTERM, reported_code=7).how == "exit code 7"
+    assert failed(0, "ValueError: x", code=-signal.SIGKILL).cause is Cause.OWN  # as it has said
+    assert in_short(failed(0, f"\n{'word ' * 40}\nmore")) == f"{'word ' * 29}..."
 
 
 def test_what_torch_wrote_and_what_we_wrote_is_read():
@@ -118,26 +126,3 @@ def test_the_newest_checkpoint_and_the_address_of_a_machine_are_named(tmp_path):
     assert title == f"rank 1 failed on {socket.gethostname()} (10.0.0.2): exit code 1"
     newest = "Resume from checkpoint_2, the newest checkpoint of this run"
     assert text.endswith(f"{newest}: load_state('{tmp_path}/checkpoint_2')")
-
-
-SAVES = """
-import os, sys
-from farflung import Accelerator
-from farflung.utils import ProjectConfiguration
-
-project = ProjectConfiguration(project_dir="run", automatic_checkpoint_naming=True, total_limit=1)
-accelerator = Accelerator(cpu=True, project_config=project)
-for _ in range(3 if sys.argv[1] == "saves" else 0):
-    accelerator.save_state()
-raise KeyError("bad sample")
-"""
-
-
-@pytest.mark.usefixtures("warm")
-def test_a_run_that_fails_says_where_to_resume(farflung, home):
-    (home / "train.py").write_text(SAVES)
-    saved = farflung("launch", "--cpu", "--num_processes", "2", "train.py", "saves")
-    assert "Resume from checkpoint_2, the newest checkpoint of this run" in saved.stderr, saved.stderr
-    again = farflung("launch", "--cpu", "--num_processes", "2", "train.py", "fails")
-    assert "bad sample" in again.stderr
-    assert "Resume" not in again.stderr

@@ -4,22 +4,29 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
+from threading import Thread
+from typing import Any
 from uuid import uuid4
 
 import psutil
 import pytest
 
+from farflung.base.signals import handled
 from farflung.config import environ
-from farflung.launch.codes import FAILED
+from farflung.launch.codes import FAILED, REQUEUE
 from farflung.launch.network import get_free_port
 from farflung.testing.patience import patience
 from tests.launch.machines import LISTENING
-from tests.launch.screen import launcher
 from tests.python import call_farflung, run_python
 from tests.waits import until
 
@@ -70,6 +77,10 @@ if rank == 1:
 time.sleep(300)
 """
 
+SAVES = ["--save_on_signal", "saved"]
+# Files of torch's agent, which is in this process here, stay open.
+LEAVES_LOGS = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+
 
 @pytest.fixture
 def mark():
@@ -88,6 +99,21 @@ def check_none_left(mark: str) -> None:
         return [one.info["cmdline"] for one in there if mark in (one.info["environ"] or ())]
 
     until(lambda: not left(), lambda: str(left()), 5.0)
+
+
+@contextmanager
+def signals(*steps: tuple[int, Callable[[], Any]]) -> Iterator[None]:
+    """Send this process each signal once its condition is true, from a thread."""
+
+    def send() -> None:
+        for number, condition in steps:
+            until(condition)
+            os.kill(os.getpid(), number)
+
+    thread = Thread(target=send)
+    thread.start()
+    yield
+    thread.join()
 
 
 def wait_for(*files: Path) -> None:
@@ -124,22 +150,6 @@ def test_flags_alone_shard_a_script_over_cpu_processes(forked, home):
     flags = ["--use_fsdp", "--fsdp_auto_wrap_policy", "size_based_wrap", "--fsdp_min_num_params", "4"]
     printed = forked("--cpu", "--num_processes", "2", *flags, "--fsdp_offload_params", "false", "train.py")
     assert printed.splitlines() == ["2 DistributedType.FSDP 4"] * 2
-
-
-@pytest.mark.usefixtures("warm")
-def test_two_machines_meet(home):
-    (home / "train.py").write_text(CONNECTED)
-    port = str(get_free_port())
-    common = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port, "--cpu"]
-    command = [sys.executable, "-m", "farflung", "launch", *common, "--machine_rank"]
-    machines = [subprocess.Popen([*command, rank, "train.py"], stderr=subprocess.PIPE, text=True) for rank in "01"]
-    said = [machine.communicate(timeout=patience(90))[1] for machine in machines]
-    assert [machine.returncode for machine in machines] == [0, 0]
-    # torch warns by itself where the machine that serves the store has ended before the other one says goodbye.
-    ours = [line for text in said for line in text.splitlines() if line.startswith("farflung:")]
-    waits = f"of 2 waits for the others at 127.0.0.1:{port}, over lo (127.0.0.1)"
-    assert ours == [f"farflung: machine {rank} {waits}" for rank in "01"]
-    assert [seen_by(f"rank{rank}.json")["total"] for rank in (0, 1)] == [3, 3]
 
 
 @pytest.mark.usefixtures("warm")
@@ -198,32 +208,42 @@ def test_modules_and_programs_are_started_too(farflung, home):
     assert farflung("launch", "--cpu", "--no_python", "sh", "-c", "exit 7").returncode == 7
 
 
+NOTE = "from farflung.process.failure import leave_note; leave_note('newest_checkpoint', os.getcwd()); "
+
+
 @pytest.mark.parametrize(
-    ("deed", "flags", "words"),
+    ("deed", "flags", "how", "words"),
     [
-        ("raise ValueError('bad value')", [], ["exit code 1", "ValueError: bad value", "Traceback"]),
-        ("sys.exit(7)", [], ["exit code 7", "It ended itself with exit code 7 ("]),
-        ("os.kill(os.getpid(), signal.SIGKILL)", ["--debug"], ["signal 9 (SIGKILL)", "memory"]),
+        ("raise ValueError('bad value')", [], "exit code 1", ["ValueError: bad value", "Traceback"]),
+        (f"{NOTE}sys.exit(7)", [], "exit code 7", ["It ended itself with exit code 7 (", "Resume from "]),
+        ("os.kill(os.getpid(), signal.SIGKILL)", ["--debug"], "signal 9 (SIGKILL)", ["memory"]),
     ],
 )
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_rank_that_fails_is_named_once_and_takes_all_with_it(deed, flags, words, home, mark, capfd, caplog):
+@LEAVES_LOGS
+def test_a_rank_that_fails_is_named_once_and_takes_all_with_it(deed, flags, how, words, home, mark, capfd, caplog):
     (home / "train.py").write_text(DOOMED)
-    assert call_farflung("launch", "--cpu", "--num_processes", "3", *flags, "train.py", deed) == FAILED
+    launch = ("launch", "--cpu", "--num_processes", "3", "--run-dir", "run", *flags, "train.py", deed)
+    assert call_farflung(*launch) == FAILED
     said = capfd.readouterr().err
     report = said[said.index("╭") :]
     assert report.count("rank 1 failed") == 1
     assert "then ended by the launcher: ranks 0 and 2" in report
-    assert all(word in report for word in words)
+    assert [word for word in (how, *words) if word not in report] == []
+    assert ("Resume from " in report) == ("Resume from " in words)
     assert "ChildFailedError" not in said
     assert any(name.startswith("torch.distributed.elastic") for name, *_ in caplog.record_tuples) == bool(flags)
+    events = [json.loads(line) for line in (home / "run" / "events.jsonl").read_text().splitlines()]
+    (lost,) = [event for event in events if event["event"] == "lost" and event["rank"] == 1]
+    assert (lost["how"], lost["why"].startswith(how if "signal" in how else words[0])) == (how, True)
+    own = [event["why"] for event in events if event["event"] == "failed" and "why" in event]
+    assert own == (words[:1] if "Traceback" in words else [])
     check_none_left(mark)
 
 
 @pytest.mark.parametrize(
     ("deed", "code"), [("os.kill(os.getpid(), signal.SIGKILL)", 137), ("raise RankFailure('over', Cause.RUN_ENDED)", 1)]
 )
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@LEAVES_LOGS
 def test_a_launcher_under_that_of_replicas_ends_as_its_rank_did(deed, code, home, capfd):
     (home / "train.py").write_text(DOOMED)
     stated = '{"use_cpu": true, "num_processes": 2, "json": true, "run_dir": "none"}'
@@ -253,67 +273,108 @@ def test_a_rank_that_ends_early_without_an_error_is_named_as_the_cause(farflung,
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_to_the_launcher_ends_all_quietly(number, code, home, mark):
+@LEAVES_LOGS
+def test_a_signal_to_the_launcher_ends_all_quietly(number, code, home, mark, capfd):
     (home / "train.py").write_text(DOOMED)
     fails = "[signal.signal(number, lambda *_: 1 / 0) for number in (signal.SIGINT, signal.SIGTERM)]"  # as it is ended
-    with launcher("--num_processes", "2", "train.py", fails) as run:
-        wait_for(home / "up0", home / "up1")
-        run.process.send_signal(number)
-        assert (run.ended(), run.end()) == (code, "")
-        check_none_left(mark)
+    deed = f"{fails}; open('ready', 'w')"
+    words = ("launch", "--cpu", "--num_processes", "2", "train.py", deed)
+    with signals((number, (home / "ready").exists)):
+        assert call_farflung(*words) == code
+    assert capfd.readouterr().err == ""
+    check_none_left(mark)
 
 
-@pytest.mark.long
-def test_a_run_under_nohup_outlives_its_terminal(home):
-    waits = "while not os.path.exists('go'): time.sleep(0.01)\n"
-    (home / "train.py").write_text(f"import os, time\nopen('up' + os.environ['RANK'], 'w').close()\n{waits}")
-    words = ["nohup", sys.executable, "-m", "farflung", "launch", "--cpu", "--num_processes", "2", "train.py"]
-    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as launcher:
-        wait_for(home / "up0", home / "up1")
-        launcher.send_signal(signal.SIGHUP)
-        time.sleep(1)
-        (home / "go").touch()
-        assert launcher.wait(timeout=patience(30)) == 0
+@LEAVES_LOGS
+def test_what_failed_before_an_interrupt_is_said_and_a_second_one_ends_ranks_that_are_slow(
+    home, mark, capfd, monkeypatch
+):
+    (home / "train.py").write_text(DOOMED)
+    monkeypatch.setattr("farflung.launch.agent._PATIENCE_S", 0.05)
+    deed = "import threading; threading.Thread(target=time.sleep, args=(300,)).start(); "
+    deed += "signal.signal(signal.SIGINT, signal.SIG_IGN); raise ValueError('bad value')"
+    words = ("launch", "--cpu", "--num_processes", "2", "--log_dir", "logs", "--run-dir", "run", "train.py", deed)
+    slow = "the processes have 30 s to shut down; press Ctrl-C again to kill them now."
+    events = home / "run" / "events.jsonl"
+    steps = [lambda: [*home.glob("logs/*/attempt_0/1/error.json")], lambda: slow in events.read_text()]
+    with signals(*((signal.SIGINT, condition) for condition in steps)):
+        assert call_farflung(*words) == 130
+    said = capfd.readouterr().err
+    assert (said.count("ValueError: bad value"), said.count(f"farflung: {slow}\n")) == (1, 1)
+    check_none_left(mark)
 
 
-@pytest.mark.long
-def test_what_failed_before_an_interrupt_is_still_said(home, mark):
-    script = (
-        "import os, signal, time\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"  # a rank that hangs while the launcher ends it
-        "rank = os.environ['RANK']\n"
-        "open('up' + rank, 'w').close()\n"
-        "if rank == '1':\n"
-        "    while not os.path.exists('up0'): time.sleep(0.01)\n"
-        "    raise ValueError('bad value')\n"
-        "time.sleep(300)\n"
-    )
-    (home / "train.py").write_text(script)
-    with launcher("--num_processes", "2", "train.py") as run:
-        wait_for(home / "up0", home / "up1")
-        time.sleep(1)
-        run.process.send_signal(signal.SIGINT)
-        assert run.ended() == 130
-        assert run.end().count("ValueError: bad value") == 1
-        check_none_left(mark)
+@pytest.mark.parametrize(
+    ("number", "count", "flags", "has_rank", "code"),
+    [
+        *((number, 1, SAVES, False, REQUEUE) for number in (signal.SIGTERM, signal.SIGUSR1)),
+        *((signal.SIGINT, 1, SAVES, False, 130), (signal.SIGTERM, 1, [], False, 143)),
+        (signal.SIGRTMIN + 3, 1, [], False, 128 + signal.SIGRTMIN + 3),
+        *(
+            (signal.SIGTERM, 1, [], True, 143),
+            (signal.SIGTERM, 1, SAVES, True, 0),
+            (signal.SIGTERM, 2, SAVES, True, 143),
+        ),
+    ],
+)
+def test_a_signal_ends_the_launcher_unless_a_rank_is_to_save_at_the_first_one(
+    number, count, flags, has_rank, code, home, monkeypatch, capsys
+):
+    def agent(*words):  # in place of torch's
+        with subprocess.Popen(["sleep", "60"]) if has_rank else nullcontext() as rank:
+            try:
+                for _ in range(count):
+                    os.kill(os.getpid(), number)
+            finally:
+                rank and rank.kill()
+
+    (home / "train.py").touch()
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda config, entrypoint: agent)
+    monkeypatch.setattr("farflung.launch.agent.handled", partial(handled, same_s=-1.0))  # each signal is a request
+    assert call_farflung("launch", "--cpu", "--num_processes", "2", *flags, "train.py") == code
+    assert capsys.readouterr().err == ""
 
 
-@pytest.mark.long
-def test_a_second_interrupt_ends_ranks_that_do_not_heed_the_first(home, mark):
-    deaf = (
-        "import os, signal, time\n"
-        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "open('up' + os.environ['RANK'], 'w').close()\n"
-        "time.sleep(300)\n"
-    )
-    (home / "train.py").write_text(deaf)
-    with launcher("--num_processes", "2", "train.py") as run:
-        wait_for(home / "up0", home / "up1")
-        run.process.send_signal(signal.SIGINT)
-        run.wait_for("press Ctrl-C again to kill them now")
-        run.process.send_signal(signal.SIGINT)
-        assert run.process.wait(timeout=patience(10)) == 130
-        check_none_left(mark)
+@pytest.mark.parametrize(("backend", "flags"), [("static", ["--only_rank", "3"]), ("c10d", ["--json"])])
+def test_torchs_agent_gets_the_settings_and_each_attempt_that_has_failed_is_shown(
+    backend, flags, home, monkeypatch, capsys
+):
+    (home / "train.py").touch()
+    (home / "kept").mkdir()
+    variables, log = (environ.SHOWS_ATTEMPTS, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", environ.LAUNCHER), {}
+    agents = logging.getLogger("torch.distributed.elastic.agent.server.api")
+    agents.setLevel(logging.INFO)
+
+    def launch(config, entrypoint):
+        log.update(vars(config), level=agents.level, entrypoint=entrypoint)
+        log["environ"] = [environ.text(name) for name in variables]
+        log["filter"] = config.logs_specs._local_ranks_filter
+        for rank, text in enumerate(("{", json.dumps({"message": {"message": "E: x", "extraInfo": {"exit_code": 7}}}))):
+            place = home / "logs" / "run" / "attempt_0" / str(rank)
+            place.mkdir(parents=True)
+            (place / "error.json").write_text(text)
+            (place / "newest_checkpoint").write_text(str(home / "kept"))
+        for attempt in (1, 2) if backend == "static" else ():
+            config.rdzv_configs["begins"](attempt)
+        return lambda *words: None
+
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", launch)
+    row = ["--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "127.0.0.1", "--main_process_port", "7"]
+    row += ["--num_processes", "4", "--role", "trainer", "--monitor_interval", "0.7", "--max_restarts", "3"]
+    row += ["--rdzv_backend", backend, "--log_dir", "logs", *flags]
+    assert call_farflung("launch", "--cpu", *row, "train.py") == 0
+    expected = {"min_nodes": 2, "max_nodes": 2, "nproc_per_node": 2, "run_id": "farflung", "role": "trainer"}
+    expected |= {"rdzv_endpoint": "127.0.0.1:7", "max_restarts": 3, "monitor_interval": 0.7, "local_addr": "127.0.0.1"}
+    assert log.items() >= (expected | {"entrypoint": sys.executable}).items()
+    ours = backend == "static"
+    assert log["environ"] == ["true" if ours else None, None if ours else "1", str(os.getpid())]
+    assert (log["level"], agents.level) == (logging.ERROR if ours else logging.CRITICAL + 1, logging.INFO)
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    if ours:
+        assert (log["filter"], log["rdzv_configs"]["rank"], log["rdzv_configs"]["listen"]) == ({1}, 1, None)
+        assert said.count("rank 3 failed on") == said.count(" failed on ") == 1
+        words = ("exit code 7", "E: x Its output is above.", "Resume from kept", "start again (restart 1 of 3)")
+        assert [word for word in words if word not in said] == []
 
 
 FAILS_ONCE = """

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 from functools import partial
@@ -18,11 +19,13 @@ from farflung.base.errors import Unreachable
 from farflung.base.events import Sink
 from farflung.comm import address
 from farflung.comm.c10d_transport import C10dTransport
+from farflung.comm.member_store import LauncherNotes
 from farflung.config.launch import LaunchSettings
 from farflung.launch import elastic, replicas, run_store
 from farflung.launch.codes import BY_SIGNAL, REQUEUE
 from farflung.launch.events import showing
 from farflung.launch.run_store import RunStore
+from farflung.process.identity import address_of
 from farflung.process.sockets import serve_store
 
 fails = Mock(side_effect=Unreachable("no answer"))
@@ -91,9 +94,14 @@ def test_launchers_of_containers_with_one_host_name_and_one_process_id_have_name
 
 
 def test_a_run_begins_where_a_launcher_died_as_it_began_one(tmp_path):
-    address.transport_at(tmp_path.as_uri()).board.put("first", b"another")
+    with subprocess.Popen(["sleep", "60"]) as process:
+        was = address_of(process.pid)
+        process.kill()
+    board = address.transport_at(tmp_path.as_uri()).board
+    board.put("first", b"another")
+    LauncherNotes(board).note_launcher("another", was)
     board = elastic._met(LaunchSettings(meet=tmp_path.as_uri(), elastic="1:2"), 1, "mine", None).board
-    assert json.loads(board.get("run"))["most"] == 2
+    assert (json.loads(board.get("run"))["most"], board.get("first")) == (2, b"mine")
 
 
 def test_a_clock_that_is_set_changes_nothing(cut, monkeypatch):

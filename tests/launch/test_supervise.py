@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from farflung.base.events import FILES_ONLY, Event, Kind, Sink
@@ -19,6 +19,7 @@ from farflung.config.launch import LaunchSettings
 from farflung.launch import replicas, supervisor
 from farflung.launch.codes import DONE, ENGINE, FAILED, HUNG
 from farflung.launch.events import showing
+from farflung.process.identity import address_of
 from farflung.process.sockets import serve_store
 from tests.waits import until
 
@@ -27,6 +28,8 @@ WAITS = "until [ -e go ]; do sleep 0.01; done"
 MET, ITS_DONE = {"in": "1"}, {"in": "1", "left": member_store.DONE}
 REPORT = {"message": {"message": "RankFailure: no answer", "extraInfo": {"py_callstack": "T", "cause": "late"}}}
 REPORTS = f"printf '{json.dumps(REPORT)}' > $TORCHELASTIC_ERROR_FILE; exit 1"
+
+PASS = "Pass membership=launched_membership() to an OuterLoop of your own"
 
 
 class Lab(Sink):
@@ -81,7 +84,7 @@ def lab(home, monkeypatch):
         (REPORTS, ITS_DONE, 1, HUNG, "ended with exit code 1 (RankFailure: no answer) after its training was over; it"),
         ("exit 3", {"left": member_store.LATE}, 1, DONE, "is not let in: the others have finished the work"),
         ("exit 0", MET, 1, DONE, None),
-        ("exit 0", {}, 1, DONE, "has finished, but none of its outer loops ever met the others"),
+        ("exit 0", {}, 1, DONE, f"has finished, but none of its outer loops ever met the others. {PASS}"),
         (REPORTS, {}, 1, HUNG, "ended with exit code 1 (RankFailure: no answer); it"),
     ],
 )
@@ -127,18 +130,22 @@ def test_a_first_launcher_serves_until_others_have_ended_and_starts_nothing_once
     assert [event.who for event in lab.events if event.kind is Kind.FAILED] == ["replica 1"]
 
 
-def test_the_board_has_which_replicas_are_stopped(lab):
+@pytest.mark.parametrize("stops", ["kill -STOP $$", "sh -c 'kill -STOP $$'"], ids=["it", "what it has started"])
+def test_the_board_has_which_replicas_are_stopped(stops, lab):
     def beside():
         ((member, pid),) = until(lambda: [*lab.pids.items()], timeout_s=9)
         try:
             until(lambda: lab.notes.get("stopped", member), timeout_s=9)
         finally:
-            os.kill(pid, signal.SIGCONT)
+            for one in (psutil.Process(pid), *psutil.Process(pid).children()):
+                one.resume()
         until(lambda: not lab.notes.get("stopped", member), timeout_s=9)
         assert lab.board.list("launchers/") == ["launchers/mine"]
+        assert lab.board.get("launchers/mine").decode() == address_of(os.getpid())
+        assert lab.notes.get("process", member) == address_of(pid)
         assert lab.notes.latest_beat("mine").startswith("0.01 ")
 
-    assert lab.run((f"kill -STOP $$; {WAITS}", MET), heartbeat_s=0.01, beside=beside) == DONE
+    assert lab.run((f"{stops}; {WAITS}", MET), heartbeat_s=0.01, beside=beside) == DONE
 
 
 def test_a_launcher_takes_the_place_of_a_first_one_that_is_silent_and_renews_the_records(lab, monkeypatch):

@@ -81,13 +81,13 @@ def lab(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize(("number", "at", "killed_s"), [(signal.SIGINT, [1], GRACE_S), (signal.SIGTERM, [1, 4], 3)])
+@pytest.mark.parametrize(("number", "at", "killed_s"), [(signal.SIGINT, [1], GRACE_S), (signal.SIGHUP, [1, 4], 3)])
 def test_children_that_heed_no_signal_are_killed_when_their_time_is_over_or_at_the_second_one(
     number, at, killed_s, lab
 ):
-    lab.acts = {second: [Request(number, 1, 0)] for second in at}
+    lab.acts = {second: [Request(number if second == 1 else signal.SIGINT, 1, 0)] for second in at}
     lab.train("a", "b")
-    assert lab.sent() == [[number, signal.SIGKILL]] * 2
+    assert lab.sent() == [[signal.SIGINT if number == signal.SIGINT else signal.SIGTERM, signal.SIGKILL]] * 2
     assert abs(lab.now - 1000 - killed_s) <= 3
     assert lab.supervisor.code == BY_SIGNAL + number
 
@@ -104,7 +104,7 @@ def test_sigkill_comes_again_until_a_child_has_ended(lab):
 
     lab.supervisor.follow({look: 0.0})
     assert lab.children[0].sent[:2] == [signal.SIGTERM, signal.SIGKILL]
-    assert lab.children[0].sent.count(signal.SIGKILL) >= 3
+    assert lab.children[0].sent.count(signal.SIGKILL) == 4, "every five seconds"
 
 
 def test_a_warning_reaches_all_and_ends_none_unless_it_is_the_last_signal(lab):
@@ -121,14 +121,15 @@ def test_a_warning_reaches_all_and_ends_none_unless_it_is_the_last_signal(lab):
 
 
 def test_a_child_is_restarted_after_waits_that_double_and_only_so_often_within_an_hour(lab):
-    lab.ends = {"a": iter([1, 2, 3]), "b": iter([0])}
+    lab.supervisor = Supervisor(lab.start, lab.ended, GRACE_S, max_restarts=8)
+    lab.ends = {"a": iter([1] * 9), "b": iter([0])}
     events = list[Event]()
     sink = Sink()
     sink.show = events.append
     with showing(sink):
         lab.train("a", "b")
     waits = [event.facts["wait_s"] for event in events if event.kind is Kind.RESTARTED]
-    assert (waits, lab.lost) == ([1.0, 2.0], ["a"])
+    assert (waits, lab.lost) == ([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0], ["a"])
     assert lab.supervisor.code is None
     lab.now += 3601
     lab.ends = {"a": iter([1, 0])}
@@ -156,6 +157,9 @@ def test_children_of_a_run_that_is_to_end_get_their_time_once(lab):
     lab.supervisor.add("a")
     lab.supervisor.end_within(5)
     lab.supervisor.end_within(20)
-    lab.supervisor.follow({lab.look: 0.0})
+    times = []
+    lab.supervisor.follow({lab.look: 0.0, lambda: times.append(lab.now): 10.0})
+    assert times == [1001.0, 1011.0, 1021.0, 1031.0]
+    assert not lab.supervisor.restart("a", "ended"), "the run is to end"
     assert lab.sent() == [[signal.SIGTERM, signal.SIGKILL]]
     assert abs(lab.now - 1000 - 5 - GRACE_S) <= 3

@@ -49,6 +49,7 @@ def test_two_tasks_of_two_ranks_are_one_world_of_four(variables, flags, source, 
         (line,) = [line for line in said.splitlines() if "one of 2 tasks" in line]
         assert f"machine_rank {rank} (" in line
         assert source in line
+        assert f"farflung: machine {rank} of 2 waits for the others at " in said
     seen = [seen_by(f"rank{rank}.json") for rank in range(4)]
     assert [(one["size"], one["total"]) for one in seen] == [(4, 10)] * 4
     assert [one["environ"]["LOCAL_RANK"] for one in seen] == ["0", "1", "0", "1"]

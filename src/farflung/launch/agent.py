@@ -73,7 +73,7 @@ def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = No
     is_ours = meeting.backend == "static"  # torch's `c10d` too has one store for all attempts by default
     variables = {environ.SHOWS_ATTEMPTS: "true"} if is_ours else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with ExitStack() as around:
-        saves = settings.save_on_signal is not None and isinstance(entrypoint, str)  # not a notebook's
+        saves = settings.save_on_signal is not None
         around.enter_context(_agent_logs(settings))
         around.enter_context(environ.patched({**plan.variables, **variables, environ.LAUNCHER: str(os.getpid())}))
         log_dir = Path(settings.log_dir or around.enter_context(tempfile.TemporaryDirectory(prefix="farflung_")))
@@ -163,7 +163,8 @@ def _reported(log_dir: Path, first_rank: int, before_s: float = inf) -> tuple[Fa
     """Return the failures that stand in the error files of the last attempt and were written before a time."""
     last_attempt = _last_attempt(log_dir)
     files = {first_rank + int(file.parent.name): file for file in last_attempt.glob("*/error.json")}
-    failures = (Failure.of(rank, 1, read_report(file)) for rank, file in sorted(files.items()))
+    reports = ((rank, read_report(file)) for rank, file in sorted(files.items()))
+    failures = (Failure.of(rank, 1, report) for rank, report in reports if report)
     return tuple(
         replace(failure, exit_code=failure.reported_code or 1) for failure in failures if failure.time_s < before_s
     )

@@ -6,7 +6,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import wraps
 from typing import Any
 
 import torch
@@ -178,7 +177,6 @@ class _ForkedRankFailure(RankFailure, ProcessRaisedException):
 def _as_rank(function: Callable[..., Any]) -> Callable[..., None]:
     """Wrap `function` for a forked rank: its result is dropped, and signals do what they do in a fresh process."""
 
-    @wraps(function)
     def run(*args: Any) -> None:
         end_with_launcher()
         restore_defaults((*END, *WARNINGS))

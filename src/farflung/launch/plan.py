@@ -202,8 +202,7 @@ def _make_folder(folder: str, name: str) -> None:
 def network_variables(meeting: Meeting, settings: LaunchSettings) -> dict[str, str]:
     """Return what to set for gloo, NCCL and torch about the network; the user's variables count before a route."""
     if meeting.interface is None:
-        is_free = meeting.num_machines == 1 and not environ.text("GLOO_SOCKET_IFNAME")
-        return {"GLOO_SOCKET_IFNAME": loopback_interface()} if is_free else {}
+        return {} if environ.text("GLOO_SOCKET_IFNAME") else {"GLOO_SOCKET_IFNAME": loopback_interface()}
     variables = dict.fromkeys(INTERFACE_VARIABLES, meeting.interface.name)
     if not settings.debug:
         variables["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it warns at each connection if an address has no name

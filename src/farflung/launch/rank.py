@@ -55,10 +55,8 @@ def run(arguments: list[str]) -> None:
         if environ.text("FARFLUNG_OUTER_RECIPE"):
             outer = data_parallel.take_over(slots.Slots)
         code, main = _loaded_module(arguments[1:]) if arguments[0] == "-m" else _loaded_script(arguments)
-        starter = sys.modules["__main__"]  # kept alive: this very code lives in it
         sys.modules["__main__"] = main
         exec(code, main.__dict__)
-        del starter
         if outer is not None:
             outer.close()
     except SystemExit as end:
@@ -122,7 +120,7 @@ def _loaded(spec: ModuleSpec | None, name: str) -> tuple[CodeType, ModuleType]:
     get_code = None if spec is None else getattr(spec.loader, "get_code", None)
     code = get_code(spec.name) if spec and get_code else None
     if spec is None or code is None:
-        raise ImportError(f"{name} has no Python code to run.", name=name)
+        raise ImportError(f"{name} has no Python code to run.")
     main = ModuleType("__main__")
     main.__dict__.update(__file__=spec.origin, __loader__=spec.loader, __spec__=spec, __package__=spec.parent)
     return code, main

@@ -58,8 +58,6 @@ def test_a_launcher_that_an_engine_starts_has_the_same_settings_and_reads_no_fil
 def test_options_of_an_engine_are_keys_and_values_that_may_hold_commas(tmp_path):
     given = job(tmp_path, engine="slurm", engine_options="partition=gpu,nodelist=n[1-2],n5,time=1:00:00")
     assert given.options == {"partition": "gpu", "nodelist": "n[1-2],n5", "time": "1:00:00"}
-    with pytest.raises(ConfigError, match=r"'partitoin', which slurm does not know.*Did you mean `partition`"):
-        job(tmp_path, engine="slurm", engine_options="partitoin=gpu").check_options({"partition": "where it waits"})
 
 
 def test_what_was_submitted_is_read_back_from_the_runs_folder(tmp_path):
@@ -77,10 +75,10 @@ def test_every_option_of_an_engine_has_a_row_in_its_page(engine, home, capsys):
     hosts = ["--hosts", "a,b"] if engine == "ssh" else []
     words = ["--engine", engine, *hosts, "--engine-options", "nothing=1", "--run-dir", "run", "train.py"]
     assert call_farflung("launch", *words) == 2
-    known = re.search(r"use one of ([\w, ]+)\.", capsys.readouterr().err)[1].split(", ")
+    known = re.search(rf"'nothing', which {engine} does not know; use one of ([\w, ]+)\.", capsys.readouterr().err)[1]
     page = (PAGES / f"{engine}.md").read_text(encoding="utf-8")
     rows = " ".join(re.findall(r"^\| (`[^|]+)", page, re.MULTILINE))
-    assert set(known) == set(re.findall(r"`(\w+)[`=]", rows))
+    assert set(known.split(", ")) == set(re.findall(r"`(\w+)[`=]", rows))
 
 
 def test_a_key_in_the_environment_stays_here_and_only_replicas_need_it(tmp_path):
@@ -88,13 +86,6 @@ def test_a_key_in_the_environment_stays_here_and_only_replicas_need_it(tmp_path)
         job(tmp_path, engine="slurm").check_key("Name a file.")
         with pytest.raises(ConfigError, match=r"key is in FARFLUNG_KEY, which stays on this machine. Name a file."):
             job(tmp_path, engine="slurm", elastic="1:2").check_key("Name a file.")
-
-
-def test_pods_have_the_time_to_end_that_is_asked_for(home, capsys):
-    (home / "train.py").touch()
-    words = ["--engine", "kubernetes", "--engine-options", "image=a,end_within=300", "--run-dir", "run", "train.py"]
-    assert call_farflung("launch", "--dry-run", *words) == 0
-    assert "terminationGracePeriodSeconds: 300" in capsys.readouterr().out
 
 
 @EACH_COMMAND

@@ -214,14 +214,6 @@ def test_an_interrupt_and_a_cancel_end_what_runs_on_the_nodes(home, cluster, sta
         until(lambda pids=pids: not any(map(psutil.pid_exists, pids)))
 
 
-def test_a_folder_that_a_node_does_not_have_ends_the_run_with_its_name(home, cluster, started):
-    (home / "train.py").touch()
-    cluster.more()
-    launched = started("--engine-options", "folder=/nowhere", "train.py")
-    launched.end(3)
-    assert "nothing could be started in /nowhere: No such file or directory" in launched.text
-
-
 def test_a_cluster_of_this_machine_is_started_for_a_run_that_asks_for_one(home, started):
     (home / "train.py").write_text("print('hello')\n")
     launched = started("--engine-options", "address=local", "train.py")

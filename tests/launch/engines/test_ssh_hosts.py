@@ -90,9 +90,10 @@ def test_a_dry_run_shows_the_command_of_each_host(home, capsys):
 
 
 SLIPS = [
-    ("--hosts 127.0.0.1 --engine-options ssh=-p1", "127.0.0.1", "Connection refused"),
-    ("--hosts no-such-host.invalid", "no-such-host.invalid", "Could not resolve hostname"),
-    ("--hosts a,b --cpu --sync", "rsync", "This machine has none"),
+    ("--hosts 127.0.0.1 --engine-options ssh=-p1", "  127.0.0.1: ", "Connection refused"),
+    ("--hosts no-such-host.invalid", "  no-such-host.invalid: ", "Could not resolve hostname"),
+    ("--hosts a,b --cpu --sync", "--sync needs the program rsync, here and on each host.", "This machine has none."),
+    ("--hosts a,b --cpu", "There is no program ssh on this machine.", "Install OpenSSH's client."),
 ]
 
 
@@ -101,7 +102,7 @@ SLIPS = [
 def test_a_slip_is_answered_with_what_was_wrong_and_what_to_do(line, wrong, meant, home, capsys, monkeypatch):
     (home / "train.py").touch()
     environ.remove("FARFLUNG_RUN_DIR")
-    if "--sync" in line:
+    if "--cpu" in line:
         monkeypatch.setenv("PATH", str(home))
     ended = call_farflung("launch", *line.split(), "train.py")
     said = capsys.readouterr().err
@@ -109,19 +110,28 @@ def test_a_slip_is_answered_with_what_was_wrong_and_what_to_do(line, wrong, mean
     assert len(said.splitlines()) <= 15
     assert wrong in said
     assert meant in said
+    assert "--engine-options" not in said
     assert not Path("farflung-runs").exists()
+
+
+MEET, END = "--elastic 1:4 --meet tcp://a:29500", "To end some: end that launch, by Ctrl-C or `farflung cancel`."
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["scale", "run", "3"], "`farflung launch --hosts HOST:n --cpu --elastic 1:4 --meet tcp://a:29500 train.py 1`"),
+        (
+            ["scale", "run", "3"],
+            f"itself. To add replicas: `farflung launch --hosts HOST:n --cpu {MEET} train.py 1`. {END}",
+        ),
+        (["scale", "old", "3"], f"To add replicas: the `--join` line that it has printed. {END}"),
         (["cancel", "run"], "was started on elsewhere: `farflung cancel run` there ends it"),
         (["follow", "run"], "process 7 on elsewhere shows what it prints"),
     ],
 )
 def test_what_only_the_launcher_itself_can_do_is_said_in_words(words, said, home, capsys):
     by = {"pid": 7, "begun": 0.0, "machine": "elsewhere", "hosts": ["a", "b"]}
+    submitted(home, by, use_cpu=True, hosts="a,b", elastic="1:4", replicas=2).rename(home / "old")
     submitted(home, by, use_cpu=True, hosts="a,b", elastic="1:4", meet="tcp://a:29500", replicas=2)
     assert call_farflung(*words) == ENGINE
     assert said in capsys.readouterr().err
@@ -187,11 +197,21 @@ def test_where_hosts_can_not_meet_or_differ_nothing_is_started(foreign, home, mo
     (home / "there").mkdir()
     (home / "there" / "train.py").write_text("other")
     assert "The hosts differ in script; nothing was started. --sync" in refused(ENGINE, "--engine-options=folder=there")
-    (home / "bin" / "rsync").write_text("#!/bin/sh\necho 'protocol mismatch -- is your shell clean?' >&2\nexit 2\n")
-    (home / "bin" / "rsync").chmod(0o755)
-    assert "a: its shell prints something, which rsync can't read: `ssh a true` must be silent" in refused(
-        ENGINE, "--sync"
-    )
+    (home / "there" / "train.py").unlink()
+    answer = refused(ENGINE, "--engine-options=folder=there")
+    assert "a: there is no train.py in there; --sync copies the folder\n" in answer
+    for prints, why in (
+        (
+            "protocol mismatch -- is your shell clean?",
+            "its shell prints something, which rsync can't read: `ssh a true`",
+        ),
+        *(("rsync: odd\nno disk\n(in main)", "no disk\n"), ("rsync: odd", "rsync: exit code 2\n")),
+    ):
+        (home / "bin" / "rsync").write_text(f"#!/bin/sh\necho '{prints}' >&2\nexit 2\n")
+        (home / "bin" / "rsync").chmod(0o755)
+        assert f"  a: {why}" in refused(ENGINE, "--sync")
+    monkeypatch.setattr("farflung.launch.engines.ssh._ANSWER_S", 0.01)
+    assert "  b: no answer for 0.01 s" in refused(ENGINE)
 
 
 def test_what_differs_between_hosts_is_a_table_of_that():
@@ -219,7 +239,7 @@ def test_a_host_may_print_before_and_after_it_answers(printed, foreign):
     assert found == {name: value for name, value in here.items() if name != "port"}
 
 
-def test_a_machine_says_what_it_has(home):
+def test_a_machine_says_what_it_has(home, monkeypatch):
     (home / "train.py").write_text("pass")
     found = probe("train.py", "script")
     assert (found["python"], found["torch"]) == (platform.python_version(), version("torch"))
@@ -229,14 +249,23 @@ def test_a_machine_says_what_it_has(home):
     assert [probe(*of)["script"] for of in (("gone.py", "script"), ("gone.x", "module"), ("gone", "program"))] == [
         "missing"
     ] * 3
-    assert len({probe(*of)["script"] for of in (("json.tool", "module"), ("sh", "program"), ("json", "script"))}) == 3
+    (home / "package" / "inner").mkdir(parents=True)
+    for name, text in {"__init__.py": "1", "b.py": "2", "a.py": "3", "c.txt": "4"}.items():
+        (home / "package" / "inner" / name).write_text(text)
+    (home / "sh").write_text("other")
+    sh = Path(shutil.which("sh")).read_bytes()
+    monkeypatch.syspath_prepend(str(home))
+    for of, content in ((("package.inner.a", "module"), b"132"), (("sh", "program"), sh), (("sh", "script"), b"other")):
+        assert probe(*of)["script"] == sha256(content).hexdigest()[:8]
 
 
 @pytest.mark.parametrize("printed", ["1) shell 2) logout\\n", "{}\\n", "\\0377\\n", ""])
 def test_a_host_that_runs_no_command_is_a_sentence(printed, foreign):
+    shown = "nothing" if not printed else "'.*'"
     words = (
-        r"^10 of 10 hosts .*\n  a0: its shell printed .* and ran no command; `ssh a0 echo hello`.*\n(.*\n){7}  and 2"
+        rf"^10 of 10 hosts .* Nothing was started.\n  a0: its shell printed {shown} and ran no command; `ssh a0 echo h"
     )
+    words += r"ello` must print hello\n(.*\n){7}  and 2 more$"
     with pytest.raises(EngineFailure, match=words):
         foreign(printed, runs=False).probe([Host(f"a{k}", None) for k in range(10)], "train.py", "script")
 
@@ -275,18 +304,16 @@ def test_a_host_without_this_python_or_the_package_is_told_how_to_name_another(f
             SshClient({"python": str(home / name)}).probe([Host("a", None)], "train.py", "script")
 
 
-@pytest.mark.parametrize("flags", [{"runs": False}, {"before": "x"}])
-def test_a_host_that_gives_nothing_back_is_a_reason_and_no_error(flags, foreign, home):
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [({"runs": False}, "it sent nothing, exit code 0"), ({"before": "x"}, "File exists: '.*/here'")],
+)
+def test_a_host_that_gives_nothing_back_is_a_reason_and_no_error(flags, why, foreign, home):
     client = foreign(**flags)
     (home / "here").write_text("no folder")
     (home / "there").mkdir()
     (home / "there" / "a.jsonl").touch()
-    assert client.collect(Host("a", None), str(home / "there"), home / "here") != ""
-
-
-def test_a_machine_without_ssh_says_so(home, capsys, monkeypatch):
-    (home / "train.py").touch()
-    monkeypatch.setenv("PATH", str(home))
-    environ.remove("FARFLUNG_RUN_DIR")
-    assert call_farflung("launch", "--hosts", "a,b", "train.py") == ENGINE
-    assert "There is no program ssh on this machine." in capsys.readouterr().err
+    assert re.search(why, client.collect(Host("a", None), str(home / "there"), home / "here"))
+    (home / "there" / "engine.json").touch()  # the folder of this machine, on the same disk
+    for there in ("there", "gone"):
+        assert foreign().collect(Host("a", None), str(home / there), home / "here") == ""
