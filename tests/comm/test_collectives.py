@@ -2,6 +2,7 @@
 """Nested collectives on real ranks: right values, one collective, the same bits and the same errors everywhere."""
 
 import hashlib
+import re
 from collections import namedtuple
 
 import pytest
@@ -12,6 +13,7 @@ from farflung.base.errors import CollectiveMismatch, ConfigError, WrongType
 from farflung.comm import collectives
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup
+from farflung.comm.scatter import Scatter
 from farflung.testing.ranks import run_ranks
 from tests.accelerator.conftest import on_ranks
 from tests.comm.counting import CountingGroup
@@ -148,6 +150,8 @@ def test_ragged_gather_joins_what_differs_in_the_first_dimension():
         collectives.gather(exchange, torch.zeros(2, 1 + rank), ragged=True)
     with pytest.raises(CollectiveMismatch, match="Only first dimensions may differ"):
         collectives.gather(exchange, torch.zeros((2,) if rank else ()), ragged=True)
+    with pytest.raises(CollectiveMismatch, match="Convert them to the same dtype"):
+        collectives.gather(exchange, torch.zeros(1 + rank, dtype=(torch.int64, torch.int32)[rank % 2]), ragged=True)
     assert collectives.gather(exchange, torch.tensor(rank), ragged=True).tolist() == list(range(size))
 
 
@@ -168,8 +172,6 @@ def test_objects_are_gathered_and_broadcast():
     for wrong in ({"a": 1}, "text", 3):
         with pytest.raises(TypeError, match="wants a list"):
             collectives.gather_object(exchange, wrong)
-    with pytest.raises(CollectiveMismatch, match="items=1"):
-        collectives.broadcast_object_list(exchange, [0] * (1 + rank))
 
 
 @on_ranks(2)
@@ -232,23 +234,42 @@ def test_reduce_sums_in_rank_order_and_gives_every_rank_the_same_bits():
 
 
 @on_ranks(2)
+def test_the_scripts_default_device_changes_nothing():
+    exchange, group = connected()
+    rank, scatter = exchange.rank, Scatter(group)
+    few = {n: torch.full((n,), float(rank)) for n in (2, 300_000)}  # in a packet, and by itself
+    many = {f"a long name for leaf {k}": torch.ones(1) for k in range(5000)}
+    with torch.device("meta"):
+        for n, x in few.items():
+            assert collectives.gather(exchange, x).sum() == n
+            assert collectives.gather(exchange, {"x": x, "number": x[0]}, ragged=True)["x"].sum() == n
+            assert collectives.reduce(exchange, {"x": x, "number": x[0]}, "sum")["x"].sum() == n
+            assert collectives.broadcast(exchange, [x.repeat(2)[::2], x[::2].clone()], 1)[0].sum() == n
+            assert collectives.broadcast_object_list(exchange, ["x" * n * rank], 1) == ["x" * n]
+            assert (scatter.receive() if rank else scatter.send([x, 1 - x])).tolist() == n * [float(rank)]
+        assert len(collectives.gather(exchange, many)) == len(many)
+
+
+@on_ranks(2)
 def test_a_reduction_without_sense_is_refused_on_every_rank():
     exchange, _ = connected()
-    for tree, settings, match in (
-        (torch.ones(2), {"reduction": "min"}, "unknown reduction 'min'"),
-        (torch.ones(2, dtype=torch.int64), {"reduction": "mean"}, "mean of torch.int64"),
-        (torch.ones(2, dtype=torch.bool), {"reduction": "sum"}, "reduction='max'"),
-        (torch.ones(2, dtype=torch.complex64), {"reduction": "max"}, "no maximum"),
-        (torch.ones(2, dtype=torch.int64), {"reduction": "sum", "scale": 0.5}, "scaled by 0.5"),
-        (torch.ones(2).to(torch.float8_e5m2), {"reduction": "sum"}, "can't be reduced"),
+    for dtype, reduction, scale, words in (
+        (torch.float32, "min", 1, "unknown reduction 'min'. Use sum, mean, max, none."),
+        (torch.int64, "mean", 1, "the mean of torch.int64 values is not torch.int64. Use .float() or reduction='sum'."),
+        (torch.bool, "sum", 1, "the sum of torch.bool is not defined. Use reduction='max' for any(), or .int()"),
+        (torch.complex64, "max", 1, "torch.complex64 has no maximum."),
+        (torch.int64, "sum", 0.5, "tensors of torch.int64 can't be scaled by 0.5. Use .float()."),
+        (torch.float8_e5m2, "sum", 1, "tensors of torch.float8_e5m2 can't be reduced. Convert them first, for example"),
     ):
+        match = f"reduce: {re.escape(words)}"
+        tree = torch.ones(2).to(dtype)
         with pytest.raises(ConfigError, match=match):
-            collectives.reduce(exchange, tree, **settings)
+            collectives.reduce(exchange, tree, reduction, scale)
         only_one = tree if exchange.rank == 1 else torch.ones(2)
         expected = ConfigError if exchange.rank == 1 else CollectiveMismatch
-        if settings["reduction"] != "min":
+        if reduction != "min":
             with pytest.raises(expected, match=match):
-                collectives.reduce(exchange, only_one, **settings)
+                collectives.reduce(exchange, only_one, reduction, scale)
     assert collectives.reduce(exchange, torch.ones(1), "sum").item() == 2
 
 
@@ -269,8 +290,6 @@ def test_padding_reaches_the_longest_rank():
     flags = collectives.pad_across_processes(exchange, torch.ones(rank, dtype=torch.bool), pad_index=0)
     assert flags.dtype is torch.bool
     assert flags.tolist() == rank * [True] + (size - 1 - rank) * [False]
-    beyond = collectives.pad_across_processes(exchange, [x], dim=2)[0]
-    assert beyond is x
     grown = collectives.pad_across_processes(exchange, x.clone().requires_grad_())
     assert grown.requires_grad  # padding belongs to the graph
     with pytest.raises(ConfigError, match=r"torch\.int32 has no value 0\.5"):
@@ -297,9 +316,6 @@ def disagrees():
         told(lambda: collectives.reduce(exchange, torch.ones(2, dtype=[torch.int64, torch.float64][rank % 2]), "sum")),
         told(lambda: collectives.broadcast(exchange, torch.zeros(big + rank))),
         told(lambda: collectives.broadcast(exchange, torch.zeros(2), from_process=rank)),
-        told(lambda: (collectives.gather if rank else collectives.reduce)(exchange, torch.zeros(2))),
-        told(lambda: collectives.gather(exchange, torch.zeros(2), ragged=rank == 0)),
-        told(lambda: collectives.gather_object(exchange, []) if rank else collectives.gather(exchange, [])),
     ]
     assert collectives.gather(exchange, torch.tensor(rank)).tolist() == [0, 1, 2, 3]  # nothing is left behind
     return messages
@@ -314,17 +330,17 @@ def test_ranks_that_disagree_all_raise_the_same():
         "Use pad_across_processes(dim=0) or gather_object."
     )
     assert all(dtype in first[4][1] for dtype in ("int64", "float64"))
-    assert "rank 0 called reduce(reduction='mean', scale=1.0), ranks 1, 2 and 3 gather" in first[7][1]
 
 
 class Unpicklable:
     def __reduce__(self):
-        raise ArithmeticError("no pickle of me")
+        raise ArithmeticError("no pickle of me" + 300 * " or mine")
 
 
 def fails_alone():
     exchange, _ = connected()
     bad = exchange.rank == 1
+    collectives.broadcast(exchange, torch.zeros(2))  # of a tensor of the same shape that can be sent
     messages = [
         told(lambda: collectives.gather(exchange, {"x": "text" if bad else torch.zeros(2)})),
         told(lambda: collectives.reduce(exchange, [3 if bad else torch.zeros(2)])),
@@ -344,8 +360,11 @@ def test_a_rank_that_fails_alone_is_named_to_the_others():
     assert [kind for kind, _ in bad] == [*4 * ["WrongType"], "ConfigError", "AttributeError", "ArithmeticError"]
     for (own_kind, own), (kind, message) in zip(bad, first, strict=True):
         assert kind == "CollectiveMismatch"
-        assert f"rank 1 failed: {own_kind}: {own}" in message
-    assert bad[2][1].startswith("broadcast: a Tensor (sparse_coo, torch.float32, on cpu) can't be sent as plain bytes.")
+        assert message.endswith(f"rank 1 failed: {own_kind}: {own[:1000]}")
+    assert bad[2][1] == (
+        "broadcast: a Tensor (sparse_coo, torch.float32, on cpu) can't be sent as plain bytes. Pass dense tensors "
+        "(to_dense(), full_tensor(), dequantize()), or use gather_object or broadcast_object_list."
+    )
 
 
 @on_ranks(2)
@@ -415,7 +434,3 @@ def test_alone_values_come_back_as_they_are():
     for call in (collectives.gather, collectives.broadcast, collectives.reduce, collectives.pad_across_processes):
         with pytest.raises(WrongType, match=f"{call.__name__}: found a str"):  # as among several ranks
             call(exchange, {**tree, "text": "lost"})
-    with pytest.raises(ConfigError, match=r"scaled by 0\.5"):
-        collectives.reduce(exchange, tensors, scale=0.5)
-    with pytest.raises(ConfigError, match="unknown reduction"):
-        collectives.reduce(exchange, tensors, "median")

@@ -36,7 +36,8 @@ def test_a_key_may_be_the_beginning_of_others_and_foreign_files_are_none(folder,
     folder.board.put("log", b"1")
     folder.board.put("log/1", b"2")
     (tmp_path / "log" / ".nfs0001").write_bytes(b"?")
-    (tmp_path / "log" / "no quoted name.value").write_bytes(b"?")
+    for name in ("no quoted name.value", os.fsdecode(b"no text \xff.value")):
+        (tmp_path / "log" / name).write_bytes(b"?")
     assert sorted(folder.board.list("")) == ["log", "log/1"]
     assert (folder.board.get("log"), list(folder.board.list("log/"))) == (b"1", ["log/1"])
 
@@ -48,7 +49,7 @@ def test_a_folder_that_is_gone_ends_requests_with_its_name_and_one_that_comes_ba
     board = folder.board.patient(0)
     requests = [(board.get, "key"), (board.has, ["key"]), (board.list, "")]
     for request, *arguments in [*requests, (board.put, "key", b"2"), (board.put_new, "new", b"2")]:
-        with pytest.raises(Unreachable, match=f"The run's folder {tmp_path} can't be used: No such file"):
+        with pytest.raises(Unreachable, match=rf"run's folder {tmp_path} can't be used: No such file.* \({tmp_path}"):
             request(*arguments)
     assert not tmp_path.exists()
     back = threading.Timer(0.3, lambda: away.rename(tmp_path))

@@ -2,6 +2,7 @@
 """What ranks are told when they bring different things: the operation, who brought what, and what to do."""
 
 from collections import OrderedDict, defaultdict
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from farflung.base.errors import CollectiveMismatch, ConfigError
 from farflung.base.tree import flatten
 from farflung.comm import collectives
 from farflung.comm.exchange import Exchange
-from farflung.comm.mismatch import called, calls_differ, require_alike
+from farflung.comm.mismatch import require_alike
 from farflung.comm.packet import Header, encode_header
 from farflung.testing.sim import run_replicas
 
@@ -59,42 +60,30 @@ def test_what_differs_is_said_with_who_brought_it(case):
     assert str(caught.value) == words
 
 
-def test_only_what_must_be_alike_is_compared():
-    headers = [header(torch.zeros(n, 4)) for n in (1, 2)]
-    require_alike(headers, "", lambda kind: kind.shape[1:])
-    with pytest.raises(CollectiveMismatch):
-        require_alike(headers, "", lambda kind: kind.shape[0])
+CALLS = {
+    "gather(at='line 1')": lambda one: collectives.gather(one, TWO, at="line 1"),
+    "metrics(at='line 2')": lambda one: collectives.gather_object(one, [], at="line 2", name="metrics"),
+    "outer loop(items=1)": lambda one: collectives.from_first(one, int),
+    "broadcast_object_list(from_process=0, items=2)": lambda one: collectives.broadcast_object_list(one, [0, 1]),
+    "gather(ragged=True)": lambda one: collectives.gather(one, TWO, ragged=True),
+    "iter": lambda one: collectives.gather(one, TWO, within="iter"),
+    "reduce(reduction='max', scale=2.0)": lambda one: collectives.reduce(one, TWO, "max", 2),
+    "log": lambda one: collectives.reduce(one, TWO, within="log"),
+    "broadcast(from_process=1)": lambda one: collectives.broadcast(one, TWO, 1),
+    "prepare": lambda one: collectives.broadcast(one, TWO, within="prepare"),
+    "wait_for_everyone": collectives.wait_for_everyone,
+    "save_state": lambda one: collectives.wait_for_everyone(one, "save_state"),
+    "trackers": lambda one: collectives.gather_object(one, [], within="trackers"),
+    "pad_across_processes(dim=1)": lambda one: collectives.pad_across_processes(one, TWO, 1),
+    "votes": lambda one: collectives.gather_json(one, [], "votes"),
+}
 
 
-def test_calls_are_written_as_they_were_made():
-    assert called(("broadcast", ("from_process", 1))) == "broadcast(from_process=1)"
-    told = str(calls_differ([("gather",), ("reduce", ("scale", 1.0)), ("gather",)]))
-    assert told == (
-        "ranks 0 and 2 called gather, rank 1 reduce(scale=1.0). All ranks must make the same calls in the same order."
-    )
-
-
-CALLS = [
-    (
-        lambda one: collectives.gather(one, TWO, at="line 1"),
-        lambda one: collectives.gather_object(one, [], at="line 2", name="metrics"),
-        "gather(at='line 1')",
-        "metrics(at='line 2')",
-    ),
-    (
-        lambda one: collectives.from_first(one, int),
-        lambda one: collectives.broadcast_object_list(one, [0, 1]),
-        "outer loop(items=1)",
-        "broadcast_object_list(from_process=0, items=2)",
-    ),
-]
-
-
-@pytest.mark.parametrize(("of_first", "of_second", "first", "second"), CALLS)
-def test_different_calls_raise_one_error_whose_argument_is_its_text(of_first, of_second, first, second):
+@pytest.mark.parametrize(("first", "second"), list(pairwise(CALLS)))
+def test_different_calls_raise_one_error_whose_argument_is_its_text(first, second):
     def call(group):
         with pytest.raises(CollectiveMismatch) as caught:
-            (of_second if group.rank else of_first)(Exchange(group))
+            CALLS[second if group.rank else first](Exchange(group))
         return caught.value.args
 
     told = f"rank 0 called {first}, rank 1 {second}. All ranks must make the same calls in the same order."

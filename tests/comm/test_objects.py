@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from hashlib import blake2b
 from io import BufferedReader, BytesIO
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -104,8 +105,8 @@ def test_a_record_that_this_writer_has_created_before_is_its_own(place):
     assert [place.board.put_new("key", value) for value in (b"mine", b"mine", b"other")] == [True, True, False]
 
 
-@pytest.mark.long
-def test_a_listing_of_many_pages_goes_on_where_a_request_has_failed(bucket, s3):
+def test_a_listing_of_many_pages_goes_on_where_a_request_has_failed(bucket, s3, monkeypatch):
+    monkeypatch.setattr(objects.time, "sleep", lambda seconds: None)
     board = transport_at(bucket).board
     keys = {f"part{number % 3}/{number}" for number in range(40)}
     for key in keys:
@@ -287,13 +288,17 @@ def test_a_share_that_is_not_what_its_author_had_to_write_names_it_for_all(place
 
 
 def test_an_object_of_before_that_has_a_digest_is_read_and_a_damaged_one_is_not():
-    header, plain = b"[5]", torch.arange(5.0).numpy().tobytes()
+    header, plain, bar = b"[5]", torch.arange(5.0).numpy().tobytes(), mock.Mock()
     digest = blake2b(header + plain, digest_size=16).hexdigest().encode()
     for content, is_right in ((plain, True), (damaged(plain), False)):
         written, out = digest + b" " + header + b"\n" + content, torch.empty(5)
         with nullcontext() if is_right else pytest.raises(Damaged, match="its checksum"):
-            unpack(BufferedReader(BytesIO(written)), len(written), 100, lambda _, out=out: [out])
-    assert b"".join(packed([5], [torch.arange(5.0)])).partition(b" ")[0] == b"%08x" % zlib.crc32(header + plain)
+            unpack(BufferedReader(BytesIO(written)), len(written), 100, lambda _, out=out: [out], bar)
+    assert bar.advance.mock_calls == 2 * [mock.call(20)]
+    with pytest.raises(Damaged, match="it has no header"):  # of so few bytes
+        unpack(BufferedReader(BytesIO(written)), len(written), 30, lambda _: [out])
+    strided = torch.arange(5.0).repeat_interleave(2)[::2].requires_grad_()
+    assert b"".join(packed([5], [strided])).partition(b" ")[0] == b"%08x" % zlib.crc32(header + plain)
 
 
 def test_foreign_objects_change_nothing(place):

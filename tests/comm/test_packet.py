@@ -3,11 +3,12 @@
 
 from itertools import pairwise
 
+import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
 from farflung.base.tree import flatten
-from farflung.comm.packet import ALIGN, Header, PayloadLayout, encode_header
+from farflung.comm.packet import ALIGN, Header, PayloadLayout, encode_header, is_plain_bytes
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 DTYPES += [torch.complex64, torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8]
@@ -66,3 +67,11 @@ def test_equal_trees_have_equal_headers_whatever_objects_they_are_made_of():
 
     assert header("".join(["k", "ey"])) == header("key")
     assert header("key") != header("kez")
+
+
+@pytest.mark.filterwarnings("ignore:.*(quantize|nested tensors)")
+def test_what_is_not_plain_bytes_in_memory():
+    x, wrapper = torch.ones(2), type("Wrapper", (torch.Tensor,), {"__tensor_flatten__": None})
+    odd = [x.to_sparse(), torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), torch.nested.nested_tensor([x, x])]
+    assert not any(map(is_plain_bytes, [*odd, x.to("meta"), x.as_subclass(wrapper)]))
+    assert is_plain_bytes(x)

@@ -99,12 +99,13 @@ def test_a_source_that_fails_says_so_and_may_go_on():
         scatter.fail("the data set raised: IndexError: 7")
         with pytest.raises(ArithmeticError):
             scatter.send([0, Unpicklable(), 0])
-        scatter.send(["go", "on", "now"])
+        scatter.send(["go", "on", torch.eye(2).to_sparse()])
         return
     for words in ("rank 0 could not send: the data set raised: IndexError: 7", "ArithmeticError: no pickle of me"):
         with pytest.raises(RankFailure, match=words):
             scatter.receive()
-    assert scatter.receive() == [None, "on", "now"][group.rank]
+    found = scatter.receive()
+    assert (found if group.rank == 1 else found.to_dense().tolist()) == [None, "on", [[1, 0], [0, 1]]][group.rank]
 
 
 @on_ranks(2)
@@ -157,3 +158,5 @@ def test_what_is_under_way_is_waited_for_before_its_buffer_is_used_again():
     scatter.flush()
     scatter.flush()
     assert group.words == ["started", "waited", "started", "waited"]
+    scatter.send([0, torch.zeros(5000)])  # first the capacity that it needs
+    assert group.words[4:] == ["started", "waited", "started"]

@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ class Pair:
     def __init__(self, have=dict, **how):
         self.transport = C10dTransport(serve_store("127.0.0.1", 0, wait_for_workers=False))
         self.notes = LauncherNotes(self.transport.board)
-        self.found, self.num_received = ("g1/t2.1", 1), []
+        self.found, self.groups = ("g1/t2.1", 1), []
         self.sender = self.sends("g1/t2.1")
         self.receiver = StateReceiver(
             lambda: self.found, lambda name, giver, over: self.group(name, 1, over), 0.01, have, **how
@@ -41,7 +42,10 @@ class Pair:
         return StateSender(lambda over: self.group(name, 0, over))
 
     def group(self, name, rank, is_over):
-        return self.transport.connect(name, rank, 2, TransferWatch(Heartbeats(self.notes), 2 - rank, is_over))
+        group = self.transport.connect(name, rank, 2, TransferWatch(Heartbeats(self.notes), 2 - rank, is_over))
+        group.free = mock.Mock(wraps=group.free)
+        self.groups.append(group)
+        return group
 
 
 class Terminal(io.StringIO):
@@ -65,6 +69,7 @@ def paired(monkeypatch):
         pair.sender.join(20)
         pair.receiver.stop(20)
         pair.transport.close()
+    assert not {"send a state", "receive a state"} & {thread.name for thread in threading.enumerate()}
 
 
 @pytest.fixture
@@ -157,9 +162,10 @@ class Line(Group):
     rank, size, all_gather = 0, 2, None
 
     def __init__(self):
-        self.is_open, self.sent, self.was_reusable = threading.Event(), [], None
+        self.is_open, self.sent, self.was_reusable, self.num_begun = threading.Event(), [], None, 0
 
     def broadcast(self, x, src):
+        self.num_begun += 1
         assert self.is_open.wait(60)
         if src == 1:
             x.copy_(torch.tensor([2] if x.dtype is torch.int64 else [*b"{}"]))
@@ -191,7 +197,9 @@ def test_what_has_changed_longest_ago_is_sent_first_and_a_line_that_is_too_slow_
         line.is_open.set()
         until(lambda: sender.may_finish)
     line.is_open.clear()
+    before = line.num_begun
     sender.offer({"a": torch.zeros(10)})
+    until(lambda: line.num_begun > before)
     assert sender.may_finish
     sender.finish({}) if finishes else sender.stop()
     line.is_open.set()
@@ -212,6 +220,9 @@ def test_a_receiver_goes_on_with_another_member_when_the_first_one_ends(pair):
     other.finish({})
     until(lambda: pair.receiver.wait(0.1))
     assert torch.equal(pair.receiver.state["a"], torch.ones(10))
+    until(lambda: all(group.free.called for group in pair.groups))
+    freed = sorted((group.rank, group.free.call_args.kwargs["reusable"]) for group in pair.groups)
+    assert freed == [(0, False), (0, True), (1, False), (1, True)]
 
 
 def test_the_waits_of_a_transfer_end_with_the_other_replica_or_when_it_is_stopped(pair):

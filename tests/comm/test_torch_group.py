@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farflung.base.errors import RankFailure
+from farflung.base.errors import RankFailure, StateError
 from farflung.comm.torch_group import TorchGroup
 from tests.accelerator.conftest import on_ranks
 from tests.waits import until
@@ -40,8 +40,12 @@ def test_who_leaves_a_group_and_a_block_of_it_has_left_once():
             block.leave("the loop has ended")
         dist.barrier(some)
         assert everyone.presence.describe_left() == ""
-        with pytest.raises(pickle.PicklingError, match="of some of the ranks"):
+        with pytest.raises(pickle.PicklingError, match=r"of some of the ranks .* Pickle what uses all ranks\."):
             pickle.dumps(group)
+        dist.destroy_process_group(some)
+        del some
+        with pytest.raises(StateError, match=r"^The process group of these ranks has been destroyed\."):
+            group.barrier()
 
 
 @on_ranks(2)

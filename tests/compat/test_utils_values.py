@@ -404,8 +404,10 @@ def test_a_nested_tensor_is_not_padded(layout):
     for module in (ours, theirs):
         with pytest.warns(module.CannotPadNestedTensorWarning):
             assert module.pad_across_processes(nested) is nested
-        with pytest.warns(module.CannotPadNestedTensorWarning):
+        with pytest.warns(module.CannotPadNestedTensorWarning) as caught:
             padded = module.pad_across_processes({"a": nested, "b": torch.ones(2)})
+        words = "pad_across_processes: a nested tensor can't be padded; it is returned as it is."
+        assert module is theirs or (str(caught[0].message), caught[0].filename) == (words, __file__)
         assert padded["a"] is nested
         assert padded["b"].tolist() == [1.0, 1.0]
 

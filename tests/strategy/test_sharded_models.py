@@ -307,8 +307,8 @@ def test_short_windows_and_items_count_as_under_one_process():
 @on_ranks(2)
 def test_norms_over_empty_shards_and_over_several_meshes_are_those_of_whole_gradients():
     clip = nn.utils.clip_grad_norm_
-    one, other = net(out=1), net(1)
-    for model in (one, other):
+    one, other, plain = net(out=1), net(1), net(2)
+    for model in (one, other, plain):
         model(torch.ones(1, 5)).sum().backward()
     for norm_type in (2.0, float("inf")):
         accelerator = sharding()
@@ -317,7 +317,8 @@ def test_norms_over_empty_shards_and_over_several_meshes_are_those_of_whole_grad
         fully_shard(second, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard")))
         accelerator.backward(model(torch.ones(1, 5)).sum())
         second(torch.ones(1, 5)).sum().backward()
-        for sharded, whole in (((model,), (one,)), ((model, second), (one, other))):
+        pairs = ((model,), (one,)), ((model, second), (one, other)), ((plain, model), (plain, one))
+        for sharded, whole in pairs:
             sharded, whole = ([p for each in models for p in each.parameters()] for models in (sharded, whole))
             norm = accelerator.clip_grad_norm_(sharded, 1e9, norm_type).item()
             assert norm == pytest.approx(clip(whole, 1e9, norm_type).item())

@@ -167,12 +167,12 @@ def broadcast_object_list(
         return object_list
     signature = (*(signature if within is None else (within,)), ("items", len(object_list)))
     sends = exchange.rank == from_process
-    content = _pickled(exchange, signature, object_list) if sends else torch.empty(0, dtype=torch.uint8)
+    content = _pickled(exchange, signature, object_list) if sends else torch.empty(0, dtype=torch.uint8, device="cpu")
     leaves, spec = exchange.flatten(signature, content)
     packets = exchange.share(signature, leaves, spec)
     if not packets.arrived[from_process]:
         (kind,) = packets.headers[from_process].kinds
-        received = content if sends else torch.empty(kind[0], dtype=torch.uint8)
+        received = content if sends else torch.empty(kind[0], dtype=torch.uint8, device="cpu")
         payloads.broadcast(exchange, [received], from_process)
     else:
         (received,) = packets.views(from_process)

@@ -45,7 +45,7 @@ class BucketTransport(ObjectTransport):
     """Groups of replicas that meet in a bucket.
 
     Args:
-        address: `s3://bucket/prefix`, `gs://bucket/prefix` or `az://account/container/prefix`.
+        address: `s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`.
         patience_s: how long requests may fail.
         seal: see `ObjectBoard`.
 

@@ -55,15 +55,15 @@ def raw(buffer: Tensor) -> memoryview:
 
 
 class PayloadLayout:
-    """Where tensors of given shapes and dtypes lie in a payload: sorted by dtype, each at a multiple of 16 bytes."""
+    """Where tensors of given shapes and dtypes lie in a payload: in their order, each at a multiple of 16 bytes."""
 
     def __init__(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> None:
         self.shapes = [tuple(shape) for shape in shapes]
         self.dtypes = list(dtypes)
-        self.offsets = [0] * len(self.shapes)
+        self.offsets: list[int] = []
         self.nbytes = 0
-        for k in sorted(range(len(self.shapes)), key=lambda k: str(self.dtypes[k])):
-            self.offsets[k] = self.nbytes
+        for k in range(len(self.shapes)):
+            self.offsets.append(self.nbytes)
             self.nbytes += aligned(self._size(k))
 
     def _size(self, k: int) -> int:

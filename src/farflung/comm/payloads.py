@@ -66,10 +66,10 @@ def reduce(exchange: Exchange, leaves: Sequence[Tensor], dtypes: Sequence[torch.
     if alone:
         foreach_copy_([outputs[k] for k in alone], [leaves[k] for k in alone])
     works = [group.all_reduce(outputs[k], op) for k in alone]
-    for dtype in sorted({dtypes[k] for k in shared}, key=str):
+    for dtype in dict.fromkeys(dtypes[k] for k in shared):  # in an order that all ranks share
         members = [k for k in shared if dtypes[k] is dtype]
         layout = PayloadLayout([leaves[k].shape for k in members], [dtype] * len(members))
-        flat = exchange.scratch("mine", layout.nbytes, wire).zero_()  # the gaps between leaves are reduced too
+        flat = exchange.scratch("mine", layout.nbytes, wire)
         places = layout.views(flat)
         foreach_copy_(places, [leaves[k] for k in members])
         group.all_reduce(flat.view(dtype), op).wait()
