@@ -44,7 +44,7 @@ def test_a_key_may_be_the_beginning_of_others_and_foreign_files_are_none(folder,
 
 def test_a_folder_that_is_gone_ends_requests_with_its_name_and_one_that_comes_back_does_not(folder, tmp_path):
     folder.board.put("key", b"1")
-    away = tmp_path.with_name("away")
+    away = tmp_path.with_suffix(".away")
     tmp_path.rename(away)
     board = folder.board.patient(0)
     requests = [(board.get, "key"), (board.has, ["key"]), (board.list, "")]

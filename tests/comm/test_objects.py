@@ -239,7 +239,7 @@ def test_one_that_leaves_ends_the_waits_of_others_and_what_it_has_written_before
 
 def test_a_rank_that_can_not_write_its_share_ends_the_generation_and_says_why(tmp_path):
     group = transport_at(tmp_path.as_uri(), patience_s=0).connect("group", 0, 2, Watch())
-    tmp_path.rename(tmp_path.with_name("away"))
+    tmp_path.rename(tmp_path.with_suffix(".away"))
     with pytest.raises(RankFailure, match=f"The run's folder {tmp_path} can't be used: No such file"):
         group.all_gather(torch.empty(2), torch.ones(1)).wait()
     assert ["No such file" in reason for reason in group._watch.reasons] == [True]
