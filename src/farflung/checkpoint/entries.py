@@ -85,7 +85,7 @@ class Staging:
     def _tensor(self, tensor: Tensor, name: str, done: dict[Any, Tensor]) -> Tensor:
         if tensor.layout is not torch.strided:
             return tensor.clone()
-        place = memory_of(tensor) if tensor.numel() else len(done)
+        place = memory_of(tensor)
         if place not in done:
             key = (name, len(done))
             buffer = self._buffers.get(key)

@@ -180,7 +180,6 @@ class CheckpointSaver:
             self.group.agree("save_state with busy='refuse'", self._refuse)
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure

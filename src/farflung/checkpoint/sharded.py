@@ -17,7 +17,7 @@ import pickle
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -83,7 +83,7 @@ class ShardPlanner:
         content: dict[MetadataIndex, Any] = {}
         for item in mine.items:
             data = self._planner.resolve_data(item)
-            content[item.index] = data.detach() if isinstance(data, Tensor) else data.getvalue()
+            content[item.index] = data if isinstance(data, Tensor) else data.getvalue()
         return ShardedEntry(self.name, content, plan=mine, metadata=metadata)
 
 
@@ -120,20 +120,19 @@ class WrittenShards(NamedTuple):
 class ShardedEntry(Entry):
     """One rank's part of a folder that DCP's reader reads: tensors by DCP's index, and what is none as bytes."""
 
-    plan: SavePlan | None = None  # of this rank
-    metadata: Metadata | None = None  # of the whole folder
+    plan: SavePlan = field(kw_only=True)  # of this rank
+    metadata: Metadata = field(kw_only=True)  # of the whole folder
 
     def write(self, folder: Path, threaded: bool = True, bar: Bar | None = None) -> WrittenShards:
         writer = _Writer(folder / self.name, threaded, bar)
-        if self.plan is None or not self.plan.items:
+        if not self.plan.items:
             return WrittenShards({}, [])
         results = writer.write_data(self.plan, _Given(self.content)).wait()
         return WrittenShards(writer.fs.records, results)
 
     def finish(self, folder: Path, written: Sequence[WrittenShards]) -> dict[str, FileRecord]:
         writer = _Writer(folder / self.name, threaded=False)
-        assert self.metadata is not None
-        writer.finish(replace(self.metadata), [part.results for part in written])
+        writer.finish(self.metadata, [part.results for part in written])
         records = [writer.fs.records, *(part.files for part in written)]
         prefix = f"{self.name}/" if self.name else ""
         return {prefix + name: record for found in records for name, record in found.items()}
@@ -347,10 +346,7 @@ def _said(record: Any, kind: str) -> dict[str, Any]:
     """Return the fields of a record of a class; TypeError if it is something else."""
     if type(record).__name__ != kind or not isinstance(record, _Record):
         raise TypeError(f"a {kind} was expected, not {type(record).__name__}")
-    content = vars(record).get("said")
-    if content is not None and not isinstance(content, (dict, tuple)):
-        raise TypeError(f"a {kind} holds a {type(content).__name__}")
-    return content or {}  # type: ignore[return-value]
+    return vars(record).get("said") or {}
 
 
 def _storage(record: Any) -> BytesStorageMetadata | TensorStorageMetadata:
@@ -371,7 +367,7 @@ def _storage(record: Any) -> BytesStorageMetadata | TensorStorageMetadata:
 def _index(record: Any) -> MetadataIndex:
     content = _said(record, "MetadataIndex")
     offset = content.get("offset")
-    return MetadataIndex(_text(content["fqn"]), None if offset is None else _size(offset), content.get("index"))
+    return MetadataIndex(_text(content["fqn"]), None if offset is None else _size(offset))
 
 
 def _place(record: Any) -> SimpleNamespace:

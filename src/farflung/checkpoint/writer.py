@@ -226,7 +226,7 @@ def write_safetensors(tensors: Mapping[str, Tensor], file: FileWriter, metadata:
     offset = 0
     ordered = sorted(without_aliases(tensors).items(), key=lambda item: -item[1].element_size())  # all are aligned so
     for name, tensor in ordered:
-        if tensor.dtype not in _SAFE_TYPES or tensor.layout is not torch.strided or tensor.is_quantized:
+        if tensor.dtype not in _SAFE_TYPES or tensor.layout is not torch.strided:
             raise ConfigError(f"{name} is a {tensor.dtype} tensor ({tensor.layout}), which safetensors can't hold.")
         end = offset + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": _SAFE_TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
