@@ -11,6 +11,7 @@ import threading
 import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from farflung import Accelerator
-from farflung.base.errors import CheckpointError, StateError
+from farflung.base.errors import CheckpointError, ConfigError, StateError
 from farflung.checkpoint import atomic
 from farflung.resume import models
 from farflung.testing.ranks import fork_context
@@ -177,11 +178,13 @@ def test_an_error_on_one_rank_is_raised_on_all_and_names_it(tmp_path):
     training = Training()
     training.accelerator.save_state(tmp_path / "first")
     accelerator = training.accelerator
-    with writing(disk_is_full) if accelerator.process_index == 1 else nullcontext():
+    removing = mock.patch.object(shutil, "rmtree", wraps=shutil.rmtree)
+    with writing(disk_is_full) if accelerator.process_index == 1 else nullcontext(), removing as removed:
         found = [error_of(CheckpointError, accelerator.save_state, tmp_path / "second")]
         accelerator.save_state(tmp_path / "second", block=False)
         found.append(error_of(CheckpointError, accelerator.end_training))
-    accelerator.wait_for_everyone()  # the first rank takes away what was written
+    assert removed.called is accelerator.is_main_process, "the first rank takes away what was written"
+    accelerator.wait_for_everyone()
     for words in found:
         assert "rank 1: OSError: [Errno 28] No space left on device" in words, words
         assert "rank 0" not in words
@@ -217,7 +220,12 @@ def test_what_one_rank_can_not_do_in_time_or_at_all_is_the_same_error_on_all(tmp
     accelerator.register_for_checkpointing(uncopied)
     failed = error_of(CheckpointError, accelerator.save_state, tmp_path / "third", block=False)
     uncopied.seen = None
+    failing = mock.Mock(side_effect=(ConfigError, StateError)[accelerator.process_index]("mine"))
+    hook = accelerator.register_save_state_pre_hook(failing)
+    both = error_of(CheckpointError, accelerator.save_state, tmp_path / "third")
+    hook.remove()
     accelerator.save_state(tmp_path / "fourth")
+    assert "rank 0: ConfigError: mine; rank 1: StateError: mine" in both
     assert "rank 0: StateError: save_state: the previous checkpoint is still being written" in late
     assert "rank 0: TypeError: cannot pickle '_thread.lock' object" in failed
     assert sorted(os.listdir(tmp_path)) == ["first", "fourth", "second"]

@@ -86,9 +86,11 @@ def test_loaders_may_be_prepared_between_saving_and_loading(tmp_path, capsys):
 
 
 def test_numbers_limits_and_the_newest(tmp_path, capsys):
-    training = Training(project_config=automatic(tmp_path, total_limit=2))
+    training, folders = Training(project_config=automatic(tmp_path, total_limit=2)), []
+    training.accelerator.register_save_state_pre_hook(lambda models, weights, folder: folders.append(folder))
     for _ in range(4):
         training.accelerator.save_state()
+    assert {Path(folder).parents[1] for folder in folders} == {tmp_path}, "where nobody looks for numbers alone"
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_2", "checkpoint_3"]
     assert sorted(os.listdir(tmp_path)) == ["checkpoints"], "nothing is left beside it"
     assert training.accelerator.save_iteration == 4
@@ -114,17 +116,18 @@ def test_numbers_limits_and_the_newest(tmp_path, capsys):
 def test_a_fresh_run_in_the_folder_of_an_older_one_is_refused_at_its_first_save(tmp_path):
     folder = tmp_path / "checkpoints"
     (folder / "checkpoint_7").mkdir(parents=True)
-    with pytest.raises(ConfigError) as refused:
+    words = rf"^{folder} already has checkpoint_7 of another run, and checkpoint_0 would .*load_state\(\), .* or delete"
+    with pytest.raises(ConfigError, match=words):
         Training(project_config=automatic(tmp_path)).accelerator.save_state()
-    assert all(way in str(refused.value) for way in ("load_state()", "another project_dir", "delete or move"))
     assert os.listdir(folder) == ["checkpoint_7"]
     project = accelerate.utils.ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
     accelerate.Accelerator(cpu=True, project_config=project).save_state()  # which does not refuse it
     assert sorted(os.listdir(folder)) == ["checkpoint_0", "checkpoint_7"]
 
 
-def test_hooks_take_models_out_and_their_files_belong_to_the_checkpoint(tmp_path):
-    training = Training()
+def test_hooks_take_models_out_and_their_files_belong_to_the_checkpoint(tmp_path, monkeypatch):
+    training, synced, sync = Training(), [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: sync(file) or synced.append(os.readlink(f"/proc/self/fd/{file}")))
     accelerator, ckpt, seen = training.accelerator, tmp_path / "ckpt", []
 
     def on_save(models, weights, folder):
@@ -144,6 +147,7 @@ def test_hooks_take_models_out_and_their_files_belong_to_the_checkpoint(tmp_path
     assert seen == ["ckpt"], "hooks may read the name of the checkpoint from its folder"
     assert not (ckpt / "model.safetensors").exists()
     assert "net/weights.pt" in Manifest.read(ckpt).files
+    assert any(name.endswith("/ckpt/net/weights.pt") for name in synced), "on the disk before the checkpoint counts"
     training.epochs(num_epochs=1)
     accelerator.load_state(ckpt)
     assert training.weights() == before

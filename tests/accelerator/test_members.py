@@ -142,7 +142,9 @@ def rows_of_ranks(name):
     library = {"accelerate": accelerate, "farflung": farflung}[name]
     loaders = library.data_loader
     accelerator = library.Accelerator(cpu=True)
-    shard = loaders.DataLoaderShard(range(5), batch_size=2, skip_batches=1, rng_types=["torch"], iteration=3)
+    own = torch.Generator().manual_seed(accelerator.process_index)
+    options = {"rng_types": ["torch", "generator"], "synchronized_generator": own, "iteration": 3}
+    shard = loaders.DataLoaderShard(range(5), batch_size=2, skip_batches=1, **options)
     dispatched = loaders.DataLoaderDispatcher(torch.arange(6), batch_size=2, skip_batches=1)
     split = loaders.DataLoaderDispatcher(torch.arange(6), split_batches=True, batch_size=2, _drop_last=True)
     if library is farflung:  # there the two that dispatch have no such number
@@ -153,7 +155,8 @@ def rows_of_ranks(name):
     if library is farflung:
         shard, dispatched, split = accelerator.prepare(shard, dispatched, split)
     found = [seen(accelerator, loader) for loader in (dispatched, split, prepared)]
-    return found, [batch.tolist() for batch in shard], shard.iteration, list(sampler), shard.total_batch_size
+    rows = [batch.tolist() for batch in shard], torch.rand(1, generator=own).item()
+    return found, rows, shard.iteration, list(sampler), shard.total_batch_size
 
 
 @pytest.mark.parametrize("size", [1, 2])

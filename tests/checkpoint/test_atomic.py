@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint is whole or not there, whichever call to the system is the last one before a kill."""
 
+import fcntl
 import os
 import shutil
 import threading
@@ -21,8 +22,8 @@ class Killed(BaseException):
     pass
 
 
-def write(target, text, names=("model.safetensors", "loop_state/rank_0.bin"), token="0", aside=None):
-    staged = atomic.StagedDir(target, token, aside)
+def write(target, text, names=("model.safetensors", "loop_state/rank_0.bin"), token="0"):
+    staged = atomic.StagedDir(target, token)
     staged.begin()
     entries = {}
     for name in names:
@@ -117,17 +118,20 @@ def test_all_is_on_the_disk_before_the_rename_that_makes_it_count(tmp_path, monk
         placed = calls.index(str(place))
         assert {str(tmp_path / shell / folder) for folder in ("", "a", "a/b", "a/b/c")} <= set(calls[:placed])
         assert calls[placed + 1] == str(place.parent)
-    assert set(calls[placed + 2 :]) == {str(tmp_path / "a"), str(tmp_path / "a" / "b" / "c")}
+    assert (set(calls[placed + 2 : -1]), calls[-1]) == ({f"{tmp_path}/a", f"{tmp_path}/a/b/c"}, f"{tmp_path}/a")
 
 
 def test_a_ready_checkpoint_that_cannot_be_moved_up_is_an_error(tmp_path):
     (tmp_path / "x").touch()
     with mock.patch.object(atomic, "finish"):
         write(tmp_path, "new")
-    words = "is complete, but its files could not be moved up"
-    with mock.patch.object(os, "replace", side_effect=PermissionError), pytest.raises(CheckpointError, match=words):
+    words = rf"^{tmp_path}: .* in {tmp_path}/\.ready is complete, but its files could not be moved up: not yours\. Move"
+    refuse = mock.patch.object(os, "replace", side_effect=PermissionError("not yours"))
+    with refuse, pytest.raises(CheckpointError, match=words):
         Checkpoint.open(tmp_path).verify()
-    write(tmp_path, "next")
+    with mock.patch.object(fcntl, "flock", side_effect=OSError("a file system without locks")) as lock:
+        write(tmp_path, "next")
+    assert [call.args[1] for call in lock.call_args_list] == [fcntl.LOCK_EX, fcntl.LOCK_UN] * 2
     assert content(tmp_path) == {"next"}
 
 
@@ -144,10 +148,14 @@ def test_a_folder_that_appears_while_the_checkpoint_is_written_gets_it(tmp_path,
     assert content(tmp_path / "ckpt") == {"new"}
     assert sorted(os.listdir(tmp_path / "ckpt")) == ["farflung.json", "loop_state", "model.safetensors", "notes.txt"]
     assert os.listdir(tmp_path) == ["ckpt"]
+    rename = mock.patch.object(os, "rename", side_effect=[PermissionError("not yours"), None])
+    with rename, pytest.raises(PermissionError, match="not yours"):
+        write(tmp_path / "other", "new")
 
 
 def test_who_looks_at_a_folder_does_not_disturb_who_writes_into_it(tmp_path):
     write(tmp_path, "first")
+    num_open = len(os.listdir("/proc/self/fd"))
     done = threading.Event()
 
     def look():
@@ -163,6 +171,7 @@ def test_who_looks_at_a_folder_does_not_disturb_who_writes_into_it(tmp_path):
             assert content(tmp_path) == {f"t{number}"}
     for one in looks:
         one.result()
+    assert len(os.listdir("/proc/self/fd")) < num_open + 20, "no file stays open"
 
 
 def test_names_are_not_patterns(tmp_path):
@@ -176,12 +185,14 @@ def test_names_are_not_patterns(tmp_path):
     assert atomic.names_in(tmp_path) == ["*/farflung.json", "*/x", "link"], "of no attempt, and nothing twice"
 
 
-def test_what_is_no_checkpoint_is_never_removed(tmp_path):
-    (tmp_path / atomic.READY).mkdir()
-    (tmp_path / atomic.READY / "model.safetensors").write_text("mine")
-    with pytest.raises(CheckpointError, match="is not a checkpoint, so nothing was moved out of it"):
+@pytest.mark.parametrize("name", ["model.safetensors", "ckpt/model.safetensors"])
+def test_what_is_no_checkpoint_is_never_removed(tmp_path, name):
+    path = tmp_path / atomic.READY / name
+    path.parent.mkdir(parents=True)
+    path.write_text("mine")
+    with pytest.raises(CheckpointError, match=r"\.ready/\w+.* is not a checkpoint, so nothing was moved out of it"):
         Checkpoint.open(tmp_path)
-    assert (tmp_path / atomic.READY / "model.safetensors").read_text() == "mine"
+    assert path.read_text() == "mine"
 
 
 def test_the_newest_complete_one_is_taken_and_the_others_are_named(tmp_path):
@@ -233,24 +244,18 @@ def test_what_a_script_says_is_a_checkpoint_or_a_folder_of_some(tmp_path, monkey
             resolve(given, where)
 
 
-def test_a_checkpoint_is_removed_by_a_rename_and_leftovers_are_swept(tmp_path):
-    write(tmp_path / "checkpoints" / "checkpoint_0", "a")
-    with mock.patch.object(shutil, "rmtree", side_effect=Killed), pytest.raises(Killed):
-        atomic.remove(tmp_path / "checkpoints" / "checkpoint_0", tmp_path)
-    assert list((tmp_path / "checkpoints").iterdir()) == []
-    assert len(list(tmp_path.iterdir())) == 2
-    atomic.sweep(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
-
-
 def test_the_oldest_go_beyond_the_limit_and_what_attempts_have_left_goes_too(tmp_path):
     folder, left = tmp_path / "checkpoints", (".checkpoint_3.writing-a", ".checkpoint_4.trash-b", ".checkpoint_5.mine")
     for name in (*left, *(f"checkpoints/checkpoint_{number}" for number in (2, 9, 10, 11))):
         (tmp_path / name).mkdir(parents=True)
     (folder / "checkpoint_1").touch()
-    for limit, there in [(None, [2, 9, 10, 11]), (5, [2, 9, 10, 11]), (3, [9, 10, 11]), (1, [11])]:
+    with mock.patch.object(shutil, "rmtree", side_effect=Killed), pytest.raises(Killed):
+        atomic.remove(folder / "checkpoint_2", tmp_path)  # by a rename
+    for limit, there in [(None, [9, 10, 11]), (4, [9, 10, 11]), (2, [10, 11]), (1, [11])]:
         atomic.prune(folder / "checkpoint_11", limit)
         assert [atomic.number_of(path) for path in atomic.numbered(folder)] == there
     assert sorted(os.listdir(tmp_path)) == [".checkpoint_5.mine", "checkpoints"]
     with mock.patch.object(os, "access", return_value=False):
         assert atomic.aside_of(folder) == folder, "nothing can be written next to it"
+    with mock.patch.object(Path, "stat", lambda path: mock.Mock(st_dev=path.name)):
+        assert atomic.aside_of(folder) == folder, "what is next to it is on another disk"

@@ -49,17 +49,11 @@ def assert_same(found, state):
     assert all(torch.equal(found["model"][name], value) for name, value in state["model"].items())
 
 
-def test_what_dcp_writes_is_read_whole(torchs):
-    assert_same(ShardReader(torchs).read_whole(), STATE)
-
-
 @pytest.mark.long
-def test_dcp_reads_what_is_written_and_every_byte_of_it_is_in_the_records(tmp_path):
+def test_dcp_reads_what_is_written(tmp_path):
     planner = ShardPlanner("folder", STATE, leads=True)
     (entry,) = Staging().copied([planner.entry([planner.plan], 0)])
-    records = entry.finish(tmp_path, [entry.write(tmp_path)])
-    Checkpoint(tmp_path, Manifest(records)).verify()
-    assert set(records) == {f"folder/{name}" for name in os.listdir(tmp_path / "folder")}
+    entry.finish(tmp_path, [entry.write(tmp_path)])
     like = {"model": {name: torch.empty_like(value) for name, value in STATE["model"].items()}}
     dcp.load(like, storage_reader=dcp.FileSystemReader(tmp_path / "folder"), no_dist=True)
     assert_same({**like, "groups": STATE["groups"]}, STATE)
@@ -73,7 +67,8 @@ class ByName(pickle.Pickler):
         return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
 
 
-def test_an_index_that_another_python_has_pickled_is_read(torchs):
+def test_what_dcp_writes_is_read_whole_though_another_python_has_pickled_its_index(torchs):
+    assert_same(ShardReader(torchs).read_whole(), STATE)
     index = torchs / ".metadata"
     metadata = pickle.loads(index.read_bytes())
     with open(index, "wb") as file:
@@ -83,15 +78,15 @@ def test_an_index_that_another_python_has_pickled_is_read(torchs):
 
 
 def test_code_in_the_index_is_not_run(torchs, tmp_path):
-    for bomb in (Bomb(tmp_path / "ran"), {"state_dict_metadata": Bomb(tmp_path / "ran")}):
+    for bomb in (Bomb(tmp_path / "ran"), {"state_dict_metadata": Bomb(tmp_path / "ran")}, torch.compile):
         (torchs / ".metadata").write_bytes(pickle.dumps(bomb))
-        with pytest.raises(CheckpointError, match=r"names (posix|nt).mkdir"):
+        with pytest.raises(CheckpointError, match=r"names (posix|nt|torch).(mkdir|compile), which is not part of"):
             ShardReader(torchs)
     assert not (tmp_path / "ran").exists()
 
 
 def test_code_in_a_value_is_neither_written_nor_run(tmp_path, torchs):
-    with pytest.raises(ConfigError, match="can't be loaded without running code"):
+    with pytest.raises(ConfigError, match=r"^x holds something that can't be loaded .*tensors, numbers"):
         ShardPlanner("folder", {"x": Bomb(tmp_path / "ran")}, leads=True)
     dcp.save({"x": Bomb(tmp_path / "ran")}, storage_writer=dcp.FileSystemWriter(tmp_path / "bad"), no_dist=True)
     with pytest.raises(CheckpointError, match=r"bad was not loaded: .*mkdir"):
@@ -117,10 +112,10 @@ def test_an_index_that_leads_elsewhere_or_leaves_something_out_is_refused(torchs
     with pytest.raises(CheckpointError, match="outside of its folder"):
         ShardReader(torchs)
     (torchs / ".metadata").write_bytes(pickle.dumps([1, 2]))
-    with pytest.raises(CheckpointError, match=r"\.metadata can't be read, so it is damaged: a Metadata was expected"):
+    with pytest.raises(CheckpointError, match=r"\.metadata can't be read, .*: a Metadata was expected, not list"):
         ShardReader(torchs)
     (torchs / ".metadata").unlink()
-    with pytest.raises(CheckpointError, match="not complete"):
+    with pytest.raises(CheckpointError, match=r"\.metadata does not exist: the checkpoint is not complete"):
         ShardReader(torchs)
 
 
@@ -133,7 +128,7 @@ def test_an_index_of_other_things_is_refused_with_its_reason(torchs):
         (place, "length", "9", "'9' is no size"),
         (place, "relative_path", 5, "5 is no name"),
         (place, "transform_descriptors", ["zstd"], "its files are compressed"),
-        (metadata.planner_data, FIRST.fqn, (0.5,), "(0.5,) is no place in a state"),
+        *((metadata.planner_data, FIRST.fqn, path, f"{path!r} is no place") for path in ((0.5,), (), "xy")),
     ]:
         before, part[name] = part.get(name), value
         (torchs / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -159,8 +154,14 @@ def test_shards_become_one_file(tmp_path):
     state = {"model": {"w": torch.arange(4.0), "b": torch.ones(1)}}
     planner = ShardPlanner("pytorch_model_fsdp_0", state, leads=True)
     entry = planner.entry([planner.plan], 0)
-    entry.finish(tmp_path, [entry.write(tmp_path)])
-    with pytest.raises(ConfigError, match=r"There are no shards in .* Name .*pytorch_model_fsdp_0 instead"):
+    records = entry.finish(tmp_path, [entry.write(tmp_path)])
+    assert set(records) == {f"pytorch_model_fsdp_0/{name}" for name in (".metadata", "__0_0.distcp")}
+    Checkpoint(tmp_path, Manifest(records)).verify()
+    assert str(tmp_path).encode() not in (tmp_path / "pytorch_model_fsdp_0" / ".metadata").read_bytes()
+    (tmp_path / "optimizer_0").mkdir()
+    with pytest.raises(
+        ConfigError, match=r"There are no shards in .* Name .*pytorch_model_fsdp_0 or .*optimizer_0 instead"
+    ):
         merge_fsdp_weights(tmp_path, tmp_path / "out")
     merge_fsdp_weights(tmp_path / "pytorch_model_fsdp_0", tmp_path / "out", safe_serialization=False)
     assert torch.load(io.BytesIO((tmp_path / "out" / "pytorch_model.bin").read_bytes())).keys() == {"w", "b"}

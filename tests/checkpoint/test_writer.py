@@ -9,11 +9,12 @@ import zlib
 from unittest import mock
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from farflung.checkpoint import writer
 from farflung.checkpoint.files import sums_of
-from farflung.checkpoint.writer import FileWriter
+from farflung.checkpoint.writer import FileWriter, save_object
 from tests.python import run_farflung, run_python
 
 _BLOCK = 4096
@@ -70,7 +71,8 @@ def test_a_file_holds_what_was_written_and_its_sums_are_those_of_the_disk(tmp_pa
         source = random.Random(seed)
         written = [source.randbytes(size) for size in [*sizes, 2 * _BLOCK]]
         with FileWriter(tmp_path / "file", threaded) as file:
-            assert [file.write(data) for data in written] == [len(data) for data in written]
+            assert [file.write(memoryview(data).cast("b")) for data in written] == [len(data) for data in written]
+            assert any(one.name == "farflung writer" for one in threading.enumerate()) is threaded
         content = b"".join(written)
         assert (tmp_path / "file").read_bytes() == content
         assert (file.num_bytes, file.crc32) == (len(content), zlib.crc32(content)) == sums_of(tmp_path / "file")
@@ -86,10 +88,11 @@ def test_whole_blocks_go_past_the_cache_and_the_rest_through_it(tmp_path, monkey
     monkeypatch.setattr(
         writer.os, "pwrite", lambda to, view, place: (calls.append((to, len(view))), real(to, view, place))[1]
     )
-    with FileWriter(tmp_path / "file") as file:
+    with mock.patch.object(os, "close", wraps=os.close) as close, FileWriter(tmp_path / "file") as file:
         for _ in range(3):
             file.write(bytes(_BLOCK + 1))
     direct, plain = calls[0][0], calls[-1][0]
+    assert mock.call(direct) in close.mock_calls
     assert calls == [(direct, _BLOCK)] * 3 + [(plain, 3)]
     assert direct != plain
 
@@ -103,6 +106,8 @@ def test_a_full_disk_is_heard_while_more_is_written_and_the_rest_is_not_tried(tm
     assert file.num_bytes < 10 * _BLOCK
     assert [place for _, _, place in (call.args for call in full.call_args_list)] == [0]
     assert file.failure is not None
+    with pytest.raises(OSError, match="no space left"):
+        save_object(torch.zeros(10 * _BLOCK), tmp_path / "tensor")  # of which torch says that its file is too short
 
 
 @pytest.mark.parametrize("size", [100, 2 * _BLOCK, 2 * _BLOCK + 100])
