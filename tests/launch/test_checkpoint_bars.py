@@ -13,6 +13,7 @@ from farflung import Accelerator
 from farflung.base import bars
 from farflung.outer import diloco
 from farflung.testing.ranks import run_ranks
+from farflung.utils import merge_fsdp_weights, save_fsdp_model
 from tests.base.test_bars import in_terminal, terminal  # noqa: F401  (a fixture)
 from tests.outer.test_saved_state import trained
 from tests.python import run_python
@@ -24,24 +25,6 @@ for words in {commands}:
     print("==", *words)
     checkpoint([str(word) for word in words], standalone_mode=False)
 """
-SCRIPT = """
-import torch
-from farflung import Accelerator
-from farflung.utils import merge_fsdp_weights, save_fsdp_model
-accelerator = Accelerator(cpu=True)
-model = accelerator.prepare(torch.nn.Linear(1000, 1000))
-print("== save")
-accelerator.save_state({0!r} + "/own")
-print("== load")
-accelerator.load_state({0!r} + "/own")
-print("== background")
-accelerator.save_state({0!r} + "/later", block=False)
-accelerator.end_training()
-save_fsdp_model(None, accelerator, model, {0!r} + "/parts")
-print("== merge")
-merge_fsdp_weights({0!r} + "/parts/pytorch_model_fsdp_0", {0!r} + "/merged")
-print("== end")
-"""
 FULL = r"{what} .*?(\d+\.\d)/\1 MB"  # in one line, a bar that has come to its end
 
 
@@ -49,20 +32,6 @@ def parts_of(said):
     """What was said after each line that begins with ==, by the word that follows."""
     pieces = re.split(r"(?m)^.*?== (.+?)\r?\n", said)
     return dict(zip(pieces[1::2], pieces[2::2], strict=True))
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("warm")
-def test_saving_loading_and_merging_show_what_is_written_and_read(tmp_path):
-    program = tmp_path / "program.py"  # which a warm Python runs, other than code on the command line
-    program.write_text(f"{AT_ONCE}\n{SCRIPT.format(str(tmp_path))}")
-    said = parts_of(in_terminal(program))
-    assert re.search(FULL.format(what="Writing own"), said["save"]), said["save"]
-    assert re.search(FULL.format(what="Verifying own"), said["load"]), said["load"]
-    assert " MB" not in said["background"], "training goes on meanwhile, and prints"
-    for what in ("Reading pytorch_model_fsdp_0", r"Writing model\.safetensors"):
-        assert re.search(FULL.format(what=what), said["merge"]), said["merge"]
-    assert " MB" not in run_python(program).stderr, "nothing in a pipe"
 
 
 @pytest.mark.usefixtures("warm")
@@ -99,20 +68,26 @@ def test_commands_show_what_is_written_and_read(tmp_path):
     assert f"{one}: complete" in done.stdout
 
 
-def save_and_load(folder):
+def all_bars(folder):
     """What each process would show in a terminal of its own."""
-    bars._PATIENCE_S, screen = 0.0, io.StringIO()
+    bars._PATIENCE_S = bars._REDRAW_S = 0.0
+    screen = io.StringIO()
     screen.isatty = lambda: True
     with redirect_stderr(screen):
         accelerator = Accelerator(cpu=True)
-        accelerator.prepare(nn.Linear(100, 100))
+        model = accelerator.prepare(nn.Linear(1000, 1000))
         accelerator.save_state(folder)
         accelerator.load_state(folder)
+        accelerator.save_state(folder / "later", block=False)
+        accelerator.end_training()
+        save_fsdp_model(None, accelerator, model, folder / "parts")
+        merge_fsdp_weights(folder / "parts" / "pytorch_model_fsdp_0", folder / "merged")
     return screen.getvalue()
 
 
 def test_no_process_but_the_main_one_shows_anything(tmp_path):
-    first, second = run_ranks(save_and_load, 2, tmp_path / "saved")
-    assert "Writing saved" in first
-    assert "Verifying saved" in first
+    first, second = run_ranks(all_bars, 2, tmp_path / "saved")
+    for what in ("Writing saved", "Verifying saved", "Reading pytorch_model_fsdp_0", r"Writing model\.safetensors"):
+        assert re.search(FULL.format(what=what), first), first
+    assert "later" not in first, "training goes on meanwhile, and prints"
     assert second == ""
