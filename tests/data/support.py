@@ -46,9 +46,9 @@ class Seat(SoloGroup):
 
 
 def prepared(loader: DataLoader, group: Any = None, state: LoopState | None = None, **settings: Any) -> Any:
-    """Prepare `loader` with `settings` of `DataLoaderConfiguration`, or `rng_types`, `device`, `slice_fn`, `slots`."""
+    """Prepare `loader` with `settings` of `DataLoaderConfiguration`, or `rng_types`, `device`, `slice_fn`, ..."""
     is_seat = isinstance(group, Seat)
-    arguments = {name: settings.pop(name) for name in ("rng_types", "slice_fn", "slots") if name in settings}
+    arguments = {name: settings.pop(name) for name in ("rng_types", "slice_fn", "slots", "readers") if name in settings}
     return prepare_loader(
         loader,
         exchange=Exchange(SoloGroup() if group is None or is_seat else group),

@@ -11,6 +11,7 @@ from farflung.base.errors import ConfigError, RankFailure
 from farflung.comm import collectives
 from farflung.comm.exchange import Exchange
 from farflung.data.dispatcher import DataLoaderDispatcher
+from farflung.data.prepare import prepare_data_loader
 from farflung.loop.state import LoopState
 from tests.accelerator.conftest import on_ranks
 from tests.data.support import Seat, Stream, gathered, prepared, values, walk, world
@@ -115,7 +116,7 @@ def test_objects_without_a_length_are_handed_out_whole():
     assert [batch["word"] for batch in uneven] == (["b"] if group.rank else ["a", "c"])
     batched = dispatched(DataLoader(Words(), collate_fn=lambda words: {"word": words[0]}), group)
     assert [batched.remainder for _ in batched] == [0, -1], "nobody knows how many"
-    with pytest.raises((ConfigError, RankFailure), match="split_batches"):
+    with pytest.raises((ConfigError, RankFailure), match=r"split_batches needs .* but got \{'word': 'a'\}"):
         list(dispatched(loader, group, split_batches=True))
 
 
@@ -127,8 +128,13 @@ def test_a_slice_function_decides_who_gets_what():
         assert part == slice(process_index * 2, process_index * 2 + 2)
         return batch[process_index::num_processes]
 
-    found = walk(dispatched(DataLoader(range(4), 2), group, slice_fn=interleaved))
-    assert found == [([group.rank, group.rank + 2], True, 0)]
+    for first, loader in (
+        (0, dispatched(DataLoader(range(4), 2), group, slice_fn=interleaved)),
+        (4, DataLoaderDispatcher(range(10), batch_size=2, skip_batches=1, _drop_last=True, slice_fn=interleaved)),
+        (0, prepare_data_loader(DataLoader(range(4), 2), dispatch_batches=True, slice_fn_for_dispatch=interleaved)),
+    ):
+        assert len(loader) == 1
+        assert walk(loader) == [([first + group.rank, first + group.rank + 2], True, 0)]
 
 
 @on_ranks(2)
@@ -139,7 +145,7 @@ def test_every_rank_learns_that_rank_0_cannot_read_on():
             raise OSError("disk on fire")
 
     group, state, seen = world(), LoopState(), []
-    error, words = (RankFailure, r"^rank 0 .*disk on fire") if group.rank else (OSError, "^disk on fire$")
+    error, words = (RankFailure, "^rank 0 .*its data loader raised .*disk on") if group.rank else (OSError, "^disk on")
     with pytest.raises(error, match=words):
         seen += map(values, dispatched(DataLoader(Failing(), 1), group, state=state))
     assert seen == [[group.rank], [2 + group.rank]]

@@ -195,3 +195,6 @@ def test_the_users_loader_keeps_its_own_sampler():
     assert loader.batch_sampler.sampler is loader.sampler
     expected = SeedableRandomSampler(range(10), data_seed=4)
     assert [gathered([walk(loader)]) for _ in range(2)] == [list(expected) for _ in range(2)]
+    own = DataLoader(range(10), 5, sampler=SeedableRandomSampler(range(10), data_seed=6))
+    loader = prepared(own, use_seedable_sampler=True, data_seed=4)
+    assert gathered([walk(loader)]) == list(SeedableRandomSampler(range(10), data_seed=6))

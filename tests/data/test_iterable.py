@@ -103,6 +103,8 @@ def test_files_are_shared_out_only_where_ranks_may_be_uneven():
     walks = on_two_ranks(loader, dispatch_batches=False, even_batches=False)
     assert [[numbers for numbers, _, _ in one] for one in walks] == [[[0, 1], [2, 4], [5, 6], [7]], [[3, 8], [9]]]
     assert gathered(on_two_ranks(loader, dispatch_batches=False)) == list(range(10))
+    before = DataLoader(type("Before", (Files,), {"num_shards": None, "n_shards": 4})(), batch_size=2)
+    assert on_two_ranks(before, dispatch_batches=False, even_batches=False) == walks, "by the name of older versions"
 
 
 class Chunks(IterableDataset):

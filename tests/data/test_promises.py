@@ -77,6 +77,9 @@ def walks_of(group, case):
     lengths = []
     if case.data != "stream":
         lengths = [len(whole), len(skip_first_batches(again, case.skip))]
+        assert whole.total_dataset_length == case.length
+    assert whole.total_batch_size == case.batch_size * (1 if case.split else case.size)
+    assert whole.batch_size == case.batch_size // (case.size if case.split and not case.dispatch else 1)
     return [walk(whole), walk(whole)], [walk(skip_first_batches(again, case.skip)), walk(again)], lengths
 
 

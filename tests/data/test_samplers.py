@@ -135,6 +135,13 @@ def test_a_seedable_order_is_that_of_accelerate():
     assert (ours.epoch, isinstance(ours, RandomSampler)) == (3, True)
 
 
+def test_ranks_can_tell_their_first_batches_apart_if_indices_are_numbers_or_texts():
+    shards = [BatchSamplerShard([batch]) for batch in ([1, 2], [torch.tensor(1), 2], [2, 1], [object(), 2])]
+    one, same, other, unknown = [list(shard) and shard.first for shard in shards]
+    assert one == same != other
+    assert unknown is None
+
+
 def test_a_sampler_may_be_endless():
     shard = BatchSamplerShard(([k] for k in count()), 2, 1)
     assert list(islice(shard, 3)) == [[1], [3], [5]]

@@ -16,8 +16,7 @@ from farflung.base.errors import ConfigError, RankFailure
 from farflung.data.shares import shares_of
 from farflung.data_loader import prepare_data_loader
 from farflung.testing.ranks import run_ranks
-from farflung.utils import DataLoaderConfiguration, set_seed
-from tests.accelerator.conftest import on_ranks
+from farflung.utils import DataLoaderConfiguration
 
 LENGTH = 24
 
@@ -114,10 +113,10 @@ def test_with_the_setting_each_sample_comes_once_and_a_resumed_run_goes_on(tmp_p
         assert rest == resumed
 
 
-def attempt(kind):
+def attempt(kind, already_sharded=None):
     """What a loader is told that shares out what is shared out already, and nobody says so."""
-    config = DataLoaderConfiguration(dispatch_batches=False if kind == "hidden stream" else None)
-    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    settings = {"dispatch_batches": False if kind == "hidden stream" else None, "already_sharded": already_sharded}
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**settings))
     made = {
         "asks": lambda: DataLoader(Own(), batch_size=2),
         "hidden stream": lambda: DataLoader(Part(), batch_size=2),
@@ -146,19 +145,9 @@ def test_without_it_an_error_names_the_setting_where_it_can_be_seen(kind):
     assert kind != "torch's" or all(f"{named}{rank}" in text for rank, text in enumerate(said))
 
 
-class Noisy(IterableDataset):
-    def __iter__(self):
-        return iter(torch.arange(16.0) + 0.1 * torch.rand(16))
-
-
-@on_ranks(2)
-def test_streams_that_differ_by_chance_are_allowed_by_saying_so():
-    accelerator = Accelerator(cpu=True)
-    set_seed(0, device_specific=True)
-    settings = {"dispatch_batches": False, "already_sharded": False}
-    loader = prepare_data_loader(DataLoader(Noisy(), batch_size=2), **settings)
-    found = accelerator.gather(torch.cat(list(loader))).round().tolist()
-    assert sorted(found) == [float(k) for k in range(16)]
+@pytest.mark.parametrize("kind", ["hidden stream", "orders"])
+def test_data_that_differ_by_chance_are_allowed_by_saying_so(kind):
+    assert run_ranks(attempt, 2, kind, False) == ["nothing"] * 2
 
 
 def test_what_shows_a_share():

@@ -18,6 +18,7 @@ from farflung.data_loader import (
     DataLoaderShard,
     DataLoaderStateMixin,
     SkipDataLoader,
+    prepare_data_loader,
 )
 from tests.accelerator.conftest import on_ranks
 from tests.data.support import prepared, world
@@ -164,6 +165,8 @@ def test_loaders_are_of_the_classes_that_scripts_ask_for(kind, stateful):
     assert (loader.use_stateful_dataloader, loader.gradient_state.sync_gradients) == (stateful, True)
     for one in (loader, loader.base_dataloader, copy.copy(loader)):
         assert isinstance(one, torchdata.StatefulDataLoader) is stateful
+    made = prepare_data_loader(DataLoader(range(8), 2), use_stateful_dataloader=stateful)
+    assert isinstance(made, torchdata.StatefulDataLoader) is stateful
     again = pickle.loads(pickle.dumps(loader))
     assert type(again) is type(loader)
     assert hasattr(loader, "state_dict") is (stateful or kind is not SkipDataLoader)

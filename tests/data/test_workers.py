@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whenever workers note their random states, others go on with the numbers that they would have drawn."""
 
+import multiprocessing
 import pickle
 import random
+import signal
 from itertools import islice
+from multiprocessing import resource_tracker
 from types import SimpleNamespace
 from unittest import mock
 
@@ -13,7 +16,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader
 
+from farflung.base.signals import PREEMPTION, handled
 from farflung.checkpoint import rng
+from farflung.data import worker_signals
 from farflung.data.resume import workers
 from farflung.data.resume.workers import RecordingCollate, WorkerHistory, WorkerPlan, can_record
 from farflung.data.torch_loaders import Source
@@ -114,6 +119,20 @@ def test_what_is_not_known_is_not_made_up():
 def test_a_damaged_word_about_workers_is_an_error(damage):
     with pytest.raises((KeyError, TypeError, ValueError)):
         WorkerPlan.from_dict(damage)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_signals_for_the_rank_are_blocked_while_workers_start_if_it_handles_them(method):
+    assert not worker_signals.is_needed()
+    with (
+        handled(print, PREEMPTION),
+        mock.patch.object(resource_tracker, "ensure_running") as tracker,
+        worker_signals.blocked(multiprocessing.get_context(method)),
+    ):
+        assert worker_signals.is_needed()
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == {*PREEMPTION}
+        assert tracker.called is (method == "spawn"), "else the process that starts it unblocks them"
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
 
 
 def test_only_workers_that_take_turns_over_indices_are_noted():

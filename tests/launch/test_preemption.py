@@ -223,7 +223,8 @@ def test_a_launcher_of_replicas_passes_a_warning_on_and_asks_to_be_started_again
 
 
 WORKER = """
-import os, signal, sys, time
+import multiprocessing, os, signal, sys
+from functools import partial
 import torch
 from farflung import Accelerator
 
@@ -234,7 +235,8 @@ class Slow(torch.utils.data.Dataset):
         return torch.full((2,), float(os.getpid()))
 
 if __name__ == "__main__":
-    accelerator, options = Accelerator(cpu=True, save_on_signal="saved"), {"multiprocessing_context": sys.argv[1]}
+    options = {"multiprocessing_context": sys.argv[1], "worker_init_fn": partial(print, "worker", flush=True)}
+    accelerator = Accelerator(cpu=True, save_on_signal="saved")
     loader = torch.utils.data.DataLoader(Slow(), batch_size=2, num_workers=1, persistent_workers=True, **options)
     loader = accelerator.prepare(loader)
     for number, batch in enumerate(loader):
@@ -242,7 +244,10 @@ if __name__ == "__main__":
             os.system(f"kill -{one} {int(batch[0, 0])}")  # not from this process, as a scheduler does
     worker = int(batch[0, 0])
     os.kill(worker, 0)
-    print(number, worker, flush=True)
+    (child,) = multiprocessing.active_children()
+    child.terminate()
+    child.join(20)
+    print(number, worker, child.exitcode, flush=True)
 """
 
 
@@ -254,6 +259,6 @@ def test_workers_of_a_loader_ignore_the_signals_and_end_with_their_rank(method, 
         request.getfixturevalue("warm")
     (home / "train.py").write_text(WORKER)
     done = run_python("train.py", method)
-    number, worker = map(int, done.stdout.split())
-    assert number == 31
+    *started, number, worker, code = done.stdout.split()
+    assert (started, number, code) == (["worker", "0"], "31", "0")
     assert not Path(f"/proc/{worker}").exists()
