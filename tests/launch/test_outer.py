@@ -144,7 +144,8 @@ torch.save([one.tolist() for one in model.parameters()], f"{home}/rank{os.enviro
 HUGGING = """
 import os, torch
 from accelerate import Accelerator
-accelerator, model = Accelerator(cpu=True), torch.nn.Linear(4, 2)
+accelerator, model = Accelerator(), torch.nn.Linear(4, 2)
+assert (accelerator.mixed_precision, accelerator.device.type) == ("bf16", "cpu")
 torch.manual_seed(accelerator.process_index)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=12)  # steps of both processes
@@ -191,7 +192,7 @@ def test_a_script_that_saves_on_its_main_process_trains_to_its_end(forked, home)
 )
 def test_scripts_that_know_nothing_of_farflung_train_with_an_outer_loop(script, ranks, forked, home):
     (home / "train.py").write_text(script)
-    flags = ["--outer", "diloco", "--outer-every", "4", "--run-dir", "run"]
+    flags = ["--outer", "diloco", "--outer-every", "4", "--run-dir", "run", "--mixed_precision", "bf16"]
     flags += ["--island_size", "2"] if ranks > 2 else []
     printed = forked("--cpu", "--num_processes", str(ranks), *flags, "train.py")
     each = ", each on 2 ranks," if ranks > 2 else ""

@@ -272,22 +272,6 @@ def test_with_tee_files_have_what_each_replica_prints_byte_by_byte(home):
         assert file.read_bytes() == b"".join(lines)
 
 
-@pytest.mark.long
-@pytest.mark.usefixtures("warm")
-def test_a_replica_of_several_ranks_is_started_again_if_one_of_them_dies(home):
-    (home / "train.py").write_text(RANKS)
-    with launcher("--elastic", "2:2", "--ranks_per_replica", "2", *DILOCO, "train.py") as run:
-        run.wait_for("round 1, step 4")  # before that there may be nothing that training could go on with
-        ranks = until(lambda: len(found := list(home.glob("rank1_*"))) == 2 and found)
-        os.kill(int(ranks[0].name[6:]), signal.SIGKILL)
-        lost = run.wait_for(r"farflung: (replica \d) ended with exit code 137; it starts again in 1 s")[1]
-        # Its other rank may have left, and said why, before the launcher has seen the end of this one.
-        run.wait_for(f"generation 2: {lost} is out: .*; training continues with 1 replica")
-        run.wait_for(f"generation 3: {lost} joined; 2 replicas train")
-        (home / "last").touch()
-        assert run.ended() == 0
-
-
 @pytest.mark.usefixtures("warm")
 def test_replicas_of_several_ranks_are_started_from_a_file(farflung, home):
     line = "'{RANK} of {WORLD_SIZE}\\n'.format(**os.environ)"  # in one piece, as the ranks share a pipe

@@ -169,26 +169,6 @@ def test_on_one_machine_everything_listens_on_loopback_alone(is_launched, farflu
         assert {*addresses} == {"127.0.0.1"}
 
 
-# It waits as gloo may still be connecting the others, who would miss one that ends.
-ACCELERATED = """
-import os
-from accelerate import Accelerator
-accelerator = Accelerator()
-assert accelerator.mixed_precision == 'bf16' and accelerator.device.type == 'cpu'
-os.write(1, f'rank {accelerator.process_index} of {accelerator.num_processes}\\n'.encode())
-accelerator.wait_for_everyone()
-accelerator.end_training()
-"""
-
-
-@pytest.mark.usefixtures("warm")
-def test_a_script_on_real_accelerate_is_connected_too(farflung, home):
-    pytest.importorskip("accelerate")
-    (home / "train.py").write_text(ACCELERATED)
-    done = farflung("launch", "--num_processes", "2", "--mixed_precision", "bf16", "--cpu", "train.py", code=0)
-    assert sorted(done.stdout.split("\n")) == ["", "rank 0 of 2", "rank 1 of 2"]
-
-
 def test_one_process_is_the_script_itself(farflung, home):
     (home / "train.py").write_text(ALONE)
     with environ.patched({"WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "2"}):

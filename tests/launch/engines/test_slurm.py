@@ -373,7 +373,7 @@ def test_what_is_missing_here_or_not_shared_with_the_nodes_is_refused(commands, 
     assert "sinfo refused: exit code 4\n" in refused()
     commands("sinfo", "cpu*|node7")
     why = (
-        r"The run's folder is /tmp/run, which \S+ does not share with node7. Name one with --run_dir that all nodes can"
+        r"folder is /tmp/run, which \S+ does not share with node7. Name one with --run_dir that all nodes can write to"
     )
     assert re.search(why, refused("/tmp/run"))
     assert "Did you mean `train.py`" in refused(script="tran.py", code=USAGE)

@@ -225,11 +225,13 @@ def test_a_key_reaches_the_hosts_unseen_and_seals_the_run(on_lab, home):
     [
         *(("fixed", number) for number in (signal.SIGINT, signal.SIGHUP, signal.SIGKILL)),
         *(("elastic", number) for number in (signal.SIGINT, signal.SIGKILL)),
+        ("deaf", signal.SIGINT),  # which takes two
     ],
 )
 def test_nothing_is_left_of_a_run_whose_launcher_is_ended(kind, number, lab, home):
     elastic = ["--elastic", "2:4"] if kind == "elastic" else []
-    (home / "train.py").write_text(TRAINS if elastic else SLEEPS)
+    deaf = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n" if kind == "deaf" else ""
+    (home / "train.py").write_text(TRAINS if elastic else deaf + SLEEPS)
     screen = lab.launch("--hosts", "node0,node1", *elastic)
     if elastic:
         screen.wait_for("training begins with 2 replicas")
@@ -237,24 +239,15 @@ def test_nothing_is_left_of_a_run_whose_launcher_is_ended(kind, number, lab, hom
         until(lambda: (home / "up0").exists() and (home / "up1").exists(), lambda: screen.text)
     launcher = psutil.Process(screen.process.pid)
     launcher.send_signal(number)
+    if deaf:
+        screen.wait_for("press Ctrl-C again to kill them now")
+        launcher.send_signal(number)
     if number == signal.SIGKILL:
         until(lambda: not lab.left(), lambda: str(lab.left()))
     else:
         screen.end(BY_SIGNAL + number)
+        until(lambda: not deaf or not lab.left(), lambda: str(lab.left()))
         assert not lab.left()
-
-
-@in_lab
-def test_ctrl_c_twice_ends_ranks_that_do_not_heed_it(lab, home):
-    (home / "train.py").write_text("import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n" + SLEEPS)
-    screen = lab.launch("--hosts", "node0,node1")
-    until(lambda: (home / "up0").exists() and (home / "up1").exists(), lambda: screen.text)
-    launcher = psutil.Process(screen.process.pid)
-    launcher.send_signal(signal.SIGINT)
-    screen.wait_for("press Ctrl-C again to kill them now")
-    launcher.send_signal(signal.SIGINT)
-    screen.end(BY_SIGNAL + signal.SIGINT)
-    until(lambda: not lab.left(), lambda: str(lab.left()))
 
 
 @in_lab
