@@ -198,9 +198,10 @@ def test_a_signal_before_there_is_anything_to_save_asks_for_a_restart_too(number
     words = ("launch", "--cpu", "--log_dir", "logs", *flags, "--no_python", "sh", "-c", f"touch up; {deed} sleep 60")
     with subprocess.Popen(["sleep", "60"]) as other:  # a child that is no rank, as a notebook may have
         with signals(*[] if deed else [(number, (home / "up").exists)]):
-            assert call_farflung(*words) == code
-        assert other.poll() is None
+            ended = call_farflung(*words)
+        is_there = other.poll() is None
         other.kill()
+    assert (ended, is_there) == (code, True)
     assert (f"signal {int(number)} ({number.name})" in capfd.readouterr().err) == (code == FAILED)
 
 

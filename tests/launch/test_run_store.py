@@ -94,14 +94,14 @@ def test_launchers_of_containers_with_one_host_name_and_one_process_id_have_name
 
 
 def test_a_run_begins_where_a_launcher_died_as_it_began_one(tmp_path):
-    with subprocess.Popen(["sleep", "60"]) as process:
-        was = address_of(process.pid)
-        process.kill()
-    board = address.transport_at(tmp_path.as_uri()).board
-    board.put("first", b"another")
-    LauncherNotes(board).note_launcher("another", was)
-    board = elastic._met(LaunchSettings(meet=tmp_path.as_uri(), elastic="1:2"), 1, "mine", None).board
+    address.transport_at(tmp_path.as_uri()).board.put("first", b"another")
+    settings = LaunchSettings(meet=tmp_path.as_uri(), elastic="1:2")
+    board = elastic._met(settings, 1, "mine", None).board
     assert (json.loads(board.get("run"))["most"], board.get("first")) == (2, b"mine")
+    with subprocess.Popen(["sleep", "60"]) as process:
+        LauncherNotes(board).note_launcher("mine", address_of(process.pid))
+        process.kill()
+    assert elastic._met(settings, 1, "next", None).board.get("first") == b"next"
 
 
 def test_a_clock_that_is_set_changes_nothing(cut, monkeypatch):
