@@ -133,7 +133,12 @@ def drawn(seed: str) -> list[tuple[int, str, int]]:
     return [(draw.randrange(1, 11), name, draw.choice([0, 1, 100, 999, 5000])) for name in names]
 
 
-def check(way, seed, home, monkeypatch):
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize(
+    ("way", "seed"),
+    [pytest.param(way, k, marks=[pytest.mark.long] if k or way == "ssh" else []) for way in WAYS for k in range(4)],
+)
+def test_a_run_that_trains_well_ends_well(way, seed, home, monkeypatch):
     count, flags = WAYS[way]
     troubles = drawn(f"{way} {seed}")
     monkeypatch.setenv("TROUBLES", json.dumps(troubles))
@@ -141,22 +146,7 @@ def check(way, seed, home, monkeypatch):
     (home / "ssh").write_text('#!/bin/bash\nexec sh -c "${!#}"\n')  # to this machine
     (home / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{home}:{os.environ['PATH']}")
+    words = ["--outer", "diloco", "--outer-every", "4", "--run-dir", "run", *flags]
     with launcher_in(troubles):
-        code = call_farflung(
-            "launch", "--cpu", "--outer", "diloco", "--outer-every", "4", "--run-dir", "run", *flags, "train.py"
-        )
+        code = call_farflung("launch", "--cpu", *words, "train.py")
     assert (code, len(list(home.glob("trained*")))) == (0, count), troubles
-
-
-@pytest.mark.usefixtures("warm")
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.long] if way == "ssh" else []) for way in WAYS])
-def test_a_run_that_trains_well_ends_well(way, home, monkeypatch):
-    check(way, 0, home, monkeypatch)
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("warm")
-@pytest.mark.parametrize("seed", range(1, 4))
-@pytest.mark.parametrize("way", WAYS)
-def test_more_runs_that_train_well_end_well(way, seed, home, monkeypatch):
-    check(way, seed, home, monkeypatch)

@@ -168,26 +168,15 @@ def test_one_that_joins_a_run_with_another_key_is_refused_on_both_sides(
 
 @pytest.mark.long
 @pytest.mark.usefixtures("warm")
-def test_nothing_shows_a_runs_key_and_those_without_it_are_refused_on_both_sides(home, key_file, capfd, monkeypatch):
-    (home / "other.key").touch(0o600)
-    (home / "other.key").write_text(OTHER)
+def test_nothing_shows_a_runs_key_and_its_state_is_not_read_without_it(home, key_file, capfd, monkeypatch):
     where, folder = f"file://{home}/run", home / "kept"
-    line = "launch", "--cpu", "--elastic", "1:2", "--meet", where
-    mine = *line[2:], "--key_file", "run7.key", "--run_dir", str(folder), "--tee", "3", "--debug", "train.py"
+    mine = "--elastic", "1:2", "--meet", where, "--key_file", "run7.key", "--run_dir", str(folder)
+    mine = *mine, "--tee", "3", "--debug", "train.py"
     assert call_farflung("launch", "--cpu", *mine[:-1], "--dry_run", "train.py") == 0
     shown = capfd.readouterr().out
     with launcher(*mine) as run:
         run.wait_for("training begins with 1 replica")
-        for number, flags in enumerate([("--key_file", "other.key"), ()]):
-            began = time.monotonic()
-            assert call_farflung(*line, *flags, "train.py") == 2
-            refused = capfd.readouterr().err
-            why = ("it is sealed with another key", "it has a key, and none was given")[number]
-            assert re.search(f"The record of the run at {where} can't be used: {why}. Give the key", refused)
-            run.wait_for("someone without this run's key may write there: '.*events/first/refused.*' is not taken")
-            assert time.monotonic() < began + 10
-            (home / "at").unlink(missing_ok=True)
-            until(lambda: (home / "at").exists())  # it trains on
+        until(lambda: (home / "at").exists())
         assert call_farflung("checkpoint", "pull", where, "x.safetensors") == 2
         assert "can't be used: it has a key" in capfd.readouterr().err
         (home / "last").write_text("1")

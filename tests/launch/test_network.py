@@ -40,7 +40,7 @@ def machine(monkeypatch):
 def test_this_machine_has_a_loopback_interface(monkeypatch):
     assert LO in interfaces()
     assert choose_interface(settings(main_process_ip="127.0.0.1"), "127.0.0.1") == LO
-    kinds = {socket.AF_INET6: "fe80::2%eth0", socket.AF_PACKET: "00:00", socket.AF_INET: "10.0.0.2"}
+    kinds = {socket.AF_INET6: "fe80::2%eth0", -1: "00:00", socket.AF_INET: "10.0.0.2"}
     monkeypatch.setattr("psutil.net_if_addrs", lambda: {"eth0": [Mock(family=k, address=kinds[k]) for k in kinds]})
     assert interfaces() == [Interface("eth0", "fe80::2"), ETH]
 

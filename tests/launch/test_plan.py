@@ -165,9 +165,6 @@ def test_torch_is_loaded_without_a_collection_of_garbage_and_is_silent_where_its
     name = "TORCH_CPP_LOG_LEVEL"
     with environ.patched({name: "INFO"}):
         for variables, level in ({name: "ERROR"}, "FATAL"), ({}, "INFO"):
-            with plans.torch_is_loaded(variables):
+            with plans.torch_is_loaded(variables), plans.torch_is_loaded():
                 assert (gc.isenabled(), environ.text(name)) == (False, level)
-                with plans.torch_is_loaded():
-                    pass
-                assert not gc.isenabled()
             assert (gc.isenabled(), environ.text(name)) == (True, "INFO")

@@ -142,6 +142,7 @@ def test_two_processes_are_connected_and_told_what_was_set(farflung, home):
         told |= {"ACCELERATE_DYNAMO_BACKEND": "eager", "ACCELERATE_DYNAMO_USE_DYNAMIC": "true"}
         assert seen["environ"].items() >= (told | {"FARFLUNG_HANG_TIMEOUT_S": "7.5"}).items()
         assert "ACCELERATE_DYNAMO_MODE" not in seen["environ"]
+        assert environ.LAUNCHER not in seen["environ"], "what a rank starts is not tied to it"
         assert int(seen["environ"]["OMP_NUM_THREADS"]) >= 1
 
 

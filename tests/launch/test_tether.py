@@ -99,11 +99,6 @@ def test_a_rank_whose_launcher_died_before_it_began_does_not_begin(home):
     assert not (home / "began").exists()
 
 
-def test_what_a_rank_starts_is_not_tied_to_it(farflung, home):
-    (home / "train.py").write_text(f"import os\nassert {environ.LAUNCHER!r} not in os.environ\n")
-    assert farflung("launch", "--cpu", "--num_processes", "2", "train.py").returncode == 0
-
-
 @pytest.mark.long
 def test_what_a_closed_line_holds_ends_with_all_that_it_has_started(home):
     (home / "train.sh").write_text("trap '' TERM\nsleep 300 & echo $! > up0; wait")

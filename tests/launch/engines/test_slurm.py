@@ -20,7 +20,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from farflung.launch.codes import DONE, ENGINE, FAILED, INTERRUPTED, USAGE, EngineFailure
+from farflung.launch.codes import DONE, ENGINE, FAILED, USAGE, EngineFailure
 from farflung.launch.engines.engine import Job
 from farflung.testing.patience import patience
 from tests.launch.engines.slurm_cluster import slurm_cluster, why_impossible
@@ -96,11 +96,6 @@ accelerator = Accelerator(cpu=True)
 rank, total = accelerator.process_index, accelerator.reduce(torch.tensor(accelerator.process_index + 1.0))
 local = f"{accelerator.local_process_index} of {current_world().local_size}"
 print(f"{rank} of {accelerator.num_processes}, {local} on its machine, {int(total)} at {os.environ['MASTER_ADDR']}")
-"""
-WAITS = """
-import time
-open("up", "w").close()
-time.sleep(300)
 """
 
 
@@ -209,17 +204,6 @@ def test_a_job_that_fails_or_is_cancelled_ends_with_its_code(slurm, lines):
             assert re.fullmatch(r"cancelled \d+\n", run_farflung("cancel", "run").stdout)
         said = run.end(FAILED if "exit" in lines else 128 + signal.SIGTERM)
     assert f"is {'failed' if 'exit' in lines else 'cancelled'}" in said
-
-
-@pytest.mark.server
-def test_ctrl_c_ends_the_following_alone(slurm):
-    (slurm / "train.py").write_text(WAITS)
-    with launched() as run:
-        until((slurm / "up").exists)
-        run.process.send_signal(signal.SIGINT)
-        said = run.end(INTERRUPTED)
-    assert "still running: `farflung follow run` reattaches, `farflung cancel run` ends it" in said
-    assert asked("squeue", "--noheader", "--states=RUNNING", "--format=%j") == "run\n"
 
 
 @pytest.mark.server
