@@ -252,8 +252,8 @@ class FixedMembership(Membership):
         return self._generation
 
     def agree(self, num_votes: int, complete: Mapping[int, int], odd: Mapping[int, str]) -> dict[int, int]:
-        group = self._group if self._generation is None else self._generation.group
-        return {vote: group.agree_min(number, f"round {vote}") for vote, number in complete.items()}
+        assert self._generation is not None
+        return {vote: self._generation.group.agree_min(number, f"round {vote}") for vote, number in complete.items()}
 
     def lost(self, failure: RankFailure) -> None:
         raise failure

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from farflung.base.errors import RankFailure, Unreachable
 from farflung.base.events import Kind, record
-from farflung.comm.group import Group, SoloGroup
+from farflung.comm.group import Group
 from farflung.outer.agreement import average
 from farflung.outer.background import BackgroundWorker
 from farflung.outer.ballot import BALLOT_BYTES, Ballot, Tally
@@ -59,6 +59,7 @@ class Welcome:
 def _needs_of(recipe: Recipe, replica: Replica) -> dict[str, Any]:
     """Return what a model, as this recipe exchanges it, requires of the members."""
     return {
+        "overlaps": recipe.schedule.delay > 0 or recipe.is_undecided,
         "description": replica.description,
         "tensors": replica.tensors,
         "is_shared": replica.is_shared,
@@ -125,6 +126,7 @@ class Quorum:
     """
 
     generation: Generation  # once it has met the others
+    group: Group  # of all its members
     under_way: UnderWay
 
     def __init__(
@@ -134,8 +136,7 @@ class Quorum:
         self._is_behind = recipe.schedule.delay > 0
         self.needs = Needs(
             recipe.levels,
-            self._is_behind or recipe.is_undecided,
-            replica.is_sharded,
+            is_sharded=replica.is_sharded,
             num_votes=1,
             admits=True,
             has_state=False,
@@ -145,7 +146,6 @@ class Quorum:
         self.welcome: Welcome | None = None
         self.joined_in = -1
         self.worker: BackgroundWorker | None = None
-        self.group: Group = SoloGroup()
         self._replica, self._timetable, self._meter = replica, timetable, meter
         self._state = _State.ENTERING
         self._noticed_at: float | None = None  # the time of a loss
@@ -269,7 +269,7 @@ class Quorum:
     def restart(self, recipe: Recipe, replica: Replica) -> None:
         """Continue with a model as another recipe exchanges it; nothing is sent."""
         self._replica, self._is_behind = replica, recipe.schedule.delay > 0
-        self.needs = replace(self.needs, overlaps=self._is_behind, **_needs_of(recipe, replica))
+        self.needs = replace(self.needs, **_needs_of(recipe, replica))
         if hasattr(self, "generation"):
             self.describe(replica.description, replica.tensors)
             self.worker = self._new_worker()

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from farflung.base.errors import CollectiveMismatch, ConfigError, StateError
 from farflung.base.events import Kind
 from farflung.base.words import counted, numbered
@@ -105,8 +103,7 @@ class Rounds:
             if number == level == 0:
                 wish = self.replica.trained.take()
                 norm = norm if wish.is_finite else math.nan
-        # As it is sent.
-        weight = torch.tensor(claimed[level] / request.action.steps, dtype=torch.float32).item()
+        weight = claimed[level] / request.action.steps
         digest = fragment.comparison.digest if level == 0 and not request.is_empty else -1
         is_awaited = quorum.is_awaited()
         said = (weight, norm, largest, sound, request.finished, request.position, digest, is_awaited, mark)
@@ -360,5 +357,5 @@ def _warn(generation: Generation, decision: Decision, recipe: Recipe) -> None:
         f"too large for {recipe.codec}, or all unusual. All ranks continue with their own weights. Further dropped "
         "rounds are only counted, in stats().dropped_rounds.",
         RuntimeWarning,
-        stacklevel=6,
+        stacklevel=7,  # the call of OuterLoop.step
     )
