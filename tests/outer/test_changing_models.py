@@ -264,7 +264,7 @@ def test_a_state_saved_after_a_change_is_that_of_the_changed_model(group, recipe
     outer = OuterLoop(model, recipe, group)
     outer.step()
     appended(model, group.rank)
-    with pytest.raises(StateError, match=r"head\.weight.*flush"):
+    with pytest.raises(StateError, match=r"\(new: \['head\.weight'.* Save after the next round, or call flush"):
         outer.state_dict()
     move(model, group.rank)
     outer.step()

@@ -7,7 +7,7 @@ import time
 from concurrent.futures import Future
 from functools import partial
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -108,6 +108,7 @@ def test_newcomers_wait_for_the_one_that_alone_has_state(end):
     if end == "it comes":
         assert settled(members.member(1), True).ids == (1,)
         assert [result().ids for result in results] == [(1,), (1,)]
+        members.told("generation 3: 1 replica connected again (members were lost)")
     elif end == "it has ended":
         members.notes.note_end(1, "was killed by SIGKILL")
         assert [(result().ids, result().is_fresh) for result in results] == [((2, 3), True)] * 2
@@ -352,21 +353,32 @@ def test_of_two_replicas_one_that_stops_in_a_round_has_closed_no_other_one_than_
         assert not wrong([one for one in said if one["member"] == first])
 
 
-def test_a_state_whose_way_to_a_newcomer_was_cut_is_sent_again_as_the_next_rounds_begin():
-    peers, names = Members(Record(1, 1, (1,))).member(1).peers, []
+def test_a_newcomer_is_sent_the_state_again_if_its_way_was_cut_until_it_has_all_or_asks_no_more(monkeypatch):
+    peers, connects, made = Members(Record(1, 1, (1,))).member(1).peers, Mock(), []
+    begun = [call.offer("all of it"), call.pause(), call.offer("a part")]
 
-    def connect(name, *place):
-        names.append(name)
-        return Mock(**{"broadcast.side_effect": RankFailure("the line is cut")})
+    def sender(connect):
+        connect(bool)
+        made.append(Mock(is_over=False, may_finish=False))
+        return made[-1]
 
-    transfers = Transfers(SimpleNamespace(connect=connect), peers, 1, SoloGroup(), Exchange(SoloGroup()), None)
-
-    def begins_again():
-        transfers.serve([2], lambda is_whole: {})
-        return len(names) == 3
-
-    until(begins_again, timeout_s=10)
-    assert names == [f"loop1/g1/t2.{number}/c0" for number in (1, 2, 3)]
+    monkeypatch.setattr(transfers_module, "StateSender", sender)
+    transfers = Transfers(connects, peers, 1, SoloGroup(), Exchange(SoloGroup()), None)
+    state = {True: "all of it", False: "the place"}.__getitem__
+    assert transfers.serve([2, 3], state) == []
+    transfers.pause()
+    transfers.offer(lambda: "a part")
+    made[0].is_over = made[1].may_finish = True
+    assert transfers.serve([2, 3], state) == [3]
+    assert [peers.members.transfer(one, 0) for one in (2, 3)] == [None, ("g1/t3.2", 1)]
+    assert transfers.serve([2], state) == []
+    transfers.finish(Record(2, 1, (1, 3), newcomers=(3,)), state)
+    transfers.close()
+    ends = [call.stop(), call.join(1.0)]
+    assert [one.mock_calls for one in made[:3]] == [[*begun, call.stop()]] * 2 + [[call.offer("all of it"), *ends]]
+    assert made[3].mock_calls == [call.offer("all of it"), call.finish("the place"), *ends]
+    names = [one.args[0] for one in connects.connect.call_args_list]
+    assert names == [f"loop1/g1/t{one}.{number}/c0" for one, number in ((2, 1), (3, 2), (2, 3), (3, 4))]
 
 
 def state_comes(waits, until_s, ends_at):

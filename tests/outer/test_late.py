@@ -7,8 +7,10 @@ from torch import nn
 
 from farflung.base.errors import RankFailure
 from farflung.comm.group import SoloGroup
-from farflung.comm.member_store import Record
+from farflung.comm.member_store import Post, Record
 from farflung.outer import Cast, OuterLoop, diloco, edit, local_sgd, sparse_loco, streaming_diloco
+from farflung.outer.membership import ALL
+from farflung.outer.settlement import decide
 from farflung.testing.patience import patience
 from tests.faults import stop
 from tests.outer.conftest import in_turn
@@ -55,7 +57,7 @@ def test_the_steps_of_a_stopped_replica_count_in_the_next_round(phase, address):
         assert stats.keys() == {first, late}
         assert len({one["weight"] for one in said if "end" in one}) == 1
         check_each_round(said, {first: 1, late: 3})
-        assert stats[late]["steps_lost"] == 0
+        assert (stats[late]["steps_lost"], stats[late]["replicas_joined"]) == (0, 0)  # it doesn't count itself
         assert counted(said, first, late) == stats[late]["steps"] < counted(said, first, first)
 
 
@@ -129,6 +131,26 @@ def test_one_that_was_stopped_while_others_were_let_in_finds_that_it_was_left_ou
     assert all(map(members.board.append, OUT["a newcomer came before the vote"][0]))
     with pytest.raises(RankFailure, match="have entered a later generation without this replica"):
         member.enter(needs(True, admits=True))
+
+
+LATE = {3: "it was late"}
+# Reports after a loss, by member, and what follows from them in the next generation.
+REPORTS = [
+    ({1: Post(6, True, {5: 3}), 2: Post(6, True, {5: 1})}, {"common": {5: 1}}),  # both have one bucket
+    ({1: Post(6, True), 2: Post(7, True, {5: 2, 6: 0})}, {"common": {5: ALL, 6: 0}, "ended": 7}),  # 1 has closed vote 5
+    ({1: Post(5, True), 2: Post(6, True, {5: 2})}, {"common": {5: 0}}),  # 1 has not come to it
+    ({1: Post(6, True, {}, {2: "odd"}), 2: Post(7, True)}, {"ids": (1,), "lost": {**LATE, 2: "odd"}, "odd": (2,)}),
+    ({1: Post(6, True, {}, {2: "odd"}), 2: Post(6, True, {}, {1: "odd"})}, {}),
+    ({1: Post(9, False), 2: Post(6, True)}, {"ids": (2,)}),
+    ({1: Post(1, False), 2: Post(6, False)}, {"began": 5}),
+]
+
+
+@pytest.mark.law("survivors-agree")
+@pytest.mark.parametrize(("posts", "follows"), REPORTS)
+def test_the_next_generation_follows_from_what_members_report(posts, follows):
+    expected = {"ids": (1, 2), "lost": LATE, "began": 2, "ended": 6} | follows
+    assert decide(Record(4, 2, (1, 2, 3), began=2), 1, posts, LATE) == Record(5, 1, **expected)
 
 
 class Weights(nn.Module):

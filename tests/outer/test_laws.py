@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from farflung.comm.group import SoloGroup
-from farflung.outer import Cast, OuterLoop, diloco, local_sgd
+from farflung.outer import Cast, OuterLoop, diloco, gossip, local_sgd
 from farflung.outer.ballot import BALLOT_BYTES
 from farflung.testing.sim import run_replicas
-from tests.outer.replicas import Counting, linear, same, train, values
+from tests.outer.replicas import Counting, linear, net, same, train, values
 
 LR = 2.0**-3
 
@@ -110,12 +110,11 @@ def test_one_replica_and_a_neutral_outer_optimizer_are_the_inner_one_alone():
     assert same(expected, trained(SoloGroup(), local_sgd(1), 3))
 
 
-def counted(group, recipe, steps, make, **options):
-    counting = Counting(group)
-    model = make()
+def counted(group, recipe, make=linear):
+    counting, model = Counting(group), make()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    with OuterLoop(model, recipe, counting, **options) as outer:
-        for step in range(steps):
+    with OuterLoop(model, recipe, counting) as outer:
+        for step in range(6):
             train(model, optimizer, step, group.rank)
             outer.step()
     return counting.reduced(), counting.calls, outer.stats()
@@ -127,7 +126,7 @@ def counted(group, recipe, steps, make, **options):
 @pytest.mark.parametrize("make_recipe", [local_sgd, diloco])
 def test_the_wire_carries_the_bytes_that_the_codec_states(codec, make_recipe):
     recipe = make_recipe(2, codec=codec)
-    for reduced, calls, stats in run_replicas(counted, 4, recipe, 6, linear):
+    for reduced, calls, stats in run_replicas(counted, 4, recipe):
         assert stats.rounds == 3
         assert reduced == 3 * recipe.codec.wire_bytes(8)
         assert stats.bytes_sent == stats.bytes_received == 2 * 3 * reduced // 4
@@ -136,6 +135,13 @@ def test_the_wire_carries_the_bytes_that_the_codec_states(codec, make_recipe):
         votes = [size for kind, _, size in calls if kind == "all_gather_small"]
         assert votes == [BALLOT_BYTES, 8, *[BALLOT_BYTES, 4] * 3, BALLOT_BYTES, *[4] * recipe.has_anchor, 8]
         assert stats.bytes_voting == 3 * sum(votes)
+
+
+@pytest.mark.law("stated-bytes")
+def test_what_is_sent_outside_of_rounds_counts_too():
+    for reduced, calls, stats in run_replicas(counted, 4, gossip(2), net):
+        swapped, votes = (sum(size for kind, _, size in calls if kind == one) for one in ("swap", "all_gather_small"))
+        assert (stats.bytes_sent, stats.bytes_voting) == (swapped + 2 * 3 * reduced // 4, 3 * votes)
 
 
 @pytest.mark.law("buckets-are-invisible")

@@ -127,12 +127,13 @@ def train(group, first, recipe, fails_at, lost, steps, proposals=(), moves=None)
 
     The one that may be lost proposes another H after some steps; each moves by `moves` in a step, or its number plus 1.
     """
-    me, model, path = group.rank, Two(), []
+    me, model, path, fragments = group.rank, Two(), [], set()
     fault = fail_at(None, fails_at if me == lost else 0, be_lost)
     membership = fault.membership(ChangingMembership(group, first))
     try:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)  # whose rate a schedule may read
         outer = OuterLoop(model, fault.recipe(recipe), membership=membership, inner=optimizer)
+        outer.listeners.append(lambda one: fragments.add(one.fragment))
         while outer.position < steps:
             shift(model.parameters(), -(moves or me + 1))
             outer.step()
@@ -143,6 +144,7 @@ def train(group, first, recipe, fails_at, lost, steps, proposals=(), moves=None)
         outer.close()
     except Lost:
         return path, fault.seen
+    assert fragments == set(range(recipe.schedule.fragments))
     return [*path, (steps, model.weight.item(), *outer.changes)], fault.seen
 
 

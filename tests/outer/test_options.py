@@ -510,6 +510,7 @@ def test_a_rank_that_asks_seldom_does_all_that_was_due(recipe):
         (edit(2, momentum=0.9), "WithoutOutliers"),
         (eager_diloco(2), "eager"),
         (gossip(2), "Gossip"),
+        (diloco(3), "Every(every=3)"),
     ],
 )
 def test_ranks_with_other_recipes_are_told_how_they_differ(other, told):

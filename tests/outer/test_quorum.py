@@ -7,6 +7,7 @@ import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from torch import nn
@@ -15,7 +16,7 @@ import farflung.outer
 from farflung.base.errors import RankFailure
 from farflung.comm.group import SoloGroup
 from farflung.outer import OuterLoop, diloco
-from farflung.outer.membership import open_generation
+from farflung.outer.membership import Membership, open_generation
 from farflung.outer.quorum import Quorum, Welcome
 from farflung.outer.replica import Replica
 from farflung.outer.stats import Meter
@@ -23,16 +24,16 @@ from farflung.outer.timetable import Timetable
 
 OUTER = Path(farflung.outer.__file__).parent
 LOOP = ("OuterLoop", "Quorum", "Rounds", "OpenRound", "Pipeline", "Replica", "BoundFragment", "Sync", "Timetable")
+LEFT, FREED = "it continues without lost ranks: lost", "free, reusable: False"
 
 
-class Members:
+class Members(Membership):
     """A membership of this rank alone, which notes what it is asked; some meetings and some agreements fail."""
 
     most, island = 1, SoloGroup()
 
     def __init__(self, path, is_fixed, lost_in=()):
         self.path, self.is_fixed, self.lost_in, self.number = path, is_fixed, list(lost_in), 0
-        self.offer = self.end = lambda *_: None
         self.lost = lambda failure: path.append("lost")
 
     def enter(self, needs):
@@ -40,7 +41,10 @@ class Members:
         self.path.append("enter")
         if self.number in self.lost_in:
             raise RankFailure("lost on the way in")
-        return open_generation(self.number, [0], SoloGroup(), self.island, needs)
+        group = SoloGroup()
+        group.leave = lambda reason, cause: self.path.append(reason)
+        group.free = lambda reusable: self.path.append(f"free, reusable: {reusable}")
+        return open_generation(self.number, [0], group, self.island, needs)
 
 
 class Nothing:
@@ -83,23 +87,34 @@ def acts(path, name, times=0):
 
 def test_after_a_loss_all_ends_the_next_generation_is_entered_and_the_action_is_done_again():
     path = []
-    quorum_of(path).run(acts(path, "a"), acts(path, "b", times=2), acts(path, "c"))
-    recovery = ["settle", "end", "lost", "enter", "relaunch"]
+    quorum = quorum_of(path)
+    quorum.run(acts(path, "a"), acts(path, "b", times=2), acts(path, "c"))
+    recovery = [LEFT, "settle", "end", "lost", FREED, "enter", "relaunch"]
     assert path == ["a", "b", *recovery, "b", *recovery, "b", "c"]
+    quorum.enter()
+    assert path[-2:] == ["enter", "free, reusable: True"]
 
 
 def test_an_action_that_survivors_may_be_done_with_is_not_done_again():
     path = []
     quorum_of(path).run(acts(path, "a", times=1), acts(path, "b"), again=False)
-    assert path == ["a", "settle", "end", "lost", "enter", "relaunch", "b"]
+    assert path == ["a", LEFT, "settle", "end", "lost", FREED, "enter", "relaunch", "b"]
 
 
 def test_a_loss_in_a_job_or_on_the_way_in_changes_nothing_of_the_order():
     path = []
     quorum = quorum_of(path, lost_in=(2, 3), job_fails=True)
     quorum.run(acts(path, "a", times=1))
-    assert path == ["a", "settle", "settle", "end", *("lost", "enter") * 3, "relaunch", "a"]
+    again = ["lost", FREED, "enter"]
+    on_the_way = [LEFT + " on the way in", *again] * 2
+    assert path == ["a", LEFT, "settle", "settle", "end", *again, *on_the_way, "relaunch", "a"]
     assert quorum.generation.number == 4
+    path.clear()
+    quorum.membership.lost_in, quorum.membership.lost = [5], Mock(side_effect=RankFailure("nobody is left"))
+    for act in quorum.enter, partial(quorum.run, acts(path, "b", times=1)):
+        with pytest.raises(RankFailure):
+            act()
+    assert path == ["enter", *on_the_way[:1], FREED, "b"]
 
 
 @pytest.mark.parametrize("raises", [True, False])
@@ -129,8 +144,9 @@ def test_of_a_welcome_only_what_has_landed_is_replaced():
 
 def test_a_loop_that_is_dropped_gives_its_memory_back_at_once():
     """Without a pass of the garbage collector, which knows nothing of a GPU's memory."""
-    outer = OuterLoop(nn.Linear(2, 2), diloco(1))
+    outer = OuterLoop(nn.Linear(2, 2), diloco(1), membership=Members(path := [], False))
     outer.step()
+    assert path == ["enter"]  # nobody waits to join
     rounds = weakref.ref(outer._rounds)
     gc.disable()
     try:

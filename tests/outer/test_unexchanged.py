@@ -122,8 +122,9 @@ def test_a_fingerprint_sees_each_bit_and_its_place_wherever_the_values_lie(lengt
 
 
 @on_replicas(2)
-def test_frozen_weights_without_values_are_left_alone(group):
-    model = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1, device="meta").requires_grad_(False)])
-    with OuterLoop(model, local_sgd(1), group) as outer:
-        outer.step()
-    assert outer.stats().rounds == 1
+def test_frozen_weights_may_have_no_values_or_be_all_that_there_is(group):
+    frozen = [nn.Linear(2, 1, device=where).requires_grad_(False) for where in ("meta", "cpu")]
+    for parts in [nn.Linear(2, 1), frozen[0]], frozen[1:]:
+        with OuterLoop(nn.ModuleList(parts), diloco(1), group) as outer:
+            outer.step()
+        assert (outer.stats().rounds, outer.stats().bytes_sent) == (1, 12 * (len(parts) - 1))
