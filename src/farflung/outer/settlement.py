@@ -88,9 +88,8 @@ def decide(record: Record, member: int, posts: Mapping[int, Post], absent: Mappi
     complete = {one: posts[one].complete for one in ids}
     common = {}
     for vote in set().union(*complete.values()):
-        has = [complete[one].get(vote, ALL if vote < posts[one].votes else 0) for one in ids]
         has_passed = any(vote not in complete[one] and vote < posts[one].votes for one in ids)
-        common[vote] = ALL if has_passed else min(has)
+        common[vote] = ALL if has_passed else min(complete[one].get(vote, 0) for one in ids)
     odd = {one: why for one, why in odd.items() if one not in ids}
     lost = {**absent, **odd}
     ended = max(posts[one].votes for one in ids)
