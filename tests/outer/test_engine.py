@@ -273,23 +273,26 @@ def test_ranks_that_differ_are_told_how():
     ]
 
 
-def left_by_an_exception(group):
+def left_by_an_exception(group, in_its_block):
     counting = Counting(group)
-    model = Point()
-    calls = 0
+
+    def fail(*_):
+        counting.calls.clear()
+        raise ValueError("bad sample" + 600 * "!")
+
     try:
-        with OuterLoop(model, hierarchical({2: 3, 4: None}), counting) as outer:
-            for step in range(4):
-                if step == 3 and group.rank == 1:
-                    calls = len(counting.calls)
-                    raise ValueError("bad sample" + 600 * "!")
+        with OuterLoop(Point(), hierarchical({2: 3, 4: None}), counting) as outer:
+            for step in range(3):
+                if step == 2 and group.rank == 1:
+                    fail() if in_its_block else outer.listeners.append(fail)  # which the last round calls
                 outer.step()
     except (ValueError, RankFailure) as error:
-        return type(error), str(error), [call[:2] for call in counting.calls[calls:]]
+        return type(error), str(error), [call[:2] for call in counting.calls]
 
 
-def test_an_exception_leaves_without_a_collective_and_the_others_are_told():
-    first, second, third = run_replicas(left_by_an_exception, 3)
+@pytest.mark.parametrize("in_its_block", [True, False])
+def test_an_exception_leaves_without_a_collective_and_the_others_are_told(in_its_block):
+    first, second, third = run_replicas(left_by_an_exception, 3, in_its_block)
     said = "bad sample" + 600 * "!"
     assert second == (ValueError, said, [("leave", f"ValueError: {said}"[:500])] * 2)  # its block, too
     for kind, message, _ in (first, third):
