@@ -281,7 +281,9 @@ def test_a_member_that_can_not_tell_a_newcomer_that_it_may_come_continues_and_re
     member = members.member(1)
     members.board.ask(Ask(2, 0, False, member._description(needs())))
     monkeypatch.setattr(MemberStore, "mark_ready", Mock(side_effect=Unreachable("no store")))
+    monkeypatch.setattr(Transfers, "pause", pause := Mock())
     assert not member.is_awaited(needs(True))
+    pause.assert_called_once_with()  # which leaves the line to the round
     monkeypatch.setattr(LauncherNotes, "strangers", lambda notes: [Event.now(Kind.REFUSED, message="a strange file")])
     member.landed(needs(True), 1)
     members.told("a strange file")
