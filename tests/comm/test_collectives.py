@@ -292,8 +292,9 @@ def test_padding_reaches_the_longest_rank():
     assert flags.tolist() == rank * [True] + (size - 1 - rank) * [False]
     grown = collectives.pad_across_processes(exchange, x.clone().requires_grad_())
     assert grown.requires_grad  # padding belongs to the graph
-    with pytest.raises(ConfigError, match=r"torch\.int32 has no value 0\.5"):
-        collectives.pad_across_processes(exchange, tree, pad_index=0.5)
+    for value in (0.5, 1 << 31):
+        with pytest.raises(ConfigError, match=rf"torch\.int32 has no value {value}\."):
+            collectives.pad_across_processes(exchange, tree, pad_index=value)
     with pytest.raises(CollectiveMismatch, match="the same number of dimensions"):
         collectives.pad_across_processes(exchange, torch.zeros((1,) * (1 + rank)))
 

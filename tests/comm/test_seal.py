@@ -194,11 +194,15 @@ def test_no_name_that_another_has_invented_or_moved_is_one(tmp_path):
     assert [(list(one.list("")), one.get("log/1")) for one in others] == [([], None)] * 2
     for one in others:
         assert one.put_new("log/2", b"2")
-    (tmp_path / "log" / file.name.replace("1.", "3.")).write_bytes(file.read_bytes())
+    content = file.read_bytes()
+    (tmp_path / "log" / file.name.replace("1.", "3.")).write_bytes(content)
     assert list(board.list("log/")) == ["log/1"]
     assert len(board.seal.versions.notices) == 3
     assert board.put_new("log/2", b"mine")
-    assert board.get("log/2") == b"mine"
+    assert (board.get("log/1"), board.get("log/2")) == (b"1", b"mine")
+    board.delete("log/1")
+    file.write_bytes(content)
+    assert board.get("log/1") is None
 
 
 def test_a_key_is_in_no_text_of_what_has_it(tmp_path):

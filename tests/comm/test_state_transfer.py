@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from farflung.base import bars
-from farflung.base.errors import RankFailure
+from farflung.base.errors import RankFailure, Unreachable
 from farflung.comm import state_transfer
 from farflung.comm.c10d_transport import C10dTransport
 from farflung.comm.group import Done, Group
@@ -34,9 +34,13 @@ class Pair:
         self.notes = LauncherNotes(self.transport.board)
         self.found, self.groups = ("g1/t2.1", 1), []
         self.sender = self.sends("g1/t2.1")
-        self.receiver = StateReceiver(
-            lambda: self.found, lambda name, giver, over: self.group(name, 1, over), 0.01, have, **how
-        )
+        self.outages = [Unreachable("the store is away")]
+        self.receiver = StateReceiver(self.find, lambda name, giver, over: self.group(name, 1, over), 0.01, have, **how)
+
+    def find(self):
+        if self.outages:
+            raise self.outages.pop()
+        return self.found
 
     def sends(self, name):
         return StateSender(lambda over: self.group(name, 0, over))
@@ -229,6 +233,7 @@ def test_the_waits_of_a_transfer_end_with_the_other_replica_or_when_it_is_stoppe
     is_over = threading.Event()
     watch = TransferWatch(Heartbeats(pair.notes), 2, is_over.is_set)
     watch.look(None, 1e6)  # nobody is late
+    TransferWatch(mock.Mock(ended=mock.Mock(side_effect=Unreachable("away"))), 2, is_over.is_set).look(None, 0.0)
     is_over.set()
     with pytest.raises(RankFailure, match="it was stopped"):
         watch.look(None, 0.0)

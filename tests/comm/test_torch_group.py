@@ -61,3 +61,19 @@ def test_a_barrier_of_ranks_that_a_stream_might_wait_for_ends_on_the_host_too():
         with pytest.raises(RankFailure, match=r"rank 1 left \(why not\)"):
             group.barrier()
         group.presence.publish("ended", "1")
+
+
+@on_ranks(2)
+def test_a_group_that_was_given_back_is_used_again_and_the_keys_of_a_closed_one_are_deleted_once():
+    everyone, closed = TorchGroup(), []
+    group = everyone.duplicate()
+    group.free()
+    assert everyone.duplicate() is group
+    name = group.pg.group_name
+    group.free(reusable=False)
+    assert group.is_destroyed
+    assert name not in everyone.waits.entered
+    everyone.presence.forget = lambda names: closed.append([*names])
+    for _ in range(2):
+        everyone.duplicate()
+    assert closed == [[name], []]
