@@ -24,6 +24,7 @@ from farflung.comm.torch_group import TorchGroup
 from farflung.outer import GatherMean, Int4, TopK
 from farflung.testing.patience import patience
 from farflung.testing.ranks import fork_context, run_ranks
+from farflung.testing.sim import run_replicas
 from tests.outer.test_aggregate import aggregated
 from tests.s3_server import given_variables
 from tests.waits import until
@@ -164,14 +165,7 @@ def collectives(group):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_collectives_over_objects_have_the_exact_results(place, size):
-    for rank, found in enumerate(each(place.groups(size), collectives)):
-        expected = []
-        for dtype in DTYPES:
-            expected += [torch.cat([values(one, dtype) for one in range(size)]), values(size - 1, dtype)]
-        top = torch.stack([values(one, torch.float32) for one in range(size)]).amax(0)
-        turned = [100.0 * one + 2 * rank + half for one in range(size) for half in range(2)]
-        swapped = torch.full((3,), float((rank - 1) % size)) if size > 1 else top
-        expected += [top, torch.tensor(turned), swapped, torch.arange(size).view(size, 1)]
+    for found, expected in zip(each(place.groups(size), collectives), run_replicas(collectives, size), strict=True):
         assert all(map(torch.equal, found, expected))
 
 

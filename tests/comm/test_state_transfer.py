@@ -185,11 +185,12 @@ class Line(Group):
 def test_what_has_changed_longest_ago_is_sent_first_and_a_line_that_is_too_slow_is_waited_for_no_longer(
     finishes, monkeypatch
 ):
-    monkeypatch.setattr(state_transfer, "_SMALL", 0)
     line = Line()
     sender = StateSender(lambda over: line)
     sender.offer({"a": torch.zeros(10), "b": torch.zeros(10)})
     sender.offer({"a": torch.ones(10)})
+    assert sender.may_finish  # it is so little
+    monkeypatch.setattr(state_transfer, "_SMALL", 0)
     assert not sender.may_finish
     line.is_open.set()
     until(lambda: sender.may_finish)
