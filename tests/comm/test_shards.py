@@ -11,7 +11,7 @@ from hypothesis.strategies import integers, lists, sampled_from, tuples
 from torch import nn
 
 from farflung.comm.bucket import Buckets
-from farflung.comm.shards import addresses, local, num_parts
+from farflung.comm.shards import addresses, local, mesh_of, num_parts, with_local
 from tests.accelerator.conftest import on_ranks
 
 
@@ -29,6 +29,13 @@ def test_of_a_sharded_tensor_the_local_part_is_packed_and_written_in_place():
         buckets.unpack(0)
     assert whole.full_tensor().flatten().tolist() == [10.0 * k for k in range(12)]
     assert local(whole).data_ptr() == addresses([whole])[0]
+    assert mesh_of(whole) == ([0, 1], "[2] (Shard(dim=0),)")
+    made = with_local(local(whole).double(), whole)
+    assert (made.dtype, made.placements, local(made).tolist()) == (
+        torch.float64,
+        whole.placements,
+        local(whole).tolist(),
+    )
 
 
 PLACED = (None, 0, 1)  # along a dimension of a mesh: copied, or cut along a dimension of the tensor
