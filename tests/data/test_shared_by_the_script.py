@@ -98,7 +98,7 @@ def reads_all(folder):
     return found, total, rest, [batch.tolist() for batch in loader]
 
 
-def test_with_the_setting_each_sample_comes_once_and_a_resumed_run_goes_on(tmp_path):
+def test_with_the_setting_each_sample_comes_once_and_a_resumed_run_goes_on(tmp_path, capsys):
     ranks = run_ranks(reads_all, 2, tmp_path / "c", connect=False)
     (found, total, rest, resumed), (other, *_) = ranks
     assert set(total.values()) == {8}
@@ -111,6 +111,10 @@ def test_with_the_setting_each_sample_comes_once_and_a_resumed_run_goes_on(tmp_p
     assert first != second  # another epoch, another order
     for _, _, rest, resumed in ranks:
         assert rest == resumed
+    alone = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(already_sharded=True))
+    alone.prepare(DataLoader(Own(), batch_size=2), nn.Linear(1, 1))
+    alone.load_state(tmp_path / "c")
+    assert "the script shares out its data, now among 1: which samples come twice" in capsys.readouterr().err
 
 
 def attempt(kind, already_sharded=None):

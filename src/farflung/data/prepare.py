@@ -74,7 +74,11 @@ def prepare_loader(
     if sees_the_same and dispatches:
         raise Unsupported("dispatch_batches=True does not go with tensor parallelism. Leave it out: each rank reads.")
     settings = LoaderSettings(
-        state=state, device=device, non_blocking=config.non_blocking, stateful=config.use_stateful_dataloader
+        state=state,
+        device=device,
+        non_blocking=config.non_blocking,
+        stateful=config.use_stateful_dataloader,
+        already_sharded=bool(config.already_sharded),
     )
     if dispatches is None:
         dispatches = source.streams and device is not None and not config.already_sharded and not sees_the_same
@@ -97,7 +101,7 @@ def prepare_loader(
         agree=agreement(),
     )
     if config.already_sharded:
-        return kind.over(source, replace(settings, may_be_uneven=True, ends_apart=True, already_sharded=True), changes)
+        return kind.over(source, replace(settings, may_be_uneven=True, ends_apart=True), changes)
     if dispatches:
         if config.split_batches and batch_size is not None:
             check_split(batch_size, group.size)
