@@ -318,13 +318,13 @@ def test_a_signal_ends_the_launcher_unless_a_rank_is_to_save_at_the_first_one(
 
 @pytest.mark.parametrize(("backend", "flags"), [("static", ["--only_rank", "3"]), ("c10d", ["--json"])])
 def test_torchs_agent_gets_the_settings_and_each_attempt_that_has_failed_is_shown(
-    backend, flags, home, monkeypatch, capsys
+    backend, flags, home, monkeypatch, capsys, caplog
 ):
     (home / "train.py").touch()
     (home / "kept").mkdir()
     variables, log = (environ.SHOWS_ATTEMPTS, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", environ.LAUNCHER), {}
     agents = logging.getLogger("torch.distributed.elastic.agent.server.api")
-    agents.setLevel(logging.INFO)
+    caplog.set_level(logging.INFO, agents.name)
 
     def launch(config, entrypoint):
         log.update(vars(config), level=agents.level, entrypoint=entrypoint)

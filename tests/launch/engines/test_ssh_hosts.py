@@ -156,8 +156,12 @@ def foreign(home, monkeypatch):
 
 
 @pytest.mark.parametrize(("elastic", "at"), [(None, "10.0.0.9"), ("2:4", "fd00::9")])
-def test_hosts_are_asked_given_a_launcher_each_and_what_they_have_comes_back(elastic, at, foreign, home, capsys):
+def test_hosts_are_asked_given_a_launcher_each_and_what_they_have_comes_back(
+    elastic, at, foreign, home, monkeypatch, capsys
+):
     foreign(at=f"10.0.0.1 5 {at} 22")
+    if elastic:
+        monkeypatch.setattr(SshClient, "collect", lambda *words: "no space left")
     key, there = write_key(home), home / "there"
     acts = "number = of('--machine_rank', '0')\n"
     acts += "print('rank', number, os.read(0, 64)[:64 * ('--key' in words)])\nreport('note', message='waits')\n"
@@ -181,7 +185,9 @@ def test_hosts_are_asked_given_a_launcher_each_and_what_they_have_comes_back(ela
         else:
             assert words[words.index("--main_process_ip") + 1] == "10.0.0.9"
             assert words[words.index("--num_processes") + 1] == "4"
-    assert len(list((home / "run" / "ranks").iterdir())) == 2
+    lost = [f"what {host} has in {there}/run could not be copied to {home}/run: no space left\n" for host in "ab"]
+    assert [line in shown.err for line in lost] == [bool(elastic)] * 2
+    assert len(list((home / "run").glob("ranks/*"))) == (0 if elastic else 2)
     handle = json.loads((home / "run" / "engine.json").read_text())["handle"]
     assert (handle["pid"], handle["machine"], handle["hosts"]) == (os.getpid(), socket.gethostname(), ["a", "b"])
     assert handle.keys() >= {"identity", "begun"}  # so that no other process of this number is taken for it

@@ -18,6 +18,7 @@ import sys
 import tarfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from io import BytesIO, StringIO
 from pathlib import Path
@@ -133,7 +134,7 @@ class SshClient:
             with TemporaryFile() as errors, subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors) as ssh:
                 assert ssh.stdin is not None
                 assert ssh.stdout is not None
-                with ssh.stdin:
+                with suppress(BrokenPipeError), ssh.stdin:  # if it has ended, its exit code and its words tell why
                     ssh.stdin.write(_source())
                 if has_begun := _has_begun(ssh.stdout, word):
                     _unpack(ssh.stdout, into)
