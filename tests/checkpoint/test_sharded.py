@@ -158,6 +158,8 @@ def test_shards_become_one_file(tmp_path):
     assert set(records) == {f"pytorch_model_fsdp_0/{name}" for name in (".metadata", "__0_0.distcp")}
     Checkpoint(tmp_path, Manifest(records)).verify()
     assert str(tmp_path).encode() not in (tmp_path / "pytorch_model_fsdp_0" / ".metadata").read_bytes()
+    other = ShardPlanner("pytorch_model_fsdp_0", state, leads=False)
+    assert other.entry([planner.plan, other.plan], 1).write(tmp_path) == ({}, []), "no file without any shard"
     (tmp_path / "optimizer_0").mkdir()
     with pytest.raises(
         ConfigError, match=r"There are no shards in .* Name .*pytorch_model_fsdp_0 or .*optimizer_0 instead"
