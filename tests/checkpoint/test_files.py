@@ -7,6 +7,7 @@ import pickle
 import random
 import re
 import shutil
+import zlib
 from collections import OrderedDict, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -249,6 +250,11 @@ def test_a_manifest_comes_back_and_says_that_all_is_there(tmp_path):
     assert replace(manifest, optimizer_steps=[3, None, 5]).completed_steps == 5
     replace(manifest, optimizer_steps=[1, "2"]).write(tmp_path / paths.MANIFEST)
     with pytest.raises(CheckpointError, match=r"optimizer_steps is \[1, '2'\]"):
+        Manifest.read(tmp_path)
+    content = {"format": 2, "files": {}}
+    summed = zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    (tmp_path / paths.MANIFEST).write_text(json.dumps({**content, "crc32": f"{summed:08x}"}))
+    with pytest.raises(CheckpointError, match=r"has format 2; this version of Farflung reads format 1\."):
         Manifest.read(tmp_path)
 
 

@@ -50,11 +50,13 @@ def test_a_file_for_fsdp_1_gets_the_keys_of_version_2(key, word, home, caplog):
 def test_what_can_not_be_converted_is_said(home):
     (home / "one.yaml").write_text("num_processes: 2\n")
     (home / "empty.yaml").write_text("")
+    (home / "odd.yaml").write_text("day: 2026-13-45\n")
     for words, error, message in (
         (["--config_file", "no.yaml"], FileNotFoundError, "no.yaml"),
         (["--config_file", "one.yaml"], ConfigError, "--overwrite"),
         (["--config_file", "one.yaml", "--output_file", "empty.yaml"], FileExistsError, "--overwrite"),
         (["--config_file", "empty.yaml", "--overwrite"], ConfigError, "no settings"),
+        (["--config_file", "odd.yaml", "--overwrite"], ConfigError, "values that can't be read: month must be"),
     ):
         with pytest.raises(error, match=message):
             converted(*words)
