@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from farflung.base.errors import ConfigError
 from farflung.config import environ
@@ -46,6 +47,15 @@ for line in {lines}:
         assert ended.code == (0 if line[-1] == "--help" else 2), (line, ended.code)
     assert "torch" not in sys.modules, line
 """
+
+
+def test_each_option_of_each_command_says_what_it_does(home):
+    commands = [[name] for name in command.COMMANDS] + [["checkpoint", name] for name in command.CHECKPOINT]
+    for words in [*commands, ["launch", "--help", "all"]]:
+        lines = CliRunner().invoke(command.farflung, [*words, "--help"][: len(words) + 1]).output.splitlines()
+        for line, after in zip(lines, [*lines[1:], ""], strict=True):
+            if re.match(" +-", line):
+                assert re.search(r"\S  +\S", line) or after.startswith(" " * 8), (words, line)
 
 
 def test_no_command_loads_torch_before_it_has_read_its_arguments(home):

@@ -167,7 +167,7 @@ WRONG = [
     ("launch --sync train.py", "--sync", "Add --hosts a,b"),
     ("launch --engine_options partition=x train.py", "'partition=x'", "Add --engine slurm"),
     ("launch --hosts a,b --only-rank 0 train.py", "--only_rank", "a run on this machine"),
-    ("launch --hosts a,b --run-dir none train.py", "run_dir is none", "keeps in the run's folder"),
+    ("launch --hosts a,b --run-dir none train.py", "keeps in the run's folder what it has submitted."),
     *((line, "gone", "is no folder of a run") for line in ("follow gone", "scale gone 2", "cancel gone")),
     ("scale gone two", "'two'", "not a valid integer"),
     ("config shw", "'shw'", "Did you mean `show`"),

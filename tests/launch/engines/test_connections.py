@@ -163,3 +163,18 @@ def test_replicas_fail_each_in_a_box_and_the_others_go_on(home, capfd):
     assert "c is gone: Timeout; the others continue" in text
     assert follow(home, capfd, {"a": [END], "c": ["Timeout"]}, {"a": 0, "c": GONE}, elastic="1:4")[0] == DONE
     assert follow(home, capfd, {"c": ["Timeout"]}, {"c": GONE}, elastic="1:4")[0] == FAILED
+
+
+def test_a_replica_that_is_lost_once_the_work_is_done_is_not_started_again(home, capfd):
+    ends = {"a": f"echo '{END}' >&2", "b": f"until [ -e done ]; do sleep 0.1; done; echo Timeout >&2; exit {GONE}"}
+    given, started = LaunchSettings(elastic="1:2"), []
+
+    def connect(name):
+        started.append(name)
+        return SshConnection(name, ["sh", "-c", ends[name]])
+
+    run = Connections(given, TOKEN, connect, ends, max_restarts=1)
+    with showing(Screen(given)):
+        assert run.follow(lambda: run.is_done and (home / "done").touch()) == DONE
+    assert "b is gone: Timeout; the others continue" in capfd.readouterr().err
+    assert started == ["a", "b"]

@@ -18,6 +18,10 @@ from farflung.config.resolve import Resolved
 from farflung.launch.codes import INTERRUPTED, EngineFailure
 from farflung.launch.engines import submit
 from farflung.launch.engines.engine import Job
+from farflung.launch.engines.kubernetes import Kubernetes
+from farflung.launch.engines.ray import Ray
+from farflung.launch.engines.slurm import Slurm
+from farflung.launch.engines.ssh import Ssh
 from farflung.launch.events import Screen, showing
 from farflung.launch.folder import RunFolder
 from farflung.launch.plan import Script
@@ -160,6 +164,20 @@ def test_a_failure_before_a_job_is_submitted_is_told_from_ctrl_c_at_one_that_goe
     engine.submit = Mock(side_effect=OSError(28, "No space left on device"))
     with pytest.raises(EngineFailure, match=r"Nothing was submitted to slurm: .*No space left"):
         run.follow(RunFolder(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "goes_on"),
+    [(Slurm, "", True), (Kubernetes, "image=x,claim=y", True), (Ray, "", False), (Ssh, "", False)],
+)
+def test_ctrl_c_ends_a_run_unless_a_cluster_holds_it(engine, options, goes_on, home, monkeypatch, capsys):
+    (home / "train.py").touch()
+    for name, does in {"check": None, "submit": {}, "follow": KeyboardInterrupt}.items():
+        monkeypatch.setattr(engine, name, Mock(side_effect=does if isinstance(does, type) else None, return_value=does))
+    named = engine.__name__.lower()
+    words = ["--engine", named, *(["--hosts", "a"] if engine is Ssh else []), "--engine_options", options]
+    assert call_farflung("launch", *words[: None if options else -2], "--run-dir", "run", "train.py") == INTERRUPTED
+    assert ("still running: `farflung follow run`" in capsys.readouterr().err) == goes_on
 
 
 def test_a_job_of_another_release_is_found_whatever_became_of_its_settings(tmp_path):
