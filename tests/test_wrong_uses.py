@@ -610,7 +610,7 @@ RECIPES = [
     ('robust(post_local_sgd(2), "trimmed")', "a warm-up averages gradients"),
     ('robust(hierarchical({1: 2, 3: None}), "trimmed")', "groups that may have no majority"),
     ('robust(edit(2), "clip")', "WithoutOutliers(", "a rule of its own"),
-    ('robust(diloco(2, radial=True), "trimmed")', "Leave out radial"),
+    ('robust(diloco(2, radial=True), "trimmed")', "another length. Leave out radial, or use robust=clip."),
     ('robust(sparse_loco(2), "trimmed")', "ErrorFeedback(", "sends nothing"),
     ('OuterConfig("diloco", robust="clip", inner="average")', "AverageState(", "a plain mean of optimizer states"),
     ("Screened(ByWork(), bound=1)", "bound", "1"),

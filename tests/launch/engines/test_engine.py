@@ -97,7 +97,7 @@ def test_a_run_that_no_engine_has_is_told_from_one(words, home, capsys):
     (home / "farflung-runs" / "mine").mkdir(parents=True)
     (home / "farflung-runs" / "mine" / "run.json").write_text("{}")
     assert call_farflung(words[0], "mine", *words[1:]) == 2
-    assert "no engine knows it" in capsys.readouterr().err
+    assert "run that was started on this machine alone: no engine knows it" in capsys.readouterr().err
 
 
 def test_a_run_of_fixed_size_is_not_scaled(home, capsys):
