@@ -123,7 +123,7 @@ def test_skipping_a_random_order_leaves_its_generator_where_reading_it_does():
     for settings_ in ({}, {"num_samples": 25}):
         worker_states, read = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
         sampler = RandomSampler(range(10), generator=worker_states, **settings_)
-        rest = list(batches_after(BatchSampler(sampler, 2, False), 4))
+        rest = list(batches_after(BatchSampler(sampler, 2, False), 4, 0))
         assert rest == list(BatchSampler(RandomSampler(range(10), generator=read, **settings_), 2, False))[4:]
         assert torch.equal(worker_states.get_state(), read.get_state())
 

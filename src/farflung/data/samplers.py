@@ -50,7 +50,7 @@ def rounds(
         yield filled(group, first, size) if even and real < size else group, real
 
 
-def batches_after(batch_sampler: Iterable[T], skip: int, keep: int = 0) -> Iterator[T]:
+def batches_after(batch_sampler: Iterable[T], skip: int, keep: int) -> Iterator[T]:
     """Iterate over a batch sampler without its first `skip` batches, but with the first `keep` of those.
 
     torch's own `BatchSampler` need not even make the batches that are left out. An order is drawn when it is without
