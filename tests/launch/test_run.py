@@ -181,6 +181,13 @@ def test_one_process_is_the_script_itself(farflung, home):
     assert "LOCAL_RANK" not in seen["environ"]
 
 
+def test_what_a_program_has_printed_before_it_becomes_the_script_is_kept(home, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    (home / "train.py").write_text("print('the script')")
+    lines = "print('the program')\nfrom farflung.launch.main import main\nmain(['launch', '--cpu', 'train.py'])"
+    assert run_python("-c", lines).stdout == "the program\nthe script\n"
+
+
 def test_modules_and_programs_are_started_too(farflung, home):
     (home / "package").mkdir()
     (home / "package" / "train.py").write_text(ALONE)

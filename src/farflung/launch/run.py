@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,8 @@ class Ranks:
 
 def become(plan: Plan) -> None:
     """Turn this process into the one that the plan asks for; streams, signals and exit code are then the script's."""
+    sys.stdout.flush()  # what a program has printed that called the launcher
+    sys.stderr.flush()
     os.execvpe(plan.command[0], plan.command, lone_environment(plan.variables))
 
 
