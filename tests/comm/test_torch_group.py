@@ -73,7 +73,13 @@ def test_a_group_that_was_given_back_is_used_again_and_the_keys_of_a_closed_one_
     group.free(reusable=False)
     assert group.is_destroyed
     assert name not in everyone.waits.entered
-    everyone.presence.forget = lambda names: closed.append([*names])
+    forget = everyone.presence.forget
+
+    def noted(names):
+        closed.append([*names])
+        forget(names)
+
+    everyone.presence.forget = noted
     for _ in range(2):
         everyone.duplicate()
     assert closed == [[name], []]

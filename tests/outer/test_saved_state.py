@@ -321,7 +321,8 @@ def test_a_lone_replica_that_is_asked_to_end_or_fails_leaves_its_newest_state(tm
     assert LauncherNotes(transport_at(address).board).why_left(member) == why
     again, _ = trained(address, recipe, 0)
     assert again.position == (11 if act == "end" else 12)
-    assert act != "end" or same(values(again._model), values(outer._model))
+    if act == "end":  # what is late is blended into the weights, which rounds
+        torch.testing.assert_close(values(again._model), values(outer._model))
     told = "\n".join(map(str, LauncherNotes(transport_at(address).board).receive()))
     assert f"from the state at step {again.position}, no round lost" in told
     if act == "end":  # again, soon after, and no round was due in between
@@ -387,8 +388,8 @@ def test_what_has_stopped_training_is_pulled_too_and_continues_where_it_was(tmp_
     assert found.keys() == model.state_dict().keys()
     assert torch.equal(found["a.weight"], model.a.weight)
     kill(outer, member, address)
-    again, _ = trained(address, diloco(4, lr=1.0, momentum=0.0), 8, Swapped("a", "b"))
-    assert torch.equal(pulled(address, tmp_path)["a.weight"], model.a.weight)
+    again, _ = trained(address, diloco(4, lr=1.0, momentum=0.0), 0, Swapped("a", "b"))
+    assert torch.equal(again._model.a.weight, model.a.weight)
 
 
 def test_a_thread_that_writes_on_after_its_replica_was_left_out_leaves_nothing(tmp_path):
