@@ -93,8 +93,7 @@ class Progress:
         self.position = position
         whole: Any = copy.copy(loader)
         whole.__dict__.update(skip_batches=0, skips_exactly=False)
-        for _ in whole:
-            raise AssertionError("an iteration that had ended continued")
+        list(whole)
         if chosen is not None:
             self.choose(chosen)
 
