@@ -93,8 +93,8 @@ class DataLoaderDispatcher(PreparedLoader):
         *,
         changes: Mapping[str, Any] = MappingProxyType({}),
         even_batches: bool = True,
-        drop_last: bool = False,
-        slice_fn: SliceFn | None = None,
+        drop_last: bool,
+        slice_fn: SliceFn | None,
     ) -> None:
         self._group = group
         self._scatter = Scatter(group)
