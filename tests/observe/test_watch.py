@@ -207,8 +207,7 @@ def check_watched(width, one, fate):
     os.kill(pid, signal.SIGCONT)
     os.kill(pid, signal.SIGKILL)
     watch.expect(rf"{one}\s+was\s+killed\s+by\s+SIGKILL")
-    watch.send("p")
-    watch.send("q")
+    watch.send("pq")
     watch.expect(pexpect.EOF)
     assert watch.wait() == 0
     assert re.search(rf"{one} was killed by SIGKILL", printed("watch", "--once"))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import sys
 import termios
@@ -171,10 +172,15 @@ def _pressed(has_keys: bool, wait_s: float) -> str:
         return ""
     if not select.select([sys.stdin], [], [], wait_s)[0]:
         return ""
-    key = sys.stdin.read(1)
+    key = _typed()
     while key.startswith("\x1b") and len(key) < 3 and select.select([sys.stdin], [], [], 0.05)[0]:
-        key += sys.stdin.read(1)
-    return key[-1]
+        key += _typed()
+    return key[-1:]
+
+
+def _typed() -> str:
+    """Return the next byte that was typed; `sys.stdin` would keep those after it where `select` doesn't see them."""
+    return os.read(sys.stdin.fileno(), 1).decode(errors="replace")
 
 
 def follow(run: ObservedRun, console: Console) -> None:
