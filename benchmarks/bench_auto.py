@@ -36,13 +36,13 @@ import torch.distributed as dist
 from _measure import report
 from bench_slow_network import judge
 
+from farflung.auto.tuner import LineTuner
 from farflung.demo.gpt import GPT, loss_per_sequence
 from farflung.demo.settings import SIZES
 from farflung.demo.text import load_text
 from farflung.demo.train import rise_and_fall
-from farflung.integrations.tuner import LineTuner
+from farflung.methods.arguments import OuterConfig
 from farflung.outer import OuterLoop
-from farflung.outer.arguments import OuterConfig
 
 AUTO, NONE = "auto", "no exchange"
 GRID: dict[str, dict[str, Any]] = {

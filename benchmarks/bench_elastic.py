@@ -13,12 +13,12 @@ import torch.distributed as dist
 from _measure import interleave, medians_us, ratios, report
 from torch import nn
 
+from farflung.address.c10d_transport import C10dTransport
 from farflung.base.torch_internals import default_store
-from farflung.comm.c10d_transport import C10dTransport
 from farflung.comm.group import SoloGroup
 from farflung.comm.torch_group import TorchGroup
+from farflung.members.elastic import Elastic
 from farflung.outer import OuterLoop, diloco
-from farflung.outer.elastic import Elastic
 from farflung.outer.membership import FixedMembership
 from farflung.testing.ranks import run_ranks
 

@@ -27,11 +27,11 @@ from _measure import interleave, report
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from farflung.address.schemes import transport_at
+from farflung.address.seal import Seal
+from farflung.address.transport import Entered
 from farflung.base.errors import RankFailure
-from farflung.comm.address import transport_at
 from farflung.comm.group import Group
-from farflung.comm.seal import Seal
-from farflung.comm.transport import Entered
 from tests.s3_server import s3_server
 
 BUCKET = 4 * 2**20  # values

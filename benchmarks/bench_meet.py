@@ -45,8 +45,8 @@ from farflung.demo.settings import SIZES
 from farflung.demo.text import load_text
 from farflung.elastic import launched_membership
 from farflung.outer import OuterLoop
-from farflung.integrations.tuner import LineTuner
-from farflung.outer.arguments import OuterConfig
+from farflung.auto.tuner import LineTuner
+from farflung.methods.arguments import OuterConfig
 size, steps, recipe, options = sys.argv[1], int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
 torch.set_num_threads(1)
 shape = SIZES[size]

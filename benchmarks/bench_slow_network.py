@@ -40,8 +40,8 @@ from farflung.cost.methods import Row, Rows
 from farflung.demo.gpt import GPT, loss_per_sequence
 from farflung.demo.settings import SIZES
 from farflung.demo.text import load_text
+from farflung.methods.arguments import recipe_of
 from farflung.outer import Int8, OuterLoop, Recipe, diloco, eager_diloco, local_sgd, streaming_diloco
-from farflung.outer.arguments import recipe_of
 
 ENDS = ("alone", "ddp")
 FAST_ENOUGH = 0.9  # of the time spent computing

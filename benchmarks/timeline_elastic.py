@@ -20,8 +20,8 @@ from typing import Any
 
 from _measure import report
 
-from farflung.comm.c10d_transport import C10dTransport
-from farflung.comm.member_store import LauncherNotes
+from farflung.address.c10d_transport import C10dTransport
+from farflung.address.member_store import LauncherNotes
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "elastic.py"
 _APART_S, _STOPPED_S, _GRACE_S = 6.0, 7.0, 3

@@ -2,8 +2,8 @@
 """The one table of recipes: each with small numbers, some in several ways, for the tests of all rooms."""
 
 from farflung.config.recipes import RECIPES as ARGUMENTS
+from farflung.methods.arguments import MAKERS
 from farflung.outer import Recipe, TopK
-from farflung.outer.arguments import MAKERS
 
 # What follows a recipe's name says which of its ways a row is.
 OPTIONS = {

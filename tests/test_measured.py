@@ -17,8 +17,8 @@ from farflung.demo.gpt import GPT
 from farflung.demo.report import gain_kept, verdicts
 from farflung.demo.settings import SIZES, Point, Result
 from farflung.demo.train import DDP, seconds_on_line
+from farflung.methods.momentum import rate_of
 from farflung.outer import diloco, local_sgd, streaming_diloco
-from farflung.outer.momentum import rate_of
 from tests.docs.test_pages import ROOT, TEXTS, results, words
 
 README, PAGE, EVIDENCE = (TEXTS[name] for name in ("README.md", "docs/recipes.md", "docs/evidence.md"))

@@ -31,7 +31,7 @@ from typing import NamedTuple
 _LOADED = """
 farflung.testing.preload farflung.launch.run farflung.launch.elastic torch.distributed.launcher.api numpy yaml
 farflung.accelerator.accelerator farflung.accelerator.checkpointer farflung.elastic
-farflung.integrations.data_parallel farflung.launch.replicas farflung.strategy.sharded
+farflung.hosts.data_parallel farflung.launch.replicas farflung.strategy.sharded
 """
 _CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys

@@ -24,7 +24,7 @@ from _measure import RESULTS, report
 import farflung.outer
 from evidence.runner import LOW_RANK, train
 from evidence.runs import SHAPES, Run, checksum
-from farflung.outer.momentum import rate_of
+from farflung.methods.momentum import rate_of
 
 QUESTION = "What does an outer loop keep of data parallelism's gain, for which share of its bytes?"
 FILE = "evidence.jsonl"

@@ -29,7 +29,7 @@ from evidence.experiments import (
     tuned,
 )
 from evidence.runs import SHAPES, Run
-from farflung.outer.momentum import rate_of
+from farflung.methods.momentum import rate_of
 
 SEEDS = (0, 1, 2)
 

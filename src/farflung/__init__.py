@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from farflung.data.prepare import skip_first_batches as skip_first_batches
     from farflung.integrations.as_accelerate import install_as_accelerate as install_as_accelerate
     from farflung.launch.notebook import debug_launcher as debug_launcher, notebook_launcher as notebook_launcher
-    from farflung.outer.arguments import OuterConfig as OuterConfig
+    from farflung.methods.arguments import OuterConfig as OuterConfig
     from farflung.process.seed import synchronize_rng_states as synchronize_rng_states
     from farflung.tools.memory import find_executable_batch_size as find_executable_batch_size
 

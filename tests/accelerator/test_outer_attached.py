@@ -12,7 +12,7 @@ from farflung import Accelerator, GradScalerKwargs, OuterConfig, utils
 from farflung.accelerator.session import opened_session
 from farflung.base.errors import ConfigError, StateError
 from farflung.comm import collectives
-from farflung.outer.arguments import recipe_of
+from farflung.methods.arguments import recipe_of
 from farflung.process.world import current_world, joined_world
 from farflung.state import AcceleratorState, PartialState
 from farflung.testing.ranks import run_ranks

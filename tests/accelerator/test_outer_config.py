@@ -17,6 +17,7 @@ from farflung.config.outer import CODECS, COMMON, OPTIONS
 from farflung.config.recipes import RECIPES
 from farflung.config.resolve import resolve
 from farflung.launch.main import farflung
+from farflung.methods.arguments import recipe_of
 from farflung.outer import (
     E3M0,
     AverageState,
@@ -31,7 +32,6 @@ from farflung.outer import (
     sparse_loco,
     streaming_diloco,
 )
-from farflung.outer.arguments import recipe_of
 from tests.errors import error_of
 
 VALUES = {

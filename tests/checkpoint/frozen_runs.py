@@ -21,7 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from farflung import Accelerator
 from farflung.base.tree import leaves_of
 from farflung.comm.shards import local
-from farflung.outer.arguments import OuterConfig
+from farflung.methods.arguments import OuterConfig
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
 from farflung.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin, ParallelismConfig

@@ -3,9 +3,9 @@
 
 import pytest
 
+from farflung.address.schemes import objects_at, transport_at
+from farflung.address.seal import Seal
 from farflung.base.errors import ConfigError
-from farflung.comm.address import objects_at, transport_at
-from farflung.comm.seal import Seal
 
 SEAL = Seal(bytes(range(32)))
 

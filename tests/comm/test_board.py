@@ -5,12 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from farflung.address import board as board_module
+from farflung.address.board import Log
+from farflung.address.c10d_transport import C10dTransport
+from farflung.address.folder import FolderTransport
+from farflung.address.seal import Seal
 from farflung.base.errors import Unreachable
-from farflung.comm import board as board_module
-from farflung.comm.board import Log
-from farflung.comm.c10d_transport import C10dTransport
-from farflung.comm.folder import FolderTransport
-from farflung.comm.seal import Seal
 from tests.outer.elastic_run import served
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from farflung.address import c10d_transport as module
+from farflung.address.c10d_transport import C10dTransport
 from farflung.base.errors import RankFailure, Unreachable
-from farflung.comm import c10d_transport as module
-from farflung.comm.c10d_transport import C10dTransport
 from farflung.launch.network import get_free_port
 from farflung.process.sockets import serve_store
 from farflung.testing.ranks import fork_context

@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
+from farflung.address import folder as folder_module
+from farflung.address.folder import FolderTransport
 from farflung.base.errors import ConfigError, Unreachable
-from farflung.comm import folder as folder_module
-from farflung.comm.folder import FolderTransport
 
 
 @pytest.fixture

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from farflung.address import board as board_module
+from farflung.address.member_store import Ask, LauncherNotes, MemberStore, Record
+from farflung.address.objects import quoted
+from farflung.address.saved_state import Saved, SavedStates, pull
+from farflung.address.schemes import objects_at, transport_at
+from farflung.address.seal import Seal
 from farflung.base.errors import ConfigError, RankFailure, Unreachable
-from farflung.comm import board as board_module
-from farflung.comm.address import objects_at, transport_at
-from farflung.comm.member_store import Ask, LauncherNotes, MemberStore, Record
-from farflung.comm.objects import quoted
-from farflung.comm.saved_state import Saved, SavedStates, pull
-from farflung.comm.seal import Seal
 from tests.comm.test_objects import Watch
 
 KEY, OTHER = bytes(range(32)), bytes(range(1, 33))

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from farflung.address import c10d_transport, keyed_store
+from farflung.address.c10d_transport import C10dTransport
+from farflung.address.keyed_store import KeyedStore
+from farflung.address.seal import Seal
 from farflung.base.errors import RankFailure
-from farflung.comm import c10d_transport, keyed_store
-from farflung.comm.c10d_transport import C10dTransport
-from farflung.comm.keyed_store import KeyedStore
-from farflung.comm.seal import Seal
 from tests.comm.test_c10d_transport import Calm
 from tests.outer.elastic_run import served
 from tests.waits import until

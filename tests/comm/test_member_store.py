@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from farflung.address.c10d_transport import C10dTransport
+from farflung.address.member_store import DONE, LATE, Ask, Heartbeats, LauncherNotes, MemberStore
 from farflung.base.events import Event, Kind
-from farflung.comm.c10d_transport import C10dTransport
-from farflung.comm.member_store import DONE, LATE, Ask, Heartbeats, LauncherNotes, MemberStore
 from farflung.process.sockets import serve_store
 from farflung.testing.ranks import fork_context
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from obstore import exceptions as errors
 
+from farflung.address import object_store, objects
+from farflung.address.object_store import BucketTransport, bucket_at
+from farflung.address.objects import PATIENCE_S
+from farflung.address.schemes import transport_at
 from farflung.base.errors import ConfigError, Unreachable
-from farflung.comm import object_store, objects
-from farflung.comm.address import transport_at
-from farflung.comm.object_store import BucketTransport, bucket_at
-from farflung.comm.objects import PATIENCE_S
 from tests.comm.test_objects import Watch, each
 
 
@@ -73,7 +73,7 @@ def test_one_that_can_not_be_used_is_refused_at_once_in_the_stores_own_words(add
 
 def test_without_obstore_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore", None)
-    monkeypatch.delitem(sys.modules, "farflung.comm.object_store")
+    monkeypatch.delitem(sys.modules, "farflung.address.object_store")
     with pytest.raises(ConfigError, match=r"needs obstore: pip install 'farflung\[bucket\]'"):
         transport_at("s3://runs/run")
 

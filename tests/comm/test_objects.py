@@ -14,12 +14,12 @@ from unittest import mock
 import pytest
 import torch
 
+from farflung.address import objects
+from farflung.address.folder import folder_at
+from farflung.address.packed import Damaged, packed, unpack
+from farflung.address.schemes import transport_at
+from farflung.address.seal import Seal
 from farflung.base.errors import RankFailure, Unreachable
-from farflung.comm import objects
-from farflung.comm.address import transport_at
-from farflung.comm.folder import folder_at
-from farflung.comm.packed import Damaged, packed, unpack
-from farflung.comm.seal import Seal
 from farflung.comm.torch_group import TorchGroup
 from farflung.outer import GatherMean, Int4, TopK
 from farflung.testing.patience import patience

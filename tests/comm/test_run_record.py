@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from farflung.address.board import Log
+from farflung.address.member_store import LauncherNotes, MemberStore, Record
+from farflung.address.run_record import KeyMismatch, knock
+from farflung.address.saved_state import Saved, SavedStates, pull
+from farflung.address.schemes import objects_at, transport_at
+from farflung.address.seal import Seal
 from farflung.base.errors import ConfigError, Unreachable
 from farflung.base.events import Kind
-from farflung.comm.address import objects_at, transport_at
-from farflung.comm.board import Log
-from farflung.comm.member_store import LauncherNotes, MemberStore, Record
-from farflung.comm.run_record import KeyMismatch, knock
-from farflung.comm.saved_state import Saved, SavedStates, pull
-from farflung.comm.seal import Seal
 from farflung.process.identity import address_of, has_ended
 
 KEY, OTHER = bytes(range(32)), bytes(range(1, 33))

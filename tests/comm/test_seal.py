@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import integers, lists
 
+from farflung.address import seal as module
+from farflung.address.folder import FolderTransport
+from farflung.address.seal import Seal, SealError, SeenVersions
 from farflung.base.errors import ConfigError
-from farflung.comm import seal as module
-from farflung.comm.folder import FolderTransport
-from farflung.comm.seal import Seal, SealError, SeenVersions
 
 KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
 MIB = 2**20

@@ -12,13 +12,13 @@ from unittest import mock
 import pytest
 import torch
 
+from farflung.address import state_transfer
+from farflung.address.c10d_transport import C10dTransport
+from farflung.address.member_store import Heartbeats, LauncherNotes
+from farflung.address.state_transfer import StateReceiver, StateSender, TransferWatch
 from farflung.base import bars
 from farflung.base.errors import RankFailure, Unreachable
-from farflung.comm import state_transfer
-from farflung.comm.c10d_transport import C10dTransport
 from farflung.comm.group import Done, Group
-from farflung.comm.member_store import Heartbeats, LauncherNotes
-from farflung.comm.state_transfer import StateReceiver, StateSender, TransferWatch
 from farflung.process.sockets import serve_store
 from farflung.testing.patience import patience
 from tests.waits import until

@@ -11,8 +11,8 @@ import pytest
 
 from farflung.config.outer import COMMON, OPTIONS
 from farflung.config.recipes import RECIPES, help_of
-from farflung.outer import recipes
-from farflung.outer.recipe import Recipe
+from farflung.methods import recipes
+from farflung.methods.recipe import Recipe
 
 KINDS = {int: int, float: float, bool: bool, str: str, Mapping: str}
 

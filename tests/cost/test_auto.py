@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
+from farflung.auto.choice import FOREVER, WAITING, Interval, IntervalController, averages, choose, workload
+from farflung.auto.trial import Link, Measurements
 from farflung.config.outer import OuterSettings
-from farflung.cost.auto import FOREVER, WAITING, Interval, IntervalController, averages, choose, workload
 from farflung.cost.methods import Rows, gradients
 from farflung.cost.model import cost_of
-from farflung.outer.trial import Link, Measurements
 
 MBIT = 1e6
 RUN = Measurements(Link(100 * MBIT, 1e-3), (0.05, 0.05), 2, 385_000, 4, 0, 1, 10_000, None, True, False, False)

@@ -18,7 +18,7 @@ from farflung.cost.methods import Rows
 from farflung.cost.model import Method, Workload, cost_of
 from farflung.cost.recipes import method_of
 from farflung.cost.units import parse_count, parse_rate, parse_seconds
-from farflung.outer.arguments import recipe_of
+from farflung.methods.arguments import recipe_of
 from tests.python import run_python
 
 FLAGS = "--steps 20k --parameters 124M --step_seconds 0.5 --bandwidth 1Gbit --replicas 4 --latency 1ms"

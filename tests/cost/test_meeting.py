@@ -13,14 +13,14 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
-from farflung.comm.folder import FolderBoard, FolderTransport
-from farflung.comm.member_store import LauncherNotes
+from farflung.address.folder import FolderBoard, FolderTransport
+from farflung.address.member_store import LauncherNotes
 from farflung.cost import forecast
 from farflung.cost.meeting import MeetingPlace, Prices
 from farflung.cost.model import Method, Workload, cost_of
 from farflung.cost.recipes import method_of
+from farflung.members.elastic import Elastic
 from farflung.outer import OuterLoop
-from farflung.outer.elastic import Elastic
 from farflung.testing.patience import patience
 from tests.recipes import made
 

@@ -16,7 +16,7 @@ from farflung.cost.methods import Rows
 from farflung.cost.model import Method, Workload, cost_of
 from farflung.cost.recipes import method_of
 from farflung.launch.options import SettingsCommand, given, launch_options
-from farflung.outer.arguments import recipe_of
+from farflung.methods.arguments import recipe_of
 from farflung.state import AcceleratorState
 from farflung.testing.sim import run_replicas
 from tests.recipes import RECIPES as PLAIN, made

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
+from farflung.address.board import Log
+from farflung.address.c10d_transport import C10dTransport
 from farflung.base.errors import ConfigError, StateError, Unreachable, Unsupported
-from farflung.comm.board import Log
-from farflung.comm.c10d_transport import C10dTransport
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup
 from farflung.data import slot_board

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from farflung import Accelerator
+from farflung.auto.choice import FOREVER, Choice
 from farflung.config.outer import AUTO, OuterSettings
-from farflung.cost.auto import FOREVER, Choice
 from farflung.cost.model import Method, Workload, cost_of
 from farflung.demo import train
 from farflung.demo.settings import ALONE, MODEL_FILE, DemoSettings

@@ -9,8 +9,9 @@ import pytest
 
 from farflung.codec.named import CODECS
 from farflung.config.recipes import RECIPES
-from farflung.outer import ByWork, ErrorFeedback, Recipe, Warmup, recipes
-from farflung.outer.arguments import OuterConfig, recipe_of
+from farflung.methods import recipes
+from farflung.methods.arguments import OuterConfig, recipe_of
+from farflung.outer import ByWork, ErrorFeedback, Recipe, Warmup
 from tests.recipes import OPTIONS, needed
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -46,7 +47,7 @@ def optimizer(recipe: Recipe) -> str:
 
 def paper_of(name: str) -> str:
     found = re.search(r"arXiv:([\d.]+)", getattr(recipes, name).__doc__ or "")
-    assert found, f"the docstring of {name} in src/farflung/outer/recipes.py names no paper, as arXiv:2311.08105"
+    assert found, f"the docstring of {name} in src/farflung/methods/recipes.py names no paper, as arXiv:2311.08105"
     return found[1]
 
 

@@ -48,7 +48,7 @@ line._listening = closed
 # It pauses after its last word to the others.
 SLOW_TO_END = """
 import time
-from farflung.comm.c10d_transport import StoreBoard
+from farflung.address.c10d_transport import StoreBoard
 put = StoreBoard.put
 StoreBoard.put = lambda board, key, value: (put(board, key, value), time.sleep(3 * key.startswith("done")))
 """

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from farflung.integrations.data_parallel import DDPTakeover
-from farflung.outer.arguments import OuterConfig
+from farflung.hosts.data_parallel import DDPTakeover
+from farflung.methods.arguments import OuterConfig
 
 
 def installed(config: OuterConfig) -> DDPTakeover:

@@ -25,8 +25,8 @@ from farflung import Accelerator
 from farflung.base.errors import CollectiveMismatch, ConfigError, Unsupported
 from farflung.comm.ddp_hook import average_hook
 from farflung.config import environ
+from farflung.methods.arguments import OuterConfig, recipe_of
 from farflung.outer import OuterLoop
-from farflung.outer.arguments import OuterConfig, recipe_of
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
 from tests.accelerator.conftest import on_ranks

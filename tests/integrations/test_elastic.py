@@ -11,17 +11,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from farflung import Accelerator
+from farflung.address.c10d_transport import C10dTransport
+from farflung.address.member_store import LauncherNotes
+from farflung.address.schemes import transport_at
 from farflung.base.causes import Cause
 from farflung.base.errors import RankFailure
-from farflung.comm.address import transport_at
-from farflung.comm.c10d_transport import C10dTransport
-from farflung.comm.member_store import LauncherNotes
 from farflung.config import environ
 from farflung.data.slots import Slots
 from farflung.elastic import launched_membership, place
-from farflung.integrations.data_parallel import DDPTakeover
+from farflung.hosts.data_parallel import DDPTakeover
+from farflung.methods.arguments import OuterConfig
 from farflung.outer import OuterLoop, diloco
-from farflung.outer.arguments import OuterConfig
 from farflung.process.place import Place
 from farflung.process.sockets import serve_store
 from farflung.testing.ranks import run_ranks

@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from farflung.base.errors import ConfigError
-from farflung.integrations import frameworks
-from farflung.integrations.data_parallel import DDPTakeover
-from farflung.outer.arguments import OuterConfig
+from farflung.hosts import frameworks
+from farflung.hosts.data_parallel import DDPTakeover
+from farflung.methods.arguments import OuterConfig
 from tests.accelerator.conftest import on_ranks
 from tests.integrations.takeover import installed, is_the_same
 

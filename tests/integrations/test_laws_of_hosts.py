@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from farflung import Accelerator
-from farflung.outer.arguments import OuterConfig
+from farflung.methods.arguments import OuterConfig
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
 from tests.integrations.takeover import installed, is_the_same

@@ -12,9 +12,9 @@ from torch import nn
 
 from farflung import Accelerator
 from farflung.base.events import EVENTS
-from farflung.integrations.rounds import RoundFigures, RoundOutputs, record_rounds
+from farflung.hosts.rounds import RoundFigures, RoundOutputs, record_rounds
+from farflung.methods.arguments import OuterConfig
 from farflung.outer import OuterLoop, local_sgd
-from farflung.outer.arguments import OuterConfig
 from farflung.outer.stats import Stats
 from farflung.testing.ranks import run_ranks
 

@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from farflung import Accelerator, GradScalerKwargs
 from farflung.base.errors import ConfigError
+from farflung.methods.arguments import OuterConfig
+from farflung.methods.inner import IterationTracker
 from farflung.outer import OuterLoop
-from farflung.outer.arguments import OuterConfig
-from farflung.outer.inner import IterationTracker
 from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
 from tests.accelerator.conftest import on_ranks

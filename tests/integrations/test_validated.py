@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from farflung.base.errors import RankFailure
-from farflung.integrations.data_parallel import DDPTakeover
-from farflung.integrations.training_data import TrainingData
-from farflung.outer.arguments import OuterConfig
-from farflung.outer.driver import EpochTracker
+from farflung.hosts.data_parallel import DDPTakeover
+from farflung.hosts.driver import EpochTracker
+from farflung.hosts.training_data import TrainingData
+from farflung.methods.arguments import OuterConfig
 from tests.accelerator.conftest import on_ranks
 from tests.integrations.takeover import installed, is_the_same
 

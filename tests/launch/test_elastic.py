@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from farflung.address.schemes import transport_at
+from farflung.address.seal import Seal
 from farflung.base.errors import ConfigError
 from farflung.base.events import Sink
-from farflung.comm.address import transport_at
-from farflung.comm.seal import Seal
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 from farflung.config.resolve import Resolved

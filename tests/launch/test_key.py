@@ -13,11 +13,11 @@ from urllib.parse import unquote
 
 import pytest
 
+from farflung.address.c10d_transport import C10dTransport
+from farflung.address.member_store import LauncherNotes
+from farflung.address.run_record import KeyMismatch
+from farflung.address.seal import Seal
 from farflung.base.errors import ConfigError
-from farflung.comm.c10d_transport import C10dTransport
-from farflung.comm.member_store import LauncherNotes
-from farflung.comm.run_record import KeyMismatch
-from farflung.comm.seal import Seal
 from farflung.config import environ
 from farflung.config.key import run_key
 from farflung.config.launch import LaunchSettings

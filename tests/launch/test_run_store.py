@@ -15,11 +15,11 @@ from unittest.mock import Mock
 
 import pytest
 
+from farflung.address import schemes as address
+from farflung.address.c10d_transport import C10dTransport
+from farflung.address.member_store import LauncherNotes
 from farflung.base.errors import Unreachable
 from farflung.base.events import Sink
-from farflung.comm import address
-from farflung.comm.c10d_transport import C10dTransport
-from farflung.comm.member_store import LauncherNotes
 from farflung.config.launch import LaunchSettings
 from farflung.launch import elastic, replicas, run_store
 from farflung.launch.codes import BY_SIGNAL, REQUEUE

@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from farflung.address import member_store
+from farflung.address.c10d_transport import C10dTransport
+from farflung.address.schemes import transport_at
 from farflung.base.events import FILES_ONLY, Event, Kind, Sink
-from farflung.comm import member_store
-from farflung.comm.address import transport_at
-from farflung.comm.c10d_transport import C10dTransport
 from farflung.config.launch import LaunchSettings
 from farflung.launch import replicas, supervisor
 from farflung.launch.codes import DONE, ENGINE, FAILED, HUNG

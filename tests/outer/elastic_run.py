@@ -18,16 +18,16 @@ from multiprocessing.connection import wait
 import torch
 from torch import nn
 
+from farflung.address import schemes as address
+from farflung.address.c10d_transport import PATIENCE_S, C10dTransport
+from farflung.address.keyed_store import KeyedServer
+from farflung.address.member_store import LauncherNotes
+from farflung.address.seal import Seal
 from farflung.base.errors import Unreachable
-from farflung.comm import address
-from farflung.comm.c10d_transport import PATIENCE_S, C10dTransport
-from farflung.comm.keyed_store import KeyedServer
-from farflung.comm.member_store import LauncherNotes
-from farflung.comm.seal import Seal
 from farflung.config import environ
 from farflung.config.key import run_key
+from farflung.members.elastic import Elastic
 from farflung.outer import OuterLoop, diloco
-from farflung.outer.elastic import Elastic
 from farflung.process.sockets import listening_socket, serve_store
 from farflung.testing.patience import patience
 from farflung.testing.ranks import fork_context

@@ -14,13 +14,13 @@ from torch import nn
 from farflung.base.errors import ConfigError
 from farflung.codec.base import Cast, Identity
 from farflung.codec.blockwise import Int4, Int8
+from farflung.methods.aggregate import GatherMean, ReduceScatterMean, TrimmedMean
+from farflung.methods.recipes import diloco, edit, gossip
+from farflung.methods.schedule import Every, Levels
+from farflung.methods.weighting import ByWork, ClippedToMedian, Decision, WithoutOutliers
 from farflung.outer import ErrorFeedback, Mean, OuterLoop, Recipe, TopK
-from farflung.outer.aggregate import GatherMean, ReduceScatterMean, TrimmedMean
-from farflung.outer.ballot import Tally
-from farflung.outer.recipes import diloco, edit, gossip
-from farflung.outer.schedule import Every, Levels
-from farflung.outer.weighting import ByWork, ClippedToMedian, Decision, WithoutOutliers
 from farflung.testing.sim import run_replicas
+from farflung.votes.ballot import Tally
 from tests.outer.replicas import Run, dyadic, kept_of, linear, on_replicas, same, shift, train, values
 
 EXACT = TopK(k=16, chunk=16, bits=32)

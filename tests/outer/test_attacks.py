@@ -19,9 +19,9 @@ from urllib.parse import unquote
 import psutil
 import pytest
 
+from farflung.address.schemes import objects_at
+from farflung.address.seal import Seal
 from farflung.base.errors import Unreachable
-from farflung.comm.address import objects_at
-from farflung.comm.seal import Seal
 from tests.comm import test_keyed_store
 from tests.outer.elastic_run import EVERY, ElasticRun, replica, wrong
 

@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from farflung.base.errors import CollectiveMismatch, StateError
 from farflung.comm.group import SoloGroup
+from farflung.methods.momentum import delay_of, rate_of
+from farflung.methods.schedule import Apply, ChangingSchedule, Clock, Launch
 from farflung.outer import Change, OuterLoop, Streaming, Warmup, diloco, edit, local_sgd
-from farflung.outer.momentum import delay_of, rate_of
-from farflung.outer.schedule import Apply, ChangingSchedule, Clock, Launch
 from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
 from tests.outer.elastic_run import ElasticRun, wrong

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 
 from farflung.base.errors import CollectiveMismatch, StateError
+from farflung.methods.recipes import diloco, eager_diloco, hierarchical, local_sgd, post_local_sgd
 from farflung.outer import Every, Identity, OuterLoop, by_bytes
-from farflung.outer.recipes import diloco, eager_diloco, hierarchical, local_sgd, post_local_sgd
 from farflung.testing.sim import run_replicas
 from tests.outer.replicas import on_replicas, same, shift, values
 from tests.recipes import RECIPES

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from farflung.outer.driver import EpochTracker
+from farflung.hosts.driver import EpochTracker
 
 
 class Reading(SimpleNamespace):

@@ -8,9 +8,9 @@ import time
 import psutil
 import pytest
 
-from farflung.comm.address import transport_at
-from farflung.comm.member_store import MemberStore
-from farflung.comm.saved_state import SavedStates
+from farflung.address.member_store import MemberStore
+from farflung.address.saved_state import SavedStates
+from farflung.address.schemes import transport_at
 from farflung.outer import diloco, local_sgd, streaming_diloco
 from farflung.testing.patience import patience
 from tests.faults import PHASES, stop

@@ -11,24 +11,25 @@ from unittest.mock import Mock, call
 
 import pytest
 
+from farflung.address import member_store
+from farflung.address.c10d_transport import C10dTransport
+from farflung.address.member_store import Ask, LauncherNotes, MemberStore, Post, Record, encode
+from farflung.address.transport import Entered
 from farflung.base.errors import ConfigError, RankFailure, Unreachable
 from farflung.base.events import Event, Kind
-from farflung.comm import member_store
-from farflung.comm.c10d_transport import C10dTransport
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup
-from farflung.comm.member_store import Ask, LauncherNotes, MemberStore, Post, Record, encode
-from farflung.comm.transport import Entered
-from farflung.outer import admission, diloco, settlement, transfers as transfers_module
-from farflung.outer.ballot import odd_among
-from farflung.outer.elastic import Elastic
-from farflung.outer.generation_watch import GenerationWatch
-from farflung.outer.membership import Needs
-from farflung.outer.peers import Peers, description_of, other_versions, unlike, unlike_tensors
-from farflung.outer.settlement import _late_facts, await_ready, settle
-from farflung.outer.transfers import Transfers
+from farflung.members import admission, settlement, transfers as transfers_module
+from farflung.members.elastic import Elastic
+from farflung.members.generation_watch import GenerationWatch
+from farflung.members.peers import Peers, description_of, other_versions, unlike, unlike_tensors
+from farflung.members.settlement import _late_facts, await_ready, settle
+from farflung.members.transfers import Transfers
+from farflung.outer import diloco
 from farflung.process.sockets import serve_store
 from farflung.testing.patience import patience
+from farflung.votes.ballot import odd_among
+from farflung.votes.generation import Needs
 from tests.errors import error_of
 from tests.faults import stop
 from tests.outer.elastic_run import EVERY, ElasticRun, wrong

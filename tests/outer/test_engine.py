@@ -10,8 +10,8 @@ from torch import nn
 from farflung.base.errors import CollectiveMismatch, ConfigError, RankFailure
 from farflung.comm.group import SoloGroup
 from farflung.outer import Cast, OuterLoop, diloco, hierarchical, local_sgd, streaming_diloco
-from farflung.outer.ballot import Ballot, Island
 from farflung.testing.sim import run_replicas
+from farflung.votes.ballot import Ballot, Island
 from tests.errors import error_of
 from tests.outer.replicas import Counting, Run, linear, on_replicas, same, shift, through_a_file, train, values
 

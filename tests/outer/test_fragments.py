@@ -10,8 +10,8 @@ from torch import nn
 
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.comm.group import SoloGroup
+from farflung.methods.fragments import whole, without_masks
 from farflung.outer import OuterLoop, apart, blocks, by_bytes, local_sgd, streaming_diloco, strided
-from farflung.outer.fragments import whole, without_masks
 from tests.outer.replicas import on_replicas
 
 

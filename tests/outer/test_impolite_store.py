@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from farflung.address.saved_state import pull
 from farflung.base.errors import ConfigError
-from farflung.comm.saved_state import pull
 from farflung.config.key import run_key
 from farflung.testing.patience import patience
 from tests.outer.elastic_run import EVERY, START, ElasticRun

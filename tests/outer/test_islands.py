@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
+from farflung.address.c10d_transport import C10dTransport
 from farflung.base.errors import ConfigError, RankFailure, Unsupported
-from farflung.comm.c10d_transport import C10dTransport
 from farflung.comm.shards import local
 from farflung.comm.torch_group import TorchGroup
+from farflung.exchanged.replica import Replica
+from farflung.members.elastic import Elastic
 from farflung.outer import GatherMean, OuterLoop, diloco, eager_diloco, edit, local_sgd, merge_states, streaming_diloco
-from farflung.outer.elastic import Elastic
-from farflung.outer.replica import Replica
 from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
 from tests.errors import error_of

@@ -5,13 +5,13 @@ import pytest
 import torch
 from torch import nn
 
+from farflung.address.member_store import Post, Record
 from farflung.base.errors import RankFailure
 from farflung.comm.group import SoloGroup
-from farflung.comm.member_store import Post, Record
+from farflung.members.settlement import decide
 from farflung.outer import Cast, OuterLoop, diloco, edit, local_sgd, sparse_loco, streaming_diloco
-from farflung.outer.membership import ALL
-from farflung.outer.settlement import decide
 from farflung.testing.patience import patience
+from farflung.votes.generation import ALL
 from tests.faults import stop
 from tests.outer.conftest import in_turn
 from tests.outer.elastic_run import EVERY, START, ElasticRun

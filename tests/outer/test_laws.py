@@ -10,8 +10,8 @@ import torch
 
 from farflung.comm.group import SoloGroup
 from farflung.outer import Cast, OuterLoop, diloco, gossip, local_sgd
-from farflung.outer.ballot import BALLOT_BYTES
 from farflung.testing.sim import run_replicas
+from farflung.votes.ballot import BALLOT_BYTES
 from tests.outer.replicas import Counting, linear, net, same, train, values
 
 LR = 2.0**-3

@@ -18,12 +18,13 @@ from farflung.base.errors import CollectiveMismatch, RankFailure
 from farflung.comm.collectives import broadcast_object_list
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup
+from farflung.methods.agreement import Anchored
+from farflung.methods.inner import AverageState, ResetState
+from farflung.methods.recipes import diloco, eager_diloco, edit, gossip, local_sgd, quadratic, streaming_diloco
 from farflung.outer import OuterLoop
-from farflung.outer.agreement import Anchored
-from farflung.outer.inner import AverageState, ResetState
-from farflung.outer.membership import Membership, open_generation
-from farflung.outer.recipes import diloco, eager_diloco, edit, gossip, local_sgd, quadratic, streaming_diloco
+from farflung.outer.membership import Membership
 from farflung.testing.sim import SimGroup, run_replicas
+from farflung.votes.generation import open_generation
 from tests.faults import IN_A_ROUND, fail_at
 from tests.outer.replicas import on_replicas, shift
 

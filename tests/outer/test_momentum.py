@@ -12,9 +12,9 @@ from torch import nn
 from farflung import Accelerator
 from farflung.comm.group import SoloGroup
 from farflung.loop.scheduler import planned_updates
+from farflung.methods.arguments import OuterConfig, recipe_of
+from farflung.methods.momentum import GrowingMomentumSGD, momentum_of
 from farflung.outer import OuterLoop, diloco, eager_diloco, edit, local_sgd, post_local_sgd, streaming_diloco
-from farflung.outer.arguments import OuterConfig, recipe_of
-from farflung.outer.momentum import GrowingMomentumSGD, momentum_of
 from tests.outer.replicas import shift
 
 

@@ -13,7 +13,8 @@ from farflung import Accelerator
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.demo.gpt import GPT
 from farflung.demo.settings import Shape
-from farflung.outer import OuterLoop, diloco, inner, muon_groups, post_local_sgd
+from farflung.methods import inner
+from farflung.outer import OuterLoop, diloco, muon_groups, post_local_sgd
 from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
 from tests.outer.replicas import same, values

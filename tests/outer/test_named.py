@@ -12,9 +12,9 @@ from farflung.base.errors import ConfigError
 from farflung.codec.named import CODECS as MADE, codec_of
 from farflung.config.outer import CODECS, RECIPES as NAMES
 from farflung.config.recipes import RECIPES
+from farflung.methods.arguments import MAKERS, chosen_recipe, recipe_of
+from farflung.methods.schedule import TrialSchedule
 from farflung.outer import ErrorFeedback, OuterLoop, Streaming, TopK, WithoutOutliers, by_bytes, diloco
-from farflung.outer.arguments import MAKERS, chosen_recipe, recipe_of
-from farflung.outer.schedule import TrialSchedule
 from farflung.testing.simulate import simulate
 from tests.errors import error_of
 from tests.recipes import needed

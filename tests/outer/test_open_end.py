@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from farflung.methods.recipes import post_local_sgd, streaming_diloco
 from farflung.outer import OuterLoop, Recipe, Streaming, by_bytes, diloco, gossip, hierarchical
-from farflung.outer.recipes import post_local_sgd, streaming_diloco
 from farflung.testing.sim import run_replicas
 
 KEPT = []

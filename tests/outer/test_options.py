@@ -12,10 +12,11 @@ from torch import nn
 
 from farflung.base.errors import CollectiveMismatch, ConfigError, StateError, Unsupported
 from farflung.comm.group import SoloGroup
-from farflung.outer import AverageState, OuterLoop, TopK, comparison, diloco, eager_diloco, edit, gossip, hierarchical
+from farflung.exchanged import comparison
+from farflung.methods.recipes import local_sgd, noloco, post_local_sgd, quadratic, sparse_loco, streaming_diloco
+from farflung.methods.schedule import Every, Warmup
+from farflung.outer import AverageState, OuterLoop, TopK, diloco, eager_diloco, edit, gossip, hierarchical
 from farflung.outer.background import BackgroundJob
-from farflung.outer.recipes import local_sgd, noloco, post_local_sgd, quadratic, sparse_loco, streaming_diloco
-from farflung.outer.schedule import Every, Warmup
 from farflung.outer.stats import Meter, Stats
 from farflung.testing.sim import run_replicas
 from tests.errors import error_of

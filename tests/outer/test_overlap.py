@@ -11,8 +11,16 @@ from torch import nn
 
 from farflung.base.errors import RankFailure
 from farflung.comm.torch_group import TorchGroup
+from farflung.methods.recipes import (
+    eager_diloco,
+    edit,
+    gossip,
+    hierarchical,
+    post_local_sgd,
+    quadratic,
+    streaming_diloco,
+)
 from farflung.outer import GatherMean, Identity, OuterLoop, by_bytes
-from farflung.outer.recipes import eager_diloco, edit, gossip, hierarchical, post_local_sgd, quadratic, streaming_diloco
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas

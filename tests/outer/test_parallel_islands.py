@@ -11,14 +11,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
+from farflung.address.c10d_transport import C10dTransport
 from farflung.base.errors import ConfigError, RankFailure, Unsupported
 from farflung.codec.base import Identity
 from farflung.codec.blockwise import E3M0, Int8
-from farflung.comm.c10d_transport import C10dTransport
 from farflung.comm.shards import local, num_parts
 from farflung.comm.torch_group import TorchGroup
+from farflung.members.elastic import Elastic
 from farflung.outer import OuterLoop, TopK, diloco, local_sgd, sparse_loco, streaming_diloco
-from farflung.outer.elastic import Elastic
 from farflung.testing.ranks import run_ranks
 from tests.errors import error_of
 from tests.faults import kill

@@ -15,12 +15,13 @@ from torch import nn
 import farflung.outer
 from farflung.base.errors import RankFailure
 from farflung.comm.group import SoloGroup
+from farflung.exchanged.replica import Replica
 from farflung.outer import OuterLoop, diloco
-from farflung.outer.membership import Membership, open_generation
+from farflung.outer.membership import Membership
 from farflung.outer.quorum import Quorum, Welcome
-from farflung.outer.replica import Replica
 from farflung.outer.stats import Meter
 from farflung.outer.timetable import Timetable
+from farflung.votes.generation import open_generation
 
 OUTER = Path(farflung.outer.__file__).parent
 LOOP = ("OuterLoop", "Quorum", "Rounds", "OpenRound", "Pipeline", "Replica", "BoundFragment", "Sync", "Timetable")

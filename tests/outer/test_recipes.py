@@ -12,12 +12,12 @@ from torch import nn
 
 from farflung.base.errors import ConfigError
 from farflung.comm.group import SoloGroup
+from farflung.methods.aggregate import GatherMean, Gossip, RadialMean, ReduceScatterMean
+from farflung.methods.fragments import by_bytes, whole
+from farflung.methods.recipes import diloco, streaming_diloco
 from farflung.outer import Identity, Int8, Mean, OuterLoop, Recipe, Streaming, WithoutOutliers
-from farflung.outer.aggregate import GatherMean, Gossip, RadialMean, ReduceScatterMean
-from farflung.outer.ballot import BALLOT_BYTES
-from farflung.outer.fragments import by_bytes, whole
-from farflung.outer.recipes import diloco, streaming_diloco
 from farflung.testing.sim import run_replicas
+from farflung.votes.ballot import BALLOT_BYTES
 from tests.outer.replicas import Counting, Run, net, no_statistics, on_replicas, same, values
 from tests.recipes import RECIPES
 

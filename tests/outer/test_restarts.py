@@ -18,10 +18,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from farflung import Accelerator
-from farflung.comm.address import transport_at
-from farflung.comm.saved_state import SavedStates
+from farflung.address.saved_state import SavedStates
+from farflung.address.schemes import transport_at
 from farflung.config import environ
-from farflung.outer.arguments import OuterConfig
+from farflung.methods.arguments import OuterConfig
 from tests.outer.elastic_run import ElasticRun
 
 SAMPLES, BATCH, EVERY, EPOCHS = 480, 4, 2, 3

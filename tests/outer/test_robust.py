@@ -16,16 +16,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from farflung.address.member_store import Record
 from farflung.base.errors import ConfigError
 from farflung.base.events import EVENTS, Event, Kind
 from farflung.comm.group import SoloGroup
-from farflung.comm.member_store import Record
 from farflung.comm.shards import full
 from farflung.comm.torch_group import TorchGroup
-from farflung.integrations.rounds import record_rounds
+from farflung.hosts.rounds import record_rounds
+from farflung.methods.robustness import RULES
+from farflung.methods.weighting import Decision, in_proportion
 from farflung.outer import ByWork, ClippedToMedian, OuterLoop, Screened, diloco, robust, streaming_diloco
-from farflung.outer.robustness import RULES
-from farflung.outer.weighting import Decision, in_proportion
 from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
 from tests.outer.elastic_run import ElasticRun, wrong

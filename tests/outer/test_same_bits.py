@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from farflung import OuterConfig
-from farflung.comm.address import transport_at
+from farflung.address.schemes import transport_at
 from farflung.comm.torch_group import TorchGroup
 from farflung.config.recipes import RECIPES
+from farflung.methods.agreement import Mean
+from farflung.methods.arguments import recipe_of
 from farflung.outer import OuterLoop
-from farflung.outer.agreement import Mean
-from farflung.outer.arguments import recipe_of
 from farflung.testing.ranks import run_ranks
 from tests.comm.test_objects import Watch
 from tests.outer.replicas import train

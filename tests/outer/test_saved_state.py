@@ -20,21 +20,22 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from farflung.address import board as board_module
+from farflung.address.board import Log
+from farflung.address.c10d_transport import PATIENCE_S
+from farflung.address.member_store import LauncherNotes, MemberStore, Record
+from farflung.address.packed import Damaged
+from farflung.address.saved_state import Saved, SavedStates, pull
+from farflung.address.schemes import transport_at
+from farflung.address.seal import Seal
 from farflung.base.errors import ConfigError, RankFailure, Unreachable
-from farflung.comm import board as board_module
-from farflung.comm.address import transport_at
-from farflung.comm.board import Log
-from farflung.comm.c10d_transport import PATIENCE_S
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup
-from farflung.comm.member_store import LauncherNotes, MemberStore, Record
-from farflung.comm.packed import Damaged
-from farflung.comm.saved_state import Saved, SavedStates, pull
-from farflung.comm.seal import Seal
 from farflung.comm.torch_group import TorchGroup
-from farflung.outer import OuterLoop, diloco, local_sgd, replica, streaming_diloco
-from farflung.outer.elastic import Elastic
-from farflung.outer.saver import Saver
+from farflung.exchanged import replica
+from farflung.members.elastic import Elastic
+from farflung.members.saver import Saver
+from farflung.outer import OuterLoop, diloco, local_sgd, streaming_diloco
 from farflung.testing.ranks import run_ranks
 from tests.errors import error_of
 from tests.outer.elastic_run import EVERY, ElasticRun, wrong

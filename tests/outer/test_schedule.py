@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from farflung.methods.schedule import Apply, Clock, Launch
 from farflung.outer import ByTime, Every, Levels, Quadratic, Streaming, Warmup
-from farflung.outer.schedule import Apply, Clock, Launch
 
 
 @st.composite

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
+from farflung.methods.aggregate import GatherMean, ReduceScatterMean
+from farflung.methods.recipes import diloco, eager_diloco, edit, gossip, local_sgd, sparse_loco, streaming_diloco
 from farflung.outer import Identity, Int8, OuterLoop, by_bytes
-from farflung.outer.aggregate import GatherMean, ReduceScatterMean
-from farflung.outer.recipes import diloco, eager_diloco, edit, gossip, local_sgd, sparse_loco, streaming_diloco
 from farflung.testing.sim import run_replicas
 from tests.outer.replicas import same
 

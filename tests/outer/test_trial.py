@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from farflung import OuterConfig
+from farflung.auto.trial import Link, Measurements
 from farflung.base.errors import ConfigError
 from farflung.comm.group import SoloGroup
 from farflung.config.outer import OuterSettings
+from farflung.members.elastic import Elastic
+from farflung.methods.schedule import Every, Streaming, TrialSchedule
 from farflung.outer import OuterLoop, slowmo
-from farflung.outer.elastic import Elastic
 from farflung.outer.membership import FixedMembership
-from farflung.outer.schedule import Every, Streaming, TrialSchedule
-from farflung.outer.trial import Link, Measurements
 from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
 from tests.faults import fail_at
@@ -123,7 +123,7 @@ def test_gradients_are_averaged_as_long_as_that_is_worth_it(stops_at):
 
 def test_a_lost_packet_makes_no_line_slow_and_a_few_slow_steps_no_replica(monkeypatch):
     clock = threading.local()
-    monkeypatch.setattr("farflung.outer.trial.time", SimpleNamespace(perf_counter=lambda: clock.s))
+    monkeypatch.setattr("farflung.auto.trial.time", SimpleNamespace(perf_counter=lambda: clock.s))
 
     def measured(group):
         plain, sizes, clock.s = group.all_gather, [], 0.0

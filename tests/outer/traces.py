@@ -18,8 +18,8 @@ from torch import nn
 
 from farflung import Accelerator
 from farflung.local_sgd import LocalSGD
+from farflung.methods.arguments import OuterConfig
 from farflung.outer import OuterLoop
-from farflung.outer.arguments import OuterConfig
 from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
 from tests.recipes import OPTIONS, made

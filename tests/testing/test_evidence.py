@@ -11,8 +11,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from farflung.demo.gpt import GPT
 from farflung.demo.settings import Shape
+from farflung.methods.schedule import Warmup
 from farflung.outer import muon_groups
-from farflung.outer.schedule import Warmup
 from farflung.testing.simulate import simulate
 from tests.recipes import made
 

@@ -9,8 +9,8 @@ from farflung import outer
 from farflung.base.errors import ConfigError
 from farflung.cost.model import Workload, cost_of
 from farflung.cost.recipes import method_of
-from farflung.outer.ballot import BALLOT_BYTES
 from farflung.testing.simulate import simulate
+from farflung.votes.ballot import BALLOT_BYTES
 from tests.recipes import made
 
 WIDTH = 8

@@ -59,7 +59,7 @@ from farflung.strategy.choose import choose_strategy
 from farflung.tools.memory import release_memory
 
 if TYPE_CHECKING:
-    from farflung.outer.arguments import OuterConfig
+    from farflung.methods.arguments import OuterConfig
 
 
 class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMethods, ProcessControl):

@@ -20,7 +20,7 @@ from farflung.accelerator import lazy
 from farflung.base.errors import ConfigError
 from farflung.base.forward import Forward
 from farflung.config import environ
-from farflung.integrations.rounds import RoundFigures, RoundOutputs
+from farflung.hosts.rounds import RoundFigures, RoundOutputs
 from farflung.loop.state import ActiveLoader
 from farflung.process.failure import OUTER_ASKED, OUTER_ATTACHED, leave_note
 from farflung.process.log import get_logger
@@ -30,10 +30,10 @@ from farflung.resume.run import Run
 
 if TYPE_CHECKING:
     from farflung.accelerator.outer import AttachedLoop
-    from farflung.outer.arguments import OuterConfig
-    from farflung.outer.driver import EpochTracker
+    from farflung.hosts.driver import EpochTracker
+    from farflung.methods.arguments import OuterConfig
+    from farflung.methods.recipe import Recipe
     from farflung.outer.engine import OuterLoop
-    from farflung.outer.recipe import Recipe
 
 
 class OuterController:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from farflung.checkpoint import export as export, manager as manager, writer as writer
     from farflung.config import launch as launch
     from farflung.data import slots as slots
-    from farflung.integrations import elastic as elastic
-    from farflung.outer import arguments as arguments, recipes as recipes
+    from farflung.hosts import elastic as elastic
+    from farflung.methods import arguments as arguments, recipes as recipes
     from farflung.resume import models as models
     from farflung.trackers import tracking as tracking
 else:
@@ -28,8 +28,8 @@ else:
     writer = LazyModule("farflung.checkpoint.writer")
     launch = LazyModule("farflung.config.launch")
     slots = LazyModule("farflung.data.slots")
-    elastic = LazyModule("farflung.integrations.elastic")
-    arguments = LazyModule("farflung.outer.arguments")
-    recipes = LazyModule("farflung.outer.recipes")
+    elastic = LazyModule("farflung.hosts.elastic")
+    arguments = LazyModule("farflung.methods.arguments")
+    recipes = LazyModule("farflung.methods.recipes")
     models = LazyModule("farflung.resume.models")
     tracking = LazyModule("farflung.trackers.tracking")

@@ -11,15 +11,15 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from farflung.auto.tuner import LineTuner
 from farflung.base.errors import ConfigError
-from farflung.integrations.elastic import members_of
-from farflung.integrations.tuner import LineTuner
+from farflung.hosts.driver import Driver, EpochTracker
+from farflung.hosts.elastic import members_of
 from farflung.loop.optimizer import AcceleratedOptimizer, parameters_of
 from farflung.loop.scheduler import planned_updates
 from farflung.loop.state import ActiveLoader, Trace
-from farflung.outer.arguments import check_inner
-from farflung.outer.driver import Driver, EpochTracker
-from farflung.outer.recipe import Recipe
+from farflung.methods.recipe import Recipe
+from farflung.outer.checks import check_inner
 from farflung.process.log import get_logger
 from farflung.resume.run import Run
 

@@ -42,7 +42,7 @@ from farflung.precision.base import Precision
 from farflung.precision.fp8 import Float8
 
 if TYPE_CHECKING:
-    from farflung.outer.arguments import OuterConfig
+    from farflung.methods.arguments import OuterConfig
 
 _HANDLERS = (
     AORecipeKwargs,

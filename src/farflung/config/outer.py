@@ -2,7 +2,7 @@
 """The outer loop as plain names and values, which a script, a file, a variable or a flag can state alike.
 
 This room doesn't know torch. It refuses unknown recipes, unknown options and missing ones; whether a value is in its
-range is for the recipe to say: `OuterConfig` of `farflung.outer.arguments` makes it.
+range is for the recipe to say: `OuterConfig` of `farflung.methods.arguments` makes it.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-_SOURCE = Path(__file__).parent.parent / "outer" / "recipes.py"
+_SOURCE = Path(__file__).parent.parent / "methods" / "recipes.py"
 _CODECS = Path(__file__).parent.parent / "codec" / "named.py"
 # What a flag or a file can state, by the name of its annotation. A mapping is written as text: `4:machine,64:all`.
 _KINDS: Mapping[str, type] = {"int": int, "float": float, "bool": bool, "str": str, "Mapping": str}

@@ -11,11 +11,11 @@ from farflung.base.sizes import bucket_bytes_for
 from farflung.codec.feedback import ErrorFeedback
 from farflung.cost.methods import bits_on_the_wire
 from farflung.cost.model import Exchange, Method
-from farflung.outer.aggregate import Gossip, RadialMean, ReduceScatterMean, mean_of
-from farflung.outer.agreement import Mean
-from farflung.outer.inner import AverageState
-from farflung.outer.recipe import Recipe
-from farflung.outer.schedule import Levels, after_warmup
+from farflung.methods.aggregate import Gossip, RadialMean, ReduceScatterMean, mean_of
+from farflung.methods.agreement import Mean
+from farflung.methods.inner import AverageState
+from farflung.methods.recipe import Recipe
+from farflung.methods.schedule import Levels, after_warmup
 
 _FP32_BITS = 32
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from farflung.address.board import Board
 from farflung.base.errors import Unreachable, Unsupported
-from farflung.comm.board import Board
 from farflung.comm.exchange import Exchange
 from farflung.data.ledger import Ledger, Sent
 from farflung.data.slot_board import Landed, Rounds, SlotBoard, landed_in
-from farflung.outer.elastic import Elastic
+from farflung.members.elastic import Elastic
 from farflung.outer.stats import Round
 
 

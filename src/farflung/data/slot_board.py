@@ -17,10 +17,10 @@ from zlib import crc32
 import numpy as np
 import torch
 
+from farflung.address.board import Board, Log
 from farflung.base.errors import ConfigError
 from farflung.base.words import counted
 from farflung.checkpoint import rng
-from farflung.comm.board import Board, Log
 from farflung.data.ledger import Done
 from farflung.data.torch_loaders import Source
 

@@ -20,18 +20,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from farflung import Accelerator
+from farflung.auto.choice import Choice, choose
+from farflung.auto.trial import Link, Measurements
 from farflung.checkpoint.writer import FileWriter, write_safetensors
 from farflung.comm.ddp_hook import average_hook
 from farflung.config.outer import AUTO
-from farflung.cost.auto import Choice, choose
 from farflung.cost.model import Method, Workload, copies, cost_of
 from farflung.cost.recipes import method_of
 from farflung.demo.gpt import GPT, loss_per_sequence
 from farflung.demo.settings import ALONE, MODEL_FILE, DemoSettings, Point, Result, save_results
 from farflung.demo.text import load_text
+from farflung.methods.arguments import recipe_of
 from farflung.outer import OuterLoop, Recipe, diloco, local_sgd, streaming_diloco
-from farflung.outer.arguments import recipe_of
-from farflung.outer.trial import Link, Measurements
 from farflung.utils import set_seed
 
 DDP = Method("DDP", during_backward=True, bucket_bytes=25 * 2**20)  # torch's own size of a bucket

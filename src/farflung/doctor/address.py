@@ -12,10 +12,10 @@ from pathlib import Path
 from statistics import median
 from urllib.parse import unquote
 
+from farflung.address.objects import ObjectBoard
+from farflung.address.schemes import objects_at, transport_at
 from farflung.base.errors import ConfigError, Unreachable
 from farflung.base.words import in_bytes, in_seconds
-from farflung.comm.address import objects_at, transport_at
-from farflung.comm.objects import ObjectBoard
 from farflung.doctor.probe import Found, unknown
 
 LARGE_BYTES = 4_000_000

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from farflung.address.board import Board
+from farflung.address.c10d_transport import C10dTransport
 from farflung.base.errors import Unreachable
 from farflung.base.torch_internals import bare_group
 from farflung.base.words import in_rate, in_seconds, numbered
-from farflung.comm.board import Board
 from farflung.comm.c10d_group import transport_said
-from farflung.comm.c10d_transport import C10dTransport
 from farflung.config import environ
 from farflung.doctor.probe import Found, unknown
 from farflung.process.sockets import serve_store

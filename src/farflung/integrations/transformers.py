@@ -18,11 +18,11 @@ from farflung.checkpoint.reader import read_torch
 from farflung.comm.checksum import crc32
 from farflung.comm.tensor_memory import host_bytes
 from farflung.config.outer import AUTO
-from farflung.integrations.rounds import RoundFigures
-from farflung.outer.arguments import OuterConfig, chosen_recipe
+from farflung.exchanged.states import merge_states
+from farflung.hosts.rounds import RoundFigures
+from farflung.methods.arguments import OuterConfig, chosen_recipe
+from farflung.methods.recipe import Recipe
 from farflung.outer.engine import OuterLoop
-from farflung.outer.merge_states import merge_states
-from farflung.outer.recipe import Recipe
 from farflung.process.log import get_logger
 
 

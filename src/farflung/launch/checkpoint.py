@@ -17,11 +17,11 @@ from farflung.base.lazy import LazyModule
 from farflung.config.key import run_key
 
 if TYPE_CHECKING:
+    from farflung.address import saved_state
     from farflung.checkpoint import tools
-    from farflung.comm import saved_state
 else:
     tools = LazyModule("farflung.checkpoint.tools")
-    saved_state = LazyModule("farflung.comm.saved_state")
+    saved_state = LazyModule("farflung.address.saved_state")
 
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+from farflung.address.member_store import LauncherNotes
+from farflung.address.run_record import KeyMismatch, knock
+from farflung.address.seal import Seal
 from farflung.base.errors import ConfigError, Unreachable
 from farflung.base.events import Kind, record
 from farflung.base.lazy import LazyModule
-from farflung.comm.member_store import LauncherNotes
-from farflung.comm.run_record import KeyMismatch, knock
-from farflung.comm.seal import Seal
 from farflung.config.key import key_variables, run_key
 from farflung.config.launch import LaunchSettings, flags_for
 from farflung.config.resolve import Resolved
@@ -42,12 +42,12 @@ from farflung.process.identity import has_ended
 from farflung.process.sockets import listening_socket, serve_store
 
 if TYPE_CHECKING:
-    from farflung.comm import address as comm_address, c10d_transport, keyed_store
-    from farflung.comm.transport import Transport
+    from farflung.address import c10d_transport, keyed_store, schemes as comm_address
+    from farflung.address.transport import Transport
 else:
-    comm_address = LazyModule("farflung.comm.address")
-    c10d_transport = LazyModule("farflung.comm.c10d_transport")
-    keyed_store = LazyModule("farflung.comm.keyed_store")
+    comm_address = LazyModule("farflung.address.schemes")
+    c10d_transport = LazyModule("farflung.address.c10d_transport")
+    keyed_store = LazyModule("farflung.address.keyed_store")
 
 _ASK_S = 0.5
 _FIND_WITHIN_S = 60.0  # torch loads, where all launchers start together

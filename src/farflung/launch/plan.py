@@ -38,9 +38,9 @@ from farflung.launch.network import (
 )
 
 if TYPE_CHECKING:
-    from farflung.outer import arguments as outer_arguments
+    from farflung.methods import arguments as outer_arguments
 else:
-    outer_arguments = LazyModule("farflung.outer.arguments")
+    outer_arguments = LazyModule("farflung.methods.arguments")
 
 RANK_STARTER = ("-m", "farflung.launch.rank")  # between Python and the script: has failures reported, wherever
 

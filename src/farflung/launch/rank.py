@@ -24,7 +24,7 @@ from farflung.base.events import Kind, tell
 from farflung.base.lazy import LazyModule
 from farflung.comm.threads import await_gloo
 from farflung.config import environ
-from farflung.integrations.rounds import record_rounds
+from farflung.hosts.rounds import record_rounds
 from farflung.process.failure import PREEMPTED, has_note, has_report, record_exit, record_failure
 from farflung.process.heard import record_signals
 from farflung.process.run_files import Metrics, add_event, lossy, recorded
@@ -33,10 +33,10 @@ from farflung.process.trainer_log import keep_trainer_logs
 
 if TYPE_CHECKING:
     from farflung.data import slots
-    from farflung.integrations import data_parallel
+    from farflung.hosts import data_parallel
 else:
     slots = LazyModule("farflung.data.slots")
-    data_parallel = LazyModule("farflung.integrations.data_parallel")
+    data_parallel = LazyModule("farflung.hosts.data_parallel")
 
 
 def run(arguments: list[str]) -> None:

@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING
 
 import psutil  # type: ignore[import-untyped]
 
+from farflung.address import member_store
+from farflung.address.member_store import LauncherNotes
 from farflung.base.causes import Cause
 from farflung.base.events import EVENTS, FILES_ONLY, Event, Kind, record
 from farflung.base.lazy import LazyModule
 from farflung.base.signals import WARNINGS, handled
-from farflung.comm import member_store
-from farflung.comm.member_store import LauncherNotes
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 from farflung.launch.agent import newest_checkpoint, read_report
@@ -42,7 +42,7 @@ from farflung.process.heard import SignalForwarder
 from farflung.process.identity import address_of
 
 if TYPE_CHECKING:
-    from farflung.comm.transport import Transport
+    from farflung.address.transport import Transport
     from farflung.launch import run_store
 else:
     run_store = LazyModule("farflung.launch.run_store")

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
+from farflung.address.member_store import Heartbeats, LauncherNotes
+from farflung.address.transport import Transport
 from farflung.base.errors import Unreachable
 from farflung.base.events import Kind, record
-from farflung.comm.member_store import Heartbeats, LauncherNotes
 from farflung.comm.threads import ThreadedCall
-from farflung.comm.transport import Transport
 
 _Answer = TypeVar("_Answer")
 

@@ -21,36 +21,30 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from farflung.auto.trial import RecipeTrial, Tuner
 from farflung.base.causes import cause_of
 from farflung.base.errors import ConfigError, StateError
 from farflung.base.sizes import num_buffers_among
 from farflung.comm.group import Group
 from farflung.comm.shards import reshard
 from farflung.comm.torch_group import explained
-from farflung.outer.arguments import (
-    OuterConfig,
-    check_attached,
-    check_form,
-    check_state,
-    checked,
-    checked_items,
-    groups_of,
-)
+from farflung.exchanged.replica import Replica
+from farflung.exchanged.states import check_form, check_state
+from farflung.exchanged.twins import Twins
+from farflung.methods.arguments import OuterConfig
+from farflung.methods.inner import hooks_of
+from farflung.methods.recipe import Recipe, too_few
+from farflung.methods.schedule import Change, Launch, Schedule
+from farflung.outer.checks import check_attached, checked, checked_items, groups_of
 from farflung.outer.gradients import GradientWarmup, kept_local
-from farflung.outer.inner import hooks_of
 from farflung.outer.leaving import Leaving
 from farflung.outer.membership import Membership, fixed_membership
 from farflung.outer.open_end import OpenEnd
 from farflung.outer.quorum import Quorum
-from farflung.outer.recipe import Recipe, too_few
-from farflung.outer.replica import Replica
 from farflung.outer.rounds import Rounds
-from farflung.outer.schedule import Change, Launch, Schedule
 from farflung.outer.stats import Meter, Round, Stats
 from farflung.outer.sync import Sync
 from farflung.outer.timetable import Timetable
-from farflung.outer.trial import RecipeTrial, Tuner
-from farflung.outer.twins import Twins
 
 
 class OuterLoop:

@@ -22,11 +22,11 @@ from farflung.comm.ddp_hook import average_hook
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.shards import align_gradients
 from farflung.comm.torch_group import TorchGroup
-from farflung.outer.agreement import average
+from farflung.methods.agreement import average
+from farflung.methods.weighting import in_proportion
 from farflung.outer.quorum import Quorum
 from farflung.outer.stats import Meter
 from farflung.outer.timetable import Timetable
-from farflung.outer.weighting import in_proportion
 
 
 class LocalDDP:

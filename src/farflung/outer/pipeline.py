@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from farflung.comm.group import Group
-from farflung.outer.aggregate import Lengths, RadialMean
-from farflung.outer.agreement import Averaged, Payload, Pending
-from farflung.outer.ballot import Island
-from farflung.outer.replica import BoundFragment
+from farflung.exchanged.replica import BoundFragment
+from farflung.methods.aggregate import Lengths, RadialMean
+from farflung.methods.agreement import Averaged, Payload, Pending
+from farflung.methods.weighting import Decision
 from farflung.outer.stats import Meter
-from farflung.outer.weighting import Decision
+from farflung.votes.ballot import Island
 
 _AHEAD = 2  # buckets on the wire at a time
 COMING = "coming"  # parameters that are exchanged for the first time

@@ -23,18 +23,19 @@ from torch import Tensor
 from farflung.base.errors import RankFailure, Unreachable
 from farflung.base.events import Kind, record
 from farflung.comm.group import Group
-from farflung.outer.agreement import average
+from farflung.exchanged.comparison import FINGERPRINT_BYTES
+from farflung.exchanged.replica import BoundFragment, Replica
+from farflung.exchanged.structure import settings_of
+from farflung.methods.agreement import average
+from farflung.methods.recipe import Recipe
+from farflung.methods.schedule import Action, Apply, Change, Launch
+from farflung.methods.weighting import Decision, in_proportion
 from farflung.outer.background import BackgroundWorker
-from farflung.outer.ballot import BALLOT_BYTES, Ballot, Tally
-from farflung.outer.comparison import FINGERPRINT_BYTES
-from farflung.outer.membership import Generation, Membership, Needs, OddMembers
-from farflung.outer.recipe import Recipe
-from farflung.outer.replica import BoundFragment, Replica
-from farflung.outer.schedule import Action, Apply, Change, Launch
+from farflung.outer.membership import Membership
 from farflung.outer.stats import Meter
-from farflung.outer.structure import settings_of
 from farflung.outer.timetable import Timetable
-from farflung.outer.weighting import Decision, in_proportion
+from farflung.votes.ballot import BALLOT_BYTES, Ballot, Tally
+from farflung.votes.generation import Generation, Needs, OddMembers
 
 _logger = logging.getLogger(__name__)
 

@@ -19,16 +19,16 @@ import torch
 
 from farflung.base.errors import CollectiveMismatch, StateError
 from farflung.comm.group import Group
+from farflung.exchanged.replica import BoundFragment
+from farflung.exchanged.trained import TrainedProposal
+from farflung.methods.recipe import Recipe
+from farflung.methods.schedule import Launch
+from farflung.methods.weighting import Decision, NormHistory, Screened, in_proportion
 from farflung.outer.background import BackgroundJob, BackgroundWorker
-from farflung.outer.ballot import BALLOT_BYTES, Ballot, Seen, Tally, odd_among
-from farflung.outer.membership import ALL, Generation, OddMembers
 from farflung.outer.pipeline import Pipeline
-from farflung.outer.recipe import Recipe
-from farflung.outer.replica import BoundFragment
-from farflung.outer.schedule import Launch
 from farflung.outer.stats import Meter, Round
-from farflung.outer.trained import TrainedProposal
-from farflung.outer.weighting import Decision, NormHistory, Screened, in_proportion
+from farflung.votes.ballot import BALLOT_BYTES, Ballot, Seen, Tally, odd_among
+from farflung.votes.generation import ALL, Generation, OddMembers
 
 _LAG = 2  # of two buckets that follow each other so, the second is sent only after the first has arrived
 

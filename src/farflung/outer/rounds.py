@@ -15,20 +15,20 @@ from farflung.base.errors import CollectiveMismatch, ConfigError, StateError
 from farflung.base.events import Kind
 from farflung.base.words import counted, numbered
 from farflung.comm.shards import local
-from farflung.outer.ballot import Ballot, Seen, Tally
-from farflung.outer.eager import Eager
-from farflung.outer.inner import KeepState
-from farflung.outer.membership import Generation
+from farflung.exchanged.replica import ModelChange, Replica
+from farflung.exchanged.trained import TrainedProposal
+from farflung.exchanged.twins import Twins
+from farflung.methods.eager import Eager
+from farflung.methods.inner import KeepState
+from farflung.methods.recipe import Recipe
+from farflung.methods.schedule import Launch
+from farflung.methods.weighting import Decision
 from farflung.outer.quorum import Quorum
-from farflung.outer.recipe import Recipe
-from farflung.outer.replica import ModelChange, Replica
 from farflung.outer.round import OpenRound, Phase, RoundRequest
-from farflung.outer.schedule import Launch
 from farflung.outer.stats import ROUNDS, Meter, Round
 from farflung.outer.timetable import Timetable
-from farflung.outer.trained import TrainedProposal
-from farflung.outer.twins import Twins
-from farflung.outer.weighting import Decision
+from farflung.votes.ballot import Ballot, Seen, Tally
+from farflung.votes.generation import Generation
 
 
 @dataclass(eq=False)

@@ -10,21 +10,21 @@ from dataclasses import dataclass
 
 import torch
 
+from farflung.auto.trial import RecipeTrial
 from farflung.base.errors import ConfigError
 from farflung.comm.bucket import broadcast_values
 from farflung.comm.shards import local, num_parts
-from farflung.outer.ballot import Tally
-from farflung.outer.comparison import FINGERPRINT_BYTES
-from farflung.outer.fragments import TensorPlace
+from farflung.exchanged.comparison import FINGERPRINT_BYTES
+from farflung.exchanged.replica import Replica
+from farflung.methods.fragments import TensorPlace
+from farflung.methods.recipe import Recipe
+from farflung.methods.schedule import Action, Apply, Change, Launch
 from farflung.outer.gradients import GradientWarmup
 from farflung.outer.quorum import Quorum
-from farflung.outer.recipe import Recipe
-from farflung.outer.replica import Replica
 from farflung.outer.rounds import Rounds
-from farflung.outer.schedule import Action, Apply, Change, Launch
 from farflung.outer.stats import Meter
 from farflung.outer.timetable import Timetable
-from farflung.outer.trial import RecipeTrial
+from farflung.votes.ballot import Tally
 
 
 @dataclass(eq=False)

@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from farflung.base.checks import check_whole
 from farflung.base.errors import ConfigError, StateError
-from farflung.outer.ballot import Island
-from farflung.outer.recipe import Recipe
-from farflung.outer.schedule import Action, Change, ChangingSchedule, Clock, Launch, Schedule, after_warmup
+from farflung.methods.recipe import Recipe
+from farflung.methods.schedule import Action, Change, ChangingSchedule, Clock, Launch, Schedule, after_warmup
+from farflung.votes.ballot import Island
 
 
 class Timetable:

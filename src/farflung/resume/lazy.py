@@ -9,6 +9,6 @@ from farflung.base.lazy import LazyModule
 
 if TYPE_CHECKING:
     from farflung.checkpoint import sharded as sharded
-    from farflung.outer import merge_states as merge_states
+    from farflung.exchanged import states as states
 else:
-    sharded, merge_states = LazyModule("farflung.checkpoint.sharded"), LazyModule("farflung.outer.merge_states")
+    sharded, states = LazyModule("farflung.checkpoint.sharded"), LazyModule("farflung.exchanged.states")

@@ -59,7 +59,7 @@ class OuterLoops(Part):
         if not all(map(source.checkpoint.has, names)):
             return
         columns = zip(*(source.checkpoint.read(name)["loops"] for name in names), strict=True)
-        merged = [lazy.merge_states.merge_states(column) for column in columns]
+        merged = [lazy.states.merge_states(column) for column in columns]
         self._weights = [one.weights for one in merged]
         self._states = [one.state for one in merged if one.state is not None]
         if len(self._states) < len(merged):

@@ -21,14 +21,15 @@ from farflung.base.checks import check_callable, check_number, check_type, check
 from farflung.base.errors import ConfigError, RankFailure
 from farflung.base.words import counted
 from farflung.comm.group import SoloGroup
-from farflung.outer.arguments import OuterConfig, chosen_recipe
+from farflung.methods.arguments import OuterConfig, chosen_recipe
+from farflung.methods.recipe import Recipe
+from farflung.methods.recipes import post_local_sgd
+from farflung.methods.schedule import ByTime
 from farflung.outer.engine import OuterLoop
-from farflung.outer.membership import FixedMembership, Generation, Needs, open_generation
-from farflung.outer.recipe import Recipe
-from farflung.outer.recipes import post_local_sgd
-from farflung.outer.schedule import ByTime
+from farflung.outer.membership import FixedMembership
 from farflung.outer.stats import Round, Stats
 from farflung.testing.sim import Network, SimGroup, TimedGroup, VirtualClock, run_replicas
+from farflung.votes.generation import Generation, Needs, open_generation
 
 Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
 

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas that meet in a folder that all of them can write to, on one machine or a network file system.
+
+Values are files. Each is written aside and then renamed or linked to its name, so no reader sees a part of one. Readers
+open files by name, as listings of a network file system may be late.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from io import BufferedReader
+from itertools import accumulate
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+from farflung.address.object_group import ObjectTransport
+from farflung.address.objects import PATIENCE_S, ObjectBoard, try_out
+from farflung.address.seal import Seal
+from farflung.base.errors import ConfigError, Unreachable
+
+_T = TypeVar("_T")
+
+_ASIDE = ".aside"  # the folder of files that are being written; names of objects have no dot
+_VALUE = ".value"
+_ATTEMPTS = 20  # to create a folder that others delete, as it is empty
+_ABANDONED_S = 86_400.0  # after which a file aside is that of a process that was killed
+
+
+class FolderTransport(ObjectTransport):
+    """Groups of replicas that meet in a folder, which exists.
+
+    Raises:
+        ConfigError: this process can't write, rename and delete there, or the file system has no hard links.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], patience_s: float = PATIENCE_S, seal: Seal | None = None) -> None:
+        folder = Path(path).absolute()
+        board = folder_at(folder, patience_s, seal)
+        try:
+            _delete_abandoned(folder / _ASIDE)
+            try_out(board.patient(0))
+        except (OSError, Unreachable, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            raise ConfigError(
+                f"Replicas can't meet in the folder {folder}: {why}. It must exist, be writable, and allow to rename "
+                "and delete files and to create hard links."
+            ) from None
+        super().__init__(board, folder.as_uri())
+        self._path = folder
+
+    def _below(self, name: str) -> ObjectTransport:
+        seal = self.board.seal and self.board.seal.below(name)
+        return FolderTransport(self._path / name, self.board.patience_s, seal)  # if it vanishes, nothing makes it again
+
+
+def folder_at(path: str | os.PathLike[str], patience_s: float = PATIENCE_S, seal: Seal | None = None) -> FolderBoard:
+    """Return the files of a folder, which may be one that this process can't write to."""
+    folder = Path(path).absolute()
+    return FolderBoard(f"folder {folder}", patience_s=patience_s, path=str(folder), seal=seal)
+
+
+def _open_file(path: str, flags: int) -> int:
+    """Open a file; IsADirectoryError if it is something else, such as a named pipe, whose reader would wait forever."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise IsADirectoryError(errno.EISDIR, "Is not a file", path)
+    return descriptor
+
+
+def _delete_abandoned(aside: Path) -> None:
+    """Make the folder of files that are being written, and delete what was abandoned there."""
+    aside.mkdir(exist_ok=True)
+    mine = aside / secrets.token_hex(8)
+    mine.touch()
+    now = mine.stat().st_mtime  # as the file system's clock has it
+    mine.unlink()
+    for file in aside.iterdir():
+        with suppress(FileNotFoundError):  # another process has renamed it meanwhile
+            if file.stat().st_mtime < now - _ABANDONED_S:
+                file.unlink()
+
+
+@dataclass(frozen=True)
+class FolderBoard(ObjectBoard):
+    """The files of a folder.
+
+    Args:
+        path: of the folder, which a `FolderTransport` has tried out.
+    """
+
+    path: str = field(kw_only=True)
+    pause_s: ClassVar[float] = 0.02
+    heartbeat_s: ClassVar[float] = 1.0
+
+    def delete_names(self, names: Sequence[str]) -> None:
+        def delete(path: str) -> None:
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            with suppress(OSError):  # the first one that is not empty
+                for folder in self._folders(path)[:0:-1]:
+                    os.rmdir(folder)
+
+        for name in names:
+            self.ask(partial(delete, self._path(name)), "delete")
+
+    def write_name(self, name: str, parts: Iterable[bytes | memoryview], is_new: bool) -> None:
+        place = os.link if is_new else os.replace
+        path, aside = self._path(name), os.path.join(self.path, _ASIDE, secrets.token_hex(8))
+
+        def write() -> None:
+            try:
+                with open(aside, "wb") as file:
+                    file.writelines(parts)
+                for attempt in range(_ATTEMPTS):
+                    try:
+                        return place(aside, path)
+                    except FileNotFoundError:
+                        if attempt == _ATTEMPTS - 1:
+                            raise
+                        with suppress(FileNotFoundError):  # others delete empty ones
+                            os.makedirs(os.path.dirname(path), exist_ok=True)
+            finally:
+                with suppress(FileNotFoundError):
+                    os.unlink(aside)
+
+        self.ask(write, "write")
+
+    def read_name(self, name: str, act: Callable[[BufferedReader, int], _T]) -> _T | None:
+        path = self._path(name)
+
+        def read() -> _T | None:
+            for _ in range(2):
+                try:
+                    with open(path, "rb", opener=_open_file) as file:
+                        return act(file, os.fstat(file.fileno()).st_size)
+                except OSError as error:
+                    if error.errno == errno.EISDIR and self.seal is not None:
+                        return act(BufferedReader(io.BytesIO()), 0)  # what is not sealed
+                    if error.errno not in (errno.ENOENT, errno.ESTALE):
+                        raise
+                self._renew(path)
+            return None
+
+        return self.ask(read)
+
+    def find_names(self, folder: str, found: MutableSequence[str]) -> bool:
+        def failed(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError):  # it was empty, and another process has deleted it
+                raise error
+
+        def files() -> Iterator[str]:
+            for where, _, names in os.walk(os.path.join(self.path, folder), onerror=failed):
+                yield from (os.path.relpath(os.path.join(where, name), self.path) for name in names)
+
+        os.stat(self.path)
+        found[:] = [file.removesuffix(_VALUE) for file in files() if file.endswith(_VALUE)]
+        return True
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.path, *name.split("/")) + _VALUE
+
+    def _folders(self, path: str) -> Sequence[str]:
+        """Return the folders above a file, from the root on."""
+        names = os.path.relpath(os.path.dirname(path), self.path).split(os.sep)
+        return tuple(accumulate(names, os.path.join, initial=self.path))
+
+    def _renew(self, path: str) -> None:
+        """Open the folders above a file: a client of NFS then asks its server again whether the file exists."""
+        for folder in self._folders(path):
+            try:
+                os.close(os.open(folder, os.O_RDONLY))
+            except FileNotFoundError:
+                if folder == self.path:
+                    raise
+                return

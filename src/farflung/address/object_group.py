@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Members of a generation that exchange objects, if none of them can connect to another one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from io import BufferedReader
+from typing import Any
+
+from torch import Tensor
+
+from farflung.address.board import forget
+from farflung.address.objects import ObjectBoard
+from farflung.address.packed import Damaged, packed, unpack
+from farflung.address.run_record import begin, check_pointer, renew_pointer
+from farflung.address.seal import SealError
+from farflung.address.transport import Entered, Watch
+from farflung.base.causes import Cause
+from farflung.base.errors import RankFailure, Unreachable
+from farflung.comm.group import Group, Work
+from farflung.comm.threads import ThreadedCall, side_by_side
+
+_LOOK_PAUSES = 10  # of the board, between two questions of a wait to its watch
+_LOOK_SHARE = 5  # a question that takes long comes after five times as long at the earliest
+_LEAST_PAUSES, _MOST_PAUSES = 0.05, 2.5  # of the board, between two looks for a share
+_HEADER_BYTES = 2048  # of a share, at most
+_KEPT = 6  # shares that all have read, until they are deleted by one request: those of two rounds, as a rule
+_MOST_UNREAD = 16  # collectives by which others may lag behind a rank that broadcasts
+
+
+class ObjectTransport:
+    """Groups of replicas that meet at an address if all of them can write and read objects.
+
+    Args:
+        board: the objects there.
+        address: the address.
+    """
+
+    is_lasting = True
+
+    def __init__(self, board: ObjectBoard, address: str) -> None:
+        self.board, self.address = board, address
+        self._pointer: tuple[ObjectBoard, str] | None = None  # where the run's record is, and what it names
+
+    def of_run(self, settings: bytes) -> ObjectTransport:
+        """Return how replicas meet in the run at this address, which begins with these settings if there is none."""
+        name = begin(self.board, self.address, settings)
+        return self.in_part(name) if name else self
+
+    def in_part(self, name: str) -> ObjectTransport:
+        """Return how replicas meet in the run that lies in a part of this address."""
+        found = self._below(name)
+        found.address, found._pointer = f"{self.address}#{name}", (self.board.patient(0), name)
+        return found
+
+    def _below(self, name: str) -> ObjectTransport:
+        return ObjectTransport(self.board.part(name), self.address)
+
+    def check(self) -> None:
+        if self._pointer is not None:
+            check_pointer(*self._pointer)
+
+    def renew(self) -> None:
+        if self._pointer is not None:
+            renew_pointer(*self._pointer)
+
+    def connect(self, name: str, rank: int, size: int, watch: Watch) -> Group:
+        return ObjectGroup(self.board, name, rank, size, watch)
+
+    def close(self) -> None:
+        return None
+
+
+class ObjectGroup(Group):
+    """Members of a generation that exchange objects: one for each rank and collective, its share.
+
+    A rank deletes a share once all others have read it: the header of each share says how many collectives its author
+    has read, and so do objects of ranks that only read.
+
+    Args:
+        name: see `Transport.connect`.
+        first: the rank in the generation that is 0 here.
+    """
+
+    is_concurrent = True
+    piece_bytes = 4 * 1024 * 1024  # as each one is a request
+
+    def __init__(self, board: ObjectBoard, name: str, rank: int, size: int, watch: Watch, first: int = 0) -> None:
+        self.rank, self.size = rank, size
+        self._board, self._name, self._watch, self._first = board, name, watch, first
+        self._objects, self._at_once = board.part(name), board.part(name).patient(0)
+        self._lock = threading.Lock()
+        self._num_begun = self._num_said = self._num_made = 0
+        self._unread: set[int] = set()  # collectives that this rank has begun and not read
+        self._shares: list[int] = []  # of this rank, which exist
+        self._read_by = {one: 0 for one in range(size) if one != rank}  # so many collectives, as far as is known
+
+    def supports(self, device: str) -> bool:
+        return device == "cpu"  # from elsewhere tensors are copied to the host
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Work:
+        number, written = self._begin(x)
+        rows = out.detach().view(self.size, -1)
+        rows[self.rank].copy_(x.detach().view(-1))
+        return _Reading(self, number, written, out.nbytes, {one: rows[one] for one in self._read_by})
+
+    def broadcast(self, x: Tensor, src: int) -> Work:
+        number, written = self._begin(x if src == self.rank else None)
+        return _Reading(self, number, written, x.nbytes, {} if src == self.rank else {src: x.detach()})
+
+    def duplicate(self, in_background: bool = False) -> ObjectGroup:
+        self._num_made += 1
+        name = f"{self._name}.{self._num_made}"
+        return ObjectGroup(self._board, name, self.rank, self.size, self._watch, self._first)
+
+    def _block(self, begin: int, end: int) -> ObjectGroup:
+        self._num_made += 1
+        name = f"{self._name}.{self._num_made}-{begin}"
+        return ObjectGroup(self._board, name, self.rank - begin, end - begin, self._watch, self._first + begin)
+
+    def free(self, reusable: bool = True) -> None:
+        if not reusable:
+            return self._mark_left(f"rank {self.rank} has left")
+        with suppress(Unreachable):  # its objects are then deleted with the records of the generation
+            if self._num_begun and self.size > 1:
+                self._say_read()
+                if self._have_read(self._num_begun) and not self._unread:
+                    forget(self._at_once, "")
+
+    def leave(self, reason: str, for_good: bool = False, cause: Cause = Cause.OWN) -> None:
+        self._watch.break_off(reason)
+        self._mark_left(f"rank {self.rank} has left ({reason})")
+
+    def raise_if_broken(self) -> None:
+        self._watch.look(Entered("", 0), 0.0)
+
+    def finish(self, number: int, written: ThreadedCall[None] | None, nbytes: int, rows: Mapping[int, Tensor]) -> None:
+        """Fill `rows`, by rank, with shares of a collective; RankFailure if the wait can't end."""
+        missing = dict(rows)
+
+        def look(rank: int) -> None:
+            with suppress(Unreachable, SealError):  # its author is late until it has written one that opens
+                if self._at_once.read(f"{number}.{rank}", partial(self._take, number, rank, missing[rank])):
+                    del missing[rank]
+
+        def is_complete() -> bool:
+            if written is not None and written.is_over:
+                written.result()
+            side_by_side([partial(look, rank) for rank in missing], self._board.num_at_once)
+            return not missing and (written is None or written.is_over)
+
+        entered = Entered(f"{self._name}#{number}", nbytes)
+        try:
+            self._wait(entered, is_complete)
+        except Unreachable as error:
+            raise self._failure(str(error)) from None
+        with self._lock:
+            self._unread.discard(number)
+        if not rows and self.size > 1:
+            self._wait(entered, lambda: self._have_read(number - _MOST_UNREAD))
+        if self.size > 1 and self._num_read() >= self._num_said + _MOST_UNREAD // 2:
+            self._say_read()
+
+    # ---- shares
+
+    def _begin(self, x: Tensor | None) -> tuple[int, ThreadedCall[None] | None]:
+        """Count a collective, and begin to write this rank's share in it, if it has one and there are others."""
+        has_share = x is not None and self.size > 1
+        with self._lock:
+            self._num_begun += 1
+            number = self._num_begun
+            self._unread.add(number)
+            self._shares += [number] * has_share
+        if x is None or not has_share:
+            return number, None
+        self._num_said = num_read = self._num_read()
+        header, x = {**self._described(number, self.rank, x), "read": num_read}, x.detach().cpu()
+
+        def write() -> None:
+            self._objects.write(f"{number}.{self.rank}", packed(header, [x]))
+
+        return number, ThreadedCall(write, "write a share", in_thread=self._board.num_at_once > 1)
+
+    def _described(self, number: int, rank: int, x: Tensor) -> dict[str, Any]:
+        return {"share": f"{self._name}/{number}.{rank}", "dtype": str(x.dtype), "numel": x.numel()}
+
+    def _take(self, number: int, rank: int, row: Tensor, file: BufferedReader, size: int) -> bool:
+        """Read a share of so many bytes into `row`; RankFailure if it is not what its author has to write there."""
+        host, num_read, expected = row if row.is_cpu else row.cpu(), 0, self._described(number, rank, row)
+
+        def memory(found: Any) -> list[Tensor]:
+            nonlocal num_read
+            num_read = found.pop("read", 0) if isinstance(found, dict) else 0
+            if found != expected or not isinstance(num_read, int):
+                raise Damaged(f"{found} instead of {expected}")
+            return [host]
+
+        try:
+            unpack(file, size, _HEADER_BYTES, memory)
+        except Damaged as error:
+            name = self._objects.name(f"{number}.{rank}")
+            raise self._failure(f"rank {rank} has written a share that can't be used: {error} ({name})", rank) from None
+        if host is not row:
+            row.copy_(host)
+        self._note_read(rank, num_read)
+        return True
+
+    # ---- what has been read
+
+    def _num_read(self) -> int:
+        with self._lock:
+            return min(self._unread, default=self._num_begun + 1) - 1
+
+    def _say_read(self) -> None:
+        with suppress(Unreachable):
+            self._num_said = num_read = self._num_read()
+            self._at_once.put(f"read.{self.rank}", str(num_read).encode())
+
+    def _ask_read(self) -> None:
+        for rank in self._read_by:
+            with suppress(Unreachable, ValueError):
+                self._note_read(rank, int(self._at_once.get(f"read.{rank}") or 0))
+
+    def _note_read(self, rank: int, num_read: int) -> None:
+        """Record how many collectives another rank has read, and delete the shares that all have."""
+        with self._lock:
+            self._read_by[rank] = max(self._read_by[rank], num_read)
+            least = min(self._read_by.values())
+            over = [number for number in self._shares if number <= least]
+            over = over if len(over) >= _KEPT else []
+            self._shares = self._shares[len(over) :]
+        with suppress(Unreachable):
+            self._at_once.delete(*(f"{number}.{self.rank}" for number in over))
+
+    def _have_read(self, number: int) -> bool:
+        """Return whether all others have read so many collectives."""
+        if min(self._read_by.values()) < number:
+            self._ask_read()
+        return min(self._read_by.values()) >= number
+
+    # ---- waiting
+
+    def _wait(self, entered: Entered, is_over: Callable[[], bool]) -> None:
+        began, unit_s = time.monotonic(), self._board.pause_s
+        pause_s, look_s = _LEAST_PAUSES * unit_s, _LOOK_PAUSES * unit_s
+        look_at = began + look_s
+        while not is_over():
+            if (now := time.monotonic()) >= look_at:
+                with suppress(Unreachable):
+                    if left := self._at_once.get("left"):
+                        raise self._watch.break_off(left.decode(errors="replace"))
+                self._watch.look(entered, now - began)
+                look_at = time.monotonic() + max(look_s, _LOOK_SHARE * (time.monotonic() - now))
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MOST_PAUSES * unit_s)
+        if (waited_s := time.monotonic() - began) > look_s:
+            self._watch.note_end(entered, waited_s)
+
+    def _failure(self, reason: str, author: int | None = None) -> RankFailure:
+        self._mark_left(reason)
+        return self._watch.break_off(reason, None if author is None else self._first + author)
+
+    def _mark_left(self, reason: str) -> None:
+        """End the waits of others in this group."""
+        if self.size > 1:
+            with suppress(Unreachable):
+                self._at_once.put_new("left", reason.encode())
+
+
+class _Reading:
+    """A collective under way: this rank's share is being written, and those of others are to be read."""
+
+    def __init__(
+        self, group: ObjectGroup, number: int, written: ThreadedCall[None] | None, nbytes: int, rows: dict[int, Tensor]
+    ) -> None:
+        self._group, self._number, self._written, self._nbytes = group, number, written, nbytes
+        self._rows: Mapping[int, Tensor] | None = rows  # None: they are filled, and their owner's to change
+
+    def wait(self) -> None:
+        if self._rows is not None:
+            self._group.finish(self._number, self._written, self._nbytes, self._rows)
+            self._rows = None

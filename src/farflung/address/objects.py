@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records and values as objects with names that many processes can reach: files of a folder, or objects of a bucket.
+
+An object appears whole, and of several writers one creates it. Nothing is locked, and no object holds code.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from io import BufferedReader
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, TypeVar
+from urllib.parse import quote, unquote
+
+from farflung.address.board import Board
+from farflung.address.seal import Seal, SealError
+from farflung.base.errors import Unreachable
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_T = TypeVar("_T")
+Act: TypeAlias = Literal["write", "create", "read", "list", "delete"]
+
+PATIENCE_S = 60.0
+_FIRST_PAUSE_S, _PAUSES = 0.2, 12  # before a failed request is retried; retries within the patience, at least
+_APART_S = 2.0  # between two failed requests of one outage, at most
+
+
+class Outages:
+    """Since when the requests of all parts of a board have failed, of any kind or of one: they share one patience.
+
+    Whoever has waited for an answer in one place thus doesn't wait again in the next one.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[str, tuple[float, float]] = {}  # since when, and the latest failure
+
+    def failed_s(self, act: Act, began: float) -> float:
+        """Note that a request has failed, which began at a time; return for how long such ones have."""
+        now, longest_s = time.monotonic(), 0.0
+        for key in ("any", act):
+            since, latest = self._rows.get(key, (began, began))
+            since = since if began - latest < _APART_S else began
+            self._rows[key] = since, now
+            longest_s = max(longest_s, now - since)
+        return longest_s
+
+    def succeeded(self, act: Act) -> None:
+        self._rows.pop("any", None)
+        self._rows.pop(act, None)
+
+
+class Refused(OSError):
+    """The same request will be refused again, unless someone changes a permission, a setting or credentials."""
+
+
+@dataclass(frozen=True)
+class ObjectBoard(Board):
+    """The objects at an address, or those whose keys begin with a prefix, as a `Board`.
+
+    Args:
+        root: the address, as errors name it.
+        patience_s: how long requests may fail, one after the other, before `Unreachable` is raised; 0: one attempt.
+        is_strict: refused requests are not repeated, as none has succeeded yet. Later on credentials may be about to be
+            renewed.
+        seal: of the run's key; None: it has none.
+
+    Attributes:
+        num_at_once: how many requests are worth being under way at a time, in threads; 1: an answer comes at once.
+    """
+
+    root: str
+    prefix: str = ""
+    patience_s: float = PATIENCE_S
+    is_strict: bool = False
+    outages: Outages = field(default_factory=Outages, compare=False, repr=False, kw_only=True)
+    seal: Seal | None = field(default=None, compare=False, kw_only=True)
+    num_at_once: ClassVar[int] = 1
+
+    def part(self, name: str) -> Self:
+        return replace(self, prefix=f"{self.prefix}{name}/")
+
+    def patient(self, seconds: float) -> Self:
+        return replace(self, patience_s=seconds)
+
+    def unsealed(self) -> Self:
+        return replace(self, seal=None)
+
+    def put(self, key: str, value: bytes) -> None:
+        self.write(key, [value])
+
+    def put_new(self, key: str, value: bytes) -> bool:
+        def decide() -> bool:
+            try:
+                self.write(key, [value], is_new=True)
+                return True
+            except FileExistsError:
+                if (found := self.get(key)) is None:  # another create is under way, or it was deleted again
+                    raise OSError("the store refuses to create an object that it can't read") from None
+                return found == value
+
+        return self.ask(decide, "create")
+
+    def get(self, key: str) -> bytes | None:
+        with suppress(SealError):
+            return self.read(key, lambda file, size: file.read())
+        return None
+
+    def list(self, prefix: str) -> Sequence[str]:
+        folder = f"{self.prefix}{prefix}".rpartition("/")[0]
+        found: MutableSequence[str] = []
+        while not self.ask(lambda: self.find_names(quoted(folder), found), "list"):
+            continue  # with the names after the last one received
+        plain = (name.encode(errors="replace").decode() for name in found)  # a file system has names that are no texts
+        keys = [unquote(name.partition(".")[0]) for name in plain]
+        ours = [key for key, name in zip(keys, found, strict=True) if self._named(key) == name]
+        if self.seal is not None and len(ours) < len(found):
+            for name in set(found) - set(map(self._named, ours)):
+                self.seal.versions.notice(name, "its name has no tag of the key")
+        return [key.removeprefix(self.prefix) for key in ours if key.startswith(self.prefix + prefix)]
+
+    def has(self, keys: Iterable[str]) -> bool:
+        with suppress(SealError):
+            return all(self.read(key, lambda file, size: True) for key in keys)
+        return False
+
+    def delete(self, *keys: str) -> None:
+        self.delete_names([self.name(key) for key in keys])
+        if self.seal is not None:
+            for key in keys:
+                self.seal.versions.delete(self.seal.scope + self.prefix + key)
+
+    def write(self, key: str, parts: Sequence[bytes | memoryview], is_new: bool = False) -> None:
+        """Write an object of these parts; FileExistsError if it `is_new` and exists."""
+        sealed = parts if self.seal is None else self.seal.close(self.prefix + key, parts)
+        self.write_name(self.name(key), sealed, is_new)
+
+    def read(self, key: str, act: Callable[[BufferedReader, int], _T]) -> _T | None:
+        """Return what `act` finds in an object, given the number of its bytes; None if there is no such object.
+
+        Raises:
+            SealError: it was not sealed with the run's key; `act` may have read the beginning of one that was changed.
+        """
+        seal, began = self.seal, time.monotonic()
+        if seal is None:
+            return self.read_name(self.name(key), act)
+        return self.read_name(self.name(key), lambda file, size: act(*seal.open(self.prefix + key, file, size, began)))
+
+    @abstractmethod
+    def write_name(self, name: str, parts: Iterable[bytes | memoryview], is_new: bool) -> None:
+        """Write bytes under a name, as `write` does; a retry reads `parts` again."""
+
+    @abstractmethod
+    def read_name(self, name: str, act: Callable[[BufferedReader, int], _T]) -> _T | None:
+        """Read what lies under a name, as `read` does."""
+
+    @abstractmethod
+    def delete_names(self, names: Sequence[str]) -> None:
+        """Delete what lies under names, as `delete` does."""
+
+    @abstractmethod
+    def find_names(self, folder: str, found: MutableSequence[str]) -> bool:
+        """Find the names of objects below a folder, after those in `found`; return whether it has all of them now."""
+
+    def name(self, key: str) -> str:
+        """Return the name of the object of a key."""
+        return self._named(self.prefix + key)
+
+    def _named(self, key: str) -> str:
+        return quoted(key) + ("" if self.seal is None else self.seal.tag(key))
+
+    def unreachable(self, why: str) -> Unreachable:
+        return Unreachable(f"The run's {self.root} can't be used: {why}.")
+
+    def ask(self, request: Callable[[], _T], act: Act = "read") -> _T:
+        """Send a request until it does not end with an OSError; Unreachable if it always does.
+
+        Args:
+            act: what the request does, for errors to name what is not permitted.
+        """
+        began, pause_s = time.monotonic(), _FIRST_PAUSE_S
+        while True:
+            try:
+                found = request()
+                self.outages.succeeded(act)
+                return found
+            except FileExistsError:
+                self.outages.succeeded(act)
+                raise
+            except OSError as error:
+                is_final = self.is_strict and isinstance(error, Refused)
+                if self.outages.failed_s(act, began) >= self.patience_s or is_final:
+                    at = f" ({error.filename})" if error.filename else ""
+                    raise self.unreachable(f"{error.strerror or error}{at}") from None
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, max(_FIRST_PAUSE_S, self.patience_s / _PAUSES))
+
+
+def try_out(board: ObjectBoard) -> None:
+    """Make once all the kinds of requests that a run makes.
+
+    Raises:
+        Unreachable: one was refused.
+        ValueError: an object was overwritten that was to be created only if there is none.
+    """
+    probe = replace(board, is_strict=True).part("probe").part(secrets.token_hex(8))
+    probe.put("object", b"1")
+    probe.put("object", b"2")
+    probe.get("object")
+    probe.list("")
+    probe.get("missing")
+    is_created, is_kept = (probe.put_new("new", value) for value in (b"1", b"2"))
+    probe.delete("object", "new")
+    if not is_created or is_kept:
+        raise ValueError(
+            "It overwrites objects that are to be created only if there are none. S3, R2, MinIO, Google Cloud "
+            "Storage and Azure heed that condition."
+        )
+
+
+def quoted(key: str) -> str:
+    """Return a name in which no part of a key has a dot, so that it can't be one of ours or of the file system's."""
+    return "/".join(quote(part, safe="").replace(".", "%2E") for part in key.split("/"))

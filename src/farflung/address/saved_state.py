@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state that replicas share, as it lies at the address of their run: whole, and for whoever comes later.
+
+Each rank of a replica writes its own part. A state counts once all of them are there, which a log says; the last two
+are kept. Objects are JSON and plain bytes, each with a checksum.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from io import BufferedReader
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from farflung.address.board import Log, forget
+from farflung.address.objects import ObjectBoard
+from farflung.address.packed import Damaged, packed, unpack
+from farflung.address.run_record import part_of_run
+from farflung.address.schemes import objects_at
+from farflung.address.seal import Seal, SealError
+from farflung.address.state_transfer import filled, form_of
+from farflung.base.bars import Bar, bar
+from farflung.base.errors import ConfigError, Unreachable
+from farflung.base.events import tell
+
+_KEPT = 2
+_PATIENCE_S = 5.0  # of those that read alone
+_HEADER_BYTES = 64 * 1024 * 1024  # of a part, at most
+_RANKS_S, _PAUSES = 600.0, 10  # how long a rank may take longer than another one; pauses of the board between looks
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A state that lies there."""
+
+    name: str  # the generation's number, the position, and a word that no other writer has drawn
+    position: int  # in the schedule
+    ranks: int  # of the replica that has written it
+    parts: tuple[str, ...]
+    logs: Mapping[str, str] = field(default_factory=dict)  # values of logs of the run that belong to it, by name
+    description: str = ""  # of the replica, as it describes itself when it asks to be admitted
+    is_last: bool = False  # the run has come to its end with it
+
+    @property
+    def generation(self) -> int:
+        return _order(self.name)[0]
+
+
+def _order(name: str) -> list[int]:
+    return [int(number) for number in name.split(".")[:2]]
+
+
+class SavedStates:
+    """The states of one outer loop.
+
+    Args:
+        board: of the loop.
+    """
+
+    def __init__(self, board: ObjectBoard) -> None:
+        self._board, self._log = board, Log(board, "saved")
+
+    def write(
+        self, name: str, rank: int, parts: Mapping[str, Any], is_current: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Write a rank's part of a state: by name, trees of dicts, lists, tuples, numbers, texts and tensors.
+
+        Args:
+            is_current: whether the writer still may; asked before each part.
+        """
+        for part, tree in parts.items():
+            if not is_current():
+                return
+            tensors: dict[str, Tensor] = {}
+            form = form_of(tree, part, tensors)
+            rows = [[key, str(x.dtype).removeprefix("torch."), list(x.shape)] for key, x in tensors.items()]
+            header = {"form": form, "tensors": rows}
+            self._board.write(_key(name, rank, part), packed(header, list(tensors.values())))
+        self._board.put(_key(name, rank, "done"), b"1")
+
+    def finish(self, saved: Saved, is_current: Callable[[], bool] | None = None, within_s: float = _RANKS_S) -> bool:
+        """Wait for all ranks, record that a state is whole, and delete those before the last one.
+
+        Args:
+            is_current: whether the writer still may. None: the state counts, whatever lies there.
+            within_s: how long a rank may take longer than this one.
+
+        Returns:
+            False if the writer was excluded, or has been overtaken by a newer state: its own is deleted.
+        """
+        deadline = time.monotonic() + within_s
+        while not self.is_whole(saved):
+            if is_current is not None and not is_current():
+                break  # the other ranks have stopped writing too
+            if time.monotonic() > deadline:
+                raise Unreachable(f"Some ranks have not written their parts of it within {within_s:g} s.")
+            time.sleep(_PAUSES * self._board.pause_s)
+        while True:
+            number, content = self._log.last()  # before the question: whoever excluded this one has appended since
+            name = saved.name if content is None else json.loads(content)["name"]
+            if content is not None and name == saved.name:
+                return True
+            is_newer = _order(name) <= _order(saved.name)
+            if is_current is not None and not (is_newer and is_current()):
+                forget(self._board, f"state/{saved.name}/")
+                return False
+            if self._log.append(number, json.dumps(asdict(saved)).encode()):
+                break
+        kept = {one.name for one in self.newest()}
+        there = {key.split("/")[1] for key in self._board.list("state/")}
+        for name in there - kept:
+            if _order(name) < _order(saved.name):  # other ranks may be writing the next one
+                forget(self._board, f"state/{name}/")
+        return True
+
+    def is_whole(self, saved: Saved) -> bool:
+        """Return whether all ranks have written their parts of a state."""
+        return self._board.has(_key(saved.name, rank, "done") for rank in range(saved.ranks))
+
+    def newest(self) -> Iterator[Saved]:
+        """Return the states that were kept, the newest first."""
+        last = self._log.last()[0]
+        for number in range(last, max(0, last - _KEPT), -1):
+            if content := self._log.get(number):
+                row = json.loads(content)
+                yield Saved(**{**row, "parts": tuple(row["parts"])})
+
+    def read(self, saved: Saved, rank: int, bar: Bar | None = None) -> dict[str, Any]:
+        """Return a rank's part of a state; Damaged if it is not what was written. `bar` counts what is read."""
+        return {part: self._read_part(_key(saved.name, rank, part), bar) for part in saved.parts}
+
+    def num_bytes(self, saved: Saved) -> int:
+        """Return how many bytes the parts of all ranks have."""
+        keys = [_key(saved.name, rank, part) for rank in range(saved.ranks) for part in saved.parts]
+        with suppress(SealError):
+            return sum(self._board.read(key, lambda _, size: size) or 0 for key in keys)
+        return 0
+
+    def _read_part(self, key: str, bar: Bar | None) -> Any:
+        tensors: dict[str, Tensor] = {}
+        form: Any = None
+
+        def act(file: BufferedReader, size: int) -> bool:
+            def memory(header: Any) -> Sequence[Tensor]:
+                nonlocal form
+                form, rows = _checked(header, size)
+                tensors.update({name: torch.empty(shape, dtype=dtype) for name, dtype, shape in rows})
+                return list(tensors.values())
+
+            tensors.clear()
+            unpack(file, size, _HEADER_BYTES, memory, bar)
+            return True
+
+        try:
+            is_there = self._board.read(key, act)
+        except SealError as error:
+            raise Damaged(f"{key} can't be used: {error}") from None
+        if not is_there:
+            raise Damaged(f"{key} is not there")
+        return filled(form, tensors)
+
+
+def _key(name: str, rank: int, part: str) -> str:
+    return f"state/{name}/{rank}/{part}"
+
+
+def _checked(header: Any, size: int) -> tuple[Any, list[tuple[str, torch.dtype, list[int]]]]:
+    """Return form and tensors of a part that has so many bytes; Damaged if that can't be."""
+    try:
+        rows = [(str(key), getattr(torch, kind), list(map(int, shape))) for key, kind, shape in header["tensors"]]
+        if sum(prod(shape) * dtype.itemsize for _, dtype, shape in rows) > size or min(map(min, _shapes(rows))) < 0:
+            raise Damaged("it tells of more than it has")
+        return header["form"], rows
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise Damaged(f"its header is wrong: {error}") from None
+
+
+def _shapes(rows: Sequence[tuple[str, torch.dtype, list[int]]]) -> list[list[int]]:
+    return [[0, *shape] for _, _, shape in rows] or [[0]]
+
+
+def tensors_of(parts: Mapping[str, Any]) -> list[str]:
+    """Return a line for each tensor of a state, like those of a replica that asks to be admitted."""
+    rows = [row for part, tree in parts.items() if part != "place" for kind in tree["names"].values() for row in kind]
+    return [f"{name} {dtype} {list(shape)}" for name, dtype, shape, *_ in rows]
+
+
+# ---- as weights of a model
+
+
+def pull(address: str, target: Path, key: bytes | None = None) -> str:
+    """Write the newest agreed weights and buffers of a run to a file of safetensors; return what they are.
+
+    Args:
+        address: of the run, `file:///path` or a bucket's.
+        key: the run's, if it has one.
+
+    Raises:
+        ConfigError: no state can be read there.
+    """
+    seal = None if key is None else Seal(key)
+    board = objects_at(address, seal).patient(_PATIENCE_S)
+    try:
+        name = part_of_run(board, address)
+        states = SavedStates((board.part(name) if name else board).part("loop1"))
+        why = "No state was written there yet"
+        for saved in states.newest():
+            try:
+                with bar(f"Reading step {saved.position}", states.num_bytes(saved)) as shown:
+                    ranks = [states.read(saved, rank, shown) for rank in range(saved.ranks)]
+            except Damaged as error:
+                why = f"The newest states are damaged: {error}"
+                continue
+            weights = weights_of(ranks)
+            save_file(weights, target, metadata={"format": "pt", "step": str(saved.position)})
+            return f"{len(weights)} tensors after step {saved.position}"
+    except Unreachable as error:
+        raise ConfigError(str(error)) from None
+    finally:
+        for notice in () if seal is None else seal.versions.notices:
+            tell(f"farflung: {notice}")
+    raise ConfigError(f"Nothing can be pulled from {address}. {why}.")
+
+
+def weights_of(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Return the whole tensors of a state by their names in the model, given each rank's part of it."""
+    found: dict[str, Tensor] = {}
+    for parts in ranks:
+        rest = parts["place"].get("rest")
+        for tree in [tree for part, tree in parts.items() if part != "place"] + [rest] * (rest is not None):
+            for kind, rows in tree["names"].items():
+                agreed = tree["agreed"][kind]
+                pieces = agreed["chunks"] if isinstance(agreed, dict) else [x for bucket in agreed for x in bucket]
+                flat = torch.cat([piece.flatten() for piece in pieces]) if pieces else torch.empty(0)
+                sizes = [prod(shape) for _, _, _, _, shape in rows]
+                for (name, dtype, whole, offset, shape), values in zip(rows, torch.split(flat, sizes), strict=True):
+                    tensor = found.setdefault(name, torch.empty(whole, dtype=getattr(torch, dtype)))
+                    place = tuple(slice(at, at + length) for at, length in zip(offset, shape, strict=True))
+                    tensor[place] = values.view(shape).to(tensor.dtype)
+    return found

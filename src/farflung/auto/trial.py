@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first steps of a loop whose recipe is chosen from what they measure: the line, and the time of a step.
+
+    open     all members send a few MB at once; a fixed group whose gradients take little time averages them
+    4 steps  each show whether averaging takes too long for a step; then each replica continues alone
+    20 steps timed, without what they waited; an early flush ends the trial as well
+    then     the members gather the times, choose the recipe that follows from them, and start it where they stand
+
+Everyone derives the same recipe from the same gathered numbers. Replicas that come and go train in rounds meanwhile,
+and gather all of that after one of them, as they come to nothing else together. Of them the first decision counts,
+which is kept with the run's records for newcomers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from farflung.address.object_group import ObjectGroup
+from farflung.base.errors import ConfigError
+from farflung.comm.group import Group
+from farflung.config.outer import OuterSettings
+from farflung.methods.arguments import recipe_of
+from farflung.methods.fragments import num_blocks
+from farflung.methods.recipe import Recipe
+from farflung.methods.schedule import TrialSchedule, Warmup, after_warmup
+from farflung.outer.membership import Membership
+from farflung.outer.quorum import Quorum
+
+_T = TypeVar("_T")
+
+_TIMES = 3  # that a collective of each size is timed
+_FIRST_BYTES, _MOST_BYTES, _GROWTH = 1 << 16, 1 << 23, 4
+_FILL_S = 0.05  # and two turns: buffers on the way are full by then, and TCP knows how much the line takes
+_AVERAGED_STEPS = 4  # after each of which is asked whether averaging could be worth it
+_LEAST_STEPS = 4  # that are timed
+_ALONE, _AVERAGED = "", "averaged"  # gradients in the steps of the trial
+_FIRST_STEPS = 2  # which compile, allocate and warm up caches
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a collective of all members takes."""
+
+    bandwidth_bps: float  # of each member's line, while all of them use theirs
+    turn_s: float  # of one without bytes: at an address a few requests
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """What a recipe is chosen from, the same on all ranks."""
+
+    link: Link
+    step_s: tuple[float, ...]  # of each replica, or of the fastest and the slowest
+    replicas: int
+    parameters: int
+    layers: int
+    buffer_bytes: int
+    island_size: int
+    steps: int | None  # of the whole run; None: unknown
+    pass_steps: int | None  # of a pass over the data, likewise
+    is_direct: bool  # the members are connected with each other
+    is_averaged: bool  # gradients were, in the steps that were timed, whose seconds include the exchange
+    may_average: bool  # replicas are alike in all, also in the state of their optimizers
+    is_fixed: bool = True  # no replica comes or goes; otherwise a faster one does more of the work
+
+
+class Tuner(Protocol):
+    """Chooses recipes: all ranks must choose the same from the same.
+
+    Attributes:
+        planned: returns the steps of the whole run, None if unknown.
+        pass_steps: returns those of a pass over the data, None if unknown.
+    """
+
+    planned: Callable[[], int | None]
+    pass_steps: Callable[[], int | None]
+
+    def remembered(self, parameters: int, replicas: int) -> tuple[Link, float, float] | None:
+        """Return the line, and the seconds of the fastest and the slowest replica's step, as an earlier start of this
+        run measured them; the first member's count."""
+
+    def averages(self, measured: Measurements) -> bool:
+        """Return whether averaging gradients in each step could be the best; `step_s` is empty before the first."""
+
+    def choose(self, measured: Measurements) -> OuterSettings:
+        """Return the recipe for a run."""
+
+    def chosen(self, settings: OuterSettings, measured: Measurements | None, steps: int | None, is_first: bool) -> None:
+        """Called on each rank with what was chosen.
+
+        Args:
+            measured: None if another replica has chosen, or an earlier start of the run.
+            steps: of the whole run; None: unknown.
+            is_first: this rank is of the first member.
+        """
+
+    def alone(self) -> None:
+        """Called if there is nothing to choose, as this process will always train alone."""
+
+    def follow(self, loop: Any) -> None:
+        """Correct the recipe of this `OuterLoop` from now on."""
+
+
+class RecipeTrial:
+    """A loop's trial: what it has measured so far.
+
+    Args:
+        recipe: that of the trial, which has an anchor.
+        tuner: chooses.
+
+    Attributes:
+        quorum: the loop's.
+        spec: the text of the recipe that was chosen, or one of the two kinds of trial.
+
+    Raises:
+        ConfigError: there is no tuner.
+    """
+
+    quorum: Quorum
+
+    def __init__(self, recipe: Recipe, tuner: Tuner | None, membership: Membership, model: nn.Module) -> None:
+        if tuner is None:
+            raise ConfigError(
+                "auto chooses a recipe for an Accelerator, or for a script under `farflung launch --outer auto`. In a "
+                "plain loop name one: `farflung plan` compares them for a line."
+            )
+        self._recipe, self._tuner, self._membership, self._model = recipe, tuner, membership, model
+        # Of the latest steps, without waits: a replica that comes and goes may be on trial alone for days.
+        self._times: deque[float] = deque(maxlen=2 * TrialSchedule.every)
+        self._until = TrialSchedule.every
+        self._waits_in_steps = False
+        self._link: Link | None = None
+        self.spec = _ALONE
+
+    @property
+    def is_on(self) -> bool:
+        return self.spec in (_ALONE, _AVERAGED)
+
+    @property
+    def _is_looking(self) -> bool:
+        return self._until <= _AVERAGED_STEPS
+
+    def is_due(self, position: int) -> bool:
+        """Return whether the trial ends after this step."""
+        return self.is_on and position >= self._until
+
+    def known(self) -> Recipe | None:
+        """Return the recipe that other replicas of this run have chosen; None if none has."""
+        text = self._membership.agreed("")
+        return self._take(text, None) if text and self.is_on else None
+
+    def begin(self) -> Recipe | None:
+        """Measure the line: a collective, unless this process is alone. Return what to begin with if not the trial."""
+        quorum = self.quorum
+        if quorum.group.size == 1 and quorum.membership.is_fixed:
+            self._tuner.alone()
+        if not self.is_on or quorum.group.size == 1 or not quorum.membership.is_fixed:
+            return None
+        is_fixed = not _is_by_objects(quorum.group)
+        if step_s := self._together(self._measure_line):
+            steps = self._gathered(*self._planned())[0]
+            return self._decide(replace(self._measured(step_s, steps), may_average=is_fixed))
+        if is_fixed and self._tuner.averages(self._measured((), (0, 0))):
+            self._until = 1
+            return self.resumed(_AVERAGED)
+        return None
+
+    def resumed(self, spec: str) -> Recipe:
+        """Return the recipe of a loop whose trial had this `spec`, and continue with that."""
+        self.spec = spec
+        if self.is_on:
+            inside = after_warmup(self._recipe.schedule)
+            self._recipe = replace(self._recipe, schedule=Warmup(TrialSchedule.every, inside) if spec else inside)
+            return self._recipe
+        return self._take(spec, None)
+
+    def note_step(self, waited_s: float, waits_in_steps: bool) -> None:
+        """Record that a step of the trial has ended.
+
+        Args:
+            waited_s: how many seconds this process has waited for others since its loop began.
+            waits_in_steps: an exchange of gradients is not part of those.
+        """
+        self._waits_in_steps = waits_in_steps
+        if self.quorum.group.size > 1 and any(parameter.is_cuda for parameter in self._model.parameters()):
+            torch.cuda.synchronize()
+        self._times.append(time.perf_counter() - waited_s)
+
+    def end(self) -> Recipe | None:
+        """Choose: a collective of fixed members, unless this process is alone. None: nothing can be known yet."""
+        is_look = self._is_looking
+        measured = self._together(self._measure) if self.quorum.group.size > 1 else None
+        if is_look:
+            self._until = self._until + 1 if self._until < _AVERAGED_STEPS else TrialSchedule.every
+        else:
+            self._until += TrialSchedule.every
+        if measured is None:
+            return None
+        return self._alone_unless_averaged(measured) if is_look else self._decide(measured)
+
+    def look(self) -> Recipe | None:
+        """Choose after a round of members that come and go: a collective. None: nothing can be known yet.
+
+        If a member is lost meanwhile, the others find the recipe that any of them has chosen already.
+        """
+        found: list[Recipe] = []
+
+        def choose() -> None:
+            self._link = None  # newcomers have not measured it
+            if measured := self._measure():
+                found.append(self._decide(measured))
+
+        if self.quorum.group.size > 1:
+            self.quorum.run(choose, again=False)
+        return found[0] if found else self.known()
+
+    def _together(self, act: Callable[[], _T]) -> _T:
+        found: list[_T] = []
+        self.quorum.run(lambda: found.append(act()))
+        return found[-1]
+
+    def _measure(self) -> Measurements | None:
+        """Return what all members have measured, None if some have trained too few steps: a collective."""
+        times, *planned = zip(*self._gathered(self._step_s(), *self._planned()), strict=True)
+        if not all(map(math.isfinite, times)):
+            return None
+        if self._link is None:
+            self._measure_line()
+        return self._measured(times, [steps[0] for steps in planned])
+
+    def _alone_unless_averaged(self, measured: Measurements) -> Recipe | None:
+        if self._tuner.averages(measured):
+            return None
+        self._times.clear()
+        self._until = TrialSchedule.every
+        return self.resumed(_ALONE)
+
+    def _step_s(self) -> float:
+        """Return how long a step takes here; infinite if there were too few.
+
+        Three quarters of them take longer: a process that others keep busy for a while is not a slow one.
+        """
+        each = [after - before for before, after in pairwise(self._times)]
+        least = 1 if self._is_looking else _LEAST_STEPS
+        timed = sorted(each[_FIRST_STEPS:] or each)
+        return timed[len(timed) // 4] if len(each) >= least else math.inf
+
+    def _gathered(self, *mine: float) -> list[list[float]]:
+        """Return numbers of each replica, the largest of its ranks, by rank: a collective."""
+        largest = [max(column) for column in zip(*self.quorum.generation.island.gathered(*mine), strict=True)]
+        rows: list[list[float]] = self.quorum.group.all_gather_small(
+            torch.tensor(largest, dtype=torch.float64)
+        ).tolist()
+        return rows
+
+    def _measure_line(self) -> tuple[float, ...]:
+        """Measure the line, all members at once, unless the first one remembers it from an earlier start.
+
+        Returns:
+            The seconds of the fastest and the slowest replica's step then.
+        """
+        known = self._tuner.remembered(self._count()[0], self.quorum.group.size)
+        numbers = (0.0,) * 4 if known is None else (known[0].bandwidth_bps, known[0].turn_s, *known[1:])
+        remembered = self._gathered(*numbers)[0]
+        if remembered[0] > 0:
+            self._link = Link(*remembered[:2])
+            return tuple(remembered[2:])
+        group = self.quorum.group
+        turn_s, size = self._timed(partial(self._gathered, 0.0)), _FIRST_BYTES
+        while (took_s := self._timed(partial(self._gather_bytes, size))) <= _FILL_S + 2 * turn_s and size < _MOST_BYTES:
+            size *= _GROWTH
+        passes = group.size if _is_by_objects(group) else group.size - 1
+        self._link = Link(8 * size * passes / max(took_s - turn_s, 1e-9), turn_s)
+        return ()
+
+    def _gather_bytes(self, size: int) -> None:
+        group = self.quorum.group
+        block = torch.zeros(size, dtype=torch.uint8, device=group.wire_device)
+        everyone = block.new_empty(size * group.size)
+        group.all_gather(everyone, block).wait()
+        everyone[-1:].cpu()
+
+    def _timed(self, collective: Callable[[], Any]) -> float:
+        """Return the median of the seconds on the slowest rank: one may lose a packet, one find an empty buffer."""
+        took_s = []
+        for _ in range(_TIMES):
+            began = time.perf_counter()
+            collective()
+            took_s.append(time.perf_counter() - began)
+        return max(seconds for (seconds,) in self._gathered(statistics.median(took_s)))
+
+    def _count(self) -> tuple[int, int]:
+        """Return how many values the model trains, and how many bytes its buffers have."""
+        trained = sum(parameter.numel() for parameter in self._model.parameters() if parameter.requires_grad)
+        return trained, sum(buffer.numel() * buffer.element_size() for buffer in self._model.buffers())
+
+    def _planned(self) -> tuple[float, float]:
+        """Return the steps of the run and those of a pass over the data; 0: unknown."""
+        inside = after_warmup(self._recipe.schedule)
+        assert isinstance(inside, TrialSchedule)
+        return inside.steps or self._tuner.planned() or 0, self._tuner.pass_steps() or 0
+
+    def _measured(self, step_s: Sequence[float], planned: Sequence[float]) -> Measurements:
+        quorum, (parameters, buffer_bytes) = self.quorum, self._count()
+        assert self._link is not None
+        return Measurements(
+            self._link,
+            tuple(step_s),
+            quorum.group.size,
+            parameters,
+            num_blocks(self._model),
+            buffer_bytes,
+            quorum.generation.island.size,
+            int(planned[0]) or None,
+            int(planned[1]) or None,
+            is_direct=not _is_by_objects(quorum.group),
+            is_averaged=self._recipe.warmup > 0 and self._waits_in_steps,
+            may_average=self._recipe.warmup > 0,
+            is_fixed=quorum.membership.is_fixed,
+        )
+
+    def _decide(self, measured: Measurements) -> Recipe:
+        settings = self._tuner.choose(measured)
+        text = json.dumps({"recipe": settings.recipe, **settings.given()})
+        agreed = self.quorum.membership.agreed(text)
+        return self._take(agreed, measured if agreed == text else None)
+
+    def _take(self, text: str, measured: Measurements | None) -> Recipe:
+        settings = OuterSettings(**json.loads(text))
+        is_first = measured is not None and self.quorum.group.rank == 0
+        self._tuner.chosen(settings, measured, int(self._planned()[0]) or None, is_first)
+        self.spec = text
+        if measured is not None and settings.every:
+            self._membership.expect_round(settings.every * max(measured.step_s))
+        return _like(self._recipe, settings)
+
+
+def _is_by_objects(group: Group) -> bool:
+    """Return whether values travel as objects, in requests, rather than between the members."""
+    return isinstance(group, ObjectGroup)
+
+
+def _like(trial: Recipe, settings: OuterSettings) -> Recipe:
+    """Return the recipe of `settings`, with the options that the user has given for all recipes."""
+    recipe = recipe_of(settings, local_size=1)
+    return replace(
+        recipe,
+        weigh_by=trial.weigh_by,
+        same_data=trial.same_data,
+        anchor_on_cpu=trial.anchor_on_cpu and recipe.optimizer is not None,
+    )

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`auto` in a run: chooses the recipe by the cost model, says so, and corrects H by what rounds wait for.
+
+What was measured stays in the run's folder, for its next start.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, replace
+
+from farflung.auto.choice import Interval, IntervalController, averages, choose, flags, workload
+from farflung.auto.trial import Link, Measurements
+from farflung.base.events import Kind, tell
+from farflung.base.files import atomic_file
+from farflung.config.outer import OuterSettings
+from farflung.methods.schedule import Every, Streaming
+from farflung.outer.engine import OuterLoop
+from farflung.outer.stats import Round
+from farflung.process.run_files import add_event, run_folder, who
+
+_FILE = "line.json"  # in the run's folder
+_KEYS = ("parameters", "replicas")
+
+
+class LineTuner:
+    """Chooses the recipe of one loop, and corrects it; see `farflung.auto.trial.Tuner`."""
+
+    def __init__(self) -> None:
+        self.planned: Callable[[], int | None] = lambda: None
+        self.pass_steps: Callable[[], int | None] = lambda: None
+        self._loop: weakref.ref[OuterLoop] | None = None
+        self._corrector = IntervalController(None)
+        self._landed_at = time.perf_counter()
+
+    def remembered(self, parameters: int, replicas: int) -> tuple[Link, float, float] | None:
+        folder = run_folder()
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            row = json.loads((folder / _FILE).read_text()) if folder is not None else {}
+            if [row[key] for key in _KEYS] == [parameters, replicas]:
+                return Link(row["bandwidth_bps"], row["turn_s"]), row["fastest_s"], row["slowest_s"]
+        return None
+
+    def averages(self, measured: Measurements) -> bool:
+        return averages(measured)
+
+    def choose(self, measured: Measurements) -> OuterSettings:
+        return choose(measured).settings
+
+    def alone(self) -> None:
+        _say("auto: this process trains alone, so there is nothing to decide.")
+
+    def chosen(self, settings: OuterSettings, measured: Measurements | None, steps: int | None, is_first: bool) -> None:
+        self._corrector = IntervalController(steps)
+        if measured is None:
+            _say(f"auto: continues with {flags(settings)}, which the run has chosen.")
+            return
+        if not is_first:
+            return
+        _say(f"auto: {choose(measured).reason}")
+        folder = run_folder()
+        if folder is None or who()["rank"]:
+            return
+        scale = workload(measured).step_s / workload(replace(measured, is_averaged=False)).step_s
+        row = {key: getattr(measured, key) for key in _KEYS} | asdict(measured.link)
+        row |= {"fastest_s": scale * min(measured.step_s), "slowest_s": scale * max(measured.step_s)}
+        with suppress(OSError), atomic_file(folder / _FILE) as path:
+            path.write_text(json.dumps(row))
+
+    def follow(self, loop: OuterLoop) -> None:
+        self._loop = weakref.ref(loop)
+        loop.listeners.append(self._round_ended)
+
+    def _round_ended(self, this: Round) -> None:
+        now = time.perf_counter()
+        elapsed_s, self._landed_at = now - self._landed_at, now
+        loop = None if self._loop is None else self._loop()
+        inside = None if loop is None else loop.schedule
+        if loop is None or not loop.is_first or not isinstance(inside, (Every, Streaming)):
+            return
+        interval = Interval(inside.every, inside.fragments, inside.delay)
+        waiting = min(1.0, this.seconds_exposed / max(elapsed_s, 1e-9))
+        new = self._corrector.note(this.step, interval, waiting, len(this.members))
+        if new is not None:
+            changes = [f"H from {interval.every} to {new.every} steps"] * (new.every != interval.every)
+            changes += [f"the delay from {interval.delay} to {new.delay}"] * (new.delay != interval.delay)
+            _say(f"auto: rounds waited {waiting:.0%} of the time; changes {' and '.join(changes)}.")
+            loop.change_schedule(new.every, new.delay)
+
+
+def _say(line: str) -> None:
+    if who()["rank"] == 0:
+        tell(f"farflung: {line}")
+        add_event(Kind.NOTE, message=line)

@@ -1,0 +1,486 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This rank's model as an outer loop sees it: fragments bound to memory, with all their state between rounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farflung.base.errors import ConfigError
+from farflung.codec.base import Identity
+from farflung.comm.bucket import broadcast_values
+from farflung.comm.group import Group, SoloGroup
+from farflung.comm.shards import local, model_has_dtensor, part_of, reshard
+from farflung.comm.tensor_memory import fingerprint, fingerprints
+from farflung.exchanged.comparison import Comparison, frozen_fingerprints, moved, synchronize
+from farflung.exchanged.structure import buckets_of, described, line_of, structure_of, text_of
+from farflung.exchanged.trained import TrainedSet
+from farflung.methods.aggregate import TrimmedMax, TrimmedMean
+from farflung.methods.agreement import Aggregator, Anchored, Averaged, Max, Mean
+from farflung.methods.eager import Eager
+from farflung.methods.fragments import Fragment, TensorPlace, training, without_masks
+from farflung.methods.momentum import OuterSGD
+from farflung.methods.recipe import Recipe
+from farflung.methods.weighting import NormHistory, Screened
+from farflung.votes.ballot import Seen, digest_of
+from farflung.votes.generation import Generation, Layout
+
+
+class BoundFragment:
+    """A fragment bound to memory.
+
+    Args:
+        num_buffers: see `Buckets`. None: it is in its buffers as a whole, for the exchange and until it is applied.
+        island_size: the number of ranks that train one replica.
+        is_new: all ranks start from rank 0's values, without buffers that hold values which are not finite: a
+            collective. False: the fragment holds the values that were agreed on.
+
+    Attributes:
+        cut: its tensors.
+        weights, buffers, counters: how each kind of value is combined; `agreements` has them by name.
+        pending_weight: by level, the work that was done since values were last sent.
+        num_rounds: that were applied.
+        num_landed: buckets that were already applied of a round that continues after a loss.
+        comparison: compares it with that of the other replicas.
+    """
+
+    def __init__(
+        self,
+        fragment: Fragment,
+        recipe: Recipe,
+        group: Group,
+        cap_bytes: int,
+        num_buffers: int | None,
+        island_size: int,
+        is_new: bool,
+    ) -> None:
+        self.num_ranks = group.size
+        self.history: NormHistory = {}
+        self.pending_weight = [0.0] * (1 + len(recipe.levels))
+        self.num_rounds = self.num_landed = 0
+        self.is_whole = num_buffers is None
+        parameters = buckets_of(fragment.parameters, cap_bytes, num_buffers, island_size)
+        counters = buckets_of(fragment.counters, cap_bytes, num_buffers, island_size)
+        if group.size > 1 and is_new:
+            broadcast_values([local(place.get()) for place in fragment.places], group)
+        self.cut = without_masks(fragment) if is_new else fragment
+        self.comparison = Comparison([place.name for place in self.cut.parameters])
+        self.trained = [place.get() for place in self.cut.parameters]  # the objects, which tell when one is replaced
+        averages = buckets_of(self.cut.averages, cap_bytes, num_buffers, island_size)
+        self.kinds = (self.cut.parameters, self.cut.averages, self.cut.counters)
+        self._bound = list(zip(self.kinds, (parameters, averages, counters), strict=True))
+        self.weights = Averaged(parameters, recipe.aggregator, recipe.codec)
+        if recipe.optimizer is not None:
+            parts = (parameters, recipe.aggregator, recipe.codec, recipe.optimizer, recipe.merge, recipe.anchor_on_cpu)
+            self.weights = Eager(*parts, num_ranks=group.size) if recipe.eager else Anchored(*parts)
+        of_buffers: tuple[Aggregator, Aggregator] = (Mean(), Max())
+        if isinstance(recipe.policy, Screened):
+            of_buffers = TrimmedMean(), TrimmedMax()
+        self.buffers = Averaged(averages, of_buffers[0], Identity())
+        self.counters = Averaged(counters, of_buffers[1], Identity())
+        self.agreements = {"weights": self.weights, "buffers": self.buffers, "counters": self.counters}
+
+    def enter(self, before: Sequence[int], ids: Sequence[int]) -> None:
+        """Continue in a generation of other members: the memory of a replica follows its id."""
+        known = dict(zip(before, range(len(before)), strict=True))
+        seen, self.num_ranks = self.history, len(ids)
+        ranks = [(rank, known[one]) for rank, one in enumerate(ids) if one in known]
+        self.history = {rank: seen[old] for rank, old in ranks if old in seen}
+        if isinstance(self.weights, Eager):
+            self.weights.num_ranks = len(ids)
+
+    def replicated(self) -> dict[str, Any]:
+        """Return the state that all replicas share between rounds."""
+        common = {"history": self.history, "num_rounds": self.num_rounds}
+        return {**common, "agreed": {kind: one.replicated() for kind, one in self.agreements.items()}}
+
+    def names(self) -> dict[str, list[tuple[str, str, list[int], list[int], list[int]]]]:
+        """Return whose values `replicated` has, in its order: names, dtypes, shapes, and this rank's parts of them."""
+        return {kind: list(map(_row, places)) for kind, places in zip(self.agreements, self.kinds, strict=True)}
+
+    def join(self, replicated: dict[str, Any], keeps: bool) -> None:
+        """Take over what `replicated` returned on another rank.
+
+        Args:
+            keeps: continue with the steps since the last round, which the next one then includes.
+        """
+        self.history = deepcopy(replicated["history"])
+        self.num_rounds = replicated["num_rounds"]
+        if keeps:
+            self.rebind()
+        else:
+            self.num_landed, self.pending_weight = 0, [0.0] * len(self.pending_weight)
+        for kind, agreement in self.agreements.items():
+            agreement.join(replicated["agreed"][kind], keeps)
+
+    def rebind(self) -> None:
+        """Find tensors again that were moved since the last round, in a model that still has the same ones."""
+        for places, buckets in self._bound:
+            buckets.rebind([place.owner[place.key] for place in places])
+
+    def load(self, must_look: bool) -> tuple[float, float, bool]:
+        """Fill the buffers; return, for a ballot, norm, largest magnitude, and whether floating buffers are finite."""
+        for agreement in self.agreements.values():
+            agreement.forget()
+        is_idle = self.num_ranks == 1 and not self.weights.is_anchored  # nothing to do without other replicas
+        if is_idle or not must_look:
+            return 0.0, 0.0, True
+        norm, largest = self.weights.measure()
+        sound = math.isfinite(self.buffers.measure()[0])
+        if self.is_whole:
+            self.counters.load()
+        return norm, largest, sound
+
+    def fingerprint(self) -> int:
+        """Return a number that differs for weights with different bits."""
+        return digest_of(str(fingerprints(map(local, self.parameters()))))
+
+    def held_by_several(self) -> Seen:
+        """Return, of each parameter that several ranks of an island hold, where this rank's part begins, and a hash."""
+        pairs = zip(self.cut.parameters, self.weights.buckets.shares, strict=True)
+        found = [(place.name, place.get()) for place, share in pairs if share < 1]
+        return {name: (part_of(tensor)[1], fingerprint(local(tensor))) for name, tensor in found}
+
+    def count(self, amount: float) -> None:
+        self.pending_weight = [done + amount for done in self.pending_weight]
+
+    def claim(self, level: int) -> list[float]:
+        """Return the work done since the last round on each level, and reset this level and narrower ones."""
+        narrower = range(len(self.pending_weight)) if level == 0 else range(1, level + 1)
+        claimed = [done if number in narrower else 0.0 for number, done in enumerate(self.pending_weight)]
+        self.pending_weight = [done - gone for done, gone in zip(self.pending_weight, claimed, strict=True)]
+        return claimed
+
+    def give_back(self, claimed: Sequence[float]) -> None:
+        """Count again the work that was sent in a round without a result."""
+        self.pending_weight = [done + gone for done, gone in zip(self.pending_weight, claimed, strict=True)]
+
+    def note_round(self, is_common: bool) -> None:
+        """Count a round that was applied; its result may be compared if it `is_common` to all ranks."""
+        self.num_rounds += 1
+        self.comparison.note_round(self.weights, self.num_rounds, is_common)
+
+    def parameters(self) -> list[Tensor]:
+        return [place.get() for place in self.cut.parameters]
+
+    def buffer_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return this rank's floating buffers and its integer ones, as the model has them now."""
+        averages, counters = self.cut.averages, self.cut.counters
+        return [local(place.get()) for place in averages], [local(place.get()) for place in counters]
+
+    def floats(self) -> list[Tensor]:
+        """Return this rank's weights and floating buffers, as the model has them now."""
+        return [local(place.get()) for place in (*self.cut.parameters, *self.cut.averages)]
+
+    def kept(self) -> dict[str, dict[int, Tensor]]:
+        """Return the state of each parameter between rounds, `[numel]`, by its kind and by the parameter's id."""
+        ids = [id(tensor) for tensor in self.trained]
+        rows = self.weights.rows()
+        return {name: dict(zip(ids, self.weights.buckets.by_tensor(rows[name]), strict=True)) for name in rows}
+
+    def continue_from(self, other: BoundFragment, kept: Mapping[str, Mapping[int, Tensor]]) -> None:
+        """Replace another fragment, with its state of the parameters that this one has too."""
+        self.pending_weight, self.history = other.pending_weight, other.history
+        self.num_rounds = other.num_rounds
+        self.comparison.continue_from(other.comparison)
+        self.weights.continue_from(other.weights)
+        for name, flats in self.weights.rows().items():
+            rows = kept.get(name, {})
+            self.weights.buckets.fill(flats, [rows.get(id(tensor)) for tensor in self.trained])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "local": {place.name: local(place.get()).clone() for place in self.cut.places},
+            "agreed": self.weights.state_dict(),
+            "pending_weight": list(self.pending_weight),
+            "history": {"seen": deepcopy(self.history)},
+            "num_rounds": self.num_rounds,
+            "digest": self.comparison.digest,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        saved: dict[str, Tensor] = state["local"]
+        here = {place.name: place for place in self.cut.places}
+        if saved.keys() != here.keys():
+            odd = sorted(saved.keys() ^ here.keys())
+            raise ConfigError(f"The saved outer loop is of a different model: they differ in {', '.join(odd[:5])}.")
+        with torch.no_grad():
+            for name, place in here.items():
+                local(place.get()).copy_(saved[name])
+        self.weights.load_state_dict(state["agreed"])
+        self.pending_weight = list(state["pending_weight"])
+        self.history = state["history"]["seen"]
+        self.num_rounds, self.comparison.digest = state["num_rounds"], state["digest"]
+
+
+def _row(place: TensorPlace) -> tuple[str, str, list[int], list[int], list[int]]:
+    tensor = place.get()
+    shape, offset = part_of(tensor)
+    return place.name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset, shape
+
+
+@dataclass(frozen=True)
+class ModelChange:
+    """The tensors that are exchanged after the model has changed."""
+
+    fragments: list[Fragment]
+    fit: list[Fragment]  # the same without buffers that can't be averaged
+    description: str  # see `described`, like the tensors
+    tensors: list[str]
+    vote: str  # what ranks that have made the same change all say of it
+    new: list[TensorPlace]  # parameters that were not trained before
+    must_agree: bool  # all ranks must have made the same change before any of them continues
+
+
+class Replica:
+    """All fragments of a model. Making one sends nothing; the first generation does.
+
+    Args:
+        num_buffers, island_size: see `BoundFragment`.
+
+    Attributes:
+        description: all that must be the same on all ranks: recipe, shapes, cut; `parts` has it one by one.
+        tensors: a line for each tensor that is exchanged; the description has only a digest of them.
+        could: the same of each tensor that may be exchanged at some time.
+        trained: which parameters are exchanged, and which have been trained since the last round.
+        fragments: bound to memory.
+
+    All ranks exchange the same parameters: any that a rank has trained; at first, all that require gradients.
+    What none has trained between two rounds of the first fragment leaves it.
+    """
+
+    def __init__(
+        self, model: nn.Module, recipe: Recipe, cap_bytes: int, num_buffers: int | None, island_size: int = 1
+    ) -> None:
+        self._model = model
+        self._recipe = self._tuned = recipe
+        self.cap_bytes, self._num_buffers, self._island_size = cap_bytes, num_buffers, island_size
+        self.is_sharded = model_has_dtensor(model)
+        self.trained = TrainedSet(keeps=recipe.has_anchor)
+        self._read(recipe.fragments(model, recipe.schedule.fragments))  # it names what can't be sent
+        self.fragments: list[BoundFragment] = []
+
+    def _read(self, cut: list[Fragment]) -> None:
+        """Take over the model's current structure, and what is exchanged of it."""
+        self._structure = structure_of(self._model)
+        self.trained.read(self._model, self._structure[1][0])
+        self._lay_out(cut)
+
+    def _lay_out(self, cut: list[Fragment]) -> None:
+        self._cut = cut
+        self.parts, self.tensors = described(self._recipe, cut, self.cap_bytes)
+        self.description = text_of(self.parts)
+        self.trained.exchange({place.name for one in cut for place in one.parameters})
+        buffers = [place for one in cut for place in (*one.averages, *one.counters)]
+        self.could = [line_of(place) for place in (*self.trained.places.values(), *buffers)]
+
+    @property
+    def device(self) -> torch.device:
+        return next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
+
+    @property
+    def layout(self) -> Layout:
+        return [[[place.name for place in kind] for kind in fragment.kinds] for fragment in self._cut]
+
+    def align(self, layout: Layout) -> tuple[str, Sequence[str]]:
+        """Exchange what others do, if this model has all of it; otherwise the next vote finds the difference."""
+        here = {place.name: place for fragment in self._cut for place in fragment.places} | self.trained.places
+        names = [name for fragment in layout for kind in fragment for name in kind]
+        if layout != self.layout and here.keys() >= set(names):
+            kept = {place.name for fragment in self.fragments for place in fragment.cut.averages}
+            self._lay_out([Fragment(*(tuple(here[name] for name in kind) for kind in one)) for one in layout])
+            if self.fragments:
+                known = {place.name: place.name in kept for one in self._cut for place in one.averages}
+                self._bind_again([without_masks(one, known) for one in self._cut], {})
+        return self.description, self.tensors
+
+    def retrain(self, names: Collection[str], anchors: Mapping[int, Tensor]) -> None:
+        """Exchange exactly these parameters from now on. Any that are dropped keep their agreed values.
+
+        Args:
+            anchors: the agreed values, `[numel]`, of newly exchanged parameters, by the parameter's id.
+        """
+        new = self.trained.coming(names)
+        numbers = self._numbers_of(new)
+        for fragment in self.fragments:
+            rows = fragment.kept().get("anchor", {})
+            for place in fragment.cut.parameters:
+                row = rows.get(id(place.get()))
+                if place.name not in names and row is not None:
+                    target = local(place.get())
+                    target.copy_(row.view(target.shape))
+
+        def changed(number: int, one: Fragment) -> Fragment:
+            stay = tuple(place for place in one.parameters if place.name in names)
+            return replace(one, parameters=(*stay, *(place for place in new if numbers[place.name] == number)))
+
+        fit = [changed(number, bound.cut) for number, bound in enumerate(self.fragments)]
+        self._lay_out([changed(number, one) for number, one in enumerate(self._cut)])
+        self._bind_again(fit, {"anchor": dict(anchors)})
+
+    def _numbers_of(self, new: Sequence[TensorPlace]) -> dict[str, int]:
+        """Return the fragment of each new parameter: where it would be if all were exchanged."""
+        if len(self._cut) == 1 or not new:
+            return dict.fromkeys((place.name for place in new), 0)
+        with training(self._model, lambda one: True):
+            cut = self._recipe.fragments(self._model, len(self._cut))
+        return {place.name: number for number, one in enumerate(cut) for place in one.parameters}
+
+    def _bind_again(
+        self, fit: Sequence[Fragment], rows: dict[str, dict[int, Tensor]], keeps_digest: bool = False
+    ) -> None:
+        """Bind fragments that have changed, with the state of the parameters that they still have, and new `rows`."""
+        kept = rows
+        for fragment in self.fragments:
+            for name, mine in fragment.kept().items():
+                kept.setdefault(name, {}).update(mine)
+        for number, one in enumerate(fit):
+            bound = self._bound(one, self._group, is_new=False)
+            bound.continue_from(self.fragments[number], kept)
+            bound.comparison.digest = bound.comparison.digest if keeps_digest else -1
+            self.fragments[number] = bound
+
+    def synchronize(self, giver: int, takes: bool) -> None:
+        """Take over values that no round exchanges from a rank, if they differ: a collective."""
+        reshard(self._model.modules())
+        synchronize(self._model, self.trained.ids(), self._group, giver, takes)
+
+    def moved(self) -> list[Tensor]:
+        """Return the frozen weights that are not the same on all ranks any more: a collective."""
+        reshard(self._model.modules())
+        return moved(self._model, self.trained.ids(), self._group)
+
+    def frozen(self) -> dict[str, int]:
+        """Return a number for each frozen weight, which tells whether it has changed."""
+        reshard(self._model.modules())
+        return frozen_fingerprints(self._model, self.trained.ids())
+
+    def tune(self, every: int | None) -> None:
+        """Set the outer optimizers' rate and momentum for this H; None restores the recipe's initial settings."""
+        made = self._recipe.optimizer
+        if isinstance(made, OuterSGD):
+            made = made if every is None else replace(made, every=every)
+            self._tuned = replace(self._recipe, optimizer=made)
+            for fragment in self.fragments:
+                fragment.weights.tune(made)
+
+    def _bound(self, fragment: Fragment, group: Group, is_new: bool) -> BoundFragment:
+        return BoundFragment(fragment, self._tuned, group, self.cap_bytes, self._num_buffers, self._island_size, is_new)
+
+    def enter(self, generation: Generation, before: Sequence[int]) -> None:
+        """Continue with the members of a generation, given those of `before`: a collective the first time."""
+        has_values, self._group = bool(self.fragments), generation.group
+        if not has_values:
+            group = SoloGroup() if generation.joins else generation.group
+            self.fragments = [self._bound(fragment, group, is_new=True) for fragment in self._cut]
+        for fragment in self.fragments if has_values or generation.joins else ():
+            fragment.enter(before, generation.ids)
+
+    def begin_alike(self, generation: Generation) -> None:
+        """Begin with members that have the same values already; nothing is sent."""
+        self._group = generation.group
+        self.fragments = [self._bound(fragment, SoloGroup(), is_new=True) for fragment in self._cut]
+        for fragment in self.fragments:
+            fragment.enter((), generation.ids)
+
+    def note_newcomers(self) -> None:
+        """Compare the agreed weights in the next rounds, and in the next vote if they are the same on all ranks."""
+        for fragment in self.fragments:
+            fragment.comparison.note_newcomers(fragment.weights, self._recipe.has_anchor)
+
+    def may_keep(self) -> bool:
+        """Return whether this rank's steps since the last rounds can be separated from what all share."""
+        return self._recipe.has_anchor and self.is_shared() and not self._has_changed()
+
+    def is_shared(self) -> bool:
+        """Return whether this rank has what all shared after the latest round, perhaps with its own steps since."""
+        is_split = any(fragment.num_landed for fragment in self.fragments)  # a part of a round is in both
+        has_steps = any(fragment.pending_weight[0] for fragment in self.fragments)
+        return bool(self.fragments) and not is_split and (self._recipe.has_anchor or not has_steps)
+
+    def rebind(self, number: int) -> None:
+        """Find a fragment's tensors again, unless the model has changed: the next round follows that."""
+        if not self._has_changed():
+            self.fragments[number].rebind()
+
+    def _has_changed(self) -> bool:
+        """Return whether a tensor was added, replaced, removed, tied, untied or changed in kind."""
+        return structure_of(self._model)[0] != self._structure[0]
+
+    def change(self) -> ModelChange | None:
+        """Return the model's current structure, if it has changed since the last round."""
+        if not self._has_changed():
+            return None
+        kept = {place.name for fragment in self.fragments for place in fragment.cut.places}
+        known = {place.name: place.name in kept for one in self._cut for place in one.averages}
+        fragments = self._cut_again()
+        parts, tensors = described(self._recipe, fragments, self.cap_bytes)
+        description = text_of(parts)
+        fit = [without_masks(fragment, known) for fragment in fragments]
+        sizes = {id(tensor): tensor.numel() for fragment in self.fragments for tensor in fragment.trained}
+        new = [p for one in fit for p in one.parameters if sizes.get(id(p.get())) != p.get().numel()]
+        buffers = [place.name for one in fit for place in one.averages if place.name not in known]
+        vote = f"{description}; new: {[place.name for place in new]} {buffers}"
+        must_agree = description != self.description or bool(new and self._recipe.optimizer)
+        return ModelChange(fragments, fit, description, tensors, vote, new, must_agree)
+
+    def follow(self, change: ModelChange) -> None:
+        """Continue with the model's current structure, and the state of the parameters that it still has."""
+        self._read(change.fragments)
+        self._bind_again(change.fit, {}, keeps_digest=not change.must_agree)
+
+    def _cut_again(self) -> list[Fragment]:
+        """Cut a model that has changed: of what it had, what is exchanged; of what is new, what requires gradients."""
+        exchanged, before = self.trained.ids(), self.trained.moves.known
+        named = {
+            id(one) for name, one in self._model.named_parameters(remove_duplicate=False) if name in self.trained.names
+        }
+        ids = exchanged | named
+        with training(self._model, lambda one: id(one) in ids or (id(one) not in before and one.requires_grad)):
+            return self._recipe.fragments(self._model, self._recipe.schedule.fragments)
+
+    def resting(self) -> dict[str, Any]:
+        """Return copies of what has been agreed on and is not exchanged, in the form of a fragment's shared state."""
+        rest = self.trained.resting(own=False)
+        values = [value.clone() for value in rest.values()]
+        return {"names": {"rest": [_row(self.trained.places[name]) for name in rest]}, "agreed": {"rest": [values]}}
+
+    def adopt(self) -> None:
+        for number, fragment in enumerate(self.fragments):
+            self.rebind(number)
+            fragment.weights.adopt()
+        self.trained.adopt()
+
+    def reset_anchor(self) -> None:
+        for number, fragment in enumerate(self.fragments):
+            self.rebind(number)
+            fragment.weights.reset_anchor()
+
+    def count(self, amount: float) -> None:
+        self.trained.moves.count()
+        for fragment in self.fragments:
+            fragment.count(amount)
+
+    def reset(self) -> None:
+        self.reset_anchor()
+        self.trained.forget_moves()
+        for fragment in self.fragments:
+            fragment.pending_weight = [0.0] * len(fragment.pending_weight)
+
+    def copies(self, coming: Sequence[TensorPlace]) -> list[tuple[Tensor, Tensor]]:
+        """Return this rank's weights and buffers, as far as the model still has them, each with a copy.
+
+        Args:
+            coming: parameters that are not exchanged yet, and are copied too.
+        """
+        reshard(self._model.modules())
+        places = [place for fragment in self.fragments for place in fragment.cut.places]
+        found = [place.owner.get(place.key) for place in (*places, *coming)]
+        there = [local(tensor) for tensor in found if isinstance(tensor, Tensor)]
+        return [(tensor, tensor.clone()) for tensor in there]

@@ -1,0 +1,487 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An outer loop around unchanged scripts: `--outer` takes over torch's DDP, whoever made it.
+
+    DDP(model)               its gradients and buffers stay on their rank, or in its island
+    first optimizer step     opens the loop over each DDP model that the optimizer trains: a collective; a rank that
+                             makes no step comes to it at the flush
+    optimizer step           counts, also one that a GradScaler skips, and runs the rounds that are due
+    last batch               of a `DistributedSampler`: one flush, in the optimizer's step; or where the pass ends
+    sampler.set_epoch()      a flush, if that sampler was trained from: of what came after, or was read without a loader
+    leaving DDP.join()       a flush: ranks without data stay in the rounds until all have come
+    torch.multiprocessing    processes that the script starts are followed, as ranks
+    destroy_process_group()  the last flush; or the end of the script
+    model.state_dict()       the weights that all ranks last agreed on, if the recipe keeps them; nothing is sent
+    model.eval()             puts the same into the model; its own come back before it trains again
+
+All by public names of torch: hooks of communication, of steps and of state dicts, and functions called as before.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data.distributed import DistributedSampler
+
+from farflung.auto.tuner import LineTuner
+from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.events import tell
+from farflung.base.torch_internals import compiled_from, is_flattened
+from farflung.base.words import counted
+from farflung.comm.bucket import broadcast_values
+from farflung.comm.exchange import Exchange
+from farflung.comm.shards import is_sharded
+from farflung.comm.torch_group import TorchGroup
+from farflung.config import environ
+from farflung.config.launch import launched_outer
+from farflung.hosts.driver import Driver, EpochTracker
+from farflung.hosts.elastic import members_of, slots_of
+from farflung.hosts.evaluation import FollowedModelHook, LentWeights
+from farflung.hosts.frameworks import follow_frameworks, show_in_trainer, to_make_a_group, to_make_ddp
+from farflung.hosts.patching import around
+from farflung.hosts.rounds import RoundFigures, RoundOutputs
+from farflung.hosts.spawned import follow_processes
+from farflung.hosts.training_data import TrainingData
+from farflung.loop.optimizer import parameters_of
+from farflung.loop.scheduler import planned_updates
+from farflung.methods.arguments import OuterConfig, recipe_of
+from farflung.methods.fragments import training
+from farflung.outer.checks import check_inner
+from farflung.outer.gradients import LocalDDP
+from farflung.process.failure import OUTER_ATTACHED, leave_note
+from farflung.process.mesh import Mesh, make_mesh, replicas_here, require_replicas, stated_island_size
+from farflung.process.place import FIXED, Place
+from farflung.process.watchdog import Watchdog
+from farflung.process.world import current_world
+
+
+class FollowedModel:
+    """A DDP model that keeps its gradients, and the driver of the outer loop over it from the first step on.
+
+    `driver` is None before the first step and at the end; `trained` has the names of what required gradients at first.
+    """
+
+    def __init__(
+        self, ddp: DistributedDataParallel, has_warmup: bool, mesh: Mesh, flush: Callable[[FollowedModel], None]
+    ) -> None:
+        self._averages_without_loop = has_warmup
+        self.mesh = mesh
+        self.driver: Driver | None = None
+        self.epochs = EpochTracker(partial(flush, self))
+        self.local = LocalDDP(ddp, self._averages, mesh.island)
+        self.evaluation = LentWeights(ddp)
+        self.trained = {name for name, one in self.local.module.named_parameters() if one.requires_grad}
+        ddp.register_comm_hook = _no_second_hook  # type: ignore[method-assign]
+
+    def _averages(self) -> bool:
+        return self._averages_without_loop if self.driver is None else self.driver.loop.is_warming
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether `module` is the model, or what it was compiled from; a copy of it has its hooks too."""
+        return module is self.local.module or module is compiled_from(self.local.module)
+
+    def end(self) -> Driver | None:
+        """Restore DDP's gradient synchronization; return the driver, whose loop has to be ended."""
+        self.evaluation.end()
+        driver, self.driver, self._averages_without_loop = self.driver, None, True
+        self.local.end()
+        return driver
+
+
+class DDPTakeover:
+    """Follows every DDP model and optimizer of this process, for the outer loop that `config` asks for.
+
+    Args:
+        slots: makes the shares of the data, where replicas come and go: `farflung.data.slots.Slots`.
+        place: the replica that this process belongs to, if replicas come and go.
+    """
+
+    def __init__(self, config: OuterConfig, slots: Callable[..., Any] | None = None, place: Place = FIXED) -> None:
+        self._config, self._make_slots, self._place = config, slots, place
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()  # as they were made
+        self._schedulers: weakref.WeakSet[LRScheduler] = weakref.WeakSet()
+        self._joins: weakref.WeakSet[Join] = weakref.WeakSet()  # that hand over to the rounds
+        self._data = TrainingData(lambda: any(one.local.module.training for one in self._followed), self)
+        self.read_ranks()
+        self.forget()
+
+    def read_ranks(self) -> None:
+        """Read from the launcher's variables which rank of its world this process is."""
+        self._local_size = environ.integer("LOCAL_WORLD_SIZE") or 1
+        here = replicas_here(self._local_size, stated_island_size(self._local_size) or 1)
+        self._recipe = recipe_of(self._config, here)
+        self._outputs = RoundOutputs(self._config, environ.integer("RANK") or 0, self._place.member)
+
+    def forget(self) -> None:
+        """Forget all models and optimizers, as in a process that was forked from another one."""
+        self._mesh: Mesh | None = None
+        self._followed: list[FollowedModel] = []
+        self._driven: weakref.WeakKeyDictionary[Optimizer, list[FollowedModel]] = weakref.WeakKeyDictionary()
+        self._watchdog: Watchdog | None = None
+        self._has_ended = False  # what a script trains after its process group is gone is its own business
+        self._is_in_round = False  # then it is the outer optimizer that steps
+        self._is_skipped = False  # by a GradScaler: the step under way
+
+    def install(self) -> None:
+        """Begin: before the script is loaded, as it may import the functions that are wrapped."""
+        register_optimizer_step_pre_hook(lambda optimizer, args, options: self._about_to_step(optimizer))
+        register_optimizer_step_post_hook(lambda optimizer, args, options: self._stepped(optimizer))
+        around(LRScheduler, "__init__", self._make_scheduler)
+        around(Optimizer, "__init__", self._make_optimizer)
+        self._data.install()
+        around(DistributedSampler, "set_epoch", self._set_epoch)
+        around(Join, "__init__", self._make_join)
+        around(Join, "__exit__", self._leave_join)
+        around(dist, "barrier", self._barrier)
+        around(dist, "destroy_process_group", self._destroy_group)
+        around(DistributedDataParallel, "__init__", self._make_ddp)
+        around(nn.Module, "train", self._set_mode)
+        around(torch.amp.GradScaler, "step", self._scaler_step)
+
+    def _set_mode(self, train: Callable[..., Any], module: nn.Module, mode: bool = True) -> Any:
+        """Give a model the agreed weights for an evaluation; scripts that train in eval mode are there already."""
+        trained, result = module.training, train(module, mode)
+        for one in self._followed:
+            if one.holds(module) or module is one.local.ddp:
+                one.evaluation.change(mode, one.driver if trained else None)
+        return result
+
+    def close(self) -> None:
+        """End all loops with a last flush: a collective of all ranks."""
+        if dist.is_initialized():
+            self._open_all()
+            for one in self._followed:
+                one.epochs.flush_owed()
+        for driver in self._ended():
+            with self._in_round():
+                driver.end()
+            self._say(driver.loop.advice(by_flags=True))
+
+    def leave(self, error: BaseException) -> None:
+        """End all loops because of an error, and notify the other ranks. Nothing is exchanged."""
+        for driver in self._ended():
+            driver.end(error)
+
+    def _ended(self) -> list[Driver]:
+        """Restore the gradient synchronization of all DDP models; return the drivers whose loops have to be ended."""
+        followed, self._followed, self._has_ended = self._followed, [], True
+        self._driven.clear()
+        self._mesh = None
+        drivers = [one.end() for one in followed]
+        return [driver for driver in drivers if driver is not None and dist.is_initialized()]
+
+    @contextmanager
+    def _in_round(self) -> Iterator[None]:
+        before, self._is_in_round = self._is_in_round, True
+        try:
+            yield
+        finally:
+            self._is_in_round = before
+
+    def _make_ddp(self, make: Callable[..., None], *args: Any, **options: Any) -> None:
+        """Follow a DDP model that the script makes; if there are islands, make it over this rank's."""
+        if current_world() is not None or not dist.is_initialized():
+            make(*args, **options)  # an Accelerator of ours calls, and opens loops itself; or torch raises an error
+            return
+        given = inspect.signature(make).bind(*args, **options)
+        self._end_loop_over(given.arguments["module"])
+        mesh = self._islands(given.arguments["module"])
+        own = given.arguments.get("process_group"), given.arguments.get("device_mesh")
+        if mesh.device_mesh is not None and own in ((None, None), (dist.group.WORLD, None)):
+            given.arguments["process_group"] = mesh.row.get_group()
+        make(*given.args, **given.kwargs)
+        ddp = given.arguments["self"]
+        follow_frameworks(self._flush_all, self._is_behind, self._data)
+        self._followed.append(FollowedModel(ddp, self._recipe.may_warm_up, mesh, self._flush_model))
+        if mesh.device_mesh is not None:  # DDP has made the ranks of each island equal
+            broadcast_values([*ddp.module.parameters(), *ddp.module.buffers()], mesh.replicas)
+
+    def _end_loop_over(self, module: nn.Module) -> None:
+        """End the loop over a model that is about to be wrapped again, as a second fit does: a collective."""
+        for one in [one for one in self._followed if one.holds(module)]:
+            self._followed.remove(one)
+            self._driven.clear()  # each optimizer finds its models again at its next step
+            if (driver := one.end()) is not None:
+                with self._in_round():
+                    driver.end()
+
+    def _islands(self, module: nn.Module) -> Mesh:
+        """Return which ranks train a replica together: at the first call a collective."""
+        if self._mesh is None:
+            everyone = TorchGroup()
+            size = stated_island_size(self._local_size, None, everyone, self._place) or 1
+            device = next(module.parameters(), torch.empty(0)).device
+            mesh = make_mesh(everyone, size, device.type)
+            require_replicas(mesh, self._place)
+            self._mesh = mesh
+            if everyone.size > 1:
+                self._watchdog = Watchdog(everyone)  # ends waits in a round and in a call of the script for each other
+                self._watchdog.start(math.inf)
+            if self._place.member is not None and self._make_slots is not None and self._data.slots is None:
+                self._data.num_parts = everyone.size
+                slots = slots_of(self._place, self._make_slots, Exchange(everyone), self._data.is_training)
+                self._data.slots = slots
+        return self._mesh
+
+    def _about_to_step(self, optimizer: Optimizer) -> None:
+        """Open the loops over the models that `optimizer` trains, if this is its first step and they can work here."""
+        for one in self._driven.get(optimizer, ()) if not self._is_in_round else ():
+            one.evaluation.end()
+        is_afterwards = self._has_ended and not dist.is_initialized()
+        if self._is_in_round or is_afterwards or current_world() is not None or optimizer in self._driven:
+            return
+        models = self._trained_by(optimizer)
+        self._check(optimizer, parameters_of(optimizer), bool(models))
+        self._driven[optimizer] = models
+        for model in models:
+            if model.driver is None:
+                model.driver = self._opened(model, optimizer)
+            else:
+                check_inner(f"--outer {self._config.recipe}", self._recipe, 2)
+
+    def _trained_by(self, optimizer: Optimizer) -> list[FollowedModel]:
+        ids = {id(parameter) for parameter in parameters_of(optimizer)}
+        return [one for one in self._followed if any(id(each) in ids for each in one.local.module.parameters())]
+
+    def _check(self, optimizer: Optimizer, trained: list[torch.Tensor], has_models: bool) -> None:
+        asked = f"--outer {self._config.recipe}"
+        engine = next((name for name in ("deepspeed", "megatron") if name in sys.modules), None)
+        if self._recipe.weighs_items:
+            raise ConfigError(
+                f"{asked}: weigh_by={self._recipe.weigh_by!r} needs an Accelerator, whose backward(num_items=) counts "
+                "them."
+            )
+        if not dist.is_initialized() or (dist.get_world_size() == 1 and self._place.member is None):
+            raise ConfigError(
+                f"{asked}: this process trains alone, so there are no replicas to average. Start at least two with "
+                f"--num_processes, and {to_make_a_group()}."
+            )
+        if any(map(is_flattened, trained)):
+            raise ConfigError(
+                f"{asked}: FullyShardedDataParallel sends parameters, or with NO_SHARD gradients, over all "
+                f"{dist.get_world_size()} ranks in each step. Use DDP in place of NO_SHARD; or shard over some of the "
+                "ranks with an Accelerator (docs/islands.md)."
+            )
+        if any(map(is_sharded, trained)):
+            raise ConfigError(
+                f"{asked}: its parameters are shards. Shard over some ranks with an Accelerator, or leave out --outer: "
+                'OuterLoop(model, recipe, mesh=mesh, outer="replica") takes a mesh of your own (docs/islands.md).'
+            )
+        if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
+            raise ConfigError(f"{asked}: ZeroRedundancyOptimizer sends all parameters in each step. Use a plain one.")
+        if has_models:
+            return
+        if engine is not None:
+            raise ConfigError(f"{asked}: {engine} averages gradients by itself. Use DDP, or leave out --outer.")
+        where = f"none of the {len(self._followed)} DDP models has" if self._followed else "no DDP model has"
+        raise ConfigError(
+            f"{asked}: this {type(optimizer).__name__} trains {counted(len(trained), 'parameter')} which {where}, so "
+            f"nothing would average them: {to_make_ddp()}."
+        )
+
+    def _opened(self, one: FollowedModel, optimizer: Optimizer) -> Driver:
+        """Open the loop over a model at the first step of `optimizer`, and say so."""
+        module, mesh = one.local.module, one.mesh
+        members = members_of(self._place, mesh, self._data.slots)
+        before = {id(parameter) for name, parameter in module.named_parameters() if name in one.trained}
+        with self._in_round(), training(module, lambda each: each.requires_grad or id(each) in before):
+            trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+            driver = Driver(
+                module,
+                self._recipe,
+                members,
+                optimizer,
+                lambda: planned_updates(each for each in self._schedulers if each.optimizer is optimizer),
+                lambda advice: self._say(f"farflung: as the learning rate schedule has it, {advice}"),
+                tuner=LineTuner(),
+            )
+        driver.epochs = one.epochs
+        for other in self._optimizers:
+            if one in self._trained_by(other):
+                driver.iteration.expect(other)
+        self._outputs.listen(driver.loop, self._followed.index(one))
+        show_in_trainer(RoundFigures(driver.loop, self._followed.index(one)))
+        for whole in filter(None, (module, compiled_from(module))):
+            hooks: Any = whole  # whose types are not complete in torch
+            hooks.register_state_dict_post_hook(FollowedModelHook(_put_agreed, one))
+            hooks.register_load_state_dict_pre_hook(FollowedModelHook(lambda one, *_: one.evaluation.end(), one))
+            hooks.register_load_state_dict_post_hook(FollowedModelHook(_begin_anew, one))
+        leave_note(OUTER_ATTACHED)
+        record = None if members.membership is None else members.membership.record
+        size = mesh.replicas.size if record is None else len(record.ids)
+        each, where = "", "on their rank"
+        if mesh.island.size > 1:
+            each, where = f", each on {mesh.island.size} ranks,", "within their replica"
+        self._say(
+            f"farflung: {self._config.recipe} over {counted(size, 'replica')}{each} of a DDP model with {trained:,} "
+            f"parameters: {driver.loop.schedule}; its gradients stay {where}"
+        )
+        return driver
+
+    def _open_all(self) -> None:
+        """Open the loops that this rank has not opened yet, because it skipped all its steps or got no data."""
+        for optimizer in list(self._optimizers):
+            if any(one.driver is None for one in self._trained_by(optimizer)):
+                self._about_to_step(optimizer)
+
+    def _stepped(self, optimizer: Optimizer, done: bool = True) -> None:
+        if self._is_in_round or optimizer not in self._driven:
+            return
+        self._is_skipped = False
+        around = self._data.stepped()
+        with self._in_round():
+            for one in self._driven[optimizer]:
+                assert one.driver is not None
+                one.driver.step_attempted(optimizer, done, around)
+
+    def _make_scheduler(self, make: Callable[..., None], scheduler: LRScheduler, *args: Any, **options: Any) -> None:
+        make(scheduler, *args, **options)
+        self._schedulers.add(scheduler)
+
+    def _make_optimizer(self, make: Callable[..., None], optimizer: Optimizer, *args: Any, **options: Any) -> None:
+        make(optimizer, *args, **options)
+        if not self._is_in_round:
+            self._optimizers[optimizer] = None
+
+    def _set_epoch(
+        self, set_epoch: Callable[..., None], sampler: DistributedSampler[Any], *args: Any, **options: Any
+    ) -> None:
+        if sampler in self._data and not self._data.is_inside:
+            for one in self._followed:
+                one.epochs.flush_owed()
+                if self._data.slots is None:  # a script may read ahead, and step after the last batch was handed out
+                    one.epochs.flush()
+        set_epoch(sampler, *args, **options)
+
+    def iteration_starts(self, loader: Any) -> None:
+        for one in self._followed:
+            one.epochs.iteration_starts(loader)
+
+    def iteration_ended(self, ended: Any, at_end: bool) -> None:
+        for one in self._followed:
+            one.epochs.iteration_ended(ended, at_end, ended.may_train, self._data.is_read_ahead(ended))
+
+    def _flush_model(self, one: FollowedModel) -> None:
+        """Stay in the rounds of a loop until all ranks have come here: a collective."""
+        self._open_all()
+        if one.driver is not None:
+            one.evaluation.end()
+            with self._in_round():
+                one.driver.flush()
+
+    def _is_behind(self) -> bool:
+        return any(one.epochs.is_behind or one.epochs.is_owed for one in self._followed)
+
+    def _flush_all(self, if_behind: bool = False) -> None:
+        """Flush all loops, so that the weights in memory are equal and those of the state dict: a collective."""
+        for one in [one for one in self._followed if one.epochs.is_behind or one.epochs.is_owed or not if_behind]:
+            one.epochs.flush()
+
+    def _make_join(self, make: Callable[..., None], join: Join, joinables: Any, *args: Any, **options: Any) -> None:
+        """Keep torch's `join()` from sending: in rounds ranks wait for those without data anyway."""
+        given = inspect.signature(make).bind(join, joinables, *args, **options)
+        followed = {id(one.local.ddp) for one in self._followed}
+        own = [id(joinable) in followed for joinable in joinables]
+        if any(own) and given.arguments.get("enable", True):
+            asked = f"--outer {self._config.recipe}: join()"
+            if not all(own):
+                raise ConfigError(f"{asked} also joins objects other than DDP models, which send in each step.")
+            if any(one.mesh.island.size > 1 for one in self._followed):
+                raise ConfigError(
+                    f"{asked} can't work in islands of several ranks, where a rank without data leaves its island. "
+                    "Give the ranks of an island equally many batches (drop_last=True), and leave join() out."
+                )
+            if given.arguments.get("throw_on_early_termination"):
+                raise ConfigError(
+                    f"{asked} with throw_on_early_termination asks all ranks in each step. Leave it out: ranks without "
+                    "data stay in the rounds until all have come to the end of the block."
+                )
+            given.arguments["enable"] = False
+            self._joins.add(join)
+        make(*given.args, **given.kwargs)
+
+    def _leave_join(self, leave: Callable[..., None], join: Join, kind: Any, *error: Any) -> None:
+        if kind is None and join in self._joins:
+            self._flush_all()
+        leave(join, kind, *error)
+
+    def _barrier(
+        self, wait: Callable[..., Any], group: dist.ProcessGroup | None = None, *args: Any, **more: Any
+    ) -> Any:
+        if group in (None, dist.group.WORLD) and not self._is_in_round:
+            for one in self._followed:
+                if one.driver is not None and not one.epochs.is_ahead:  # else it may be called before a backward pass
+                    one.epochs.flush_owed()
+        return wait(group, *args, **more)
+
+    def _destroy_group(self, destroy: Callable[..., None], group: dist.ProcessGroup | None = None) -> None:
+        if group is None or group == dist.group.WORLD:
+            error = sys.exc_info()[1]  # frameworks clean up on the way of an error
+            self.close() if error is None else self.leave(error)
+            if self._watchdog is not None:
+                self._watchdog.stop()
+        destroy(group)
+
+    def _scaler_step(self, step: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
+        """Count a step that a GradScaler skips: it does not call the optimizer's hooks then."""
+        bare = getattr(optimizer, "optimizer", optimizer)  # as wrappers of optimizers call it
+        self._about_to_step(bare)
+        self._is_skipped = True
+        result = step(scaler, optimizer, *args, **options)
+        if self._is_skipped:
+            self._stepped(bare, done=False)
+        return result
+
+    def _say(self, line: str) -> None:
+        if line and environ.integer("RANK") == 0:
+            tell(line)
+
+
+def _no_second_hook(state: object, hook: Callable[..., object]) -> None:
+    raise Unsupported(
+        f"--outer keeps gradients where they are, so {getattr(hook, '__name__', hook)} would have nothing to compress. "
+        "Remove register_comm_hook, and choose with --outer-codec how weights are compressed."
+    )
+
+
+def take_over(slots: Callable[..., Any]) -> DDPTakeover:
+    """Take over the DDP models of the script that comes next, with the outer loop that the launcher asks for.
+
+    Args:
+        slots: see `DDPTakeover`.
+    """
+    config = launched_outer(OuterConfig)
+    assert config is not None
+    takeover = DDPTakeover(config, slots, Place.launched())
+    takeover.install()
+    follow_processes(takeover, partial(take_over, slots))
+    return takeover
+
+
+def _put_agreed(one: FollowedModel, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Put copies of the agreed weights into a state dict of a followed model."""
+    if one.driver is None or not one.driver.lends:
+        return
+    with one.driver.agreed():
+        own = {key: value for key, value in state.items() if key.startswith(prefix) and torch.is_tensor(value)}
+        state.update({key: value.clone() for key, value in own.items()})
+
+
+def _begin_anew(one: FollowedModel, keys: Any) -> None:
+    """Treat loaded weights as a new starting point, not as a step of training."""
+    if one.driver is not None:
+        one.driver.loop.reset_anchor()

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a replica of `farflung launch --elastic` gets from the run: its membership, and its share of the data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+from farflung.address.board import Log, vanished
+from farflung.address.member_store import LauncherNotes
+from farflung.address.schemes import transport_at
+from farflung.address.seal import Seal
+from farflung.address.transport import Transport
+from farflung.comm.exchange import Exchange
+from farflung.comm.group import Group
+from farflung.config import environ
+from farflung.config.key import run_key
+from farflung.hosts.driver import LoopMembers
+from farflung.hosts.rounds import record_rounds
+from farflung.members.elastic import Elastic
+from farflung.process.mesh import Mesh, require_replicas
+from farflung.process.place import Place
+
+
+def launched_membership(island: Group | None = None) -> Elastic | None:
+    """Return this replica's membership in the run of `farflung launch --elastic`, for one outer loop.
+
+        OuterLoop(model, recipe, membership=launched_membership())
+
+    Args:
+        island: the ranks that train this replica; None: this process alone.
+
+    Returns:
+        None if the replicas of this run don't come and go.
+
+    Raises:
+        ConfigError: the variables of the launcher can't be understood, or the run's key can't be read.
+        Unreachable: the launcher's store can't be reached.
+    """
+    return membership_of(Place.launched(), island)
+
+
+def membership_of(here: Place, island: Group | None) -> Elastic | None:
+    """Return the membership of the replica `here`, as `launched_membership` does; have the rounds of loops recorded."""
+    record_rounds()
+    if here.member is None:
+        return None
+    transport, settings = _run_of(here)
+    return Elastic(transport, here.member, island=island, **settings)
+
+
+def members_of(here: Place, mesh: Mesh, slots: Any) -> LoopMembers:
+    """Return the replicas of one outer loop: those of `mesh`, or the members of the elastic run that `here` is in.
+
+    Args:
+        slots: the data that an elastic replica shares, a `farflung.data.slots.Slots`; None: it shares none.
+    """
+    require_replicas(mesh, here)
+    membership = membership_of(here, mesh.island)
+    if membership is None:
+        return LoopMembers(mesh.replicas, mesh.island)
+    return LoopMembers(membership=membership, slots=slots)
+
+
+def slots_of(here: Place, make: Callable[..., Any], exchange: Exchange, is_training: Callable[[], bool]) -> Any:
+    """Return the data slots of the replica `here`.
+
+    Args:
+        make: `farflung.data.slots.Slots`.
+        exchange, is_training: its fields of these names.
+    """
+    transport, settings = _run_of(here)
+    bounds = {name: settings[name] for name in ("most", "expected")}
+    return make(transport.board, here.member, exchange, **bounds, is_training=is_training)
+
+
+def place() -> tuple[int, int]:
+    """Return which part of the data this process should read, and how many parts there are, for scripts that split it.
+
+        part, parts = place()
+        dataset = dataset[part::parts]
+
+    Under `farflung launch --elastic` each replica is a world of its own, so `RANK` does not tell it from the others. It
+    gets the first part that no living replica has; a restarted replica thus takes a part that became free. There are as
+    many parts as the run began with replicas; additional replicas share parts. In other runs the result is `RANK` and
+    `WORLD_SIZE`.
+
+    Raises:
+        ConfigError, Unreachable: see `launched_membership`.
+    """
+    rank, size = environ.integer("RANK") or 0, environ.integer("WORLD_SIZE") or 1
+    here = Place.launched()
+    if here.member is None:
+        return rank, size
+    transport, settings = _run_of(here)
+    notes, mine = LauncherNotes(transport.board), str(here.member).encode()
+    for number in count():
+        holders = Log(transport.board, f"place/{number}")
+        after, holder = holders.last()
+        is_free = holder is None or bool(notes.get("gone", int(holder)) or notes.get("left", int(holder)))
+        if holder == mine or (is_free and holders.append(after, mine)):
+            break
+    parts = settings["expected"]
+    return number % parts * size + rank, parts * size
+
+
+def _run_of(here: Place) -> tuple[Transport, dict[str, Any]]:
+    """Connect to the run of a replica; return how its replicas meet, and its settings."""
+    key = run_key()
+    transport = transport_at(here.address, seal=None if key is None else Seal(key))
+    if (content := transport.board.get("run")) is None:
+        raise vanished("run")
+    return transport, json.loads(content)

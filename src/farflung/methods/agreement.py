@@ -1,0 +1,494 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How one kind of value is combined: what each rank sends, how the values are summed, and how the result is applied.
+
+Weights may have an anchor: the point that all replicas agree on, in fp32, with the outer optimizer that moves it. This
+is the plain case; other ways to sum are in `aggregate.py`, and agreement one round late in `eager.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, ClassVar, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from farflung.base.checks import check_number
+from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.sizes import CAP_BYTES
+from farflung.base.torch_internals import foreach_copy_, foreach_lerp
+from farflung.codec.base import Codec, Identity
+from farflung.codec.feedback import ErrorFeedback
+from farflung.comm.bucket import Buckets
+from farflung.comm.group import Group, Op, Work
+from farflung.methods.momentum import OuterSGD
+from farflung.methods.weighting import Decision
+
+MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
+
+
+@dataclass(frozen=True)
+class Payload:
+    """A rank's part of one bucket."""
+
+    values: Tensor  # `[n]`; under error feedback they have become the residual, once there is a wire
+    wire: Tensor | None  # the encoded bytes to send. None: they are encoded when the exchange starts
+    out: Tensor  # `[n]`, where the result goes; it may be `values`
+    weight: float = 1.0  # this rank's; with 0 nothing of it counts, so error feedback keeps it for a later round
+    anchor: Tensor | None = None  # `[n]`, what the values are deltas from, where they are; maybe in the host's memory
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A bucket on its way."""
+
+    work: Work
+    # From how much each rank counts to `[n]`, the same bits on every rank, and the divisor that makes it the aggregate.
+    decode: Callable[[Decision], tuple[Tensor, float]]
+    num_bytes: int  # that this rank puts on the wire for it; as many come
+
+    def wait(self, decision: Decision) -> tuple[Tensor, float]:
+        """Return the sum over the ranks and what to divide it by."""
+        self.work.wait()
+        return self.decode(decision)
+
+
+class Aggregator(Protocol):
+    """Starts the exchange of one bucket; all ranks call it with the same codec.
+
+    A rank knows its own weight when it starts, and those of the others when it decodes: values travel with the votes.
+    """
+
+    agrees: ClassVar[bool] = True  # all ranks get the same bits
+
+    def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
+        """Do the part of the work on `x` `[n]` that does not need this rank's weight."""
+
+    def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
+        """Start sending a payload, which is used up. `number` is the same on all ranks and grows with each round."""
+
+
+@dataclass(frozen=True)
+class Mean(Aggregator):
+    """The weighted mean: each rank scales its values by its weight, and one all-reduce sums them on the way.
+
+    A weight of 1 scales nothing, so that sums which fit into fp32 stay exact.
+    """
+
+    def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
+        if not codec.linear:
+            raise Unsupported(f"Mean uses an all-reduce, but payloads of {codec} can't be summed. Use GatherMean().")
+        return Payload(x, None, x)
+
+    def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
+        x = payload.values
+        if payload.weight == 0:
+            x.zero_()  # not a product, which would keep a NaN
+        elif payload.weight != 1:
+            x.mul_(payload.weight)
+        wire = codec.encode(x)
+        return _all_reduced(wire, group, "sum", lambda decision: (codec.decode(wire, payload.out), decision.total))
+
+
+@dataclass(frozen=True)
+class Max(Aggregator):
+    """The largest value of each element, for counters; codec and weight have no effect."""
+
+    def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
+        return Payload(x, x, x)
+
+    def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
+        return _all_reduced(payload.values, group, "max", lambda decision: (payload.values, 1))
+
+
+class Averaged:
+    """local <- aggregate(local): the weights themselves, or buffers. Nothing is kept between rounds.
+
+    Attributes:
+        buckets: of the values; their buffers hold this rank's values, then the aggregate.
+        is_anchored: ranks exchange deltas from an anchor, whose norm tells how far this rank has moved.
+    """
+
+    is_anchored = False
+
+    def __init__(self, buckets: Buckets, aggregator: Aggregator, codec: Codec) -> None:
+        self.buckets = buckets
+        self.aggregator = aggregator
+        self.codec = codec
+        self._residuals: list[Tensor] = []  # of error feedback, one for each bucket
+        self._num_loaded = 0  # of the first buckets, whose buffers hold what this rank brings
+
+    def bring(self, k: int) -> Tensor:
+        """Fill the buffer of bucket `k` with this rank's values, and return it."""
+        return self.buckets.pack(k)
+
+    def load(self) -> None:
+        """Fill as many buffers as there are, beginning with the first bucket."""
+        self._num_loaded = min(len(self.buckets), self.buckets.num_buffers)
+        for k in range(self._num_loaded):
+            self.bring(k)
+
+    def measure(self) -> tuple[float, float]:
+        """Fill the buffers, and check all values.
+
+        Returns:
+            The norm of this rank's values, which is finite if and only if all of them are; without an anchor it is 0 or
+            NaN, which takes the cheapest pass over memory. And the largest magnitude if the codec has a limit, else 0.
+        """
+        largest, seen = [], []
+        for k in reversed(range(len(self.buckets))):
+            if self.codec.limit < math.inf:
+                low, high = torch.aminmax(self.bring(k))
+                largest.append(torch.maximum(-low, high))
+                seen.append(self.buckets.square(k, self.buckets.flat(k)))
+            elif not self.is_anchored and k >= self.buckets.num_buffers and self.buckets.is_coarse(k):
+                seen += [piece.sum(dtype=self.buckets.dtype) for piece in self.buckets.pieces(k)]
+            else:
+                seen.append(self.buckets.square(k, self.bring(k)))
+        self._num_loaded = min(len(self.buckets), self.buckets.num_buffers)
+        total = float(torch.stack(seen).sum(dtype=torch.float64)) if seen else 0.0
+        if not math.isfinite(total):  # perhaps a sum of large finite values
+            pieces = chain.from_iterable(map(self.buckets.pieces, range(len(self.buckets))))
+            total = 1e300 if all(bool(torch.isfinite(piece).all()) for piece in pieces) else math.nan
+        norm = math.sqrt(total) if self.is_anchored else 0.0 * total
+        return norm, float(torch.stack(largest).max()) if largest else 0.0
+
+    def prepare(self, k: int, group: Group) -> Payload:
+        """Encode bucket `k`, with the residual of the last round, as far as this rank's weight is not needed."""
+        if k >= self._num_loaded:
+            self.bring(k)
+        flat = self.buckets.flat(k)
+        residual = self._residuals[k].to(flat.device) if self._residuals else None
+        return self.aggregator.prepare(flat, self.codec, group, residual)
+
+    def sent(self, payload: Payload) -> Tensor:
+        """Return what the other ranks decode of a payload that is not on its way yet, `[n]`."""
+        wire = self.codec.encode(payload.values) if payload.wire is None else payload.wire
+        return wire if wire is payload.values else self.codec.decode(wire, torch.empty_like(payload.values))
+
+    def forget(self) -> None:
+        """Mark the buffers as used up."""
+        self._num_loaded = 0
+
+    def apply(self, k: int, payload: Payload, result: Tensor, divisor: float) -> None:
+        self.buckets.unpack(k, divisor)
+
+    def agreed(self, k: int) -> Sequence[Tensor]:
+        """Return bucket `k` of the agreed values, tensor by tensor; call it right after a round was applied."""
+        return self.buckets.pieces(k)
+
+    def tune(self, settings: OuterSGD) -> None:
+        """Give the outer optimizer other settings, if there is one."""
+
+    def adopt(self) -> None:
+        """local <- anchor, if there is one."""
+
+    def is_adopted(self) -> bool:
+        """Return whether the local weights are those of the anchor, if there is one."""
+        return True
+
+    def reset_anchor(self) -> None:
+        """anchor <- local, if there is one."""
+
+    def rows(self) -> dict[str, list[Tensor]]:
+        """Return the state that each element has between rounds, by name: one flat tensor per bucket."""
+        return {}
+
+    def continue_from(self, other: Averaged) -> None:
+        """Take over the state of another agreement that does not belong to single elements."""
+
+    def replicated(self) -> Any:
+        """Return copies of the state that a newcomer begins with: here the values, equal on all right after a round."""
+        return [[piece.clone() for piece in self.buckets.pieces(k)] for k in range(len(self.buckets))]
+
+    def join(self, replicated: Any, keeps: bool = False) -> None:
+        """Take over the state that `replicated` returned on another rank, including the values.
+
+        Args:
+            keeps: if there is an anchor, continue as far from the new one as from the one before.
+        """
+        _check_cut([*chain(*replicated)], [*chain(*map(self.buckets.pieces, range(len(self.buckets))))])
+        for k, pieces in enumerate(replicated):
+            foreach_copy_(self.buckets.pieces(k), pieces)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        return None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take over a state that `state_dict` returned."""
+
+
+class NewParameters(Averaged):
+    """local <- local + (mean - what was sent): parameters in their first round, whose mean becomes their anchor."""
+
+    def __init__(self, buckets: Buckets) -> None:
+        super().__init__(buckets, Mean(), Identity())
+        self._sent: dict[int, Tensor] = {}
+        self.means: dict[int, Tensor] = {}  # that were applied, by bucket
+
+    def prepare(self, k: int, group: Group) -> Payload:
+        payload = super().prepare(k, group)
+        self._sent[k] = payload.values.clone()
+        return payload
+
+    def apply(self, k: int, payload: Payload, result: Tensor, divisor: float) -> None:
+        mean = self.means[k] = result / divisor
+        sent = self.buckets.cut(k, self._sent.pop(k))
+        for local, value, before in zip(self.buckets.pieces(k), self.buckets.cut(k, mean), sent, strict=True):
+            local.copy_(torch.where(local == before, value, local + (value - before)))  # with the steps made meanwhile
+
+
+class Merge(Protocol):
+    """Merges the new anchor into the local weights, in place."""
+
+    def __call__(self, local: Sequence[Tensor], anchor: Sequence[Tensor]) -> None:
+        """Change `local`; `anchor` has as many tensors of the same shapes, in fp32."""
+
+
+@dataclass(frozen=True)
+class Replace:
+    """local <- anchor."""
+
+    def __call__(self, local: Sequence[Tensor], anchor: Sequence[Tensor]) -> None:
+        foreach_copy_(local, anchor)
+
+
+@dataclass(frozen=True)
+class Blend:
+    """local <- alpha * local + (1 - alpha) * anchor, which keeps part of the steps done while the round was in flight.
+
+    Args:
+        alpha: 0 discards those steps, 1 discards the anchor.
+
+    Raises:
+        ConfigError: `alpha` is not from 0 to 1.
+
+    Source: Streaming DiLoCo (arXiv:2501.18512), with alpha 0.5.
+    """
+
+    alpha: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_number("alpha", self.alpha, least=0, most=1)
+
+    def __call__(self, local: Sequence[Tensor], anchor: Sequence[Tensor]) -> None:
+        """Interpolate in fp32 and round once; alpha 0 copies, alpha 1 changes nothing."""
+        if self.alpha == 0:
+            foreach_copy_(local, anchor)
+        elif self.alpha < 1:
+            blended = [piece.to(point.dtype) for piece, point in zip(local, anchor, strict=True)]
+            foreach_copy_(local, foreach_lerp(list(anchor), blended, self.alpha))
+
+
+class Anchored(Averaged):
+    """anchor <- outer_opt(anchor, aggregate(codec(anchor - local))); local <- merge(local, anchor).
+
+    The anchor is one flat tensor per bucket, so that the outer optimizer can step bucket by bucket, as they land. That
+    needs no memory but the anchor, the optimizer's state and the buffers of the buckets.
+
+    Args:
+        buckets: of the trainable parameters; their values now are the first anchor.
+        make_optimizer: any `torch.optim` optimizer, such as `functools.partial(torch.optim.SGD, lr=0.7)`.
+        on_cpu: keep anchor and optimizer state in the host's memory (pinned, if the buckets are on a GPU).
+
+    Raises:
+        ConfigError: the optimizer made more than one group of the parameters it was given.
+    """
+
+    is_anchored = True
+
+    def __init__(
+        self,
+        buckets: Buckets,
+        aggregator: Aggregator,
+        codec: Codec,
+        make_optimizer: MakeOptimizer,
+        merge: Merge,
+        on_cpu: bool,
+    ) -> None:
+        super().__init__(buckets, aggregator, codec)
+        self._merge = merge
+        self._is_away = on_cpu and any(not buckets.flat(k).is_cpu for k in range(len(buckets)))
+        self._chunks = [nn.Parameter(self._kept(buckets.pack(k))) for k in range(len(buckets))]
+        self._views = [] if self._is_away else [buckets.cut(k, c.detach()) for k, c in enumerate(self._chunks)]
+        self._optimizer = make_optimizer(self._chunks) if self._chunks else None
+        if self._optimizer is not None and len(self._optimizer.param_groups) != 1:
+            raise ConfigError("The outer optimizer must keep its parameters in one parameter group.")
+        if isinstance(codec, ErrorFeedback):
+            self._residuals = [torch.zeros_like(chunk) for chunk in self._chunks]
+
+    def _kept(self, flat: Tensor) -> Tensor:
+        return flat.cpu().pin_memory() if self._is_away else flat.clone()
+
+    def tune(self, settings: OuterSGD) -> None:
+        if self._optimizer is not None:
+            settings.give(self._optimizer)
+
+    def bring(self, k: int) -> Tensor:
+        """Fill the buffer with anchor - local."""
+        local = self.buckets.pack(k)
+        point = self._chunks[k].detach()
+        return torch.sub(point.to(local.device, non_blocking=True) if self._is_away else point, local, out=local)
+
+    def prepare(self, k: int, group: Group) -> Payload:
+        return replace(super().prepare(k, group), anchor=self._chunks[k].detach())
+
+    def apply(self, k: int, payload: Payload, result: Tensor, divisor: float) -> None:
+        """Move the anchor, then merge. Only now subtract the values that were sent from the residual."""
+        if self._residuals and payload.weight:
+            self._residuals[k].copy_(payload.values)
+        self._advance(k, result if divisor == 1 else result.div_(divisor))
+
+    def _advance(self, k: int, mean: Tensor) -> None:
+        """Step the outer optimizer on bucket `k` of the anchor, with `mean` `[sizes[k]]` as its gradient; merge."""
+        assert self._optimizer is not None
+        group = self._optimizer.param_groups[0]
+        with self._beside_buckets(k) as chunk:
+            chunk.grad = mean.to(chunk.device)
+            group["params"] = [chunk]  # or each step would look at all chunks to find the one that has a gradient
+            try:
+                self._optimizer.step()
+            finally:
+                group["params"] = self._chunks
+                chunk.grad = None
+            self._merge(self.buckets.pieces(k), self.agreed(k))
+
+    @contextmanager
+    def _beside_buckets(self, k: int) -> Iterator[nn.Parameter]:
+        """Yield bucket `k` of the anchor; with its optimizer's state it is on the buckets' device within the block.
+
+        So an anchor that is kept in the host's memory moves by the same bits, and by the device's speed.
+        """
+        chunk = self._chunks[k]
+        if not self._is_away or self._optimizer is None:
+            yield chunk
+            return
+        home, state, device = chunk.data, self._optimizer.state[chunk], self.buckets.flat(k).device
+        rows = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim() == 1}
+        chunk.data = home.to(device, non_blocking=True)
+        state.update({name: row.to(device, non_blocking=True) for name, row in rows.items()})
+        try:
+            yield chunk
+        finally:
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.dim() == 1:
+                    state[name] = rows[name].copy_(value) if name in rows else self._kept(value)
+            chunk.data = home.copy_(chunk.data)
+
+    def agreed(self, k: int) -> list[Tensor]:
+        if not self._is_away:
+            return self._views[k]
+        return self.buckets.cut(k, self._chunks[k].detach().to(self.buckets.flat(k).device, non_blocking=True))
+
+    def adopt(self) -> None:
+        for k in range(len(self.buckets)):
+            foreach_copy_(self.buckets.pieces(k), self.agreed(k))
+
+    def is_adopted(self) -> bool:
+        pairs = [zip(self.buckets.pieces(k), self.agreed(k), strict=True) for k in range(len(self.buckets))]
+        return all(torch.equal(own, agreed.to(own)) for pair in pairs for own, agreed in pair)
+
+    def reset_anchor(self) -> None:
+        """anchor <- local; residuals are 0."""
+        for k, chunk in enumerate(self._chunks):
+            chunk.detach().copy_(self.buckets.pack(k))
+        for residual in self._residuals:
+            residual.zero_()
+
+    def rows(self) -> dict[str, list[Tensor]]:
+        rows = {"anchor": [chunk.detach() for chunk in self._chunks]}
+        if self._optimizer is not None:
+            states = [self._optimizer.state.get(chunk, {}) for chunk in self._chunks]
+            names = [name for name, value in states[0].items() if isinstance(value, Tensor) and value.dim() == 1]
+            rows |= {
+                name: [state[name] for state in states] for name in names if all(name in state for state in states)
+            }
+        return rows | ({"residual": self._residuals} if self._residuals else {})
+
+    def continue_from(self, other: Averaged) -> None:
+        """Take over the settings of another outer optimizer, and its state, with 0 for each element."""
+        assert isinstance(other, Anchored)
+        if self._optimizer is None or other._optimizer is None:
+            return
+        (mine,), (theirs,) = self._optimizer.param_groups, other._optimizer.param_groups
+        mine.update({name: value for name, value in theirs.items() if name != "params"})
+        state = other._optimizer.state.get(other._chunks[0], {})
+        for chunk in self._chunks:
+            for name, value in state.items():
+                is_row = isinstance(value, Tensor) and value.dim() == 1
+                self._optimizer.state[chunk][name] = torch.zeros_like(chunk) if is_row else deepcopy(value)
+
+    def replicated(self) -> dict[str, Any]:
+        optimizer = None if self._optimizer is None else deepcopy(self._optimizer.state_dict())
+        return {"chunks": [chunk.detach().clone() for chunk in self._chunks], "optimizer": optimizer}
+
+    def join(self, replicated: Any, keeps: bool = False) -> None:
+        """Residuals go with what this rank keeps: of what it doesn't, others may have applied a part."""
+        _check_cut(replicated["chunks"], self._chunks)
+        for k, (chunk, saved) in enumerate(zip(self._chunks, replicated["chunks"], strict=True) if keeps else ()):
+            way = saved.to(chunk.device) - chunk.detach()
+            local = self.buckets.pack(k)
+            local.add_(way.to(local.device))
+            self.buckets.unpack(k)
+        self._load_anchor(replicated)
+        if not keeps:
+            self.adopt()
+            for residual in self._residuals:
+                residual.zero_()
+
+    def _load_anchor(self, state: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for chunk, saved in zip(self._chunks, state["chunks"], strict=True):
+                chunk.copy_(saved)
+        if self._optimizer is not None:
+            self._optimizer.load_state_dict(deepcopy(state["optimizer"]))
+
+    def state_dict(self) -> dict[str, Any] | None:
+        return {"anchor": self.replicated(), "residuals": [residual.clone() for residual in self._residuals]}
+
+    def load_state_dict(self, state: Any) -> None:
+        self._load_anchor(state["anchor"])
+        for residual, saved in zip(self._residuals, state["residuals"], strict=True):
+            residual.copy_(saved)
+
+
+def _check_cut(given: Sequence[Tensor], here: Sequence[Tensor]) -> None:
+    """Raise ConfigError unless both are cut into the same pieces: values are copied by position."""
+    if [x.shape for x in given] != [x.shape for x in here]:
+        raise ConfigError(
+            f"The given state is cut into {[x.numel() for x in given[:5]]} values, and so on, here it would be "
+            f"{[x.numel() for x in here[:5]]}. Continue with the version of Farflung that wrote it."
+        )
+
+
+def average(tensors: Sequence[Tensor], group: Group, decision: Decision, cap_bytes: int = CAP_BYTES) -> int:
+    """Replace `tensors` by their weighted mean over the ranks, at once: a collective outside of rounds.
+
+    Args:
+        tensors: floating ones of any shapes, the same on every rank; or whole numbers, whose largest are taken instead.
+        cap_bytes: how much is copied and sent at a time.
+
+    Returns:
+        The bytes that this rank sent, which are as many as it received.
+    """
+    dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    aggregator: Aggregator = Mean()
+    if any(not tensor.is_floating_point() for tensor in tensors):
+        dtype, aggregator = torch.int64, Max()
+    buckets, sent = Buckets(tensors, dtype, cap_bytes=cap_bytes), 0
+    for k in range(len(buckets)):
+        flat = buckets.pack(k)
+        pending = aggregator.start(Payload(flat, None, flat, decision.factors[group.rank]), Identity(), group, 0)
+        buckets.unpack(k, pending.wait(decision)[1])
+        sent += pending.num_bytes
+    return sent
+
+
+def _all_reduced(wire: Tensor, group: Group, op: Op, decode: Callable[[Decision], tuple[Tensor, float]]) -> Pending:
+    return Pending(group.all_reduce(wire, op), decode, 2 * (group.size - 1) * wire.nbytes // group.size)
