@@ -36,6 +36,7 @@ import torch.distributed as dist
 from _measure import report
 from bench_slow_network import judge
 
+from farflung.auto.trial import RecipeTrial
 from farflung.auto.tuner import LineTuner
 from farflung.demo.gpt import GPT, loss_per_sequence
 from farflung.demo.settings import SIZES
@@ -276,7 +277,8 @@ def work(
     options = METHODS[method]
     if options:
         tuner = LineTuner()
-        loop = OuterLoop(model, OuterConfig(**options, steps=steps), inner=optimizer, tuner=tuner)
+        chooser = RecipeTrial(tuner) if method == AUTO else None
+        loop = OuterLoop(model, OuterConfig(**options, steps=steps), inner=optimizer, chooser=chooser)
         if method == AUTO:
             tuner.follow(loop)
     rounds: list[tuple[float, int, float, int]] = []

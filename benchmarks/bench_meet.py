@@ -45,6 +45,7 @@ from farflung.demo.settings import SIZES
 from farflung.demo.text import load_text
 from farflung.elastic import launched_membership
 from farflung.outer import OuterLoop
+from farflung.auto.trial import RecipeTrial
 from farflung.auto.tuner import LineTuner
 from farflung.methods.arguments import OuterConfig
 size, steps, recipe, options = sys.argv[1], int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
@@ -59,7 +60,8 @@ membership = launched_membership()
 outer = None
 if membership is not None:
     tuner, config = LineTuner(), OuterConfig(recipe, steps=steps + steps // 4, **options)
-    outer = OuterLoop(model, config, inner=optimizer, membership=membership, tuner=tuner)
+    chooser = RecipeTrial(tuner) if recipe == "auto" else None
+    outer = OuterLoop(model, config, inner=optimizer, membership=membership, chooser=chooser)
     if recipe == "auto":
         tuner.follow(outer)
     torch.manual_seed(membership.member)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from farflung import OuterConfig
-from farflung.auto.trial import Link, Measurements
+from farflung.auto.trial import Link, Measurements, RecipeTrial
 from farflung.base.errors import ConfigError
 from farflung.comm.group import SoloGroup
 from farflung.config.outer import OuterSettings
@@ -67,7 +67,7 @@ class Auto:
     def __init__(self, group, tuner):
         self.rank, self.tuner, self.model = group.rank, tuner, net()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.5)
-        self.loop = OuterLoop(self.model, "auto", group, tuner=tuner).attach(self.optimizer)
+        self.loop = OuterLoop(self.model, "auto", group, chooser=RecipeTrial(tuner)).attach(self.optimizer)
 
     def train(self, first, last):
         for step in range(first, last):
@@ -135,7 +135,9 @@ def test_a_lost_packet_makes_no_line_slow_and_a_few_slow_steps_no_replica(monkey
             return plain(out, x)
 
         group.all_gather = all_gather
-        loop = OuterLoop(net(), "auto", group, tuner=(tuner := FixedTuner(CHOICES["diloco"], averaging_s=0.0)))
+        loop = OuterLoop(
+            net(), "auto", group, chooser=RecipeTrial(tuner := FixedTuner(CHOICES["diloco"], averaging_s=0.0))
+        )
         for took_s in (0.5, 0.5, *range(1, 19)):  # the first two don't count
             clock.s += took_s
             loop.count(done=took_s < 9)  # of a script that averages gradients itself, and skips steps
@@ -214,7 +216,7 @@ def test_what_an_earlier_start_measured_is_known_to_all_before_the_first_step(gr
     membership, rounds_s = FixedMembership(group, SoloGroup()), []
     membership.expect_round = rounds_s.append
     recipe = OuterConfig("auto", steps=50 + group.rank)
-    assert OuterLoop(model, recipe, membership=membership, tuner=tuner).schedule == Every(8)
+    assert OuterLoop(model, recipe, membership=membership, chooser=RecipeTrial(tuner)).schedule == Every(8)
     assert tuner.measured == Measurements(*KNOWN[:1], KNOWN[1:], 2, 22, 4, 48, 1, 50, 30, True, False, True)
     assert (tuner.asked, tuner.told, rounds_s) == ((22, 2), (50 + group.rank, group.rank == 0), [8.0])
 
@@ -222,7 +224,7 @@ def test_what_an_earlier_start_measured_is_known_to_all_before_the_first_step(gr
 @on_replicas(2)
 def test_what_the_user_has_set_holds_under_the_recipe_that_is_chosen(group):
     recipe = OuterConfig("auto", weigh_by="items", anchor_on_cpu=True)
-    loop = OuterLoop(net(), recipe, group, tuner=FixedTuner(CHOICES["weights"], known=KNOWN))
+    loop = OuterLoop(net(), recipe, group, chooser=RecipeTrial(FixedTuner(CHOICES["weights"], known=KNOWN)))
     loop.step(items=1)
     assert re.match(r"Every\(every=8\), .*by items", loop.state_dict()["description"])
 
@@ -259,7 +261,9 @@ def being_lost(group, fails_at, lost):
     membership = fault.membership(AgreeingMembership(group, [0, 1, 2]))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     try:
-        loop = OuterLoop(model, "auto", membership=membership, tuner=FixedTuner(CHOICES["diloco"])).attach(optimizer)
+        loop = OuterLoop(
+            model, "auto", membership=membership, chooser=RecipeTrial(FixedTuner(CHOICES["diloco"]))
+        ).attach(optimizer)
         while loop.position < 45:
             train(model, optimizer, loop.position, me)
         loop.close()
@@ -285,7 +289,7 @@ def in_islands(averaging_s):
     made, grid = {}, Grid()
     for wrap in ("alone", "sharded", "in_step"):
         tuner = FixedTuner(CHOICES["weights"], averaging_s)
-        run = IslandRun(grid, "auto", wrap, tuner=tuner)
+        run = IslandRun(grid, "auto", wrap, chooser=RecipeTrial(tuner))
         run.steps(*range(1, 40))
         run.outer.flush()
         made[wrap] = run.values(), run.outer.schedule, tuner.measured.island_size, tuner.measured.parameters
@@ -310,7 +314,7 @@ def chooses(pipe, place, folder, member, variables, step_s, numel, dies, recipe,
     elastic = Elastic(transport, member, grace_s=8.0)
     model, tuner, draw = net(), FixedTuner(CHOICES["diloco"]), torch.Generator().manual_seed(member)
     membership = fail_at(*dies or ("local step", 0)).membership(elastic)
-    with OuterLoop(model, "auto", membership=membership, tuner=tuner) as loop:
+    with OuterLoop(model, "auto", membership=membership, chooser=RecipeTrial(tuner)) as loop:
         pipe.send({"member": member, "joined": loop.position})
         while steps:
             there = len(elastic.record.ids)

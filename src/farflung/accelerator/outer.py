@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from farflung.auto.tuner import LineTuner
 from farflung.base.errors import ConfigError
 from farflung.hosts.driver import Driver, EpochTracker
 from farflung.hosts.elastic import members_of
@@ -60,7 +59,6 @@ class AttachedLoop(Driver):
             ),
             lambda advice: get_logger(__name__).warning(f"As the learning rate schedule has it, {advice}"),
             self._items_of_step,
-            LineTuner(),
         )
         self.follow_optimizers()
         if recipe.weighs_items:

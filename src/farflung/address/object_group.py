@@ -87,6 +87,7 @@ class ObjectGroup(Group):
     """
 
     is_concurrent = True
+    is_direct = False
     piece_bytes = 4 * 1024 * 1024  # as each one is a request
 
     def __init__(self, board: ObjectBoard, name: str, rank: int, size: int, watch: Watch, first: int = 0) -> None:

@@ -18,7 +18,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -27,14 +27,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from farflung.address.object_group import ObjectGroup
-from farflung.base.errors import ConfigError
-from farflung.comm.group import Group
 from farflung.config.outer import OuterSettings
 from farflung.methods.arguments import recipe_of
 from farflung.methods.fragments import num_blocks
 from farflung.methods.recipe import Recipe
 from farflung.methods.schedule import TrialSchedule, Warmup, after_warmup
+from farflung.outer.chooser import Chooser
 from farflung.outer.membership import Membership
 from farflung.outer.quorum import Quorum
 
@@ -113,95 +111,85 @@ class Tuner(Protocol):
         """Correct the recipe of this `OuterLoop` from now on."""
 
 
-class RecipeTrial:
+class RecipeTrial(Chooser):
     """A loop's trial: what it has measured so far.
 
     Args:
-        recipe: that of the trial, which has an anchor.
         tuner: chooses.
-
-    Attributes:
-        quorum: the loop's.
-        spec: the text of the recipe that was chosen, or one of the two kinds of trial.
-
-    Raises:
-        ConfigError: there is no tuner.
     """
 
-    quorum: Quorum
+    sets_options = True
+    _quorum: Quorum
+    _membership: Membership
+    _model: nn.Module
+    _recipe: Recipe  # of the trial, which has an anchor
 
-    def __init__(self, recipe: Recipe, tuner: Tuner | None, membership: Membership, model: nn.Module) -> None:
-        if tuner is None:
-            raise ConfigError(
-                "auto chooses a recipe for an Accelerator, or for a script under `farflung launch --outer auto`. In a "
-                "plain loop name one: `farflung plan` compares them for a line."
-            )
-        self._recipe, self._tuner, self._membership, self._model = recipe, tuner, membership, model
+    def __init__(self, tuner: Tuner) -> None:
+        self._tuner = tuner
         # Of the latest steps, without waits: a replica that comes and goes may be on trial alone for days.
         self._times: deque[float] = deque(maxlen=2 * TrialSchedule.every)
         self._until = TrialSchedule.every
         self._waits_in_steps = False
         self._link: Link | None = None
-        self.spec = _ALONE
+        self._spec = _ALONE  # the recipe that was chosen, as a text, or one of the two kinds of trial
 
     @property
-    def is_on(self) -> bool:
-        return self.spec in (_ALONE, _AVERAGED)
+    def is_measuring(self) -> bool:  # type: ignore[override]
+        return self._spec in (_ALONE, _AVERAGED)
 
     @property
     def _is_looking(self) -> bool:
         return self._until <= _AVERAGED_STEPS
 
-    def is_due(self, position: int) -> bool:
-        """Return whether the trial ends after this step."""
-        return self.is_on and position >= self._until
+    def first(self, recipe: Recipe, model: nn.Module, membership: Membership) -> Recipe:
+        self._recipe, self._model, self._membership = recipe, model, membership
+        return self.known() or recipe
 
     def known(self) -> Recipe | None:
-        """Return the recipe that other replicas of this run have chosen; None if none has."""
         text = self._membership.agreed("")
-        return self._take(text, None) if text and self.is_on else None
+        return self._take(text, None) if text and self.is_measuring else None
 
-    def begin(self) -> Recipe | None:
-        """Measure the line: a collective, unless this process is alone. Return what to begin with if not the trial."""
-        quorum = self.quorum
+    def met(self, quorum: Quorum) -> Recipe | None:
+        """Measure the line, unless this process is alone."""
+        self._quorum = quorum
         if quorum.group.size == 1 and quorum.membership.is_fixed:
             self._tuner.alone()
-        if not self.is_on or quorum.group.size == 1 or not quorum.membership.is_fixed:
+        if not self.is_measuring or quorum.group.size == 1 or not quorum.membership.is_fixed:
             return None
-        is_fixed = not _is_by_objects(quorum.group)
         if step_s := self._together(self._measure_line):
             steps = self._gathered(*self._planned())[0]
-            return self._decide(replace(self._measured(step_s, steps), may_average=is_fixed))
-        if is_fixed and self._tuner.averages(self._measured((), (0, 0))):
+            return self._decide(replace(self._measured(step_s, steps), may_average=quorum.group.is_direct))
+        if quorum.group.is_direct and self._tuner.averages(self._measured((), (0, 0))):
             self._until = 1
-            return self.resumed(_AVERAGED)
+            return self._on_trial(_AVERAGED)
         return None
 
-    def resumed(self, spec: str) -> Recipe:
-        """Return the recipe of a loop whose trial had this `spec`, and continue with that."""
-        self.spec = spec
-        if self.is_on:
-            inside = after_warmup(self._recipe.schedule)
-            self._recipe = replace(self._recipe, schedule=Warmup(TrialSchedule.every, inside) if spec else inside)
-            return self._recipe
-        return self._take(spec, None)
+    def _on_trial(self, spec: str) -> Recipe:
+        self._spec, inside = spec, after_warmup(self._recipe.schedule)
+        self._recipe = replace(self._recipe, schedule=Warmup(TrialSchedule.every, inside) if spec else inside)
+        return self._recipe
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"auto": self._spec}
+
+    def resumed(self, state: Mapping[str, Any]) -> Recipe | None:
+        if (spec := state.get("auto")) is None:
+            return None
+        return self._on_trial(spec) if spec in (_ALONE, _AVERAGED) else self._take(spec, None)
 
     def note_step(self, waited_s: float, waits_in_steps: bool) -> None:
-        """Record that a step of the trial has ended.
-
-        Args:
-            waited_s: how many seconds this process has waited for others since its loop began.
-            waits_in_steps: an exchange of gradients is not part of those.
-        """
         self._waits_in_steps = waits_in_steps
-        if self.quorum.group.size > 1 and any(parameter.is_cuda for parameter in self._model.parameters()):
+        if self._quorum.group.size > 1 and any(parameter.is_cuda for parameter in self._model.parameters()):
             torch.cuda.synchronize()
         self._times.append(time.perf_counter() - waited_s)
 
-    def end(self) -> Recipe | None:
-        """Choose: a collective of fixed members, unless this process is alone. None: nothing can be known yet."""
+    def is_due(self, step: int, is_early: bool = False) -> bool:
+        return self.is_measuring and self._membership.is_fixed and (is_early or step >= self._until)
+
+    def choose(self) -> Recipe | None:
+        """Choose, unless this process is alone; None also if nothing can be known yet."""
         is_look = self._is_looking
-        measured = self._together(self._measure) if self.quorum.group.size > 1 else None
+        measured = self._together(self._measure) if self._quorum.group.size > 1 else None
         if is_look:
             self._until = self._until + 1 if self._until < _AVERAGED_STEPS else TrialSchedule.every
         else:
@@ -210,11 +198,10 @@ class RecipeTrial:
             return None
         return self._alone_unless_averaged(measured) if is_look else self._decide(measured)
 
-    def look(self) -> Recipe | None:
-        """Choose after a round of members that come and go: a collective. None: nothing can be known yet.
-
-        If a member is lost meanwhile, the others find the recipe that any of them has chosen already.
-        """
+    def landed(self) -> Recipe | None:
+        """If a member is lost meanwhile, the others find the recipe that any of them has chosen already."""
+        if not self.is_measuring or self._membership.is_fixed:
+            return None
         found: list[Recipe] = []
 
         def choose() -> None:
@@ -222,13 +209,13 @@ class RecipeTrial:
             if measured := self._measure():
                 found.append(self._decide(measured))
 
-        if self.quorum.group.size > 1:
-            self.quorum.run(choose, again=False)
+        if self._quorum.group.size > 1:
+            self._quorum.run(choose, again=False)
         return found[0] if found else self.known()
 
     def _together(self, act: Callable[[], _T]) -> _T:
         found: list[_T] = []
-        self.quorum.run(lambda: found.append(act()))
+        self._quorum.run(lambda: found.append(act()))
         return found[-1]
 
     def _measure(self) -> Measurements | None:
@@ -245,7 +232,7 @@ class RecipeTrial:
             return None
         self._times.clear()
         self._until = TrialSchedule.every
-        return self.resumed(_ALONE)
+        return self._on_trial(_ALONE)
 
     def _step_s(self) -> float:
         """Return how long a step takes here; infinite if there were too few.
@@ -259,8 +246,8 @@ class RecipeTrial:
 
     def _gathered(self, *mine: float) -> list[list[float]]:
         """Return numbers of each replica, the largest of its ranks, by rank: a collective."""
-        largest = [max(column) for column in zip(*self.quorum.generation.island.gathered(*mine), strict=True)]
-        rows: list[list[float]] = self.quorum.group.all_gather_small(
+        largest = [max(column) for column in zip(*self._quorum.generation.island.gathered(*mine), strict=True)]
+        rows: list[list[float]] = self._quorum.group.all_gather_small(
             torch.tensor(largest, dtype=torch.float64)
         ).tolist()
         return rows
@@ -271,22 +258,22 @@ class RecipeTrial:
         Returns:
             The seconds of the fastest and the slowest replica's step then.
         """
-        known = self._tuner.remembered(self._count()[0], self.quorum.group.size)
+        known = self._tuner.remembered(self._count()[0], self._quorum.group.size)
         numbers = (0.0,) * 4 if known is None else (known[0].bandwidth_bps, known[0].turn_s, *known[1:])
         remembered = self._gathered(*numbers)[0]
         if remembered[0] > 0:
             self._link = Link(*remembered[:2])
             return tuple(remembered[2:])
-        group = self.quorum.group
+        group = self._quorum.group
         turn_s, size = self._timed(partial(self._gathered, 0.0)), _FIRST_BYTES
         while (took_s := self._timed(partial(self._gather_bytes, size))) <= _FILL_S + 2 * turn_s and size < _MOST_BYTES:
             size *= _GROWTH
-        passes = group.size if _is_by_objects(group) else group.size - 1
+        passes = group.size - group.is_direct
         self._link = Link(8 * size * passes / max(took_s - turn_s, 1e-9), turn_s)
         return ()
 
     def _gather_bytes(self, size: int) -> None:
-        group = self.quorum.group
+        group = self._quorum.group
         block = torch.zeros(size, dtype=torch.uint8, device=group.wire_device)
         everyone = block.new_empty(size * group.size)
         group.all_gather(everyone, block).wait()
@@ -313,7 +300,7 @@ class RecipeTrial:
         return inside.steps or self._tuner.planned() or 0, self._tuner.pass_steps() or 0
 
     def _measured(self, step_s: Sequence[float], planned: Sequence[float]) -> Measurements:
-        quorum, (parameters, buffer_bytes) = self.quorum, self._count()
+        quorum, (parameters, buffer_bytes) = self._quorum, self._count()
         assert self._link is not None
         return Measurements(
             self._link,
@@ -325,7 +312,7 @@ class RecipeTrial:
             quorum.generation.island.size,
             int(planned[0]) or None,
             int(planned[1]) or None,
-            is_direct=not _is_by_objects(quorum.group),
+            is_direct=quorum.group.is_direct,
             is_averaged=self._recipe.warmup > 0 and self._waits_in_steps,
             may_average=self._recipe.warmup > 0,
             is_fixed=quorum.membership.is_fixed,
@@ -334,22 +321,17 @@ class RecipeTrial:
     def _decide(self, measured: Measurements) -> Recipe:
         settings = self._tuner.choose(measured)
         text = json.dumps({"recipe": settings.recipe, **settings.given()})
-        agreed = self.quorum.membership.agreed(text)
+        agreed = self._quorum.membership.agreed(text)
         return self._take(agreed, measured if agreed == text else None)
 
     def _take(self, text: str, measured: Measurements | None) -> Recipe:
         settings = OuterSettings(**json.loads(text))
-        is_first = measured is not None and self.quorum.group.rank == 0
+        is_first = measured is not None and self._quorum.group.rank == 0
         self._tuner.chosen(settings, measured, int(self._planned()[0]) or None, is_first)
-        self.spec = text
+        self._spec = text
         if measured is not None and settings.every:
             self._membership.expect_round(settings.every * max(measured.step_s))
         return _like(self._recipe, settings)
-
-
-def _is_by_objects(group: Group) -> bool:
-    """Return whether values travel as objects, in requests, rather than between the members."""
-    return isinstance(group, ObjectGroup)
 
 
 def _like(trial: Recipe, settings: OuterSettings) -> Recipe:

@@ -30,9 +30,10 @@ _KEYS = ("parameters", "replicas")
 class LineTuner:
     """Chooses the recipe of one loop, and corrects it; see `farflung.auto.trial.Tuner`."""
 
-    def __init__(self) -> None:
-        self.planned: Callable[[], int | None] = lambda: None
-        self.pass_steps: Callable[[], int | None] = lambda: None
+    def __init__(
+        self, planned: Callable[[], int | None] = lambda: None, pass_steps: Callable[[], int | None] = lambda: None
+    ) -> None:
+        self.planned, self.pass_steps = planned, pass_steps
         self._loop: weakref.ref[OuterLoop] | None = None
         self._corrector = IntervalController(None)
         self._landed_at = time.perf_counter()

@@ -108,9 +108,11 @@ class Group(Members):
     The collectives are made of `all_gather` and `broadcast`. A group for which there are shorter ways has its own.
 
     Attributes:
+        is_direct: values travel between the members; otherwise as objects of a store, in requests.
         piece_bytes: what is worth being sent at a time if a long transfer must leave the line to others in between.
     """
 
+    is_direct: bool = True
     piece_bytes: int = 256 * 1024
 
     @abstractmethod

@@ -37,7 +37,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data.distributed import DistributedSampler
 
-from farflung.auto.tuner import LineTuner
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.base.events import tell
 from farflung.base.torch_internals import compiled_from, is_flattened
@@ -307,7 +306,6 @@ class DDPTakeover:
                 optimizer,
                 lambda: planned_updates(each for each in self._schedulers if each.optimizer is optimizer),
                 lambda advice: self._say(f"farflung: as the learning rate schedule has it, {advice}"),
-                tuner=LineTuner(),
             )
         driver.epochs = one.epochs
         for other in self._optimizers:

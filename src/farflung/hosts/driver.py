@@ -18,7 +18,8 @@ from typing import Any, Protocol
 from torch import nn
 from torch.optim import Optimizer
 
-from farflung.auto.trial import Tuner
+from farflung.auto.trial import RecipeTrial
+from farflung.auto.tuner import LineTuner
 from farflung.comm.group import Group
 from farflung.members.elastic import Elastic
 from farflung.methods.inner import IterationTracker
@@ -62,7 +63,6 @@ class Driver:
         planned: returns the steps for which the learning rate schedule is made, None if unknown.
         warn: called with advice for a run that is too short for its recipe.
         items: returns the samples or tokens of the current step, for recipes that weight replicas by them.
-        tuner: see `OuterLoop`.
 
     Attributes:
         iteration: determines which attempted steps are counted; the host adds the optimizers that it expects.
@@ -80,7 +80,6 @@ class Driver:
         planned: Callable[[], int | None],
         warn: Callable[[str], None],
         items: Callable[[], float] = lambda: 0.0,
-        tuner: Tuner | None = None,
     ) -> None:
         self.recipe = recipe
         self._planned, self._warn, self._items = planned, warn, items
@@ -91,12 +90,12 @@ class Driver:
         self._pass: Callable[[], DataPass | None] = lambda: None  # of the latest step, as long as it exists
         self._before_pass = 0  # attempts
         membership = members.membership
-        if tuner is not None:
-            tuner.planned, tuner.pass_steps = planned, self.pass_steps
+        tuner = LineTuner(planned, self.pass_steps) if recipe.is_undecided else None
+        chooser = None if tuner is None else RecipeTrial(tuner)
         self.loop = OuterLoop(
-            model, recipe, members.group, island=members.island, membership=membership, inner=inner, tuner=tuner
+            model, recipe, members.group, island=members.island, membership=membership, inner=inner, chooser=chooser
         )
-        if tuner is not None and recipe.is_undecided:
+        if tuner is not None:
             tuner.follow(self.loop)
         self._data: Any = None  # the batches that rounds bring into the common weights
         if members.slots is not None:

@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from farflung.auto.trial import RecipeTrial, Tuner
 from farflung.base.causes import cause_of
 from farflung.base.errors import ConfigError, StateError
 from farflung.base.sizes import num_buffers_among
@@ -36,6 +35,7 @@ from farflung.methods.inner import hooks_of
 from farflung.methods.recipe import Recipe, too_few
 from farflung.methods.schedule import Change, Launch, Schedule
 from farflung.outer.checks import check_attached, checked, checked_items, groups_of
+from farflung.outer.chooser import Chooser
 from farflung.outer.gradients import GradientWarmup, kept_local
 from farflung.outer.leaving import Leaving
 from farflung.outer.membership import Membership, fixed_membership
@@ -91,7 +91,7 @@ class OuterLoop:
             two ranks, or a whole fragment if its exchange overlaps with training. None: the recipe's value, or else an
             eighth of the trainable parameters, at least 4 MB (small enough to stay in a cache) and at most 12.5 MB.
             Larger buckets pay off on links with high bandwidth and high latency, such as 1 Gbit/s at 50 ms.
-        tuner: chooses a recipe for `auto`; an Accelerator and `farflung launch` have one.
+        chooser: chooses the recipe for `auto`; an Accelerator and `farflung launch` have one.
 
     Attributes:
         listeners: functions that are called with each `Round` when it ends.
@@ -116,7 +116,7 @@ class OuterLoop:
         membership: Membership | None = None,
         bucket_bytes: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        tuner: Tuner | None = None,
+        chooser: Chooser | None = None,
     ) -> None:
         if mesh is not None or outer is not None:
             group, island = groups_of(mesh, outer, is_alone=group is None and island is None and membership is None)
@@ -128,8 +128,8 @@ class OuterLoop:
         if membership.most < recipe.least:
             raise ConfigError(too_few(recipe, membership.most))
         self.listeners: list[Callable[[Round], None]] = []
-        trial = RecipeTrial(recipe, tuner, membership, model) if recipe.is_undecided else None
-        recipe = (trial and trial.known()) or recipe
+        self._chooser = chooser = chooser or Chooser()
+        recipe = chooser.first(recipe, model, membership)
         self._meter = Meter()
         self._hooks: list[RemovableHandle] = []
         self._open = True
@@ -141,12 +141,11 @@ class OuterLoop:
         replica = replica_of(recipe)
         self._quorum = quorum = Quorum(membership, recipe, replica, timetable, self._meter)
         twins = Twins(are_allowed=recipe.same_data)
-        self._rounds = Rounds(recipe, replica, timetable, quorum, self._meter, self.listeners, twins)
+        self._rounds = Rounds(replica, timetable, quorum, self._meter, self.listeners, twins)
         quorum.under_way = weakref.proxy(self._rounds)  # or a loop that is dropped would keep its model
         has_ddp = self._ddp is not None
         self._warmup = GradientWarmup(recipe.warmup, model, timetable, quorum, self._meter, has_ddp)
-        parts = (self._rounds, self._warmup, self._meter, trial, replica_of)
-        self._sync = Sync(recipe, replica, timetable, quorum, *parts)
+        self._sync = Sync(timetable, quorum, self._rounds, self._warmup, self._meter, chooser, replica_of)
         with torch.no_grad():
             self._sync.enter()
         self.open_end = OpenEnd()
@@ -171,8 +170,7 @@ class OuterLoop:
         is_shared = self._warmup.makes_alike()
         self._timetable.position += 1
         self._quorum.welcome = None
-        if self._sync.is_on_trial:
-            self._sync.note_step()
+        self._sync.note_step()
         self._meter.add("attempts")
         if done:
             if not is_shared:
@@ -187,8 +185,7 @@ class OuterLoop:
         self._check_open()
         self._warmup.end_if_due()
         for due in self._timetable.until_now(self._quorum.generation.island):
-            is_over = self._sync.is_on_trial and self._sync.end_trial(is_early=False)
-            if is_over or not due:
+            if self._sync.choose() or not due:
                 continue
             with self._meter.timed("exposed"), torch.no_grad():
                 self._sync.run(due)
@@ -300,9 +297,9 @@ class OuterLoop:
         """
         self._check_open()
         with torch.no_grad():
-            if self._sync.is_on_trial:
+            if self._chooser.is_measuring:
                 self._quorum.run(self._warmup.stay)
-                self._sync.end_trial(is_early=True)
+                self._sync.choose(is_early=True)
             self._quorum.run(self._sync.flush)
         self.open_end.steps = 0
 
@@ -358,7 +355,7 @@ class OuterLoop:
             "are_alike": self._warmup.are_alike,
             "stats": self.stats().saved(),
             "rounds": self._rounds.state_dict(),
-            **({} if self._sync.trial is None else {"auto": self._sync.trial.spec}),
+            **self._chooser.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -371,8 +368,9 @@ class OuterLoop:
         """
         self._check_open()
         check_form("load_state_dict", state)
-        if not self.is_newcomer and "auto" in state:
-            self._sync.resume(state["auto"])
+        if not self.is_newcomer:
+            with torch.no_grad():
+                self._sync.replace(self._chooser.resumed(state))
         replica = self._rounds.replica
         self._rounds.align(state, lambda: check_state(state, _identity(replica, self._quorum)))
         reshard(self._model.modules())
@@ -452,7 +450,7 @@ class OuterLoop:
 
     def advice(self, by_flags: bool = False) -> str:
         """Return the changes that the statistics so far suggest, as `--outer-` flags or keywords; empty if none."""
-        return self._meter.advice(by_flags, self._quorum.membership.is_fixed, is_auto=self._sync.trial is not None)
+        return self._meter.advice(by_flags, self._quorum.membership.is_fixed, is_auto=self._chooser.sets_options)
 
     def _check_open(self) -> None:
         if not self._open:

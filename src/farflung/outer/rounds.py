@@ -46,7 +46,6 @@ class Rounds:
         num_landed: the number of rounds that all replicas have applied; one that a loss interrupted does not count.
     """
 
-    recipe: Recipe
     replica: Replica
     timetable: Timetable
     quorum: Quorum
@@ -60,6 +59,10 @@ class Rounds:
     _has_warned: bool = False
     _left_out: dict[int, set[int]] = field(default_factory=dict)  # fragments that a member does not count in, by its id
     _are_few: bool = False  # fewer replicas than a robust rule needs took part in the latest round
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.timetable.recipe
 
     # ---- launch
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from farflung.auto.trial import RecipeTrial
 from farflung.base.errors import ConfigError
 from farflung.comm.bucket import broadcast_values
 from farflung.comm.shards import local, num_parts
@@ -19,6 +18,7 @@ from farflung.exchanged.replica import Replica
 from farflung.methods.fragments import TensorPlace
 from farflung.methods.recipe import Recipe
 from farflung.methods.schedule import Action, Apply, Change, Launch
+from farflung.outer.chooser import Chooser
 from farflung.outer.gradients import GradientWarmup
 from farflung.outer.quorum import Quorum
 from farflung.outer.rounds import Rounds
@@ -32,76 +32,65 @@ class Sync:
     """Goes along the schedule, with the other members.
 
     Args:
-        replica: this rank's model.
-        timetable: where this rank is.
+        timetable: where this rank is, and the recipe.
+        rounds: of this rank's model.
         warmup: the steps in which gradients are averaged, and no rounds are due.
-        trial: chooses the recipe, if that is left to it.
+        chooser: may replace the recipe.
         replica_of: binds the model as another recipe exchanges it.
     """
 
-    recipe: Recipe
-    replica: Replica
     timetable: Timetable
     quorum: Quorum
     rounds: Rounds
     warmup: GradientWarmup
     meter: Meter
-    trial: RecipeTrial | None
+    chooser: Chooser
     replica_of: Callable[[Recipe], Replica]
 
-    def __post_init__(self) -> None:
-        if self.trial is not None:
-            self.trial.quorum = self.quorum
+    @property
+    def recipe(self) -> Recipe:
+        return self.timetable.recipe
 
-    # ---- a recipe that is to be chosen
+    @property
+    def replica(self) -> Replica:
+        return self.rounds.replica
+
+    # ---- the recipe, and another one from a boundary on
 
     def enter(self) -> None:
-        """Meet the other members, and measure the line to them if the recipe is still to be chosen: a collective."""
-        trial, quorum = self.trial, self.quorum
+        """Meet the other members: a collective."""
+        quorum = self.quorum
         try:
             quorum.enter()
-        except ConfigError:  # while it asked, the members may have ended the trial that it would have joined
-            if trial is None or (chosen := trial.known()) is None:
+        except ConfigError:  # while it asked, the members may have chosen another recipe
+            if (chosen := self.chooser.known()) is None:
                 raise
             self._follow(chosen, self.replica_of(chosen))
             quorum.enter()
         if quorum.welcome is not None:
             self.run(quorum.welcome.due)
-        if trial is not None and (recipe := trial.begin()) is not None:
-            self._restart(recipe)
-        if self.is_on_trial:
-            self.note_step()  # from here on the first one counts
-
-    @property
-    def is_on_trial(self) -> bool:
-        return self.trial is not None and self.trial.is_on
+        self.replace(self.chooser.met(quorum))
+        self.note_step()  # from here on the first one counts
 
     def note_step(self) -> None:
-        assert self.trial is not None
-        self.trial.note_step(self.meter.stats().seconds_exposed, waits_in_steps=not self.warmup.is_timed)
+        """Tell the chooser that a step has ended, if it measures."""
+        if self.chooser.is_measuring:
+            self.chooser.note_step(self.meter.stats().seconds_exposed, waits_in_steps=not self.warmup.is_timed)
 
-    def end_trial(self, is_early: bool) -> bool:
-        """Choose a recipe, if it is time or early, and as far as that is possible. Return whether one was chosen."""
-        assert self.trial is not None
-        if not (self.quorum.membership.is_fixed and (is_early or self.trial.is_due(self.timetable.synced))):
+    def choose(self, is_early: bool = False) -> bool:
+        """Replace the recipe, if the chooser wants to at this step. Return whether it did."""
+        if not self.chooser.is_due(self.timetable.synced, is_early):
             return False
         with self.meter.timed("exposed"), torch.no_grad():
-            recipe = self.trial.end()
-            if recipe is not None:
-                self._restart(recipe)
-        return recipe is not None
+            return self.replace(self.chooser.choose())
 
-    def resume(self, spec: str) -> None:
-        """Continue as a loop with this `spec` of its trial."""
-        if self.trial is not None:
-            with torch.no_grad():
-                self._restart(self.trial.resumed(spec))
-
-    def _restart(self, recipe: Recipe) -> None:
+    def replace(self, recipe: Recipe | None) -> bool:
         """Continue as another recipe does, from what all members share, with this rank's steps since; sends nothing.
 
-        The recipe so far has an anchor, and no round is under way.
+        The recipe so far has an anchor, and no round is under way. None: nothing changes; return whether it did.
         """
+        if recipe is None:
+            return False
         before, replica = self.replica, self.replica_of(recipe)
         self._share_warmup()
         kept = before.copies(())
@@ -111,23 +100,20 @@ class Sync:
             tensor.copy_(value)
         replica.count(before.fragments[0].pending_weight[0])
         self._follow(recipe, replica)
+        return True
 
     def _follow(self, recipe: Recipe, replica: Replica) -> None:
-        self.recipe = self.rounds.recipe = recipe
-        self.replica = self.rounds.replica = replica
+        self.rounds.replica = replica
         self.warmup.steps = recipe.warmup
         self.warmup.is_over = not self.warmup.is_on
         self.timetable.follow(recipe)
         self.quorum.restart(recipe, replica)
 
     def _apply(self, fragment: int) -> None:
-        """Apply a round; members that come and go choose a recipe once they have applied one of the trial."""
         num_landed = self.rounds.num_landed
         self.rounds.apply(fragment)
-        if self.is_on_trial and self.rounds.num_landed > num_landed and not self.quorum.membership.is_fixed:
-            assert self.trial is not None
-            if (recipe := self.trial.look()) is not None:
-                self._restart(recipe)
+        if self.rounds.num_landed > num_landed:
+            self.replace(self.chooser.landed())
 
     # ---- rounds
 

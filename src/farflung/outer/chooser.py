@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What may replace a loop's recipe at a boundary: by default nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from farflung.base.errors import ConfigError
+from farflung.methods.recipe import Recipe
+from farflung.outer.membership import Membership
+from farflung.outer.quorum import Quorum
+
+
+class Chooser:
+    """Keeps the recipe that the loop was given. A host passes a subclass, which measures and then chooses one.
+
+    All members must choose the same at the same boundary.
+
+    Attributes:
+        is_measuring: `note_step` is to be called after each step.
+        sets_options: the recipe's options are chosen, so no advice names them.
+    """
+
+    is_measuring = sets_options = False
+
+    def first(self, recipe: Recipe, model: nn.Module, membership: Membership) -> Recipe:
+        """Return the recipe to begin with, before the members have met."""
+        if recipe.is_undecided:
+            raise ConfigError(
+                "auto chooses a recipe for an Accelerator, or for a script under `farflung launch --outer auto`. In a "
+                "plain loop name one: `farflung plan` compares them for a line."
+            )
+        return recipe
+
+    def known(self) -> Recipe | None:
+        """Return the recipe that other members of this run have chosen; None if none has."""
+        return None
+
+    def met(self, quorum: Quorum) -> Recipe | None:
+        """Called once the members have met: a collective. None: keep the recipe, here and below."""
+        return None
+
+    def note_step(self, waited_s: float, waits_in_steps: bool) -> None:
+        """Record that a step has ended.
+
+        Args:
+            waited_s: how many seconds this process has waited for others since its loop began.
+            waits_in_steps: an exchange of gradients is not part of those.
+        """
+
+    def is_due(self, step: int, is_early: bool = False) -> bool:
+        """Return whether all members call `choose` after this step; `is_early`: in a flush."""
+        return False
+
+    def choose(self) -> Recipe | None:
+        """Choose: a collective of fixed members."""
+        return None
+
+    def landed(self) -> Recipe | None:
+        """Choose after a round of all members: a collective of those that come and go."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def resumed(self, state: Mapping[str, Any]) -> Recipe | None:
+        """Continue as the loop did whose state this is."""
+        return None
