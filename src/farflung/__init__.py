@@ -76,7 +76,7 @@ _WHERE = {
         "data.prepare": "skip_first_batches",
         "integrations.as_accelerate": "install_as_accelerate",
         "launch.notebook": "debug_launcher notebook_launcher",
-        "outer.arguments": "OuterConfig",
+        "methods.arguments": "OuterConfig",
         "process.seed": "synchronize_rng_states",
         "tools.memory": "find_executable_batch_size",
     }.items()

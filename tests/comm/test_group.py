@@ -51,6 +51,17 @@ def test_all_reduce_goes_in_rank_order_and_rounds_half_precision_once(size, op, 
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_plain_data_of_each_rank_arrive_on_all_in_rank_order(size):
+    contents = [{"rank": rank, "names": ["ä"] * 50 * rank, "none": None} for rank in range(size)]
+
+    def gather(group):
+        assert group.all_gather_json(contents[group.rank]) == contents
+        assert group.all_gather_json([]) == [[]] * size
+
+    on_threads(size, gather)
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_what_is_sent_arrives_where_it_is_sent_to(size):
     def exchange(group):
         came, passed, part = torch.empty(size, 2), torch.empty(3), torch.empty(2, dtype=torch.int32)

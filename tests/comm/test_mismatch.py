@@ -75,7 +75,6 @@ CALLS = {
     "save_state": lambda one: collectives.wait_for_everyone(one, "save_state"),
     "trackers": lambda one: collectives.gather_object(one, [], within="trackers"),
     "pad_across_processes(dim=1)": lambda one: collectives.pad_across_processes(one, TWO, 1),
-    "votes": lambda one: collectives.gather_json(one, [], "votes"),
 }
 
 

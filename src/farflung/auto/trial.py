@@ -141,17 +141,20 @@ class RecipeTrial(Chooser):
     def _is_looking(self) -> bool:
         return self._until <= _AVERAGED_STEPS
 
-    def first(self, recipe: Recipe, model: nn.Module, membership: Membership) -> Recipe:
-        self._recipe, self._model, self._membership = recipe, model, membership
+    def first(self, recipe: Recipe, membership: Membership) -> Recipe:
+        self._recipe, self._membership = recipe, membership
         return self.known() or recipe
+
+    def bind(self, model: nn.Module, quorum: Quorum) -> None:
+        self._model, self._quorum = model, quorum
 
     def known(self) -> Recipe | None:
         text = self._membership.agreed("")
         return self._take(text, None) if text and self.is_measuring else None
 
-    def met(self, quorum: Quorum) -> Recipe | None:
+    def met(self) -> Recipe | None:
         """Measure the line, unless this process is alone."""
-        self._quorum = quorum
+        quorum = self._quorum
         if quorum.group.size == 1 and quorum.membership.is_fixed:
             self._tuner.alone()
         if not self.is_measuring or quorum.group.size == 1 or not quorum.membership.is_fixed:

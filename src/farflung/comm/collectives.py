@@ -9,7 +9,6 @@ are.
 
 from __future__ import annotations
 
-import json
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -112,16 +111,9 @@ def gather_object(
         exchange.fail(signature, WrongType(what))
     if exchange.size == 1:
         return objects
-    everyone = _gathered_bytes(exchange, signature, _pickled(exchange, signature, list(objects)))
-    return [item for content in everyone for item in pickle.loads(content)]
-
-
-def gather_json(exchange: Exchange, content: Any, name: str) -> list[Any]:
-    """Collect the lists, dicts, numbers and texts of each rank, in rank order; unlike pickles they can't run code."""
-    if exchange.size == 1:
-        return [content]
-    encoded = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
-    return [json.loads(bytes(mine)) for mine in _gathered_bytes(exchange, (name,), encoded)]
+    leaves, spec = exchange.flatten(signature, _pickled(exchange, signature, list(objects)))
+    parts = _apart(exchange, exchange.share(signature, leaves, spec), leaves)
+    return [item for (part,) in parts for item in pickle.loads(raw(part.cpu()))]
 
 
 def broadcast(exchange: Exchange, tree: Any, from_process: int = 0, within: str | None = None) -> Any:
@@ -297,12 +289,6 @@ def pad_across_processes(
         length = max(header.kinds[k].shape[dim] for header in packets.headers) if inside else 0
         padded.append(_padded(x, dim, length, pad_index, pad_first) if inside else x)
     return unflatten(spec, [nested.get(k, x) for k, x in enumerate(padded)])
-
-
-def _gathered_bytes(exchange: Exchange, signature: Signature, mine: Tensor) -> list[memoryview]:
-    leaves, spec = exchange.flatten(signature, mine)
-    parts = _apart(exchange, exchange.share(signature, leaves, spec), leaves)
-    return [raw(part.cpu()) for (part,) in parts]
 
 
 def _apart(exchange: Exchange, packets: Packets, leaves: Sequence[Tensor]) -> list[list[Tensor]]:

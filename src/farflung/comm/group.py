@@ -9,6 +9,7 @@ all raise the same `CollectiveMismatch`; the group is of no use from then on.
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -155,6 +156,19 @@ class Group(Members):
         else:
             sent = torch.cat([part.detach().view(-1) for part in parts])
         return _Filling(self.broadcast(sent, src), out, lambda: sent.view(self.size, -1)[self.rank])
+
+    def all_gather_json(self, content: Any) -> list[Any]:
+        """Return the lists, dicts, numbers and texts of each rank, in rank order, which unlike pickles run no code."""
+        if self.size == 1:
+            return [content]
+        encoded = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
+        lengths = self.all_gather_small(torch.tensor([encoded.numel()])).flatten().tolist()
+        mine = torch.zeros(max(lengths), dtype=torch.uint8, device=self.wire_device)
+        mine[: encoded.numel()] = encoded
+        everyone = mine.new_empty(self.size * mine.numel())
+        self.all_gather(everyone, mine).wait()
+        rows = everyone.cpu().view(self.size, -1)
+        return [json.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
     def barrier(self) -> None:
         """Return when every rank has come here."""

@@ -19,8 +19,6 @@ from torch.nn.parameter import is_lazy
 from farflung.base.torch_internals import own_buffers, own_parameters, passing_buffers
 from farflung.base.words import numbered
 from farflung.comm.bucket import broadcast_values
-from farflung.comm.collectives import gather_json
-from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group
 from farflung.comm.shards import is_sharded, local
 from farflung.comm.tensor_memory import bytes_of, fingerprint
@@ -147,7 +145,7 @@ def _differing(tensors: dict[str, Tensor], group: Group) -> list[Tensor]:
     everything = torch.tensor([digest_of(str(mine))], dtype=torch.float64)
     if len(set(group.all_gather_small(everything).flatten().tolist())) == 1:
         return []
-    everyone = gather_json(Exchange(group), mine, "outer loop")
+    everyone = group.all_gather_json(mine)
     kinds = sorted(kind for kind in mine if all(kind in said for said in everyone))
     differ = {kind for kind in kinds if len({said[kind] for said in everyone}) > 1}
     by_kind = dict(zip(mine, tensors.values(), strict=True))

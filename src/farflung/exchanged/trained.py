@@ -17,8 +17,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from farflung.base.errors import CollectiveMismatch
-from farflung.comm.collectives import gather_json
-from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group
 from farflung.comm.shards import local
 from farflung.exchanged.structure import buckets_of, line_of
@@ -269,11 +267,11 @@ class TrainedProposal:
         places = self.trained.places
         lines = [line_of(places[name]) for name in self.names]
         for group in groups:
-            lines = sorted({line for lines in gather_json(Exchange(group), lines, "outer loop") for line in lines})
+            lines = sorted({line for lines in group.all_gather_json(lines) for line in lines})
         here = {line_of(place): name for name, place in places.items()}
         missing = [line for line in lines if line not in here]
         for group in groups:
-            missing = sorted({line for lines in gather_json(Exchange(group), missing, "outer loop") for line in lines})
+            missing = sorted({line for lines in group.all_gather_json(missing) for line in lines})
         if missing:
             raise CollectiveMismatch(
                 f"The ranks of an outer loop train different models: not all of them have {missing[0]}, which is "

@@ -26,11 +26,11 @@ from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup
 from farflung.members.admission import Admission
 from farflung.members.generation_watch import GenerationWatch
+from farflung.members.leaving import LeavingOnSignal
 from farflung.members.peers import Peers, description_of, versions
 from farflung.members.saver import Saver
 from farflung.members.settlement import await_ready, settle
 from farflung.members.transfers import Transfers
-from farflung.outer.leaving import Leaving
 from farflung.votes.generation import ALL, Generation, Needs, open_generation
 
 _ASK_S = 0.5  # how often a member looks who asks to be admitted, at most
@@ -246,9 +246,9 @@ class Elastic:
 
         return from_first(self._share_group, first)
 
-    def leaving(self) -> Leaving:
+    def leaving(self) -> LeavingOnSignal:
         # This round is early, so members that have not reached it are not late: wait half of the grace period.
-        return Leaving(self.peers.grace_s / 2, self.island, self.peers.loop)
+        return LeavingOnSignal(self.peers.grace_s / 2, self.island, self.peers.loop)
 
     def end(self, reason: str, is_alone: bool = False) -> None:
         self._transfers.close()

@@ -26,22 +26,21 @@ from farflung.base.words import counted, numbered
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.shards import is_partial, is_sharded, meshes, num_parts, sharded_parts
 from farflung.comm.torch_group import TorchGroup, mesh_along
-from farflung.methods.arguments import OuterConfig, check_model, chosen_recipe
+from farflung.methods.arguments import check_model
 from farflung.methods.recipe import Recipe
 from farflung.outer.membership import Membership
 
 
-def checked(
+def check_arguments(
     model: nn.Module,
-    recipe: Recipe | OuterConfig | str,
     group: Group | None,
     inner: Optimizer | None,
     island: Group | None,
     membership: Membership | None,
     bucket_bytes: int | None,
     clock: Callable[[], float],
-) -> tuple[Recipe, int]:
-    """Check the arguments of an `OuterLoop`; ConfigError names one that can't work. Returns recipe and bucket size."""
+) -> None:
+    """Raise ConfigError unless an `OuterLoop` can work with these arguments; the error names one."""
     check_model(model)
     if not model.state_dict():
         raise ConfigError(
@@ -65,8 +64,6 @@ def checked(
     if bucket_bytes is not None:
         check_whole("bucket_bytes", bucket_bytes, least=1)
     check_callable("clock", clock, "time.perf_counter")
-    recipe = chosen_recipe(recipe)
-    return recipe, bucket_bytes or recipe.bucket_bytes or _bucket_bytes_of(model)
 
 
 def groups_of(mesh: object, outer: object, is_alone: bool) -> tuple[Group, Group | None]:
@@ -157,7 +154,7 @@ def _check_statistics(model: nn.Module, island: Group | None) -> None:
             )
 
 
-def _bucket_bytes_of(model: nn.Module) -> int:
+def default_bucket_bytes(model: nn.Module) -> int:
     """Return the bucket size, from the values that this rank trains, if neither the loop nor the recipe sets one."""
     trained = [p for p in model.parameters() if p.requires_grad and not is_lazy(p)]
     return bucket_bytes_for(sum(4 * p.numel() // num_parts(p) for p in trained))

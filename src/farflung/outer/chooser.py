@@ -26,7 +26,7 @@ class Chooser:
 
     is_measuring = sets_options = False
 
-    def first(self, recipe: Recipe, model: nn.Module, membership: Membership) -> Recipe:
+    def first(self, recipe: Recipe, membership: Membership) -> Recipe:
         """Return the recipe to begin with, before the members have met."""
         if recipe.is_undecided:
             raise ConfigError(
@@ -35,11 +35,14 @@ class Chooser:
             )
         return recipe
 
+    def bind(self, model: nn.Module, quorum: Quorum) -> None:
+        """Called before the members meet, with what is trained and with whom."""
+
     def known(self) -> Recipe | None:
         """Return the recipe that other members of this run have chosen; None if none has."""
         return None
 
-    def met(self, quorum: Quorum) -> Recipe | None:
+    def met(self) -> Recipe | None:
         """Called once the members have met: a collective. None: keep the recipe, here and below."""
         return None
 

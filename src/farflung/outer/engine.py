@@ -30,15 +30,15 @@ from farflung.comm.torch_group import explained
 from farflung.exchanged.replica import Replica
 from farflung.exchanged.states import check_form, check_state
 from farflung.exchanged.twins import Twins
-from farflung.methods.arguments import OuterConfig
+from farflung.methods.arguments import OuterConfig, chosen_recipe
 from farflung.methods.inner import hooks_of
 from farflung.methods.recipe import Recipe, too_few
 from farflung.methods.schedule import Change, Launch, Schedule
-from farflung.outer.checks import check_attached, checked, checked_items, groups_of
+from farflung.outer.checks import check_arguments, check_attached, checked_items, default_bucket_bytes, groups_of
 from farflung.outer.chooser import Chooser
 from farflung.outer.gradients import GradientWarmup, kept_local
-from farflung.outer.leaving import Leaving
-from farflung.outer.membership import Membership, fixed_membership
+from farflung.outer.membership import Leaving, Membership, fixed_membership
+from farflung.outer.notices import Notices
 from farflung.outer.open_end import OpenEnd
 from farflung.outer.quorum import Quorum
 from farflung.outer.rounds import Rounds
@@ -120,16 +120,17 @@ class OuterLoop:
     ) -> None:
         if mesh is not None or outer is not None:
             group, island = groups_of(mesh, outer, is_alone=group is None and island is None and membership is None)
-        recipe, cap_bytes = checked(model, recipe, group, inner, island, membership, bucket_bytes, clock)
+        check_arguments(model, group, inner, island, membership, bucket_bytes, clock)
+        recipe = chosen_recipe(recipe)
+        cap_bytes = bucket_bytes or recipe.bucket_bytes or default_bucket_bytes(model)
         membership = membership or fixed_membership(
             group, island, all(parameter.is_cpu for parameter in model.parameters())
         )
         island = membership.island
         if membership.most < recipe.least:
             raise ConfigError(too_few(recipe, membership.most))
-        self.listeners: list[Callable[[Round], None]] = []
         self._chooser = chooser = chooser or Chooser()
-        recipe = chooser.first(recipe, model, membership)
+        recipe = chooser.first(recipe, membership)
         self._meter = Meter()
         self._hooks: list[RemovableHandle] = []
         self._open = True
@@ -141,7 +142,9 @@ class OuterLoop:
         replica = replica_of(recipe)
         self._quorum = quorum = Quorum(membership, recipe, replica, timetable, self._meter)
         twins = Twins(are_allowed=recipe.same_data)
+        self.listeners: list[Callable[[Round], None]] = [Notices(quorum, timetable).round_ended]
         self._rounds = Rounds(replica, timetable, quorum, self._meter, self.listeners, twins)
+        chooser.bind(model, quorum)
         quorum.under_way = weakref.proxy(self._rounds)  # or a loop that is dropped would keep its model
         has_ddp = self._ddp is not None
         self._warmup = GradientWarmup(recipe.warmup, model, timetable, quorum, self._meter, has_ddp)

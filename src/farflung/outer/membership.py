@@ -12,8 +12,20 @@ from farflung.base.errors import ConfigError, RankFailure, Unreachable
 from farflung.base.events import EVENTS, Event, Kind, tell
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.torch_group import TorchGroup
-from farflung.outer.leaving import Leaving
 from farflung.votes.generation import Generation, Needs, open_generation
+
+
+class Leaving(Protocol):
+    """Ends this process on request, after one more round."""
+
+    def is_due(self) -> bool:
+        """Return whether this replica leaves now; called after each step. Its ranks all get the same answer."""
+
+    def leave(self) -> None:
+        """End this process; in the main thread."""
+
+    def stop(self) -> None:
+        """Called when the loop has ended: from now on signals act as usual."""
 
 
 class Membership(Protocol):
@@ -88,7 +100,7 @@ class Membership(Protocol):
         """Report an event of a member to whoever watches the run. Called on the first member, by all of its ranks."""
 
     def leaving(self) -> Leaving | None:
-        """Return what hears that this process is to end after one more round; None: signals end it at once."""
+        """Return what ends this process after one more round, on request; None: signals end it at once."""
         return None
 
     def end(self, reason: str, is_alone: bool = False) -> None:

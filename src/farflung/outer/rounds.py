@@ -12,8 +12,7 @@ from functools import partial
 from typing import Any
 
 from farflung.base.errors import CollectiveMismatch, ConfigError, StateError
-from farflung.base.events import Kind
-from farflung.base.words import counted, numbered
+from farflung.base.words import numbered
 from farflung.comm.shards import local
 from farflung.exchanged.replica import ModelChange, Replica
 from farflung.exchanged.trained import TrainedProposal
@@ -57,8 +56,6 @@ class Rounds:
     _open: dict[int, OpenRound] = field(default_factory=dict)  # by fragment
     _lost: list[RoundRequest] = field(default_factory=list)  # rounds that failed, as ranks were lost in them
     _has_warned: bool = False
-    _left_out: dict[int, set[int]] = field(default_factory=dict)  # fragments that a member does not count in, by its id
-    _are_few: bool = False  # fewer replicas than a robust rule needs took part in the latest round
 
     @property
     def recipe(self) -> Recipe:
@@ -223,30 +220,9 @@ class Rounds:
             return
         record = this.record(number, **self.quorum.take_changes())
         self.meter.note(record, this.group.rank)
-        self._note_left_out(number, record)
-        self._note_majority(record)
         for listener in self.listeners:
             listener(record)
         ROUNDS.debug("round %d, step %d", record.number, record.step, extra={"round": record, "rounds": self})
-
-    def _note_left_out(self, number: int, record: Round) -> None:
-        """Report members that count no more, in the first of their fragments, or again, in all of them."""
-        for member in record.members:
-            before = bool(fragments := self._left_out.setdefault(member, set()))
-            (fragments.add if member in record.left_out else fragments.discard)(number)
-            if bool(fragments) != before and self.quorum.group.rank == 0:
-                why = {"why": record.left_out[member]} if fragments else {}
-                self.quorum.membership.note(Kind.EXCLUDED, member, **why)
-
-    def _note_majority(self, record: Round) -> None:
-        """Report that the replicas have become too few for a robust rule, or enough again."""
-        size, least = len(record.members), self.recipe.least
-        are_few, self._are_few = self._are_few, size < least
-        if are_few != self._are_few and self.quorum.group.rank == 0:
-            here = f"with {counted(size, 'replica')}"
-            message = f"{here} one of them can spoil the weights: the robust rule outvotes one of {least} or more"
-            message = message if self._are_few else f"{here} the robust rule outvotes any one of them again"
-            self.quorum.membership.note(Kind.NOTE, record.members[0], message=message)
 
     # ---- after a loss
 

@@ -69,7 +69,7 @@ class Sync:
             quorum.enter()
         if quorum.welcome is not None:
             self.run(quorum.welcome.due)
-        self.replace(self.chooser.met(quorum))
+        self.replace(self.chooser.met())
         self.note_step()  # from here on the first one counts
 
     def note_step(self) -> None:

@@ -28,7 +28,7 @@ from farflung.testing.patience import patience
 _PRELOADED = ["torch", "torch.distributed", "farflung.testing.preload"]
 _PRELOADED += [f"farflung.{name}" for name in ("accelerator.accelerator", "accelerator.checkpointer", "outer")]
 _PRELOADED += [f"farflung.{name}" for name in ("checkpoint.sharded", "outer.merge_states", "strategy.sharded", "utils")]
-_PRELOADED += [f"farflung.{name}" for name in ("comm.c10d_transport", "outer.elastic")]
+_PRELOADED += [f"farflung.{name}" for name in ("address.c10d_transport", "members.elastic")]
 # What test files import, as each rank imports the file of its function.
 _OF_TESTS = ["pytest", "hypothesis", "torch.distributed.pipelining"]
 _OF_TESTS += [f"torch.distributed.tensor.{name}" for name in ("experimental", "parallel")]

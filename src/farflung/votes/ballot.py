@@ -14,8 +14,6 @@ from torch import Tensor
 
 from farflung.base.errors import CollectiveMismatch, Unsupported
 from farflung.base.words import numbered
-from farflung.comm.collectives import gather_json
-from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group
 
 Seen: TypeAlias = "Mapping[str, tuple[list[int], int]]"  # by name, where a part of a tensor begins, and its hash
@@ -153,7 +151,7 @@ class Voters:
     def _explain(self, number: int) -> None:
         """Exchange the descriptions themselves, and raise the same error everywhere."""
         mine = (f"vote {number} of {self.description}", list(self._tensors))
-        told = gather_json(Exchange(self.group), mine, "outer loop")
+        told = self.group.all_gather_json(mine)
         said, listed = [text for text, _ in told], [dict.fromkeys(lines) for _, lines in told]
         ranks = {text: [rank for rank, other in enumerate(said) if other == text] for text in said}
         lines = [f"  {numbered(self.noun, who)}: {text}" for text, who in ranks.items()]
@@ -217,7 +215,7 @@ class Island:
         Raises:
             Unsupported: their values differ.
         """
-        everyone = gather_json(Exchange(self.voters.group), seen, "outer loop")
+        everyone = self.voters.group.all_gather_json(seen)
         first: dict[str, tuple[int, int]] = {}
         for rank, theirs in enumerate(everyone):
             for name, (offset, number) in theirs.items():

@@ -10,8 +10,6 @@ from typing import Any, TypeAlias
 
 from farflung.base.causes import Cause
 from farflung.base.errors import RankFailure
-from farflung.comm.collectives import gather_json
-from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group
 from farflung.votes.ballot import Ballot, Island, Voters
 
@@ -128,7 +126,7 @@ def open_generation(
     beside = group.duplicate()  # nor may a round meet what the script or another loop sends
     background = group.duplicate(in_background=True) if overlaps else beside
     if is_fresh and group.size > 1:  # a rank that trains in turns may have begun in another one's turn
-        needs = needs.aligned(gather_json(Exchange(beside), needs.layout(), "outer loop")[0])
+        needs = needs.aligned(beside.all_gather_json(needs.layout())[0])
     described = needs.description, needs.tensors
     alone = Island(island.duplicate(), needs.is_sharded, *described)
     in_round = Island(island.duplicate(in_background=True), needs.is_sharded, *described) if overlaps else alone

@@ -28,7 +28,7 @@ _WITHIN_S = 20.0  # launchers wait for 30 s
 _TICK_S = 0.5  # how often a rank looks whether others have got a signal
 
 
-class Leaving:
+class LeavingOnSignal:
     """Hears a scheduler's signals, unless the script has handlers of its own for them.
 
     Args:
