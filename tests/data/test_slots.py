@@ -45,7 +45,7 @@ class Replica:
         self.run, self.member, self.membership, self.training = run, member, membership(), True
         exchange = Exchange(group or SoloGroup())
         self.slots = Slots(run.board, member, exchange, most=run.most, expected=2, is_training=lambda: self.training)
-        self.followed = self.slots.follow(self.membership, fragments)
+        self.followed = self.slots.follow(self.membership)
         dataset, settings = (
             run.dataset if dataset is None else dataset,
             {"device": None, "slots": self.slots, **settings},
@@ -53,6 +53,7 @@ class Replica:
         loaders = (DataLoader(dataset, **{"batch_size": batch_size, **arguments}) for arguments in run.loaders)
         self.loaders = [prepared(loader, group, **settings) for loader in loaders]
         self.position, self.unsent, self.taken, self.batches, self.epoch = 0, [], [], None, 0
+        self.fragments = fragments
 
     def open(self, which):
         return self.slots.ledger.open.get(which, {})
@@ -69,7 +70,7 @@ class Replica:
         given = self.open(which)  # its epoch is another one where it was left of the epoch before
         epoch, _ = next((place for place, done in given.items() if before.get(place) != done), next(reversed(given)))
         self.position += 1
-        self.followed.step_attempted(self.position)
+        self.followed.step_attempted(self.position, self.fragments)
         self.unsent += [(which, epoch, one) for one in batch.tolist()]
         self.taken += [(epoch, one) for one in batch.tolist()]
         return True
@@ -442,6 +443,19 @@ def test_a_dropped_round_and_a_part_of_a_model_record_nothing():
     assert done() == 0
     one.followed.round_ended(ended(2, 1, fragment=1))
     assert done() == 2
+
+
+def test_a_model_that_is_sent_in_more_parts_from_a_round_on_still_records_its_batches():
+    run = Run(8, most=1)
+    one = run.join()
+    one.take()
+    one.followed.round_ended(ended(1, 1))
+    one.fragments = 2
+    for step in (2, 3):
+        one.take()
+        one.followed.round_ended(ended(step, 1, fragment=step % 2))
+    rows = json.loads(run.epochs().last()[1])[3]
+    assert sum(count for *_, held in rows for _, (_, count) in held) == 2
 
 
 def test_keys_don_t_grow_with_epochs_and_losses(monkeypatch):

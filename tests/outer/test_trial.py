@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from farflung import OuterConfig
 from farflung.auto.trial import Link, Measurements, RecipeTrial
@@ -100,6 +101,79 @@ def test_gradients_are_averaged_for_ever_where_that_is_chosen():
     weights, _, _, stats = zip(*run_replicas(trained, 2, "gradients", 0.0, 9, 7), strict=True)
     assert [one.steps for one in stats] == [60, 53]
     assert same(*weights)
+
+
+@pytest.mark.law("every-wait-has-an-end-and-a-line")
+@pytest.mark.parametrize("averaging_s", [0.0, 9.0], ids=["averaged", "alone"])
+@pytest.mark.parametrize("batches", [0, 1, 3])
+def test_a_rank_that_ends_its_pass_in_the_trial_stays_with_the_others(batches, averaging_s):
+    def two_passes(group):
+        one = Auto(group, FixedTuner(CHOICES["diloco"], averaging_s))
+        first = batches if group.rank else 30
+        one.train(0, first)
+        one.loop.flush()
+        assert (one.tuner.measured is None) == (one.loop.state_dict()["auto"] in ("", "averaged"))
+        one.train(first, first + 30)
+        one.loop.close()
+        return values(one.model), one.tuner.measured
+
+    weights, measured = zip(*run_replicas(two_passes, 3), strict=True)
+    assert same(*weights)
+    assert measured == measured[:1] * 3
+    assert not measured[0].may_average
+
+
+@pytest.mark.parametrize("name", ["diloco", "weights", "streaming"])
+def test_what_trains_from_the_middle_of_the_trial_on_keeps_its_steps(name):
+    def thaws(group):
+        one = Auto(group, FixedTuner(CHOICES[name]))
+        last = one.model[3].requires_grad_(False)
+        for step in range(28):
+            before = last.weight.clone()
+            last.requires_grad_(step >= 5)
+            one.train(step, step + 1)
+            if step < 20:
+                assert torch.equal(last.weight, before) == (step < 5), step
+            elif step == 20:
+                assert not torch.equal(last.weight, net()[3].weight)
+        one.loop.close()
+        return values(one.model)
+
+    assert same(*run_replicas(thaws, 2))
+
+
+def test_nets_that_train_in_turns_are_exchanged_alike_after_the_choice():
+    def in_turns(group):
+        one = Auto(group, FixedTuner(CHOICES["diloco"]))
+        for step in range(45):
+            for number, part in enumerate((one.model[0], one.model[3])):
+                part.requires_grad_((step // 3 + group.rank) % 2 == number)
+            one.train(step, step + 1)
+        one.model.requires_grad_(True)
+        one.loop.close()
+        return values(one.model), one.loop.stats().rounds, one.tuner.measured.parameters
+
+    weights, rounds, parameters = zip(*run_replicas(in_turns, 2), strict=True)
+    assert same(*weights)
+    assert rounds[0] > 2
+    assert len(set(parameters)) == 1
+
+
+def test_a_model_with_frozen_blocks_takes_the_choice():
+    def adapted(group):
+        model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(5)), nn.Linear(3, 2))
+        model[:4].requires_grad_(False)
+        optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.05)
+        loop = OuterLoop(model, "auto", group, chooser=RecipeTrial(tuner := FixedTuner(CHOICES["streaming"])))
+        loop.attach(optimizer)
+        for step in range(30):
+            train(model, optimizer, step, group.rank)
+        loop.close()
+        return values(model), tuner.measured.layers
+
+    weights, layers = zip(*run_replicas(adapted, 2), strict=True)
+    assert same(*weights)
+    assert layers == (2, 2)
 
 
 def averaged_steps(group, stops_at):
@@ -217,7 +291,7 @@ def test_what_an_earlier_start_measured_is_known_to_all_before_the_first_step(gr
     membership.expect_round = rounds_s.append
     recipe = OuterConfig("auto", steps=50 + group.rank)
     assert OuterLoop(model, recipe, membership=membership, chooser=RecipeTrial(tuner)).schedule == Every(8)
-    assert tuner.measured == Measurements(*KNOWN[:1], KNOWN[1:], 2, 22, 4, 48, 1, 50, 30, True, False, True)
+    assert tuner.measured == Measurements(*KNOWN[:1], KNOWN[1:], 2, 22, 3, 48, 1, 50, 30, True, False, True)
     assert (tuner.asked, tuner.told, rounds_s) == ((22, 2), (50 + group.rank, group.rank == 0), [8.0])
 
 

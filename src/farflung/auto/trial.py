@@ -129,7 +129,7 @@ class RecipeTrial(Chooser):
         # Of the latest steps, without waits: a replica that comes and goes may be on trial alone for days.
         self._times: deque[float] = deque(maxlen=2 * TrialSchedule.every)
         self._until = TrialSchedule.every
-        self._waits_in_steps = False
+        self._waits_in_steps, self._are_alike = False, True
         self._link: Link | None = None
         self._spec = _ALONE  # the recipe that was chosen, as a text, or one of the two kinds of trial
 
@@ -189,13 +189,14 @@ class RecipeTrial(Chooser):
     def is_due(self, step: int, is_early: bool = False) -> bool:
         return self.is_measuring and self._membership.is_fixed and (is_early or step >= self._until)
 
-    def choose(self) -> Recipe | None:
+    def choose(self, is_early: bool, are_alike: bool) -> Recipe | None:
         """Choose, unless this process is alone; None also if nothing can be known yet."""
-        is_look = self._is_looking
-        measured = self._together(self._measure) if self._quorum.group.size > 1 else None
+        self._are_alike = are_alike
+        is_look = self._is_looking and are_alike and not is_early
+        measured = self._together(partial(self._measure, is_early)) if self._quorum.group.size > 1 else None
         if is_look:
             self._until = self._until + 1 if self._until < _AVERAGED_STEPS else TrialSchedule.every
-        else:
+        elif not is_early:
             self._until += TrialSchedule.every
         if measured is None:
             return None
@@ -221,14 +222,22 @@ class RecipeTrial(Chooser):
         self._quorum.run(lambda: found.append(act()))
         return found[-1]
 
-    def _measure(self) -> Measurements | None:
-        """Return what all members have measured, None if some have trained too few steps: a collective."""
-        times, *planned = zip(*self._gathered(self._step_s(), *self._planned()), strict=True)
-        if not all(map(math.isfinite, times)):
+    def _measure(self, is_early: bool = False) -> Measurements | None:
+        """Return what all members have measured, None if some have trained too few steps: a collective.
+
+        A member that flushes before the others end the trial stays in their rounds from then on, so that they decide,
+        without its time if it has none.
+        """
+        step_s, is_enough = self._step_s()
+        waits = self._waits_in_steps and math.isfinite(step_s)
+        rows = self._gathered(step_s, is_enough, is_early, waits, *self._planned())
+        times, are_enough, are_early, waiting, *planned = zip(*rows, strict=True)
+        self._waits_in_steps = any(waiting)
+        if not all(are_enough) and all(are_early) == any(are_early):
             return None
         if self._link is None:
             self._measure_line()
-        return self._measured(times, [steps[0] for steps in planned])
+        return self._measured([*filter(math.isfinite, times)], [steps[0] for steps in planned])
 
     def _alone_unless_averaged(self, measured: Measurements) -> Recipe | None:
         if self._tuner.averages(measured):
@@ -237,15 +246,15 @@ class RecipeTrial(Chooser):
         self._until = TrialSchedule.every
         return self._on_trial(_ALONE)
 
-    def _step_s(self) -> float:
-        """Return how long a step takes here; infinite if there were too few.
+    def _step_s(self) -> tuple[float, bool]:
+        """Return how long a step takes here, infinite if there was none, and whether enough were timed.
 
         Three quarters of them take longer: a process that others keep busy for a while is not a slow one.
         """
         each = [after - before for before, after in pairwise(self._times)]
         least = 1 if self._is_looking else _LEAST_STEPS
         timed = sorted(each[_FIRST_STEPS:] or each)
-        return timed[len(timed) // 4] if len(each) >= least else math.inf
+        return timed[len(timed) // 4] if each else math.inf, len(each) >= least
 
     def _gathered(self, *mine: float) -> list[list[float]]:
         """Return numbers of each replica, the largest of its ranks, by rank: a collective."""
@@ -293,7 +302,8 @@ class RecipeTrial(Chooser):
 
     def _count(self) -> tuple[int, int]:
         """Return how many values the model trains, and how many bytes its buffers have."""
-        trained = sum(parameter.numel() for parameter in self._model.parameters() if parameter.requires_grad)
+        with self._quorum.replica.as_exchanged():
+            trained = sum(parameter.numel() for parameter in self._model.parameters() if parameter.requires_grad)
         return trained, sum(buffer.numel() * buffer.element_size() for buffer in self._model.buffers())
 
     def _planned(self) -> tuple[float, float]:
@@ -305,19 +315,21 @@ class RecipeTrial(Chooser):
     def _measured(self, step_s: Sequence[float], planned: Sequence[float]) -> Measurements:
         quorum, (parameters, buffer_bytes) = self._quorum, self._count()
         assert self._link is not None
+        with quorum.replica.as_exchanged():
+            blocks = num_blocks(self._model)
         return Measurements(
             self._link,
             tuple(step_s),
             quorum.group.size,
             parameters,
-            num_blocks(self._model),
+            blocks,
             buffer_bytes,
             quorum.generation.island.size,
             int(planned[0]) or None,
             int(planned[1]) or None,
             is_direct=quorum.group.is_direct,
             is_averaged=self._recipe.warmup > 0 and self._waits_in_steps,
-            may_average=self._recipe.warmup > 0,
+            may_average=self._recipe.warmup > 0 and self._are_alike,
             is_fixed=quorum.membership.is_fixed,
         )
 

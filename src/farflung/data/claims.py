@@ -30,9 +30,14 @@ class Followed:
     def __post_init__(self) -> None:
         self.membership.round_listeners.append(self._round_begins)
 
-    def step_attempted(self, step: int) -> None:
-        """Count the batches that rounds sent after this step would contain; called before the rounds due then."""
+    def step_attempted(self, step: int, num_fragments: int) -> None:
+        """Count the batches that rounds sent after this step would contain; called before the rounds due then.
+
+        Args:
+            num_fragments: in which the model is sent from now on.
+        """
         self._meet()
+        self.sent.num_fragments = num_fragments
         self.claims.ledger.send(self.sent, step)
         self.claims.num_steps += 1
         if self.claims.ledger.mixed > 1:  # once, it may be a batch that a script has only looked at
@@ -103,10 +108,10 @@ class Claims:
         self.boards.append(SlotBoard(self.board.part("data").part(str(number)), self.member, self._rounds))
         return number, self.boards[-1]
 
-    def follow(self, membership: Elastic, num_fragments: int) -> Followed:
+    def follow(self, membership: Elastic) -> Followed:
         """Record from now on the batches that the rounds of an outer loop apply to the common weights."""
         membership.keep_logs(self.log_names, partial(landed_in, membership.loop))
-        loop = Followed(self, membership, Sent(num_fragments), membership.joined)
+        loop = Followed(self, membership, Sent(), membership.joined)
         self.loops.append(loop)
         self.ledger.loops.append(loop.sent)
         return loop

@@ -31,7 +31,7 @@ class Share(NamedTuple):
 class Sent:
     """The batches that one outer loop has sent, and the replicas with which its rounds have landed."""
 
-    num_fragments: int  # parts of the model that are sent apart
+    num_fragments: int = 1  # parts of the model that are sent apart
     generation: int = 0  # at the latest step
     step: int = 0  # the latest one
     num_landed: int = 0  # of the times that batches were handed out

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -388,6 +389,22 @@ class Replica:
         self.fragments = [self._bound(fragment, SoloGroup(), is_new=True) for fragment in self._cut]
         for fragment in self.fragments:
             fragment.enter((), generation.ids)
+
+    def as_exchanged(self) -> AbstractContextManager[None]:
+        """Within the block exactly what is exchanged requires gradients, which is the same on all ranks."""
+        exchanged = self.trained.ids()
+        return training(self._model, lambda one: id(one) in exchanged)
+
+    def continue_from(self, before: Replica, generation: Generation) -> None:
+        """Exchange what `before` did, from what all members share, with this rank's steps since; nothing is sent."""
+        kept = before.copies(before.trained.moved())
+        before.adopt()
+        self.begin_alike(generation)
+        for tensor, value in kept:
+            tensor.copy_(value)
+        self.trained.continue_from(before.trained)
+        for fragment in self.fragments:
+            fragment.count(before.fragments[0].pending_weight[0])
 
     def note_newcomers(self) -> None:
         """Compare the agreed weights in the next rounds, and in the next vote if they are the same on all ranks."""

@@ -150,6 +150,13 @@ class TrainedSet:
         self.moves.follow(known, self.moves.ids | new)
         self.places, self._names_of = could_train(model)
 
+    def continue_from(self, other: TrainedSet) -> None:
+        """Count what has trained since the last round of another exchange of the same model."""
+        new = {number for number, one in self.moves.known.items() if one.requires_grad} - other.moves.known.keys()
+        self.moves.ids = other.moves.ids & self.moves.known.keys() | new
+        self.ever = self.ever | other.ever
+        self._before = {name: other._before[name] for name in other._before.keys() & self.places.keys() - self.names}
+
     def exchange(self, names: set[str]) -> None:
         self.names, self.ever = names, self.ever | names
         self._before = {name: value for name, value in self._before.items() if name in self.places.keys() - names}

@@ -99,7 +99,7 @@ class Driver:
             tuner.follow(self.loop)
         self._data: Any = None  # the batches that rounds bring into the common weights
         if members.slots is not None:
-            self._data = members.slots.follow(membership, recipe.schedule.fragments)
+            self._data = members.slots.follow(membership)
             self.loop.listeners.append(self._data.round_ended)
 
     def step_attempted(self, optimizer: Optimizer, done: bool, around: DataPass | None) -> None:
@@ -168,7 +168,7 @@ class Driver:
             if self._data is not None:
                 if around is not None and around.loader.share is not None:
                     around.loader.share.check_trains()
-                self._data.step_attempted(self.loop.position)
+                self._data.step_attempted(self.loop.position, self.loop.schedule.fragments)
             if self.attempts == 2:  # schedulers have followed the first step by now
                 steps = self._planned()
                 if steps is not None and (advice := self.recipe.few_rounds(steps)):

@@ -165,34 +165,45 @@ def _check(model: object, count: object) -> None:
 
 
 def num_blocks(model: nn.Module) -> int:
-    """Return how many blocks a model has, in the sense of `strided`; at least one."""
-    return max(1, _blocks(model)[0])
+    """Return how many blocks of a model train, in the sense of `strided`; at least one."""
+    return max(1, len(_blocks(model)[0]))
 
 
-def _blocks(model: nn.Module) -> tuple[int, str]:
-    """Return the length and the name of a model's longest list of modules; among equals, of the most values."""
-    lists = [(name, one) for name, one in model.named_modules() if isinstance(one, (nn.ModuleList, nn.Sequential))]
-    sizes = [(len(one), sum(p.numel() for p in one.parameters()), name) for name, one in lists]
-    number, _, path = max(sizes, key=lambda size: size[:2], default=(0, 0, ""))
-    return number, path
+def _blocks(model: nn.Module) -> tuple[list[str], str]:
+    """Return the names of the modules that aren't frozen in the longest list of these, and the list's own name.
+
+    Among lists of one length it is the one with the most values.
+    """
+    found: list[tuple[int, int, list[str], str]] = []
+    for name, one in model.named_modules():
+        if isinstance(one, (nn.ModuleList, nn.Sequential)):
+            names = [child for child, block in one.named_children() if not _is_frozen(block)]
+            found.append((len(names), sum(p.numel() for p in one.parameters()), names, name))
+    *_, names, path = max(found, key=lambda each: each[:2], default=(0, 0, [], ""))
+    return names, path
+
+
+def _is_frozen(block: nn.Module) -> bool:
+    """Return whether a block has parameters, and none of them trains."""
+    flags = [parameter.requires_grad for parameter in block.parameters()]
+    return bool(flags) and not any(flags)
 
 
 def _by_block(model: nn.Module, count: int, choose: Callable[[int, int], int]) -> list[Fragment]:
     _check(model, count)
-    number, path = _blocks(model)
-    if number < count:
+    names, path = _blocks(model)
+    if len(names) < count:
         raise ConfigError(
-            f"{count} fragments of {counted(number, 'block')}: the model's longest list of modules is "
+            f"{count} fragments of {counted(len(names), 'block')} that train: the model's longest list of modules is "
             f"{path or 'itself'!r}. Use fewer fragments, or cut by_bytes."
         )
 
     prefix = f"{path}." if path else ""
-    order = {child: index for index, (child, _) in enumerate(model.get_submodule(path).named_children())}
+    order = {child: index for index, child in enumerate(names)}
 
     def chosen(name: str) -> int | None:
-        if not name.startswith(prefix):
-            return None
-        return choose(order[name[len(prefix) :].split(".", 1)[0]], number)
+        index = order.get(name[len(prefix) :].split(".", 1)[0]) if name.startswith(prefix) else None
+        return None if index is None else choose(index, len(names))
 
     return _cut(model, count, chosen)
 

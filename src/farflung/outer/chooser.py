@@ -58,8 +58,13 @@ class Chooser:
         """Return whether all members call `choose` after this step; `is_early`: in a flush."""
         return False
 
-    def choose(self) -> Recipe | None:
-        """Choose: a collective of fixed members."""
+    def choose(self, is_early: bool, are_alike: bool) -> Recipe | None:
+        """Choose: a collective of fixed members.
+
+        Args:
+            is_early: this rank flushes; others may train on.
+            are_alike: all ranks have made all steps of a warm-up so far.
+        """
         return None
 
     def landed(self) -> Recipe | None:

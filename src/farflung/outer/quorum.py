@@ -147,7 +147,7 @@ class Quorum:
         self.welcome: Welcome | None = None
         self.joined_in = -1
         self.worker: BackgroundWorker | None = None
-        self._replica, self._timetable, self._meter = replica, timetable, meter
+        self.replica, self._timetable, self._meter = replica, timetable, meter
         self._state = _State.ENTERING
         self._noticed_at: float | None = None  # the time of a loss
         self._changes = _no_changes()  # since the latest round
@@ -216,14 +216,14 @@ class Quorum:
             self._leave(failure)
         self._state = _State.LOST
         if not self.needs.has_state:
-            self._replica.fragments = []  # it may have the values of some, and not of others
+            self.replica.fragments = []  # it may have the values of some, and not of others
         try:
             self.membership.lost(failure)
         finally:  # not before the other ranks of an island know why its connections close
             self.free(reusable=False)
         self._state = _State.ENTERING
         has_state = self.needs.has_state
-        self.needs = replace(self.needs, admits=not has_state, may_keep=has_state and self._replica.may_keep())
+        self.needs = replace(self.needs, admits=not has_state, may_keep=has_state and self.replica.may_keep())
 
     # ---- generations
 
@@ -254,7 +254,7 @@ class Quorum:
             # A newcomer gets it, also one that comes back.
             has_state = had_state and not generation.joins
             self.needs = replace(self.needs, num_votes=generation.num_votes, has_state=has_state)
-            self._replica.enter(generation, ids if had_state else generation.ids)
+            self.replica.enter(generation, ids if had_state else generation.ids)
             self._share(had_state)
             self.adopt_change()
         self.needs = replace(self.needs, has_state=True)
@@ -265,11 +265,11 @@ class Quorum:
             self._changes["seconds_recovering"] += took_s
 
     def _new_worker(self) -> BackgroundWorker | None:
-        return BackgroundWorker(self._replica.device, self.generation.background) if self._is_behind else None
+        return BackgroundWorker(self.replica.device, self.generation.background) if self._is_behind else None
 
     def restart(self, recipe: Recipe, replica: Replica) -> None:
         """Continue with a model as another recipe exchanges it; nothing is sent."""
-        self._replica, self._is_behind = replica, recipe.schedule.delay > 0
+        self.replica, self._is_behind = replica, recipe.schedule.delay > 0
         self.needs = replace(self.needs, **_needs_of(recipe, replica))
         if hasattr(self, "generation"):
             self.describe(replica.description, replica.tensors)
@@ -281,28 +281,28 @@ class Quorum:
         if generation.newcomers or not had_state:
             there = range(generation.group.size)  # all are newcomers if a run continues from a state at its address
             giver = next((rank for rank in there if rank not in generation.newcomers), 0)
-            self._replica.synchronize(giver, takes=joins or not generation.newcomers)
+            self.replica.synchronize(giver, takes=joins or not generation.newcomers)
             self._meter.add("bytes_voting", (self.group.size - 1) * FINGERPRINT_BYTES)
         if generation.may_lose:  # each rank of an island has met a column of its own, and may have lost it alone
             generation.island.meet()
         if joins:
             if not generation.keeps:
-                self._meter.add("steps_lost", self._replica.fragments[0].pending_weight[0])
+                self._meter.add("steps_lost", self.replica.fragments[0].pending_weight[0])
             self.welcome, self.joined_in = _welcome(generation.given), generation.number
             self._timetable.take(self.welcome.position, self.welcome.began)
             self._timetable.load_changes(self.welcome.changes, self.welcome.due)
             self.return_to_welcome(generation.keeps)
             if rest := generation.given["place"].get("rest"):
                 values = zip(rest["names"]["rest"], rest["agreed"]["rest"][0], strict=True)
-                self._replica.trained.load_resting({name: value for (name, *_), value in values})
+                self.replica.trained.load_resting({name: value for (name, *_), value in values})
             if len(generation.newcomers) == generation.group.size:
                 self._compare_frozen(generation.given["place"].get("frozen", {}))
         if generation.newcomers:
-            self._replica.note_newcomers()
+            self.replica.note_newcomers()
 
     def _compare_frozen(self, saved: Mapping[str, int]) -> None:
         """Warn of frozen weights that are not those with which the state was written: it has only what is trained."""
-        now = self._replica.frozen()
+        now = self.replica.frozen()
         if odd := [name for name, number in saved.items() if now.get(name) != number]:
             _logger.warning(
                 f"The state at step {self._timetable.position} was written with other values of frozen weights: "
@@ -316,14 +316,14 @@ class Quorum:
         timetable = self._timetable
         position = min(timetable.position, timetable.synced)  # of several steps that were not synced yet, the one now
         place = {"position": position, "began": timetable.began, "due": actions, **timetable.changes_dict()}
-        place["layout"] = self._replica.layout
+        place["layout"] = self.replica.layout
         if is_whole:
-            place |= {"frozen": self._replica.frozen(), "rest": self._replica.resting()}
-        return {"place": place} | _parts(self._replica, range(len(self._replica.fragments) * is_whole))
+            place |= {"frozen": self.replica.frozen(), "rest": self.replica.resting()}
+        return {"place": place} | _parts(self.replica, range(len(self.replica.fragments) * is_whole))
 
     def offer(self, *numbers: int) -> None:
         """Give fragments that may have changed to replicas that wait for admission."""
-        self.membership.offer(lambda: _parts(self._replica, numbers))
+        self.membership.offer(lambda: _parts(self.replica, numbers))
 
     def free(self, reusable: bool) -> None:
         """Give back the groups of this generation, which are `reusable` if nothing is under way on any rank."""
@@ -341,14 +341,14 @@ class Quorum:
             kinds: of values that have landed, as in `BoundFragment.agreements`; none: all of them.
         """
         if self.welcome is not None:
-            self.welcome = self.welcome.after_landing(number, self._replica.fragments[number].replicated(), kinds)
+            self.welcome = self.welcome.after_landing(number, self.replica.fragments[number].replicated(), kinds)
 
     def return_to_welcome(self, keeps: bool = False) -> None:
         """Take the weights that all share in place of this newcomer's own, with its own steps if it `keeps` these."""
         assert self.welcome is not None
         if not keeps:
-            self._replica.trained.forget_moves()
-        for fragment, shared in zip(self._replica.fragments, self.welcome.fragments, strict=True):
+            self.replica.trained.forget_moves()
+        for fragment, shared in zip(self.replica.fragments, self.welcome.fragments, strict=True):
             fragment.join(shared, keeps)
 
     # ---- changes of H
@@ -357,18 +357,18 @@ class Quorum:
         """Continue with another H, as the schedule says: all that was under way has landed."""
         self._timetable.last = change
         self.adopt_change()
-        for number, fragment in enumerate(self._replica.fragments):
+        for number, fragment in enumerate(self.replica.fragments):
             fragment.history = {}  # norms grow with H
             self.note_landing(number)
-        self.offer(*range(len(self._replica.fragments)))
+        self.offer(*range(len(self.replica.fragments)))
         if self.group.rank == self.generation.island.voters.group.rank == 0:
             record(Kind.CHANGED, **asdict(change))
 
     def adopt_change(self) -> None:
         """Give the outer optimizers and the votes the latest change of H."""
         last = self._timetable.last
-        self._replica.tune(None if last is None else last.every)
-        self.describe(self._replica.description, self._replica.tensors)
+        self.replica.tune(None if last is None else last.every)
+        self.describe(self.replica.description, self.replica.tensors)
 
     def describe(self, description: str, tensors: Sequence[str]) -> None:
         """Describe what all members must have alike, in the next votes."""
@@ -378,7 +378,7 @@ class Quorum:
     # ---- what all members do together, outside of rounds
 
     def needs_now(self) -> Needs:
-        replica = self._replica
+        replica = self.replica
         return replace(self.needs, description=replica.description, tensors=replica.tensors, could=replica.could)
 
     def is_awaited(self) -> bool:
@@ -404,7 +404,7 @@ class Quorum:
         sound = all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
         decision = in_proportion(self.vote(sound).sound_weights)
         if decision.total:
-            self._meter.add_exchanged(average(tensors, self.group, decision, self._replica.cap_bytes))
+            self._meter.add_exchanged(average(tensors, self.group, decision, self.replica.cap_bytes))
 
     def average_buffers(self, fragment: BoundFragment) -> None:
         """Average a fragment's buffers though no rank made a step: a forward pass is enough to change them."""
@@ -413,7 +413,7 @@ class Quorum:
             self.average(floats)
         if counters:
             everyone = Decision((1.0,) * self.group.size, float(self.group.size))
-            self._meter.add_exchanged(average(counters, self.group, everyone, self._replica.cap_bytes))
+            self._meter.add_exchanged(average(counters, self.group, everyone, self.replica.cap_bytes))
 
     def take_changes(self) -> dict[str, Any]:
         """Return what has changed since the last call, by the names of a `Round`'s fields."""

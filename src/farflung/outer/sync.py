@@ -79,10 +79,13 @@ class Sync:
 
     def choose(self, is_early: bool = False) -> bool:
         """Replace the recipe, if the chooser wants to at this step. Return whether it did."""
+        are_alike = self.warmup.are_alike
+        if self.warmup.is_on and not (is_early or are_alike):  # a rank that stays without data expects gradients alone
+            return False
         if not self.chooser.is_due(self.timetable.synced, is_early):
             return False
         with self.meter.timed("exposed"), torch.no_grad():
-            return self.replace(self.chooser.choose())
+            return self.replace(self.chooser.choose(is_early, are_alike))
 
     def replace(self, recipe: Recipe | None) -> bool:
         """Continue as another recipe does, from what all members share, with this rank's steps since; sends nothing.
@@ -91,14 +94,10 @@ class Sync:
         """
         if recipe is None:
             return False
-        before, replica = self.replica, self.replica_of(recipe)
+        with self.replica.as_exchanged():
+            replica = self.replica_of(recipe)
         self._share_warmup()
-        kept = before.copies(())
-        before.adopt()
-        replica.begin_alike(self.quorum.generation)
-        for tensor, value in kept:
-            tensor.copy_(value)
-        replica.count(before.fragments[0].pending_weight[0])
+        replica.continue_from(self.replica, self.quorum.generation)
         self._follow(recipe, replica)
         return True
 
