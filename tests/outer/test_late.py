@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A replica that was late comes back with its own steps, unless the others may have applied a part of them."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
-from farflung.address.member_store import Post, Record
-from farflung.base.errors import RankFailure
+from farflung.address.member_store import Post, Record, encode
+from farflung.base.errors import CollectiveMismatch, RankFailure
 from farflung.comm.group import SoloGroup
 from farflung.members.settlement import decide
 from farflung.outer import Cast, OuterLoop, diloco, edit, local_sgd, sparse_loco, streaming_diloco
@@ -140,7 +142,15 @@ REPORTS = [
     ({1: Post(6, True), 2: Post(7, True, {5: 2, 6: 0})}, {"common": {5: ALL, 6: 0}, "ended": 7}),  # 1 has closed vote 5
     ({1: Post(5, True), 2: Post(6, True, {5: 2})}, {"common": {5: 0}}),  # 1 has not come to it
     ({1: Post(6, True, {}, {2: "odd"}), 2: Post(7, True)}, {"ids": (1,), "lost": {**LATE, 2: "odd"}, "odd": (2,)}),
-    ({1: Post(6, True, {}, {2: "odd"}), 2: Post(6, True, {}, {1: "odd"})}, {}),
+    ({1: Post(6, True, {}, {2: "odd"}), 2: Post(6, True, {}, {1: "odd"})}, {"disputes": 3}),
+    (  # 4 has come back late, where the others are no more
+        {1: Post(6, True, {}, {4: "odd"}), 2: Post(6, True, {}, {4: "odd"}), 4: Post(6, True, {}, {1: "odd"})},
+        {"lost": {**LATE, 4: "odd"}, "odd": (4,)},
+    ),
+    (
+        {1: Post(6, True, {}, {4: "odd"}), 2: Post(6, True), 4: Post(6, True, {}, {1: "odd"})},
+        {"ids": (1, 2, 4), "disputes": 3},
+    ),
     ({1: Post(9, False), 2: Post(6, True)}, {"ids": (2,)}),
     ({1: Post(1, False), 2: Post(6, False)}, {"began": 5}),
 ]
@@ -150,7 +160,23 @@ REPORTS = [
 @pytest.mark.parametrize(("posts", "follows"), REPORTS)
 def test_the_next_generation_follows_from_what_members_report(posts, follows):
     expected = {"ids": (1, 2), "lost": LATE, "began": 2, "ended": 6} | follows
-    assert decide(Record(4, 2, (1, 2, 3), began=2), 1, posts, LATE) == Record(5, 1, **expected)
+    record = Record(4, 2, (1, 2, 3, *(4,) * (4 in posts)), began=2, disputes=2)
+    assert decide(record, 1, posts, LATE) == Record(5, 1, **expected)
+
+
+@pytest.mark.law("every-wait-has-an-end-and-a-line")
+@pytest.mark.parametrize("disputes", [2, 3])
+def test_members_that_accuse_each_other_again_and_again_end_by_name(disputes):
+    """Two whose calls differ went from generation to generation: 100 to 200 of them in 20 s."""
+    members = Members(Record(1, 1, (1, 2), disputes=disputes - 1))
+    member = members.member(1)
+    members.board.put(1, "post", 2, encode(Post(6, True, {}, {1: "a float64"})).decode())
+    accuse = partial(member.agree, 6, {}, {2: "a float32"})
+    if disputes < 3:
+        assert accuse() == {}
+    else:
+        with pytest.raises(CollectiveMismatch, match=r"1 and .*2 .*in 3 generations in a row.*a float32"):
+            accuse()
 
 
 class Weights(nn.Module):

@@ -45,6 +45,7 @@ class Record:
     odd: tuple[int, ...] = ()  # those of them whose state was not that of the others
     began: int = 0  # the generation in which training began, as nobody had anything that was trained
     saved: str = ""  # the name of the state at the run's address that all of them begin with
+    disputes: int = 0  # how many decisions in a row have left members in that accuse each other
     ended: int = 0  # after a loss: some member has closed each vote before this one that is not in `common`
 
     @property

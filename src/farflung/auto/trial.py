@@ -302,7 +302,7 @@ class RecipeTrial(Chooser):
 
     def _count(self) -> tuple[int, int]:
         """Return how many values the model trains, and how many bytes its buffers have."""
-        with self._quorum.replica.as_exchanged():
+        with self._quorum.replica.trained.as_exchanged(self._model):
             trained = sum(parameter.numel() for parameter in self._model.parameters() if parameter.requires_grad)
         return trained, sum(buffer.numel() * buffer.element_size() for buffer in self._model.buffers())
 
@@ -315,7 +315,7 @@ class RecipeTrial(Chooser):
     def _measured(self, step_s: Sequence[float], planned: Sequence[float]) -> Measurements:
         quorum, (parameters, buffer_bytes) = self._quorum, self._count()
         assert self._link is not None
-        with quorum.replica.as_exchanged():
+        with quorum.replica.trained.as_exchanged(self._model):
             blocks = num_blocks(self._model)
         return Measurements(
             self._link,

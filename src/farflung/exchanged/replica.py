@@ -3,227 +3,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from farflung.base.errors import ConfigError
-from farflung.codec.base import Identity
-from farflung.comm.bucket import broadcast_values
 from farflung.comm.group import Group, SoloGroup
-from farflung.comm.shards import local, model_has_dtensor, part_of, reshard
-from farflung.comm.tensor_memory import fingerprint, fingerprints
-from farflung.exchanged.comparison import Comparison, frozen_fingerprints, moved, synchronize
-from farflung.exchanged.structure import buckets_of, described, line_of, structure_of, text_of
+from farflung.comm.shards import local, model_has_dtensor, reshard
+from farflung.exchanged.bound import BoundFragment, row_of
+from farflung.exchanged.comparison import frozen_fingerprints, moved, synchronize
+from farflung.exchanged.structure import described, line_of, structure_of, text_of
 from farflung.exchanged.trained import TrainedSet
-from farflung.methods.aggregate import TrimmedMax, TrimmedMean
-from farflung.methods.agreement import Aggregator, Anchored, Averaged, Max, Mean
-from farflung.methods.eager import Eager
 from farflung.methods.fragments import Fragment, TensorPlace, training, without_masks
 from farflung.methods.momentum import OuterSGD
 from farflung.methods.recipe import Recipe
-from farflung.methods.weighting import NormHistory, Screened
-from farflung.votes.ballot import Seen, digest_of
 from farflung.votes.generation import Generation, Layout
-
-
-class BoundFragment:
-    """A fragment bound to memory.
-
-    Args:
-        num_buffers: see `Buckets`. None: it is in its buffers as a whole, for the exchange and until it is applied.
-        island_size: the number of ranks that train one replica.
-        is_new: all ranks start from rank 0's values, without buffers that hold values which are not finite: a
-            collective. False: the fragment holds the values that were agreed on.
-
-    Attributes:
-        cut: its tensors.
-        weights, buffers, counters: how each kind of value is combined; `agreements` has them by name.
-        pending_weight: by level, the work that was done since values were last sent.
-        num_rounds: that were applied.
-        num_landed: buckets that were already applied of a round that continues after a loss.
-        comparison: compares it with that of the other replicas.
-    """
-
-    def __init__(
-        self,
-        fragment: Fragment,
-        recipe: Recipe,
-        group: Group,
-        cap_bytes: int,
-        num_buffers: int | None,
-        island_size: int,
-        is_new: bool,
-    ) -> None:
-        self.num_ranks = group.size
-        self.history: NormHistory = {}
-        self.pending_weight = [0.0] * (1 + len(recipe.levels))
-        self.num_rounds = self.num_landed = 0
-        self.is_whole = num_buffers is None
-        parameters = buckets_of(fragment.parameters, cap_bytes, num_buffers, island_size)
-        counters = buckets_of(fragment.counters, cap_bytes, num_buffers, island_size)
-        if group.size > 1 and is_new:
-            broadcast_values([local(place.get()) for place in fragment.places], group)
-        self.cut = without_masks(fragment) if is_new else fragment
-        self.comparison = Comparison([place.name for place in self.cut.parameters])
-        self.trained = [place.get() for place in self.cut.parameters]  # the objects, which tell when one is replaced
-        averages = buckets_of(self.cut.averages, cap_bytes, num_buffers, island_size)
-        self.kinds = (self.cut.parameters, self.cut.averages, self.cut.counters)
-        self._bound = list(zip(self.kinds, (parameters, averages, counters), strict=True))
-        self.weights = Averaged(parameters, recipe.aggregator, recipe.codec)
-        if recipe.optimizer is not None:
-            parts = (parameters, recipe.aggregator, recipe.codec, recipe.optimizer, recipe.merge, recipe.anchor_on_cpu)
-            self.weights = Eager(*parts, num_ranks=group.size) if recipe.eager else Anchored(*parts)
-        of_buffers: tuple[Aggregator, Aggregator] = (Mean(), Max())
-        if isinstance(recipe.policy, Screened):
-            of_buffers = TrimmedMean(), TrimmedMax()
-        self.buffers = Averaged(averages, of_buffers[0], Identity())
-        self.counters = Averaged(counters, of_buffers[1], Identity())
-        self.agreements = {"weights": self.weights, "buffers": self.buffers, "counters": self.counters}
-
-    def enter(self, before: Sequence[int], ids: Sequence[int]) -> None:
-        """Continue in a generation of other members: the memory of a replica follows its id."""
-        known = dict(zip(before, range(len(before)), strict=True))
-        seen, self.num_ranks = self.history, len(ids)
-        ranks = [(rank, known[one]) for rank, one in enumerate(ids) if one in known]
-        self.history = {rank: seen[old] for rank, old in ranks if old in seen}
-        if isinstance(self.weights, Eager):
-            self.weights.num_ranks = len(ids)
-
-    def replicated(self) -> dict[str, Any]:
-        """Return the state that all replicas share between rounds."""
-        common = {"history": self.history, "num_rounds": self.num_rounds}
-        return {**common, "agreed": {kind: one.replicated() for kind, one in self.agreements.items()}}
-
-    def names(self) -> dict[str, list[tuple[str, str, list[int], list[int], list[int]]]]:
-        """Return whose values `replicated` has, in its order: names, dtypes, shapes, and this rank's parts of them."""
-        return {kind: list(map(_row, places)) for kind, places in zip(self.agreements, self.kinds, strict=True)}
-
-    def join(self, replicated: dict[str, Any], keeps: bool) -> None:
-        """Take over what `replicated` returned on another rank.
-
-        Args:
-            keeps: continue with the steps since the last round, which the next one then includes.
-        """
-        self.history = deepcopy(replicated["history"])
-        self.num_rounds = replicated["num_rounds"]
-        if keeps:
-            self.rebind()
-        else:
-            self.num_landed, self.pending_weight = 0, [0.0] * len(self.pending_weight)
-        for kind, agreement in self.agreements.items():
-            agreement.join(replicated["agreed"][kind], keeps)
-
-    def rebind(self) -> None:
-        """Find tensors again that were moved since the last round, in a model that still has the same ones."""
-        for places, buckets in self._bound:
-            buckets.rebind([place.owner[place.key] for place in places])
-
-    def load(self, must_look: bool) -> tuple[float, float, bool]:
-        """Fill the buffers; return, for a ballot, norm, largest magnitude, and whether floating buffers are finite."""
-        for agreement in self.agreements.values():
-            agreement.forget()
-        is_idle = self.num_ranks == 1 and not self.weights.is_anchored  # nothing to do without other replicas
-        if is_idle or not must_look:
-            return 0.0, 0.0, True
-        norm, largest = self.weights.measure()
-        sound = math.isfinite(self.buffers.measure()[0])
-        if self.is_whole:
-            self.counters.load()
-        return norm, largest, sound
-
-    def fingerprint(self) -> int:
-        """Return a number that differs for weights with different bits."""
-        return digest_of(str(fingerprints(map(local, self.parameters()))))
-
-    def held_by_several(self) -> Seen:
-        """Return, of each parameter that several ranks of an island hold, where this rank's part begins, and a hash."""
-        pairs = zip(self.cut.parameters, self.weights.buckets.shares, strict=True)
-        found = [(place.name, place.get()) for place, share in pairs if share < 1]
-        return {name: (part_of(tensor)[1], fingerprint(local(tensor))) for name, tensor in found}
-
-    def count(self, amount: float) -> None:
-        self.pending_weight = [done + amount for done in self.pending_weight]
-
-    def claim(self, level: int) -> list[float]:
-        """Return the work done since the last round on each level, and reset this level and narrower ones."""
-        narrower = range(len(self.pending_weight)) if level == 0 else range(1, level + 1)
-        claimed = [done if number in narrower else 0.0 for number, done in enumerate(self.pending_weight)]
-        self.pending_weight = [done - gone for done, gone in zip(self.pending_weight, claimed, strict=True)]
-        return claimed
-
-    def give_back(self, claimed: Sequence[float]) -> None:
-        """Count again the work that was sent in a round without a result."""
-        self.pending_weight = [done + gone for done, gone in zip(self.pending_weight, claimed, strict=True)]
-
-    def note_round(self, is_common: bool) -> None:
-        """Count a round that was applied; its result may be compared if it `is_common` to all ranks."""
-        self.num_rounds += 1
-        self.comparison.note_round(self.weights, self.num_rounds, is_common)
-
-    def parameters(self) -> list[Tensor]:
-        return [place.get() for place in self.cut.parameters]
-
-    def buffer_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return this rank's floating buffers and its integer ones, as the model has them now."""
-        averages, counters = self.cut.averages, self.cut.counters
-        return [local(place.get()) for place in averages], [local(place.get()) for place in counters]
-
-    def floats(self) -> list[Tensor]:
-        """Return this rank's weights and floating buffers, as the model has them now."""
-        return [local(place.get()) for place in (*self.cut.parameters, *self.cut.averages)]
-
-    def kept(self) -> dict[str, dict[int, Tensor]]:
-        """Return the state of each parameter between rounds, `[numel]`, by its kind and by the parameter's id."""
-        ids = [id(tensor) for tensor in self.trained]
-        rows = self.weights.rows()
-        return {name: dict(zip(ids, self.weights.buckets.by_tensor(rows[name]), strict=True)) for name in rows}
-
-    def continue_from(self, other: BoundFragment, kept: Mapping[str, Mapping[int, Tensor]]) -> None:
-        """Replace another fragment, with its state of the parameters that this one has too."""
-        self.pending_weight, self.history = other.pending_weight, other.history
-        self.num_rounds = other.num_rounds
-        self.comparison.continue_from(other.comparison)
-        self.weights.continue_from(other.weights)
-        for name, flats in self.weights.rows().items():
-            rows = kept.get(name, {})
-            self.weights.buckets.fill(flats, [rows.get(id(tensor)) for tensor in self.trained])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "local": {place.name: local(place.get()).clone() for place in self.cut.places},
-            "agreed": self.weights.state_dict(),
-            "pending_weight": list(self.pending_weight),
-            "history": {"seen": deepcopy(self.history)},
-            "num_rounds": self.num_rounds,
-            "digest": self.comparison.digest,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        saved: dict[str, Tensor] = state["local"]
-        here = {place.name: place for place in self.cut.places}
-        if saved.keys() != here.keys():
-            odd = sorted(saved.keys() ^ here.keys())
-            raise ConfigError(f"The saved outer loop is of a different model: they differ in {', '.join(odd[:5])}.")
-        with torch.no_grad():
-            for name, place in here.items():
-                local(place.get()).copy_(saved[name])
-        self.weights.load_state_dict(state["agreed"])
-        self.pending_weight = list(state["pending_weight"])
-        self.history = state["history"]["seen"]
-        self.num_rounds, self.comparison.digest = state["num_rounds"], state["digest"]
-
-
-def _row(place: TensorPlace) -> tuple[str, str, list[int], list[int], list[int]]:
-    tensor = place.get()
-    shape, offset = part_of(tensor)
-    return place.name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset, shape
 
 
 @dataclass(frozen=True)
@@ -383,27 +179,17 @@ class Replica:
         for fragment in self.fragments if has_values or generation.joins else ():
             fragment.enter(before, generation.ids)
 
-    def begin_alike(self, generation: Generation) -> None:
-        """Begin with members that have the same values already; nothing is sent."""
-        self._group = generation.group
-        self.fragments = [self._bound(fragment, SoloGroup(), is_new=True) for fragment in self._cut]
-        for fragment in self.fragments:
-            fragment.enter((), generation.ids)
-
-    def as_exchanged(self) -> AbstractContextManager[None]:
-        """Within the block exactly what is exchanged requires gradients, which is the same on all ranks."""
-        exchanged = self.trained.ids()
-        return training(self._model, lambda one: id(one) in exchanged)
-
     def continue_from(self, before: Replica, generation: Generation) -> None:
         """Exchange what `before` did, from what all members share, with this rank's steps since; nothing is sent."""
         kept = before.copies(before.trained.moved())
         before.adopt()
-        self.begin_alike(generation)
+        self._group = generation.group
+        self.fragments = [self._bound(fragment, SoloGroup(), is_new=True) for fragment in self._cut]
         for tensor, value in kept:
             tensor.copy_(value)
         self.trained.continue_from(before.trained)
         for fragment in self.fragments:
+            fragment.enter((), generation.ids)
             fragment.count(before.fragments[0].pending_weight[0])
 
     def note_newcomers(self) -> None:
@@ -466,7 +252,7 @@ class Replica:
         """Return copies of what has been agreed on and is not exchanged, in the form of a fragment's shared state."""
         rest = self.trained.resting(own=False)
         values = [value.clone() for value in rest.values()]
-        return {"names": {"rest": [_row(self.trained.places[name]) for name in rest]}, "agreed": {"rest": [values]}}
+        return {"names": {"rest": [row_of(self.trained.places[name]) for name in rest]}, "agreed": {"rest": [values]}}
 
     def adopt(self) -> None:
         for number, fragment in enumerate(self.fragments):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ from farflung.comm.group import Group
 from farflung.comm.shards import local
 from farflung.exchanged.structure import buckets_of, line_of
 from farflung.methods.agreement import NewParameters
-from farflung.methods.fragments import TensorPlace, could_train
+from farflung.methods.fragments import TensorPlace, could_train, training
 from farflung.votes.ballot import Tally, digest_of
 
 
@@ -149,6 +150,11 @@ class TrainedSet:
         new = known.keys() - before.keys() if before else set()  # unseen until now
         self.moves.follow(known, self.moves.ids | new)
         self.places, self._names_of = could_train(model)
+
+    def as_exchanged(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Within the block exactly what is exchanged requires gradients, which is the same on all ranks."""
+        exchanged = self.ids()
+        return training(model, lambda one: id(one) in exchanged)
 
     def continue_from(self, other: TrainedSet) -> None:
         """Count what has trained since the last round of another exchange of the same model."""

@@ -19,7 +19,7 @@ from typing import Any
 from farflung.address.member_store import DONE, Ask, LauncherNotes, Post, Record
 from farflung.address.objects import ObjectBoard
 from farflung.address.transport import Transport
-from farflung.base.errors import RankFailure, Unreachable
+from farflung.base.errors import CollectiveMismatch, RankFailure, Unreachable
 from farflung.base.events import Event, Kind
 from farflung.comm.collectives import from_first, gather_object
 from farflung.comm.exchange import Exchange
@@ -35,6 +35,7 @@ from farflung.votes.generation import ALL, Generation, Needs, open_generation
 
 _ASK_S = 0.5  # how often a member looks who asks to be admitted, at most
 _CONNECT_S = 2.0
+_DISPUTES = 3  # undecided ones in a row, after which members that accuse each other end
 _PAUSES = 4  # of the board, between two looks whether the last state was written
 
 
@@ -315,7 +316,14 @@ class Elastic:
         return self.saver is not None and self.saver.found() is not None
 
     def _settled(self, post: Post) -> Record:
-        return from_first(self._share_group, lambda: settle(self.peers, self.member, post))
+        record = from_first(self._share_group, lambda: settle(self.peers, self.member, post))
+        if record.disputes >= _DISPUTES and post.odd:
+            names = " and ".join(map(self.peers.notes.name_of, sorted({self.member, *post.odd})))
+            raise CollectiveMismatch(
+                f"{names} have come to different calls in {_DISPUTES} generations in a row, without a majority for "
+                f"either: {'; '.join(post.odd.values())}. Start them with the same script, model and recipe."
+            )
+        return record
 
     def stranded(self, error: Unreachable) -> Exception:
         how = "Start the run again from its newest checkpoint."

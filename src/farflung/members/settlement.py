@@ -81,7 +81,10 @@ def decide(record: Record, member: int, posts: Mapping[int, Post], absent: Mappi
         posts: their reports, by id.
         absent: why the others have not come.
     """
-    odd = {one: why for post in posts.values() for one, why in post.odd.items()}
+    accusers = [post.odd for post in posts.values() if post.odd]
+    accused = {one: why for post in accusers for one, why in post.items()}
+    # By most of them: one that comes back late, where the others are no more, takes each of them for odd.
+    odd = {one: why for one, why in accused.items() if 2 * sum(one in post for post in accusers) > len(accusers)}
     have = [one for one in record.ids if one in posts and posts[one].has_state]
     have = [one for one in have if one not in odd] or have
     ids = tuple(have or (one for one in record.ids if one in posts))  # or nobody is left who had anything
@@ -95,7 +98,10 @@ def decide(record: Record, member: int, posts: Mapping[int, Post], absent: Mappi
     ended = max(posts[one].votes for one in ids)
     number = record.number + 1
     began = record.began if have else number
-    return Record(number, member, ids, common=common, lost=lost, odd=tuple(odd), began=began, ended=ended)
+    disputes = record.disputes + 1 if accused and not odd else 0
+    return Record(
+        number, member, ids, common=common, lost=lost, odd=tuple(odd), began=began, ended=ended, disputes=disputes
+    )
 
 
 def _absent_holders(

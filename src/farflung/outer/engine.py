@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -139,7 +139,7 @@ class OuterLoop:
         self._ddp = kept_local(model, island, lambda: (loop := this()) is None or not loop._open or loop.is_warming)
         self._model = model = model if self._ddp is None else self._ddp.module
         replica_of = partial(_replica_of, model, cap_bytes, membership)
-        replica = replica_of(recipe)
+        replica = replica_of(recipe, None)
         self._quorum = quorum = Quorum(membership, recipe, replica, timetable, self._meter)
         twins = Twins(are_allowed=recipe.same_data)
         self.listeners: list[Callable[[Round], None]] = [Notices(quorum, timetable).round_ended]
@@ -479,10 +479,13 @@ class OuterLoop:
             hook.remove()
 
 
-def _replica_of(model: nn.Module, cap_bytes: int, membership: Membership, recipe: Recipe) -> Replica:
+def _replica_of(
+    model: nn.Module, cap_bytes: int, membership: Membership, recipe: Recipe, before: Replica | None
+) -> Replica:
     is_whole = recipe.is_whole or membership.island.size > 1
     num_buffers = None if is_whole else num_buffers_among(membership.most)
-    return Replica(model, recipe, cap_bytes, num_buffers, membership.island.size)
+    with nullcontext() if before is None else before.trained.as_exchanged(model):
+        return Replica(model, recipe, cap_bytes, num_buffers, membership.island.size)
 
 
 def _identity(replica: Replica, quorum: Quorum) -> dict[str, Any]:

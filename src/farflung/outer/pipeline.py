@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from farflung.comm.group import Group
-from farflung.exchanged.replica import BoundFragment
+from farflung.exchanged.bound import BoundFragment
 from farflung.methods.aggregate import Lengths, RadialMean
 from farflung.methods.agreement import Averaged, Payload, Pending
 from farflung.methods.weighting import Decision

@@ -23,8 +23,9 @@ from torch import Tensor
 from farflung.base.errors import RankFailure, Unreachable
 from farflung.base.events import Kind, record
 from farflung.comm.group import Group
+from farflung.exchanged.bound import BoundFragment
 from farflung.exchanged.comparison import FINGERPRINT_BYTES
-from farflung.exchanged.replica import BoundFragment, Replica
+from farflung.exchanged.replica import Replica
 from farflung.exchanged.structure import settings_of
 from farflung.methods.agreement import average
 from farflung.methods.recipe import Recipe

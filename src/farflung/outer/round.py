@@ -19,7 +19,7 @@ import torch
 
 from farflung.base.errors import CollectiveMismatch, StateError
 from farflung.comm.group import Group
-from farflung.exchanged.replica import BoundFragment
+from farflung.exchanged.bound import BoundFragment
 from farflung.exchanged.trained import TrainedProposal
 from farflung.methods.recipe import Recipe
 from farflung.methods.schedule import Launch

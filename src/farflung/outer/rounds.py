@@ -264,7 +264,8 @@ class Rounds:
         change = self.replica.change() or change  # one of them may have changed what is exchanged
         self.quorum.describe(change.description, change.tensors)
         if change.new and self.recipe.optimizer is not None and self.quorum.group.size > 1:
-            self.quorum.average([local(place.get()) for place in change.new])  # so that anchors begin at the same point
+            new = [local(place.get()) for place in change.new]
+            self.quorum.run(partial(self.quorum.average, new))  # so that anchors begin at the same point
         self.replica.follow(change)
 
     # ---- save and load

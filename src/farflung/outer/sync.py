@@ -36,7 +36,7 @@ class Sync:
         rounds: of this rank's model.
         warmup: the steps in which gradients are averaged, and no rounds are due.
         chooser: may replace the recipe.
-        replica_of: binds the model as another recipe exchanges it.
+        replica_of: binds what is exchanged of the model as another recipe does.
     """
 
     timetable: Timetable
@@ -45,7 +45,7 @@ class Sync:
     warmup: GradientWarmup
     meter: Meter
     chooser: Chooser
-    replica_of: Callable[[Recipe], Replica]
+    replica_of: Callable[[Recipe, Replica], Replica]
 
     @property
     def recipe(self) -> Recipe:
@@ -65,7 +65,7 @@ class Sync:
         except ConfigError:  # while it asked, the members may have chosen another recipe
             if (chosen := self.chooser.known()) is None:
                 raise
-            self._follow(chosen, self.replica_of(chosen))
+            self._follow(chosen, self.replica_of(chosen, self.replica))
             quorum.enter()
         if quorum.welcome is not None:
             self.run(quorum.welcome.due)
@@ -94,8 +94,7 @@ class Sync:
         """
         if recipe is None:
             return False
-        with self.replica.as_exchanged():
-            replica = self.replica_of(recipe)
+        replica = self.replica_of(recipe, self.replica)
         self._share_warmup()
         replica.continue_from(self.replica, self.quorum.generation)
         self._follow(recipe, replica)
