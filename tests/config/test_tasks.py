@@ -26,8 +26,7 @@ NO_HOST = OPEN_MPI | {"MASTER_ADDR": ""}
 UNDER_SLURM = NO_HOST | SLURM | {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "0"}
 UNDER_SLURM |= {"SLURM_STEP_NODELIST": "node[008-009,12]", "SLURM_JOB_NODELIST": "node[007-009,12]"}
 MPI_OF_SRUN = SLURM | {"PMI_SIZE": "4", "PMI_RANK": "1"}  # --mpi=pmi2
-LSF = {"LSB_MCPU_HOSTS": "batch 1 h1 42 h2 42 h3 42 h4 42"}
-JSRUN = LSF | NO_HOST | {"JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_LOCAL_SIZE": "1"}
+JSRUN = OPEN_MPI | {"JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_LOCAL_SIZE": "1"}
 
 
 def place(**flags):
@@ -49,8 +48,7 @@ def place(**flags):
         (SKY, (4, 1, "10.0.0.1", None)),
         (DSTACK, (4, 1, "10.0.0.1", None)),
         (MPI_OF_SRUN, (4, 1, "node007", None)),
-        (JSRUN, (4, 1, "h1", None)),
-        (LSF | NO_HOST, (4, 1, "batch", None)),
+        (JSRUN, (4, 1, "10.0.0.1", None)),
     ],
 )
 @pytest.mark.parametrize("in_file", ["", "num_machines: 1\nmachine_rank: 0\n", "num_machines: 8\nmachine_rank: 3\n"])
@@ -72,6 +70,7 @@ JSM_NAMESPACE_RANK SKYPILOT_NODE_RANK DSTACK_NODE_RANK OMPI_COMM_WORLD_RANK PMI_
 """
 
 
+HERE = socket.gethostname()
 HOSTS = {"one": "one", "a,b[1-2]": "a", "gpu[007-010,12]-ib,login2": "gpu007-ib", "r[1,3-4]n[02-08]": "r1n02"}
 HOSTS |= {"n1.cluster.org,n2": "n1.cluster.org"}
 
@@ -93,25 +92,22 @@ def test_slurms_own_program_names_the_first_host_of_a_list(home, monkeypatch):
         assert read_task().host.value == "rack3node1"
 
 
-@pytest.mark.parametrize(("number", "task", "machine"), [("0", "1", None), ("0", "2", 0), ("1", "1", 1), ("1", "3", 1)])
-def test_a_task_of_pbsdsh_is_a_machine_and_the_batch_script_is_alone(number, task, machine, home):
-    (home / "nodes").write_text("n1\nn1\nn2\nn2\n")
-    with environ.patched({"PBS_NODEFILE": str(home / "nodes"), "PBS_NODENUM": number, "PBS_TASKNUM": task}):
-        assert place() == ((1, 0, None, None) if machine is None else (2, machine, "n1", None))
-        with environ.patched(NO_HOST):
-            assert place() == (4, 1, "n1", None)
-            (home / "nodes").unlink()
-            assert place(main_process_ip="n1") == (4, 1, "n1", None)
-
-
-def test_a_host_of_an_lsf_job_that_nothing_numbers_does_not_train_alone(home):
-    here = socket.gethostname()
-    with environ.patched({"LSB_MCPU_HOSTS": f"{here} 2 other 2"}):
-        assert place() == (1, 0, None, None)  # the batch script
-    with environ.patched({"LSB_MCPU_HOSTS": f"other 2 {here}.cluster 2"}):
-        with pytest.raises(ConfigError, match="machine 1 of the 2 of an LSF job") as raised:
+@pytest.mark.parametrize(
+    ("batch_script", "task", "sign"),
+    [
+        ({"PBS_NODENUM": "0", "PBS_TASKNUM": "1"}, {"PBS_NODENUM": "0", "PBS_TASKNUM": "2"}, "PBS_TASKNUM ('2')"),
+        ({"PBS_NODENUM": "0"}, {"PBS_NODENUM": "1", "PBS_TASKNUM": "1"}, "PBS_NODENUM ('1')"),
+        ({"LSB_MCPU_HOSTS": f"{HERE} 2 other 2"}, {"LSB_MCPU_HOSTS": f"other 2 {HERE}.cluster 2"}, "LSB_MCPU_HOSTS"),
+    ],
+)
+def test_a_task_of_pbsdsh_or_blaunch_does_not_train_alone(batch_script, task, sign, home):
+    with environ.patched(batch_script):
+        assert place() == (1, 0, None, None)
+    with environ.patched(task):
+        with pytest.raises(ConfigError) as raised:
             place()
-        assert "--num_machines 2 --main_process_ip other" in str(raised.value)
+        assert sign in str(raised.value)
+        assert "--machine_rank" in str(raised.value)
         assert place(num_machines="1") == (1, 0, None, None)
 
 
@@ -199,7 +195,6 @@ def test_one_task_is_one_machine(variables, home):
         (SLURM | {"SLURM_STEP_NUM_NODES": "2"}, {}, ["`srun --ntasks-per-node=1 farflung launch ...`", "_NUM_NODES"]),
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, {}, ["ppr:1:node", "`python train.py`"]),
         (SLURM | {"SLURM_HET_SIZE": "2"}, {}, ["heterogeneous Slurm job (SLURM_HET_SIZE", "--machine_rank"]),
-        ({"PBS_NODENUM": "1", "PBS_NODEFILE": "/gone"}, {}, ["PBS_NODEFILE ('/gone')", "--main_process_ip"]),
         (SKY | {"SKYPILOT_NODE_IPS": ""}, {}, ["one of 4 tasks (SKYPILOT_NUM_NODES)", "no variable tells where"]),
         (DSTACK | {"DSTACK_NODE_RANK": "4"}, {}, ["DSTACK_NODE_RANK is '4'", "--machine_rank"]),
         (SLURM | {"SLURM_STEP_NODELIST": "node[1-"}, {}, ["no variable tells where", "--main_process_ip"]),

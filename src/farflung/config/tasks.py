@@ -2,8 +2,8 @@
 """The variables by which srun, mpirun and the like tell each of the tasks that they start which one it is.
 
 Sources: the pages of srun and of heterogeneous jobs; of Open MPI's, MPICH's and MVAPICH's mpirun; IBM's "Environment
-variables set for job execution"; for jsrun Lightning's LSFEnvironment; of Torque's and OpenPBS's pbsdsh; SkyPilot's
-"Distributed Multi-Node Jobs"; dstack's runner.
+variables set for job execution"; for jsrun Lightning's LSFEnvironment; SkyPilot's "Distributed Multi-Node Jobs";
+dstack's runner.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import socket
 import subprocess
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from farflung.base.errors import ConfigError
@@ -82,7 +81,7 @@ def read_task() -> Task | None:
     """Return which of several tasks this process is, or None if it is the only one.
 
     The variables that torchrun would read (`PET_*`) come first, then jsrun's, Open MPI's, PMI's, MVAPICH's, those of
-    SkyPilot and dstack, Slurm's and pbsdsh's.
+    SkyPilot and dstack, and Slurm's.
 
     Raises:
         ConfigError: the variables contradict each other, or state a range of machines.
@@ -109,35 +108,21 @@ def read_task() -> Task | None:
                 "whose groups have numbers of their own. Give --num_machines, --machine_rank and --main_process_ip."
             )
         return _task(size, "SLURM_PROCID", on_each_node(size.value), "srun --ntasks-per-node=1")
-    if task := _read_pbs_task():
-        return task
-    _refuse_blaunch()
+    _refuse_unread()
     _refuse_ranks()
     return None
 
 
-def _read_pbs_task() -> Task | None:
-    """Return which of the tasks of pbsdsh this is. The batch script, with numbers 0 and 1, is none."""
-    if (environ.integer("PBS_NODENUM") or 0) == 0 and (environ.integer("PBS_TASKNUM") or 0) <= 1:
-        return None
-    if not (hosts := _pbs_hosts()):
+def _refuse_unread() -> None:
+    """Raise ConfigError for a task of pbsdsh or blaunch: their variables aren't read, so each would train alone."""
+    hosts = [host.partition(".")[0] for host in (environ.text("LSB_MCPU_HOSTS") or "").split()[::2]]  # and their slots
+    signs = {name: (environ.integer(name) or 0) > alone for name, alone in (("PBS_NODENUM", 0), ("PBS_TASKNUM", 1))}
+    signs["LSB_MCPU_HOSTS"] = socket.gethostname().partition(".")[0] in hosts[1:]
+    if sign := next((name for name, is_one in signs.items() if is_one), None):
         raise ConfigError(
-            f"This is a task of pbsdsh, but PBS_NODEFILE ({environ.text('PBS_NODEFILE')!r}) can't be read here. Give "
-            "--num_machines, --machine_rank and --main_process_ip."
-        )
-    size = _stated(len(hosts), "PBS_NODEFILE")
-    return _task(size, "PBS_NODENUM", _stated(1), "") if hosts[1:] else None
-
-
-def _refuse_blaunch() -> None:
-    """Raise ConfigError on a later host of an LSF job: blaunch tells its tasks nothing, so each would train alone."""
-    hosts = _lsf_hosts()
-    names, here = [host.partition(".")[0] for host in hosts], socket.gethostname().partition(".")[0]
-    if here in names[1:]:
-        raise ConfigError(
-            f"This is machine {names.index(here)} of the {len(hosts)} of an LSF job (LSB_MCPU_HOSTS), but blaunch "
-            f"gives launchers no number. Give each --num_machines {len(hosts)} --main_process_ip {hosts[0]} and its "
-            "own --machine_rank, or use mpirun or jsrun."
+            f"By {sign} ({environ.text(sign)!r}) this launcher is one of several tasks of pbsdsh or blaunch, whose "
+            "variables are not read. Give --num_machines, --machine_rank and --main_process_ip (--num_machines 1 to "
+            "train on this machine alone), or start the launchers by mpirun."
         )
 
 
@@ -204,16 +189,6 @@ def _address(variable: str) -> Stated | None:
     return next((_stated(word, variable) for word in (environ.text(variable) or "").split()), None)
 
 
-def _lsf_hosts() -> list[str]:
-    return (environ.text("LSB_MCPU_HOSTS") or "").split()[::2]  # each is followed by a number of slots
-
-
-def _pbs_hosts() -> list[str]:
-    """Return the hosts of a PBS job, each once; empty if their file can't be read: it may lie on the first alone."""
-    file = Path(environ.text("PBS_NODEFILE") or "/")
-    return list(dict.fromkeys(file.read_text(encoding="utf-8").split())) if file.is_file() else []
-
-
 def _has_step_of(size: Stated) -> bool:
     """Return whether srun has started just the tasks that another variable counts, as with `--mpi=pmi2`."""
     return in_slurm_step() and environ.integer("SLURM_STEP_NUM_TASKS") == size.value
@@ -225,18 +200,16 @@ def _is_step(size: Stated) -> bool:
 
 
 def _first_host(size: Stated) -> Stated | None:
-    """Return the first host that Slurm, LSF or PBS lists; under jsrun the second, as the first only starts the rest.
+    """Return the first host that Slurm lists, None without a list that can be read.
 
-    None: there is no list, or none that can be read. mpirun's helpers are a Slurm step without the host of rank 0.
+    mpirun's helpers are a Slurm step without the host of rank 0.
     """
     names = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"]
     names = names if _is_step(size) else names[::-1]
     if variable := next(filter(environ.text, names), None):
         first = _first_of(environ.text(variable) or "")
         return _stated(first, variable) if first else None
-    if hosts := _lsf_hosts()[1 if environ.text("JSM_NAMESPACE_SIZE") else 0 :]:
-        return _stated(hosts[0], "LSB_MCPU_HOSTS")
-    return next((_stated(host, "PBS_NODEFILE") for host in _pbs_hosts()), None)
+    return None
 
 
 def _first_of(nodes: str) -> str | None:
