@@ -68,8 +68,8 @@ def test_a_run_goes_through_all_trackers_in_order(tmp_path):
         ("log", {"loss": 0.5}, 1, {"commit": False}),
         ("finish",),
     ]
-    events = [json.loads(line)["event"] for line in (tmp_path / "logs" / "project.jsonl").read_text().splitlines()]
-    assert events == ["start", "config", "log", "finish"]
+    lines = [json.loads(line) for line in (tmp_path / "logs" / "project.jsonl").read_text().splitlines()]
+    assert (lines[0]["config"], lines[1]["values"], len(lines)) == ({"lr": 0.1}, {"loss": 0.5}, 2)
 
 
 def test_arguments_for_a_tracker_that_does_not_exist_are_refused():
@@ -146,4 +146,4 @@ def test_only_the_main_process_tracks(tmp_path):
     accelerator.end_training()
     accelerator.wait_for_everyone()
     lines = [json.loads(line) for line in (tmp_path / "project.jsonl").read_text().splitlines()]
-    assert [line["values"]["rank"] for line in lines if line["event"] == "log"] == [0, 0]
+    assert [line["values"]["rank"] for line in lines[1:]] == [0, 0]

@@ -124,9 +124,9 @@ def test_the_profiler_calls_back_after_its_cycle_and_writes_a_trace_for_each_pro
 def test_the_main_process_logs_an_epoch_at_a_time(runs):
     (found,) = runs("tracking")[0]
     lines = [json.loads(line) for line in (runs.folder / "runs" / "circle.jsonl").read_text().splitlines()]
-    assert [line["event"] for line in lines] == ["start", "config", "log", "log", "log", "finish"]
-    assert lines[1]["config"]["lr"] == 0.03
-    assert (lines[-2]["step"], lines[-2]["values"]["loss"]) == (found["updates"], found["loss"])
+    assert len(lines) == 4
+    assert lines[0]["config"]["lr"] == 0.03
+    assert (lines[-1]["step"], lines[-1]["values"]["loss"]) == (found["updates"], found["loss"])
 
 
 def test_every_script_is_tested_and_listed():

@@ -15,6 +15,8 @@ import yaml
 
 from farflung import Accelerator
 from farflung.base.errors import ConfigError, Unsupported
+from farflung.config import environ
+from farflung.process.run_files import Metrics
 from farflung.trackers import tracking
 from farflung.tracking import (
     LOGGER_TYPE_TO_CLASS,
@@ -54,27 +56,40 @@ def test_json_lines_hold_each_event_at_once_and_a_second_run_goes_on(tmp_path):
     tracker.log(values, step=7, split="train")
     path = tmp_path / "project" / "run.jsonl"
     written = lines_of(path)
-    assert [line["event"] for line in written] == ["start", "config", "log"]
-    assert written[1]["config"] == {"lr": 0.1, "where": "data", "dtype": "torch.bfloat16", "none": None}
-    assert written[2]["values"] == {"loss": 0.5, "grads": 2.0, "many": [0, 1], "3": "NaN", "inf": "-Infinity"}
-    assert (written[2]["step"], written[2]["split"], written[2]["run"]) == (7, "train", "project/run")
+    assert written[0]["config"] == {"lr": 0.1, "where": "data", "dtype": "torch.bfloat16", "none": None}
+    assert written[1]["values"] == {"loss": 0.5, "grads": 2.0, "many": [0, 1], "3": "NaN", "inf": "-Infinity"}
+    assert (written[1]["step"], written[1]["split"], written[1]["rank"]) == (7, "train", 0)
     tracker.log_table("answers", ["q", "a"], [["1+1", 2]], step=8)
     tracker.finish()
     with path.open("a") as file:
         file.write('{"event": "lo')  # as a full disk leaves it
     run(JSONLTracker("project/run", tmp_path))
     path.write_text(path.read_text().replace('{"event": "lo\n', ""))
-    events = ["start", "config", "log", "table", "finish", "start", "config", "log", "finish"]
-    assert [line["event"] for line in lines_of(path)] == events
-    assert lines_of(path)[3]["data"] == [["1+1", 2]]
+    assert [line["step"] for line in lines_of(path)] == [None, 7, 8, None, 1]
+    assert lines_of(path)[2]["data"] == [["1+1", 2]]
+
+
+def test_json_lines_are_in_the_layout_of_a_runs_folder(tmp_path):
+    with environ.patched({environ.RUN_FOLDER: str(tmp_path), environ.RUN_ATTEMPT: "2"}):
+        metrics = Metrics.of_run()
+        metrics.add({"loss": math.nan}, 1)
+        metrics.write()
+        tracker = JSONLTracker("run", tmp_path)
+        tracker.start()
+        tracker.log({"loss": math.nan}, step=1)
+        tracker.finish()
+    (kept,), (logged,) = lines_of(tmp_path / "metrics.jsonl"), lines_of(tracker.path)
+    assert [*logged] == [*kept]
+    assert logged | {"time": kept["time"]} == kept
 
 
 def test_a_full_disk_ends_neither_a_step_nor_the_run(tmp_path):
     (tmp_path / "run.jsonl").symlink_to("/dev/full")
     tracker = JSONLTracker("run", tmp_path)
-    for act in (tracker.start, lambda: tracker.log({"loss": 1.0}, step=1), tracker.finish):
-        with pytest.warns(UserWarning, match=r"run.jsonl can't be written: No space left .* Training continues"):
-            act()
+    tracker.start()
+    with pytest.warns(UserWarning, match=r"run.jsonl can't be written: No space left .* Training continues"):
+        tracker.log({"loss": 1.0}, step=1)
+    tracker.finish()
 
 
 def test_tensorboard_reads_back_what_was_logged(tmp_path):

@@ -63,8 +63,8 @@ def add_event(kind: Kind, **facts: Any) -> None:
 
 
 def add_lines(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Add lines to a file that several processes may write to; NaN and infinities become texts of these names."""
-    text = "".join(map(_line, rows))
+    """Add lines to a file that several processes may write to, in the form of `json_line`."""
+    text = "".join(map(json_line, rows))
     with suppress(OSError), open_lines(path, is_shared=True) as file:
         file.write(text)
 
@@ -82,7 +82,8 @@ def plain(value: Any) -> Any:
     return float(value) if isinstance(value, Real) else str(value)
 
 
-def _line(row: Any) -> str:
+def json_line(row: Any) -> str:
+    """Return a row as a line of JSON; NaN and infinities become texts of these names."""
     try:
         return _STRICT.encode(row) + "\n"
     except ValueError:  # JSON has no word for them

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import warnings
@@ -13,16 +12,17 @@ from typing import Any
 
 from farflung.base.checks import check_path
 from farflung.base.files import open_lines
-from farflung.process.run_files import plain
+from farflung.process.run_files import json_line, plain, who
 from farflung.trackers.base import ClientTracker
 
 
 class JSONLTracker(ClientTracker):
-    """Appends each event to `{logging_dir}/{run_name}.jsonl`, at once: what was logged survives a crash.
+    """Appends each line to `{logging_dir}/{run_name}.jsonl`, at once: what was logged survives a crash.
 
-    A line has `event` (`start`, `config`, `log`, `table` or `finish`), `run`, `time` in seconds since the epoch, and
-    for `log` and `table` the `step`. Tensors and arrays are written as nested lists, NaN and infinities as the texts
-    `NaN`, `Infinity` and `-Infinity`, and what JSON has no word for as its text.
+    Lines are those of a run folder's `metrics.jsonl`: `time` in seconds since the epoch, the numbers of the rank,
+    `step`, and `values`, or for the settings `config`, or for a table `table`, `columns` and `data`. Tensors and arrays
+    are written as nested lists, NaN and infinities as the texts `NaN`, `Infinity` and `-Infinity`, and what JSON has no
+    word for as its text.
 
     Args:
         run_name: the name of the project.
@@ -39,15 +39,14 @@ class JSONLTracker(ClientTracker):
 
     def start(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open_lines(self.path)
-        self._write("start")
+        self._file, self._who = open_lines(self.path), who()
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self._write("config", config=values)
+        self._write(None, config=values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Write a line; keyword arguments are written next to `step`."""
-        self._write("log", step=step, **kwargs, values=values)
+        self._write(step, **kwargs, values=values)
 
     def log_table(
         self,
@@ -61,17 +60,14 @@ class JSONLTracker(ClientTracker):
         """Write a table, given by its columns and rows or as a pandas data frame."""
         if dataframe is not None:
             columns, data = list(dataframe.columns), dataframe.to_numpy().tolist()
-        self._write("table", step=step, **kwargs, table=table_name, columns=columns, data=data)
+        self._write(step, **kwargs, table=table_name, columns=columns, data=data)
 
     def finish(self) -> None:
-        self._write("finish")
         with suppress(OSError):  # what a full disk has refused would fail again
             self._file.close()
 
-    def _write(self, event: str, **fields: Any) -> None:
-        line = {"event": event, "run": self.run_name, "time": time.time(), **fields}
-        finite = json.loads(json.dumps(plain(line)), parse_constant=str)
+    def _write(self, step: int | None, **fields: Any) -> None:
         try:
-            self._file.write(json.dumps(finite) + "\n")
+            self._file.write(json_line({"time": time.time(), **self._who, "step": step, **plain(fields)}))
         except OSError as error:
             warnings.warn(f"{self.path} can't be written: {error.strerror}. Training continues without.", stacklevel=2)
