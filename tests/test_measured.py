@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.layout_cost import ModelSize, RankLayout, estimate
 from farflung.base.words import in_bytes, in_rate
-from farflung.cost.memory import ModelSize, RankLayout, estimate
 from farflung.cost.methods import Rows
 from farflung.cost.model import Workload, cost_of
 from farflung.cost.recipes import method_of

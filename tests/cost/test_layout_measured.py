@@ -16,13 +16,12 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.layout_cost import RankLayout, estimate, size_of
 from farflung import Accelerator
 from farflung.comm.shards import local
 from farflung.config.parallelism import ParallelismConfig
 from farflung.config.sharding import FullyShardedDataParallelPlugin
-from farflung.cost.memory import RankLayout, estimate
 from farflung.cost.model import copies
-from farflung.cost.modules import size_of
 from farflung.cost.recipes import method_of
 from farflung.demo.gpt import GPT
 from farflung.demo.settings import Shape

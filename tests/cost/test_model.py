@@ -7,13 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from torch import nn
 
 from farflung.base.errors import ConfigError
-from farflung.cost.memory import ModelSize, RankLayout
 from farflung.cost.methods import Rows
 from farflung.cost.model import Method, Workload, cost_of, needed_bandwidth
-from farflung.cost.modules import size_of
 
 GRID = np.logspace(-1, 3, 50)  # Gbit/s
 UTILIZATIONS = (0.5, 0.8, 0.9, 0.95, 0.99)
@@ -315,13 +312,6 @@ WRONG = [
     (lambda: needed_bandwidth(RUN, Method("m"), 0), "utilization=0"),
     (lambda: needed_bandwidth(RUN, Method("m"), 1), "utilization=1"),
     (lambda: needed_bandwidth(RUN, Method("m"), math.nan), "utilization=nan"),
-    (lambda: ModelSize(()), r"groups=\(\)"),
-    (lambda: ModelSize((10,), trained=11), "trained=11 is more than the 10 parameters"),
-    (lambda: ModelSize((10,), value_bytes=3), "value_bytes is 3"),
-    (lambda: RankLayout(1, 4, sharded=True, param_bytes=5), "param_bytes is 5"),
-    (lambda: RankLayout(1, 4, sharded=True, outer=DILOCO), "one row of ranks"),
-    (lambda: size_of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())), "2 dtypes"),
-    (lambda: size_of(nn.Linear(2, 2).requires_grad_(False)), "0 dtypes"),
 ]
 
 

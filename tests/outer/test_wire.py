@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from farflung.cost.memory import ModelSize, RankLayout, estimate
+from benchmarks.layout_cost import ModelSize, RankLayout, estimate
 from farflung.cost.model import Workload, cost_of, hops
 from farflung.cost.recipes import method_of
 from farflung.outer import OuterLoop

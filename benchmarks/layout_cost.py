@@ -19,18 +19,18 @@ torch 2.13 allocates, as measured by the tests; the ring's factors are those of 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from farflung.base.checks import check_whole
-from farflung.base.errors import ConfigError
-from farflung.cost.model import Cost, Method, Workload, copies, cost_of
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-_SIZES = (1, 2, 4, 8)  # bytes of a value
+from farflung.cost.model import Cost, Method, Workload, copies, cost_of
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """How large a model is, in plain numbers; `cost.modules.size_of` reads them from a model."""
+    """How large a model is, in plain numbers; `size_of` reads them from a model."""
 
     # Parameters in each group that is gathered at once; first the root's: whatever is in no wrapped module, such as
     # embeddings and head.
@@ -38,16 +38,6 @@ class ModelSize:
     trained: int | None = None  # how many of those are trained; None: all
     value_bytes: int = 4  # of a parameter at rest
     state_values: int = 2  # that the optimizer keeps of a trained parameter, in its dtype: 2 for Adam, 1 for momentum
-
-    def __post_init__(self) -> None:
-        if not self.groups or min(self.groups) < 0 or self.parameters == 0:
-            raise ConfigError(f"groups={self.groups!r} are the parameters of each group; at least one has some.")
-        if self.trained is not None:
-            check_whole("trained", self.trained, least=1)
-            if self.trained > self.parameters:
-                raise ConfigError(f"trained={self.trained} is more than the {self.parameters} parameters there are.")
-        check_whole("state_values", self.state_values, least=0)
-        _check_bytes("value_bytes", self.value_bytes)
 
     @property
     def parameters(self) -> int:
@@ -77,18 +67,6 @@ class RankLayout:
     micro_batches: int = 1  # backward passes of a step; the last one reduces the gradients (`accumulate`)
     outer: Method | None = None  # the outer loop between rows; None: they average gradients in every step (DDP, HSDP)
     gloo: bool = False  # the backend is gloo, which reduces a copy of all of a row's gradients and sends each twice
-
-    def __post_init__(self) -> None:
-        for name in ("dp_replicate_size", "dp_shard_size", "micro_batches"):
-            check_whole(name, getattr(self, name), least=1)
-        for name in ("param_bytes", "reduce_bytes"):
-            if getattr(self, name) is not None:
-                _check_bytes(name, getattr(self, name))
-        if self.outer is not None and self.dp_replicate_size == 1:
-            raise ConfigError(
-                f"{self.outer.name}: there is one row of ranks, so an outer loop has nothing to average. "
-                "Use dp_replicate_size=2 or more."
-            )
 
     @property
     def shards(self) -> int:
@@ -195,6 +173,40 @@ def _meeting(size: ModelSize, layout: RankLayout) -> Cost | None:
     return cost_of(run, layout.outer)
 
 
-def _check_bytes(name: str, value: int) -> None:
-    if value not in _SIZES:
-        raise ConfigError(f"{name} is {value!r}; a value has {', '.join(map(str, _SIZES))} bytes.")
+def size_of(model: nn.Module, classes: Iterable[str] | None = None, *, state_values: int = 2) -> ModelSize:
+    """Return how large a model is, and in which groups FSDP gathers it. What is trained must be of one dtype.
+
+    The model may be on the meta device, or sharded already: then the groups are those that it was sharded in.
+
+    Args:
+        classes: names of the classes whose modules are groups of their own, as `transformer_cls_names_to_wrap` has
+            them; None: those that the model's modules name themselves (`_no_split_modules`), if they do.
+        state_values: that the optimizer keeps for each trained parameter: 2 for Adam, 1 for momentum.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    seen: set[int] = set()
+    groups = [_numel_of_new(module, seen) for module in _groups(model, classes)]
+    return ModelSize(
+        groups=(_numel_of_new(model, seen), *reversed(groups)),
+        trained=sum(parameter.numel() for parameter in trained),
+        value_bytes=trained[0].element_size(),
+        state_values=state_values,
+    )
+
+
+def _groups(model: nn.Module, classes: Iterable[str] | None) -> Iterator[nn.Module]:
+    """Yield the modules that are groups of their own, those inside of others first."""
+    inside = [module for module in model.modules() if module is not model][::-1]
+    if isinstance(model, FSDPModule):
+        yield from (module for module in inside if isinstance(module, FSDPModule))
+        return
+    named = (getattr(module, "_no_split_modules", None) or () for module in model.modules())
+    names = {name for one in named for name in one} if classes is None else set(classes)
+    yield from (module for module in inside if type(module).__name__ in names)
+
+
+def _numel_of_new(module: nn.Module, seen: set[int]) -> int:
+    """Count the values of the parameters of `module` that no group has yet."""
+    new = {id(parameter): parameter for parameter in module.parameters() if id(parameter) not in seen}
+    seen.update(new)
+    return sum(parameter.numel() for parameter in new.values())
