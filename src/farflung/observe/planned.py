@@ -55,14 +55,11 @@ def _take(context: click.Context, option: click.Parameter, name: str | None) -> 
     click.echo(f"farflung: as measured: {flags}{run.unread and f' ({run.unread})'}", err=True)
 
 
-plan.params.insert(
-    0,
-    click.Option(
-        ["--from"],
-        metavar="RUN",
-        is_eager=True,
-        expose_value=False,
-        callback=_take,
-        help="A run's folder: what it has measured counts where no flag says otherwise.",
-    ),
-)
+click.option(
+    "--from",
+    metavar="RUN",
+    is_eager=True,
+    expose_value=False,
+    callback=_take,
+    help="A run's folder: what it has measured counts where no flag says otherwise.",
+)(plan)
