@@ -19,7 +19,6 @@ from farflung.comm.checksum import crc32
 from farflung.comm.tensor_memory import host_bytes
 from farflung.config.outer import AUTO
 from farflung.exchanged.states import merge_states
-from farflung.hosts.rounds import RoundFigures
 from farflung.methods.arguments import OuterConfig, chosen_recipe
 from farflung.methods.recipe import Recipe
 from farflung.outer.engine import OuterLoop
@@ -60,7 +59,6 @@ class OuterCallback(TrainerCallback):
         self._open: ExitStack | None = None
         self._agreed: ExitStack | None = None  # while the model has the agreed weights
         self.loop: OuterLoop | None = None
-        self._figures: RoundFigures | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Open the outer loop (a collective), and continue it where a resumed training stands.
@@ -76,7 +74,6 @@ class OuterCallback(TrainerCallback):
             recipe = OuterConfig(AUTO, **recipe.given(), steps=state.max_steps)
         outer = self._trainer.accelerator.outer(self._trainer.model_wrapped, recipe)
         self.loop = self._open.enter_context(outer)
-        self._figures = RoundFigures(self.loop)
         said = chosen_recipe(self._recipe).few_rounds(state.max_steps)
         if said:
             get_logger(__name__).warning(said)
@@ -103,8 +100,7 @@ class OuterCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log the figures of the rounds that have ended since the last log: `outer/round` and others."""
-        rounds = {} if self._figures is None else self._figures.take()
-        if rounds:
+        if rounds := self._trainer.accelerator._controller.figures():
             self._trainer.log(rounds)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
