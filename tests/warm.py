@@ -28,6 +28,8 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import NamedTuple
 
+from farflung.launch.shell import CURRENT_LAST
+
 _LOADED = """
 farflung.testing.preload farflung.launch.run farflung.launch.elastic torch.distributed.launcher.api numpy yaml
 farflung.accelerator.accelerator farflung.accelerator.checkpointer farflung.elastic
@@ -37,7 +39,8 @@ _CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
 words = {words} + sys.argv[1:]
 program = words[words[:1] == ["-u"]:]
-is_plain = program and (program[0] == "-m" or not program[0].startswith("-"))
+is_ours = program[:1] == ["-c"] and program[1].startswith({ours!r})
+is_plain = program and (program[0] == "-m" or is_ours or not program[0].startswith("-"))
 has_pipe = "FARFLUNG_REPORTS" in os.environ  # a stream that is not handed over
 if has_pipe or not is_plain or {{k: v for k, v in os.environ.items() if k.startswith("PYTHON")}} != {python_words!r}:
     os.execv({python!r}, [{python!r}, *words])
@@ -72,7 +75,7 @@ def serving() -> Iterator[str]:
     with TemporaryDirectory(prefix="warm_") as folder, socket.socket(socket.AF_UNIX) as door:
         python_words = {name: value for name, value in os.environ.items() if name.startswith("PYTHON")}
         where, python = f"{folder}/server", f"{folder}/python"
-        told = {"python": sys.executable, "python_words": python_words, "where": where}
+        told = {"python": sys.executable, "python_words": python_words, "where": where, "ours": CURRENT_LAST}
         for path, words in (python, []), (f"{folder}/farflung", ["-m", "farflung"]):
             Path(path).write_text(_CLIENT.format(**told, words=words))
             Path(path).chmod(0o700)
@@ -108,17 +111,20 @@ class Program(NamedTuple):
             sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
         elif os.isatty(1):  # the server's was none
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        is_module = sys.argv[0] == "-m"
+        is_module, is_code = sys.argv[0] == "-m", sys.argv[0] == "-c"
+        code = sys.argv.pop(1) if is_code else ""
         if is_module:
             del sys.argv[0]
-        sys.path[0] = self.folder if is_module else str(Path(sys.argv[0]).resolve().parent)
+        sys.path[0] = "" if is_code else self.folder if is_module else str(Path(sys.argv[0]).resolve().parent)
         torch = import_module("torch")
         if threads := os.environ.get("OMP_NUM_THREADS"):
             torch.set_num_threads(int(threads))
         torch.default_generator.seed()  # as a fresh torch is: differently in each process
         import_module("numpy").random.seed()
         main = sys.modules["__main__"] = ModuleType("__main__")
-        if is_module:
+        if is_code:
+            exec(code, main.__dict__)
+        elif is_module:
             runpy._run_module_as_main(sys.argv[0])
         else:
             main.__file__ = sys.argv[0]

@@ -10,6 +10,8 @@ import pytest
 from farflung.config import environ
 from farflung.launch import main as command
 from farflung.launch.network import get_free_port
+from farflung.launch.plan import RANK
+from farflung.launch.shell import start_of
 
 
 @pytest.fixture
@@ -37,7 +39,7 @@ def test_command_ranks_variables_and_the_origin_of_each_setting_are_shown(dry, h
     variables = {"FARFLUNG_NUM_PROCESSES": "2", "ACCELERATE_MIXED_PRECISION": "bf16", "FARFLUNG_RUN_DIR": None}
     lines = dry("--outer diloco --outer-every 4 train.py --lr '0 1'", variables)
     (started,) = [line for line in lines if line.startswith("command: ")]
-    assert shlex.split(started)[-4:] == ["farflung.launch.rank", "train.py", "--lr", "0 1"]
+    assert shlex.split(started)[1:] == [*start_of(RANK, None, "-u"), "train.py", "--lr", "0 1"]
     assert "ranks: 0 and 1 of 2 (RANK, WORLD_SIZE)" in lines
     assert "  FARFLUNG_OUTER_EVERY=4" in lines
     assert "  ACCELERATE_MIXED_PRECISION=bf16" in lines
@@ -72,7 +74,7 @@ def test_replicas_that_come_and_go_are_described_as_one_of_them_is_started(dry, 
     lines = dry(f"--cpu --elastic 2:4 --meet file://{home}/run train.py")
     assert f"replicas: 2 replicas on this machine, which meet at file://{home}/run; each is a world of its own" in lines
     assert "ranks: 0 of 1 (RANK, WORLD_SIZE)" in lines
-    assert any("farflung.launch.rank train.py" in line for line in lines)
+    assert f"command: {shlex.join(start_of(RANK, None, '-u'))} train.py" in lines
     assert not (home / "run").exists()
     lines = dry("--cpu --elastic 2:4 --replicas 3 --ranks-per-replica 2 train.py")
     assert {"ranks: 0 and 1 of 2 (RANK, WORLD_SIZE)", "meeting: 127.0.0.1:0 (any free port)"} <= {*lines}

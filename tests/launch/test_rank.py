@@ -8,14 +8,15 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 
 import pytest
 
 from farflung.config import environ
-from farflung.launch.plan import RANK_STARTER
+from farflung.launch.plan import RANK
+from farflung.launch.shell import start_of
 from tests.python import run_python
 
+RANK_STARTER = start_of(RANK)[1:]
 SEEN = """
 import json, multiprocessing, pickle, sys
 class Thing:
@@ -55,6 +56,25 @@ def test_a_script_sees_what_it_would_see_without_a_launcher(words, home):
     assert (ranked.stdout, ranked.stderr, ranked.returncode) == (plain.stdout, "", 0)
 
 
+LAUNCH = (*start_of("farflung.launch.main")[1:], "launch", "--cpu")
+
+
+@pytest.mark.parametrize("safe", ["", "1"])
+def test_each_process_of_ours_looks_for_modules_where_python_does_for_a_script(safe, home, monkeypatch):
+    """And so takes no file of the current folder for a module of Python's or of a package."""
+    monkeypatch.setenv("PYTHONSAFEPATH", safe)
+    monkeypatch.setenv("PYTHONPATH", "known")
+    for name in ["types", "random", "secrets", "signal", "json", "torch", "click", "runpy"]:
+        (home / f"{name}.py").write_text("raise SystemExit('a file of the current folder')\n")
+    for folder in ("known", "scripts"):
+        (home / folder).mkdir()
+    (home / "known" / "known.py").touch()
+    (home / "scripts" / "train.py").write_text("import known, sys\nprint(sys.path)\n")
+    plain, *ours = (run(*start, "scripts/train.py") for start in ((), RANK_STARTER, LAUNCH))
+    assert plain.stdout.startswith("['")
+    assert [(one.stdout, one.stderr) for one in ours] == [(plain.stdout, "")] * 2
+
+
 @pytest.mark.parametrize("folder", ["", "run"])
 def test_a_line_of_several_words_is_one_write_so_that_ranks_share_a_pipe(folder, home, monkeypatch):
     (home / "run").mkdir()
@@ -63,7 +83,7 @@ def test_a_line_of_several_words_is_one_write_so_that_ranks_share_a_pipe(folder,
     (home / "train.py").write_text(f"import sys\n{says}")
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # which keeps writes apart
     with ours, its:
-        words = [sys.executable, "-u", *RANK_STARTER, "train.py"]
+        words = [*start_of(RANK), "train.py"]
         subprocess.run(words, stdout=its.fileno(), stderr=its.fileno(), check=True)
         its.close()
         assert [ours.recv(100) for _ in range(4)] == [b"step 1\n", b"no end\n", b"oh no\n", b""]

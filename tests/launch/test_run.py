@@ -25,6 +25,7 @@ from farflung.base.signals import handled
 from farflung.config import environ
 from farflung.launch.codes import FAILED, REQUEUE
 from farflung.launch.network import get_free_port
+from farflung.launch.shell import start_of
 from farflung.testing.patience import patience
 from tests.launch.machines import LISTENING
 from tests.python import call_farflung, run_python
@@ -409,4 +410,4 @@ while time.monotonic() < deadline:
     pass
 """
     (tmp_path / "train.py").write_text(script, encoding="utf-8")
-    run_python("-m", "farflung.launch.rank", tmp_path / "train.py")
+    run_python(*start_of("farflung.launch.rank")[1:], tmp_path / "train.py")

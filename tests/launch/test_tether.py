@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from farflung.config import environ
+from farflung.launch.shell import start_of
 from farflung.testing.patience import patience
 from tests.python import run_python
 from tests.waits import until
@@ -88,21 +89,21 @@ def test_replicas_that_come_and_go_outlive_their_launcher(home):
 def test_a_rank_whose_launcher_died_before_it_began_does_not_begin(home):
     (home / "train.py").write_text("open('began', 'w')")
     with subprocess.Popen(["sleep", "300"]) as launcher, environ.patched({environ.LAUNCHER: str(launcher.pid)}):
-        run_python("-m", "farflung.launch.rank", "train.py")  # started by another program than the launcher
+        run_python(*start_of("farflung.launch.rank")[1:], "train.py")  # started by another program than the launcher
         assert (home / "began").exists()
         (home / "began").unlink()
         launcher.kill()
         until(lambda: is_gone(psutil.Process(launcher.pid)))  # it is a zombie now
-        run_python("-m", "farflung.launch.rank", "train.py", code=-signal.SIGKILL)
+        run_python(*start_of("farflung.launch.rank")[1:], "train.py", code=-signal.SIGKILL)
     with environ.patched({environ.LAUNCHER: str(launcher.pid)}):
-        run_python("-m", "farflung.launch.rank", "train.py", code=-signal.SIGKILL)
+        run_python(*start_of("farflung.launch.rank")[1:], "train.py", code=-signal.SIGKILL)
     assert not (home / "began").exists()
 
 
 @pytest.mark.long
 def test_what_a_closed_line_holds_ends_with_all_that_it_has_started(home):
     (home / "train.sh").write_text("trap '' TERM\nsleep 300 & echo $! > up0; wait")
-    words = [sys.executable, "-m", "farflung.process.tether", "sh", "train.sh"]
+    words = [*start_of("farflung.process.tether"), "sh", "train.sh"]
     line = subprocess.Popen(words, stdin=subprocess.PIPE)
     child = psutil.Process(int(until(lambda: (home / "up0").exists() and (home / "up0").read_text())))
     line.stdin.close()
@@ -112,7 +113,7 @@ def test_what_a_closed_line_holds_ends_with_all_that_it_has_started(home):
 
 def test_a_line_passes_signals_on_and_the_exit_code_back(home):
     (home / "train.sh").write_text("trap 'exit 7' INT\ntouch up0\nwhile true; do sleep 0.1; done")
-    words = [sys.executable, "-m", "farflung.process.tether", "sh", "train.sh"]
+    words = [*start_of("farflung.process.tether"), "sh", "train.sh"]
     shell = ("sh", "-c", 'exec 3<&0; "$@" <&3 & wait $!', "sh")  # what it has in the background ignores SIGINT
     line = subprocess.Popen([*shell, *words], stdin=subprocess.PIPE)
     with line:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -38,6 +37,7 @@ from farflung.launch.plan import (
     torch_is_loaded,
 )
 from farflung.launch.replicas import new_machine_name, supervise
+from farflung.launch.shell import start_of
 from farflung.process.identity import has_ended
 from farflung.process.sockets import listening_socket, serve_store
 
@@ -140,7 +140,7 @@ class Replicas:
         if has_launchers(settings):
             replica = folder.with_logs(self._replica)
             stated = json.dumps(dataclasses.asdict(replica))  # whatever files and variables say
-            start = (sys.executable, "-m", "farflung", "launch", "--stated", stated)
+            start = (*start_of("farflung.launch.main"), "launch", "--stated", stated)
             command = (*start, script.name, *script.arguments)
         variables = {**self._variables, **folder.variables}
         return supervise(settings, command, variables, self._transport, self._count, self._machine)

@@ -36,13 +36,14 @@ from farflung.launch.network import (
     refuse_busy_port,
     resolve_host,
 )
+from farflung.launch.shell import start_of
 
 if TYPE_CHECKING:
     from farflung.methods import arguments as outer_arguments
 else:
     outer_arguments = LazyModule("farflung.methods.arguments")
 
-RANK_STARTER = ("-m", "farflung.launch.rank")  # between Python and the script: has failures reported, wherever
+RANK = "farflung.launch.rank"  # between Python and the script: has failures reported, wherever
 
 MAX_PER_CORE = 16  # more than that on a CPU is a slip: each of them takes 0.2 GB before it has done anything
 
@@ -156,8 +157,8 @@ def command_line(
     if settings.no_python:
         if shutil.which(script) is None:
             raise ConfigError(f"There is no executable program {script!r} (--no_python).")
-        return (*((sys.executable, *RANK_STARTER, "--exec") if reported else ()), script, *arguments)
-    python = (sys.executable, "-u", *(RANK_STARTER if reported else ()))
+        return (*((*start_of(RANK), "--exec") if reported else ()), script, *arguments)
+    python = start_of(RANK, None, "-u") if reported else (sys.executable, "-u")
     if settings.module:
         _check_module(script)
         return (*python, "-m", script, *arguments)

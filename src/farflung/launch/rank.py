@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The start of a rank: runs a script as Python would, and has its failure reported wherever it happens.
 
-`python -m farflung.launch.rank [-m] SCRIPT [its arguments]`, or with `--exec` before a program that is no Python. A
+Its arguments are `[-m] SCRIPT [its arguments]`, or `--exec` and a program that is no Python, with its arguments. A
 script that fails before it makes an `Accelerator`, or that knows nothing of Farflung, leaves its traceback for the
 launcher too. If the launcher will show the report, nothing is printed here. Does without torch, whose loading is the
 script's business, unless there is an outer loop to run.
@@ -96,9 +96,9 @@ def _loaded_script(arguments: list[str]) -> tuple[CodeType, ModuleType]:
     sys.argv = arguments
     path = Path(arguments[0]).absolute()
     if path.is_dir() or path.suffix in (".zip", ".pyz"):
-        sys.path[0] = str(path)
+        sys.path.insert(0, str(path))
         return _loaded(PathFinder.find_spec("__main__", [str(path)]), arguments[0])
-    sys.path[0] = str(path.resolve().parent)
+    _look_in(path.resolve().parent)
     main = ModuleType("__main__")
     main.__dict__.update(__file__=str(path), __loader__=SourceFileLoader("__main__", str(path)))
     return compile(path.read_bytes(), str(path), "exec", dont_inherit=True), main
@@ -107,6 +107,7 @@ def _loaded_script(arguments: list[str]) -> tuple[CodeType, ModuleType]:
 def _loaded_module(arguments: list[str]) -> tuple[CodeType, ModuleType]:
     """Return the code of a module, or of a package's `__main__`, and the module that it is to run in."""
     sys.argv = arguments
+    _look_in(Path.cwd())
     name = arguments[0]
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
@@ -114,6 +115,12 @@ def _loaded_module(arguments: list[str]) -> tuple[CodeType, ModuleType]:
     loaded = _loaded(spec, name)
     sys.argv[0] = str(loaded[1].__file__)
     return loaded
+
+
+def _look_in(folder: Path) -> None:
+    """Have modules looked for there first, as Python does for a script unless it is asked for a safe path."""
+    if not getattr(sys.flags, "safe_path", False):  # from Python 3.11 on
+        sys.path.insert(0, str(folder))
 
 
 def _loaded(spec: ModuleSpec | None, name: str) -> tuple[CodeType, ModuleType]:
@@ -126,7 +133,8 @@ def _loaded(spec: ModuleSpec | None, name: str) -> tuple[CodeType, ModuleType]:
     return code, main
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run the script in this process's arguments."""
     sys.stdout, sys.stderr = lossy(sys.stdout, "stdout"), lossy(sys.stderr, "stderr")
     for stream in (sys.stdout, sys.stderr):  # `-u` has `print` write a line and its end apart, and ranks share a pipe
         if isinstance(stream, io.TextIOWrapper):

@@ -1,17 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes commands for shells that others chose, so that each word arrives as it was, whatever bytes it has."""
+"""Writes commands of ours, and for shells that others chose, so that each word arrives as it was, whatever it has."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
+import sys
 from collections.abc import Sequence
 
 # Single quotes protect these in sh, bash, dash, zsh, fish and tcsh alike: ASCII without `!` and newlines, which tcsh
 # reads even there, and without backslashes, which fish does. sbatch refuses scripts that hold \r\n.
 _IS_PLAIN = re.compile(r"""[ "-\[\]-~]*""")
 _UNSAFE = re.compile(rb"""[^ "-&(-\[\]-~]""")  # of those, without the quote itself
+
+# `python -m` looks for all modules in the current folder first, those of Python itself too; this looks there last, and
+# for Farflung alone.
+CURRENT_LAST = "import sys; sys.path[0] or sys.path.append(sys.path.pop(0)); "
+_START = CURRENT_LAST + "import farflung; sys.path[-1] or sys.path.pop(); from {} import main; main()"
+
+
+def start_of(module: str, python: str | None = None, *flags: str) -> tuple[str, ...]:
+    """Return the first words of a command that calls the `main` of a module of ours in this Python, or another."""
+    return python or sys.executable, *flags, "-c", _START.format(module)
 
 
 def sh_text(text: str) -> str:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ties a rank to the launcher that started it, so that none outlives a launcher that is killed; and a launcher that was
-started by ssh to the other end of that connection: `python -m farflung.process.tether [--reports TOKEN] COMMAND`.
+started by ssh to the other end of that connection: its arguments are `[--reports TOKEN] COMMAND`.
 `--key` after TOKEN has it read the run's key from stdin.
 """
 
@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from math import inf
+from typing import NoReturn
 
 from farflung.base.signals import handled, restore_defaults
 from farflung.config import environ
@@ -158,7 +159,8 @@ def _run(process: subprocess.Popen[bytes]) -> int:
     return code if code >= 0 else 128 - code
 
 
-if __name__ == "__main__":
+def main() -> NoReturn:
+    """Run the command in this process's arguments."""
     if sys.argv[1] == "--reports":
         has_key = sys.argv[3] == "--key"
         sys.exit(run_tethered(sys.argv[3 + has_key :], sys.argv[2], has_key))

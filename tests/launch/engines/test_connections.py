@@ -15,6 +15,7 @@ from farflung.config.launch import LaunchSettings
 from farflung.launch.codes import DONE, FAILED
 from farflung.launch.engines.connections import GONE, Connections, SshConnection
 from farflung.launch.events import Screen, showing
+from farflung.launch.shell import start_of
 from farflung.process.tether import mark_of, split_reports
 from tests.waits import until
 
@@ -63,7 +64,7 @@ def test_nothing_that_a_rank_prints_changes_what_the_launcher_does(fails, home, 
     for name, stream in streams.items():
         monkeypatch.setattr(sys, name, stream)
     launch = ["launch", "--cpu", "--json", "--run_dir", "run", "train.py"]
-    words = ["-m", "farflung.process.tether", "--reports", TOKEN, sys.executable, "-m", "farflung", *launch]
+    words = [*start_of("farflung.process.tether")[1:], "--reports", TOKEN, sys.executable, "-m", "farflung", *launch]
     connection = SshConnection("a", [sys.executable, *words])
     with showing(Screen(LaunchSettings())):
         connections = Connections(LaunchSettings(), TOKEN, {"a": connection}.__getitem__, ["a"])

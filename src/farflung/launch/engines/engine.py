@@ -20,6 +20,7 @@ from farflung.config.launch import LaunchSettings, flags_for
 from farflung.config.places import NO_FILE
 from farflung.launch.codes import EngineFailure
 from farflung.launch.folder import SUBMITTED
+from farflung.launch.shell import start_of
 
 _NOT_INNER = ("engine", "hosts", "sync", "engine_options", "dry_run", "config_file", "run_dir", "quiet")
 _TO_FIND = ("engine", "hosts", "engine_options", "elastic", "replicas", "meet", "json")  # a job that was submitted
@@ -227,4 +228,4 @@ class Engine(Protocol):
 
 def launcher_command(words: Sequence[str], python: str = "python3") -> tuple[str, ...]:
     """Return the command of a launcher of ours on a machine whose Python is `python`."""
-    return python, "-m", "farflung", *words
+    return *start_of("farflung.launch.main", python), *words

@@ -29,6 +29,7 @@ from farflung.launch.codes import EngineFailure
 from farflung.launch.engines.connections import GONE, Connection, Connections, ForegroundEngine, this_launcher
 from farflung.launch.engines.engine import Job, launcher_command
 from farflung.launch.network import get_free_port
+from farflung.launch.shell import start_of
 from farflung.launch.supervisor import max_restarts
 from farflung.process.tether import SIGN_S
 
@@ -54,10 +55,10 @@ class LauncherActor:
         return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id(), get_free_port()
 
     def start(self, words: Sequence[str], folder: str, token: str) -> None:
-        """Start a launcher: `words` follow `python -m farflung`; `token` is before its reports."""
+        """Start a launcher: `words` follow `farflung`; `token` is before its reports."""
         command = [
             *_APART,
-            *(sys.executable, "-m", "farflung.process.tether", "--reports", token),
+            *(*start_of("farflung.process.tether"), "--reports", token),
             *launcher_command(words, sys.executable),
         ]
         pipe = subprocess.PIPE

@@ -37,7 +37,7 @@ from farflung.launch.engines.connections import GONE, Connections, ForegroundEng
 from farflung.launch.engines.engine import Job, launcher_command
 from farflung.launch.folder import SUBMITTED
 from farflung.launch.network import is_loopback
-from farflung.launch.shell import shell_line
+from farflung.launch.shell import CURRENT_LAST, shell_line, start_of
 from farflung.observe.folder import RUNS
 from farflung.process.run_files import LOGS, RANKS
 from farflung.process.tether import SIGN_S
@@ -148,7 +148,7 @@ class SshClient:
 
 
 def _source() -> bytes:
-    return inspect.getsource(probe).encode()
+    return f"{CURRENT_LAST}exec({inspect.getsource(probe)!r})".encode()
 
 
 def _has_begun(stream: IO[bytes], word: str) -> bool:
@@ -314,8 +314,8 @@ class Ssh(ForegroundEngine[SshConnection]):
         for k, (host, count) in enumerate(zip(self._hosts, self._counts, strict=True)):
             place: dict[str, Any] = {"replicas": count} if job.is_elastic else {"machine_rank": k}
             launcher = launcher_command(job.command(json=True, key_file=None, **place), python)
-            tether = (python, "-m", "farflung.process.tether", "--reports", self._token, *["--key"] * bool(self._key))
-            commands[host.name] = self._ssh.command(host, (*tether, *launcher))
+            tether = (*start_of("farflung.process.tether", python), "--reports", self._token)
+            commands[host.name] = self._ssh.command(host, (*tether, *["--key"] * bool(self._key), *launcher))
         return commands
 
     def described(self) -> str:
