@@ -8,6 +8,7 @@ import pytest
 from farflung.base.errors import ConfigError
 from farflung.config import environ
 from farflung.config.launch import check_variables
+from tests.python import call_farflung
 
 NAME = "FARFLUNG_TEST_VARIABLE"
 
@@ -32,6 +33,25 @@ def test_the_first_number_that_is_set_counts():
             environ.integer(NAME)
     with environ.patched({NAME: "7s"}), pytest.raises(ConfigError, match="must be a number"):
         environ.number(NAME)
+
+
+def test_an_empty_variable_of_torchs_is_one_that_is_not_set(monkeypatch):
+    """torch raises for an empty LOGLEVEL, TORCH_LOGS or TORCH_DISTRIBUTED_DEBUG, and OpenMP complains of its own."""
+    emptied = [
+        "LOGLEVEL",
+        "TORCH_LOGS",
+        "TORCH_DISTRIBUTED_DEBUG",
+        "OMP_NUM_THREADS",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "NCCL_DEBUG",
+    ]
+    for name in (*emptied, "CUDA_VISIBLE_DEVICES", NAME):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("TORCH_HOME", "home")
+    call_farflung("--help")
+    left = environ.snapshot()
+    assert not {*emptied} & left.keys()
+    assert (left["CUDA_VISIBLE_DEVICES"], left[NAME], left["TORCH_HOME"]) == ("", "", "home")  # which mean something
 
 
 SERVICE = """

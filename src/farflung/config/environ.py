@@ -19,6 +19,7 @@ _OF_SERVICE = re.compile(
     rf"\w+?_(SERVICE_HOST={_HOST}|SERVICE_PORT(_\w+)?=\d+|PORT(_\d+_(TCP|UDP|SCTP))?=(tcp|udp|sctp)://\[?{_HOST}\]?:\d+"
     rf"|PORT_\d+_(TCP|UDP|SCTP)_(PROTO=(tcp|udp|sctp)|PORT=\d+|ADDR={_HOST}))"
 )
+_OF_TORCH = re.compile(r"LOGLEVEL|(PY)?TORCH_\w+|(NCCL|GLOO|OMP|GOMP|KMP|MKL|OPENBLAS)_\w+")  # also OpenMP's ...
 TRUE_WORDS = ("1", "true", "yes", "on", "y", "t")
 FALSE_WORDS = ("0", "false", "no", "off", "n", "f", "")
 SHOWS_ATTEMPTS = "FARFLUNG_SHOWS_ATTEMPTS"  # if the launcher shows how each attempt failed, and not the last alone
@@ -91,6 +92,11 @@ def remove(*names: str) -> None:
     """Unset the variables `names`; those that are not set are passed over."""
     for name in names:
         os.environ.pop(name, None)
+
+
+def remove_empty() -> None:
+    """Unset torch's variables that are empty, as compose files and CI leave those without a value: it takes no such."""
+    remove(*(name for name, value in os.environ.items() if not value and _OF_TORCH.fullmatch(name)))
 
 
 @contextmanager

@@ -62,6 +62,7 @@ def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = No
 
     Raises EngineFailure if the machines do not find each other.
     """
+    environ.remove_empty()  # for a launcher that is no command
     (entrypoint, *arguments), num_local, meeting = plan.command, plan.num_local, plan.meeting
     with torch_is_loaded(plan.variables):
         from torch.distributed import DistNetworkError, DistStoreError
