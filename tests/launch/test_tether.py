@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -120,4 +121,21 @@ def test_a_line_passes_signals_on_and_the_exit_code_back(home):
         until(lambda: (home / "up0").exists())
         line.stdin.write(bytes([0, signal.SIGINT]))
         line.stdin.flush()
+        assert line.wait(patience(30)) == 7
+
+
+DAEMON = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execvp(sys.argv[1], sys.argv[1:])"
+
+
+def test_exit_codes_are_known_under_a_parent_that_ignores_its_children(home):
+    """Daemons and login wrappers leave SIGCHLD ignored: each child's code was 0, a failed rank's too."""
+    (home / "train.py").write_text("raise SystemExit(3)")
+    words = [*start_of("farflung.launch.main"), "launch", "--cpu", "--json", "--run_dir", "run", "train.py"]
+    assert run_python("-c", DAEMON, *words, code=None).returncode == 3
+    assert json.loads((home / "run" / "run.json").read_text())
+    line = subprocess.Popen(
+        [sys.executable, "-c", DAEMON, *start_of("farflung.process.tether"), "sh", "-c", "exit 7"],
+        stdin=subprocess.PIPE,
+    )
+    with line:
         assert line.wait(patience(30)) == 7

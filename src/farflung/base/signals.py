@@ -110,6 +110,12 @@ def restore_defaults(numbers: Collection[int]) -> None:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
+def heed_children() -> None:
+    """Undo that SIGCHLD is ignored, which daemons leave to what they start: no exit code of a child would be known."""
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+        restore_defaults([signal.SIGCHLD])
+
+
 def end_by(number: int) -> None:
     """Do what Python does at a signal without a handler: end this process by it, SIGINT as KeyboardInterrupt."""
     restore_defaults([number])

@@ -25,7 +25,7 @@ import psutil  # type: ignore[import-untyped]
 from farflung.base.causes import cause_of_meeting
 from farflung.base.events import Kind, record
 from farflung.base.lazy import LazyModule
-from farflung.base.signals import END, PREEMPTION, WARNINGS, Request, handled
+from farflung.base.signals import END, PREEMPTION, WARNINGS, Request, handled, heed_children
 from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
@@ -63,6 +63,7 @@ def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = No
     Raises EngineFailure if the machines do not find each other.
     """
     environ.remove_empty()  # for a launcher that is no command
+    heed_children()
     (entrypoint, *arguments), num_local, meeting = plan.command, plan.num_local, plan.meeting
     with torch_is_loaded(plan.variables):
         from torch.distributed import DistNetworkError, DistStoreError

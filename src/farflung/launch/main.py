@@ -14,6 +14,7 @@ import click
 
 from farflung.base.errors import FarflungError, Unsupported, did_you_mean
 from farflung.base.events import flush_streams, tell
+from farflung.base.signals import heed_children
 from farflung.base.words import shortened
 from farflung.config import environ
 from farflung.launch.codes import BY_SIGNAL, INTERRUPTED, USAGE, of_error
@@ -104,6 +105,7 @@ checkpoint = LazyGroup("checkpoint", table=CHECKPOINT, help="List, verify, compa
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command with these arguments or this process's own; an error ends it with one clear line and its code."""
     environ.remove_empty()
+    heed_children()
     try:
         sys.exit(farflung.main(args=arguments, prog_name="farflung", standalone_mode=False))
     except click.ClickException as error:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from math import inf
 from typing import NoReturn
 
-from farflung.base.signals import handled, restore_defaults
+from farflung.base.signals import handled, heed_children, restore_defaults
 from farflung.config import environ
 from farflung.process.identity import process_state
 
@@ -110,6 +110,7 @@ def run_tethered(command: Sequence[str], token: str | None = None, has_key: bool
     # background; and so would the command.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     restore_defaults([signal.SIGINT])
+    heed_children()
     with handled(lambda request: sys.exit(128 + request.number), (signal.SIGTERM, signal.SIGHUP)):
         if token is None:
             return _run(subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True))
