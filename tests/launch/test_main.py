@@ -17,6 +17,7 @@ from farflung.base.errors import ConfigError
 from farflung.config import environ
 from farflung.config.launch import FIELDS
 from farflung.launch import main as command
+from farflung.launch.codes import USAGE
 from farflung.launch.plan import usable_cores
 from tests.python import call_farflung, run_python
 
@@ -131,6 +132,16 @@ def test_the_exit_code_says_how_it_ended(error, code, monkeypatch):
     with pytest.raises(SystemExit if code else OSError) as ended:
         command.main()
     assert getattr(ended.value, "code", None) == code
+
+
+@pytest.mark.parametrize("words", ["launch --cpu /train.py", "report", "watch", "doctor", "env", "test", "demo"])
+def test_a_current_folder_that_is_gone_is_refused_in_a_line(words, home, monkeypatch, capsys):
+    (home / "gone").mkdir()
+    monkeypatch.chdir(home / "gone")
+    (home / "gone").rmdir()
+    assert call_farflung(*words.split()) == USAGE
+    said = "ConfigError: The current folder is gone (No such file or directory). Change to one that is there.\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_terminal_has_the_kind_of_an_error_in_red(capsys, monkeypatch):

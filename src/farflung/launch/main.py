@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any, NoReturn
 
 import click
 
-from farflung.base.errors import FarflungError, Unsupported, did_you_mean
+from farflung.base.errors import ConfigError, FarflungError, Unsupported, did_you_mean
 from farflung.base.events import flush_streams, tell
 from farflung.base.signals import heed_children
 from farflung.base.words import shortened
@@ -107,6 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     environ.remove_empty()
     heed_children()
     try:
+        _check_folder()
         sys.exit(farflung.main(args=arguments, prog_name="farflung", standalone_mode=False))
     except click.ClickException as error:
         message = error.format_message()
@@ -131,6 +133,14 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(USAGE)
     finally:
         flush_streams()
+
+
+def _check_folder() -> None:
+    """Refuse a current folder that is gone: neither torch nor git nor a script can do without."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(f"The current folder is gone ({error.strerror}). Change to one that is there.") from None
 
 
 def _show(kind: str, message: str) -> None:
