@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint is whole or not there, whichever call to the system is the last one before a kill."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -259,3 +260,23 @@ def test_the_oldest_go_beyond_the_limit_and_what_attempts_have_left_goes_too(tmp
         assert atomic.aside_of(folder) == folder, "nothing can be written next to it"
     with mock.patch.object(Path, "stat", lambda path: mock.Mock(st_dev=path.name)):
         assert atomic.aside_of(folder) == folder, "what is next to it is on another disk"
+
+
+def test_a_file_system_that_cannot_sync_folders_gets_a_checkpoint_and_a_warning(tmp_path, monkeypatch):
+    def sync(file: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{file}"):
+            raise OSError(errno.EINVAL, "Invalid argument")  # as CIFS and sshfs answer
+
+    monkeypatch.setattr(os, "fsync", sync)
+    with pytest.warns(UserWarning, match=r"put it on the disk \(fsync: Invalid argument\)") as warned:
+        write(tmp_path / "a", "new")
+    assert content(tmp_path / "a") == {"new"}
+    assert len({str(one.message) for one in warned}) == 1  # which Python shows once
+
+
+def test_an_old_checkpoint_of_an_images_lower_layer_is_removed(tmp_path, monkeypatch):
+    """Overlayfs refuses to rename such a folder."""
+    write(tmp_path / "a", "old")
+    monkeypatch.setattr(os, "rename", mock.Mock(side_effect=OSError(errno.EXDEV, "Invalid cross-device link")))
+    atomic.remove(tmp_path / "a", tmp_path)
+    assert not list(tmp_path.iterdir())

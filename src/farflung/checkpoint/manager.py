@@ -25,7 +25,7 @@ from farflung.checkpoint.atomic import StagedDir
 from farflung.checkpoint.entries import Entry, Staging
 from farflung.checkpoint.files import sums_of
 from farflung.checkpoint.manifest import FileRecord, Manifest
-from farflung.checkpoint.writer import tensor_bytes
+from farflung.checkpoint.writer import sync, tensor_bytes
 from farflung.comm import collectives
 from farflung.comm.exchange import Exchange
 from farflung.process.failure import CHECKPOINT, leave_note
@@ -250,5 +250,5 @@ def _complete(folder: Path, parts: Sequence[Entry], written: Sequence[dict[str, 
         if name not in records:
             records[name] = FileRecord(*sums_of(folder / name))
             with open(folder / name, "rb") as file:
-                os.fsync(file.fileno())
+                sync(file.fileno())
     Manifest({name: records[name] for name in names}, **facts).write(folder / paths.MANIFEST)

@@ -9,6 +9,7 @@ import logging
 import mmap
 import os
 import struct
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -174,7 +175,7 @@ class _Disk:
 
     def sync(self) -> None:
         """Wait until the disk has all of it, and knows how long it is."""
-        os.fsync(self._file)
+        sync(self._file)
 
     def close(self) -> None:
         os.close(self._file)
@@ -186,11 +187,25 @@ def _page_aligned() -> memoryview:
     return memoryview(mmap.mmap(-1, _BLOCK))
 
 
+def sync(descriptor: int) -> None:
+    """Wait until the disk has what was written to a file or folder, or warn that its file system can't be asked to."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):  # CIFS, sshfs and some of FUSE
+            raise
+        warnings.warn(
+            f"The file system of what is saved can't be told to put it on the disk (fsync: {error.strerror}). Whether "
+            "it outlives a crash of the machine depends on how that file system is mounted.",
+            stacklevel=2,
+        )
+
+
 def sync_folder(path: Path) -> None:
     """Wait until the disk has the entries of a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        sync(descriptor)
     finally:
         os.close(descriptor)
 
