@@ -9,6 +9,7 @@ be moved up, which `finish` does, at once or when the folder is next looked at. 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import glob
 import os
@@ -178,10 +179,19 @@ def prune(newest: Path, total_limit: int | None) -> None:
 
 
 def remove(folder: Path, aside: Path) -> None:
-    """Take a checkpoint away by one rename, then from the disk. A failure is a warning; a later save tries again."""
+    """Take a checkpoint away by one rename, then from the disk. A failure is a warning; a later save tries again.
+
+    A folder of an image's lower layer can't be renamed: overlayfs says that it is on another device.
+    """
     trash = aside / f".{folder.name}{_TRASH}{secrets.token_hex(4)}"
     try:
-        os.rename(folder, trash)
+        try:
+            os.rename(folder, trash)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            (folder / paths.MANIFEST).unlink(missing_ok=True)  # first: what is left of it is no checkpoint
+            trash = folder
         shutil.rmtree(trash)
     except OSError as error:
         warnings.warn(
