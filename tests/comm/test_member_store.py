@@ -107,3 +107,13 @@ def test_no_line_is_lost_while_several_members_tell_and_one_takes(notes, transpo
     taken += notes.receive()
     assert sorted(map(str, taken)) == sorted(f"{teller}: {number}" for teller in range(3) for number in range(100))
     assert notes.receive() == []
+
+
+@pytest.mark.parametrize("key", ["run", "loop0/agreed", "loop0/g3/ready/1", "name/1", "launchers/a"])
+def test_what_a_run_needs_for_as_long_as_it_lasts_is_written_again_and_nothing_else(notes, monkeypatch, key):
+    for one in (key, "loop0/g3/post/1", "first"):
+        notes.board.put(one, one.encode())
+    monkeypatch.setattr(type(notes.board), "put", lambda board, *row: written.append(row))
+    written = []
+    notes.renew()
+    assert written == [(key, key.encode())]

@@ -19,6 +19,7 @@ from farflung.base.errors import ConfigError
 from farflung.comm.group import SoloGroup
 from farflung.config.outer import OuterSettings
 from farflung.members.elastic import Elastic
+from farflung.methods.arguments import chosen_recipe
 from farflung.methods.schedule import Every, Streaming, TrialSchedule
 from farflung.outer import OuterLoop, slowmo
 from farflung.outer.membership import FixedMembership
@@ -356,6 +357,15 @@ def test_a_replica_may_be_lost_at_any_phase_of_a_trial(lost):
         (first, schedule), (second, _) = [one for rank, one in enumerate(found) if rank != lost]
         assert schedule == Every(8), at
         assert same(first, second), at
+
+
+def test_a_choice_that_a_checkpoint_brings_to_another_address_is_kept_there_for_newcomers():
+    kept = []
+    trial = RecipeTrial(FixedTuner(CHOICES["diloco"]))
+    trial.first(chosen_recipe("auto"), SimpleNamespace(agreed=lambda text: kept.append(text) or text, is_fixed=False))
+    trial.resumed({"auto": (spec := json.dumps({"recipe": "diloco", "every": 8}))})
+    assert [trial.landed(), trial.landed(), trial.known()] == [None] * 3
+    assert kept == ["", spec, ""]
 
 
 def in_islands(averaging_s):

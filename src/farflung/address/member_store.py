@@ -24,7 +24,7 @@ _OF_GENERATION = re.compile(r"g(\d+)/")
 # What is written once and needed for as long as the run lasts.
 _OF_LOG = re.compile(r"(ends|loops/\d+|place/\d+|loop\d+/(?:generation|saved)|data/\d+/epochs)/\d+")
 _LASTING = re.compile(
-    r"run|(?:name|machine|process|in|gone|left|lates)/\d+|launchers/.+|loop\d+/(?:g\d+/ready|left)/\d+"
+    r"run|(?:name|machine|process|in|gone|left|lates)/\d+|launchers/.+|loop\d+/(?:(?:g\d+/ready|left)/\d+|agreed)"
 )
 _FIRST = "first"  # the launcher that prints all events
 

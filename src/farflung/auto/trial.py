@@ -130,6 +130,7 @@ class RecipeTrial(Chooser):
         self._times: deque[float] = deque(maxlen=2 * TrialSchedule.every)
         self._until = TrialSchedule.every
         self._waits_in_steps, self._are_alike = False, True
+        self._is_kept = False  # for newcomers, with the run's records
         self._link: Link | None = None
         self._spec = _ALONE  # the recipe that was chosen, as a text, or one of the two kinds of trial
 
@@ -204,7 +205,11 @@ class RecipeTrial(Chooser):
 
     def landed(self) -> Recipe | None:
         """If a member is lost meanwhile, the others find the recipe that any of them has chosen already."""
-        if not self.is_measuring or self._membership.is_fixed:
+        if self._membership.is_fixed:
+            return None
+        if not self.is_measuring:
+            if not self._is_kept:  # nor is it, where a checkpoint continues at another address
+                self._is_kept = bool(self._membership.agreed(self._spec))
             return None
         found: list[Recipe] = []
 
