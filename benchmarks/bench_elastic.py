@@ -6,6 +6,7 @@ median of several runs, as where memory and threads came to lie makes one run's 
 """
 
 import argparse
+import socket
 import statistics
 
 import torch
@@ -14,6 +15,7 @@ from _measure import interleave, medians_us, ratios, report
 from torch import nn
 
 from farflung.address.c10d_transport import C10dTransport
+from farflung.address.keyed_store import KeyedServer
 from farflung.base.torch_internals import default_store
 from farflung.comm.group import SoloGroup
 from farflung.comm.torch_group import TorchGroup
@@ -25,9 +27,13 @@ from farflung.testing.ranks import run_ranks
 
 def measure(numel, rounds, is_odd):
     """Return the seconds of rounds under a fixed membership and under one that may change."""
+    if dist.get_rank() == 0:
+        server = KeyedServer(socket.create_server(("127.0.0.1", 0)), "127.0.0.1", None)
+        default_store().set("port", str(server.port))
+    transport = C10dTransport(("127.0.0.1", int(default_store().get("port"))))
     memberships = {
         "fixed": FixedMembership(TorchGroup(), SoloGroup()),
-        "elastic": Elastic(C10dTransport(default_store()), dist.get_rank() + 1, expected=dist.get_world_size()),
+        "elastic": Elastic(transport, dist.get_rank() + 1, expected=dist.get_world_size()),
     }
     loops = {
         name: OuterLoop(nn.Linear(numel, 1, bias=False), diloco(1), membership=membership)

@@ -10,20 +10,19 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 
 from farflung.address import c10d_transport as module
 from farflung.address.c10d_transport import C10dTransport
 from farflung.base.errors import RankFailure, Unreachable
 from farflung.launch.network import get_free_port
-from farflung.process.sockets import serve_store
 from farflung.testing.ranks import fork_context
 from tests.comm.test_objects import Watch
+from tests.outer import elastic_run
 from tests.waits import until
 
 
 def serve(pipe, port):
-    store = serve_store("127.0.0.1", port, wait_for_workers=False)
+    store = elastic_run.served(port=port)
     pipe.send(store.port)
     time.sleep(3600)
 
@@ -65,7 +64,7 @@ def test_a_store_that_is_stopped_killed_or_of_another_run_ends_no_request_late_o
     os.kill(process.pid, signal.SIGCONT)
     assert board.get("said") == b"2"  # what was written before has come first
     assert board.get("new") == b"2"  # no answer is taken for that to another question
-    assert C10dTransport(dist.TCPStore("127.0.0.1", port, is_master=False)).board.part("a").get("said") == b"2"
+    assert C10dTransport(("127.0.0.1", port)).board.part("a").get("said") == b"2"
 
     process.kill()
     process.join()
@@ -77,7 +76,7 @@ def test_a_store_that_is_stopped_killed_or_of_another_run_ends_no_request_late_o
 
 
 def test_a_process_group_may_meet_in_a_part_of_it():
-    board = C10dTransport(serve_store("127.0.0.1", 0, wait_for_workers=False)).board
+    board = C10dTransport(elastic_run.served()).board
     board.part("loop1").lend("group").set("rank", "0")
     assert board.get("loop1/group/rank") == b"0"
 
@@ -89,8 +88,8 @@ def test_what_is_asked_of_a_store_that_is_gone_fails_at_once_and_for_good():
         board.lend("group")
     with pytest.raises(Unreachable):
         board.put("key", b"1")
-    store = serve_store("127.0.0.1", port, wait_for_workers=False)
-    assert (board.get("key"), store.check(["key"])) == (None, False)  # what has failed is not written later
+    elastic_run.served(port=port)
+    assert board.get("key") is None  # what has failed is not written later
 
 
 class Calm:
@@ -108,7 +107,7 @@ class Calm:
 @pytest.mark.law("every-wait-has-an-end-and-a-line")
 @pytest.mark.parametrize("is_freed", [True, False])  # False: as an error on the way into a generation drops it
 def test_a_group_that_gloo_can_not_end_holds_nobody_up(is_freed):
-    transport = C10dTransport(serve_store("127.0.0.1", 0, wait_for_workers=False))
+    transport = C10dTransport(elastic_run.served())
     groups = [transport.connect("g1", rank, 2, Calm()) for rank in range(2)]
     with ThreadPoolExecutor(2) as ranks:
         assert [*ranks.map(lambda group: group.all_gather_small(torch.ones(1)).tolist(), groups)] == [[[1], [1]]] * 2
@@ -127,7 +126,7 @@ def test_a_group_that_gloo_can_not_end_holds_nobody_up(is_freed):
 
 
 def test_waits_ask_their_watch_and_end_with_a_rank_that_leaves():
-    transport = C10dTransport(serve_store("127.0.0.1", 0, wait_for_workers=False))
+    transport = C10dTransport(elastic_run.served())
     watches = [Watch() for _ in range(2)]
     first, second = groups = [transport.connect("g1", rank, 2, watch) for rank, watch in enumerate(watches)]
     with ThreadPoolExecutor(2) as ranks:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farflung.address import c10d_transport, keyed_store
+from farflung.address import keyed_store
 from farflung.address.c10d_transport import C10dTransport
 from farflung.address.keyed_store import KeyedStore
 from farflung.address.seal import Seal
@@ -153,11 +153,12 @@ def test_a_group_of_gloo_waits_for_its_ranks_no_longer_than_it_may(run):
     with pytest.raises(dist.DistStoreError, match="nobody has written x"):
         store.get("x")
     with pytest.raises(dist.DistStoreError, match="nobody has written y"):
-        store.wait(["y"], c10d_transport.timedelta(seconds=0.1))
+        store.wait(["y"], keyed_store.timedelta(seconds=0.1))
     assert time.monotonic() < began + 60
 
 
-def test_a_store_with_a_key_answers_as_those_of_torch_do(run):
+@pytest.mark.parametrize("seal", [None, Seal(KEY)], ids=["without", "with"])
+def test_a_store_answers_as_those_of_torch_do_with_a_key_and_without(seal):
     def asked(store):
         store.set("a", "1")
         found = [store.add("n", 2), store.add("n", 3), store.get("n"), store.check(["a", "n"]), store.check(["a", "b"])]
@@ -166,14 +167,7 @@ def test_a_store_with_a_key_answers_as_those_of_torch_do(run):
         ]
         return [*found, store.delete_key("a"), store.delete_key("a"), store.check(["a"])]
 
-    assert asked(KeyedStore(*at(run), Seal(KEY), 5.0)) == asked(dist.HashStore())
-
-
-@pytest.mark.parametrize(("seal", "why"), [(None, "no key"), (Seal(bytes(32)), "another key")], ids=["none", "other"])
-def test_one_that_only_asks_whether_there_is_a_key_is_named_for_what_it_has(run, seal, why):
-    assert keyed_store.is_keyed(*at(run), seal)
-    (notice,) = until(lambda: run.board.seal.versions.notices)
-    assert f"it has {why}" in notice
+    assert asked(KeyedStore("127.0.0.1", served(seal).port, seal, 5.0)) == asked(dist.HashStore())
 
 
 def test_a_server_that_is_closed_answers_nobody():

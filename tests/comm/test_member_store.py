@@ -9,13 +9,13 @@ import pytest
 from farflung.address.c10d_transport import C10dTransport
 from farflung.address.member_store import DONE, LATE, Ask, Heartbeats, LauncherNotes, MemberStore
 from farflung.base.events import Event, Kind
-from farflung.process.sockets import serve_store
 from farflung.testing.ranks import fork_context
+from tests.outer.elastic_run import served
 
 
 @pytest.fixture
 def transport():
-    return C10dTransport(serve_store("127.0.0.1", 0, wait_for_workers=False))
+    return C10dTransport(served())
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from farflung.address.state_transfer import StateReceiver, StateSender, Transfer
 from farflung.base import bars
 from farflung.base.errors import RankFailure, Unreachable
 from farflung.comm.group import Done, Group
-from farflung.process.sockets import serve_store
 from farflung.testing.patience import patience
+from tests.outer.elastic_run import served
 from tests.waits import until
 
 LARGE = 3_000_000
@@ -30,7 +30,7 @@ class Pair:
     """A sender and a receiver, members 1 and 2 of a run."""
 
     def __init__(self, have=dict, **how):
-        self.transport = C10dTransport(serve_store("127.0.0.1", 0, wait_for_workers=False))
+        self.transport = C10dTransport(served())
         self.notes = LauncherNotes(self.transport.board)
         self.found, self.groups = ("g1/t2.1", 1), []
         self.sender = self.sends("g1/t2.1")

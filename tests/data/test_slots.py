@@ -18,7 +18,7 @@ from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
 from farflung.address.board import Log
-from farflung.address.c10d_transport import C10dTransport
+from farflung.address.c10d_transport import StoreBoard
 from farflung.base.errors import ConfigError, StateError, Unreachable, Unsupported
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup
@@ -29,6 +29,7 @@ from farflung.data.torch_loaders import Source
 from farflung.outer.stats import Round
 from farflung.testing.sim import run_replicas
 from tests.data.support import Stream, prepared
+from tests.outer.elastic_run import LocalLine
 
 
 def membership():
@@ -81,7 +82,7 @@ class Run:
 
     def __init__(self, num_batches=40, most=4, loaders=({"shuffle": True},), replicas=0):
         self.store, self.most, self.loaders = dist.HashStore(), most, loaders
-        self.board = C10dTransport(self.store).board
+        self.board = StoreBoard(LocalLine(self.store))
         self.dataset = torch.arange(num_batches)
         self.counted, self.live, self.num_members, self.number, self.began = Counter(), [], 0, 0, 0
         for _ in range(replicas):
@@ -600,7 +601,7 @@ class Lengthless:
     ],
 )
 def test_loaders_that_can_t_be_cut_are_refused(loader, says):
-    slots = Slots(C10dTransport(dist.HashStore()).board, 1, Exchange(SoloGroup()), most=2)
+    slots = Slots(StoreBoard(LocalLine(dist.HashStore())), 1, Exchange(SoloGroup()), most=2)
     with pytest.raises(ConfigError, match=says):
         slots.shared(Source(loader), 1)
 

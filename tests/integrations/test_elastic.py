@@ -23,8 +23,8 @@ from farflung.hosts.data_parallel import DDPTakeover
 from farflung.methods.arguments import OuterConfig
 from farflung.outer import OuterLoop, diloco
 from farflung.process.place import Place
-from farflung.process.sockets import serve_store
 from farflung.testing.ranks import run_ranks
+from tests.outer.elastic_run import served
 
 CONFIG = OuterConfig("diloco", every=4, lr=1.0, momentum=0.0, report="off")
 
@@ -33,7 +33,7 @@ class Launched:
     """A run with places for `expected` replicas, in which this process is one rank of one member after another."""
 
     def __init__(self, monkeypatch, expected):
-        self.environment, self.store = monkeypatch, serve_store("127.0.0.1", 0, wait_for_workers=False)
+        self.environment, self.store = monkeypatch, served()
         self.notes = LauncherNotes(C10dTransport(self.store).board)
         self.notes.board.put("run", json.dumps({"expected": expected}).encode())
         monkeypatch.setenv("FARFLUNG_STORE", f"127.0.0.1:{self.store.port}")

@@ -26,7 +26,7 @@ from farflung.launch.codes import BY_SIGNAL, REQUEUE
 from farflung.launch.events import showing
 from farflung.launch.run_store import RunStore
 from farflung.process.identity import address_of
-from farflung.process.sockets import serve_store
+from tests.outer.elastic_run import served
 
 fails = Mock(side_effect=Unreachable("no answer"))
 
@@ -48,7 +48,7 @@ def said():
 def cut(monkeypatch, said):
     """A store that a launcher is cut off from, and what the launcher said."""
     monkeypatch.setattr(run_store, "_ASK_AGAIN_S", 0.0)
-    server = serve_store("127.0.0.1", 0, wait_for_workers=False)
+    server = served()
     where = f"127.0.0.1:{server.port}"
     store = RunStore(C10dTransport(("127.0.0.1", server.port)))
     assert store.ask(is_reached, False)
@@ -114,10 +114,10 @@ def test_a_clock_that_is_set_changes_nothing(cut, monkeypatch):
 
 
 def test_where_nobody_listens_any_more_it_is_gone_and_nothing_else_is_printed(capfd, said):
-    server = serve_store("127.0.0.1", 0, wait_for_workers=False)
+    server = served()
     store = RunStore(C10dTransport(("127.0.0.1", server.port)))
     assert store.ask(is_reached, False)
-    del server
+    server.close()
     for _ in range(3):
         assert not store.ask(is_reached, False)
     where = store._address

@@ -20,7 +20,7 @@ from farflung.launch import replicas, supervisor
 from farflung.launch.codes import DONE, ENGINE, FAILED, HUNG
 from farflung.launch.events import showing
 from farflung.process.identity import address_of
-from farflung.process.sockets import serve_store
+from tests.outer.elastic_run import served
 from tests.waits import until
 
 SCRIPT = ["sh", "-c", 'until [ -e "do$FARFLUNG_MEMBER" ]; do sleep 0.01; done; . "./do$FARFLUNG_MEMBER"']
@@ -120,12 +120,12 @@ def test_a_first_launcher_serves_until_others_have_ended_and_starts_nothing_once
         lab.notes.forget_launcher("other")
 
     monkeypatch.setattr(replicas, "_ASK_S", 0.01)
-    server = [serve_store("127.0.0.1", 0, wait_for_workers=False)]
-    lab = Lab(C10dTransport(("127.0.0.1", server[0].port)))
+    server = served()
+    lab = Lab(C10dTransport(("127.0.0.1", server.port)))
     lab.board.put("first", b"mine")
     lab.notes.note_launcher("other", "")
     assert (lab.run(("exit 0", MET), beside=beside), lab.said()) == (DONE, ["of the other"])
-    lab.has_started = server.clear
+    lab.has_started = server.close
     assert lab.run(("exit 0", {}), ("exit 0", {})) == ENGINE
     assert [event.who for event in lab.events if event.kind is Kind.FAILED] == ["replica 1"]
 

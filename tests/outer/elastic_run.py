@@ -16,6 +16,7 @@ from dataclasses import replace
 from multiprocessing.connection import wait
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from farflung.address import schemes as address
@@ -24,11 +25,12 @@ from farflung.address.keyed_store import KeyedServer
 from farflung.address.member_store import LauncherNotes
 from farflung.address.seal import Seal
 from farflung.base.errors import Unreachable
+from farflung.base.torch_internals import default_store
 from farflung.config import environ
 from farflung.config.key import run_key
 from farflung.members.elastic import Elastic
 from farflung.outer import OuterLoop, diloco
-from farflung.process.sockets import listening_socket, serve_store
+from farflung.process.sockets import listening_socket
 from farflung.testing.patience import patience
 from farflung.testing.ranks import fork_context
 from tests.faults import fail_at
@@ -133,11 +135,29 @@ def figures_of(this):
     return {"round": this.number, "ranks": len(this.weights)} | changes | weights
 
 
-def served(seal):
+def served(seal=None, port=0):
     """A store that this process serves to all on this machine, or to those that have a key."""
-    if seal is not None:
-        return KeyedServer(listening_socket("127.0.0.1", 0), "127.0.0.1", seal)
-    return serve_store("127.0.0.1", 0, wait_for_workers=False)
+    return KeyedServer(listening_socket("127.0.0.1", port), "127.0.0.1", seal)
+
+
+def transport_of_ranks():
+    """How the ranks of the default process group meet as members of a run, which the first one serves."""
+    store = default_store()
+    if dist.get_rank() == 0:
+        store.set("served", str(served().port))
+    return C10dTransport(("127.0.0.1", int(store.get("served"))))
+
+
+class LocalLine:
+    """The line to a c10d store of this process."""
+
+    def __init__(self, store):
+        self.store = store
+
+    def ask(self, act, patience_s):
+        return act(self.store)
+
+    write = ask
 
 
 def serve(pipe, key):

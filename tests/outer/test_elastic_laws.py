@@ -26,13 +26,12 @@ from farflung.members.peers import Peers, description_of, other_versions, unlike
 from farflung.members.settlement import _late_facts, await_ready, settle
 from farflung.members.transfers import Transfers
 from farflung.outer import diloco
-from farflung.process.sockets import serve_store
 from farflung.testing.patience import patience
 from farflung.votes.ballot import odd_among
 from farflung.votes.generation import Needs
 from tests.errors import error_of
 from tests.faults import stop
-from tests.outer.elastic_run import EVERY, ElasticRun, wrong
+from tests.outer.elastic_run import EVERY, ElasticRun, served, wrong
 from tests.waits import until
 
 GRACE_S = 0.1
@@ -48,7 +47,7 @@ class Members:
     """Members of a run, as objects on threads over one store; those of `record` have come to it."""
 
     def __init__(self, record=None, ready=()):
-        self.transport = C10dTransport(serve_store("127.0.0.1", 0, wait_for_workers=False))
+        self.transport = C10dTransport(served())
         self.notes = LauncherNotes(self.transport.board)
         self.board = MemberStore(self.transport.board.part("loop1"))
         self.record = record
@@ -432,7 +431,7 @@ def test_a_rank_that_can_not_look_ends_the_wait_of_its_whole_replica_and_one_tha
 @pytest.fixture
 def waiting():
     """A member that waits in a generation with another one, whose launcher has given a sign; and its watch."""
-    peers = Peers(C10dTransport(serve_store("127.0.0.1", 0, wait_for_workers=False)), "loop1", 3.0)
+    peers = Peers(C10dTransport(served()), "loop1", 3.0)
     peers.notes.put("name", 2, "replica 1")
     peers.notes.put("machine", 2, "node1")
     peers.notes.beat("node1", 0.05)

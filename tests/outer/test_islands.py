@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from farflung.address.c10d_transport import C10dTransport
 from farflung.base.errors import ConfigError, RankFailure, Unsupported
 from farflung.comm.shards import local
 from farflung.comm.torch_group import TorchGroup
@@ -23,6 +22,7 @@ from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
 from tests.errors import error_of
 from tests.faults import fail_at
+from tests.outer.elastic_run import transport_of_ranks
 from tests.outer.islands import Grid, IslandRun, Uneven
 from tests.outer.replicas import same
 from tests.outer.traces import CASES, of_recipe, replica
@@ -258,7 +258,7 @@ def test_a_rank_that_is_lost_in_one_island_is_named_on_all_others_within_seconds
 
 
 def meet_where_one_rank_alone_hears_of_a_loss():
-    store, model, losses = dist.distributed_c10d._get_default_store(), torch.nn.Linear(4, 1), [1] * dist.get_rank()
+    model, losses = torch.nn.Linear(4, 1), [1] * dist.get_rank()
     synchronize = Replica.synchronize
 
     def losing(self, giver, takes):
@@ -268,7 +268,7 @@ def meet_where_one_rank_alone_hears_of_a_loss():
             raise RankFailure("its column has lost a rank")
 
     Replica.synchronize = losing
-    with OuterLoop(model, diloco(2), membership=Elastic(C10dTransport(store), 1, island=TorchGroup())) as outer:
+    with OuterLoop(model, diloco(2), membership=Elastic(transport_of_ranks(), 1, island=TorchGroup())) as outer:
         for _ in range(4):
             outer.step()
         return outer.position, outer.stats().rounds, outer._quorum.generation.number

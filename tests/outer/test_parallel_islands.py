@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-from farflung.address.c10d_transport import C10dTransport
 from farflung.base.errors import ConfigError, RankFailure, Unsupported
 from farflung.codec.base import Identity
 from farflung.codec.blockwise import E3M0, Int8
@@ -22,6 +21,7 @@ from farflung.outer import OuterLoop, TopK, diloco, local_sgd, sparse_loco, stre
 from farflung.testing.ranks import run_ranks
 from tests.errors import error_of
 from tests.faults import kill
+from tests.outer.elastic_run import transport_of_ranks
 from tests.outer.parallel import LAYOUTS, MADE, Block, ParallelRun, Rows
 from tests.outer.replicas import same
 from tests.recipes import RECIPES
@@ -218,8 +218,7 @@ def lose_an_island(folder):
     """Train in two elastic islands, of which the second is killed after three steps."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "tp"))
     island, member = TorchGroup(mesh["tp"].get_group()), mesh.get_local_rank("replica")
-    transport = C10dTransport(dist.distributed_c10d._get_default_store())
-    membership = Elastic(transport, member, expected=2, island=island)
+    membership = Elastic(transport_of_ranks(), member, expected=2, island=island)
     run, rounds = ParallelRun(diloco(2), "tp", mesh=mesh, membership=membership), []
     run.outer.listeners.append(lambda one: rounds.append(len(one.members)))
     run.steps(1, 2, 3)

@@ -63,9 +63,6 @@ class Board(Protocol):
     def list(self, prefix: str) -> Sequence[str]:
         """Return the keys that begin with a prefix."""
 
-    def unsealed(self) -> Board:
-        """Return the same board for one that has no key."""
-
 
 def vanished(key: str) -> Unreachable:
     """Return the error for a record that was there and is not, though no member or launcher has deleted it."""

@@ -1,27 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas that meet over a c10d store: its keys as a `Board`, and groups of gloo and NCCL, each with its own end.
+"""Replicas that meet over a store that a launcher serves: its keys as a `Board`, and groups of gloo and NCCL.
 
-torch waits forever for an answer of its store, even if the machine that serves it has lost power, or a line is cut. A
-connection on which an answer was given up must not be used again: the answer may still come, and would be taken for
-that of another request. So a request without an answer after `ANSWER_S` seconds is sent again over a new connection,
-for as long as the caller has patience.
+The machine that serves it may lose power, and a line may be cut. A connection on which an answer was given up must not
+be used again: the answer may still come, and would be taken for that of another request. So a request without an answer
+after `ANSWER_S` seconds is sent again over a new connection, for as long as the caller has patience.
 """
 
 from __future__ import annotations
 
-import os
 import secrets
-import socket
-import stat
-import struct
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, TimeoutError as NoAnswer  # up to Python 3.10 not the built-in one
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,7 +22,6 @@ import torch.distributed as dist
 
 from farflung.address.board import Board
 from farflung.address.keyed_store import KeyedServer, KeyedStore
-from farflung.address.run_record import KeyMismatch
 from farflung.address.seal import Seal
 from farflung.address.transport import Entered, Watch
 from farflung.base.causes import Cause
@@ -57,18 +49,18 @@ class C10dTransport:
     """Groups of replicas that meet over one c10d store.
 
     Args:
-        store: such as a `TCPStore` or a `KeyedServer`, which serve others; or the host and the port of one.
+        store: a `KeyedServer`, or the host and the port of one.
         patience_s, seal: see `StoreBoard`.
     """
 
     is_lasting = False
 
     def __init__(
-        self, store: Store | KeyedServer | tuple[str, int], patience_s: float = PATIENCE_S, seal: Seal | None = None
+        self, store: KeyedServer | tuple[str, int], patience_s: float = PATIENCE_S, seal: Seal | None = None
     ) -> None:
-        given, at = (None, store) if isinstance(store, tuple) else (store, _address_of(store))
-        self.board = StoreBoard(_Line(given, at, seal), patience_s=patience_s, seal=seal)
-        self.address = "" if at is None else f"{at[0]}:{at[1]}"
+        host, port = store if isinstance(store, tuple) else (store.host, store.port)
+        self.board = StoreBoard(_Line(host, port, seal), patience_s=patience_s, seal=seal)
+        self.address = f"{host}:{port}"
         self._releasing: list[threading.Thread] = []
 
     def connect(self, name: str, rank: int, size: int, watch: Watch) -> Group:
@@ -201,12 +193,8 @@ class StoreBoard(Board):
     def patient(self, seconds: float) -> StoreBoard:
         return replace(self, patience_s=seconds)
 
-    def unsealed(self) -> StoreBoard:
-        return replace(self, line=self.line.unsealed(), seal=None)
-
     def put(self, key: str, value: bytes) -> None:
-        # torch's types know of texts alone.
-        self.line.write(lambda store: store.set(self.prefix + key, value), self.patience_s)  # type: ignore[arg-type]
+        self.line.write(lambda store: store.set(self.prefix + key, value), self.patience_s)
 
     def put_new(self, key: str, value: bytes) -> bool:
         return self._swap(key, b"", value) == value
@@ -218,7 +206,7 @@ class StoreBoard(Board):
 
     def has(self, keys: Iterable[str]) -> bool:
         asked = [self.prefix + key for key in keys]
-        return bool(self._ask(lambda store: store.check(asked)))
+        return self._ask(lambda store: store.check(asked))
 
     def delete(self, *keys: str) -> None:
         if keys:
@@ -241,10 +229,9 @@ class StoreBoard(Board):
 
     def _swap(self, key: str, before: bytes, by: bytes) -> bytes:
         """Write `by` over the value `before` (empty: no value), if that is current; return the value afterwards."""
-        found: bytes = self._ask(lambda store: store.compare_set(self.prefix + key, before, by))  # type: ignore[arg-type]
-        return found
+        return self._ask(lambda store: store.compare_set(self.prefix + key, before, by))
 
-    def _ask(self, act: Callable[[Store], _T]) -> _T:
+    def _ask(self, act: Callable[[KeyedStore], _T]) -> _T:
         return self.line.ask(act, self.patience_s)
 
 
@@ -262,21 +249,16 @@ class _Line:
     A write has no answer, so it is repeated over the next connection, unless another request has been answered since.
     """
 
-    def __init__(self, given: Store | KeyedServer | None, at: tuple[str, int] | None, seal: Seal | None = None) -> None:
-        self._given, self._at, self._seal = given, at, seal  # the store may be the one that serves
+    def __init__(self, host: str, port: int, seal: Seal | None) -> None:
+        self._host, self._port, self._seal = host, port, seal
         self._lock = threading.Lock()
-        self._store: Any = None if at else given
-        self._socket: socket.socket | None = None
-        self._dialled: Future[tuple[Store, socket.socket | None]] | None = None
-        self._unanswered: list[Callable[[Store], object]] = []
+        self._store: KeyedStore | None = None
+        self._unanswered: list[Callable[[KeyedStore], object]] = []
         self._num_written = 0  # of these, over this connection
         self._lost_at: float | None = None
         self.run = ""
 
-    def unsealed(self) -> _Line:
-        return _Line(None, self._at)
-
-    def write(self, act: Callable[[Store], object], patience_s: float) -> None:
+    def write(self, act: Callable[[KeyedStore], object], patience_s: float) -> None:
         with self._lock:
             self._unanswered.append(act)
             is_long = len(self._unanswered) >= _MOST_UNANSWERED
@@ -288,7 +270,7 @@ class _Line:
                 self._num_written = 0
             raise
 
-    def ask(self, act: Callable[[Store], _T] | None, patience_s: float) -> _T:
+    def ask(self, act: Callable[[KeyedStore], _T] | None, patience_s: float) -> _T:
         """Send the pending writes, then a request, and return its answer; without a request, None."""
         while True:
             began = time.monotonic()
@@ -304,81 +286,45 @@ class _Line:
                     found = act(store)
                     self._unanswered, self._num_written, self._lost_at = [], 0, None
                     return found
-                except (dist.DistError, OSError, NoAnswer) as error:
+                except OSError as error:
                     self._drop()
                     self._lost_at = self._lost_at or began
                     silent_s = time.monotonic() - self._lost_at
-                    if is_old and silent_s < ANSWER_S and self._at is not None:
+                    if is_old and silent_s < ANSWER_S:
                         continue  # it was this connection alone, or else the next one tells
-                    if self._at is None or isinstance(error, _OVER) or silent_s >= patience_s:
+                    if isinstance(error, _OVER) or silent_s >= patience_s:
                         raise Unreachable(self._why(error, silent_s), isinstance(error, _OVER)) from None
             time.sleep(_PAUSE_S)
 
-    def another(self) -> Any:
+    def another(self) -> KeyedStore:
         """Return a store over a connection of its own."""
         try:
-            return self._dial().result(ANSWER_S)[0] if self._at else self._given
-        except (dist.DistError, OSError, NoAnswer) as error:
+            return KeyedStore(self._host, self._port, self._seal, ANSWER_S)
+        except OSError as error:
             raise Unreachable(self._why(error, ANSWER_S)) from None
 
-    def _connected(self) -> Store:
-        if self._socket is not None:  # torch would write to the screen that it was closed
-            with suppress(BlockingIOError):
-                self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-                raise ConnectionResetError
+    def _connected(self) -> KeyedStore:
         if self._store is None:
-            self._dialled = self._dialled or self._dial()
-            try:
-                self._store, self._socket = self._dialled.result(ANSWER_S)
-            finally:
-                if self._dialled.done():
-                    self._dialled = None
+            self._store = KeyedStore(self._host, self._port, self._seal, ANSWER_S)
             # Another run may be served at this address by now.
             run = self._store.compare_set("board", self.run, self.run or secrets.token_hex(8)).decode()
             if self.run and (run != self.run or not self._store.check(["board"])):
                 raise _OtherRun
             self.run = run
-        store: Store = self._store
-        return store
-
-    def _dial(self) -> Future[tuple[Store, socket.socket | None]]:
-        """Connect on a thread, as torch may do so without end."""
-        assert self._at is not None
-        found: Future[tuple[Store, socket.socket | None]] = Future()
-        threading.Thread(target=_connect, args=(*self._at, self._seal, found), daemon=True).start()
-        return found
+        return self._store
 
     def _drop(self) -> None:
-        if self._at is not None:
-            if self._socket is not None:  # what was written and not sent yet must not come after what is written later
-                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                self._socket.close()
-            self._store = self._socket = None
-        self._num_written = 0
-
-    def __del__(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
+        if self._store is not None:
+            self._store.abort()
+        self._store, self._num_written = None, 0
 
     def _why(self, error: BaseException, silent_s: float) -> str:
-        at = "" if self._at is None else f" at {self._at[0]}:{self._at[1]}"
+        at = f" at {self._host}:{self._port}"
         if isinstance(error, _OtherRun):
             return f"The store of this run{at} is gone: another run is served there now."
-        if isinstance(error, ConnectionRefusedError) or self._at is None:
+        if isinstance(error, ConnectionRefusedError):
             return f"The store of this run{at} is gone: the launcher that serves it has probably ended."
         return f"The store of this run{at} has given no answer for {in_seconds(silent_s)}."
-
-
-def _address_of(store: Store | KeyedServer) -> tuple[str, int] | None:
-    """Return where a TCPStore is served; None if it serves nobody."""
-    return (store.host, store.port) if hasattr(store, "host") and hasattr(store, "port") else None
-
-
-class _Handle(socket.socket):
-    """A second descriptor of a socket that torch has opened; it is closed with the last reference."""
-
-    def __del__(self) -> None:
-        self.close()
 
 
 class _OtherRun(OSError):
@@ -386,52 +332,3 @@ class _OtherRun(OSError):
 
 
 _OVER = (_OtherRun, ConnectionRefusedError)
-
-
-def _connect(host: str, port: int, seal: Seal | None, found: Future[tuple[Store, socket.socket | None]]) -> None:
-    try:
-        if seal is not None:
-            keyed = _with_key(host, port, seal)
-            return found.set_result((keyed, _Handle(fileno=os.dup(keyed.socket.fileno()))))
-        # First so, as torch writes what fails to the screen.
-        socket.create_connection((host, port), ANSWER_S).close()
-        before = set(_sockets_to(port))
-        store = _without_key(host, port)
-        new = [one for one in _sockets_to(port) if one not in before]
-        for one in new:
-            with socket.socket(fileno=os.dup(one)) as handle:
-                limit = struct.pack("ll", int(ANSWER_S), int(ANSWER_S % 1 * 1e6))
-                handle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        found.set_result((store, _Handle(fileno=os.dup(new[0])) if len(new) == 1 else None))
-    except BaseException as error:
-        found.set_exception(error)
-
-
-def _with_key(host: str, port: int, seal: Seal) -> KeyedStore:
-    at = f"{host}:{port}"
-    try:
-        return KeyedStore(host, port, seal, ANSWER_S)
-    except (ConnectionResetError, TimeoutError):
-        with suppress(dist.DistError):
-            _without_key(host, port)
-            raise KeyMismatch(at, "it has no key, and one was given") from None
-        raise
-    except KeyMismatch as error:
-        raise KeyMismatch(at, error.why) from None
-
-
-def _without_key(host: str, port: int) -> Store:
-    store: Store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=ANSWER_S))  # type: ignore
-    return store
-
-
-def _sockets_to(port: int) -> list[int]:
-    return [int(name) for name in os.listdir("/dev/fd") if _is_socket_to(int(name), port)]
-
-
-def _is_socket_to(descriptor: int, port: int) -> bool:
-    with suppress(OSError):  # it was closed meanwhile, or is not connected
-        if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-            with socket.socket(fileno=os.dup(descriptor)) as one:
-                return bool(one.getpeername()[1:2] == (port,))
-    return False

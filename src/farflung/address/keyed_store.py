@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A c10d store that only processes with the run's key can use: `KeyedServer` holds the records, `KeyedStore` asks.
+"""The records of a run as a c10d store: `KeyedServer` holds them, `KeyedStore` asks. If the run has a key, only
+processes with it can use them.
 
-    hello     magic 16 bytes | digest of the run's key 8 | random 32, each side's first bytes
-    message   length 4 | sealed by AES-256-GCM: lengths and bytes of its parts; the nonce is its number there
+    hello     magic 16 bytes | digest of the run's key 8, zeros without one | random 32, each side's first bytes
+    message   length 4 | lengths and bytes of its parts; with a key sealed by AES-256-GCM, the nonce is its number there
 
 Both directions have a key of their own, the HMAC-SHA256 of both random values under the run's key. So whoever opens
 a message has the proof that the other side has the key, now; nothing that was heard before opens.
@@ -17,6 +18,7 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -29,6 +31,15 @@ _NO_KEY = bytes(8)  # in the place of a digest
 _HELLO_S, _MOST_HELLOS = 5.0, 64  # how long a client may take to prove that it has the key; of them at a time
 _MOST_BYTES, _FIRST_BYTES = 2**26, 2**16  # of a message; of the first one, before which nothing is proved
 _PAUSE_S = 0.01
+
+
+class _Unsealed:
+    """The cipher of a run without a key."""
+
+    def encrypt(self, nonce: bytes, content: bytes, _: None) -> bytes:
+        return content
+
+    decrypt = encrypt
 
 
 class _Channel:
@@ -47,9 +58,14 @@ class _Channel:
         if _MAGIC.startswith(theirs):
             theirs += self._read(_HELLO - len(theirs))
         if not theirs.startswith(_MAGIC):
-            raise ConnectionError("it does not speak as those with a key do")
-        if seal is None or theirs[16:24] != digest:
-            raise KeyMismatch("", "it has no key" if theirs[16:24] == _NO_KEY else "it has another key")
+            raise ConnectionError("it does not speak as launchers and replicas do")
+        if theirs[16:24] != digest:
+            which = "no" if theirs[16:24] == _NO_KEY else "a" if seal is None else "another"
+            raise KeyMismatch("", f"it has {which} key")
+        self._in: Any = _Unsealed()
+        self._out: Any = self._in
+        if seal is None:
+            return
         nonces = theirs[24:] + mine if is_server else mine + theirs[24:]
         of_client, of_server = (seal.cipher(nonces + side) for side in (b"client", b"server"))
         self._in, self._out = (of_client, of_server) if is_server else (of_server, of_client)
@@ -102,9 +118,10 @@ class KeyedServer:
     Args:
         listener: a socket that listens.
         host: as others call this machine.
+        seal: of the run's key; None: it has none. Then a record names whoever has one.
     """
 
-    def __init__(self, listener: socket.socket, host: str, seal: Seal) -> None:
+    def __init__(self, listener: socket.socket, host: str, seal: Seal | None) -> None:
         self.host, self.port = host, listener.getsockname()[1]
         self._listener, self._seal = listener, seal
         self._values: dict[bytes, bytes] = {}
@@ -133,18 +150,22 @@ class KeyedServer:
             try:
                 channel = _Channel(connection, self._seal, is_server=True)
                 request = channel.receive()
-            except KeyMismatch as error:
-                return self._seal.versions.refuse(peer, error.why)
             except ConnectionResetError:
                 return None  # nothing was asked
-            except OSError as error:
-                return self._seal.versions.refuse(peer, str(error))
+            except (KeyMismatch, OSError) as error:
+                return self._refuse(peer, getattr(error, "why", str(error)))
             finally:
                 self._hellos.release()
-            while True:
+            while self._listener.fileno() >= 0:
                 if (answer := self._answer(*request)) is not None:
                     channel.send(*answer)
                 request = channel.receive()
+
+    def _refuse(self, peer: str, why: str) -> None:
+        if self._seal is not None:
+            self._seal.versions.refuse(peer, why)
+        else:
+            self._values[f"events/first/refused {peer}".encode()] = f"{peer} was refused: {why}".encode()
 
     def _answer(self, act: bytes, *parts: bytes) -> list[bytes] | None:
         """Return the answer to a request, as c10d's stores define it; None if it has none."""
@@ -173,19 +194,27 @@ class KeyedStore(dist.Store):  # type: ignore[misc, name-defined]  # torch.distr
     """A client of a `KeyedServer`, with the methods of c10d's stores that we and process groups use.
 
     Raises:
-        KeyMismatch: the server has another key.
+        KeyMismatch: the server has another key, or one side alone has any.
         OSError: it gives no answer.
     """
 
-    def __init__(self, host: str, port: int, seal: Seal, timeout_s: float) -> None:
+    def __init__(self, host: str, port: int, seal: Seal | None, timeout_s: float) -> None:
         super().__init__()
         self.socket = socket.create_connection((host, port), timeout_s)
         self._timeout, self._lock = timedelta(seconds=timeout_s), threading.Lock()
-        self._channel = _Channel(self.socket, seal, is_server=False)
+        try:
+            self._channel = _Channel(self.socket, seal, is_server=False)
+        except KeyMismatch as error:
+            raise KeyMismatch(f"{host}:{port}", error.why) from None
 
     def __del__(self) -> None:
         if hasattr(self, "socket"):
             self.socket.close()
+
+    def abort(self) -> None:
+        """Close the connection; what was written and not sent yet is lost, so that it can't come later."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.socket.close()
 
     def set(self, key: str, value: bytes | str) -> None:
         with self._lock:
@@ -222,15 +251,6 @@ class KeyedStore(dist.Store):  # type: ignore[misc, name-defined]  # torch.distr
         with self._lock:
             self._channel.send(act, *map(_bytes, parts))
             return self._channel.receive()
-
-
-def is_keyed(host: str, port: int, seal: Seal | None, timeout_s: float = 0.5) -> bool:
-    """Return whether it is a `KeyedServer` that listens there; it then records that one without its key was there."""
-    with suppress(OSError), socket.create_connection((host, port), timeout_s) as connection:
-        with suppress(KeyMismatch):
-            _Channel(connection, seal, is_server=False)
-        return True
-    return False
 
 
 def _bytes(value: bytes | str) -> bytes:

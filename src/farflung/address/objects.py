@@ -88,9 +88,6 @@ class ObjectBoard(Board):
     def patient(self, seconds: float) -> Self:
         return replace(self, patience_s=seconds)
 
-    def unsealed(self) -> Self:
-        return replace(self, seal=None)
-
     def put(self, key: str, value: bytes) -> None:
         self.write(key, [value])
 

@@ -12,7 +12,7 @@ import re
 import secrets
 from contextlib import suppress
 
-from farflung.address.board import Board, vanished
+from farflung.address.board import vanished
 from farflung.address.objects import ObjectBoard, quoted
 from farflung.address.seal import RECORD_OF_RUN, SealError, is_sealed
 from farflung.base.errors import ConfigError, Unreachable
@@ -32,13 +32,11 @@ class KeyMismatch(ConfigError):
         )
 
 
-def knock(board: Board, who: str) -> None:
+def knock(board: ObjectBoard, who: str) -> None:
     """Leave names that say to the launchers of all runs at an address that one with another key was refused."""
     name, line = f"events/first/refused {who}", f"{who} was refused: it has another key, or only one side has any"
     names: list[str] = []
     with suppress(Unreachable):
-        if not isinstance(board, ObjectBoard):
-            return board.unsealed().put(name, line.encode())
         board.ask(lambda: board.find_names("", names), "list")
         for part in {found[0] for known in names if (found := re.match(PART, known))}:
             board.write_name(f"{part}/{quoted(name)}", [line.encode()], is_new=False)

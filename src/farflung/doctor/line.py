@@ -22,13 +22,14 @@ import torch.distributed as dist
 
 from farflung.address.board import Board
 from farflung.address.c10d_transport import C10dTransport
+from farflung.address.keyed_store import KeyedServer
 from farflung.base.errors import Unreachable
 from farflung.base.torch_internals import bare_group
 from farflung.base.words import in_rate, in_seconds, numbered
 from farflung.comm.c10d_group import transport_said
 from farflung.config import environ
 from farflung.doctor.probe import Found, unknown
-from farflung.process.sockets import serve_store
+from farflung.process.sockets import listening_socket
 
 _PINGS_S = 0.6  # longer than what an earlier measurement has left in the buffers of a line
 _FILL_S = 1.0  # TCP has found out by then how much the line takes
@@ -56,7 +57,8 @@ def measure(site: Endpoint, facts: Mapping[str, str], timeout_s: float) -> Found
     with ExitStack() as stack:
         try:
             if site.rank == 0:
-                _served = serve_store(site.host, site.port, site.listen, wait_for_workers=False)
+                server = KeyedServer(listening_socket(site.listen or site.host, site.port), site.host, None)
+                stack.callback(server.close)
             listener = stack.enter_context(_listening(site.address))
         except OSError as error:
             why = f"{site.listen or site.address}: {error.strerror}"

@@ -9,7 +9,6 @@ import shlex
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -39,7 +38,7 @@ from farflung.launch.plan import (
 from farflung.launch.replicas import new_machine_name, supervise
 from farflung.launch.shell import start_of
 from farflung.process.identity import has_ended
-from farflung.process.sockets import listening_socket, serve_store
+from farflung.process.sockets import listening_socket
 
 if TYPE_CHECKING:
     from farflung.address import c10d_transport, keyed_store, schemes as comm_address
@@ -51,7 +50,6 @@ else:
 
 _ASK_S = 0.5
 _FIND_WITHIN_S = 60.0  # torch loads, where all launchers start together
-_MEET_WITHIN = timedelta(minutes=5)
 _STATE_EVERY = 10
 # Flags of the launcher that serves the store, or of this machine alone.
 _OF_THE_FIRST = (
@@ -110,7 +108,7 @@ class Replicas:
                 self._transport = _met(settings, count, self._machine, sealed)
             elif settings.join is not None:
                 found = comm_address.transport_at(settings.join, _FIND_WITHIN_S, sealed)
-                self._transport = _found(found, "join", settings.join, self._machine)
+                self._transport = _found(found, "join", settings.join)
             else:
                 self._transport = _served(settings, host, settings.main_process_port or 0, count, self._machine, sealed)
         self._address = address = self._transport.address if at_port else settings.meet or self._transport.address
@@ -155,10 +153,7 @@ def _join_command(settings: LaunchSettings, where: str, script: str, arguments: 
 def _served(settings: LaunchSettings, host: str, port: int, count: int, machine: str, sealed: Seal | None) -> Transport:
     """Serve the store of a run that begins."""
     try:
-        if sealed is None:
-            store = serve_store(host, port, timeout=_MEET_WITHIN, wait_for_workers=False)
-        else:
-            store = keyed_store.KeyedServer(listening_socket(host, port), host, sealed)
+        store = keyed_store.KeyedServer(listening_socket(host, port), host, sealed)
     except OSError as error:
         raise ConfigError(f"This machine can't listen at {host}:{port}: {error.strerror}.") from None
     transport = c10d_transport.C10dTransport(store, seal=sealed)
@@ -175,7 +170,7 @@ def _served_or_found(
         return _served(settings, host, port, count, machine, sealed)
     except ConfigError:
         found = comm_address.transport_at(f"{host}:{port}", _FIND_WITHIN_S, sealed)
-        transport = _found(found, "meet", f"tcp://{host}:{port}", machine)
+        transport = _found(found, "meet", f"tcp://{host}:{port}")
     _tell_differences(settings, transport, count)
     return transport
 
@@ -221,20 +216,15 @@ def _described(settings: LaunchSettings, count: int) -> bytes:
     return json.dumps(run).encode()
 
 
-def _found(transport: Transport, flag: str, where: str, machine: str) -> Transport:
+def _found(transport: Transport, flag: str, where: str) -> Transport:
     """Wait a while for the run to join; its launcher may be about to start."""
     deadline, why = time.monotonic() + _FIND_WITHIN_S, "its first launcher has recorded no settings"
-    (host, _, port), seal = transport.address.rpartition(":"), transport.board.seal
     while True:
         try:
-            if seal is None and keyed_store.is_keyed(host, int(port), None):
-                raise KeyMismatch(where, "it has a key, and none was given")
             if transport.board.has(["run"]):
                 return transport
-        except KeyMismatch:
-            if not keyed_store.is_keyed(host, int(port), seal):  # else it has seen for itself who was refused
-                knock(transport.board, machine)
-            raise
+        except KeyMismatch as error:
+            raise KeyMismatch(where, error.why) from None
         except Unreachable as error:
             why = str(error)
         if time.monotonic() > deadline:
