@@ -18,6 +18,7 @@ from farflung.methods.recipe import Recipe
 from farflung.methods.schedule import Levels, after_warmup
 
 _FP32_BITS = 32
+_STATE_TENSORS = 2  # of a parameter in the inner optimizer's state: Adam's
 
 
 def method_of(
@@ -27,7 +28,6 @@ def method_of(
     name: str,
     every: int | None = None,
     bucket_bytes: int | None = None,
-    state_tensors: int = 2,
 ) -> Method:
     """Return a recipe as plain numbers; its bytes are those that `stats()` of a real run counts.
 
@@ -41,7 +41,6 @@ def method_of(
         every: steps in a round, needed if the schedule does not determine it (`ByTime`), or for longer ones of
             `Quadratic`.
         bucket_bytes: as for `OuterLoop`; None is its default for this many fp32 parameters.
-        state_tensors: tensors per parameter in the inner optimizer's state, if the recipe averages them; Adam has 2.
     """
     bucket_bytes = bucket_bytes or bucket_bytes_for(_FP32_BITS // 8 * parameters)
     schedule = recipe.schedule
@@ -64,7 +63,7 @@ def method_of(
         outer_state=_outer_state(recipe),
         feedback=isinstance(recipe.codec, ErrorFeedback) or recipe.eager,
         bucket_bytes=bucket_bytes,
-        state_bits=_state_bits(recipe, state_tensors),
+        state_bits=_state_bits(recipe),
         levels=tuple((steps, size) for steps, size in sorted(levels.items()) if size is not None),
     )
 
@@ -88,7 +87,7 @@ def _outer_state(recipe: Recipe) -> int:
     return sum(isinstance(value, torch.Tensor) and value.shape == probe.shape for value in kept)
 
 
-def _state_bits(recipe: Recipe, tensors: int) -> float:
+def _state_bits(recipe: Recipe) -> float:
     if not isinstance(recipe.inner, AverageState):
         return 0.0
-    return _FP32_BITS * (sum(1 / period for period in recipe.inner.every.values()) or tensors)
+    return _FP32_BITS * (sum(1 / period for period in recipe.inner.every.values()) or _STATE_TENSORS)
