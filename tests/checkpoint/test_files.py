@@ -7,6 +7,7 @@ import pickle
 import random
 import re
 import shutil
+import sys
 import zlib
 from collections import OrderedDict, defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from hypothesis import example, given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 
 from farflung.base.errors import CheckpointError, ConfigError
+from farflung.big_model.load import load_checkpoint_in_model
 from farflung.big_model.offload import OffloadedWeightsLoader, offload_state_dict
 from farflung.checkpoint import paths, rng
 from farflung.checkpoint.checkpoint import Checkpoint
@@ -357,3 +359,18 @@ def test_entries_that_are_written_at_a_time_don_t_disallow_each_other_s_arrays(t
     with torch.serialization.safe_globals([np.ndarray]):
         assert read_torch(tmp_path / "0.pkl")["kinds"] == state["kinds"]
         assert np.ndarray in torch.serialization.get_safe_globals(), "as the script has allowed it"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+def test_what_stands_below_a_name_that_is_no_utf8_is_read_too(tmp_path):
+    """safetensors says of such a path that it is not valid, which was taken for damage."""
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    weights = {"weight": torch.arange(4.0).reshape(1, 4)}
+    for name in ("model.safetensors", "model.bin"):
+        save_object(weights, folder / name, safe_serialization=name.endswith("s"))
+        model = torch.nn.Linear(4, 1, bias=False)
+        load_checkpoint_in_model(model, folder / name)
+        assert model.weight.equal(weights["weight"])
+    lazy = OffloadedWeightsLoader(index={"weight": {"safetensors_file": str(folder / "model.safetensors")}})
+    assert lazy["weight"].equal(weights["weight"])

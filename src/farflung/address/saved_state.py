@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from farflung.address.board import Log, forget
@@ -221,7 +221,7 @@ def pull(address: str, target: Path, key: bytes | None = None) -> str:
                 why = f"The newest states are damaged: {error}"
                 continue
             weights = weights_of(ranks)
-            save_file(weights, target, metadata={"format": "pt", "step": str(saved.position)})
+            target.write_bytes(save(weights, metadata={"format": "pt", "step": str(saved.position)}))  # any name
             return f"{len(weights)} tensors after step {saved.position}"
     except Unreachable as error:
         raise ConfigError(str(error)) from None

@@ -38,6 +38,19 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
             aside.unlink()
 
 
+@contextmanager
+def utf8_name(path: str | os.PathLike[str]) -> Iterator[str]:
+    """Yield a name for a file, for libraries that take UTF-8 alone (safetensors): names of files may be any bytes."""
+    name = os.fspath(path)
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        with open(path, "rb") as file:
+            yield f"/proc/self/fd/{file.fileno()}"
+    else:
+        yield name
+
+
 def open_lines(path: Path, is_shared: bool = False) -> TextIO:
     """Open a file to add lines to it, each written at once. A last line that a full disk tore stays a line.
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from farflung.base.checks import check_path
 from farflung.base.errors import CheckpointError, ConfigError, Unsupported
+from farflung.base.files import utf8_name
 from farflung.big_model import tensors
 from farflung.big_model.hooks import align_module_device, has_offloaded_params, weights_of
 from farflung.big_model.offload import Folder, Index, load_offloaded_weight, offload_weight, save_offload_index
@@ -52,7 +53,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     """Return the weights in a file; those of a safetensors file are mapped, and read when they are used."""
     weights = read_weights(path)
     if path.suffix == ".safetensors":
-        with safe_open(path, framework="pt") as file:
+        with utf8_name(path) as name, safe_open(name, framework="pt") as file:
             kind = (file.metadata() or {}).get("format", "pt")
         if kind != "pt":
             raise ConfigError(f"{path} holds weights for {kind!r}. Save them for PyTorch ('pt').")

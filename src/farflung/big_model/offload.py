@@ -18,7 +18,7 @@ from torch import Tensor
 
 from farflung.base.checks import check_path
 from farflung.base.errors import CheckpointError, ConfigError
-from farflung.base.files import atomic_file
+from farflung.base.files import atomic_file, utf8_name
 from farflung.big_model.tensors import Device, as_dtype
 from farflung.checkpoint.files import inside
 from farflung.checkpoint.reader import reading
@@ -185,7 +185,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             if self.save_folder is None:
                 raise ConfigError(f"{key} was offloaded to a folder, and no save_folder says which.")
             return load_offloaded_weight(_file_of(self.save_folder, info.get("weight_name", key)), info)
-        with safe_open(file, framework="pt") as opened:
+        with utf8_name(file) as name, safe_open(name, framework="pt") as opened:
             tensor: Tensor = opened.get_tensor(info.get("weight_name", key))
         tensor = tensor.to(as_dtype(info["dtype"])) if "dtype" in info else tensor
         return tensor if self.device is None else tensor.to(self.device)

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from farflung.base.errors import CheckpointError
+from farflung.base.files import utf8_name
 from farflung.checkpoint.files import is_file
 
 _NUMPY_CORE: Any = getattr(np, "_core", None) or np.core  # its name until numpy 1
@@ -98,7 +99,11 @@ def read_weights(path: Path) -> dict[str, Any]:
     """Return the weights in a file of either format, by name; CheckpointError if it holds something else."""
     is_file(path)
     with reading(path):
-        weights = load_file(path, device="cpu") if path.suffix == ".safetensors" else load(path, map_location="cpu")
+        if path.suffix == ".safetensors":
+            with utf8_name(path) as name:
+                weights: Any = load_file(name, device="cpu")
+        else:
+            weights = load(path, map_location="cpu")
     if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
         raise CheckpointError(f"{path} holds a {type(weights).__name__}, not weights by name.")
     return weights

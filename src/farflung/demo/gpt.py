@@ -12,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from farflung.base.errors import ConfigError
+from farflung.base.files import utf8_name
 from farflung.demo.settings import MODEL_FILE, SIZES, Shape
 
 VOCABULARY = 256  # a byte is a token
@@ -112,7 +113,7 @@ def saved_model(folder: Path) -> GPT:
     file = folder / MODEL_FILE
     if not file.is_file():
         raise ConfigError(f"There is no {file}. Run `farflung demo` first, or name its folder with --output.")
-    with safe_open(file, framework="pt") as content:
+    with utf8_name(file) as named, safe_open(named, framework="pt") as content:
         model = GPT(SIZES[content.metadata()["size"]])
         model.load_state_dict({name: content.get_tensor(name) for name in content.keys()})  # noqa: SIM118 - no mapping
     return model.eval()
