@@ -13,6 +13,7 @@ import torch
 
 from farflung.address import c10d_transport as module
 from farflung.address.c10d_transport import C10dTransport
+from farflung.address.keyed_store import KeyedStore
 from farflung.base.errors import RankFailure, Unreachable
 from farflung.launch.network import get_free_port
 from farflung.testing.ranks import fork_context
@@ -123,6 +124,17 @@ def test_a_group_that_gloo_can_not_end_holds_nobody_up(is_freed):
     groups[0].free(reusable=False)  # closes the connections: this does end what the first rank began
     transport.close()
     assert not any(thread.name == "release a process group" for thread in threading.enumerate())
+
+
+def test_a_line_that_is_cut_while_ranks_find_each_other_ends_the_generation_alone(monkeypatch):
+    def cut(*_):
+        raise ConnectionResetError("cut")
+
+    transport = C10dTransport(elastic_run.served())
+    for method in ("get", "set", "wait"):
+        monkeypatch.setattr(KeyedStore, method, cut)
+    with pytest.raises(RankFailure):
+        transport.connect("g1", 0, 2, Watch()).barrier()
 
 
 def test_waits_ask_their_watch_and_end_with_a_rank_that_leaves():

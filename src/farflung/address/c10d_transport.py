@@ -118,7 +118,7 @@ class GenerationGroup(C10dGroup):
                 self._held += [bare_group(store, self.rank, self.size, within_s), store]
                 if board.seal is not None:
                     check_peers(self._held[0], partial(board.proof, self._name), within_s)
-            except RuntimeError as error:
+            except (RuntimeError, OSError) as error:  # OSError: the line to the store was cut
                 raise self.failure(error) from None
         group: dist.ProcessGroup = self._held[0]
         return group
@@ -133,7 +133,7 @@ class GenerationGroup(C10dGroup):
         yield lambda: self._watch.look(entered, time.monotonic() - began)
         self._watch.note_end(entered, time.monotonic() - began)
 
-    def failure(self, error: RuntimeError) -> RankFailure:
+    def failure(self, error: RuntimeError | OSError) -> RankFailure:
         self.abort()
         return self._watch.break_off(f"the transport said: {transport_said(error)}")
 

@@ -29,7 +29,7 @@ _SOURCE_LINE = re.compile(r"\[\S+:\d+\] ")  # of gloo's, before what it says
 WATCH_S = 0.2  # how often a waiting rank asks whether another one has left
 
 
-def transport_said(error: RuntimeError) -> str:
+def transport_said(error: RuntimeError | OSError) -> str:
     """Return what gloo or NCCL says of an error, in a few words."""
     return _SOURCE_LINE.sub("", str(error).split(". ", 1)[0])
 
