@@ -15,7 +15,7 @@ from farflung.outer import ByWork, ErrorFeedback, Recipe, Warmup
 from tests.recipes import OPTIONS, needed
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
-CONCEPTS, GUIDE = ((DOCS / name).read_text(encoding="utf-8") for name in ("concepts/outer.md", "recipes.md"))
+CONCEPTS, GUIDE = ((DOCS / name).read_text(encoding="utf-8") for name in ("concepts/methods.md", "recipes.md"))
 
 
 def named(*parts) -> str:
@@ -66,7 +66,7 @@ def test_the_table_of_recipes_has_the_parts_of_each():
     shown = [line for line in shown if line.count("|") == 7]
     rows = [row(name) for name in RECIPES]
     odd = "\n".join(line for line in (*rows, *shown) if (line in rows) != (line in shown))
-    assert not odd, f"docs/concepts/outer.md must have these rows if they are of a recipe, and no others:\n{odd}"
+    assert not odd, f"docs/concepts/methods.md must have these rows if they are of a recipe, and no others:\n{odd}"
     assert shown == rows, "the rows come in the order of the functions"
 
 
