@@ -195,7 +195,7 @@ def sync(descriptor: int) -> None:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):  # CIFS, sshfs and some of FUSE
             raise
         warnings.warn(
-            f"The file system of what is saved can't be told to put it on the disk (fsync: {error.strerror}). Whether "
+            f"The file system of what is saved can't put it on the disk on request (fsync: {error.strerror}). Whether "
             "it outlives a crash of the machine depends on how that file system is mounted.",
             stacklevel=2,
         )
