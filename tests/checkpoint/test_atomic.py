@@ -268,7 +268,7 @@ def test_a_file_system_that_cannot_sync_folders_gets_a_checkpoint_and_a_warning(
             raise OSError(errno.EINVAL, "Invalid argument")  # as CIFS and sshfs answer
 
     monkeypatch.setattr(os, "fsync", sync)
-    with pytest.warns(UserWarning, match=r"put it on the disk \(fsync: Invalid argument\)") as warned:
+    with pytest.warns(UserWarning, match=r"on the disk on request \(fsync: Invalid argument\)") as warned:
         write(tmp_path / "a", "new")
     assert content(tmp_path / "a") == {"new"}
     assert len({str(one.message) for one in warned}) == 1  # which Python shows once
