@@ -589,7 +589,7 @@ RECIPES = [
     ("by_bytes(net(), 99)", "no trainable parameters"),
     ("apart(strided)(nn.Sequential(net(), net()), 1)", "two fragments"),
     ("apart(strided, nn.Conv2d)(nn.Sequential(net(), net()), 2)", "Conv2d"),
-    ("strided(nn.Sequential(net().requires_grad_(False), net()), 2)", "1 of them"),
+    ("strided(nn.Sequential(net().requires_grad_(False), net()), 2)", "1 block that train"),
     ('muon_groups(net(), ["bodies"])', "'bodies'"),
     ('muon_groups(net(), "body")', "list of names"),
     ('OuterConfig("diloco", fragments=2)', "diloco has no option fragments", "it takes every, seconds, rounds, lr"),

@@ -32,7 +32,7 @@ from farflung.base.errors import ConfigError, RankFailure, Unreachable
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup
 from farflung.comm.torch_group import TorchGroup
-from farflung.exchanged import replica
+from farflung.exchanged import bound
 from farflung.members.elastic import Elastic
 from farflung.members.saver import Saver
 from farflung.outer import OuterLoop, diloco, local_sgd, streaming_diloco
@@ -461,8 +461,8 @@ def test_a_version_that_cuts_weights_otherwise_does_not_copy_them_by_position(
     address_here, monkeypatch, recipe, given, here
 ):
     kill(*trained(address_here, recipe, 9, Swapped("a", "b")), address_here)
-    cut = replica.buckets_of
-    monkeypatch.setattr(replica, "buckets_of", lambda places, cap_bytes, *others: cut(places, 16, *others))
+    cut = bound.buckets_of
+    monkeypatch.setattr(bound, "buckets_of", lambda places, cap_bytes, *others: cut(places, 16, *others))
     with pytest.raises(ConfigError, match=re.escape(f"{given} values, and so on, here it would be {here}.")):
         trained(address_here, recipe, 0, Swapped("a", "b"))
 
