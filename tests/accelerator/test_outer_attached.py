@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from farflung import Accelerator, GradScalerKwargs, OuterConfig, utils
 from farflung.accelerator.session import opened_session
-from farflung.base.errors import ConfigError, StateError
+from farflung.base.errors import ConfigError, RankFailure, StateError
 from farflung.comm import collectives
 from farflung.methods.arguments import recipe_of
 from farflung.process.world import current_world, joined_world
@@ -105,6 +105,18 @@ def by_setting(config, steps, separately):
         one_epoch(*run)
     (loop,) = run[0].outer_loops
     return weights(*run[:2]), loop.stats().rounds, loop.stats().steps
+
+
+def calls_step_too():
+    accelerator, model, *_ = prepared()
+    with accelerator.outer(model, "diloco") as outer:
+        outer.step()
+
+
+def test_a_step_is_not_counted_twice():
+    """A plain loop calls step(); in this block the prepared optimizer counts, and rounds came every H/2 steps."""
+    with pytest.raises(RankFailure, match="step: the optimizer's steps are counted already"):
+        run_ranks(calls_step_too, 2)
 
 
 def by_context(config, steps, separately):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from farflung.base.errors import CollectiveMismatch, ConfigError, RankFailure
+from farflung.base.errors import CollectiveMismatch, ConfigError, RankFailure, StateError
 from farflung.comm.group import SoloGroup
 from farflung.outer import Cast, OuterLoop, diloco, hierarchical, local_sgd, streaming_diloco
 from farflung.testing.sim import run_replicas
@@ -349,3 +349,14 @@ def test_weights_that_a_script_sets_without_a_step_are_the_new_common_ones(diffe
     _, after, end = one
     assert all(torch.equal(value, torch.full_like(value, 1.0 + differ)) for value in after.values())
     assert not same(end, after)
+
+
+def test_steps_of_an_attached_optimizer_are_counted_once():
+    model = Point(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    outer = OuterLoop(model, local_sgd(4)).attach(optimizer)
+    with pytest.raises(StateError, match="the optimizer's steps are counted already"):
+        outer.step()
+    optimizer.step()
+    assert outer.stats().attempts == 1
+    outer.detach()

@@ -95,6 +95,7 @@ class Driver:
         self.loop = OuterLoop(
             model, recipe, members.group, island=members.island, membership=membership, inner=inner, chooser=chooser
         )
+        self.loop.is_driven = True
         if tuner is not None:
             tuner.follow(self.loop)
         self._data: Any = None  # the batches that rounds bring into the common weights

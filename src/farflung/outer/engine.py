@@ -133,7 +133,7 @@ class OuterLoop:
         recipe = chooser.first(recipe, membership)
         self._meter = Meter()
         self._hooks: list[RemovableHandle] = []
-        self._open = True
+        self._open, self.is_driven = True, False  # by who counts the steps of prepared or attached optimizers
         self._timetable = timetable = Timetable(recipe, clock, inner)
         this = weakref.ref(self)
         self._ddp = kept_local(model, island, lambda: (loop := this()) is None or not loop._open or loop.is_warming)
@@ -215,10 +215,19 @@ class OuterLoop:
 
         Raises:
             StateError: the recipe averages gradients in its first steps, but those of this step were not averaged: call
-                `average_gradients` before `optimizer.step()`, or `attach` the optimizer.
+                `average_gradients` before `optimizer.step()`, or `attach` the optimizer. Or its steps are counted
+                already, by `attach` or by `Accelerator.outer`.
         """
+        self._check_open()
+        if self.is_driven:
+            raise StateError("step: the optimizer's steps are counted already. Leave step() out, or each counts twice.")
         self._warmup.check_averaged()
         self.count(items=items)
+        self.sync_if_due()
+
+    def _stepped(self) -> None:
+        self._warmup.check_averaged()
+        self.count()
         self.sync_if_due()
 
     def average_gradients(self) -> None:
@@ -253,7 +262,8 @@ class OuterLoop:
         check_attached(optimizers, self._model, self._timetable.recipe)
         self._timetable.know(optimizer)
         self._warmup.optimizers = optimizers
-        self._hooks += hooks_of(optimizers, self._warmup.before_step, self.step)
+        self._hooks += hooks_of(optimizers, self._warmup.before_step, self._stepped)
+        self.is_driven = True
         return self
 
     def change_schedule(self, every: int, delay: int | None = None) -> None:
