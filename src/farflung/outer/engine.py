@@ -123,9 +123,8 @@ class OuterLoop:
         check_arguments(model, group, inner, island, membership, bucket_bytes, clock)
         recipe = chosen_recipe(recipe)
         cap_bytes = bucket_bytes or recipe.bucket_bytes or default_bucket_bytes(model)
-        membership = membership or fixed_membership(
-            group, island, all(parameter.is_cpu for parameter in model.parameters())
-        )
+        on_cpu = all(parameter.is_cpu for parameter in model.parameters())
+        membership = membership or fixed_membership(group, island, on_cpu)
         island = membership.island
         if membership.most < recipe.least:
             raise ConfigError(too_few(recipe, membership.most))
@@ -146,8 +145,7 @@ class OuterLoop:
         self._rounds = Rounds(replica, timetable, quorum, self._meter, self.listeners, twins)
         chooser.bind(model, quorum)
         quorum.under_way = weakref.proxy(self._rounds)  # or a loop that is dropped would keep its model
-        has_ddp = self._ddp is not None
-        self._warmup = GradientWarmup(recipe.warmup, model, timetable, quorum, self._meter, has_ddp)
+        self._warmup = GradientWarmup(recipe.warmup, model, timetable, quorum, self._meter, self._ddp is not None)
         self._sync = Sync(timetable, quorum, self._rounds, self._warmup, self._meter, chooser, replica_of)
         with torch.no_grad():
             self._sync.enter()
@@ -215,19 +213,17 @@ class OuterLoop:
 
         Raises:
             StateError: the recipe averages gradients in its first steps, but those of this step were not averaged: call
-                `average_gradients` before `optimizer.step()`, or `attach` the optimizer. Or its steps are counted
-                already, by `attach` or by `Accelerator.outer`.
+                `average_gradients` before `optimizer.step()`, or `attach` the optimizer. Or the steps are counted
+                already, by `attach` or `Accelerator.outer`.
         """
         self._check_open()
         if self.is_driven:
             raise StateError("step: the optimizer's steps are counted already. Leave step() out, or each counts twice.")
+        self._stepped(items)
+
+    def _stepped(self, items: float = 0) -> None:
         self._warmup.check_averaged()
         self.count(items=items)
-        self.sync_if_due()
-
-    def _stepped(self) -> None:
-        self._warmup.check_averaged()
-        self.count()
         self.sync_if_due()
 
     def average_gradients(self) -> None:
@@ -494,7 +490,7 @@ def _replica_of(
 ) -> Replica:
     is_whole = recipe.is_whole or membership.island.size > 1
     num_buffers = None if is_whole else num_buffers_among(membership.most)
-    with nullcontext() if before is None else before.trained.as_exchanged(model):
+    with before.trained.as_exchanged(model) if before else nullcontext():
         return Replica(model, recipe, cap_bytes, num_buffers, membership.island.size)
 
 
