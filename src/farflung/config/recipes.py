@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipes as their source states them: names, arguments and help, read from the text of `outer/recipes.py`.
+"""The recipes as their source states them: names, arguments and help, read from the text of `methods/recipes.py`.
 
 The names of the codecs come from `codec/named.py` in the same way.
 
