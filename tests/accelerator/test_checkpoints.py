@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from farflung import Accelerator
 from farflung.base.tree import leaves_of
 from farflung.testing.ranks import run_ranks
 from farflung.utils import DataLoaderConfiguration
@@ -302,3 +303,26 @@ def test_new_ranks_and_a_pass_that_was_over_are_told_in_words(folder):
     said = "".join(printed for *_, printed in run_ranks(taken_up, 4, folder, {}))
     assert said.count("ranks 2 and 3 are new: their random numbers begin streams of their own") == 1
     assert said.count("continues after the last batch of epoch 0: the first loop over it ends immediately") == 1
+
+
+def stopped(folder, size, after):
+    """Read shuffled batches of a size from where a checkpoint is, if any, and leave one after so many; the samples."""
+    accelerator, seen = Accelerator(cpu=True), []
+    torch.manual_seed(3)
+    loader = accelerator.prepare(DataLoader(torch.arange(24), batch_size=size, shuffle=True))
+    if (folder / "ckpt").exists():
+        accelerator.load_state(folder / "ckpt")
+    for k, batch in enumerate(loader, 1):
+        seen += batch.tolist()
+        if k == after:
+            accelerator.save_state(folder / "ckpt")
+            break
+    return seen
+
+
+@pytest.mark.parametrize(("old", "new", "twice"), [(4, 2, 0), (2, 4, 2), (4, 6, 0), (4, 4, 0)])
+def test_a_run_with_other_batches_goes_on_after_as_many_samples(folder, old, new, twice, capsys):
+    first = stopped(folder, old, 3)
+    rest = stopped(folder, new, None)
+    assert sorted(first[: len(first) - twice] + rest) == list(range(24))
+    assert ("will be seen again" in capsys.readouterr().err) == bool(twice)

@@ -113,7 +113,7 @@ class Scaler(Part):
 
 
 class Loaders(Part):
-    """Where each loader stands: each rank's own. Another number of ranks continues after as many samples."""
+    """Where each loader stands: each rank's own. Other ranks or batches continue after as many samples."""
 
     def per_rank(self, saving: Saving) -> Mapping[str, dict[str, Any]]:
         states = [loader.state_dict() for loader in self.run.loaders]
@@ -135,9 +135,9 @@ class Loaders(Part):
                     "skip_first_batches"
                 )
             return
-        if source.is_other:
-            pairs = zip(self._states, loaders, strict=False)
-            self._states[: len(loaders)] = [_redistributed(state, one, source) for state, one in pairs]
+        for k, (state, one) in enumerate(zip(self._states, loaders, strict=False)):
+            if source.is_other or _has_other_batches(state, one):
+                self._states[k] = _redistributed(state, one, source)
         saved, here = len(self._states), len(loaders)
         written = f"it was written with {counted(saved, 'prepared loader')}"
         if saved < here:
@@ -188,6 +188,12 @@ def _renewed_workers(states: Sequence[dict[str, Any]]) -> str:
         f"a run that continues from here starts persistent workers again (loader {', '.join(numbers)}): the next pass "
         "draws other random numbers if this one is left early, or if the data are a stream"
     )
+
+
+def _has_other_batches(state: dict[str, Any], loader: PreparedLoader) -> bool:
+    """Whether the loader was in a pass over batches of another size, so that counting them says nothing here."""
+    sizes = (state["total_batch_size"], loader.total_batch_size)
+    return state["position"] is not None and None not in sizes and sizes[0] != sizes[1]
 
 
 def _redistributed(state: dict[str, Any], loader: PreparedLoader, source: Loading) -> dict[str, Any]:
