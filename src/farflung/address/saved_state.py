@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
+from safetensors.torch import save_file
 from torch import Tensor
 
 from farflung.address.board import Log, forget
@@ -31,6 +31,7 @@ from farflung.address.state_transfer import filled, form_of
 from farflung.base.bars import Bar, bar
 from farflung.base.errors import ConfigError, Unreachable
 from farflung.base.events import tell
+from farflung.base.files import utf8_name
 
 _KEPT = 2
 _PATIENCE_S = 5.0  # of those that read alone
@@ -221,7 +222,9 @@ def pull(address: str, target: Path, key: bytes | None = None) -> str:
                 why = f"The newest states are damaged: {error}"
                 continue
             weights = weights_of(ranks)
-            target.write_bytes(save(weights, metadata={"format": "pt", "step": str(saved.position)}))  # any name
+            with utf8_name(target.parent) as folder:
+                metadata = {"format": "pt", "step": str(saved.position)}
+                save_file(weights, f"{folder}/{target.name}", metadata=metadata)
             return f"{len(weights)} tensors after step {saved.position}"
     except Unreachable as error:
         raise ConfigError(str(error)) from None

@@ -40,13 +40,16 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def utf8_name(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield a name for a file, for libraries that take UTF-8 alone (safetensors): names of files may be any bytes."""
+    """Yield a name of a file or a folder for a library that takes UTF-8 alone, as safetensors does."""
     name = os.fspath(path)
     try:
         name.encode()
     except UnicodeEncodeError:
-        with open(path, "rb") as file:
-            yield f"/proc/self/fd/{file.fileno()}"
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            yield f"/proc/self/fd/{descriptor}"
+        finally:
+            os.close(descriptor)
     else:
         yield name
 
