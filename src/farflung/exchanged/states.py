@@ -20,6 +20,7 @@ from torch import Tensor
 from farflung.base.checks import shown, wrong_type
 from farflung.base.errors import ConfigError
 from farflung.base.tree import flatten, unflatten
+from farflung.exchanged.replica import Replica
 
 _STATE = ("description", "position", "synced", "began", "seconds", "lr", "stats", "rounds")
 
@@ -147,3 +148,9 @@ def check_state(state: Mapping[str, Any], like: Mapping[str, Any]) -> None:
             f"This state was saved by rank {old} of an island, and this is rank {new} of one, with other shards. "
             "Load on each rank what it saved."
         )
+
+
+def identity_of(replica: Replica, shard: int) -> dict[str, Any]:
+    """Return the part of a state that must equal that of the loop that loads it."""
+    parts = [part for group in replica.parts for part in group]
+    return {"description": replica.description, "parts": parts, "shard": shard}

@@ -28,7 +28,7 @@ from farflung.comm.group import Group
 from farflung.comm.shards import reshard
 from farflung.comm.torch_group import explained
 from farflung.exchanged.replica import Replica
-from farflung.exchanged.states import check_form, check_state
+from farflung.exchanged.states import check_form, check_state, identity_of
 from farflung.exchanged.twins import Twins
 from farflung.methods.arguments import OuterConfig, chosen_recipe
 from farflung.methods.inner import hooks_of
@@ -219,9 +219,6 @@ class OuterLoop:
         self._check_open()
         if self.is_driven:
             raise StateError("step: the optimizer's steps are counted already. Leave step() out, or each counts twice.")
-        self._stepped(items)
-
-    def _stepped(self, items: float = 0) -> None:
         self._warmup.check_averaged()
         self.count(items=items)
         self.sync_if_due()
@@ -258,7 +255,13 @@ class OuterLoop:
         check_attached(optimizers, self._model, self._timetable.recipe)
         self._timetable.know(optimizer)
         self._warmup.optimizers = optimizers
-        self._hooks += hooks_of(optimizers, self._warmup.before_step, self._stepped)
+
+        def stepped() -> None:
+            self._warmup.check_averaged()
+            self.count()
+            self.sync_if_due()
+
+        self._hooks += hooks_of(optimizers, self._warmup.before_step, stepped)
         self.is_driven = True
         return self
 
@@ -358,7 +361,7 @@ class OuterLoop:
         exchanges in flight (it waits for them), schedule position, weight and counters. Each rank must save its own.
         """
         return {
-            **_identity(self._rounds.replica, self._quorum),
+            **identity_of(self._rounds.replica, self._quorum.generation.island.shard),
             "layout": self._rounds.replica.layout,
             **self._timetable.state_dict(),
             "are_alike": self._warmup.are_alike,
@@ -381,7 +384,9 @@ class OuterLoop:
             with torch.no_grad():
                 self._sync.replace(self._chooser.resumed(state))
         replica = self._rounds.replica
-        self._rounds.align(state, lambda: check_state(state, _identity(replica, self._quorum)))
+        self._rounds.align(
+            state, lambda: check_state(state, identity_of(replica, self._quorum.generation.island.shard))
+        )
         reshard(self._model.modules())
         if self.is_newcomer:
             self.reset_anchor()
@@ -492,9 +497,3 @@ def _replica_of(
     num_buffers = None if is_whole else num_buffers_among(membership.most)
     with before.trained.as_exchanged(model) if before else nullcontext():
         return Replica(model, recipe, cap_bytes, num_buffers, membership.island.size)
-
-
-def _identity(replica: Replica, quorum: Quorum) -> dict[str, Any]:
-    """Return the part of a state that must equal that of the loop that loads it."""
-    parts = [part for group in replica.parts for part in group]
-    return {"description": replica.description, "parts": parts, "shard": quorum.generation.island.shard}

@@ -337,5 +337,5 @@ def _warn(generation: Generation, decision: Decision, recipe: Recipe) -> None:
         f"too large for {recipe.codec}, or all unusual. All ranks continue with their own weights. Further dropped "
         "rounds are only counted, in stats().dropped_rounds.",
         RuntimeWarning,
-        stacklevel=8,  # the call of OuterLoop.step
+        stacklevel=7,  # the call of OuterLoop.step
     )
