@@ -55,7 +55,7 @@ def farflung(home):
     """Run `farflung` from a copy of the package in which a contributor has added one function to one file."""
     package = home / "lib" / "farflung"
     shutil.copytree(SOURCE, package, ignore=shutil.ignore_patterns("__pycache__"))
-    file = package / "outer" / "recipes.py"
+    file = package / "methods" / "recipes.py"
     text = file.read_text(encoding="utf-8")
     assert text.count('    "streaming_diloco",\n]') == 1
     text = text.replace('    "streaming_diloco",\n]', '    "streaming_diloco",\n    "toy",\n]')

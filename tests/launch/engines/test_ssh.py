@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, FAILED
+from farflung.launch.shell import start_of
 from farflung.testing.patience import patience
 from tests.launch.engines.test_arguments import DUMP, HOSTILE, SHELLS, make_arguments, seen
 from tests.launch.keyed import check_sealed_and_unseen, end_soon, write_key
@@ -200,7 +201,7 @@ def test_a_cut_line_costs_the_other_replicas_nothing_and_ends_those_behind_it(la
     screen.wait_for("training continues with 1 replica")
     until_further(home)
     screen.wait_for("farflung: node1 is gone: Timeout, server 10.77.0.2 not responding.; the others continue")
-    until(lambda: sum("farflung.process.tether" in words for words in lab.left()) == 1)
+    until(lambda: sum(start_of("farflung.process.tether")[-1] in words for words in lab.left()) == 1)
     end_soon(home)
     text = screen.end(DONE)
     assert "╭─" not in text
