@@ -190,7 +190,7 @@ def remove(folder: Path, aside: Path) -> None:
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
-            (folder / paths.MANIFEST).unlink(missing_ok=True)  # first: what is left of it is no checkpoint
+            (folder / paths.MANIFEST).unlink(missing_ok=True)  # first: without it the rest is no checkpoint
             trash = folder
         shutil.rmtree(trash)
     except OSError as error:

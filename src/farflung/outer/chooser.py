@@ -68,7 +68,7 @@ class Chooser:
         return None
 
     def landed(self) -> Recipe | None:
-        """Choose after a round of all members: a collective of those that come and go."""
+        """Choose after a round of all members in an elastic run: a collective."""
         return None
 
     def state_dict(self) -> dict[str, Any]:

@@ -151,8 +151,8 @@ class Voters:
     def _explain(self, number: int) -> None:
         """Exchange the descriptions themselves, and raise the same error everywhere."""
         mine = (f"vote {number} of {self.description}", list(self._tensors))
-        told = self.group.all_gather_json(mine)
-        said, listed = [text for text, _ in told], [dict.fromkeys(lines) for _, lines in told]
+        everyone = self.group.all_gather_json(mine)
+        said, listed = [text for text, _ in everyone], [dict.fromkeys(lines) for _, lines in everyone]
         ranks = {text: [rank for rank, other in enumerate(said) if other == text] for text in said}
         lines = [f"  {numbered(self.noun, who)}: {text}" for text, who in ranks.items()]
         where = {line: [rank for rank, mine in enumerate(listed) if line in mine] for mine in listed for line in mine}
