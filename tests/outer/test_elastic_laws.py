@@ -480,7 +480,8 @@ def test_who_waits_for_one_that_is_elsewhere_gives_up_after_the_grace(waiting):
     look(2.9)
     with pytest.raises(RankFailure, match="replica 1: late by more than 3 s"):
         look(3.1)
-    assert peers.cause(2, 0.0) == "it was late by more than 3 s"
+    assert peers.cause(2, 0.0) == ""  # it may have waited for a third one, and then it comes at once
+    assert peers.cause(2, 2.1) == "it was late by more than 3 s"
 
 
 def test_who_waits_hears_that_the_generation_is_over_and_why(waiting):

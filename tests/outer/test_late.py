@@ -13,7 +13,7 @@ from farflung.comm.group import SoloGroup
 from farflung.members.settlement import decide
 from farflung.outer import Cast, OuterLoop, diloco, edit, local_sgd, sparse_loco, streaming_diloco
 from farflung.testing.patience import patience
-from farflung.votes.generation import ALL
+from farflung.votes.generation import ALL, Progress, Void
 from tests.faults import stop
 from tests.outer.conftest import in_turn
 from tests.outer.elastic_run import EVERY, START, ElasticRun
@@ -141,6 +141,9 @@ REPORTS = [
     ({1: Post(6, True, {5: 3}), 2: Post(6, True, {5: 1})}, {"common": {5: 1}}),  # both have one bucket
     ({1: Post(6, True), 2: Post(7, True, {5: 2, 6: 0})}, {"common": {5: ALL, 6: 0}, "ended": 7}),  # 1 has closed vote 5
     ({1: Post(5, True), 2: Post(6, True, {5: 2})}, {"common": {5: 0}}),  # 1 has not come to it
+    # 1 has closed vote 5 without a result, in which nobody had any more data; 2 has not got all ballots of it
+    ({1: Post(6, True, {5: Void.LAST_EMPTY}), 2: Post(6, True, {5: 0})}, {"common": {5: Void.LAST_EMPTY}}),
+    ({1: Post(6, True, acts=2), 2: Post(6, True, acts=1)}, {"acts": 2}),  # 2 lacks the marks alone
     ({1: Post(6, True, {}, {2: "odd"}), 2: Post(7, True)}, {"ids": (1,), "lost": {**LATE, 2: "odd"}, "odd": (2,)}),
     ({1: Post(6, True, {}, {2: "odd"}), 2: Post(6, True, {}, {1: "odd"})}, {"disputes": 3}),
     (  # 4 has come back late, where the others are no more
@@ -171,9 +174,9 @@ def test_members_that_accuse_each_other_again_and_again_end_by_name(disputes):
     members = Members(Record(1, 1, (1, 2), disputes=disputes - 1))
     member = members.member(1)
     members.board.put(1, "post", 2, encode(Post(6, True, {}, {1: "a float64"})).decode())
-    accuse = partial(member.agree, 6, {}, {2: "a float32"})
+    accuse = partial(member.agree, 6, Progress(), {2: "a float32"})
     if disputes < 3:
-        assert accuse() == {}
+        assert accuse() == Progress()
     else:
         with pytest.raises(CollectiveMismatch, match=r"1 and .*2 .*in 3 generations in a row.*a float32"):
             accuse()

@@ -130,10 +130,10 @@ def test_the_wire_carries_the_bytes_that_the_codec_states(codec, make_recipe):
         assert stats.rounds == 3
         assert reduced == 3 * recipe.codec.wire_bytes(8)
         assert stats.bytes_sent == stats.bytes_received == 2 * 3 * reduced // 4
-        # One vote at the start, one beside each round, after which all say that they have received it, one at the end;
-        # at both ends a fingerprint of what no round sends, and at the last one whether an anchor shows set weights.
+        # One vote at the start, one beside each round, after which all say that they have received it; at the end one
+        # that shows that nobody has any more data, and one on what to do then; at both ends a fingerprint of the rest.
         votes = [size for kind, _, size in calls if kind == "all_gather_small"]
-        assert votes == [BALLOT_BYTES, 8, *[BALLOT_BYTES, 4] * 3, BALLOT_BYTES, *[4] * recipe.has_anchor, 8]
+        assert votes == [BALLOT_BYTES, 8, *[BALLOT_BYTES, 4] * 3, BALLOT_BYTES, BALLOT_BYTES, 8]
         assert stats.bytes_voting == 3 * sum(votes)
 
 

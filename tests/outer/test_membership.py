@@ -110,8 +110,8 @@ class ChangingMembership(Membership):
     def is_awaited(self, needs):
         return bool(door_of(self.group).waiting)
 
-    def agree(self, num_votes, complete, odd):
-        return dict(complete)
+    def agree(self, num_votes, here, odd):
+        return here
 
     def lost(self, failure):
         self.group, self.generation = self.group.regroup(), None
@@ -277,7 +277,7 @@ def test_of_two_that_may_go_on_without_each_other_none_applies_what_the_other_ma
 def names_the_odd(group):
     """Train until members would continue without some; return these, and why."""
     noted, membership = {}, MayLose(group, [0, 1])
-    membership.agree = lambda num_votes, complete, odd: noted.update(odd) or dict(complete)
+    membership.agree = lambda num_votes, complete, odd: noted.update(odd) or complete
     membership.lost = be_lost
     with suppress(Lost):
         outer = OuterLoop(Two(), DILOCO, membership=membership)

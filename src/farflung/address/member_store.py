@@ -47,6 +47,7 @@ class Record:
     saved: str = ""  # the name of the state at the run's address that all of them begin with
     disputes: int = 0  # how many decisions in a row have left members in that accuse each other
     ended: int = 0  # after a loss: some member has closed each vote before this one that is not in `common`
+    acts: int = 0  # how many acts outside of rounds some member has ended in the generation before
 
     @property
     def is_fresh(self) -> bool:
@@ -67,6 +68,7 @@ class Post:
     has_state: bool  # it has the state that members share
     complete: Mapping[int, int] = field(default_factory=dict)  # buckets that it could apply of open rounds, by vote
     odd: Mapping[int, str] = field(default_factory=dict)  # members to exclude: why, by id
+    acts: int = 0  # how many acts outside of rounds it has ended
 
 
 @dataclass(frozen=True)

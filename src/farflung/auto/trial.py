@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -35,8 +35,6 @@ from farflung.methods.schedule import TrialSchedule, Warmup, after_warmup
 from farflung.outer.chooser import Chooser
 from farflung.outer.membership import Membership
 from farflung.outer.quorum import Quorum
-
-_T = TypeVar("_T")
 
 _TIMES = 3  # that a collective of each size is timed
 _FIRST_BYTES, _MOST_BYTES, _GROWTH = 1 << 16, 1 << 23, 4
@@ -160,7 +158,7 @@ class RecipeTrial(Chooser):
             self._tuner.alone()
         if not self.is_measuring or quorum.group.size == 1 or not quorum.membership.is_fixed:
             return None
-        if step_s := self._together(self._measure_line):
+        if step_s := self._quorum.together(self._measure_line):
             steps = self._gathered(*self._planned())[0]
             return self._decide(replace(self._measured(step_s, steps), may_average=quorum.group.is_direct))
         if quorum.group.is_direct and self._tuner.averages(self._measured((), (0, 0))):
@@ -194,7 +192,7 @@ class RecipeTrial(Chooser):
         """Choose, unless this process is alone; None also if nothing can be known yet."""
         self._are_alike = are_alike
         is_look = self._is_looking and are_alike and not is_early
-        measured = self._together(partial(self._measure, is_early)) if self._quorum.group.size > 1 else None
+        measured = self._quorum.together(partial(self._measure, is_early)) if self._quorum.group.size > 1 else None
         if is_look:
             self._until = self._until + 1 if self._until < _AVERAGED_STEPS else TrialSchedule.every
         elif not is_early:
@@ -219,13 +217,8 @@ class RecipeTrial(Chooser):
                 found.append(self._decide(measured))
 
         if self._quorum.group.size > 1:
-            self._quorum.run(choose, again=False)
+            self._quorum.together(choose)
         return found[0] if found else self.known()
-
-    def _together(self, act: Callable[[], _T]) -> _T:
-        found: list[_T] = []
-        self._quorum.run(lambda: found.append(act()))
-        return found[-1]
 
     def _measure(self, is_early: bool = False) -> Measurements | None:
         """Return what all members have measured, None if some have trained too few steps: a collective.

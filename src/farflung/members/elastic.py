@@ -31,7 +31,7 @@ from farflung.members.peers import Peers, description_of, versions
 from farflung.members.saver import Saver
 from farflung.members.settlement import await_ready, settle
 from farflung.members.transfers import Transfers
-from farflung.votes.generation import ALL, Generation, Needs, open_generation
+from farflung.votes.generation import ALL, Generation, Needs, Progress, open_generation
 
 _ASK_S = 0.5  # how often a member looks who asks to be admitted, at most
 _CONNECT_S = 2.0
@@ -207,16 +207,18 @@ class Elastic:
             self._look_at = now + max(_ASK_S, 10 * took_s)  # seldom, if the board gives no answer
         return self._asking
 
-    def agree(self, num_votes: int, complete: Mapping[int, int], odd: Mapping[int, str]) -> dict[int, int]:
+    def agree(self, num_votes: int, here: Progress, odd: Mapping[int, str]) -> Progress:
         self._end_island_waits()
-        everyone, seen = zip(*gather_object(self._share_group, [(dict(complete), dict(odd))]), strict=True)
+        mine = dict(here.complete), dict(odd), here.acts
+        everyone, seen, acts = zip(*gather_object(self._share_group, [mine]), strict=True)
         least = {vote: min(one.get(vote, ALL) for one in everyone) for vote in set().union(*everyone)}
-        post = Post(num_votes, True, least, {one: why for found in seen for one, why in found.items()})
+        post = Post(num_votes, True, least, {one: why for found in seen for one, why in found.items()}, max(acts))
         record = self._decided = self._settled(post)
         if self.member not in record.ids:
             self._is_unapplied = bool(least) and self._know_unapplied(least)
-            return dict.fromkeys(complete, 0)
-        return {vote: ALL if vote < record.past else record.common.get(vote, 0) for vote in complete}
+            return Progress(dict.fromkeys(here.complete, 0))
+        common = {vote: ALL if vote < record.past else record.common.get(vote, 0) for vote in here.complete}
+        return Progress(common, record.acts)
 
     def lost(self, failure: RankFailure) -> None:
         if self._admission.is_over or self._needs is None:
@@ -338,7 +340,7 @@ class Elastic:
             number = 0 if self.record is None else self.record.number
             while (record := self.peers.members.record_of(number := number + 1)) is not None:
                 ended = max(record.past, record.ended)
-                if any(record.common.get(vote, vote < ended) for vote in votes):
+                if any(record.common.get(vote, vote < ended) > 0 for vote in votes):
                     return False
                 if self.member not in record.ids:
                     return self.member not in record.odd

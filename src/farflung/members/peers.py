@@ -29,7 +29,7 @@ _READY_S = 5.0  # a newcomer that is admitted looks for it many times a second
 _HOLDER_GRACES = 20  # how long replicas without a state wait for the one that holds the trained state
 _SLOWEST_BPS = 125_000  # bytes per second; slower values count as lost, until a speed was measured
 
-_PROTOCOL = 4  # of what replicas say to each other; other numbers don't understand it
+_PROTOCOL = 5  # of what replicas say to each other; other numbers don't understand it
 _SETTINGS = ("protocol", "processes in a replica", "outer loop", "data")
 _TENSORS_SHOWN = 5
 _PARTS = "parts"  # of a description: those of its settings
@@ -93,7 +93,8 @@ class Peers:
             return ended
         if silent_s := self.heartbeats.silent_s(member):
             return f"its machine gave no sign for {in_seconds(silent_s)}"
-        if self.record is not None and self.members.get(self.record.number, "late", [member]):
+        # Others that wait for a third one may be taken for late, too; these come at once.
+        if waited_s > _SOON_S and self.record is not None and self.members.get(self.record.number, "late", [member]):
             return f"it was late by more than {in_seconds(self.limit_s(member))}"
         if waited_s > self.grace_s and self.notes.get("stopped", member):
             return f"its process is stopped, and {in_seconds(self.grace_s)} are over"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 from farflung.address.member_store import Post, Record, decode, encode
 from farflung.base.errors import RankFailure
@@ -99,9 +100,8 @@ def decide(record: Record, member: int, posts: Mapping[int, Post], absent: Mappi
     number = record.number + 1
     began = record.began if have else number
     disputes = record.disputes + 1 if accused and not odd else 0
-    return Record(
-        number, member, ids, common=common, lost=lost, odd=tuple(odd), began=began, ended=ended, disputes=disputes
-    )
+    new = Record(number, member, ids, common=common, lost=lost, odd=tuple(odd), began=began, ended=ended)
+    return replace(new, disputes=disputes, acts=max(posts[one].acts for one in ids))
 
 
 def _absent_holders(

@@ -310,9 +310,9 @@ class OuterLoop:
         self._check_open()
         with torch.no_grad():
             if self._chooser.is_measuring:
-                self._quorum.run(self._warmup.stay)
+                self._warmup.stay()
                 self._sync.choose(is_early=True)
-            self._quorum.run(self._sync.flush)
+            self._sync.flush()
         self.open_end.steps = 0
 
     @contextmanager
@@ -328,12 +328,12 @@ class OuterLoop:
         with torch.no_grad():
             coming = [] if must_average else self._rounds.replica.trained.moved()
             if must_average:
-                self._quorum.run(lambda: coming.extend(self._sync.agree()))
+                coming = self._quorum.together(self._sync.agree) or []
             kept = self._rounds.replica.copies(coming)
         try:
             with torch.no_grad():
                 if must_average:
-                    self._quorum.run(partial(self._sync.average, coming))
+                    self._quorum.together(partial(self._sync.average, coming, kept))
                 elif self.has_anchor and not is_common:
                     self._rounds.replica.adopt()
             yield

@@ -184,7 +184,7 @@ class GradientWarmup:
         self._has_all = position if optimizer is None else -1
         number = -1 if optimizer is None else [id(one) for one in self.optimizers].index(id(optimizer))
         if not self.is_done_by_ddp:  # the others may be past these steps, if this rank comes back to them
-            self.quorum.run(lambda: self.is_on and self._meet(number))
+            self.quorum.together(lambda: self.is_on and self._meet(number))
 
     def stay(self) -> None:
         """Stay until all ranks have done the steps that are left, or have no more data: a collective, if any has not.
@@ -193,14 +193,14 @@ class GradientWarmup:
         here too, if another rank stays.
         """
         if not self.is_over and (self.is_on or not self.are_alike):
-            while self._meet():
+            while self.quorum.together(self._meet):
                 pass
         self.is_over = not self.is_on
 
     def end_if_due(self) -> None:
         """Release ranks that have stayed: called after each step."""
         if not (self.is_on or self.is_over):
-            self.quorum.run(self.stay)
+            self.stay()
 
     def _meet(self, number: int | None = None) -> bool:
         """Average the gradients of all ranks that still have data.

@@ -12,7 +12,7 @@ from farflung.base.errors import ConfigError, RankFailure, Unreachable
 from farflung.base.events import EVENTS, Event, Kind, tell
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.torch_group import TorchGroup
-from farflung.votes.generation import Generation, Needs, open_generation
+from farflung.votes.generation import Generation, Needs, Progress, open_generation
 
 
 class Leaving(Protocol):
@@ -61,17 +61,18 @@ class Membership(Protocol):
         """Send parts of the shared state, which a round may have changed, to replicas that wait for admission."""
         return None
 
-    def agree(self, num_votes: int, complete: Mapping[int, int], odd: Mapping[int, str]) -> dict[int, int]:
-        """Agree, after a loss, on the buckets of open rounds to apply.
+    def agree(self, num_votes: int, here: Progress, odd: Mapping[int, str]) -> Progress:
+        """Agree, after a loss, on how far all have come.
 
         Args:
-            num_votes: the number of this rank's next vote; what is not open of those before it has ended here.
-            complete: how many buckets of each open round this rank could apply, by the number of its vote.
+            num_votes: the number of this rank's next vote; what is neither open nor `Void` of those before it has been
+                applied here.
+            here: how far this rank has come.
             odd: members to exclude, as their state is not that of the others: why, by id.
 
         Returns:
-            the same on all survivors, by vote: as many as all of them could apply; `ALL` if one has applied all
-            already.
+            the same on all survivors: of each round as many buckets as all of them could apply, `ALL` if one has
+            applied all already, or how it was `Void`; and the acts that any of them has ended.
         """
 
     def lost(self, failure: RankFailure) -> None:
@@ -131,9 +132,10 @@ class FixedMembership(Membership):
             self._generation = open_generation(0, range(self.most), self._group, self.island, needs, is_fresh=True)
         return self._generation
 
-    def agree(self, num_votes: int, complete: Mapping[int, int], odd: Mapping[int, str]) -> dict[int, int]:
+    def agree(self, num_votes: int, here: Progress, odd: Mapping[int, str]) -> Progress:
         assert self._generation is not None
-        return {vote: self._generation.group.agree_min(number, f"round {vote}") for vote, number in complete.items()}
+        group, under_way = self._generation.group, {vote: one for vote, one in here.complete.items() if one >= 0}
+        return Progress({vote: group.agree_min(number, f"round {vote}") for vote, number in under_way.items()})
 
     def lost(self, failure: RankFailure) -> None:
         raise failure

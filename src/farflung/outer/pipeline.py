@@ -54,7 +54,7 @@ class Pipeline:
     """
 
     def __init__(self, fragment: BoundFragment, group: Group, number: int, meter: Meter) -> None:
-        self._fragment, self._group, self._number, self._meter = fragment, group, number, meter
+        self._fragment, self._group, self._number, self.meter = fragment, group, number, meter
         self._queue: deque[Bucket] = deque()
         self._encoded: dict[int, Payload] = {}  # of the weights, before the vote
         self._squares: list[Tensor] = []  # of the weights' aggregate here, by bucket
@@ -105,7 +105,7 @@ class Pipeline:
     def fill(self) -> None:
         """Send as many buckets as may be on the wire."""
         while self._queue and len(self.under_way) < _AHEAD:
-            with self._meter.timed("encoding"):
+            with self.meter.timed("encoding"):
                 bucket = self._queue.popleft()
                 agreement = bucket.agreement
                 encoded = self._encoded.pop(bucket.k, None) if bucket.kind == "weights" else None
@@ -116,7 +116,7 @@ class Pipeline:
                 start, codec = agreement.aggregator.start, agreement.codec
                 bucket.pending = start(bucket.payload, codec, self._group, self._number)
             self.under_way.append(bucket)
-            self._meter.add_exchanged(bucket.pending.num_bytes)
+            self.meter.add_exchanged(bucket.pending.num_bytes)
 
     def receive(self) -> None:
         """Wait for the next bucket."""
@@ -147,7 +147,7 @@ class Pipeline:
         if lengths is None or sum(map(bool, decision.factors)) == 1:  # whose values have their length already
             return
         self.mean_square = lengths.agree(self._group, island, decision)
-        self._meter.add("bytes_voting", (self._group.size - 1) * lengths.num_bytes)
+        self.meter.add("bytes_voting", (self._group.size - 1) * lengths.num_bytes)
         for bucket in self._weights():
             lengths.lengthen(bucket.k, bucket.result)
         self._squares, self._lengths = [self._square_of(bucket) for bucket in self._weights()], None

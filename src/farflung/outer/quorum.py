@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from enum import Enum, auto
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,9 +36,10 @@ from farflung.outer.membership import Membership
 from farflung.outer.stats import Meter
 from farflung.outer.timetable import Timetable
 from farflung.votes.ballot import BALLOT_BYTES, Ballot, Tally
-from farflung.votes.generation import Generation, Needs, OddMembers
+from farflung.votes.generation import Generation, Needs, OddMembers, Progress
 
 _logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,15 @@ class UnderWay(Protocol):
         """Launch again, in the current generation, the rounds that ended without a result in the one before."""
 
 
+@dataclass
+class Acts:
+    """What members do together outside of rounds, one act after the other."""
+
+    num_ended: int = 0  # in this generation
+    is_in_one: bool = False  # which a loss ends as a whole
+    is_over: bool = False  # the one that the latest loss has interrupted here had ended on another member
+
+
 class _State(Enum):
     ENTERING = auto()  # the current generation
     TOGETHER = auto()  # with its members
@@ -149,6 +159,7 @@ class Quorum:
         self.joined_in = -1
         self.worker: BackgroundWorker | None = None
         self.replica, self._timetable, self._meter = replica, timetable, meter
+        self.acts = Acts()
         self._state = _State.ENTERING
         self._noticed_at: float | None = None  # the time of a loss
         self._changes = _no_changes()  # since the latest round
@@ -163,10 +174,50 @@ class Quorum:
             raises: False: a loss that ends the loop is not raised. Rounds under way have ended nevertheless.
 
         Raises:
-            RankFailure: nothing can continue.
+            RankFailure: nothing can continue; or this is a part of an act, which begins anew.
         """
         with self._keeping():
-            self._run(deque(actions), again, raises)
+            if not self.acts.is_in_one:
+                return self._run(deque(actions), again, raises)
+            for action in actions:
+                action()
+
+    def together(self, act: Callable[[], _T]) -> _T | None:
+        """Do with all members what is no round: after a loss they begin it anew, unless it had ended on one of them.
+
+        A mark follows it, which a member sends once it has all values: whoever has the marks of all knows that nobody
+        needs to repeat it. An act within another one is a part of that.
+
+        Returns:
+            what `act` has returned; None on a member that was left out meanwhile, and has joined the others again.
+        """
+        if self.acts.is_in_one:
+            return act()
+        found, joined_in = list[_T](), self.joined_in
+
+        def once() -> None:
+            if self.joined_in > joined_in:
+                return
+            self.acts.is_in_one = True
+            try:
+                found[:] = [act()]
+                if not self.membership.is_fixed:
+                    mark = torch.zeros(1)
+                    self.group.all_gather_small(mark)
+                    self._meter.add("bytes_voting", (self.group.size - 1) * mark.nbytes)
+                    self.generation.island.gathered(0.0)
+            finally:
+                self.acts.is_in_one = False
+            self.acts.num_ended += 1
+
+        self.run(once)
+        return found[0] if found and self.joined_in == joined_in else None
+
+    def agree(self, complete: Mapping[int, int], odd: Mapping[int, str]) -> Mapping[int, int]:
+        """Agree with the survivors of a loss on the buckets of open rounds to apply, by vote."""
+        common = self.membership.agree(self.needs.num_votes, Progress(complete, self.acts.num_ended), odd)
+        self.acts.is_over = common.acts > self.acts.num_ended
+        return common.complete
 
     @contextmanager
     def _keeping(self) -> Iterator[None]:
@@ -188,7 +239,7 @@ class Quorum:
                 is_over = self.membership.is_fixed or self._state is _State.LOST
                 if self._state is _State.TOGETHER:
                     self._end(failure)
-                    if not again:
+                    if self.acts.is_over or not again:
                         left.popleft()
                     left.extendleft((self.under_way.relaunch, self._enter))
                 if is_over:
@@ -201,6 +252,7 @@ class Quorum:
     def _end(self, failure: RankFailure) -> None:
         """End everything under way alike on all survivors."""
         self._state, self._noticed_at = _State.SETTLING, time.perf_counter()
+        self.acts.is_over = False
         if not self.membership.is_fixed:
             self._leave(failure)  # which ends others' waits, and jobs here
         self.run(self.under_way.settle)
@@ -245,7 +297,7 @@ class Quorum:
             ids = () if before is None else before.ids
             if self.needs.admits and before is not None:
                 self.free(reusable=True)
-            self.generation, self.group = generation, generation.group
+            self.generation, self.group, self.acts.num_ended = generation, generation.group, 0
             if had_state:
                 self._changes["lost"] |= {one: generation.lost.get(one, "") for one in ids if one not in generation.ids}
                 newcomers = () if generation.joins else generation.newcomers
@@ -291,6 +343,7 @@ class Quorum:
                 self._meter.add("steps_lost", self.replica.fragments[0].pending_weight[0])
             self.welcome, self.joined_in = _welcome(generation.given), generation.number
             self._timetable.take(self.welcome.position, self.welcome.began)
+            self._timetable.flushes = generation.given["place"]["flushes"]
             self._timetable.load_changes(self.welcome.changes, self.welcome.due)
             self.return_to_welcome(generation.keeps)
             if rest := generation.given["place"].get("rest"):
@@ -317,6 +370,7 @@ class Quorum:
         timetable = self._timetable
         position = min(timetable.position, timetable.synced)  # of several steps that were not synced yet, the one now
         place = {"position": position, "began": timetable.began, "due": actions, **timetable.changes_dict()}
+        place["flushes"] = timetable.flushes
         place["layout"] = self.replica.layout
         if is_whole:
             place |= {"frozen": self.replica.frozen(), "rest": self.replica.resting()}
@@ -393,17 +447,15 @@ class Quorum:
         self.needs = replace(self.needs, num_votes=number + 1)
         return number
 
-    def vote(self, sound: bool = True, trained: int = 0) -> Tally:
-        """Vote outside of rounds: a collective."""
+    def vote(self, **said: Any) -> Tally:
+        """Vote outside of rounds, with other fields of a ballot than its number and weight: a collective."""
         self._meter.add("bytes_voting", (self.group.size - 1) * BALLOT_BYTES)
-        return self.generation.beside.begin(
-            self.generation.island.ballot(Ballot(0, 1.0, sound=sound, trained=trained))
-        )()
+        return self.generation.beside.begin(self.generation.island.ballot(Ballot(0, 1.0, **said)))()
 
     def average(self, tensors: list[Tensor]) -> None:
         """Give tensors their mean, of the ranks on which all of them are finite, or nothing: a collective."""
         sound = all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
-        decision = in_proportion(self.vote(sound).sound_weights)
+        decision = in_proportion(self.vote(sound=sound).sound_weights)
         if decision.total:
             self._meter.add_exchanged(average(tensors, self.group, decision, self.replica.cap_bytes))
 

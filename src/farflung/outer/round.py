@@ -28,7 +28,7 @@ from farflung.outer.background import BackgroundJob, BackgroundWorker
 from farflung.outer.pipeline import Pipeline
 from farflung.outer.stats import Meter, Round
 from farflung.votes.ballot import BALLOT_BYTES, Ballot, Seen, Tally, odd_among
-from farflung.votes.generation import ALL, Generation, OddMembers
+from farflung.votes.generation import ALL, Generation, OddMembers, Void
 
 _LAG = 2  # of two buckets that follow each other so, the second is sent only after the first has arrived
 
@@ -41,6 +41,7 @@ class RoundRequest:
     position: int  # this rank's, when the fragment was sent off
     finished: bool = False  # this rank has no more data
     is_empty: bool = False  # it brings nothing but a ballot
+    in_act: bool = False  # of all members, which begins anew after a loss
 
 
 class Phase(IntEnum):
@@ -83,13 +84,17 @@ class OpenRound:
         self.ballot, self.request, self._claimed, self._seen, self.wish = ballot, request, claimed, seen, wish
         self.phase = Phase.OPENED
         self.job: BackgroundJob | None = None
-        self.meter = Meter()
         self.tally: Tally | None = None
+        self._void: Void | None = None  # as others have seen it end
         self.decision = Decision((), 0.0)
         self._fragment, self._generation, self._recipe = fragment, generation, recipe
-        self._pipeline = Pipeline(fragment, self.group, ballot.number, self.meter)
+        self._pipeline = Pipeline(fragment, self.group, ballot.number, Meter())
         self._history: NormHistory | None = None  # of the fragment, once this round counts
         self._square: float | None = None  # of the norm of the whole island's aggregate
+
+    @property
+    def meter(self) -> Meter:
+        return self._pipeline.meter
 
     @property
     def level(self) -> int:
@@ -103,7 +108,25 @@ class OpenRound:
     @property
     def is_dropped(self) -> bool:
         """Whether it is not applied, because some rank's values were unfit."""
-        return bool(self.decision.unfit)
+        return bool(self.decision.unfit) or (self._void is not None and self._void.is_dropped)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether all ranks have said in it that they have no more data, as far as is known."""
+        if self._void is not None:
+            return self._void.is_last
+        return self.tally is not None and self.tally.finished and self.level == 0
+
+    @property
+    def void(self) -> Void | None:
+        """How it ends, if it is known that nothing of it is applied."""
+        if self._void is not None or self.tally is None or not (self.is_dropped or self.is_empty):
+            return self._void
+        return (
+            (Void.LAST_DROPPED if self.is_last else Void.DROPPED)
+            if self.is_dropped
+            else (Void.LAST_EMPTY if self.is_last else Void.EMPTY)
+        )
 
     @property
     def is_empty(self) -> bool:
@@ -270,7 +293,7 @@ class OpenRound:
         """End in the same state as all others that are left, as ranks were lost.
 
         Args:
-            common: how many buckets all of them apply.
+            common: how many buckets all of them apply; or how it was `Void`, if one has closed it.
 
         Returns:
             whether that completes it. Otherwise the work done counts as not sent, and the next try leaves out the
@@ -279,6 +302,10 @@ class OpenRound:
         Raises:
             StateError: this rank doesn't have so many.
         """
+        if common < 0:
+            self._void = Void(common)
+            self.give_back()
+            return True
         if self.num_complete == common == ALL:
             if self.is_dropped:
                 self.give_back()

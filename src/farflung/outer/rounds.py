@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from farflung.base.errors import CollectiveMismatch, ConfigError, StateError
 from farflung.base.words import numbered
@@ -26,8 +26,16 @@ from farflung.outer.quorum import Quorum
 from farflung.outer.round import OpenRound, Phase, RoundRequest
 from farflung.outer.stats import ROUNDS, Meter, Round
 from farflung.outer.timetable import Timetable
-from farflung.votes.ballot import Ballot, Seen, Tally
-from farflung.votes.generation import Generation
+from farflung.votes.ballot import Ballot, Seen
+from farflung.votes.generation import Generation, Void
+
+
+class RoundEnd(NamedTuple):
+    """What stays known of a round of all members."""
+
+    vote: int
+    is_last: bool  # no rank had any more data
+    void: Void | None
 
 
 @dataclass(eq=False)
@@ -55,6 +63,8 @@ class Rounds:
     num_landed: int = 0
     _open: dict[int, OpenRound] = field(default_factory=dict)  # by fragment
     _lost: list[RoundRequest] = field(default_factory=list)  # rounds that failed, as ranks were lost in them
+    _ends: dict[int, RoundEnd] = field(default_factory=dict)  # of the latest round of all members, by fragment
+    _wish: TrainedProposal | None = None  # agreed on, and to be followed once no round is under way
     _has_warned: bool = False
 
     @property
@@ -77,7 +87,7 @@ class Rounds:
                 if number in self._open:
                     self._close(number, self._open.pop(number))
             self.follow(change)
-        self._launch(RoundRequest(action, position, finished))
+        self._launch(RoundRequest(action, position, finished, in_act=self.quorum.acts.is_in_one))
 
     def _launch(self, request: RoundRequest) -> None:
         self._open_round(request)
@@ -115,12 +125,15 @@ class Rounds:
         if number in self._open:
             self._open[number].begin(self.quorum.worker)
 
-    def finished_tally(self, number: int) -> Tally | None:
-        """Wait for the vote of an open round; return it if all ranks said in it that they have no more data."""
+    def is_last(self, number: int) -> bool:
+        """Wait for the vote of the round just launched; return whether no rank has any more data, as all said in it."""
         self.quorum.run(partial(self._wait, number))
         this = self._open.get(number)
-        tally = None if this is None or this.level > 0 else this.tally
-        return tally if tally is not None and tally.finished else None
+        return this.is_last if this is not None else number in self._ends and self._ends[number].is_last
+
+    def void(self, number: int) -> Void | None:
+        """Return how a fragment's latest round of all members has ended, if nothing of it was applied."""
+        return self._ends[number].void
 
     # ---- apply
 
@@ -133,15 +146,12 @@ class Rounds:
             this.settle()
             if this.is_dropped:
                 this.give_back()
-                self.replica.trained.count_again([place.name for place in fragment.cut.parameters])
+                self._count_again(number)
                 if not self._has_warned:
                     self._has_warned = True
                     _warn(self.quorum.generation, this.decision, self.recipe)
             elif not this.is_empty:
                 self._after(number, this)
-            elif this.tally is not None and this.tally.finished and this.level == 0:
-                self.quorum.run(partial(self.quorum.average_buffers, fragment))
-                self.quorum.note_landing(number, "buffers", "counters")
         if isinstance(fragment.weights, Eager):
             self.replica.rebind(number)
             has_arrived = this is not None and not this.is_dropped and not this.is_empty
@@ -149,19 +159,29 @@ class Rounds:
         self.quorum.offer(number)
         if this is None:
             return False
-        self._follow_trained(this)
-        self._close(number, this)
+        try:
+            self._follow_trained(this)
+        finally:
+            self._close(number, this)
         if this.level == 0:
             self.quorum.membership.landed(self.quorum.needs_now(), this.ballot.number)
+        if not (this.is_dropped or this.is_empty or self.recipe.inner == KeepState()):
+            self.quorum.run(partial(self._share_state, number, this), again=False)
         return this.is_dropped
 
     def _follow_trained(self, this: OpenRound) -> None:
         """Exchange from now on what this round has agreed on."""
-        if this.wish is None or this.wish.accepted is None:
+        if this.wish is not None and this.wish.accepted is not None:
+            self._wish = this.wish
+            self.apply_all()
+            self._retrain()
+
+    def _retrain(self) -> None:
+        wish, self._wish = self._wish, None
+        if wish is None or wish.accepted is None:
             return
-        self.apply_all()
         replica, quorum = self.replica, self.quorum
-        replica.retrain(this.wish.accepted, this.wish.anchors())
+        replica.retrain(wish.accepted, wish.anchors())
         quorum.describe(replica.description, replica.tensors)
         for number in range(len(replica.fragments)):
             quorum.note_landing(number)
@@ -185,8 +205,12 @@ class Rounds:
         if this is not None and this.job is not None:
             this.job.wait()
 
+    def _count_again(self, number: int) -> None:
+        """Take a fragment's parameters for trained since its latest round, which was dropped."""
+        places = self.replica.fragments[number].cut.parameters
+        self.replica.trained.count_again([place.name for place in places])
+
     def _after(self, number: int, this: OpenRound) -> None:
-        fragment = self.replica.fragments[number]
         if this.level == 0:
             self.num_landed += 1
             self._note_round(number, this)
@@ -194,16 +218,13 @@ class Rounds:
             self.twins.look(number, self.quorum.generation.ids, this.tally.marks)
         if self.quorum.group.rank in this.decision.left_out:
             self.replica.adopt()  # also where weights are blended, and in fragments that this one would spoil again
-        if self.recipe.inner != KeepState():
-            parameters = fragment.parameters()
 
-            def share_state() -> None:
-                sent = self.recipe.inner(
-                    self.timetable.inner, parameters, fragment.num_rounds, this.group, this.decision
-                )
-                self.meter.add_exchanged(sent)
-
-            self.quorum.run(share_state, again=False)
+    def _share_state(self, number: int, this: OpenRound) -> None:
+        """Share the state of the inner optimizer, as the recipe says: a collective of the round's ranks."""
+        fragment = self.replica.fragments[number]
+        parameters, num_rounds = fragment.parameters(), fragment.num_rounds
+        sent = self.recipe.inner(self.timetable.inner, parameters, num_rounds, this.group, this.decision)
+        self.meter.add_exchanged(sent)
 
     def _note_round(self, number: int, this: OpenRound) -> None:
         assert this.tally is not None
@@ -213,6 +234,8 @@ class Rounds:
 
     def _close(self, number: int, this: OpenRound) -> None:
         """Count the cost of a round, and notify the listeners."""
+        if this.level == 0:
+            self._ends[number] = RoundEnd(this.ballot.number, this.is_last, this.void)
         self.is_awaited |= this.level == 0 and this.tally is not None and this.tally.awaited
         self.meter.absorb(this.meter)
         self.meter.add("seconds_hidden", 0.0 if this.job is None else this.job.hidden_s)
@@ -233,19 +256,23 @@ class Rounds:
                     this.job.wait()
 
     def end_alike(self, odd: Mapping[int, str]) -> None:
-        complete = {this.ballot.number: this.num_complete for this in self._open.values() if this.level == 0}
-        common = self.quorum.membership.agree(self.quorum.needs.num_votes, complete, odd)
+        voids: dict[int, int] = {one.vote: one.void for one in self._ends.values() if one.void is not None}
+        open_ones = {this.ballot.number: this.num_complete for this in self._open.values() if this.level == 0}
+        common = self.quorum.agree(voids | open_ones, odd)
         landed: list[OpenRound] = []
         for number, this in list(self._open.items()):
             if this.abort(common.get(this.ballot.number, 0)):
+                if this.is_dropped:
+                    self._count_again(number)
                 if this.level == 0 and not this.is_dropped and not this.is_empty:
                     self._note_round(number, this)
                 self._close(number, this)
                 landed.append(this)
-            elif this.phase is not Phase.LOADED:
+            elif this.phase is not Phase.LOADED and not this.request.in_act:
                 self._lost.append(this.request)
         self.quorum.offer(*self._open)
         self._open.clear()
+        self._retrain()
         for this in landed:
             self._follow_trained(this)
 
@@ -265,7 +292,7 @@ class Rounds:
         self.quorum.describe(change.description, change.tensors)
         if change.new and self.recipe.optimizer is not None and self.quorum.group.size > 1:
             new = [local(place.get()) for place in change.new]
-            self.quorum.run(partial(self.quorum.average, new))  # so that anchors begin at the same point
+            self.quorum.together(partial(self.quorum.average, new))  # so that anchors begin at the same point
         self.replica.follow(change)
 
     # ---- save and load

@@ -7,8 +7,10 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from farflung.base.errors import ConfigError
 from farflung.comm.bucket import broadcast_values
@@ -24,7 +26,7 @@ from farflung.outer.quorum import Quorum
 from farflung.outer.rounds import Rounds
 from farflung.outer.stats import Meter
 from farflung.outer.timetable import Timetable
-from farflung.votes.ballot import Tally
+from farflung.votes.generation import Void
 
 
 @dataclass(eq=False)
@@ -137,6 +139,7 @@ class Sync:
     def _due_to_newcomers(self) -> deque[Action]:
         """Return what the members, which this rank has just joined, do next."""
         assert self.quorum.welcome is not None
+        self.rounds.is_awaited = False
         return deque(self.quorum.welcome.due)
 
     def run_next(self) -> None:
@@ -154,53 +157,73 @@ class Sync:
         self.warmup.stay()
         with self.meter.timed("exposed"):
             self._share_warmup()
-            last, tally = self._walk_on()
-            timetable.position, replica = tally.position, self.replica
-            are_dropped = [last in self.rounds.apply_all()]
-            for number in range(len(replica.fragments)):
-                if number != last:
-                    self.rounds.launch(Launch(number), timetable.position, finished=True)
-                    are_dropped.append(self.rounds.apply(number))
-            is_set = self._has_set_weights(tally)
-            if self.recipe.agrees and not is_set:
-                replica.adopt()
-            if any(are_dropped) or not self.recipe.agrees or is_set:
-                self.average()
-                replica.reset()
-                for number in range(len(replica.fragments)):
-                    self.quorum.note_landing(number)
-                self.quorum.offer(*range(len(replica.fragments)))
-            self._share_buffers()
-            self._average_moved()
-        timetable.take(timetable.position, timetable.position)
+            number = timetable.flushes
+            while timetable.flushes == number:
+                last, joined_in = self._walk_on(number), self.quorum.joined_in
+                position = None if last is None else self.quorum.together(partial(self._make_equal, last))
+                if position is not None:
+                    timetable.take(position, position)
+                    timetable.flushes += 1
+            if self.quorum.joined_in > joined_in:
+                self.run(self._due_to_newcomers())
 
-    def _has_set_weights(self, last: Tally) -> bool:
-        """Return whether some script has set weights since all were equal, without a step: a collective."""
-        if any(last.weights) or not (self.recipe.leaves_alike and self.recipe.has_anchor):
-            return False
-        number = len([one for one in self.replica.fragments if not one.weights.is_adopted()])
-        largest = max(count for (count,) in self.quorum.generation.island.gathered(number))
-        mine, group = torch.tensor([float(largest)]), self.quorum.group
-        self.meter.add("bytes_voting", (group.size - 1) * mine.nbytes)
-        return bool(group.all_gather_small(mine).any())
+    def _make_equal(self, last: int) -> int:
+        """Make all replicas equal, once none has any more data: an act of all members, which may begin anew.
+
+        Args:
+            last: the fragment whose round has shown that.
+
+        Returns:
+            the furthest step of any of them.
+        """
+        replica, rounds, recipe = self.replica, self.rounds, self.recipe
+        rounds.apply_all()
+        is_set = recipe.leaves_alike and recipe.has_anchor and rounds.void(last) is Void.LAST_EMPTY
+        is_set = is_set and not all(one.weights.is_adopted() for one in replica.fragments)
+        tally = self.quorum.vote(sound=not is_set, position=self.timetable.position)
+        everything = range(len(replica.fragments))
+        for number in everything:
+            if number != last:
+                rounds.launch(Launch(number), tally.position, finished=True)
+                rounds.apply(number)
+        voids = [rounds.void(number) for number in everything]
+        for number, void in enumerate(voids):
+            if void is Void.LAST_EMPTY:
+                self.quorum.average_buffers(replica.fragments[number])
+                self.quorum.note_landing(number, "buffers", "counters")
+        is_set = not all(tally.sound)  # by a script, on some rank, since all were equal, without a step
+        if recipe.agrees and not is_set:
+            replica.adopt()
+        if is_set or not recipe.agrees or any(void is not None and void.is_dropped for void in voids):
+            self.average()
+            replica.reset()
+            for number in everything:
+                self.quorum.note_landing(number)
+            self.quorum.offer(*everything)
+        self._share_buffers()
+        self._average_moved()
+        return tally.position
 
     def _share_warmup(self) -> None:
         """Take the weights for common ones while a warm-up makes them alike."""
         if 0 < self.timetable.position <= self.warmup.steps and self.warmup.are_alike:
             self.replica.reset_anchor()
 
-    def _walk_on(self) -> tuple[int, Tally]:
+    def _walk_on(self, flushes: int) -> int | None:
         """Advance along the schedule without training until all ranks do so.
 
         Ranks vote in the order of the schedule. One that has no more data may not skip votes that others still reach.
 
+        Args:
+            flushes: how many had ended before this one.
+
         Returns:
-            The fragment then under way, and what its votes say.
+            The fragment then under way; None if the others have ended this flush without this rank.
         """
         timetable, rounds = self.timetable, self.rounds
         step = max(timetable.synced, self.warmup.steps)  # nothing is due in a warm-up, which may never end
         left, joined_in = deque[Action](), self.quorum.joined_in
-        while True:
+        while timetable.flushes == flushes:
             if self.quorum.joined_in > joined_in:
                 left, step, joined_in = self._due_to_newcomers(), timetable.synced, self.quorum.joined_in
             while not left:
@@ -214,11 +237,12 @@ class Sync:
                 self.quorum.follow(action)
                 continue
             rounds.launch(action, timetable.position, finished=True)
-            tally = rounds.finished_tally(action.fragment)
-            if tally is not None:
-                return action.fragment, tally
+            is_last = action.level == 0 and rounds.is_last(action.fragment)
+            if is_last and self.quorum.joined_in == joined_in:
+                return action.fragment
+        return None
 
-    def average(self, coming: Sequence[TensorPlace] | None = None) -> None:
+    def average(self, coming: Sequence[TensorPlace] | None = None, kept: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
         """local <- the mean of all ranks, weights and floating buffers: a collective outside of rounds.
 
         All ranks count alike, but those with a value that is not finite: these get the mean of the others. If none
@@ -226,11 +250,14 @@ class Sync:
 
         Args:
             coming: what `agree` has returned.
+            kept: tensors of this rank with the values that count.
 
         Raises:
             CollectiveMismatch: the model has changed since the last round, and not on all ranks alike.
         """
         coming = self.agree() if coming is None else coming
+        for tensor, value in kept:
+            tensor.copy_(value)
         floats = [tensor for fragment in self.replica.fragments for tensor in fragment.floats()]
         self.quorum.average(floats + [local(place.get()) for place in coming])
 

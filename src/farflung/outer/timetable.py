@@ -28,6 +28,7 @@ class Timetable:
         inner: the inner optimizer, whose learning rate it reads.
         changes: the steps from which on H is another one, as given or as agreed on so far.
         last: the latest of them that was carried out.
+        flushes: how many have ended.
         agreed: H and delay that come at the end of the current round, as a round has brought them to all ranks.
         recipe: whose schedule it is.
     """
@@ -35,7 +36,7 @@ class Timetable:
     def __init__(self, recipe: Recipe, clock: Callable[[], float], inner: Optimizer | None) -> None:
         self._clock = clock
         self.follow(recipe)
-        self.position = self.synced = self.began = 0
+        self.position = self.synced = self.began = self.flushes = 0
         self._began_at = clock()
         self.know(inner)
 

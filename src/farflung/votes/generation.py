@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -140,3 +141,28 @@ def open_generation(
 
 
 ALL = 2**31  # buckets: a round that some have behind them
+
+
+class Void(IntEnum):
+    """How a round has ended of which nothing was applied, in the place of a number of buckets."""
+
+    EMPTY = -1
+    LAST_EMPTY = -2  # no rank has any more data
+    DROPPED = -3
+    LAST_DROPPED = -4
+
+    @property
+    def is_last(self) -> bool:
+        return self in (Void.LAST_EMPTY, Void.LAST_DROPPED)
+
+    @property
+    def is_dropped(self) -> bool:
+        return self in (Void.DROPPED, Void.LAST_DROPPED)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a member, or all of them, have come when a generation ends."""
+
+    complete: Mapping[int, int] = field(default_factory=dict)  # buckets of open rounds that can be applied, by vote
+    acts: int = 0  # how many acts outside of rounds have ended in this generation
