@@ -13,7 +13,7 @@ from farflung.comm.group import SoloGroup
 from farflung.members.settlement import decide
 from farflung.outer import Cast, OuterLoop, diloco, edit, local_sgd, sparse_loco, streaming_diloco
 from farflung.testing.patience import patience
-from farflung.votes.generation import ALL, Progress, Void
+from farflung.votes.generation import ALL, Reached, Void
 from tests.faults import stop
 from tests.outer.conftest import in_turn
 from tests.outer.elastic_run import EVERY, START, ElasticRun
@@ -174,9 +174,9 @@ def test_members_that_accuse_each_other_again_and_again_end_by_name(disputes):
     members = Members(Record(1, 1, (1, 2), disputes=disputes - 1))
     member = members.member(1)
     members.board.put(1, "post", 2, encode(Post(6, True, {}, {1: "a float64"})).decode())
-    accuse = partial(member.agree, 6, Progress(), {2: "a float32"})
+    accuse = partial(member.agree, 6, Reached(), {2: "a float32"})
     if disputes < 3:
-        assert accuse() == Progress()
+        assert accuse() == Reached()
     else:
         with pytest.raises(CollectiveMismatch, match=r"1 and .*2 .*in 3 generations in a row.*a float32"):
             accuse()

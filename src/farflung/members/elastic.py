@@ -31,7 +31,7 @@ from farflung.members.peers import Peers, description_of, versions
 from farflung.members.saver import Saver
 from farflung.members.settlement import await_ready, settle
 from farflung.members.transfers import Transfers
-from farflung.votes.generation import ALL, Generation, Needs, Progress, open_generation
+from farflung.votes.generation import ALL, Generation, Needs, Reached, open_generation
 
 _ASK_S = 0.5  # how often a member looks who asks to be admitted, at most
 _CONNECT_S = 2.0
@@ -207,7 +207,7 @@ class Elastic:
             self._look_at = now + max(_ASK_S, 10 * took_s)  # seldom, if the board gives no answer
         return self._asking
 
-    def agree(self, num_votes: int, here: Progress, odd: Mapping[int, str]) -> Progress:
+    def agree(self, num_votes: int, here: Reached, odd: Mapping[int, str]) -> Reached:
         self._end_island_waits()
         mine = dict(here.complete), dict(odd), here.acts
         everyone, seen, acts = zip(*gather_object(self._share_group, [mine]), strict=True)
@@ -216,9 +216,9 @@ class Elastic:
         record = self._decided = self._settled(post)
         if self.member not in record.ids:
             self._is_unapplied = bool(least) and self._know_unapplied(least)
-            return Progress(dict.fromkeys(here.complete, 0))
+            return Reached(dict.fromkeys(here.complete, 0))
         common = {vote: ALL if vote < record.past else record.common.get(vote, 0) for vote in here.complete}
-        return Progress(common, record.acts)
+        return Reached(common, record.acts)
 
     def lost(self, failure: RankFailure) -> None:
         if self._admission.is_over or self._needs is None:

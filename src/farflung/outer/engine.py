@@ -328,12 +328,12 @@ class OuterLoop:
         with torch.no_grad():
             coming = [] if must_average else self._rounds.replica.trained.moved()
             if must_average:
-                coming = self._quorum.together(self._sync.agree) or []
+                coming = self._sync.together(self._sync.agree) or []
             kept = self._rounds.replica.copies(coming)
         try:
             with torch.no_grad():
                 if must_average:
-                    self._quorum.together(partial(self._sync.average, coming, kept))
+                    self._sync.together(partial(self._sync.average, coming, kept))
                 elif self.has_anchor and not is_common:
                     self._rounds.replica.adopt()
             yield

@@ -12,7 +12,7 @@ from farflung.base.errors import ConfigError, RankFailure, Unreachable
 from farflung.base.events import EVENTS, Event, Kind, tell
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.torch_group import TorchGroup
-from farflung.votes.generation import Generation, Needs, Progress, open_generation
+from farflung.votes.generation import Generation, Needs, Reached, open_generation
 
 
 class Leaving(Protocol):
@@ -61,7 +61,7 @@ class Membership(Protocol):
         """Send parts of the shared state, which a round may have changed, to replicas that wait for admission."""
         return None
 
-    def agree(self, num_votes: int, here: Progress, odd: Mapping[int, str]) -> Progress:
+    def agree(self, num_votes: int, here: Reached, odd: Mapping[int, str]) -> Reached:
         """Agree, after a loss, on how far all have come.
 
         Args:
@@ -132,10 +132,10 @@ class FixedMembership(Membership):
             self._generation = open_generation(0, range(self.most), self._group, self.island, needs, is_fresh=True)
         return self._generation
 
-    def agree(self, num_votes: int, here: Progress, odd: Mapping[int, str]) -> Progress:
+    def agree(self, num_votes: int, here: Reached, odd: Mapping[int, str]) -> Reached:
         assert self._generation is not None
         group, under_way = self._generation.group, {vote: one for vote, one in here.complete.items() if one >= 0}
-        return Progress({vote: group.agree_min(number, f"round {vote}") for vote, number in under_way.items()})
+        return Reached({vote: group.agree_min(number, f"round {vote}") for vote, number in under_way.items()})
 
     def lost(self, failure: RankFailure) -> None:
         raise failure

@@ -36,7 +36,7 @@ from farflung.outer.membership import Membership
 from farflung.outer.stats import Meter
 from farflung.outer.timetable import Timetable
 from farflung.votes.ballot import BALLOT_BYTES, Ballot, Tally
-from farflung.votes.generation import Generation, Needs, OddMembers, Progress
+from farflung.votes.generation import Generation, Needs, OddMembers, Reached
 
 _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -107,6 +107,7 @@ class Acts:
     num_ended: int = 0  # in this generation
     is_in_one: bool = False  # which a loss ends as a whole
     is_over: bool = False  # the one that the latest loss has interrupted here had ended on another member
+    end: Callable[[], object] = lambda: None  # what is done once the current one has ended
 
 
 class _State(Enum):
@@ -182,17 +183,22 @@ class Quorum:
             for action in actions:
                 action()
 
-    def together(self, act: Callable[[], _T]) -> _T | None:
+    def together(self, act: Callable[[], _T], then: Callable[[_T], object] = lambda result: None) -> _T | None:
         """Do with all members what is no round: after a loss they begin it anew, unless it had ended on one of them.
 
         A mark follows it, which a member sends once it has all values: whoever has the marks of all knows that nobody
         needs to repeat it. An act within another one is a part of that.
 
+        Args:
+            then: called with the result of `act` before anything else, once it has ended on some member; sends nothing.
+
         Returns:
             what `act` has returned; None on a member that was left out meanwhile, and has joined the others again.
         """
         if self.acts.is_in_one:
-            return act()
+            result = act()
+            then(result)
+            return result
         found, joined_in = list[_T](), self.joined_in
 
         def once() -> None:
@@ -209,13 +215,15 @@ class Quorum:
             finally:
                 self.acts.is_in_one = False
             self.acts.num_ended += 1
+            then(found[0])
 
+        self.acts.end = lambda: then(found[0])
         self.run(once)
         return found[0] if found and self.joined_in == joined_in else None
 
     def agree(self, complete: Mapping[int, int], odd: Mapping[int, str]) -> Mapping[int, int]:
         """Agree with the survivors of a loss on the buckets of open rounds to apply, by vote."""
-        common = self.membership.agree(self.needs.num_votes, Progress(complete, self.acts.num_ended), odd)
+        common = self.membership.agree(self.needs.num_votes, Reached(complete, self.acts.num_ended), odd)
         self.acts.is_over = common.acts > self.acts.num_ended
         return common.complete
 
@@ -239,6 +247,8 @@ class Quorum:
                 is_over = self.membership.is_fixed or self._state is _State.LOST
                 if self._state is _State.TOGETHER:
                     self._end(failure)
+                    if self.acts.is_over:
+                        self.acts.end()
                     if self.acts.is_over or not again:
                         left.popleft()
                     left.extendleft((self.under_way.relaunch, self._enter))

@@ -20,6 +20,7 @@ import torch
 from farflung.base.errors import CollectiveMismatch, StateError
 from farflung.comm.group import Group
 from farflung.exchanged.bound import BoundFragment
+from farflung.exchanged.replica import ModelChange
 from farflung.exchanged.trained import TrainedProposal
 from farflung.methods.recipe import Recipe
 from farflung.methods.schedule import Launch
@@ -40,7 +41,7 @@ class RoundRequest:
     action: Launch
     position: int  # this rank's, when the fragment was sent off
     finished: bool = False  # this rank has no more data
-    is_empty: bool = False  # it brings nothing but a ballot
+    change: ModelChange | None = None  # on which all have to agree: it brings nothing but a ballot
     in_act: bool = False  # of all members, which begins anew after a loss
 
 

@@ -81,8 +81,7 @@ class Rounds:
         if change is not None:
             if change.must_agree:
                 # Ranks whose model has not changed know nothing of this, so it goes the way of any other round.
-                self.quorum.describe(change.vote, change.tensors)
-                self._launch(RoundRequest(action, position, finished, is_empty=True))
+                self._launch(RoundRequest(action, position, finished, change))
                 self.quorum.run(partial(self._wait, number))
                 if number in self._open:
                     self._close(number, self._open.pop(number))
@@ -100,7 +99,9 @@ class Rounds:
         norm, largest, sound, mark, claimed = 0.0, 0.0, True, 0, [0.0] * len(fragment.pending_weight)
         seen: Seen | None = None
         wish: TrainedProposal | None = None
-        if not request.is_empty:
+        if request.change is not None:
+            quorum.describe(request.change.vote, request.change.tensors)
+        else:
             with self.meter.timed("encoding"):
                 fragment.rebind()
                 must_look = fragment.is_whole or not self.recipe.aggregator.agrees
@@ -114,7 +115,7 @@ class Rounds:
                 wish = self.replica.trained.take()
                 norm = norm if wish.is_finite else math.nan
         weight = claimed[level] / request.action.steps
-        digest = fragment.comparison.digest if level == 0 and not request.is_empty else -1
+        digest = fragment.comparison.digest if level == 0 and request.change is None else -1
         is_awaited = quorum.is_awaited()
         said = (weight, norm, largest, sound, request.finished, request.position, digest, is_awaited, mark)
         proposal = self.timetable.proposal if level == 0 else (0, 0)
@@ -286,14 +287,19 @@ class Rounds:
     # ---- changes of the model
 
     def follow(self, change: ModelChange) -> None:
-        """Adopt the model's current structure on all ranks, after applying the rounds under way."""
+        """Adopt the model's structure after the rounds under way: on all ranks together, if they must agree."""
         self.apply_all()
         change = self.replica.change() or change  # one of them may have changed what is exchanged
-        self.quorum.describe(change.description, change.tensors)
-        if change.new and self.recipe.optimizer is not None and self.quorum.group.size > 1:
-            new = [local(place.get()) for place in change.new]
-            self.quorum.together(partial(self.quorum.average, new))  # so that anchors begin at the same point
-        self.replica.follow(change)
+        if not change.must_agree:  # it may have happened on this rank alone
+            return self.replica.follow(change)
+        new = [local(place.get()) for place in change.new]
+
+        def begin_alike() -> None:
+            self.quorum.describe(change.description, change.tensors)
+            if new and self.recipe.optimizer is not None and self.quorum.group.size > 1:
+                self.quorum.average(new)  # so that anchors begin at the same point
+
+        self.quorum.together(begin_alike, lambda _: self.replica.follow(change))
 
     # ---- save and load
 

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,7 +27,10 @@ from farflung.outer.quorum import Quorum
 from farflung.outer.rounds import Rounds
 from farflung.outer.stats import Meter
 from farflung.outer.timetable import Timetable
+from farflung.votes.ballot import digest_of
 from farflung.votes.generation import Void
+
+_T = TypeVar("_T")
 
 
 @dataclass(eq=False)
@@ -39,6 +43,10 @@ class Sync:
         warmup: the steps in which gradients are averaged, and no rounds are due.
         chooser: may replace the recipe.
         replica_of: binds what is exchanged of the model as another recipe does.
+
+    Attributes:
+        num_flushes: how many this rank has come to; those that had ended before it met the others count.
+        joined_in: the latest generation that it has entered as a newcomer, and done what was due then.
     """
 
     timetable: Timetable
@@ -48,6 +56,8 @@ class Sync:
     meter: Meter
     chooser: Chooser
     replica_of: Callable[[Recipe, Replica], Replica]
+    num_flushes: int = 0
+    joined_in: int = -1
 
     @property
     def recipe(self) -> Recipe:
@@ -69,8 +79,8 @@ class Sync:
                 raise
             self._follow(chosen, self.replica_of(chosen, self.replica))
             quorum.enter()
-        if quorum.welcome is not None:
-            self.run(quorum.welcome.due)
+        self.num_flushes = self.timetable.flushes
+        self.run(())
         self.replace(self.chooser.met())
         self.note_step()  # from here on the first one counts
 
@@ -119,14 +129,14 @@ class Sync:
 
     def run(self, due: Sequence[Action]) -> None:
         """Launch and apply the rounds that are due; first admit replicas that wait, which take part in them."""
-        left, joined_in = deque(due), self.quorum.joined_in
+        left = deque(due)
         if self.rounds.is_awaited and any(isinstance(action, Launch) and action.level == 0 for action in due):
             self.rounds.apply_all()
             self.rounds.is_awaited = False
             self.quorum.enter(due)
-        while left or self.quorum.joined_in > joined_in:
-            if self.quorum.joined_in > joined_in:
-                left, joined_in = self._due_to_newcomers(), self.quorum.joined_in
+        while left or self._has_joined:
+            if self._has_joined:
+                left = self._due_to_newcomers()
                 continue
             action = left.popleft()
             if isinstance(action, Launch):
@@ -136,11 +146,22 @@ class Sync:
             else:
                 self.quorum.follow(action)
 
+    @property
+    def _has_joined(self) -> bool:
+        return self.quorum.joined_in > self.joined_in
+
     def _due_to_newcomers(self) -> deque[Action]:
         """Return what the members, which this rank has just joined, do next."""
-        assert self.quorum.welcome is not None
+        welcome = self.quorum.welcome  # None after its first step: in a warm-up, where nothing is due
+        self.joined_in = self.quorum.joined_in
         self.rounds.is_awaited = False
-        return deque(self.quorum.welcome.due)
+        return deque(() if welcome is None else welcome.due)
+
+    def together(self, act: Callable[[], _T]) -> _T | None:
+        """Do something with all members, see `Quorum.together`, and what is due to one that has joined meanwhile."""
+        result = self.quorum.together(act)
+        self.run(())
+        return result
 
     def run_next(self) -> None:
         """Advance along the schedule without training until it launches a round, and run that."""
@@ -157,15 +178,12 @@ class Sync:
         self.warmup.stay()
         with self.meter.timed("exposed"):
             self._share_warmup()
-            number = timetable.flushes
-            while timetable.flushes == number:
-                last, joined_in = self._walk_on(number), self.quorum.joined_in
-                position = None if last is None else self.quorum.together(partial(self._make_equal, last))
-                if position is not None:
-                    timetable.take(position, position)
-                    timetable.flushes += 1
-            if self.quorum.joined_in > joined_in:
-                self.run(self._due_to_newcomers())
+            self.num_flushes += 1
+            while timetable.flushes < self.num_flushes:
+                last = self._walk_on()
+                if last is not None:
+                    self.quorum.together(partial(self._make_equal, last), timetable.end_flush)
+            self.run(())  # what the others do next, if they have ended it without this rank
 
     def _make_equal(self, last: int) -> int:
         """Make all replicas equal, once none has any more data: an act of all members, which may begin anew.
@@ -178,9 +196,13 @@ class Sync:
         """
         replica, rounds, recipe = self.replica, self.rounds, self.recipe
         rounds.apply_all()
-        is_set = recipe.leaves_alike and recipe.has_anchor and rounds.void(last) is Void.LAST_EMPTY
-        is_set = is_set and not all(one.weights.is_adopted() for one in replica.fragments)
-        tally = self.quorum.vote(sound=not is_set, position=self.timetable.position)
+        is_set, mark = False, 0
+        if recipe.leaves_alike and rounds.void(last) is Void.LAST_EMPTY:
+            if recipe.has_anchor:
+                is_set = not all(one.weights.is_adopted() for one in replica.fragments)
+            else:
+                mark = digest_of(str([one.fingerprint() for one in replica.fragments]))
+        tally = self.quorum.vote(sound=not is_set, mark=mark, position=self.timetable.position)
         everything = range(len(replica.fragments))
         for number in everything:
             if number != last:
@@ -191,7 +213,7 @@ class Sync:
             if void is Void.LAST_EMPTY:
                 self.quorum.average_buffers(replica.fragments[number])
                 self.quorum.note_landing(number, "buffers", "counters")
-        is_set = not all(tally.sound)  # by a script, on some rank, since all were equal, without a step
+        is_set = not all(tally.sound) or len(set(tally.marks)) > 1  # by a script, since all were equal, without a step
         if recipe.agrees and not is_set:
             replica.adopt()
         if is_set or not recipe.agrees or any(void is not None and void.is_dropped for void in voids):
@@ -209,23 +231,20 @@ class Sync:
         if 0 < self.timetable.position <= self.warmup.steps and self.warmup.are_alike:
             self.replica.reset_anchor()
 
-    def _walk_on(self, flushes: int) -> int | None:
+    def _walk_on(self) -> int | None:
         """Advance along the schedule without training until all ranks do so.
 
         Ranks vote in the order of the schedule. One that has no more data may not skip votes that others still reach.
-
-        Args:
-            flushes: how many had ended before this one.
 
         Returns:
             The fragment then under way; None if the others have ended this flush without this rank.
         """
         timetable, rounds = self.timetable, self.rounds
         step = max(timetable.synced, self.warmup.steps)  # nothing is due in a warm-up, which may never end
-        left, joined_in = deque[Action](), self.quorum.joined_in
-        while timetable.flushes == flushes:
-            if self.quorum.joined_in > joined_in:
-                left, step, joined_in = self._due_to_newcomers(), timetable.synced, self.quorum.joined_in
+        left = deque[Action]()
+        while timetable.flushes < self.num_flushes:
+            if self._has_joined:
+                left, step = self._due_to_newcomers(), timetable.synced
             while not left:
                 step += 1
                 left.extend(timetable.due(step, math.inf))
@@ -238,7 +257,7 @@ class Sync:
                 continue
             rounds.launch(action, timetable.position, finished=True)
             is_last = action.level == 0 and rounds.is_last(action.fragment)
-            if is_last and self.quorum.joined_in == joined_in:
+            if is_last and not self._has_joined:
                 return action.fragment
         return None
 

@@ -136,6 +136,11 @@ class Timetable:
         self.began = began
         self.begin_round()
 
+    def end_flush(self, position: int) -> None:
+        """Continue from the furthest step of any rank."""
+        self.take(position, position)
+        self.flushes += 1
+
     def state_dict(self) -> dict[str, Any]:
         seconds = self._clock() - self._began_at
         steps = {"position": self.position, "synced": self.synced, "began": self.began}

@@ -161,7 +161,7 @@ class Void(IntEnum):
 
 
 @dataclass(frozen=True)
-class Progress:
+class Reached:
     """How far a member, or all of them, have come when a generation ends."""
 
     complete: Mapping[int, int] = field(default_factory=dict)  # buckets of open rounds that can be applied, by vote

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Members that do together what is no round, while one of them is stopped, killed, slow, or does not see an object.
+
+Replicas are threads that meet in a folder. A wait of one of them ends, or doesn't, by itself: another one may have all
+values of a call, and be in the next one.
+"""
+
+import threading
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
+from torch import nn
+
+from farflung.address.member_store import LauncherNotes
+from farflung.address.object_group import ObjectGroup
+from farflung.address.schemes import transport_at
+from farflung.address.transport import Entered
+from farflung.base.errors import RankFailure
+from farflung.members.elastic import Elastic
+from farflung.members.generation_watch import GenerationWatch
+from farflung.outer import OuterLoop, diloco, local_sgd, streaming_diloco
+from farflung.testing.patience import patience
+from tests.outer.replicas import shift
+
+GRACE_S = 0.5
+RECIPES = {
+    "diloco": diloco(4, lr=1.0, momentum=0.0),
+    "with momentum": diloco(2, lr=0.5, momentum=0.5),
+    "local_sgd": local_sgd(3),
+    "streaming": streaming_diloco(4, 2, delay=1, lr=1.0, momentum=0.0),
+}
+KINDS = ("killed", "stopped before", "stopped after", "slow", "blind")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What befalls a member at one of the calls that it makes with the others."""
+
+    member: int
+    kind: str
+    call: int
+
+
+class Killed(BaseException):
+    """A replica is dead."""
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(4, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.two = nn.Linear(3, 2)
+        with torch.no_grad():
+            for number, tensor in enumerate(self.parameters()):
+                tensor.fill_(64.0 + number)
+
+
+class Run:
+    """A program of several replicas, one of which a fault befalls."""
+
+    def __init__(self, folder, recipe, program, fault, num_replicas=3):
+        self.address, self.recipe, self.program, self.fault = folder.as_uri(), recipe, program, fault
+        self.notes = LauncherNotes(transport_at(self.address).board)
+        self.members = [self.notes.enroll(f"replica {number}") for number in range(num_replicas)]
+        self.calls = dict.fromkeys(self.members, 0)
+        self.ends, self.errors, self.lost, self.goes_on = {}, {}, {}, threading.Event()
+
+    def befalls(self, group, kind):
+        """Whether the fault befalls this member in this call, which has begun."""
+        member = group._watch._member
+        return (
+            self.fault is not None
+            and member == self.members[self.fault.member]
+            and kind == self.fault.kind
+            and (self.calls[member] == self.fault.call)
+        )
+
+    def begin(self, group):
+        self.calls[group._watch._member] += 1
+        if self.befalls(group, "killed"):
+            raise Killed
+        if self.befalls(group, "stopped before"):
+            self.goes_on.wait(3 * GRACE_S)
+
+    def finish(self, group, number):
+        if self.befalls(group, "stopped after"):
+            self.goes_on.wait(3 * GRACE_S)
+        if self.befalls(group, "slow"):
+            time.sleep(GRACE_S / 2)
+        if self.befalls(group, "blind"):
+            began = time.monotonic()
+            while time.monotonic() < began + patience(20.0):
+                group._watch.look(Entered(f"{group._name}#{number}", 8), time.monotonic() - began)
+                time.sleep(0.02)
+
+    def play(self, number):
+        member = self.members[number]
+        membership = Elastic(transport_at(self.address), member, expected=len(self.members), grace_s=GRACE_S)
+        model = Net()
+        try:
+            with OuterLoop(model, self.recipe, membership=membership, bucket_bytes=32) as outer:
+                for name, amount in self.program:
+                    self.act(outer, model, number, name, amount)
+            self.ends[number] = {name: value.clone() for name, value in model.state_dict().items()}
+            self.lost[number] = outer.stats().steps_lost
+        except Killed:
+            self.notes.note_end(member, "was killed by SIGKILL")
+        except BaseException as error:
+            self.errors[number] = error
+            self.notes.note_end(member, f"{type(error).__name__}")
+
+    def act(self, outer, model, number, name, amount):
+        if name == "step":
+            for _ in range(amount + (number if amount % 2 else 0)):
+                shift(model.parameters(), -(number + 1.0))
+                model.norm.running_mean += number
+                outer.step()
+        elif name == "flush":
+            outer.flush()
+        elif name == "look":
+            if not outer.has_anchor:  # a collective, to which all come after equally many rounds
+                outer.flush()
+            with outer.synced():
+                pass
+        elif name == "set":
+            shift(model.parameters(), float(number))
+            outer.flush()
+        elif name == "forward":
+            model.norm.running_var += number
+            outer.flush()
+        elif name == "grow":
+            outer.flush()
+            setattr(model, f"more{amount}", nn.Linear(2, 2).requires_grad_())
+
+    def finished(self):
+        threads = [
+            threading.Thread(target=self.play, args=(number,), daemon=True) for number in range(len(self.members))
+        ]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + patience(60.0)
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return [number for number, thread in enumerate(threads) if thread.is_alive()]
+
+
+OPS = st.tuples(st.sampled_from(["step", "step", "flush", "look", "set", "forward", "grow"]), st.integers(1, 7))
+FAULTS = st.builds(Fault, st.integers(0, 2), st.sampled_from(KINDS), st.integers(12, 70))
+
+
+def check(folder, recipe, program, fault, monkeypatch):
+    run = Run(folder, RECIPES[recipe], program, fault)
+    begin, finish = ObjectGroup._begin, ObjectGroup.finish
+
+    def begins(group, x):
+        if isinstance(group._watch, GenerationWatch) and group.size > 1:
+            run.begin(group)
+        return begin(group, x)
+
+    def finishes(group, number, *rest):
+        if isinstance(group._watch, GenerationWatch) and group.size > 1:
+            run.finish(group, number)
+        return finish(group, number, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectGroup, "_begin", begins)
+        patch.setattr(ObjectGroup, "finish", finishes)
+        hung = run.finished()
+    healthy = [number for number in range(3) if number != fault.member]
+    assert not hung, (hung, run.ends.keys(), run.errors)
+    assert not set(run.errors) & set(healthy), run.errors
+    assert run.ends.keys() >= set(healthy), run.ends.keys()
+    first, *others = (run.ends[number] for number in sorted(run.ends))
+    for other in others:
+        assert first.keys() == other.keys()
+        odd = [(name, first[name], other[name]) for name in first if not torch.equal(first[name], other[name])]
+        assert not odd, odd
+    assert [run.lost[number] for number in healthy] == [0, 0], run.lost
+    events = [str(event) for event in run.notes.receive()]
+    assert not [event for event in events for number in healthy if f"replica {number} is out" in event], events
+    if fault.kind in ("slow", "blind"):
+        assert fault.member in run.ends, (events, run.errors)
+        assert run.lost[fault.member] == 0
+
+
+@pytest.mark.law("acts-end-alike")
+@pytest.mark.long
+@settings(
+    max_examples=200, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
+)
+@given(recipe=st.sampled_from(sorted(RECIPES)), program=st.lists(OPS, min_size=3, max_size=8), fault=FAULTS)
+def test_whatever_befalls_a_member_the_others_end_equal(tmp_path_factory, monkeypatch, recipe, program, fault):
+    check(tmp_path_factory.mktemp("run"), recipe, program, fault, monkeypatch)
