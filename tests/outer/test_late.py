@@ -135,7 +135,7 @@ def test_one_that_was_stopped_while_others_were_let_in_finds_that_it_was_left_ou
         member.enter(needs(True, admits=True))
 
 
-LATE = {3: "it was late"}
+LATE, ELSEWHERE = {3: "it was late"}, "it was at another call than the others"
 # Reports after a loss, by member, and what follows from them in the next generation.
 REPORTS = [
     ({1: Post(6, True, {5: 3}), 2: Post(6, True, {5: 1})}, {"common": {5: 1}}),  # both have one bucket
@@ -143,6 +143,11 @@ REPORTS = [
     ({1: Post(5, True), 2: Post(6, True, {5: 2})}, {"common": {5: 0}}),  # 1 has not come to it
     # 1 has closed vote 5 without a result, in which nobody had any more data; 2 has not got all ballots of it
     ({1: Post(6, True, {5: Void.LAST_EMPTY}), 2: Post(6, True, {5: 0})}, {"common": {5: Void.LAST_EMPTY}}),
+    # 2 is in an act that 1 has not come to, and 1 in a later round
+    (
+        {1: Post(7, True), 2: Post(6, True, in_act=True)},
+        {"ids": (1,), "odd": (2,), "lost": {**LATE, 2: ELSEWHERE}, "ended": 7},
+    ),
     ({1: Post(6, True, acts=2), 2: Post(6, True, acts=1)}, {"acts": 2}),  # 2 lacks the marks alone
     ({1: Post(6, True, {}, {2: "odd"}), 2: Post(7, True)}, {"ids": (1,), "lost": {**LATE, 2: "odd"}, "odd": (2,)}),
     ({1: Post(6, True, {}, {2: "odd"}), 2: Post(6, True, {}, {1: "odd"})}, {"disputes": 3}),

@@ -69,6 +69,7 @@ class Post:
     complete: Mapping[int, int] = field(default_factory=dict)  # buckets that it could apply of open rounds, by vote
     odd: Mapping[int, str] = field(default_factory=dict)  # members to exclude: why, by id
     acts: int = 0  # how many acts outside of rounds it has ended
+    in_act: bool = False  # it was in the next one
 
 
 @dataclass(frozen=True)

@@ -209,10 +209,11 @@ class Elastic:
 
     def agree(self, num_votes: int, here: Reached, odd: Mapping[int, str]) -> Reached:
         self._end_island_waits()
-        mine = dict(here.complete), dict(odd), here.acts
-        everyone, seen, acts = zip(*gather_object(self._share_group, [mine]), strict=True)
+        mine = dict(here.complete), dict(odd), here.acts, here.in_act
+        everyone, seen, acts, in_act = zip(*gather_object(self._share_group, [mine]), strict=True)
         least = {vote: min(one.get(vote, ALL) for one in everyone) for vote in set().union(*everyone)}
-        post = Post(num_votes, True, least, {one: why for found in seen for one, why in found.items()}, max(acts))
+        found = {one: why for some in seen for one, why in some.items()}
+        post = Post(num_votes, True, least, found, max(acts), any(in_act))
         record = self._decided = self._settled(post)
         if self.member not in record.ids:
             self._is_unapplied = bool(least) and self._know_unapplied(least)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from farflung.address.member_store import Post, Record, decode, encode
@@ -87,6 +87,8 @@ def decide(record: Record, member: int, posts: Mapping[int, Post], absent: Mappi
     # By most of them: one that comes back late, where the others are no more, takes each of them for odd.
     odd = {one: why for one, why in accused.items() if 2 * sum(one in post for post in accusers) > len(accusers)}
     have = [one for one in record.ids if one in posts and posts[one].has_state]
+    if elsewhere := _elsewhere(have, posts):  # which explains what they accuse each other of
+        odd = dict.fromkeys(elsewhere, "it was at another call than the others")
     have = [one for one in have if one not in odd] or have
     ids = tuple(have or (one for one in record.ids if one in posts))  # or nobody is left who had anything
     complete = {one: posts[one].complete for one in ids}
@@ -102,6 +104,21 @@ def decide(record: Record, member: int, posts: Mapping[int, Post], absent: Mappi
     disputes = record.disputes + 1 if accused and not odd else 0
     new = Record(number, member, ids, common=common, lost=lost, odd=tuple(odd), began=began, ended=ended)
     return replace(new, disputes=disputes, acts=max(posts[one].acts for one in ids))
+
+
+def _elsewhere(have: Sequence[int], posts: Mapping[int, Post]) -> list[int]:
+    """Return the members that do not do the same as the others: some were in an act, where others have gone past it.
+
+    It is those that are fewer, or the ones without the first member.
+    """
+
+    def is_past(other: int, one: int) -> bool:
+        there, here = posts[other], posts[one]
+        return there.votes > here.votes and there.acts == here.acts and not there.in_act
+
+    in_act = [one for one in have if posts[one].in_act and any(is_past(other, one) for other in have)]
+    others = [one for one in have if one not in in_act]
+    return min([in_act, others], key=lambda some: (len(some), some[:1] == have[:1])) if in_act else []
 
 
 def _absent_holders(

@@ -105,6 +105,7 @@ class Acts:
     """What members do together outside of rounds, one act after the other."""
 
     num_ended: int = 0  # in this generation
+    is_under_way: bool = False  # one is, or begins anew
     is_in_one: bool = False  # which a loss ends as a whole
     is_over: bool = False  # the one that the latest loss has interrupted here had ended on another member
     end: Callable[[], object] = lambda: None  # what is done once the current one has ended
@@ -218,13 +219,18 @@ class Quorum:
             then(found[0])
 
         self.acts.end = lambda: then(found[0])
-        self.run(once)
+        self.acts.is_under_way = True
+        try:
+            self.run(once)
+        finally:
+            self.acts.is_under_way = False
         return found[0] if found and self.joined_in == joined_in else None
 
     def agree(self, complete: Mapping[int, int], odd: Mapping[int, str]) -> Mapping[int, int]:
         """Agree with the survivors of a loss on the buckets of open rounds to apply, by vote."""
-        common = self.membership.agree(self.needs.num_votes, Reached(complete, self.acts.num_ended), odd)
-        self.acts.is_over = common.acts > self.acts.num_ended
+        acts = self.acts
+        common = self.membership.agree(self.needs.num_votes, Reached(complete, acts.num_ended, acts.is_under_way), odd)
+        acts.is_over = common.acts > acts.num_ended
         return common.complete
 
     @contextmanager

@@ -166,3 +166,4 @@ class Reached:
 
     complete: Mapping[int, int] = field(default_factory=dict)  # buckets of open rounds that can be applied, by vote
     acts: int = 0  # how many acts outside of rounds have ended in this generation
+    in_act: bool = False  # this member was in the next one
