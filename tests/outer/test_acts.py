@@ -20,6 +20,7 @@ from farflung.address.member_store import LauncherNotes
 from farflung.address.object_group import ObjectGroup
 from farflung.address.schemes import transport_at
 from farflung.address.transport import Entered
+from farflung.base.errors import RankFailure
 from farflung.members.elastic import Elastic
 from farflung.members.generation_watch import GenerationWatch
 from farflung.outer import OuterLoop, diloco, local_sgd, streaming_diloco
@@ -188,6 +189,7 @@ def check(folder, recipe, program, fault, monkeypatch):
     assert [run.lost[number] for number in healthy] == [0, 0], (run.lost, [str(one) for one in run.notes.receive()])
     events = [str(event) for event in run.notes.receive()]
     assert not [event for event in events for number in healthy if f"replica {number} is out" in event], events
+    assert isinstance(run.errors.get(fault.member, RankFailure("")), RankFailure), run.errors  # it came too late
     if fault.kind in ("slow", "blind"):
         assert fault.member in run.ends, (events, run.errors)
         assert run.lost[fault.member] == 0
