@@ -326,3 +326,12 @@ def test_a_run_with_other_batches_goes_on_after_as_many_samples(folder, old, new
     rest = stopped(folder, new, None)
     assert sorted(first[: len(first) - twice] + rest) == list(range(24))
     assert ("will be seen again" in capsys.readouterr().err) == bool(twice)
+
+
+def test_a_run_trains_on_after_a_load_in_inference_mode(folder):
+    training = Training()
+    training.epochs(num_epochs=1)
+    training.accelerator.save_state(folder / "saved")
+    with torch.inference_mode():
+        training.accelerator.load_state(folder / "saved")
+    training.epochs()

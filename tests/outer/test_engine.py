@@ -360,3 +360,31 @@ def test_steps_of_an_attached_optimizer_are_counted_once():
     optimizer.step()
     assert outer.stats().attempts == 1
     outer.detach()
+
+
+@pytest.mark.parametrize("when", ["build", "round", "flush", "load"])
+@pytest.mark.parametrize("recipe", [local_sgd(2), diloco(2)], ids=["local_sgd", "diloco"])
+@on_replicas(2)
+def test_a_loop_goes_on_after_it_was_called_in_inference_mode(group, recipe, when):
+    model = linear()
+    model.extra = nn.Linear(2, 1)
+    model.extra.requires_grad_(False)
+
+    def in_mode(which):
+        return torch.inference_mode(which == when)
+
+    with in_mode("build"):
+        outer = OuterLoop(model, recipe, group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    for step in range(8):
+        if step == 2:
+            model.extra.requires_grad_(True)  # what is new gets anchors in the next round, or in the flush
+            with in_mode("flush"):
+                outer.flush() if when == "flush" else None
+        train(model, optimizer, step, group.rank)
+        with in_mode("round"):
+            outer.step()
+        if step == 4:
+            with in_mode("load"):
+                outer.load_state_dict(outer.state_dict())
+    outer.close()

@@ -15,7 +15,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -25,6 +24,7 @@ from farflung.base.causes import cause_of
 from farflung.base.errors import ConfigError, StateError
 from farflung.base.sizes import num_buffers_among
 from farflung.comm.group import Group
+from farflung.comm.recording import unrecorded
 from farflung.comm.shards import reshard
 from farflung.comm.torch_group import explained
 from farflung.exchanged.replica import Replica
@@ -103,6 +103,7 @@ class OuterLoop:
         RankFailure: a rank left or died.
     """
 
+    @unrecorded()
     def __init__(
         self,
         model: nn.Module,
@@ -147,8 +148,7 @@ class OuterLoop:
         quorum.under_way = weakref.proxy(self._rounds)  # or a loop that is dropped would keep its model
         self._warmup = GradientWarmup(recipe.warmup, model, timetable, quorum, self._meter, self._ddp is not None)
         self._sync = Sync(timetable, quorum, self._rounds, self._warmup, self._meter, chooser, replica_of)
-        with torch.no_grad():
-            self._sync.enter()
+        self._sync.enter()
         self.open_end = OpenEnd()
         self._finalizer = weakref.finalize(self, self.open_end.report)
         self._leaving = membership.leaving()
@@ -188,7 +188,7 @@ class OuterLoop:
         for due in self._timetable.until_now(self._quorum.generation.island):
             if self._sync.choose() or not due:
                 continue
-            with self._meter.timed("exposed"), torch.no_grad():
+            with self._meter.timed("exposed"), unrecorded():
                 self._sync.run(due)
             if self._timetable.recipe.leaves_alike and any(
                 isinstance(action, Launch) and action.level == 0 for action in due
@@ -201,7 +201,7 @@ class OuterLoop:
 
     def _leave_after_a_round(self, leaving: Leaving) -> None:
         """Bring the steps since the last round into the next one, and end this process."""
-        with torch.no_grad():
+        with unrecorded():
             if self.steps_since_sync > 0 and not self.is_warming:
                 self._sync.run_next()  # else all have the same already
             self._rounds.apply_all()
@@ -292,7 +292,7 @@ class OuterLoop:
         all share now take the place of its own instead.
         """
         self._check_open()
-        with torch.no_grad():
+        with unrecorded():
             if self.is_newcomer:
                 self._quorum.return_to_welcome()
             else:
@@ -308,7 +308,7 @@ class OuterLoop:
         with finite weights. Afterwards the schedule continues on all ranks from the furthest step of any rank.
         """
         self._check_open()
-        with torch.no_grad():
+        with unrecorded():
             if self._chooser.is_measuring:
                 self._warmup.stay()
                 self._sync.choose(is_early=True)
@@ -325,20 +325,20 @@ class OuterLoop:
         self._check_open()
         is_common = self._warmup.makes_alike()
         must_average = not (is_common or self.has_anchor) and self._quorum.group.size > 1
-        with torch.no_grad():
+        with unrecorded():
             coming = [] if must_average else self._rounds.replica.trained.moved()
             if must_average:
                 coming = self._sync.together(self._sync.agree) or []
             kept = self._rounds.replica.copies(coming)
         try:
-            with torch.no_grad():
+            with unrecorded():
                 if must_average:
                     self._sync.together(partial(self._sync.average, coming, kept))
                 elif self.has_anchor and not is_common:
                     self._rounds.replica.adopt()
             yield
         finally:
-            with torch.no_grad():
+            with unrecorded():
                 reshard(self._model.modules())
                 for tensor, value in kept:
                     tensor.copy_(value)
@@ -354,6 +354,7 @@ class OuterLoop:
         if self._open:
             self._end(is_in_step=False)
 
+    @unrecorded()
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank needs to resume bitwise, also in the middle of a round or of an exchange.
 
@@ -370,6 +371,7 @@ class OuterLoop:
             **self._chooser.state_dict(),
         }
 
+    @unrecorded()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from `state_dict`'s result, including the model's weights. No collective: each rank loads its own.
 
@@ -381,12 +383,9 @@ class OuterLoop:
         self._check_open()
         check_form("load_state_dict", state)
         if not self.is_newcomer:
-            with torch.no_grad():
-                self._sync.replace(self._chooser.resumed(state))
-        replica = self._rounds.replica
-        self._rounds.align(
-            state, lambda: check_state(state, identity_of(replica, self._quorum.generation.island.shard))
-        )
+            self._sync.replace(self._chooser.resumed(state))
+        replica, shard = self._rounds.replica, self._quorum.generation.island.shard
+        self._rounds.align(state, lambda: check_state(state, identity_of(replica, shard)))
         reshard(self._model.modules())
         if self.is_newcomer:
             self.reset_anchor()

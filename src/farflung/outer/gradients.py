@@ -20,6 +20,7 @@ from farflung.base.torch_internals import COMPILED_FROM, free_static_graph, is_j
 from farflung.base.words import counted, numbered
 from farflung.comm.ddp_hook import average_hook
 from farflung.comm.group import Group, SoloGroup
+from farflung.comm.recording import unrecorded
 from farflung.comm.shards import align_gradients
 from farflung.comm.torch_group import TorchGroup
 from farflung.methods.agreement import average
@@ -216,7 +217,7 @@ class GradientWarmup:
         """
         group = self.quorum.group
         numel = sum(parameter.numel() for parameter in self._trained_by(-1))
-        with self.meter.timed("exposed"), torch.no_grad():
+        with self.meter.timed("exposed"), unrecorded():
             mine = torch.tensor([number is not None, -1 if number is None else number, numel], dtype=torch.float64)
             flags, numbers, numels = group.all_gather_small(mine).T.tolist()
             self.meter.add("bytes_voting", (group.size - 1) * mine.nbytes)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from farflung.checkpoint.entries import Entry
 from farflung.checkpoint.manager import CheckpointGroup
 from farflung.checkpoint.reader import damage_as
+from farflung.comm.recording import lasting
 from farflung.resume import lazy
 from farflung.resume.loops import OuterLoops
 from farflung.resume.models import Models, OwnBuffers
@@ -68,6 +69,7 @@ def collect(run: Run, group: CheckpointGroup, doing: str, saving: Saving) -> lis
     return entries + folders
 
 
+@lasting()
 def load(run: Run, group: CheckpointGroup, doing: str, source: Loading, verify: Callable[[], None]) -> None:
     """Read all of a checkpoint, check it, and continue from it: a collective of all ranks of `group`.
 
