@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from farflung.base.errors import ConfigError
+from farflung.comm.recording import uncompiled
 from farflung.hosts.driver import Driver, EpochTracker
 from farflung.hosts.elastic import members_of
 from farflung.loop.optimizer import AcceleratedOptimizer, parameters_of
@@ -77,7 +78,9 @@ class AttachedLoop(Driver):
                 continue
             self._owners.append(optimizer)
             self.iteration.expect(optimizer)
-            self._hooks.append(optimizer.optimizer.register_step_pre_hook(lambda *_: self._begin_where_it_is()))
+            self._hooks.append(
+                optimizer.optimizer.register_step_pre_hook(uncompiled(lambda *_: self._begin_where_it_is()))
+            )
             self._listeners.append((optimizer, partial(self._stepped, optimizer)))
             optimizer.attached.append(self._listeners[-1][1])
             if self._alone is not None:

@@ -119,6 +119,10 @@ def compiled_again(compiled: nn.Module, model: nn.Module) -> nn.Module:
     return made
 
 
+# Sets an attribute on a function, which methods can't have.
+kept_uncompiled = taken(torch, "_disable_dynamo", "keep rounds out of compiled functions")
+
+
 def calls_compiled(module: nn.Module) -> bool:
     """Return whether calls of `module` run code that was compiled for them."""
     return taken(module, "_compiled_call_impl", "find compiled modules") is not None

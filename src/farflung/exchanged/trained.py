@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from farflung.base.errors import CollectiveMismatch
 from farflung.comm.group import Group
+from farflung.comm.recording import uncompiled
 from farflung.comm.shards import local
 from farflung.exchanged.structure import buckets_of, line_of
 from farflung.methods.agreement import NewParameters
@@ -95,6 +96,7 @@ _FOLLOWING: weakref.WeakSet[SteppedParameters] = (
 )  # hooks can't be registered in hooks, where loops may begin
 
 
+@uncompiled
 def _before_step(optimizer: Optimizer, *_: Any) -> None:  # as a round may run in a hook after it
     for moves in list(_FOLLOWING):
         if moves.stepped(optimizer):
@@ -103,6 +105,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:  # as a round may run i
             moves.seen = 0
 
 
+@uncompiled
 def _after_step(optimizer: Optimizer, *_: Any) -> None:  # of a closure that has computed the gradients
     for moves in list(_FOLLOWING):
         if moves.seen != id(optimizer):

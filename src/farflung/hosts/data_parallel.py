@@ -43,6 +43,7 @@ from farflung.base.torch_internals import compiled_from, is_flattened
 from farflung.base.words import counted
 from farflung.comm.bucket import broadcast_values
 from farflung.comm.exchange import Exchange
+from farflung.comm.recording import uncompiled
 from farflung.comm.shards import is_sharded
 from farflung.comm.torch_group import TorchGroup
 from farflung.config import environ
@@ -137,8 +138,8 @@ class DDPTakeover:
 
     def install(self) -> None:
         """Begin: before the script is loaded, as it may import the functions that are wrapped."""
-        register_optimizer_step_pre_hook(lambda optimizer, args, options: self._about_to_step(optimizer))
-        register_optimizer_step_post_hook(lambda optimizer, args, options: self._stepped(optimizer))
+        register_optimizer_step_pre_hook(uncompiled(lambda optimizer, *_: self._about_to_step(optimizer)))
+        register_optimizer_step_post_hook(uncompiled(lambda optimizer, *_: self._stepped(optimizer)))
         around(LRScheduler, "__init__", self._make_scheduler)
         around(Optimizer, "__init__", self._make_optimizer)
         self._data.install()

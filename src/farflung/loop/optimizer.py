@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from farflung.base.forward import Forward, unchecked
 from farflung.base.tree import send_to_device
+from farflung.comm.recording import uncompiled
 from farflung.loop.state import LoopState, Window
 from farflung.precision.base import Closure, GivenScaler, Precision
 from farflung.process.world import current_world
@@ -64,6 +65,10 @@ class AcceleratedOptimizer(Optimizer):
 
     def step(self, closure: Closure = None) -> Any:
         """Step when the window is complete, else do nothing. As in torch, return the loss of `closure`'s first call."""
+        return self._step(closure)
+
+    @uncompiled
+    def _step(self, closure: Closure) -> Any:
         if not self.window_is_complete:
             return None
         self.finished = self.loop_state.backwards

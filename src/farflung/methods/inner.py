@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from farflung.base.checks import check_type, check_whole, wrong_type
 from farflung.base.errors import ConfigError, Unsupported
 from farflung.comm.group import Group
+from farflung.comm.recording import uncompiled
 from farflung.comm.shards import is_sharded
 from farflung.methods.agreement import average
 from farflung.methods.weighting import Decision, in_proportion
@@ -197,8 +198,8 @@ def hooks_of(
         for _done in iteration.step_attempted(optimizer):
             after()
 
-    hooks = [optimizer.register_step_pre_hook(before) for optimizer in optimizers]
-    return hooks + [optimizer.register_step_post_hook(count) for optimizer in optimizers]
+    hooks = [optimizer.register_step_pre_hook(uncompiled(before)) for optimizer in optimizers]
+    return hooks + [optimizer.register_step_post_hook(uncompiled(count)) for optimizer in optimizers]
 
 
 class IterationTracker:
