@@ -453,6 +453,31 @@ def test_weights_that_are_loaded_after_prepare_are_where_replicas_begin_and_not_
 # ---- one process, refusals
 
 
+@pytest.mark.parametrize("how", ["held", "beside"])
+@on_ranks(2, each=(8, 16))
+def test_rounds_come_after_as_many_steps_however_a_script_takes_its_batches(how):
+    accelerator, model, optimizer, loader = prepared(OuterConfig("local_sgd", every=8), samples=64)
+    short = accelerator.prepare(DataLoader(TensorDataset(torch.randn(12, 3)), batch_size=2))
+    steps = []
+    accelerator.outer_loops[0].listeners.append(lambda one: steps.append(one.step))
+    batches, others = iter(loader), iter(short)
+    for _ in range(16):
+        inputs = []
+        if how == "held":
+            batches = iter(loader)
+        else:
+            if (other := next(others, None)) is None:
+                others = iter(short)
+                other = next(others)
+            inputs = other
+        inputs = torch.cat([*inputs, *next(batches)])
+        accelerator.backward(model(inputs))
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.end_training()
+    return tuple(dict.fromkeys(steps))
+
+
 def test_one_process_exchanges_nothing_and_its_outer_optimizer_works():
     accelerator, model, optimizer, loader = prepared(DILOCO)
     one_epoch(accelerator, model, optimizer, loader)

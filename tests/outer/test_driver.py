@@ -13,26 +13,30 @@ class Reading(SimpleNamespace):
     __eq__ = object.__eq__
 
 
-def flushed(script, share=None):
+def flushed(script, share=None, every=1):
     """Return the script with an `F` after each call in which the loop was flushed.
 
-    `<` `>` `x` begin, end and leave a pass over the training data, `.` hands out a batch, `s` steps, `o` steps while
-    another optimizer is awaited, and `!` is a call of all ranks. `[` `]` `}` `e` are for other data: they begin a pass,
-    and end it in eval mode, in train mode, or in a mode that is not known.
+    `<` `>` `x` begin, end and leave a pass over the training data, `|` begins one and leaves the one before it, `.`
+    hands out a batch, `s` steps, `o` steps while another optimizer is awaited, and `!` is a call of all ranks. `[` `]`
+    `}` `e` are for other data: they begin a pass, and end it in eval mode, in train mode, or in a mode that is not
+    known.
     """
     flushes, train, other, current, seen = [], object(), object(), None, ""
     tracker = EpochTracker(lambda: flushes.append("F"))
     for word in script:
         flushes.clear()
-        if word in "<[":
-            loader = SimpleNamespace(base_dataloader=train if word == "<" else other, share=share)
+        before = current
+        if word in "<[|":
+            loader = SimpleNamespace(base_dataloader=other if word == "[" else train, share=share)
             current = Reading(loader=loader, num_batches=0, end_of_dataloader=False)
             tracker.iteration_starts(loader)
+            if word == "|":
+                tracker.iteration_ended(before, at_end=False)
         elif word == ".":
             current.num_batches += 1
             current.end_of_dataloader = current.num_batches == 3  # all that there are
         elif word in "so":
-            tracker.step_attempted(current, word == "o")
+            tracker.step_attempted(current, word == "o", every)
         elif word == "!":
             tracker.flush_owed()
         elif word in ">x]}e":
@@ -64,6 +68,20 @@ def flushed(script, share=None):
 )
 def test_each_pass_over_the_training_data_is_flushed_once(script):
     assert flushed(script.replace("F", "")) == script
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "<.s|.s!|.s|.s|.sx !F",  # next(iter(loader)) in each step, and calls of all ranks in between
+        "<.sx <.s.sx <.s.sx !F",
+        "<.s.s.sF> <.sx <.s.s.sF>",
+        "<.sx [...] <.s.s.sF>",
+        "<.s.sx !F <.s.s.sF>",  # the script does something else after such a pass
+    ],
+)
+def test_passes_of_fewer_steps_than_a_round_that_follow_each_other_are_no_epochs(script):
+    assert flushed(script.replace("F", ""), every=3) == script
 
 
 def test_a_pass_that_the_others_are_through_with_is_not_flushed_and_one_that_ends_is_recorded():

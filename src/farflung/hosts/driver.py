@@ -4,11 +4,13 @@
 The host reports attempted steps of the model's optimizers and where passes over the training data begin and end. A loop
 that follows the data is flushed once for each pass, where every rank arrives: in the optimizer's step on the last
 batch, or where the pass ends if there was none. After a pass that was left early the flush is owed, and happens at the
-next call that all ranks must make.
+next call that all ranks must make. Passes of fewer steps than a round that follow each other, as in scripts that take
+each batch by `next(iter(loader))`, are no epochs, and owe none.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -39,6 +41,14 @@ class DataPass(Protocol):
 
         Its length is the number of batches; TypeError: unknown.
         """
+
+
+def length_of(data: DataPass) -> float:
+    """Return how many batches a pass has; infinity: unknown."""
+    try:
+        return len(data.loader)
+    except TypeError:  # a stream
+        return math.inf
 
 
 @dataclass(frozen=True)
@@ -117,7 +127,7 @@ class Driver:
         if not self.iteration.is_open and self.each_step:
             self.loop.sync_if_due()
         if self.epochs is not None:
-            self.epochs.step_attempted(around, self.iteration.is_open)
+            self.epochs.step_attempted(around, self.iteration.is_open, getattr(self.loop.schedule, "every", 1))
 
     def flush(self) -> None:
         """Count an iteration that some optimizers have not ended, and flush the loop: a collective."""
@@ -198,6 +208,8 @@ class EpochTracker:
         self._pass: DataPass | None = None  # the one under way
         self._resumed: Any = None  # the data of the one that was under way in a loaded state, until the next step
         self._is_flushed = False  # in this pass
+        self._made = 0  # attempts in this pass
+        self._is_part = self._has_next = False  # this pass has fewer of them than a round; the next one has begun
         self._batch = self._steps = 0  # of this pass; attempts on it
         self._usual = 0  # attempts on the batch before
         self._data: list[Any] = []  # the loaders that were trained from
@@ -205,6 +217,8 @@ class EpochTracker:
 
     def iteration_starts(self, loader: Any) -> None:
         if self._knows(loader):
+            self._has_next = True
+            self.is_owed = self.is_owed and not self._is_part
             self.flush_owed()
 
     def state_dict(self, data: Sequence[Any]) -> dict[str, Any]:
@@ -241,7 +255,8 @@ class EpochTracker:
             self._pass, self._resumed, self._share = None, None, ended.loader.share
             if not self._is_flushed and at_end and not is_ahead:
                 self.flush()
-            self.is_owed = not self._is_flushed
+            self._is_part = self._is_part and not at_end and self._share is None
+            self.is_owed = not self._is_flushed and not (self._is_part and self._has_next)
         elif at_end and (ended.num_batches == 0 if may_train is None else may_train):
             if is_known or (ended.num_batches == 0 and not self._data):
                 self._share, self.is_owed = ended.loader.share, True
@@ -250,16 +265,19 @@ class EpochTracker:
             elif not self._data:  # perhaps an evaluation by this rank alone, before it trains
                 self.is_owed = True
 
-    def step_attempted(self, around: DataPass | None, is_open: bool) -> None:
+    def step_attempted(self, around: DataPass | None, is_open: bool, every: int = 1) -> None:
         """Called after an attempted step, with the pass whose loop stands around it.
 
-        `is_open`: other optimizers are still to step on this batch.
+        `is_open`: other optimizers are still to step on this batch; `every`: the steps of a round.
         """
         self.is_behind = True
         if around is not self._pass:
             if around is None or self._resumed is None or around.loader.base_dataloader is not self._resumed:
                 self._is_flushed = False
             self._pass, self._resumed, self._batch, self._steps = around, None, 0, 0
+            self._made, self._has_next = 0, False
+        self._made += 1
+        self._is_part = self._made < every
         if around is None:
             return
         self._share = around.loader.share
