@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis.strategies import integers, lists
 
 from farflung.address import seal as module
+from farflung.address.board import Log
 from farflung.address.folder import FolderTransport
 from farflung.address.seal import Seal, SealError, SeenVersions
 from farflung.base.errors import ConfigError
@@ -203,6 +204,21 @@ def test_no_name_that_another_has_invented_or_moved_is_one(tmp_path):
     board.delete("log/1")
     file.write_bytes(content)
     assert board.get("log/1") is None
+
+
+@pytest.mark.parametrize("scope", ["", "run-00c0ffee"])
+@pytest.mark.parametrize("key", [None, KEY], ids=["open", "keyed"])
+def test_an_object_that_is_called_as_no_record_is_ends_no_log(tmp_path, key, scope):
+    board = FolderTransport(tmp_path, seal=key and Seal(key)).board
+    stranger = FolderTransport(tmp_path).board
+    record = f"{scope}/run".strip("/")
+    board.put(record, b"1")
+    assert stranger.has([record])  # which launchers without the key find
+    log = Log(board.part(scope) if scope else board, "ends")
+    assert log.append(0, b"1")
+    for name in ("run", "1 (conflicted copy)"):
+        stranger.put(f"{scope}/ends/{name}".strip("/"), b" ")
+    assert Log(board.part(scope) if scope else board, "ends").last() == (1, b"1")
 
 
 def test_a_key_is_in_no_text_of_what_has_it(tmp_path):

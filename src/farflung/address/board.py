@@ -78,6 +78,12 @@ def forget(board: Board, prefix: str) -> None:
     board.delete(*board.list(prefix))
 
 
+def numbers_below(board: Board, name: str) -> list[int]:
+    """Return the numbers of the keys `<name>/<number>`. Others may have put something else there, such as copies."""
+    found = (key.rpartition("/")[2] for key in board.list(f"{name}/"))
+    return [int(number) for number in found if number.isdecimal()]
+
+
 class Log:
     """Decisions, each of which replaces the one before: the record with the highest number counts.
 
@@ -160,4 +166,4 @@ class Log:
         return f"{self._name}/{number}"
 
     def _numbers(self) -> list[int]:
-        return [int(key.rpartition("/")[2]) for key in self._board.list(f"{self._name}/")]
+        return numbers_below(self._board, self._name)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
-from farflung.address.board import Board, Log, forget, vanished
+from farflung.address.board import Board, Log, forget, numbers_below, vanished
 from farflung.base.events import Event, Kind
 from farflung.base.words import in_seconds
 
@@ -217,9 +217,8 @@ class LauncherNotes:
         Args:
             has_ended: returns whether the process of an identity is known to have ended.
         """
-        for key in self.board.list("process/"):
-            member = int(key.rpartition("/")[2])
-            if has_ended(self.read(key)):
+        for member in numbers_below(self.board, "process"):
+            if has_ended(self.read(f"process/{member}")):
                 if not self.get("gone", member) and not self.why_left(member):
                     self.note_end(member, "ended after its launcher")
                 self.forget(member, "process")

@@ -14,10 +14,9 @@ from contextlib import suppress
 
 from farflung.address.board import vanished
 from farflung.address.objects import ObjectBoard, quoted
-from farflung.address.seal import RECORD_OF_RUN, SealError, is_sealed
+from farflung.address.seal import PART, RECORD_OF_RUN, SealError, is_sealed
 from farflung.base.errors import ConfigError, Unreachable
 
-PART = "run-[0-9a-f]{8}"  # names of parts
 _RUN, _STATES = RECORD_OF_RUN, "loop1/saved/"
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hmac
 import io
 import os
+import re
 import secrets
 import threading
 import time
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     from typing_extensions import Buffer
 
-RECORD_OF_RUN = "run"  # its name has no tag, so that a launcher with another key finds the run
+RECORD_OF_RUN, PART = "run", "run-[0-9a-f]{8}"  # the record of a run, and the names of parts that hold runs
+_UNTAGGED = re.compile(f"({PART}/)?{RECORD_OF_RUN}")  # so that a launcher with another key finds the run
 _MAGIC = b"farflung sealed1"
 _HEAD, _TAG, _PIECE = 56, 16, 2**20  # bytes
 _MOST_NAMES, _MOST_NOTICES = 4096, 100
@@ -166,7 +168,7 @@ class Seal:
 
     def tag(self, name: str) -> str:
         """Return what the name of an object ends with."""
-        if name.rpartition("/")[2] == RECORD_OF_RUN:
+        if _UNTAGGED.fullmatch(self.scope + name):
             return ""
         return f".{hmac.digest(self._names, (self.scope + name).encode(), 'sha256')[:8].hex()}"
 
