@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from contextlib import redirect_stdout
 from functools import partial
-from unittest.mock import Mock
 from urllib.parse import unquote
 
 import pytest
@@ -42,18 +40,27 @@ def key_file(home):
     return write_key(home)
 
 
-def test_the_command_makes_a_key_in_a_file_of_ones_own_or_warns(home, capsys, monkeypatch):
+def test_the_command_makes_a_key_in_a_new_file_of_ones_own(home, capsys):
     for name in ("a.key", "b.key"):
-        with open(home / name, "w") as file, redirect_stdout(file):
-            assert call_farflung("key") == 0
+        assert call_farflung("key", name) == 0
     keys = [run_key(home / name) for name in ("a.key", "b.key")]
     assert (len(set(keys)), [len(key) for key in keys], (home / "a.key").stat().st_mode & 0o777) == (2, [32, 32], 0o600)
     assert (call_farflung("key"), len(capsys.readouterr().out)) == (0, 65)  # into no file
-    monkeypatch.setattr(os, "fchmod", Mock(side_effect=PermissionError))
-    (home / "a.key").chmod(0o644)
-    with open(home / "a.key", "w") as file, redirect_stdout(file):
-        assert call_farflung("key") == 0
-    assert capsys.readouterr().err.startswith("farflung: others may read this file (mode 644); ")
+    for name, why in ("a.key", "'a.key' is there already"), ("no/a.key", "'no/a.key' can't be made: No such file"):
+        assert call_farflung("key", name) != 0
+        assert why in capsys.readouterr().err
+    assert run_key(home / "a.key") == keys[0]
+
+
+@pytest.mark.parametrize(("mode", "code"), [(0o600, 0), (0o644, 2), (0o620, 2)])
+def test_no_key_is_printed_into_a_file_that_others_may_open(home, capsys, mode, code):
+    file = home / "a.key"
+    file.touch()
+    file.chmod(mode)
+    with open(file, "w") as out, redirect_stdout(out):
+        assert call_farflung("key") == code
+    assert len(file.read_text()) == (65 if code == 0 else 0)
+    assert (f"others may open (mode {mode:o})" in capsys.readouterr().err) is (code != 0)
 
 
 @pytest.mark.parametrize(

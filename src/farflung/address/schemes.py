@@ -15,8 +15,7 @@ from farflung.address.c10d_transport import PATIENCE_S, C10dTransport
 from farflung.address.folder import FolderTransport, folder_at
 from farflung.address.object_group import ObjectTransport
 from farflung.address.objects import ObjectBoard
-from farflung.address.run_record import PART
-from farflung.address.seal import Seal
+from farflung.address.seal import PART, Seal
 from farflung.address.transport import Transport
 from farflung.base.errors import ConfigError
 

@@ -20,6 +20,24 @@ def new_key() -> str:
     return secrets.token_hex(32)
 
 
+def write_key(path: str) -> None:
+    """Write a new key to a new file that nobody else may open.
+
+    Raises:
+        ConfigError: the file is there, can't be made, or others may open it whatever its mode is to be.
+    """
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            if (mode := stat.S_IMODE(os.fstat(file.fileno()).st_mode)) & 0o077:
+                os.unlink(path)
+                raise ConfigError(f"{path!r} has mode {mode:o} there. Keep keys where `chmod 600` works.")
+            file.write(f"{new_key()}\n")
+    except FileExistsError:
+        raise ConfigError(f"{path!r} is there already. Give the name of a new file, or remove it.") from None
+    except OSError as error:
+        raise ConfigError(f"{path!r} can't be made: {error.strerror}.") from None
+
+
 def run_key(path: str | None = None) -> bytes | None:
     """Return the key in a file, or else that of the environment; None if neither has one.
 

@@ -125,7 +125,7 @@ class Replicas:
         if self._is_open:
             message = (
                 f"this run has no key: whoever can reach {self._address} can take part, end it, and read its weights. "
-                "`farflung key > run7.key`, then --key_file run7.key on each machine"
+                "`farflung key run7.key`, then --key_file run7.key on each machine"
             )
             record(Kind.NOTE, message=message)
         if self._has_sums and (settings.meet or "tcp://").partition("://")[0] != "tcp":

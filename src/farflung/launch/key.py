@@ -10,21 +10,27 @@ from contextlib import suppress
 
 import click
 
-from farflung.base.events import tell
-from farflung.config.key import new_key
+from farflung.base.errors import ConfigError
+from farflung.config.key import new_key, write_key
 
 
 @click.command()
-def key() -> None:
-    """Print a new key: `farflung key > run7.key`, then `farflung launch --key_file run7.key` on each machine.
+@click.argument("file", required=False)
+def key(file: str | None) -> None:
+    """Make a new key: `farflung key run7.key`, then `farflung launch --key_file run7.key` on each machine.
 
-    Nobody else may read the file. Copy it to the other machines over ssh, not through the address of the run.
+    Nobody else may read the FILE, which must be new; without one the key is printed. Copy it to the other machines over
+    ssh, not through the address of the run.
     """
+    if file is not None:
+        write_key(file)
+        return
+    mode = 0
     with suppress(OSError, ValueError):  # a stream that has no file
-        output = sys.stdout.fileno()
-        if stat.S_ISREG(os.fstat(output).st_mode):
-            with suppress(PermissionError):
-                os.fchmod(output, 0o600)
-            if (mode := stat.S_IMODE(os.fstat(output).st_mode)) & 0o077:
-                tell(f"farflung: others may read this file (mode {mode:o}); keep keys where `chmod 600` works")
+        mode = os.fstat(sys.stdout.fileno()).st_mode
+    if stat.S_ISREG(mode) and mode & 0o077:
+        raise ConfigError(
+            f"The key would be printed into a file that others may open (mode {stat.S_IMODE(mode):o}), and whoever has "
+            "it open reads the key. Use `farflung key FILE`, which makes one of your own."
+        )
     click.echo(new_key())

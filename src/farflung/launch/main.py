@@ -28,7 +28,7 @@ COMMANDS = {
     "follow": ("farflung.launch.engines.submit:follow", "Show what a run that was submitted prints."),
     "scale": ("farflung.launch.engines.submit:scale", "Change how many replicas a run that was submitted has."),
     "cancel": ("farflung.launch.engines.submit:cancel", "End a run that was submitted."),
-    "key": ("farflung.launch.key:key", "Print a new key, which the members of a run share."),
+    "key": ("farflung.launch.key:key", "Make a new key, which the members of a run share."),
     "config": ("farflung.launch.ask:config", "Ask for settings and save them in a file."),
     "plan": ("farflung.observe.planned:plan", "Forecast what each method costs on a network."),
     "doctor": ("farflung.launch.doctor:doctor", "Find what is wrong with machines and the lines between them."),
