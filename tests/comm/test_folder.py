@@ -90,6 +90,18 @@ def test_what_a_killed_writer_has_left_is_deleted_after_a_day(folder, tmp_path):
     assert (old.exists(), new.exists()) == (False, True)
 
 
+def test_a_link_in_the_place_of_the_folder_aside_is_refused_and_nothing_is_deleted_where_it_leads(tmp_path):
+    meeting, home = tmp_path / "meeting", tmp_path / "home"
+    for path in (meeting, home):
+        path.mkdir()
+    (home / "mine").touch()
+    os.utime(home / "mine", (1, 1))
+    (meeting / ".aside").symlink_to(home)
+    with pytest.raises(ConfigError, match=r"\.aside there is a link"):
+        FolderTransport(meeting)
+    assert [path.name for path in home.iterdir()] == ["mine"]
+
+
 def test_what_is_no_file_or_no_folder_is_an_error_without_a_key(folder, tmp_path):
     board = folder.board.patient(0)
     (tmp_path / "x.value").mkdir()

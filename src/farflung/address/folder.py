@@ -77,16 +77,29 @@ def _open_file(path: str, flags: int) -> int:
 
 
 def _delete_abandoned(aside: Path) -> None:
-    """Make the folder of files that are being written, and delete what was abandoned there."""
+    """Make the folder of files that are being written, and delete what was abandoned there; ValueError if it is a link.
+
+    Others may write next to it: it is opened once, so that a link that they put in its place leads nowhere.
+    """
     aside.mkdir(exist_ok=True)
-    mine = aside / secrets.token_hex(8)
-    mine.touch()
-    now = mine.stat().st_mtime  # as the file system's clock has it
-    mine.unlink()
-    for file in aside.iterdir():
-        with suppress(FileNotFoundError):  # another process has renamed it meanwhile
-            if file.stat().st_mtime < now - _ABANDONED_S:
-                file.unlink()
+    try:
+        folder = os.open(aside, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        if aside.is_symlink():
+            raise ValueError(f"{aside.name} there is a link, and files would be deleted where it leads") from None
+        raise
+    try:
+        mine = secrets.token_hex(8)
+        descriptor = os.open(mine, os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
+        now = os.fstat(descriptor).st_mtime  # as the file system's clock has it
+        os.close(descriptor)
+        os.unlink(mine, dir_fd=folder)
+        for name in os.listdir(folder):
+            with suppress(FileNotFoundError):  # another process has renamed it meanwhile
+                if os.stat(name, dir_fd=folder).st_mtime < now - _ABANDONED_S:
+                    os.unlink(name, dir_fd=folder)
+    finally:
+        os.close(folder)
 
 
 @dataclass(frozen=True)
