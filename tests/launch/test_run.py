@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -169,6 +170,21 @@ def test_on_one_machine_everything_listens_on_loopback_alone(is_launched, farflu
         addresses = seen_by(f"rank{rank}.json")
         assert addresses
         assert {*addresses} == {"127.0.0.1"}
+
+
+def test_processes_may_have_as_many_connections_as_the_machine_allows(home, monkeypatch):
+    """Strangers at a port of gloo, which ends the process when no file is left for one more."""
+    (home / "train.py").touch()
+    seen = []
+    monkeypatch.setattr("farflung.launch.run.start", lambda *_: seen.append(resource.getrlimit(kind)[0]) or 0)
+    kind = resource.RLIMIT_NOFILE
+    soft, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (min(soft, 512), hard))
+    try:
+        assert call_farflung("launch", "--cpu", "--num_processes", "2", "train.py") == 0
+    finally:
+        resource.setrlimit(kind, (soft, hard))
+    assert seen == [min(hard, 65_536) if hard != resource.RLIM_INFINITY else 65_536]
 
 
 def test_one_process_is_the_script_itself(farflung, home):

@@ -17,6 +17,7 @@ from farflung.launch.events import FolderSink, Screen, showing
 from farflung.launch.folder import RunFolder, make_folder
 from farflung.launch.plan import Script
 from farflung.launch.run import Ranks
+from farflung.process.sockets import allow_connections
 
 if TYPE_CHECKING:
     from farflung.launch import elastic
@@ -64,6 +65,8 @@ def launch_script(resolved: Resolved, script: Script) -> int:
         if resolved.settings.dry_run:
             click.echo(starter.described())
             return DONE
+        if not starter.is_lone:
+            allow_connections()
         started = starter.prepare()
         folder = make_folder(resolved, script.name, script.arguments, started, starter.is_lone)
         EVENTS.addHandler(FolderSink(folder))

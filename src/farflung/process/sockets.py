@@ -4,7 +4,27 @@
 from __future__ import annotations
 
 import socket
+import sys
+from contextlib import suppress
 from typing import Any
+
+_OPEN_FILES = 65_536  # enough for many strangers; some programs ask each number for a file
+
+
+def allow_connections() -> None:
+    """Raise the limit of open files of this process, and of those it starts, as far as it may.
+
+    Whoever reaches a port can connect there and stay silent. gloo ends the process where no file is left for one.
+    """
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def address_on_route_to(address: str) -> str:
