@@ -26,6 +26,7 @@ from farflung.hosts.rounds import record_rounds
 from farflung.methods.robustness import RULES
 from farflung.methods.weighting import Decision, in_proportion
 from farflung.outer import ByWork, ClippedToMedian, OuterLoop, Screened, diloco, robust, streaming_diloco
+from farflung.outer.membership import fixed_membership
 from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
 from tests.outer.elastic_run import ElasticRun, wrong
@@ -292,8 +293,8 @@ def among_few(group, rule):
 @pytest.mark.law("outliers-are-left-out")
 def test_an_event_says_when_replicas_have_become_too_few_for_a_rule_or_enough_again():
     found, changes, counts = zip(*run_replicas(among_few, 4, "trimmed"), strict=True)
-    few = "with 3 replicas one of them can spoil the weights: the robust rule outvotes one of 4 or more"
-    assert found == ([few, "with 4 replicas the robust rule outvotes any one of them again", few], [], None, [])
+    few = "with 3 replicas at work one of them can spoil the weights: the robust rule outvotes one of 4 or more"
+    assert found == ([few, "with 4 replicas at work the robust rule outvotes any one of them again", few], [], None, [])
     joined, lost = ({}, (3,), False), ({2: "it is away"}, (), True)
     assert changes == ([joined, lost], [joined, lost], None, [lost])  # a newcomer doesn't count itself
     assert counts == ((1, 1), (1, 1), None, (1, 0))
@@ -359,3 +360,44 @@ def test_an_event_of_a_member_goes_to_the_first_launcher():
     members = Members(Record(2, 1, (1, 2, 3)), ready=(1, 2, 3))
     members.member(1).note(Kind.EXCLUDED, 3, why="its values are not finite")
     members.told("member 3 does not count in rounds: its values are not finite")
+
+
+TRIMMED = replace(robust(diloco(2, **PLAIN), "trimmed"), same_data=True)
+
+
+def beside_rounds(group, recipe, how):
+    """What replicas end with where the last of eight brings 2**40 in something that no round of all carries."""
+    model, says = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), []
+    membership = fixed_membership(group, None, True)
+    membership.note = lambda kind, member, **facts: says.append(facts.get("message", ""))
+    outer = OuterLoop(model, recipe, membership=membership)
+    outer.step()
+    outer.step()
+    wrong = 2.0**40 if group.rank == 7 else 1.0
+    with torch.no_grad():
+        if how == "buffers":
+            model[1].running_mean.fill_(wrong)
+        elif how == "counters":
+            model[1].num_batches_tracked.fill_(int(wrong))
+        elif how == "set weights":
+            model[0].weight.fill_(wrong)
+        elif how == "new parameters":
+            model.append(nn.Linear(2, 2, bias=False))
+            model[2].weight.fill_(wrong)
+        elif how == "one at work" and group.rank in (0, 7):
+            model[0].weight.fill_(wrong)
+            outer.count()
+    outer.flush()
+    return max(float(value.abs().max()) for value in model.state_dict().values()), says
+
+
+@pytest.mark.law("outliers-are-left-out")
+@pytest.mark.parametrize("how", ["buffers", "counters", "set weights", "new parameters"])
+def test_one_faulty_replica_spoils_nothing_that_is_averaged_outside_of_rounds(how):
+    assert all(largest < 10 for largest, _ in run_replicas(beside_rounds, 8, TRIMMED, how))
+
+
+def test_an_event_says_when_too_few_replicas_are_at_work_for_a_rule():
+    _, says = run_replicas(beside_rounds, 8, TRIMMED, "one at work")[0]
+    few = "with 2 replicas at work one of them can spoil the weights: the robust rule outvotes one of 4 or more"
+    assert says == [few]

@@ -19,12 +19,11 @@ from farflung.comm.shards import local, part_of
 from farflung.comm.tensor_memory import fingerprint, fingerprints
 from farflung.exchanged.comparison import Comparison
 from farflung.exchanged.structure import buckets_of
-from farflung.methods.aggregate import TrimmedMax, TrimmedMean
-from farflung.methods.agreement import Aggregator, Anchored, Averaged, Max, Mean
+from farflung.methods.agreement import Anchored, Averaged
 from farflung.methods.eager import Eager
 from farflung.methods.fragments import Fragment, TensorPlace, without_masks
 from farflung.methods.recipe import Recipe
-from farflung.methods.weighting import NormHistory, Screened
+from farflung.methods.weighting import NormHistory
 from farflung.votes.ballot import Seen, digest_of
 
 
@@ -75,11 +74,8 @@ class BoundFragment:
         if recipe.optimizer is not None:
             parts = (parameters, recipe.aggregator, recipe.codec, recipe.optimizer, recipe.merge, recipe.anchor_on_cpu)
             self.weights = Eager(*parts, num_ranks=group.size) if recipe.eager else Anchored(*parts)
-        of_buffers: tuple[Aggregator, Aggregator] = (Mean(), Max())
-        if isinstance(recipe.policy, Screened):
-            of_buffers = TrimmedMean(), TrimmedMax()
-        self.buffers = Averaged(averages, of_buffers[0], Identity())
-        self.counters = Averaged(counters, of_buffers[1], Identity())
+        self.buffers = Averaged(averages, recipe.beside[0], Identity())
+        self.counters = Averaged(counters, recipe.beside[1], Identity())
         self.agreements = {"weights": self.weights, "buffers": self.buffers, "counters": self.counters}
 
     def enter(self, before: Sequence[int], ids: Sequence[int]) -> None:

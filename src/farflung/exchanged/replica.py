@@ -59,7 +59,7 @@ class Replica:
         self._recipe = self._tuned = recipe
         self.cap_bytes, self._num_buffers, self._island_size = cap_bytes, num_buffers, island_size
         self.is_sharded = model_has_dtensor(model)
-        self.trained = TrainedSet(keeps=recipe.has_anchor)
+        self.trained = TrainedSet(recipe.has_anchor, recipe.beside[0])
         self._read(recipe.fragments(model, recipe.schedule.fragments))  # it names what can't be sent
         self.fragments: list[BoundFragment] = []
 

@@ -22,7 +22,7 @@ from farflung.comm.group import Group
 from farflung.comm.recording import uncompiled
 from farflung.comm.shards import local
 from farflung.exchanged.structure import buckets_of, line_of
-from farflung.methods.agreement import NewParameters
+from farflung.methods.agreement import Aggregator, NewParameters
 from farflung.methods.fragments import TensorPlace, could_train, training
 from farflung.votes.ballot import Tally, digest_of
 
@@ -122,6 +122,7 @@ class TrainedSet:
 
     Args:
         keeps: what is trained and not exchanged yet is copied before its first step, as a recipe's anchor is.
+        aggregator: of parameters in their first round.
 
     Attributes:
         names: of the parameters that are exchanged.
@@ -131,6 +132,7 @@ class TrainedSet:
     """
 
     keeps: bool
+    aggregator: Aggregator
     names: set[str] = field(default_factory=set)
     places: dict[str, TensorPlace] = field(default_factory=dict)
     moves: SteppedParameters = field(init=False)
@@ -250,7 +252,7 @@ class TrainedProposal:
 
     def accept(self, names: set[str], cap_bytes: int) -> None:
         self.accepted = names
-        self.coming = NewParameters(buckets_of(self.trained.coming(names), cap_bytes, None))
+        self.coming = NewParameters(buckets_of(self.trained.coming(names), cap_bytes, None), self.trained.aggregator)
 
     def anchors(self) -> dict[int, Tensor]:
         """Return the mean of each parameter that has come, `[numel]`, by its id: of one rank alone, its value."""

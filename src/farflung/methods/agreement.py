@@ -30,6 +30,7 @@ from farflung.comm.group import Group, Op, Work
 from farflung.methods.momentum import OuterSGD
 from farflung.methods.weighting import Decision
 
+Ways: TypeAlias = "tuple[Aggregator, Aggregator]"  # of floating values and of whole numbers
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
 
 
@@ -227,8 +228,8 @@ class Averaged:
 class NewParameters(Averaged):
     """local <- local + (mean - what was sent): parameters in their first round, whose mean becomes their anchor."""
 
-    def __init__(self, buckets: Buckets) -> None:
-        super().__init__(buckets, Mean(), Identity())
+    def __init__(self, buckets: Buckets, aggregator: Aggregator) -> None:
+        super().__init__(buckets, aggregator, Identity())
         self._sent: dict[int, Tensor] = {}
         self.means: dict[int, Tensor] = {}  # that were applied, by bucket
 
@@ -467,24 +468,27 @@ def _check_cut(given: Sequence[Tensor], here: Sequence[Tensor]) -> None:
         )
 
 
-def average(tensors: Sequence[Tensor], group: Group, decision: Decision, cap_bytes: int = CAP_BYTES) -> int:
+def average(
+    tensors: Sequence[Tensor], group: Group, decision: Decision, cap_bytes: int = CAP_BYTES, how: Ways = (Mean(), Max())
+) -> int:
     """Replace `tensors` by their weighted mean over the ranks, at once: a collective outside of rounds.
 
     Args:
         tensors: floating ones of any shapes, the same on every rank; or whole numbers, whose largest are taken instead.
         cap_bytes: how much is copied and sent at a time.
+        how: the values are aggregated, if not so.
 
     Returns:
         The bytes that this rank sent, which are as many as it received.
     """
-    dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-    aggregator: Aggregator = Mean()
-    if any(not tensor.is_floating_point() for tensor in tensors):
-        dtype, aggregator = torch.int64, Max()
+    is_float = all(tensor.is_floating_point() for tensor in tensors)
+    widest = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    dtype, aggregator = (widest, how[0]) if is_float else (torch.int64, how[1])
     buckets, sent = Buckets(tensors, dtype, cap_bytes=cap_bytes), 0
     for k in range(len(buckets)):
         flat = buckets.pack(k)
-        pending = aggregator.start(Payload(flat, None, flat, decision.factors[group.rank]), Identity(), group, 0)
+        payload = aggregator.prepare(flat, Identity(), group, None)
+        pending = aggregator.start(replace(payload, weight=decision.factors[group.rank]), Identity(), group, 0)
         buckets.unpack(k, pending.wait(decision)[1])
         sent += pending.num_bytes
     return sent

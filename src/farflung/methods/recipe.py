@@ -17,8 +17,8 @@ from farflung.codec.feedback import ErrorFeedback
 from farflung.codec.named import codec_of
 from farflung.comm.group import SoloGroup
 from farflung.config.outer import FEW_ROUNDS
-from farflung.methods.aggregate import Gossip, RadialMean, ReduceScatterMean, TrimmedMean
-from farflung.methods.agreement import Aggregator, Blend, MakeOptimizer, Mean, Merge, Replace
+from farflung.methods.aggregate import Gossip, RadialMean, ReduceScatterMean, TrimmedMax, TrimmedMean
+from farflung.methods.agreement import Aggregator, Blend, MakeOptimizer, Max, Mean, Merge, Replace, Ways
 from farflung.methods.fragments import Cut, whole
 from farflung.methods.inner import Inner, KeepState
 from farflung.methods.schedule import (
@@ -231,6 +231,11 @@ class Recipe:
         if isinstance(inside, (Every, Streaming, Quadratic)):
             return inside.every
         return max(inside.sizes) if isinstance(inside, Levels) else None
+
+    @property
+    def beside(self) -> Ways:
+        """How buffers, and what is averaged outside of rounds, are aggregated."""
+        return (TrimmedMean(), TrimmedMax()) if isinstance(self.policy, Screened) else (Mean(), Max())
 
     @property
     def is_undecided(self) -> bool:

@@ -29,10 +29,11 @@ class Notices:
             if bool(fragments) != before and is_first:
                 why = {"why": record.left_out[member]} if fragments else {}
                 note(Kind.EXCLUDED, member, **why)
-        size, least = len(record.members), self.timetable.recipe.least
+        at_work = len(record.left_out) + sum(weight > 0 for weight in record.weights)
+        size, least = at_work or len(record.members), self.timetable.recipe.least
         were_few, self._are_few = self._are_few, size < least
         if were_few != self._are_few and is_first:
-            here = f"with {counted(size, 'replica')}"
+            here = f"with {counted(size, 'replica')} at work"
             message = f"{here} one of them can spoil the weights: the robust rule outvotes one of {least} or more"
             message = message if self._are_few else f"{here} the robust rule outvotes any one of them again"
             note(Kind.NOTE, record.members[0], message=message)

@@ -473,7 +473,7 @@ class Quorum:
         sound = all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
         decision = in_proportion(self.vote(sound=sound).sound_weights)
         if decision.total:
-            self._meter.add_exchanged(average(tensors, self.group, decision, self.replica.cap_bytes))
+            self._average(tensors, decision)
 
     def average_buffers(self, fragment: BoundFragment) -> None:
         """Average a fragment's buffers though no rank made a step: a forward pass is enough to change them."""
@@ -482,7 +482,11 @@ class Quorum:
             self.average(floats)
         if counters:
             everyone = Decision((1.0,) * self.group.size, float(self.group.size))
-            self._meter.add_exchanged(average(counters, self.group, everyone, self.replica.cap_bytes))
+            self._average(counters, everyone)
+
+    def _average(self, tensors: list[Tensor], decision: Decision) -> None:
+        how = self._timetable.recipe.beside
+        self._meter.add_exchanged(average(tensors, self.group, decision, self.replica.cap_bytes, how))
 
     def take_changes(self) -> dict[str, Any]:
         """Return what has changed since the last call, by the names of a `Round`'s fields."""
