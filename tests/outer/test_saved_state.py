@@ -209,7 +209,8 @@ def test_replicas_that_begin_when_all_have_died_go_on_from_the_newest_state_that
     assert not damage or all(map(torch.equal, found, anchor))
     assert slots.last()[1] == b"1"
     told = "\n".join(map(str, notes.receive()))
-    assert f"training continues with 1 replica from the state at step {again.position}, " in told
+    lost = "1 later round lost" if damage else "no round lost"
+    assert f"training continues with 1 replica from the state at step {again.position}, {lost}" in told
     assert ("the state at step 12 is damaged (its checksum shows that it is damaged)" in told) == damage
     step(again, 1)
     assert not again.is_newcomer

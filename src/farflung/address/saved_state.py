@@ -50,6 +50,7 @@ class Saved:
     logs: Mapping[str, str] = field(default_factory=dict)  # values of logs of the run that belong to it, by name
     description: str = ""  # of the replica, as it describes itself when it asks to be admitted
     is_last: bool = False  # the run has come to its end with it
+    since: int = 0  # how many fragments' rounds had landed since the state before
 
     @property
     def generation(self) -> int:

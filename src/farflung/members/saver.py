@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ class Saver:
         self._share_group, self._every = share_group, max(1, every // 2)
         self._place: dict[str, Any] = {}  # in the schedule, after the latest round
         self._num_fragments, self._has_warned = 1, False
-        self._since = self._every  # landings; one that has become the first member writes a state at once
+        self._since, self._is_due = 0, True  # landings; one that has become the first member writes a state at once
         self._saving: ThreadedCall[bool] | None = None
         self._noting: ThreadedCall[None] | None = None
         self._landed = 0, 0  # the latest round
@@ -77,14 +78,14 @@ class Saver:
         """
         self._landed = landed
         self._place = {**needs.state(False)["place"], "due": []}  # nobody has begun the next round with it
+        every, self._since = self._every * self._num_fragments, self._since + 1
         if not is_first:
-            self._since = self._every * self._num_fragments
+            self._since, self._is_due = min(self._since, every), True  # the first member has written one since
             return
-        self._since += 1
-        is_free, every = self._saving is None or self._saving.is_over, self._every * self._num_fragments
-        if from_first(self._share_group, lambda: self._since >= every and is_free):
-            self._since = 0
-            self._saving = self._begin(landed[0], needs)
+        is_free = self._saving is None or self._saving.is_over
+        if from_first(self._share_group, lambda: (self._is_due or self._since >= every) and is_free):
+            since, self._since, self._is_due = self._since, 0, False
+            self._saving = self._begin(landed[0], needs, since)
         elif self._since >= 2 * every and not self._has_warned:
             self._has_warned = True
             _logger.warning(
@@ -106,10 +107,10 @@ class Saver:
                 _ = task and task.result()
         has_all = not is_last and (self.has_kept or not (self._place and self._since))
         if is_alone:
-            is_written = has_all or self._begin(generation, needs, "end").result()
+            is_written = has_all or self._begin(generation, needs, self._since, "end").result()
         else:
             is_there = from_first(self._share_group, lambda: has_all)
-            was_written = is_there or self._begin(generation, needs, is_last=is_last).result()
+            was_written = is_there or self._begin(generation, needs, self._since, is_last=is_last).result()
             is_written = from_first(self._share_group, lambda: was_written)
         if not is_written:
             _logger.warning(self.keep_here(member, needs))
@@ -142,11 +143,13 @@ class Saver:
         """Return whether the state with which a run has ended in a generation lies at its address."""
         return any(one.is_last and one.generation == generation for one in self._states.newest())
 
-    def _begin(self, generation: int, needs: Needs, word: str = "", is_last: bool = False) -> ThreadedCall[bool]:
+    def _begin(
+        self, generation: int, needs: Needs, since: int, word: str = "", is_last: bool = False
+    ) -> ThreadedCall[bool]:
         """Begin to write a state. Given a `word` for its name, no rank waits for another, and the last one finishes."""
         name = word or from_first(self._share_group, lambda: secrets.token_hex(4))
         saved, parts = self._state(generation, needs, name)
-        saved = replace(saved, is_last=is_last)
+        saved = replace(saved, is_last=is_last, since=since)
         return ThreadedCall(partial(self._write, self._landed, saved, parts, waits=not word), "write a state")
 
     def _state(self, generation: int, needs: Needs, word: str) -> tuple[Saved, dict[str, Any]]:
@@ -173,7 +176,7 @@ class Saver:
                     self._loop.put(f"g{landed[0]}/landings", b"0")
             return True
         except Unreachable as error:
-            self._since = self._every * self._num_fragments  # the next round tries again
+            self._since, self._is_due = self._since + saved.since, True  # the next round tries again
             _logger.warning(f"The state at step {saved.position} was not written: {error}")
             return False
 
@@ -241,7 +244,8 @@ class Saver:
         """Return how many rounds have landed since a state, which a run that continues from it has lost."""
         record = self._members.record()
         landings = self._loop.get(f"g{0 if record is None else record.number}/landings")
-        return -(-int(landings or 0) // (len(saved.parts) - 1))
+        newer = takewhile(lambda one: one.name != saved.name, self._states.newest())  # which are damaged
+        return -(-(int(landings or 0) + sum(one.since for one in newer)) // (len(saved.parts) - 1))
 
     def given(self, name: str) -> dict[str, Any]:
         """Return this rank's part of a state: a collective of its replica. RankFailure if it can't be read."""
