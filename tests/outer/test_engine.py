@@ -327,9 +327,9 @@ def test_seconds_add_up():
     assert stats.seconds_exposed < stats.seconds_total <= outer.stats().seconds_total
 
 
-def sets_weights(group, differ):
+def sets_weights(group, recipe, differ):
     """Weights that a script sets after a flush, as averages of earlier ones, stay in a flush without steps."""
-    run = Run(group, diloco(4), linear)
+    run = Run(group, recipe, linear)
     run.steps(*range(6))
     run.outer.flush()
     run.outer.flush()
@@ -343,8 +343,11 @@ def sets_weights(group, differ):
 
 
 @pytest.mark.parametrize("differ", [False, True])
-def test_weights_that_a_script_sets_without_a_step_are_the_new_common_ones(differ):
-    one, other = run_replicas(sets_weights, 2, differ)
+@pytest.mark.parametrize(
+    "recipe", [diloco(4), local_sgd(4), hierarchical({2: 2, 4: None})], ids=["anchored", "averaged", "in levels"]
+)
+def test_weights_that_a_script_sets_without_a_step_are_the_new_common_ones(recipe, differ):
+    one, other = run_replicas(sets_weights, 2, recipe, differ)
     assert all(map(same, one, other))
     _, after, end = one
     assert all(torch.equal(value, torch.full_like(value, 1.0 + differ)) for value in after.values())

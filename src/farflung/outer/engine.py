@@ -303,8 +303,8 @@ class OuterLoop:
         """Stay in the rounds until every rank has called this; afterwards all replicas are bitwise equal.
 
         The last round averages the steps since the previous one; if no rank has made any, only votes and buffers are
-        exchanged, and weights that a script has set since are the new common ones (their mean, if they differ), where
-        an anchor shows that. If it is dropped, replicas return to their anchor, or without one take the mean of those
+        exchanged, and weights that a script has set since are the new common ones (their mean, if they differ), if
+        a round leaves all alike. If it is dropped, replicas return to their anchor, or without one take the mean of those
         with finite weights. Afterwards the schedule continues on all ranks from the furthest step of any rank.
         """
         self._check_open()
