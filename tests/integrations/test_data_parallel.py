@@ -2,12 +2,13 @@
 """`--outer` around plain DDP scripts: the same bits as a loop by hand around the bare model, or one sentence."""
 
 import copy
+import io
 import json
 import re
 import sys
 import time
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr
 from types import SimpleNamespace
 
 import pytest
@@ -323,6 +324,28 @@ def test_one_rank_alone_saves_the_agreed_weights_and_all_go_on_from_what_they_lo
     model.load_state_dict(model.state_dict())
     assert same(held_by(model), agreed)
     takeover.close()
+
+
+@on_ranks(2)
+def test_a_script_that_copies_its_net_gets_its_own_weights_and_a_line_says_what_a_state_dict_has():
+    takeover = installed(RECIPES["diloco"])
+    model, target, later = DistributedDataParallel(net(), find_unused_parameters=True), net(), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(5):
+        one_step(model, optimizer)
+    with redirect_stderr(io.StringIO()) as printed:
+        target.load_state_dict(model.module.state_dict())
+        kept = model.module.state_dict()
+    own = held_by(model.module)
+    assert same(held_by(target), own)
+    assert not same({name: kept[name] for name in own}, own)
+    one_step(model, optimizer)
+    later.load_state_dict(kept)  # what was kept is what it was
+    assert same(held_by(later), {name: kept[name] for name in own})
+    takeover.close()
+    said = printed.getvalue().count("between rounds state_dict() has the weights that all replicas last agreed on")
+    assert said == (dist.get_rank() == 0)
 
 
 class Trainer:

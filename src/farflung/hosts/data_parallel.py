@@ -50,7 +50,7 @@ from farflung.config import environ
 from farflung.config.launch import launched_outer
 from farflung.hosts.driver import Driver, EpochTracker
 from farflung.hosts.elastic import members_of, slots_of
-from farflung.hosts.evaluation import FollowedModelHook, LentWeights
+from farflung.hosts.evaluation import AgreedState, FollowedModelHook, LentWeights
 from farflung.hosts.frameworks import follow_frameworks, show_in_trainer, to_make_a_group, to_make_ddp
 from farflung.hosts.patching import around
 from farflung.hosts.rounds import RoundFigures, RoundOutputs
@@ -83,7 +83,7 @@ class FollowedModel:
         self.driver: Driver | None = None
         self.epochs = EpochTracker(partial(flush, self))
         self.local = LocalDDP(ddp, self._averages, mesh.island)
-        self.evaluation = LentWeights(ddp)
+        self.evaluation, self.agreed = LentWeights(ddp), AgreedState()
         self.trained = {name for name, one in self.local.module.named_parameters() if one.requires_grad}
         ddp.register_comm_hook = _no_second_hook  # type: ignore[method-assign]
 
@@ -150,6 +150,7 @@ class DDPTakeover:
         around(dist, "destroy_process_group", self._destroy_group)
         around(DistributedDataParallel, "__init__", self._make_ddp)
         around(nn.Module, "train", self._set_mode)
+        around(nn.Module, "load_state_dict", self._load)
         around(torch.amp.GradScaler, "step", self._scaler_step)
 
     def _set_mode(self, train: Callable[..., Any], module: nn.Module, mode: bool = True) -> Any:
@@ -159,6 +160,12 @@ class DDPTakeover:
             if one.holds(module) or module is one.local.ddp:
                 one.evaluation.change(mode, one.driver if trained else None)
         return result
+
+    def _load(self, load: Callable[..., Any], module: nn.Module, state: Any, *args: Any, **options: Any) -> Any:
+        for one in self._followed:
+            if one.driver is not None and not (one.holds(module) or module is one.local.ddp):
+                state = one.agreed.as_own(state, one.driver.attempts)
+        return load(module, state, *args, **options)
 
     def close(self) -> None:
         """End all loops with a last flush: a collective of all ranks."""
@@ -478,6 +485,9 @@ def _put_agreed(one: FollowedModel, state: dict[str, Any], prefix: str, metadata
     with one.driver.agreed():
         own = {key: value for key, value in state.items() if key.startswith(prefix) and torch.is_tensor(value)}
         state.update({key: value.clone() for key, value in own.items()})
+    one.agreed.note(state, own, one.driver.attempts)
+    if one.driver.loop.steps_since_sync and one.driver.loop.is_first:
+        one.agreed.say()
 
 
 def _begin_anew(one: FollowedModel, keys: Any) -> None:

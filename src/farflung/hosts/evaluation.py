@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -11,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from farflung.base.events import tell
+from farflung.base.frames import user_call
 from farflung.hosts.driver import Driver
 
 
@@ -45,6 +49,43 @@ class LentWeights:
         if self._own is not None:
             restoring, self._own = self._own, None
             restoring.close()
+
+
+class AgreedState:
+    """The latest state dict that has the agreed weights in place of a rank's own.
+
+    A script that loads it into another model of its own right away copies its net, as DQN does to its target: that
+    model gets the rank's own weights, as it does without an outer loop.
+    """
+
+    def __init__(self) -> None:
+        self._state: Callable[[], Any] = lambda: None
+        self._own: dict[str, torch.Tensor] = {}
+        self._step = 0
+        self._is_said = False
+
+    def say(self) -> None:
+        """Print a line, once, if the script itself asks for a state dict: it may want to copy its net."""
+        caller = user_call(sys._getframe())
+        if not self._is_said and caller.path and "-packages" not in caller.path:
+            self._is_said = True
+            tell(
+                f"farflung: {caller.at}: between rounds state_dict() has the weights that all replicas last agreed on, "
+                "to be saved. Loaded into another model at once it gives this rank's own, as named_parameters() does."
+            )
+
+    def note(self, state: dict[str, Any], own: dict[str, torch.Tensor], step: int) -> None:
+        """Called with a state dict, and the model's own tensors under its keys."""
+        self._state, self._own, self._step = weakref.ref(state), own, step
+
+    def as_own(self, state: Any, step: int) -> Any:
+        """Return a state dict with the rank's own weights if `state` is the latest one, made since the last step."""
+        if state is None or state is not self._state() or step != self._step:
+            return state
+        own = OrderedDict(state)
+        own.update(self._own)
+        own._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]  # as torch keeps it there
+        return own
 
 
 class FollowedModelHook:

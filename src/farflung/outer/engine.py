@@ -304,8 +304,8 @@ class OuterLoop:
 
         The last round averages the steps since the previous one; if no rank has made any, only votes and buffers are
         exchanged, and weights that a script has set since are the new common ones (their mean, if they differ), if
-        a round leaves all alike. If it is dropped, replicas return to their anchor, or without one take the mean of those
-        with finite weights. Afterwards the schedule continues on all ranks from the furthest step of any rank.
+        a round leaves all alike. If it is dropped, replicas return to their anchor, or without one take the mean of
+        those with finite weights. Afterwards the schedule continues on all ranks from the furthest step of any rank.
         """
         self._check_open()
         with unrecorded():
