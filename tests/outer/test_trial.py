@@ -15,7 +15,7 @@ from torch import nn
 
 from farflung import OuterConfig
 from farflung.auto.trial import Link, Measurements, RecipeTrial
-from farflung.base.errors import ConfigError
+from farflung.base.errors import ConfigError, RankFailure
 from farflung.comm.group import SoloGroup
 from farflung.config.outer import OuterSettings
 from farflung.members.elastic import Elastic
@@ -26,6 +26,7 @@ from farflung.outer.membership import FixedMembership
 from farflung.testing.ranks import run_ranks
 from farflung.testing.sim import run_replicas
 from tests.faults import fail_at
+from tests.outer import test_saved_state as saved_states
 from tests.outer.elastic_run import ElasticRun, transport_at
 from tests.outer.islands import Grid, IslandRun
 from tests.outer.replicas import Run, net, on_replicas, same, train, values
@@ -432,3 +433,53 @@ def test_replicas_that_come_and_go_choose_after_a_round_though_one_has_ended_or_
     assert not [event for event in run.events if "late" in event]
     assert [(one["auto"], one["end"]) for one in ends] == [(ends[0]["auto"], ends[0]["end"])] * 2
     assert OuterSettings(**json.loads(ends[0]["auto"])) == CHOICES["diloco"]
+
+
+def on_trial_at(address, steps=0):
+    """A replica alone at an address, whose trial others end."""
+    return saved_states.trained(address, "auto", steps, chooser=RecipeTrial(FixedTuner(CHOICES["diloco"])))
+
+
+def choose_at(outer):
+    settings = CHOICES["diloco"]
+    outer._quorum.membership.agreed(json.dumps({"recipe": settings.recipe, **settings.given()}))
+
+
+@pytest.mark.law("a-run-outlives-its-members")
+def test_a_run_continues_though_all_have_died_after_the_choice_and_before_the_next_state(tmp_path):
+    address = tmp_path.as_uri()
+    outer, member = on_trial_at(address, 21)
+    choose_at(outer)
+    saved_states.kill(outer, member, address)
+    again, _ = on_trial_at(address)
+    assert (again.position, again.schedule) == (20, Every(8))
+    saved_states.step(again, 9)
+    again.close()
+    assert again.stats().rounds > 0
+
+
+@pytest.mark.law("a-run-outlives-its-members")
+def test_a_replica_that_is_refused_on_its_way_back_after_the_choice_asks_with_that(tmp_path):
+    """As one that was stopped for longer than the grace in the choice's last collective."""
+    outer, _ = on_trial_at(tmp_path.as_uri(), 21)
+    choose_at(outer)
+    membership, asked, fails = outer._quorum.membership, [], [True]
+    enter = membership.enter
+
+    def is_lost_once():
+        if fails:
+            fails.clear()
+            raise RankFailure("a test")
+
+    def refuses_trials(needs):
+        asked.append("Trial" in needs.description)
+        if asked[-1]:
+            raise ConfigError("This replica can't join the run: its outer loop is another one.")
+        return enter(needs)
+
+    membership.enter = refuses_trials
+    outer._quorum.run(is_lost_once)
+    assert asked == [True, False]
+    assert outer.schedule == Every(8)
+    saved_states.step(outer, 9)
+    outer.close()

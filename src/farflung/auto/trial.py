@@ -147,16 +147,26 @@ class RecipeTrial(Chooser):
     def bind(self, model: nn.Module, quorum: Quorum) -> None:
         self._model, self._quorum = model, quorum
 
+    def refused(self) -> Recipe | None:
+        """Return what members have chosen meanwhile; or the trial, as all may have ended after the choice, and before
+        a state was written under it."""
+        if self.is_measuring:
+            return self.known()
+        self._spec = _ALONE
+        return self._recipe
+
     def known(self) -> Recipe | None:
         text = self._membership.agreed("")
         return self._take(text, None) if text and self.is_measuring else None
 
     def met(self) -> Recipe | None:
-        """Measure the line, unless this process is alone."""
+        """Measure the line, unless this process is alone; or return what was chosen since a state that is continued."""
         quorum = self._quorum
+        if self.is_measuring and not quorum.membership.is_fixed:
+            return self.known()
         if quorum.group.size == 1 and quorum.membership.is_fixed:
             self._tuner.alone()
-        if not self.is_measuring or quorum.group.size == 1 or not quorum.membership.is_fixed:
+        if not self.is_measuring or quorum.group.size == 1:
             return None
         if step_s := self._quorum.together(self._measure_line):
             steps = self._gathered(*self._planned())[0]

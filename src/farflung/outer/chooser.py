@@ -38,8 +38,9 @@ class Chooser:
     def bind(self, model: nn.Module, quorum: Quorum) -> None:
         """Called before the members meet, with what is trained and with whom."""
 
-    def known(self) -> Recipe | None:
-        """Return the recipe that other members of this run have chosen; None if none has."""
+    def refused(self) -> Recipe | None:
+        """Called where members refuse this replica, or a state at the run's address does: return the recipe that they
+        may have instead; None: there is none."""
         return None
 
     def met(self) -> Recipe | None:

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from farflung.base.errors import RankFailure, Unreachable
+from farflung.base.errors import ConfigError, RankFailure, Unreachable
 from farflung.base.events import Kind, record
 from farflung.comm.group import Group
 from farflung.exchanged.bound import BoundFragment
@@ -137,11 +137,13 @@ class Quorum:
         joined_in: the number of the latest generation that this rank has entered as a newcomer, or -1.
         worker: runs rounds in the background, if they overlap with training.
         under_way: the work that a loss ends.
+        ask_otherwise: called where the members refuse this replica; it may ask once more, as another recipe, if True.
     """
 
     generation: Generation  # once it has met the others
     group: Group  # of all its members
     under_way: UnderWay
+    ask_otherwise: Callable[[], bool]
 
     def __init__(
         self, membership: Membership, recipe: Recipe, replica: Replica, timetable: Timetable, meter: Meter
@@ -308,7 +310,12 @@ class Quorum:
 
     def _enter(self) -> None:
         before, had_state = getattr(self, "generation", None), self.needs.has_state
-        generation = self.membership.enter(self.needs_now())
+        try:
+            generation = self.membership.enter(self.needs_now())
+        except ConfigError:  # the members may have another recipe by now
+            if not self.ask_otherwise():
+                raise
+            generation = self.membership.enter(self.needs_now())
         if generation is not before:
             ids = () if before is None else before.ids
             if self.needs.admits and before is not None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from farflung.base.errors import ConfigError
 from farflung.comm.bucket import broadcast_values
 from farflung.comm.shards import local, num_parts
 from farflung.exchanged.comparison import FINGERPRINT_BYTES
@@ -71,18 +71,23 @@ class Sync:
 
     def enter(self) -> None:
         """Meet the other members: a collective."""
-        quorum = self.quorum
-        try:
-            quorum.enter()
-        except ConfigError:  # while it asked, the members may have chosen another recipe
-            if (chosen := self.chooser.known()) is None:
-                raise
-            self._follow(chosen, self.replica_of(chosen, self.replica))
-            quorum.enter()
+        quorum, this = self.quorum, weakref.proxy(self)  # or a loop that is dropped would keep its model
+        quorum.ask_otherwise = lambda: this._ask_otherwise()
+        quorum.enter()
         self.num_flushes = self.timetable.flushes
         self.run(())
         self.replace(self.chooser.met())
         self.note_step()  # from here on the first one counts
+
+    def _ask_otherwise(self) -> bool:
+        """Continue as others do now, with another recipe or a changed model; return whether that can be."""
+        if (change := self.replica.change()) is not None:
+            self.replica.follow(change)
+            return True
+        recipe = self.chooser.refused()
+        if recipe is not None:
+            self._follow(recipe, self.replica_of(recipe, self.replica))
+        return recipe is not None
 
     def note_step(self) -> None:
         """Tell the chooser that a step has ended, if it measures."""
