@@ -60,6 +60,7 @@ from farflung.loop.optimizer import parameters_of
 from farflung.loop.scheduler import planned_updates
 from farflung.methods.arguments import OuterConfig, recipe_of
 from farflung.methods.fragments import training
+from farflung.methods.inner import is_outermost_step
 from farflung.outer.checks import check_inner
 from farflung.outer.gradients import LocalDDP
 from farflung.process.failure import OUTER_ATTACHED, leave_note
@@ -345,7 +346,7 @@ class DDPTakeover:
                 self._about_to_step(optimizer)
 
     def _stepped(self, optimizer: Optimizer, done: bool = True) -> None:
-        if self._is_in_round or optimizer not in self._driven:
+        if self._is_in_round or optimizer not in self._driven or not is_outermost_step(optimizer):
             return
         self._is_skipped = False
         around = self._data.stepped()

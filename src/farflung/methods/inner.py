@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -22,6 +25,7 @@ from farflung.methods.agreement import average
 from farflung.methods.weighting import Decision, in_proportion
 from farflung.votes.ballot import digest_of
 
+_STEPS_IN = inspect.getfile(Optimizer)
 _COUNTER = "step"  # torch.optim keeps it as a float tensor, which has the shape of a parameter that is a scalar
 
 
@@ -195,11 +199,24 @@ def hooks_of(
     iteration = IterationTracker(optimizers)
 
     def count(optimizer: Optimizer, *_: Any) -> None:
-        for _done in iteration.step_attempted(optimizer):
+        for _done in iteration.step_attempted(optimizer) if is_outermost_step(optimizer) else ():
             after()
 
     hooks = [optimizer.register_step_pre_hook(uncompiled(before)) for optimizer in optimizers]
     return hooks + [optimizer.register_step_post_hook(uncompiled(count)) for optimizer in optimizers]
+
+
+def is_outermost_step(optimizer: Optimizer) -> bool:
+    """Return whether the hook that asks is that of a step which no other step of `optimizer` has called.
+
+    torch calls hooks around the step of each class, so twice where that of a subclass calls its super's.
+    """
+    frame, around = sys._getframe(1), list[FrameType]()
+    while frame is not None:
+        if frame.f_code.co_filename == _STEPS_IN and frame.f_locals.get("args", (None,))[0] is optimizer:
+            around.append(frame)
+        frame = frame.f_back  # type: ignore[assignment]
+    return len(around) < 2
 
 
 class IterationTracker:
