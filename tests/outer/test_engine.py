@@ -91,6 +91,23 @@ def test_statistics_are_averaged_counters_take_the_maximum_masks_stay(group, rec
     assert model.mask.isinf().sum() == 1
 
 
+@pytest.mark.law("equal-at-the-end")
+@pytest.mark.parametrize("recipe", [local_sgd(2), diloco(2)], ids=["local_sgd", "diloco"])
+@on_replicas(2)
+def test_what_an_observer_has_seen_is_alike_at_the_end_though_it_begins_at_infinity(group, recipe):
+    model = nn.Linear(2, 2)
+    model.register_buffer("least", torch.tensor(math.inf))
+    model.register_buffer("mask", torch.full((2, 2), -math.inf).triu(1))
+    outer = OuterLoop(model, recipe, group)
+    for _ in range(3):
+        shift(model.parameters(), 1.0 + group.rank)
+        model.least = torch.tensor(-1.0 - 2 * group.rank)
+        outer.step()
+    outer.close()
+    assert model.least.item() == -2.0
+    assert model.mask.isinf().sum() == 1
+
+
 def moved_by_forward_passes(group, recipe):
     model = nn.BatchNorm1d(2)
     outer = OuterLoop(model, recipe, group)
@@ -354,9 +371,17 @@ def test_weights_that_a_script_sets_without_a_step_are_the_new_common_ones(recip
     assert not same(end, after)
 
 
-def test_steps_of_an_attached_optimizer_are_counted_once():
+class CallsSuper(torch.optim.SGD):
+    """Of a class whose step calls that of its super: torch calls hooks around each of both."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, CallsSuper])
+def test_steps_of_an_attached_optimizer_are_counted_once(kind):
     model = Point(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = kind(model.parameters(), lr=0.1)
     outer = OuterLoop(model, local_sgd(4)).attach(optimizer)
     with pytest.raises(StateError, match="the optimizer's steps are counted already"):
         outer.step()

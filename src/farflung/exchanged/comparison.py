@@ -102,16 +102,25 @@ def synchronize(model: nn.Module, exchanged: Collection[int], group: Group, give
         exchanged: the ids of the parameters that rounds send.
         takes: False: this rank keeps its own.
     """
-    differing = [one.detach() for one in _differing(_unexchanged(model, exchanged), group)]
+    differing = [one.detach() for one in _differing(_unexchanged(model, exchanged), group).values()]
     # Bytes, as not every dtype can be copied into a bucket.
     plain = [bytes_of(one) if one.is_contiguous() else one for one in differing]
     broadcast_values(plain, group, giver, takes)
 
 
-def moved(model: nn.Module, exchanged: Collection[int], group: Group) -> list[Tensor]:
-    """Return the frozen floating weights that are not the same on all ranks any more: a collective."""
+def moved(
+    model: nn.Module, exchanged: Collection[int], left_out: dict[str, Tensor], group: Group
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the frozen floating weights that are not the same on all ranks any more, and such buffers: a collective.
+
+    Args:
+        left_out: saved buffers that rounds don't send.
+    """
     frozen = {name: one for name, one in _unexchanged(model, exchanged).items() if isinstance(one, nn.Parameter)}
-    return _differing({k: one for k, one in frozen.items() if one.is_floating_point() and one.itemsize > 1}, group)
+    floats = {k: one for k, one in frozen.items() if one.is_floating_point() and one.itemsize > 1}
+    differing = _differing({**floats, **{f"buffer {k}": one for k, one in left_out.items()}}, group).items()
+    weights = [one for kind, one in differing if not kind.startswith("buffer ")]
+    return weights, [one for kind, one in differing if kind.startswith("buffer ")]
 
 
 def frozen_fingerprints(model: nn.Module, exchanged: Collection[int]) -> dict[str, int]:
@@ -137,16 +146,16 @@ def _is_plain(tensor: Tensor) -> bool:
     return is_dense and (type(tensor) in (Tensor, nn.Parameter) or is_sharded(tensor))
 
 
-def _differing(tensors: dict[str, Tensor], group: Group) -> list[Tensor]:
+def _differing(tensors: dict[str, Tensor], group: Group) -> dict[str, Tensor]:
     """Return those of `tensors` that all ranks have, of one shape and dtype, and not with the same values."""
     if group.size == 1:
-        return []
+        return {}
     mine = {f"{name} {one.dtype} {list(one.shape)}": fingerprint(local(one)) for name, one in tensors.items()}
     everything = torch.tensor([digest_of(str(mine))], dtype=torch.float64)
     if len(set(group.all_gather_small(everything).flatten().tolist())) == 1:
-        return []
+        return {}
     everyone = group.all_gather_json(mine)
     kinds = sorted(kind for kind in mine if all(kind in said for said in everyone))
     differ = {kind for kind in kinds if len({said[kind] for said in everyone}) > 1}
     by_kind = dict(zip(mine, tensors.values(), strict=True))
-    return [local(by_kind[kind]) for kind in kinds if kind in differ]
+    return {kind: local(by_kind[kind]) for kind in kinds if kind in differ}

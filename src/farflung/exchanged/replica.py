@@ -148,10 +148,15 @@ class Replica:
         reshard(self._model.modules())
         synchronize(self._model, self.trained.ids(), self._group, giver, takes)
 
-    def moved(self) -> list[Tensor]:
-        """Return the frozen weights that are not the same on all ranks any more: a collective."""
+    def moved(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the frozen weights that are not the same on all ranks any more, and such masks: a collective.
+
+        What began with an infinity counts as a mask, as the least and the largest value that an observer has seen do.
+        """
         reshard(self._model.modules())
-        return moved(self._model, self.trained.ids(), self._group)
+        kept = {place.name for fragment in self.fragments for place in fragment.cut.averages}
+        masks = {one.name: one.get() for each in self._cut for one in each.averages if one.name not in kept}
+        return moved(self._model, self.trained.ids(), masks, self._group)
 
     def frozen(self) -> dict[str, int]:
         """Return a number for each frozen weight, which tells whether it has changed."""

@@ -306,11 +306,11 @@ class Sync:
             self.rounds.follow(change)
 
     def _average_moved(self) -> None:
-        """Give frozen weights that the script has moved by itself their mean: a collective, outside of rounds."""
-        moved = self.replica.moved()
+        """Give what no round sends and the script has changed its mean: a collective, outside of rounds."""
         self.meter.add("bytes_voting", (self.quorum.group.size - 1) * FINGERPRINT_BYTES)
-        if any(count for (count,) in self.quorum.generation.island.gathered(len(moved))):
-            self.quorum.average(moved)
+        for moved in self.replica.moved():
+            if any(count for (count,) in self.quorum.generation.island.gathered(len(moved))):
+                self.quorum.average(moved)
 
     def _share_buffers(self) -> None:
         """Give all ranks of the island the buffers of the first one: each has averaged its own with its column."""
