@@ -172,6 +172,17 @@ def test_on_one_machine_everything_listens_on_loopback_alone(is_launched, farflu
         assert {*addresses} == {"127.0.0.1"}
 
 
+def test_streams_that_the_caller_has_closed_are_open_to_nowhere_in_each_process(home):
+    (home / "train.py").write_text(
+        "import os\nprint('hello', flush=True)\n"
+        "open(f'rank{os.environ[\"RANK\"]}', 'w').write(str([os.fstat(number).st_mode for number in range(3)]))\n"
+    )
+    command = [sys.executable, "-m", "farflung", "launch", "--cpu", "--num_processes", "2", "train.py"]
+    closed = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], cwd=home, timeout=patience(60))
+    assert closed.returncode == 0
+    assert [(home / f"rank{rank}").read_text().count(",") for rank in range(2)] == [2, 2]
+
+
 def test_processes_may_have_as_many_connections_as_the_machine_allows(home, monkeypatch):
     """Strangers at a port of gloo, which ends the process when no file is left for one more."""
     (home / "train.py").touch()

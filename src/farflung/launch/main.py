@@ -105,6 +105,7 @@ checkpoint = LazyGroup("checkpoint", table=CHECKPOINT, help="List, verify, compa
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command with these arguments or this process's own; an error ends it with one clear line and its code."""
+    _open_streams()
     environ.remove_empty()
     heed_children()
     try:
@@ -133,6 +134,21 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(USAGE)
     finally:
         flush_streams()
+
+
+def _open_streams() -> None:
+    """Open the standard streams that the caller has closed, to nowhere: else the next file or socket is in their place.
+
+    Processes that are started inherit them.
+    """
+    for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115  for as long as the process lives
 
 
 def _check_folder() -> None:
