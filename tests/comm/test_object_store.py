@@ -71,6 +71,13 @@ def test_one_that_can_not_be_used_is_refused_at_once_in_the_stores_own_words(add
         transport_at(address, PATIENCE_S)
 
 
+@pytest.mark.parametrize("name", ["run#7", "run?7", "other/../run", "./run"])
+def test_no_two_addresses_are_one_place(name):
+    with pytest.raises(ConfigError, match=r"would be another place\. Write %3F and %23"):
+        bucket_at(f"gs://bucket/{name}")
+    assert {bucket_at(f"gs://bucket/{one}").quick.prefix for one in ("run", "run%237")} == {"run", "run#7"}
+
+
 def test_without_obstore_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore", None)
     monkeypatch.delitem(sys.modules, "farflung.address.object_store")

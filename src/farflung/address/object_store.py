@@ -66,6 +66,11 @@ class BucketTransport(ObjectTransport):
 def bucket_at(address: str, patience_s: float = PATIENCE_S, seal: Seal | None = None) -> BucketBoard:
     """Return the objects at an address, which nothing has been asked of; ConfigError if it is none."""
     address = address.rstrip("/")
+    if re.search(r"[?#]|/\.{1,2}(/|$)", address):  # which URLs end or change the path with, so that two are one place
+        raise ConfigError(
+            f"Replicas can't meet at {address}: names with `?`, `#` or `..` in them would be another place. Write %3F "
+            "and %23, or give another name."
+        )
 
     def made(answer_s: timedelta, config: Any = None) -> ObjectStore:
         # Only an endpoint that someone has given can be one of http://.
