@@ -191,6 +191,14 @@ def test_what_a_run_says_of_itself_can_not_end_the_pages_script(run):
     assert not asks_for_files
 
 
+def test_a_page_that_others_may_get_shows_no_token_among_a_scripts_arguments(run):
+    words = "--hf_token hf_x1 --api-key=k2 --max_tokens 512 WANDB_API_KEY=k3 --password k4 --lr=0.1 --tokenizer gpt2"
+    run.facts["arguments"] += words.split()
+    text = page([data_of(run, figures(run))])
+    assert not re.search("hf_x1|k2|k3|k4", text)
+    assert all(one in text for one in ("--hf_token", "512", "--lr=0.1", "gpt2"))
+
+
 @pytest.mark.server
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 def test_a_browser_draws_the_curves_with_one_cursor_and_has_nothing_to_complain_of(run, ddp, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import accumulate
@@ -33,6 +34,7 @@ from farflung.observe.run import ObservedRun, Rank
 
 _MOST_CELLS = 2000  # of a replica's row, in the page
 _PICTURES = ("png", "svg", "pdf")
+_SECRET = re.compile(r"(?i)(^|[-_])(token|secret|passw(or)?d|credentials?|(api|access|private|secret)[-_]?key)$")
 _TRACKS = 1000  # most replicas of a trace whose tracks have different numbers
 
 
@@ -76,7 +78,8 @@ def data_of(run: ObservedRun, cost: Figures) -> dict[str, Any]:
         "name": run.path.name,
         "state": run.state,
         "summary": _summary(run, cost),
-        "facts": {name: run.facts[name] for name in ("script", "arguments", "host", "settings", "versions", "git")},
+        "facts": {name: run.facts[name] for name in ("script", "host", "settings", "versions", "git")}
+        | {"arguments": without_secrets(run.facts["arguments"])},
         "curves": curves,
         "loss": None if loss is None else loss.name,
         "rounds": places,
@@ -84,6 +87,16 @@ def data_of(run: ObservedRun, cost: Figures) -> dict[str, Any]:
         "rounds_a_cell": per,
         "events": events,
     }
+
+
+def without_secrets(arguments: Sequence[str]) -> list[str]:
+    """Return a script's arguments as others may see them: without the values of `--hf_token`, `--api-key=` etc."""
+    shown, is_secret = list[str](), False
+    for word in arguments:
+        name, sign, _ = word.partition("=")
+        shown.append("***" if is_secret else f"{name}=***" if sign and _SECRET.search(name) else word)
+        is_secret = word.startswith("-") and not sign and bool(_SECRET.search(name))
+    return shown
 
 
 def _summary(run: ObservedRun, cost: Figures) -> str:
