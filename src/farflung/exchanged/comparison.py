@@ -9,8 +9,10 @@ are compared again at a flush, and get their mean.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,8 @@ from farflung.comm.shards import is_sharded, local
 from farflung.comm.tensor_memory import bytes_of, fingerprint
 from farflung.methods.agreement import Averaged
 from farflung.votes.ballot import Voters, digest_of
+
+_logger = logging.getLogger(__name__)
 
 FINGERPRINT_BYTES = 8  # of all that is not exchanged, on the wire
 _DIGEST_EVERY = 50  # rounds of a fragment between two checks that the ranks still agree,
@@ -159,3 +163,13 @@ def _differing(tensors: dict[str, Tensor], group: Group) -> dict[str, Tensor]:
     differ = {kind for kind in kinds if len({said[kind] for said in everyone}) > 1}
     by_kind = dict(zip(mine, tensors.values(), strict=True))
     return {kind: local(by_kind[kind]) for kind in kinds if kind in differ}
+
+
+def compare_frozen(now: Mapping[str, int], place: Mapping[str, Any]) -> None:
+    """Warn of frozen weights that are not those with which a state was written: it has only what is trained."""
+    if odd := [name for name, number in place.get("frozen", {}).items() if now.get(name) != number]:
+        _logger.warning(
+            f"The state at step {place['position']} was written with other values of frozen weights: "
+            f"{', '.join(odd[:5])}{', and more' if odd[5:] else ''}. It contains only what is trained. Start with "
+            "the run's frozen weights; if your script changes them, load them from a checkpoint."
+        )

@@ -7,7 +7,6 @@ again, and repeat the interrupted action. With a fixed membership a loss ends th
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from farflung.base.errors import ConfigError, RankFailure, Unreachable
 from farflung.base.events import Kind, record
 from farflung.comm.group import Group
 from farflung.exchanged.bound import BoundFragment
-from farflung.exchanged.comparison import FINGERPRINT_BYTES
+from farflung.exchanged.comparison import FINGERPRINT_BYTES, compare_frozen
 from farflung.exchanged.replica import Replica
 from farflung.exchanged.structure import settings_of
 from farflung.methods.agreement import average
@@ -38,7 +37,6 @@ from farflung.outer.timetable import Timetable
 from farflung.votes.ballot import BALLOT_BYTES, Ballot, Tally
 from farflung.votes.generation import Generation, Needs, OddMembers, Reached
 
-_logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
@@ -105,7 +103,7 @@ class Acts:
     """What members do together outside of rounds, one act after the other."""
 
     num_ended: int = 0  # in this generation
-    is_under_way: bool = False  # one is, or begins anew
+    is_under_way: bool = False  # one is, or begins again
     is_in_one: bool = False  # which a loss ends as a whole
     is_over: bool = False  # the one that the latest loss has interrupted here had ended on another member
     end: Callable[[], object] = lambda: None  # what is done once the current one has ended
@@ -149,7 +147,6 @@ class Quorum:
         self, membership: Membership, recipe: Recipe, replica: Replica, timetable: Timetable, meter: Meter
     ) -> None:
         self.membership = membership
-        self._is_behind = recipe.schedule.delay > 0
         self.needs = Needs(
             recipe.levels,
             is_sharded=replica.is_sharded,
@@ -178,7 +175,7 @@ class Quorum:
             raises: False: a loss that ends the loop is not raised. Rounds under way have ended nevertheless.
 
         Raises:
-            RankFailure: nothing can continue; or this is a part of an act, which begins anew.
+            RankFailure: nothing can continue; or this is a part of an act, which begins again.
         """
         with self._keeping():
             if not self.acts.is_in_one:
@@ -187,7 +184,7 @@ class Quorum:
                 action()
 
     def together(self, act: Callable[[], _T], then: Callable[[_T], object] = lambda result: None) -> _T | None:
-        """Do with all members what is no round: after a loss they begin it anew, unless it had ended on one of them.
+        """Do with all members what is no round: after a loss they begin it again, unless it had ended on one of them.
 
         A mark follows it, which a member sends once it has all values: whoever has the marks of all knows that nobody
         needs to repeat it. An act within another one is a part of that.
@@ -341,11 +338,15 @@ class Quorum:
             self._changes["seconds_recovering"] += took_s
 
     def _new_worker(self) -> BackgroundWorker | None:
-        return BackgroundWorker(self.replica.device, self.generation.background) if self._is_behind else None
+        return (
+            BackgroundWorker(self.replica.device, self.generation.background)
+            if self._timetable.recipe.schedule.delay > 0
+            else None
+        )
 
     def restart(self, recipe: Recipe, replica: Replica) -> None:
         """Continue with a model as another recipe exchanges it; nothing is sent."""
-        self.replica, self._is_behind = replica, recipe.schedule.delay > 0
+        self.replica = replica
         self.needs = replace(self.needs, **_needs_of(recipe, replica))
         if hasattr(self, "generation"):
             self.describe(replica.description, replica.tensors)
@@ -373,19 +374,9 @@ class Quorum:
                 values = zip(rest["names"]["rest"], rest["agreed"]["rest"][0], strict=True)
                 self.replica.trained.load_resting({name: value for (name, *_), value in values})
             if len(generation.newcomers) == generation.group.size:
-                self._compare_frozen(generation.given["place"].get("frozen", {}))
+                compare_frozen(self.replica.frozen(), generation.given["place"])
         if generation.newcomers:
             self.replica.note_newcomers()
-
-    def _compare_frozen(self, saved: Mapping[str, int]) -> None:
-        """Warn of frozen weights that are not those with which the state was written: it has only what is trained."""
-        now = self.replica.frozen()
-        if odd := [name for name, number in saved.items() if now.get(name) != number]:
-            _logger.warning(
-                f"The state at step {self._timetable.position} was written with other values of frozen weights: "
-                f"{', '.join(odd[:5])}{', and more' if odd[5:] else ''}. It contains only what is trained. Start with "
-                "the run's frozen weights; if your script changes them, load them from a checkpoint."
-            )
 
     def _shared_state(self, due: Sequence[Action], is_whole: bool) -> dict[str, Any]:
         """Return the place in the schedule, and copies of all else that a newcomer needs, fragment by fragment."""

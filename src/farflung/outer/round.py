@@ -42,7 +42,7 @@ class RoundRequest:
     position: int  # this rank's, when the fragment was sent off
     finished: bool = False  # this rank has no more data
     change: ModelChange | None = None  # on which all have to agree: it brings nothing but a ballot
-    in_act: bool = False  # of all members, which begins anew after a loss
+    in_act: bool = False  # of all members, which begins again after a loss
 
 
 class Phase(IntEnum):

@@ -75,7 +75,7 @@ class Rounds:
 
     def launch(self, action: Launch, position: int, finished: bool) -> None:
         """Send a fragment off, as it is now; CollectiveMismatch if the model has changed, not alike on all ranks."""
-        number = action.fragment
+        number, joined_in = action.fragment, self.quorum.joined_in
         assert number not in self._open, "a fragment is in one round at a time"
         change = self.replica.change()
         if change is not None:
@@ -86,6 +86,8 @@ class Rounds:
                 if number in self._open:
                     self._close(number, self._open.pop(number))
             self.follow(change)
+            if self.quorum.joined_in > joined_in:  # it does next what is due to newcomers
+                return
         self._launch(RoundRequest(action, position, finished, in_act=self.quorum.acts.is_in_one))
 
     def _launch(self, request: RoundRequest) -> None:

@@ -157,7 +157,7 @@ class Sync:
 
     def _due_to_newcomers(self) -> deque[Action]:
         """Return what the members, which this rank has just joined, do next."""
-        welcome = self.quorum.welcome  # None after its first step: in a warm-up, where nothing is due
+        welcome = self.quorum.welcome  # None after its first step: nothing is due in a warm-up
         self.joined_in = self.quorum.joined_in
         self.rounds.is_awaited = False
         return deque(() if welcome is None else welcome.due)
@@ -191,7 +191,7 @@ class Sync:
             self.run(())  # what the others do next, if they have ended it without this rank
 
     def _make_equal(self, last: int) -> int:
-        """Make all replicas equal, once none has any more data: an act of all members, which may begin anew.
+        """Make all replicas equal, once none has any more data: an act of all members, which may begin again.
 
         Args:
             last: the fragment whose round has shown that.

@@ -144,7 +144,7 @@ ALL = 2**31  # buckets: a round that some have behind them
 
 
 class Void(IntEnum):
-    """How a round has ended of which nothing was applied, in the place of a number of buckets."""
+    """How a round has ended without a result, in the place of a number of buckets."""
 
     EMPTY = -1
     LAST_EMPTY = -2  # no rank has any more data
