@@ -453,25 +453,14 @@ def test_weights_that_are_loaded_after_prepare_are_where_replicas_begin_and_not_
 # ---- one process, refusals
 
 
-@pytest.mark.parametrize("how", ["held", "beside"])
 @on_ranks(2, each=(8, 16))
-def test_rounds_come_after_as_many_steps_however_a_script_takes_its_batches(how):
+def test_rounds_come_after_as_many_steps_where_a_script_begins_a_pass_for_each_batch():
     accelerator, model, optimizer, loader = prepared(OuterConfig("local_sgd", every=8), samples=64)
-    short = accelerator.prepare(DataLoader(TensorDataset(torch.randn(12, 3)), batch_size=2))
     steps = []
     accelerator.outer_loops[0].listeners.append(lambda one: steps.append(one.step))
-    batches, others = iter(loader), iter(short)
     for _ in range(16):
-        inputs = []
-        if how == "held":
-            batches = iter(loader)
-        else:
-            if (other := next(others, None)) is None:
-                others = iter(short)
-                other = next(others)
-            inputs = other
-        inputs = torch.cat([*inputs, *next(batches)])
-        accelerator.backward(model(inputs))
+        batches = iter(loader)
+        accelerator.backward(model(*next(batches)))
         optimizer.step()
         optimizer.zero_grad()
     accelerator.end_training()

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from farflung.base.errors import ConfigError
 from farflung.comm.recording import uncompiled
-from farflung.hosts.driver import Driver, EpochTracker, length_of
+from farflung.hosts.driver import Driver, EpochTracker
 from farflung.hosts.elastic import members_of
 from farflung.loop.optimizer import AcceleratedOptimizer, parameters_of
 from farflung.loop.scheduler import planned_updates
@@ -134,7 +134,7 @@ class AttachedLoop(Driver):
     def _stepped(self, optimizer: AcceleratedOptimizer, done: bool) -> None:
         if not done:
             self._begin_where_it_is()  # as those do whose first step is not skipped
-        self.step_attempted(optimizer, done, optimizer.loop_state.around(self._trace, lambda one: -length_of(one)))
+        self.step_attempted(optimizer, done, optimizer.loop_state.around(self._trace))
         if not self.iteration.is_open:
             self._choose_who_averages()
             self._backwards = self.optimizer.loop_state.backwards

@@ -10,7 +10,6 @@ each batch by `next(iter(loader))`, are no epochs, and owe none.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -41,14 +40,6 @@ class DataPass(Protocol):
 
         Its length is the number of batches; TypeError: unknown.
         """
-
-
-def length_of(data: DataPass) -> float:
-    """Return how many batches a pass has; infinity: unknown."""
-    try:
-        return len(data.loader)
-    except TypeError:  # a stream
-        return math.inf
 
 
 @dataclass(frozen=True)
@@ -231,12 +222,14 @@ class EpochTracker:
             "is_behind": self.is_behind,
             "is_flushed": self._is_flushed,
             "usual": self._steps or self._usual,
+            "part": (self._made, self._is_part, self._has_next),
         }
 
     def load_state_dict(self, state: dict[str, Any], data: Sequence[Any]) -> None:
         here = dict(enumerate(data))
         self._data = [here[place] for place in state["data"] if place in here]
         self._resumed, self._usual = here.get(state["now"]), state["usual"]
+        self._made, self._is_part, self._has_next = state.get("part", (0, False, False))
         self.is_owed, self.is_behind, self._is_flushed = state["is_owed"], state["is_behind"], state["is_flushed"]
 
     def iteration_ended(
@@ -273,9 +266,9 @@ class EpochTracker:
         self.is_behind = True
         if around is not self._pass:
             if around is None or self._resumed is None or around.loader.base_dataloader is not self._resumed:
-                self._is_flushed = False
+                self._is_flushed, self._made = False, 0
             self._pass, self._resumed, self._batch, self._steps = around, None, 0, 0
-            self._made, self._has_next = 0, False
+            self._has_next = False
         self._made += 1
         self._is_part = self._made < every
         if around is None:

@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from farflung.base.torch_internals import NUM_YIELDED
-from farflung.hosts.driver import length_of
 from farflung.hosts.patching import around
 from farflung.loop.state import LoopState, Observer, Trace
 
@@ -140,7 +139,7 @@ class TrainingData:
         without closing it, so a pass whose latest batch came in the mode of the step comes before all others.
         """
         is_training = self.is_training()
-        around = self._loop.around(self._trace, lambda one: (one.is_training != is_training, -length_of(one)))
+        around = self._loop.around(self._trace, lambda one: one.is_training == is_training)
         latest = None if self._latest is None else self._latest()
         sampler = latest if around is None else sampler_of(around.loader.base_dataloader)
         if sampler is not None:

@@ -350,7 +350,7 @@ class LoopState:
         window.complete = window.step % num_steps == 0
         return window.complete
 
-    def around(self, trace: Trace, order: Callable[[Any], Any] = lambda loader: 0) -> ActiveLoader | None:
+    def around(self, trace: Trace, is_likely: Callable[[Any], bool] = lambda loader: True) -> ActiveLoader | None:
         """Return the loader of the loop around what happens now, such as a micro-batch; a window ends where it ends.
 
         It is the first that handed out a batch since the last micro-batch of any window, and stays the same as long as
@@ -358,7 +358,7 @@ class LoopState:
         again it is the one again.
 
         Args:
-            order: the one with the least of it is taken, if there are several.
+            is_likely: returns whether a loader comes before those for which it returns False, if there are several.
         """
         if trace.source is None or not self.loaders or trace.source is not self.loaders[-1]:
             fresh = self._since(trace.seen)
@@ -366,7 +366,7 @@ class LoopState:
             if not any(before is one for one in fresh or self.loaders):
                 loader = self.resumed_in if before is None else before.loader
                 again = [one for one in fresh if one.loader is loader]
-                found = sorted(again or self._since(self._seen) or fresh, key=order)
+                found = sorted(again or self._since(self._seen) or fresh, key=lambda one: not is_likely(one))
                 trace.source = next(iter(found), None)
         trace.seen = self._seen = self._handed_out
         return trace.source
