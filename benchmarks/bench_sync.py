@@ -6,6 +6,7 @@ to divide and one to copy back. It neither looks for values that are not finite 
 
 python benchmarks/bench_sync.py [--ranks 2] [--rounds-small 300] [--rounds-large 15] [--recipes] [--write]
 python benchmarks/bench_sync.py --memory [--write]      what the loop keeps, and needs while it synchronises
+python benchmarks/bench_sync.py --average [--write]     what a running mean of the weights adds to a round of DiLoCo
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import accelerate
@@ -54,6 +56,7 @@ def main() -> None:
     parser.add_argument("--rounds-large", type=int, default=15, help="timings of 110M values in 199 tensors")
     parser.add_argument("--recipes", action="store_true", help="measure DiLoCo and bf16 too")
     parser.add_argument("--memory", action="store_true", help="measure memory instead of time")
+    parser.add_argument("--average", action="store_true", help="measure rounds with and without a running mean")
     parser.add_argument("--write", action="store_true", help="append the lines to results/sync.jsonl")
     chosen = parser.parse_args()
     if chosen.memory:
@@ -69,16 +72,18 @@ def main() -> None:
             ranks=chosen.ranks,
         )
         return
+    measured = measure_average if chosen.average else partial(measure, recipes=chosen.recipes)
     for name, shapes, rounds in (
         ("500 tensors x 2048", SMALL, chosen.rounds_small),
         ("110M values in 199 tensors", gpt2_shapes(), chosen.rounds_large),
     ):
         if rounds == 0:
             continue
-        times = run_ranks(measure, chosen.ranks, shapes, rounds, chosen.recipes, timeout_s=600)[0]
+        times = run_ranks(measured, chosen.ranks, shapes, rounds, timeout_s=600)[0]
+        over = {} if chosen.average else {"over_bare_all_reduce": ratios(times, "bare all_reduce")}
         report(
-            "What does one Local SGD synchronisation cost?",
-            {"median_us": times, "over_bare_all_reduce": ratios(times, "bare all_reduce")},
+            f"What does {'a running mean add to a round' if chosen.average else 'one Local SGD synchronisation cost'}?",
+            {"median_us": times, **over},
             seed=SEED,
             write_to="sync.jsonl" if chosen.write else None,
             ranks=chosen.ranks,
@@ -92,6 +97,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "local_sgd": lambda: local_sgd(1),
     "local_sgd int8": lambda: local_sgd(1, codec=Int8()),
     "diloco": lambda: diloco(1),
+    "diloco average": lambda: diloco(1, average=10),
     "diloco int8": lambda: diloco(1, codec=Int8()),
     "diloco 4 bits": lambda: diloco(1, codec=E3M0()),
 }
@@ -128,18 +134,29 @@ def measure(shapes: list[tuple[int, ...]], rounds: int, recipes: bool) -> dict[s
     assert theirs.num_processes == dist.get_world_size(), "Accelerate did not join the group"
     averaging = LocalSGD(accelerator=theirs, model=theirs.prepare(Bag(shapes)), local_sgd_steps=1, enabled=True)
     averaging.__enter__()
-    work = torch.zeros(EVICTED_BYTES // 4)
-
-    def train() -> None:
-        """Leave the caches as training does, and no rank with a lead from the turn before."""
-        work.add_(1)
-        dist.barrier()
-
+    train = partial(_train, torch.zeros(EVICTED_BYTES // 4))
     seconds = interleave(contestants, rounds, warmup=3, before=train)
     # Apart, as half a second of it would leave time for few rounds of the others, which differ from call to call.
     apart = {"bare all_reduce": contestants["bare all_reduce"], "accelerate": averaging.step}
     seconds["accelerate"] = interleave(apart, max(3, rounds // 15), warmup=1, before=train)["accelerate"]
     return medians_us(seconds)
+
+
+def _train(work: torch.Tensor) -> None:
+    """Leave the caches as training does, and no rank with a lead from the turn before."""
+    work.add_(1)
+    dist.barrier()
+
+
+def measure_average(shapes: list[tuple[int, ...]], rounds: int) -> dict[str, float]:
+    """Return the time of a round without and with a running mean, and of one pass: a mean of two flat tensors."""
+    seeded(SEED)
+    flat, other = (torch.randn(sum(torch.Size(shape).numel() for shape in shapes)) for _ in range(2))
+    contestants: dict[str, Callable[[], Any]] = {"one pass": lambda: flat.lerp_(other, 0.1)}
+    for name in ("diloco", "diloco average"):
+        contestants[name] = OuterLoop(Bag(shapes), replace(RECIPES[name](), same_data=True)).step
+    work = torch.zeros(EVICTED_BYTES // 4)
+    return medians_us(interleave(contestants, rounds, warmup=3, before=partial(_train, work)))
 
 
 def by_hand(model: nn.Module) -> Callable[[], Any]:

@@ -14,6 +14,7 @@ OPTIONS = {
     "slowmo": {"every": 2},
     "diloco": {"every": 2},
     "diloco radial": {"every": 2, "radial": True},
+    "diloco average": {"every": 2, "average": 3},
     "streaming_diloco": {"every": 4, "fragments": 2, "delay": 1},
     "streaming_diloco without delay": {"every": 3, "fragments": 3, "delay": 0, "alpha": 0.0},
     "eager_diloco": {"every": 3},

@@ -266,6 +266,21 @@ def test_the_defaults_of_each_recipe_end_within_1_percent_of_what_was_tuned(tabl
         assert seeds == "3", (name, steps)
 
 
+def test_the_table_of_readouts_has_means_with_errors_and_differences_within_runs(tables):
+    results = tables.Results()
+    for seed in tables.SEEDS:
+        for name, [run] in tables.rows(results, tables.READOUTS, "34k", seed).items():
+            losses = {"last": 2.0 + seed} if run.method in ("alone", "DDP") else {"look_ahead": 3.0 + seed, "slow": 2.5}
+            means = {f"{one}, mean of 10": loss for one, loss in losses.items()}
+            results.figures[run] = losses | means
+            assert run.falls == name.endswith("falling")
+    lines = tables.readouts_table(results)
+    assert any("DDP, constant | - | - | 3.0000 ± 0.5774 | - | 3.0000 ± 0.5774 | - | - | 3 |" in line for line in lines)
+    below = tables.readouts_table(results, "look_ahead")
+    name = "diloco(8) e3m0, momentum to 0.8, constant"
+    assert f"| 34k | {name} | - | 0.0000 ± 0.0000 | 1.5000 ± 0.5774 | - |" in "\n".join(below)
+
+
 def test_diloco_over_muon_ends_at_a_lower_loss_than_over_adamw(tables):
     for size, name in (("34k", "Muon"), ("34k", "Muon at half its rates"), ("100k", "Muon")):
         found = tables.collect(tables.Results(), "4", size)

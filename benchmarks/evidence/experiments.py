@@ -32,12 +32,14 @@ STEPS = {"34k": 2000, "100k": 1000, "385k": 1000, "1M": 1000}
 AT_ONCE = 36  # rows of a stack: more of them take as long each, fewer take longer
 TUNED_AT = "34k"
 SCRATCH = "8"  # all methods by themselves from the first step on
+READOUTS = "9"  # by which weights a run is judged
+LARGEST = (0.7, 0.8, 0.9)  # outer momenta
 INNER = {"adamw": (2.5e-3, 5e-3, 1e-2, 2e-2), "muon": (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2, 8e-2)}
 LARGER_INNER = {"adamw": (5e-3, 1e-2), "muon": (2e-2, 4e-2)}  # for larger models, and for runs of the whole length
 FIRST_RATE = 0.7  # DiLoCo's outer learning rate while the inner ones are tuned
 OUTER, MOMENTA, DECAYS = (0.4, 0.7, 1.0, 1.4), (0.3, 0.6, 0.9), (0.9, 0.95, 0.99)
 RATES = (0.5, 0.7, 0.85, 1.0, 1.4)  # outer ones, by H
-EXPERIMENTS = ("tune", "1", "2", "3", "4", "5", "6", "7", SCRATCH)
+EXPERIMENTS = ("tune", "1", "2", "3", "4", "5", "6", "7", SCRATCH, READOUTS)
 GROWING = ("diloco", "streaming_diloco")  # whose momentum grows
 LR_AND_MOMENTUM = ("lr", OUTER, "momentum", MOMENTA)
 OTHERS = {  # the recipes that have something else in their place, or want other rates
@@ -298,6 +300,8 @@ def rows(results: Results, experiment: str, size: str, seed: int) -> dict[str, l
         return defaults(results, size, seed)
     if experiment == SCRATCH:
         return from_scratch(results, size, seed)
+    if experiment == READOUTS:
+        return readouts(results, size, seed)
     table = METHODS if experiment == "1" else CODECS
     names = LARGER if experiment == "1" and size != TUNED_AT else table
     found = {name: [tuned(results, size, seed, table[name][0], **table[name][1])] for name in names}
@@ -364,6 +368,21 @@ def from_scratch(results: Results, size: str, seed: int) -> dict[str, list[Run]]
     return found
 
 
+def readouts(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
+    """Return runs from scratch with a rate that falls and one that stays, and by what the outer momentum grows to."""
+    found = from_scratch(results, size, seed)
+    usual = {name: replace(found[name][0], readouts=True) for name in ("alone", "DDP", MEASURED)}
+    runs = {}
+    for falls in (False, True):
+        inner = "falling" if falls else "constant"
+        runs |= {f"{name}, {inner}": [replace(usual[name], falls=falls)] for name in ("alone", "DDP")}
+        for largest in LARGEST:
+            run = replace(usual[MEASURED], falls=falls)
+            settings = spelled(**{**run.options, "largest": largest})
+            runs[f"{MEASURED}, momentum to {largest}, {inner}"] = [replace(run, settings=settings)]
+    return runs
+
+
 def do(runs: Iterable[Run], results: Results) -> None:
     """Do what isn't there yet, in stacks of what can be done together."""
     by_kind: dict[tuple[Any, ...], list[Run]] = {}
@@ -395,7 +414,7 @@ def main() -> None:
             if experiment == "tune":
                 tune(results, size)
                 continue
-            if experiment == SCRATCH:
+            if experiment in (SCRATCH, READOUTS):
                 do((run for method in CHANGED for run in scratch_grid(results, size, method)), results)
             named = [rows(results, experiment, size, seed) for seed in chosen.seeds]
             chosen_rows = [runs for one in named for name, runs in one.items() if name in (chosen.rows or one)]

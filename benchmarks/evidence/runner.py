@@ -13,9 +13,11 @@ import statistics
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from torch.func import functional_call, grad_and_value, vmap
 import farflung.outer
 from evidence.data_parallel import HOOKS, LowRankDiLoCo
 from evidence.inner import AdamW, parts
+from evidence.readouts import Readouts
 from evidence.runs import SHAPES, Run, draws, texts
 from farflung.demo.gpt import GPT
 from farflung.demo.settings import Shape
@@ -35,6 +38,7 @@ from farflung.testing.sim import SimGroup, run_replicas
 MAX_NORM = 1.0
 LOW_RANK = "low_rank_diloco"  # which is no recipe of the package
 HELD_OUT_SEQUENCES = 512
+READ_EVERY = 8  # steps between two readouts of what has no rounds: those of `diloco(8)`
 
 
 def loss_of(logits: Tensor, batch: Tensor) -> Tensor:
@@ -66,6 +70,7 @@ class Lane:
         shapes = [parameter.shape for parameter in self.model.parameters()]
         self._exchange = make(self, shapes, **settings) if self.run.method == "DDP" else None
         self._low_rank = LowRankDiLoCo(self, shapes, **settings) if self.run.method == LOW_RANK else None
+        self.readouts = Readouts()
 
     @property
     def is_shared(self) -> bool:
@@ -101,6 +106,8 @@ class Lane:
             rows[idle] = old
         if self._low_rank is not None:
             self._low_rank.after_step()
+        if self.run.readouts and self.run.method in ("alone", "DDP") and self.step % READ_EVERY == 0:
+            self.readouts.note(last=self.weights if self.run.method == "alone" else self.weights[:1])
 
 
 class Stack:
@@ -179,11 +186,30 @@ class Stack:
             with OuterLoop(model, recipe, group, inner=inner) as outer:
                 for _ in range(steps):
                     self._advance(group, lane)
-                    outer.count(done=lane.run.at_work(lane.step - 1)[group.rank])
-                    outer.sync_if_due()
+                    with self._read(group, lane, outer, model):
+                        outer.count(done=lane.run.at_work(lane.step - 1)[group.rank])
+                        outer.sync_if_due()
+                if outer.has_anchor or not lane.run.readouts:
+                    with self._read(group, lane, outer, model):
+                        outer.flush()
+                if not lane.run.readouts:
+                    outer.detach()
             if group.rank == 0:
                 lane.bytes_sent += outer.stats().bytes_sent
                 lane.rounds += outer.stats().rounds
+
+    @contextmanager
+    def _read(self, group: SimGroup, lane: Lane, outer: OuterLoop, model: nn.Module) -> Iterator[None]:
+        """Note the weights around a round, if there is one in the block."""
+        if group.rank or not (lane.run.readouts and outer.has_anchor):
+            yield
+            return
+        rounds, replicas = outer.stats().rounds, lane.weights.mean(0, keepdim=True)
+        yield
+        if outer.stats().rounds > rounds:
+            with outer.synced():
+                slow = flat(model)[None]
+            lane.readouts.note(replicas=replicas, look_ahead=flat(model)[None], slow=slow)
 
     def _seen(self, model: nn.Module, lane: Lane, rank: int) -> torch.optim.Optimizer:
         """Return what recipes see of the inner optimizer: AdamW's moments, and nothing of Muon's state."""
@@ -203,30 +229,46 @@ class Stack:
             self._ready.wait()
 
     @torch.no_grad()
-    def judge(self) -> list[float]:
-        """Return the held-out loss of each run; of replicas that were left alone, the mean of their losses."""
+    def judge(self) -> list[dict[str, float]]:
+        """Return the held-out loss of each run, by its end and its readouts; of replicas alone, their mean loss."""
         held_out = texts()[1]
         starts = torch.linspace(0, len(held_out) - self.shape.context - 1, HELD_OUT_SEQUENCES).long()
         batches = held_out[starts[:, None] + torch.arange(self.shape.context + 1)].split(64)
-        losses = []
-        for lane in self.lanes:
-            ends = lane.weights if lane.run.method == "alone" else lane.weights[:1]
-            losses.append(statistics.mean(self._loss(row, batch).item() for row in ends for batch in batches))
-        return losses
+
+        def loss_by(rows: Tensor) -> float:
+            return statistics.mean(self._loss(row, batch).item() for row in rows for batch in batches)
+
+        return [
+            {
+                "held_out_loss": loss_by(lane.weights if lane.run.method == "alone" else lane.weights[:1]),
+                **{name: loss_by(rows) for name, rows in lane.readouts.weights.items()},
+            }
+            for lane in self.lanes
+        ]
 
 
 def phases(run: Run) -> list[tuple[farflung.outer.Recipe, int]]:
     """Return the recipes of a run, each with the steps that it is used for."""
     settings, steps = run.options, run.steps - run.split
     last, averages = settings.pop("last", None), settings.pop("average_state", False)
+    largest = settings.pop("largest", None)
     make: Callable[..., farflung.outer.Recipe] = getattr(farflung.outer, run.method)
     recipe = make(**settings)
     if averages:
         recipe = dataclasses.replace(recipe, inner=AverageState())
+    if largest is not None:
+        recipe = dataclasses.replace(recipe, optimizer=partial(capped, recipe.optimizer, largest))
     if last is None:
         return [(recipe, steps)]
     end = run.steps // 10
     return [(recipe, steps - end), (make(**{**settings, "every": last}), end)]
+
+
+def capped(make: Callable[..., Any], largest: float, parameters: Any) -> torch.optim.Optimizer:
+    """Return the outer optimizer of a recipe, with a momentum that grows to `largest`."""
+    made = make(parameters)
+    made.largest = largest
+    return made
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -249,10 +291,10 @@ def train(runs: Sequence[Run]) -> list[dict[str, Any]]:
     seconds = (time.process_time() - began) / len(runs)
     return [
         {
-            "held_out_loss": round(loss, 5) if math.isfinite(loss) else None,
+            **{name: round(loss, 5) if math.isfinite(loss) else None for name, loss in losses.items()},
             "bytes_sent": round(lane.bytes_sent),
             "rounds": lane.rounds,
             "cpu_s": round(seconds, 1),
         }
-        for lane, loss in zip(stack.lanes, stack.judge(), strict=True)
+        for lane, losses in zip(stack.lanes, stack.judge(), strict=True)
     ]

@@ -32,7 +32,8 @@ class Run:
     Args:
         method: `alone`, `DDP`, or a recipe of `farflung.outer`.
         settings: the recipe's arguments, or those of DDP (`hook`, `rank`, `accumulate`), as sorted JSON. With
-            `average_state` the recipe averages AdamW's moments too; `last` is the interval of the last tenth.
+            `average_state` the recipe averages AdamW's moments too; `last` is the interval of the last tenth, `largest`
+            what the outer momentum grows to.
         lr: peak of the inner learning rate.
         batch: sequences of a replica in a step.
         common: the share of the steps, at the start, in which all methods are DDP.
@@ -41,6 +42,8 @@ class Run:
         parts: each replica draws from a part of the text of its own.
         strides: after the common start a replica makes one in so many of the run's steps, as a JSON list with a number
             for each replica; all make all of them if it is empty.
+        readouts: judge it by several weights, see `readouts.py`; an outer loop then ends with the slow weights. The
+            others end with those that they train, as all did once.
     """
 
     size: str
@@ -56,6 +59,7 @@ class Run:
     inner: str = "adamw"
     parts: bool = False
     strides: str = "[]"
+    readouts: bool = False
 
     @property
     def split(self) -> int:

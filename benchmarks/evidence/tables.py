@@ -17,6 +17,7 @@ from evidence.experiments import (
     MEASURED,
     METHODS,
     RATES,
+    READOUTS,
     SCRATCH,
     TUNED_AT,
     Results,
@@ -28,6 +29,7 @@ from evidence.experiments import (
     spelled,
     tuned,
 )
+from evidence.readouts import WINDOWS
 from evidence.runs import SHAPES, Run
 from farflung.methods.momentum import rate_of
 
@@ -236,6 +238,37 @@ def defaults_table(results: Results) -> list[str]:
     return lines
 
 
+def readouts_table(results: Results, of: str = "") -> list[str]:
+    """Experiment 9: the loss by each readout; or by how much it is below that `of` one, in the same runs.
+
+    What has no rounds has `last` in place of the weights of a round.
+    """
+    means = [f"slow, mean of {window}" for window in WINDOWS]
+    columns = ("replicas", "look_ahead", "slow", *means, f"look_ahead, mean of {WINDOWS[1]}")
+    lines = [f"| size | run | {' | '.join(columns)} | seeds |", "|" + "---|" * (3 + len(columns))]
+    for size in SHAPES:
+        found: dict[str, list[dict[str, float]]] = {}
+        for seed in SEEDS:
+            for name, [run] in rows(results, READOUTS, size, seed).items():
+                figures = results.figures.get(run, {})
+                if figures and None not in figures.values():
+                    found.setdefault(name, []).append(figures)
+        for name, by_seed in found.items():
+            cells = []
+            for column in columns:
+                keys = [column, column.replace("slow", "last")]
+                key = next((one for one in keys if all(one in figures for figures in by_seed)), None)
+                if key is None:
+                    cells.append("-")
+                elif of:
+                    below = [figures.get(of, figures.get("last", 0.0)) - figures[key] for figures in by_seed]
+                    cells.append(with_error(below, ".4f"))
+                else:
+                    cells.append(with_error([figures[key] for figures in by_seed], ".4f"))
+            lines.append(f"| {size} | {name} | {' | '.join(cells)} | {len(by_seed)} |")
+    return lines
+
+
 def scratch_rates_table(results: Results) -> list[str]:
     """Experiment 8: the loss of the first seed at each of two inner rates; the better one, in bold, is used."""
     lines = [f"| size | `alone` | `DDP` | `{MEASURED}` |", "|---|---|---|---|"]
@@ -314,6 +347,7 @@ def all_tables(results: Results) -> dict[str, list[str]]:
     tables["rates from scratch"] = scratch_rates_table(results)
     tables |= {size: methods_table(methods(results, size)) for size in SHAPES}
     tables |= {"rates": rates_table(results), "defaults": defaults_table(results)}
+    tables |= {"readouts": readouts_table(results), "below the look-ahead": readouts_table(results, "look_ahead")}
     tables["uneven"] = methods_table(collect(results, "5", TUNED_AT))
     return {title: lines for title, lines in tables.items() if len(lines) > 2}
 
@@ -347,7 +381,7 @@ def defaults_by_length(results: Results) -> list[str]:
 def page_tables(results: Results) -> dict[str, list[str]]:
     """Return the tables of docs/evidence.md: without standard errors, sizes side by side, without the tuning."""
     tables = all_tables(results)
-    for title in ("tuning", "defaults", *SHAPES):
+    for title in ("tuning", "defaults", "readouts", "below the look-ahead", *SHAPES):
         tables.pop(title, None)
     tables = {title: [re.sub(r" ± [\d.]+", "", line) for line in lines] for title, lines in tables.items()}
     tables["inner"] = [line for line in tables["inner"] if not line.endswith("| 1 |")]  # a single seed

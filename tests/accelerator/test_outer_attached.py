@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Accelerator(outer=OuterConfig(...))`: an unchanged loop becomes one of replicas that agree now and then."""
 
+import io
 import logging
 
 import pytest
@@ -104,6 +105,7 @@ def by_setting(config, steps, separately):
     for _ in range(2):
         one_epoch(*run)
     (loop,) = run[0].outer_loops
+    run[1].eval()
     return weights(*run[:2]), loop.stats().rounds, loop.stats().steps
 
 
@@ -217,6 +219,29 @@ def test_a_pass_that_was_left_is_made_up_for_by_what_a_script_calls_and_by_no_lo
         assert loop.stats().rounds == number + 1, name
 
 
+@pytest.mark.law("readout-is-slow-weights")
+@on_ranks(2)
+def test_an_evaluation_after_an_epoch_is_of_what_is_saved_and_changes_no_training():
+    ended = []
+    for evaluates in (False, True):
+        accelerator, model, optimizer, loader = prepared(DILOCO)
+        for _ in range(2):
+            one_epoch(accelerator, model, optimizer, loader)
+            trained = weights(accelerator, model)
+            if evaluates:
+                model.eval()
+                torch.save(accelerator.unwrap_model(model), io.BytesIO())
+                assert alike([weights(accelerator, model), accelerator.get_state_dict(model)])
+                assert not alike([weights(accelerator, model), trained])
+                model.train()
+        ended.append(weights(accelerator, model))
+        accelerator.unwrap_model(model.eval()).load_state_dict({name: x + 1 for name, x in trained.items()})
+        model.train()
+        assert alike([weights(accelerator, model), {name: x + 1 for name, x in trained.items()}])
+        AcceleratorState._reset_state()
+    assert alike(ended)
+
+
 # ---- one rank alone
 
 
@@ -236,6 +261,7 @@ def one_rank_alone(folder):
             agreed.append(accelerator.get_state_dict(model)["out.weight"])
             with accelerator.outer_loops[0].synced():
                 lent.append(weights(accelerator, model)["out.weight"])
+    model.eval()
     local = weights(accelerator, model)["out.weight"]
     return agreed, lent, local, accelerator.get_state_dict(model)["out.weight"]
 

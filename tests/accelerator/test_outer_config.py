@@ -54,6 +54,7 @@ VALUES = {
     "max_norm": st.floats(0.1, 99),
     "codec": st.sampled_from(["none", "bf16", "fp16"]),
     "weigh_by": st.sampled_from(["steps", "items", "items_squared"]),
+    "average": st.integers(1, 50),
     "anchor_on_cpu": st.booleans(),
     "inner": st.sampled_from(["keep", "average", "reset"]),
     "bucket_bytes": st.integers(1, 2**30),

@@ -142,11 +142,14 @@ class Run:
         }
 
     def rest(self, batches):
-        """Digests of the rest of the epoch, of what is drawn afterwards, and of the weights at the end."""
+        """Digests of the rest of the epoch, of what is drawn afterwards, and of the weights on which it would train."""
         seen = [self.step(batch) for batch in batches]
         drawn = [torch.rand(2), random.random(), np.random.rand()]
+        for loop in self.accelerator.outer_loops:
+            loop.flush()
+        end = self.found()["model"]
         self.accelerator.end_training()
-        return {"rest": digest(seen), "drawn": digest(drawn), "end": self.found()["model"]}
+        return {"rest": digest(seen), "drawn": digest(drawn), "end": end}
 
 
 def without_times(state):
@@ -162,7 +165,15 @@ def without(node, names):
     if not isinstance(node, dict):
         return node
     kept = {key: value for key, value in node.items() if key not in names}
-    return {key: value if key == "fragments" else without(value, names) for key, value in kept.items()}
+    return {key: as_then(value) if key == "fragments" else without(value, names) for key, value in kept.items()}
+
+
+def as_then(node):
+    """The states of fragments without what they have since."""
+    if isinstance(node, list):
+        return [as_then(one) for one in node]
+    since = {"kept", "num_averaged", "look_ahead"}
+    return {key: as_then(one) for key, one in node.items() if key not in since} if isinstance(node, dict) else node
 
 
 def digest(node):

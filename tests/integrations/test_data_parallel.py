@@ -313,7 +313,8 @@ def test_one_rank_alone_saves_the_agreed_weights_and_all_go_on_from_what_they_lo
     for step in range(5):
         one_step(model, optimizer)
         if step == 2:  # a round
-            agreed = held_by(model)
+            agreed = held_by(model.eval())
+            model.train()
     live, copied = held_by(model), copy.deepcopy(model)
     if dist.get_rank() == 0:  # alone, so nothing may wait
         saved = {name: one for name, one in model.state_dict().items() if name in live}

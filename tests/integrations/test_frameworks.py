@@ -79,12 +79,13 @@ ENDS = {
     "a Trainer's epoch": lambda *_: ended("on_epoch_end"),
     "a Trainer's training": lambda *_: ended("on_train_end"),
 }
+OF_FITS = ("a Lightning fit", "a Trainer's training")
 IN_MID_PASS = ("nothing", "a Lightning validation in mid-epoch")
 
 
 @on_ranks(2, each={name: name not in IN_MID_PASS for name in ENDS})
 def test_where_frameworks_end_a_fit_or_an_epoch_all_steps_come_together():
-    """After each of the ends, reached in mid-pass, ranks have the same weights in memory, and save them."""
+    """After each of the ends, reached in mid-pass, ranks have the same weights, and save what they evaluate."""
     *parts, _ = lightning()
     sys.modules["transformers.trainer_callback"] = SimpleNamespace(CallbackHandler=CallbackHandler)
     takeover = installed(OuterConfig("diloco", every=1000, report="off"))
@@ -102,7 +103,11 @@ def test_where_frameworks_end_a_fit_or_an_epoch_all_steps_come_together():
             if number == 2:
                 break
         end(*parts)
-        seen[name] = is_the_same(net.weight.tolist()) and torch.equal(net.state_dict()["weight"], net.weight)
+        seen[name] = is_the_same(net.weight.tolist())
+        assert torch.equal(net.state_dict()["weight"], net.weight) is (
+            name in ("a Lightning fit", "a Trainer's training")
+        )
+        assert torch.equal(net.state_dict()["weight"], net.eval().weight)
     takeover.close()
     return seen
 

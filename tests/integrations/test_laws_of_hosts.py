@@ -70,17 +70,19 @@ def taken_over(model, optimizers, loader, config, stack):
     takeover.forget()
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
 
-    def validated():
-        wrapped.eval()
-        lent = ExitStack()
-        lent.callback(wrapped.train)
-        return lent
-
+    validated = partial(in_eval_mode, wrapped)
     return wrapped, optimizers, loader, torch.Tensor.backward, validated, model.state_dict, takeover.close
 
 
 def weights(state):
     return {name.removeprefix("module."): value.tolist() for name, value in state.items()}
+
+
+def in_eval_mode(model):
+    model.eval()
+    lent = ExitStack()
+    lent.callback(model.train)
+    return lent
 
 
 def look(model, state):
@@ -117,7 +119,8 @@ def trained(host, config, way, stops):
                 if stops and epoch and number == 3:
                     break
             if not stops or not epoch:
-                seen.append(look(model, state()))
+                with in_eval_mode(wrapped):
+                    seen.append(look(model, state()))
         end()
         seen.append(look(model, None))
         return seen

@@ -145,6 +145,32 @@ def resumed(group, folder):
     return own, trainer.weights()
 
 
+def ended(group, folder, best):
+    """Train until the Trainer stops, evaluates and saves; return the weights that it evaluates and those at the end."""
+    trainer, callback, args, state = begun(group, folder, 0, False)
+    args.load_best_model_at_end, state.best_model_checkpoint = best, "checkpoint-2"
+    trainer.train(6)
+    stops = SimpleNamespace(should_training_stop=True, should_evaluate=True, should_save=False)
+    callback.on_step_end(args, state, stops)
+    evaluated = trainer.weights()
+    with callback.loop.synced():
+        assert trainer.weights() == evaluated
+    callback.on_epoch_end(args, state, stops)
+    assert trainer.weights() == evaluated
+    if best:
+        trainer.model.load_state_dict({name: torch.ones_like(x) for name, x in trainer.model.state_dict().items()})
+    callback.on_train_end(args, state, None)
+    return evaluated, trainer.weights()
+
+
+@pytest.mark.law("readout-is-slow-weights")
+@pytest.mark.parametrize("best", [False, True])
+def test_a_trainer_evaluates_in_the_end_what_it_leaves_unless_it_loads_the_best(tmp_path, best):
+    (evaluated, left), other = run_replicas(ended, 2, tmp_path, best)
+    assert (evaluated, left) == other
+    assert left == ([1.0] * 3 if best else evaluated)
+
+
 def test_a_checkpoint_of_two_replicas_goes_on_with_three(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("farflung.integrations.transformers.get_logger", logging.getLogger)  # for replicas of no world
     before = torch.tensor(run_replicas(saved, 2, tmp_path))

@@ -75,12 +75,12 @@ def test_an_outer_sgd_of_one_and_nothing_is_averaging(size):
 
 
 # SlowMo: u <- beta u + delta / gamma;  x0 <- x0 - alpha gamma u, gamma the inner learning rate; delta is x0 - mean x.
-# DiLoCo: m <- mu m + delta;  x0 <- x0 - gamma (delta + mu m).
+# DiLoCo: m <- mu m + delta;  x0 <- x0 - gamma (delta + mu m), which is ahead of x0 - gamma delta by gamma mu m.
 @pytest.mark.law("published-equations")
 @pytest.mark.parametrize(("nesterov", "size"), [(False, 2), (False, 4), (True, 1), (True, 2), (True, 4)])
 def test_slowmo_is_an_outer_heavy_ball_and_diloco_its_published_equations(nesterov, size):
     lr, mu, gamma, rounds = (0.5, 0.5, 1.0, 2) if nesterov else (0.5, 0.5, LR, 3)
-    model = linear()
+    model, slow = linear(), linear()
     momenta = [torch.zeros_like(p) for p in model.parameters()]
     for start in range(rounds):
         anchor = [p.detach().clone() for p in model.parameters()]
@@ -89,7 +89,9 @@ def test_slowmo_is_an_outer_heavy_ball_and_diloco_its_published_equations(nester
         momenta = [mu * m + delta / gamma for m, delta in zip(momenta, deltas, strict=True)]
         moves = [d + mu * m if nesterov else gamma * m for m, d in zip(momenta, deltas, strict=True)]
         put(model, [x - lr * move for x, move in zip(anchor, moves, strict=True)])
-    assert same(values(model), *run_replicas(trained, size, diloco(1, lr=lr, momentum=mu, nesterov=nesterov), rounds))
+        put(slow, [x - lr * delta for x, delta in zip(anchor, deltas, strict=True)])
+    expected = values(slow if nesterov else model)
+    assert same(expected, *run_replicas(trained, size, diloco(1, lr=lr, momentum=mu, nesterov=nesterov), rounds))
 
 
 # Lookahead: slow <- slow + alpha (fast - slow); fast <- slow.

@@ -18,7 +18,7 @@ from farflung.base.errors import CollectiveMismatch, RankFailure
 from farflung.comm.collectives import broadcast_object_list
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup
-from farflung.methods.agreement import Anchored
+from farflung.methods.anchored import Anchored
 from farflung.methods.inner import AverageState, ResetState
 from farflung.methods.recipes import diloco, eager_diloco, edit, gossip, local_sgd, quadratic, streaming_diloco
 from farflung.outer import OuterLoop
@@ -150,7 +150,7 @@ def train(group, first, recipe, fails_at, lost, steps, proposals=(), moves=None)
 
 
 def anchors_of(members):
-    """The anchor after each round and the last flush, where `members(n, pending)` says who brings its steps."""
+    """The anchor after each round and the slow weights at the end; `members(n, pending)` says who brings its steps."""
     anchor, velocity, anchors, pending = 64.0, 0.0, [], dict.fromkeys(range(4), 0)
     for number in range(STEPS // EVERY + 1):
         brought = members(number, pending)
@@ -161,7 +161,7 @@ def anchors_of(members):
             anchor -= LR * (delta + MOMENTUM * velocity)
             pending.update(dict.fromkeys(brought, 0))
         anchors.append(anchor)
-    return anchors
+    return [*anchors[:-1], anchor + LR * MOMENTUM * velocity]
 
 
 def without(lost, in_round, applied):

@@ -336,7 +336,9 @@ def test_an_evaluation_sees_the_same_weights_on_all_ranks_and_changes_no_bit_of_
 @on_replicas(2)
 def test_with_an_anchor_an_evaluation_sees_what_was_agreed_on(group):
     run = Run(group, diloco(2), no_statistics)
-    agreed = run.steps(0, 1)
+    run.steps(0, 1)
+    with run.outer.synced():
+        agreed = values(run.model)
     run.steps(2)
     sent = run.outer.stats().bytes_sent
     with run.outer.synced():

@@ -219,8 +219,11 @@ def test_replicas_that_begin_when_all_have_died_go_on_from_the_newest_state_that
         trained(address, diloco(4), 0)
 
 
+@pytest.mark.law("readout-is-slow-weights")
 @pytest.mark.parametrize(
-    "recipe", [diloco(4), local_sgd(4), streaming_diloco(4, 2, delay=1)], ids=["diloco", "local_sgd", "streaming"]
+    "recipe",
+    [diloco(4), diloco(4, average=3), local_sgd(4), streaming_diloco(4, 2, delay=1)],
+    ids=["diloco", "average", "local_sgd", "streaming"],
 )
 def test_the_weights_of_a_run_can_be_pulled_while_it_trains_and_when_it_has_ended(tmp_path, recipe):
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2).bfloat16())
@@ -229,8 +232,21 @@ def test_the_weights_of_a_run_can_be_pulled_while_it_trains_and_when_it_has_ende
     assert "tensors after step" in pull(address, tmp_path / "x.safetensors")
     kinds = {name: (x.shape, x.dtype) for name, x in model.state_dict().items()}
     assert {name: (x.shape, x.dtype) for name, x in load_file(tmp_path / "x.safetensors").items()} == kinds
+    if recipe.leaves_alike and recipe.has_anchor:
+        with outer.synced():
+            assert same(pulled(address, tmp_path), values(model))
     outer.close()
     assert same(pulled(address, tmp_path), model.state_dict())
+
+
+@pytest.mark.law("readout-is-slow-weights")
+def test_a_run_goes_on_from_the_anchor_whatever_is_pulled(tmp_path):
+    outer, member = trained(tmp_path.as_uri(), diloco(4), 8, model := nn.Linear(3, 2))
+    anchor = values(model)
+    assert not same(pulled(tmp_path.as_uri(), tmp_path), anchor)
+    kill(outer, member, tmp_path.as_uri())
+    trained(tmp_path.as_uri(), diloco(4), 0, again := nn.Linear(3, 2))
+    assert same(values(again), anchor)
 
 
 def test_a_state_that_can_not_be_written_is_written_after_the_next_round_and_a_line_says_so(tmp_path, caplog):

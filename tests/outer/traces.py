@@ -28,7 +28,7 @@ PATH = Path(__file__).parent / "traces.json"
 HALVES = {"lr": 0.5, "momentum": 0.5}
 EXACT = dict.fromkeys(("diloco", "streaming_diloco", "streaming_diloco without delay", "eager_diloco"), HALVES)
 EXACT |= {"quadratic": {"alpha": 0.5}, "slowmo": {"beta": 0.5}, "sparse_loco": {"lr": 0.5, "beta": 0.5}}
-EXACT |= {"edit": HALVES, "noloco": HALVES}
+EXACT |= {"edit": HALVES, "noloco": HALVES, "diloco average": HALVES}
 RECIPES = {name: made(name, **EXACT.get(name, {})) for name in OPTIONS if name != "diloco radial"}
 RECIPES["noloco without pull"] = made("noloco", pull=0, **HALVES)
 RATE = 0.25  # of the inner optimizer: a round of `quadratic` above is (0.5 / 0.25)**2 = 4 steps

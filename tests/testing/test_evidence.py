@@ -51,7 +51,7 @@ def trained(runner):
 @pytest.mark.long
 def test_rows_of_one_tensor_end_with_the_weights_of_ordinary_replicas(runner, inner, trained, monkeypatch):
     monkeypatch.setattr(inner, "EPS", 1e-4)  # Adam makes large steps of gradients that are hardly more than rounding
-    for lane in trained(*((name, SETTINGS.get(name, {})) for name in RECIPES)):
+    for lane in trained(*((name, SETTINGS.get(name, {})) for name in RECIPES), readouts=True):
         ended = simulated(runner, inner, lane.run, RECIPES[lane.run.method], adamw)
         most = 2e-3 if "int8" in lane.run.settings else 1e-5  # a value in between may be rounded up or down
         torch.testing.assert_close(lane.weights[0], runner.flat(ended.model), atol=most, rtol=0)
@@ -76,6 +76,20 @@ def test_diloco_with_a_mean_of_full_rank_is_diloco(runner, trained):
     assert (full.rounds, full.bytes_sent) == (diloco.rounds, diloco.bytes_sent)
     assert (low.weights - diloco.weights).abs().max() > 1e-3
     assert low.bytes_sent < 0.7 * diloco.bytes_sent
+
+
+def test_a_run_is_judged_by_its_readouts(runner, trained):
+    """Their last round is the one of the flush."""
+    ddp, diloco, capped = trained(
+        ("DDP", {}), ("diloco", {"every": 6}), ("diloco", {"every": 6, "largest": 0.1}), readouts=True
+    )
+    found = {name: rows[0] for name, rows in diloco.readouts.weights.items()}
+    torch.testing.assert_close(diloco.weights[0], found["slow"], atol=0, rtol=0)
+    assert (found["slow"] - found["look_ahead"]).norm() > (found["slow"] - found["replicas"]).norm() > 0
+    torch.testing.assert_close(found["slow, mean of 5"], found["slow"])  # of the few rounds here a tenth is one
+    assert ddp.readouts.weights.keys() == {"last", *(f"last, mean of {window}" for window in (5, 10, 20))}
+    ahead = [(lane.readouts.weights["look_ahead"] - lane.readouts.weights["slow"]).norm() for lane in (capped, diloco)]
+    assert ahead[0] < ahead[1]
 
 
 def test_replicas_with_a_part_of_the_text_each_draw_from_no_other(runner):

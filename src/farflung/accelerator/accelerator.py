@@ -74,6 +74,11 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
             defaults. None: as the launcher says (`--outer`).
         island_size: under an outer loop, how many neighbouring processes average their gradients in every step, as one
             replica; `host`: those of one machine. None: as the launcher says, or 1. With FSDP it is `dp_shard_size`.
+        ema: keep a running mean of the weights in the optimizers' state: below 1 the decay of an exponential mean, such
+            as 0.999, else over about how many snapshots. Models have it from `eval()` until they train again;
+            `get_state_dict` and `save_model` give it, `end_training` leaves it. Buffers are as they are: see
+            `torch.optim.swa_utils.update_bn`.
+        ema_every: optimizer steps between two snapshots.
         save_on_signal: a folder for a checkpoint of this process's first Accelerator, if SIGTERM or SIGUSR1 ends the
             run: all ranks stop after the same step, save and exit with code 75. See `resume`. None: as the launcher
             says.
@@ -110,6 +115,8 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         scheduler_ticks: Ticks = "per_process",
         outer: OuterConfig | str | None = None,
         island_size: IslandSize | None = None,
+        ema: float | None = None,
+        ema_every: int = 1,
         save_on_signal: str | os.PathLike[str] | None = None,
     ) -> None:
         settings.refuse_engines(
@@ -133,6 +140,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         accumulation = settings.resolve_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
         compiling = settings.resolve_compile(dynamo_backend, dynamo_plugin)
         asked = settings.resolve_outer(outer)
+        averages = settings.resolve_ema(ema, ema_every, asked is not None)
         self.project_configuration = project_config or handlers.ProjectConfiguration()
         if project_dir is not None and self.project_configuration.project_dir is None:
             self.project_configuration.set_directories(os.fspath(project_dir))
@@ -153,7 +161,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         self._run = run = Run(world, self._loop, self._precision, self._strategy, layout.fsdp)
         if world.place.member is not None:
             run.slots = lazy.elastic.slots_of(world.place, lazy.slots.Slots, world.exchange, lambda: run.is_training)
-        self._controller = OuterController(asked, run)
+        self._controller = OuterController(asked, run, averages)
         session.controllers[self._controller] = None
         self.state, self.gradient_state = AcceleratorState(), GradientState()
         self._preparer = Preparer(

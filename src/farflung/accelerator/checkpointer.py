@@ -91,6 +91,7 @@ class Checkpointer:
                 "save_on_each_node=True keeps a whole checkpoint on each machine, but the shards of this model are "
                 "spread over several. Use a folder that all machines share, or state_dict_type='FULL_STATE_DICT'."
             )
+        run.outers.end_evaluations()
         if made == "some":
             self._say_alone(folder)
         if not run.outers.leads or (made == "some" and run.world.rank != self._everyone.leader):
@@ -197,6 +198,7 @@ class Checkpointer:
         """Read a checkpoint and continue from it; see `Checkpointing.load_state`. `series` is that of `save`."""
         run, doing = self._run, "Loading a checkpoint"
         group, made = self._group_of("load_state", None if input_dir is None else Path(input_dir))
+        run.outers.end_evaluations()
         self.saver.settle()
         with ThreadPoolExecutor(1, "farflung verifier") as background:
             verification: Future[Checkpoint] | None = None

@@ -29,6 +29,7 @@ from farflung.process.world import current_world
 from farflung.resume.run import Run
 
 if TYPE_CHECKING:
+    from farflung.accelerator.ema import AveragedModel
     from farflung.accelerator.outer import AttachedLoop
     from farflung.hosts.driver import EpochTracker
     from farflung.methods.arguments import OuterConfig
@@ -42,8 +43,9 @@ class OuterController:
     `waiting` are loaded states of loops that are not open yet.
     """
 
-    def __init__(self, config: OuterConfig | None, run: Run) -> None:
+    def __init__(self, config: OuterConfig | None, run: Run, ema: tuple[float, int] | None = None) -> None:
         self._config = config
+        self._averages = None if ema is None else lazy.ema.Averages(*ema, run)
         self._run = run
         self.attached: list[AttachedLoop] = []
         self.waiting: list[dict[str, Any]] = []
@@ -66,6 +68,8 @@ class OuterController:
 
     def attach(self) -> None:
         """Open a loop over each prepared model that a prepared optimizer trains and that has none yet: a collective."""
+        if self._averages is not None:
+            self._averages.attach()
         if self._config is None:
             return
         for attached in self.attached:
@@ -121,6 +125,8 @@ class OuterController:
     def end(self) -> None:
         """End the loops that were asked for: a collective, unless the caller is leaving with an error."""
         error = sys.exc_info()[1]
+        if self._averages is not None and error is None:
+            self._averages.end()
         for attached in self._detach():
             attached.end(error)
             _advise(attached)
@@ -208,15 +214,24 @@ class OuterController:
         """Return whether an open loop is over parameters of `model`."""
         return any(_share(attached.model, model) for attached in self.attached)
 
+    @property
+    def _lenders(self) -> list[AttachedLoop | AveragedModel]:
+        return [*self.attached, *(() if self._averages is None else self._averages.models)]
+
+    def end_evaluations(self) -> None:
+        """Have the weights in the models that are trained, before a checkpoint is written or read."""
+        for one in self._lenders:
+            one.evaluation.end()
+
     def state_of(self, module: nn.Module) -> dict[str, Any]:
         """Return the state dict of a model, with the weights that all ranks agreed on, if there are any.
 
         Nothing is exchanged. Agreed weights come as copies, others as the model's own tensors, as torch gives them.
         """
         with ExitStack() as lent:
-            lenders = [one for one in self.attached if one.lends and _share(one.model, module)]
-            for attached in lenders:
-                lent.enter_context(attached.agreed())
+            lenders = [one for one in self._lenders if one.lends and _share(one.model, module)]
+            for one in lenders:
+                lent.enter_context(one.agreed())
             state: dict[str, Any] = module.state_dict()
             return copy.deepcopy(state) if lenders else state
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from farflung.base.lazy import LazyModule
 
 if TYPE_CHECKING:
-    from farflung.accelerator import outer as outer
+    from farflung.accelerator import ema as ema, outer as outer
     from farflung.big_model import load as load
     from farflung.checkpoint import export as export, manager as manager, writer as writer
     from farflung.config import launch as launch
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from farflung.resume import models as models
     from farflung.trackers import tracking as tracking
 else:
+    ema = LazyModule("farflung.accelerator.ema")
     outer = LazyModule("farflung.accelerator.outer")
     load = LazyModule("farflung.big_model.load")
     export = LazyModule("farflung.checkpoint.export")

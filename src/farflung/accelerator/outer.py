@@ -15,6 +15,7 @@ from farflung.base.errors import ConfigError
 from farflung.comm.recording import uncompiled
 from farflung.hosts.driver import Driver, EpochTracker
 from farflung.hosts.elastic import members_of
+from farflung.hosts.evaluation import MODE_LISTENERS, FollowedModelHook, LentWeights, follow_modes
 from farflung.loop.optimizer import AcceleratedOptimizer, parameters_of
 from farflung.loop.scheduler import planned_updates
 from farflung.loop.state import ActiveLoader, Trace
@@ -65,6 +66,24 @@ class AttachedLoop(Driver):
         if recipe.weighs_items:
             optimizer.loop_state.counts_samples = True
         self._choose_who_averages()
+        self.evaluation = LentWeights(model)
+        bare: Any = run.strategy.unwrap(model)  # whose types are not complete in torch
+        end = FollowedModelHook(lambda one, *_: one.evaluation.end(), self)
+        self._hooks += [bare.register_load_state_dict_pre_hook(end), self.evaluation.hook]
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether `module` is the model, maybe unwrapped."""
+        return module is self.model or module is self._run.strategy.unwrap(self.model)
+
+    def mode_changed(self, module: nn.Module, was_training: bool) -> None:
+        """Have the agreed weights in the model for an evaluation after an epoch, which are those that are saved."""
+        if self.holds(module):
+            lends = was_training and self.attempts > 0 and self.epochs is not None and not self.epochs.is_behind
+            self.evaluation.change(module.training, self if lends else None)
+
+    def flush(self) -> None:
+        self.evaluation.end()
+        super().flush()
 
     def follow_optimizers(self) -> None:
         """Follow the prepared optimizers that train the model, also those prepared after it.
@@ -104,6 +123,7 @@ class AttachedLoop(Driver):
     def follow_epochs(self) -> None:
         """Flush the loop after each pass over the training data, from where a loaded state stands."""
         self.epochs = EpochTracker(self.flush)
+        follow_modes(self)
         if self._epochs_state is not None:
             self.epochs.load_state_dict(self._epochs_state, self._bases)
 
@@ -125,6 +145,8 @@ class AttachedLoop(Driver):
         self._average_everywhere()
 
     def _detach(self) -> None:
+        self.evaluation.end()
+        MODE_LISTENERS.discard(self)
         for optimizer, listener in self._listeners:
             if listener in optimizer.attached:
                 optimizer.attached.remove(listener)
@@ -168,7 +190,11 @@ class AttachedLoop(Driver):
         return self._num_items
 
     def _begin_where_it_is(self) -> None:
-        """Reset the anchor before the first step of any optimizer: weights may have been loaded after `prepare`."""
+        """Train this rank's own weights. Reset the anchor before the first step of any optimizer.
+
+        Weights may have been loaded after `prepare`.
+        """
+        self.evaluation.end()
         begins, self._has_begun = not self._has_begun, True
         is_here = self.loop.position == 0 or self.loop.is_newcomer
         if begins and is_here and self.attempts == self.loop.stats().attempts == 0:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from farflung.accelerator import lazy
 from farflung.base.checks import (
     check_flag,
+    check_number,
     check_optional,
     check_path,
     check_type,
@@ -148,6 +149,21 @@ def resolve_outer(outer: OuterConfig | str | None) -> OuterConfig | None:
             f"{launched.recipe} with {theirs} (--outer, FARFLUNG_OUTER_*). Leave one of them out."
         )
     return lazy.arguments.OuterConfig(outer.recipe, **outputs | ours)
+
+
+def resolve_ema(ema: float | None, every: int, has_outer: bool) -> tuple[float, int] | None:
+    """Return the decay or the number of snapshots of a running mean, and the steps between two; None: there is none."""
+    check_whole("ema_every", every, least=1)
+    if ema is None:
+        return None
+    check_number("ema", ema, above=0)
+    if ema >= 1:
+        check_whole("ema", ema, least=2)
+    if has_outer:
+        raise ConfigError(
+            f"is {ema}, but an outer loop trains the replicas. Use its average= (--outer-average), in rounds.", "ema"
+        )
+    return ema, every
 
 
 def resolve_precision(name: str, device: torch.device, handlers: Mapping[type, Any]) -> Precision:

@@ -243,7 +243,7 @@ def weights_of(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         for tree in [tree for part, tree in parts.items() if part != "place"] + [rest] * (rest is not None):
             for kind, rows in tree["names"].items():
                 agreed = tree["agreed"][kind]
-                pieces = agreed["chunks"] if isinstance(agreed, dict) else [x for bucket in agreed for x in bucket]
+                pieces = _evaluated(**agreed) if isinstance(agreed, dict) else [x for bucket in agreed for x in bucket]
                 flat = torch.cat([piece.flatten() for piece in pieces]) if pieces else torch.empty(0)
                 sizes = [prod(shape) for _, _, _, _, shape in rows]
                 for (name, dtype, whole, offset, shape), values in zip(rows, torch.split(flat, sizes), strict=True):
@@ -251,3 +251,14 @@ def weights_of(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
                     place = tuple(slice(at, at + length) for at, length in zip(offset, shape, strict=True))
                     tensor[place] = values.view(shape).to(tensor.dtype)
     return found
+
+
+def _evaluated(
+    chunks: Sequence[Tensor], optimizer: Mapping[str, Any] | None = None, average: Sequence[Tensor] = ()
+) -> Sequence[Tensor]:
+    """Return the values to evaluate: a running mean, or the slow weights of an anchor (`methods.momentum.lead_of`)."""
+    if average or optimizer is None:
+        return average or chunks
+    ahead = optimizer["param_groups"][0].get("look_ahead", 0.0)  # which states of earlier versions don't have
+    momenta = [optimizer["state"].get(k, {}).get("momentum_buffer") for k in range(len(chunks))]
+    return [x if m is None or not ahead else torch.add(x, m, alpha=ahead) for x, m in zip(chunks, momenta, strict=True)]

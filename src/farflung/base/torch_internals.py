@@ -61,6 +61,7 @@ foreach_add_ = taken(torch, "_foreach_add_", "add many tensors in one call")
 foreach_copy_ = taken(torch, "_foreach_copy_", "copy many tensors in one call")
 foreach_div_ = taken(torch, "_foreach_div_", "divide many tensors in one call")
 foreach_lerp = taken(torch, "_foreach_lerp", "blend many tensors in one call")
+foreach_lerp_ = taken(torch, "_foreach_lerp_", "blend many tensors in one call")
 foreach_maximum = taken(torch, "_foreach_maximum", "compare many tensors in one call")
 foreach_mul_ = taken(torch, "_foreach_mul_", "scale many tensors in one call")
 

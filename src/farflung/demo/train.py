@@ -175,7 +175,7 @@ class Trial:
         Of replicas that are alone each takes the loss on its own batches.
         """
         bytes_sent = self.bytes_sent
-        # What the replicas agree on is the anchor; without one they are equal at the end of a round.
+        # With an anchor the replicas agree on weights at any time; without one they are equal at the end of a round.
         recipe = self.way.recipe
         lends = self._loop is not None and recipe is not None and recipe.optimizer is not None
         with self._loop.synced() if self._loop and lends and not at_the_end else nullcontext():

@@ -19,7 +19,8 @@ from farflung.comm.shards import local, part_of
 from farflung.comm.tensor_memory import fingerprint, fingerprints
 from farflung.exchanged.comparison import Comparison
 from farflung.exchanged.structure import buckets_of
-from farflung.methods.agreement import Anchored, Averaged
+from farflung.methods.agreement import Averaged, Kept
+from farflung.methods.anchored import Anchored
 from farflung.methods.eager import Eager
 from farflung.methods.fragments import Fragment, TensorPlace, without_masks
 from farflung.methods.recipe import Recipe
@@ -42,6 +43,7 @@ class BoundFragment:
         pending_weight: by level, the work that was done since values were last sent.
         num_rounds: that were applied.
         num_landed: buckets that were already applied of a round that continues after a loss.
+        num_averaged: rounds that a running mean of the weights has seen.
         comparison: compares it with that of the other replicas.
     """
 
@@ -58,7 +60,8 @@ class BoundFragment:
         self.num_ranks = group.size
         self.history: NormHistory = {}
         self.pending_weight = [0.0] * (1 + len(recipe.levels))
-        self.num_rounds = self.num_landed = 0
+        self.num_rounds = self.num_landed = self.num_averaged = 0
+        self._average = recipe.average or 1
         self.is_whole = num_buffers is None
         parameters = buckets_of(fragment.parameters, cap_bytes, num_buffers, island_size)
         counters = buckets_of(fragment.counters, cap_bytes, num_buffers, island_size)
@@ -66,16 +69,20 @@ class BoundFragment:
             broadcast_values([local(place.get()) for place in fragment.places], group)
         self.cut = without_masks(fragment) if is_new else fragment
         self.comparison = Comparison([place.name for place in self.cut.parameters])
-        self.trained = [place.get() for place in self.cut.parameters]  # the objects, which tell when one is replaced
         averages = buckets_of(self.cut.averages, cap_bytes, num_buffers, island_size)
-        self.kinds = (self.cut.parameters, self.cut.averages, self.cut.counters)
-        self._bound = list(zip(self.kinds, (parameters, averages, counters), strict=True))
+        # The objects, which tell when one is replaced.
+        self._objects = [[place.owner[place.key] for place in places] for places in self.cut.kinds]
+        self._bound = list(zip(self.cut.kinds, (parameters, averages, counters), strict=True))
         self.weights = Averaged(parameters, recipe.aggregator, recipe.codec)
         if recipe.optimizer is not None:
-            parts = (parameters, recipe.aggregator, recipe.codec, recipe.optimizer, recipe.merge, recipe.anchor_on_cpu)
+            rule = (recipe.aggregator, recipe.codec, recipe.optimizer, recipe.merge)
+            parts = (parameters, *rule, recipe.anchor_on_cpu, recipe.average is not None)
             self.weights = Eager(*parts, num_ranks=group.size) if recipe.eager else Anchored(*parts)
         self.buffers = Averaged(averages, recipe.beside[0], Identity())
         self.counters = Averaged(counters, recipe.beside[1], Identity())
+        if recipe.optimizer is not None:
+            self.buffers = Kept(averages, recipe.beside[0], Identity(), recipe.average is not None)
+            self.counters = Kept(counters, recipe.beside[1], Identity(), has_mean=False)
         self.agreements = {"weights": self.weights, "buffers": self.buffers, "counters": self.counters}
 
     def enter(self, before: Sequence[int], ids: Sequence[int]) -> None:
@@ -89,12 +96,12 @@ class BoundFragment:
 
     def replicated(self) -> dict[str, Any]:
         """Return the state that all replicas share between rounds."""
-        common = {"history": self.history, "num_rounds": self.num_rounds}
+        common = {"history": self.history, "num_rounds": self.num_rounds, "num_averaged": self.num_averaged}
         return {**common, "agreed": {kind: one.replicated() for kind, one in self.agreements.items()}}
 
     def names(self) -> dict[str, list[tuple[str, str, list[int], list[int], list[int]]]]:
         """Return whose values `replicated` has, in its order: names, dtypes, shapes, and this rank's parts of them."""
-        return {kind: list(map(row_of, places)) for kind, places in zip(self.agreements, self.kinds, strict=True)}
+        return {kind: list(map(row_of, places)) for kind, places in zip(self.agreements, self.cut.kinds, strict=True)}
 
     def join(self, replicated: dict[str, Any], keeps: bool) -> None:
         """Take over what `replicated` returned on another rank.
@@ -103,7 +110,7 @@ class BoundFragment:
             keeps: continue with the steps since the last round, which the next one then includes.
         """
         self.history = deepcopy(replicated["history"])
-        self.num_rounds = replicated["num_rounds"]
+        self.num_rounds, self.num_averaged = replicated["num_rounds"], replicated.get("num_averaged", 0)
         if keeps:
             self.rebind()
         else:
@@ -156,7 +163,32 @@ class BoundFragment:
     def note_round(self, is_common: bool) -> None:
         """Count a round that was applied; its result may be compared if it `is_common` to all ranks."""
         self.num_rounds += 1
+        self.num_averaged += 1
+        self.keep()
+        for agreement in self.agreements.values():  # over a tenth of the rounds at most
+            agreement.mix(1 / min(self._average, max(1, self.num_rounds // 10), self.num_averaged))
         self.comparison.note_round(self.weights, self.num_rounds, is_common)
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """Its parameters, as they were when it was bound."""
+        return self._objects[0]
+
+    def lend(self) -> None:
+        """Put the values to evaluate into the model."""
+        for agreement in self.agreements.values():
+            agreement.lend()
+
+    def keep(self, *kinds: str) -> None:
+        """Keep the values to evaluate, as all ranks have just agreed on these `kinds`; none: on all of them."""
+        for kind in kinds or self.agreements:
+            self.agreements[kind].keep()
+
+    def reset_anchor(self, is_set: bool) -> None:
+        """anchor <- local, and what belongs to it; see `Averaged.reset_anchor`."""
+        self.num_averaged *= not is_set
+        for agreement in self.agreements.values():
+            agreement.reset_anchor(is_set)
 
     def parameters(self) -> list[Tensor]:
         return [place.get() for place in self.cut.parameters]
@@ -171,28 +203,34 @@ class BoundFragment:
         return [local(place.get()) for place in (*self.cut.parameters, *self.cut.averages)]
 
     def kept(self) -> dict[str, dict[int, Tensor]]:
-        """Return the state of each parameter between rounds, `[numel]`, by its kind and by the parameter's id."""
-        ids = [id(tensor) for tensor in self.trained]
-        rows = self.weights.rows()
-        return {name: dict(zip(ids, self.weights.buckets.by_tensor(rows[name]), strict=True)) for name in rows}
+        """Return the state of each tensor between rounds, `[numel]`, by its kind and by the tensor's id."""
+        found: dict[str, dict[int, Tensor]] = {}
+        for agreement, tensors in zip(self.agreements.values(), self._objects, strict=True):
+            for name, flats in agreement.rows().items():
+                rows = zip(map(id, tensors), agreement.buckets.by_tensor(flats), strict=True)
+                found.setdefault(name, {}).update(rows)
+        return found
 
     def continue_from(self, other: BoundFragment, kept: Mapping[str, Mapping[int, Tensor]]) -> None:
         """Replace another fragment, with its state of the parameters that this one has too."""
         self.pending_weight, self.history = other.pending_weight, other.history
-        self.num_rounds = other.num_rounds
+        self.num_rounds, self.num_averaged = other.num_rounds, other.num_averaged
         self.comparison.continue_from(other.comparison)
         self.weights.continue_from(other.weights)
-        for name, flats in self.weights.rows().items():
-            rows = kept.get(name, {})
-            self.weights.buckets.fill(flats, [rows.get(id(tensor)) for tensor in self.trained])
+        for agreement, tensors in zip(self.agreements.values(), self._objects, strict=True):
+            for name, flats in agreement.rows().items():
+                rows = kept.get(name, {})
+                agreement.buckets.fill(flats, [rows.get(id(tensor)) for tensor in tensors])
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "local": {place.name: local(place.get()).clone() for place in self.cut.places},
             "agreed": self.weights.state_dict(),
+            "kept": [self.buffers.state_dict(), self.counters.state_dict()],
             "pending_weight": list(self.pending_weight),
             "history": {"seen": deepcopy(self.history)},
             "num_rounds": self.num_rounds,
+            "num_averaged": self.num_averaged,
             "digest": self.comparison.digest,
         }
 
@@ -206,9 +244,13 @@ class BoundFragment:
             for name, place in here.items():
                 local(place.get()).copy_(saved[name])
         self.weights.load_state_dict(state["agreed"])
+        self.keep()
+        for agreement, one in zip((self.buffers, self.counters), state.get("kept", ()), strict=False):
+            agreement.load_state_dict(one)
         self.pending_weight = list(state["pending_weight"])
         self.history = state["history"]["seen"]
         self.num_rounds, self.comparison.digest = state["num_rounds"], state["digest"]
+        self.num_averaged = state.get("num_averaged", 0)
 
 
 def row_of(place: TensorPlace) -> tuple[str, str, list[int], list[int], list[int]]:

@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from farflung.comm.group import Group, SoloGroup
+from farflung.comm.recording import unrecorded
 from farflung.comm.shards import local, model_has_dtensor, reshard
-from farflung.exchanged.bound import BoundFragment, row_of
+from farflung.exchanged.bound import BoundFragment
 from farflung.exchanged.comparison import frozen_fingerprints, moved, synchronize
 from farflung.exchanged.structure import described, line_of, structure_of, text_of
 from farflung.exchanged.trained import TrainedSet
@@ -119,7 +120,7 @@ class Replica:
 
         fit = [changed(number, bound.cut) for number, bound in enumerate(self.fragments)]
         self._lay_out([changed(number, one) for number, one in enumerate(self._cut)])
-        self._bind_again(fit, {"anchor": dict(anchors)})
+        self._bind_again(fit, {"anchor": dict(anchors), "average": dict(anchors)})
 
     def _numbers_of(self, new: Sequence[TensorPlace]) -> dict[str, int]:
         """Return the fragment of each new parameter: where it would be if all were exchanged."""
@@ -186,12 +187,10 @@ class Replica:
 
     def continue_from(self, before: Replica, generation: Generation) -> None:
         """Exchange what `before` did, from what all members share, with this rank's steps since; nothing is sent."""
-        kept = before.copies(before.trained.moved())
-        before.adopt()
         self._group = generation.group
-        self.fragments = [self._bound(fragment, SoloGroup(), is_new=True) for fragment in self._cut]
-        for tensor, value in kept:
-            tensor.copy_(value)
+        with before.kept(before.trained.moved()):
+            before.adopt()
+            self.fragments = [self._bound(fragment, SoloGroup(), is_new=True) for fragment in self._cut]
         self.trained.continue_from(before.trained)
         for fragment in self.fragments:
             fragment.enter((), generation.ids)
@@ -253,42 +252,52 @@ class Replica:
         with training(self._model, lambda one: id(one) in ids or (id(one) not in before and one.requires_grad)):
             return self._recipe.fragments(self._model, self._recipe.schedule.fragments)
 
-    def resting(self) -> dict[str, Any]:
-        """Return copies of what has been agreed on and is not exchanged, in the form of a fragment's shared state."""
-        rest = self.trained.resting(own=False)
-        values = [value.clone() for value in rest.values()]
-        return {"names": {"rest": [row_of(self.trained.places[name]) for name in rest]}, "agreed": {"rest": [values]}}
-
     def adopt(self) -> None:
         for number, fragment in enumerate(self.fragments):
             self.rebind(number)
             fragment.weights.adopt()
         self.trained.adopt()
 
-    def reset_anchor(self) -> None:
+    def lend(self) -> None:
+        """Put the values to evaluate into the model, which may differ from those that training continues with."""
         for number, fragment in enumerate(self.fragments):
             self.rebind(number)
-            fragment.weights.reset_anchor()
+            fragment.lend()
+        self.trained.adopt()
+
+    def reset_anchor(self, is_set: bool = True) -> None:
+        """anchor <- local; see `Averaged.reset_anchor`."""
+        for number, fragment in enumerate(self.fragments):
+            self.rebind(number)
+            fragment.reset_anchor(is_set)
 
     def count(self, amount: float) -> None:
         self.trained.moves.count()
         for fragment in self.fragments:
             fragment.count(amount)
 
-    def reset(self) -> None:
-        self.reset_anchor()
+    def reset(self, is_set: bool = True) -> None:
+        self.reset_anchor(is_set)
         self.trained.forget_moves()
         for fragment in self.fragments:
             fragment.pending_weight = [0.0] * len(fragment.pending_weight)
 
-    def copies(self, coming: Sequence[TensorPlace]) -> list[tuple[Tensor, Tensor]]:
-        """Return this rank's weights and buffers, as far as the model still has them, each with a copy.
+    @contextmanager
+    def kept(self, coming: Sequence[TensorPlace]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Restore this rank's weights and buffers after the block, as far as the model had them before it; yield both.
 
         Args:
-            coming: parameters that are not exchanged yet, and are copied too.
+            coming: parameters that are not exchanged yet, and are restored too.
         """
         reshard(self._model.modules())
         places = [place for fragment in self.fragments for place in fragment.cut.places]
         found = [place.owner.get(place.key) for place in (*places, *coming)]
-        there = [local(tensor) for tensor in found if isinstance(tensor, Tensor)]
-        return [(tensor, tensor.clone()) for tensor in there]
+        with unrecorded():
+            copies = [(one, one.clone()) for one in (local(one) for one in found if isinstance(one, Tensor))]
+        try:
+            yield copies
+        finally:
+            with unrecorded():
+                reshard(self._model.modules())
+                for tensor, value in copies:
+                    tensor.copy_(value)

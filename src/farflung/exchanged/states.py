@@ -21,6 +21,7 @@ from farflung.base.checks import shown, wrong_type
 from farflung.base.errors import ConfigError
 from farflung.base.tree import flatten, unflatten
 from farflung.exchanged.replica import Replica
+from farflung.exchanged.structure import AVERAGE, text_of
 
 _STATE = ("description", "position", "synced", "began", "seconds", "lr", "stats", "rounds")
 
@@ -87,13 +88,16 @@ def _merged_fragment(column: Sequence[dict[str, Any]], number: int, states: Sequ
     most = max(done[0] * count for done, count in zip(pending, counts, strict=True))
     by_work = [done[0] / most * count if most else count for done, count in zip(pending, counts, strict=True)]
     agreed = None if column[0]["agreed"] is None else _mean([part["agreed"] for part in column], [1.0] * len(column))
+    kept = [part["kept"] for part in column if "kept" in part]
     return {
         "local": _mean([part["local"] for part in column], by_work),
         "agreed": agreed,
         "pending_weight": [sum(done) / len(pending) for done in zip(*pending, strict=True)],
         "history": {"seen": {}},  # its ranks are no longer these
         "num_rounds": max(part["num_rounds"] for part in column),
+        "num_averaged": max(part.get("num_averaged", 0) for part in column),
         "digest": -1,
+        **({"kept": _mean(kept, [1.0] * len(kept))} if kept else {}),
     }
 
 
@@ -151,6 +155,6 @@ def check_state(state: Mapping[str, Any], like: Mapping[str, Any]) -> None:
 
 
 def identity_of(replica: Replica, shard: int) -> dict[str, Any]:
-    """Return the part of a state that must equal that of the loop that loads it."""
-    parts = [part for group in replica.parts for part in group]
-    return {"description": replica.description, "parts": parts, "shard": shard}
+    """Return the part of a state that must equal that of the loop that loads it: all but a mean of its weights."""
+    kept = [[part for part in group if not part.startswith(AVERAGE)] for group in replica.parts]
+    return {"description": text_of(kept), "parts": [part for group in kept for part in group], "shard": shard}

@@ -20,6 +20,8 @@ from farflung.methods.fragments import Fragment, TensorPlace
 from farflung.methods.recipe import Recipe
 from farflung.votes.generation import Parts
 
+AVERAGE = "average over rounds:"  # how a running mean of the weights is described
+
 _kind = attrgetter("dtype", "shape")
 
 
@@ -68,6 +70,7 @@ def settings_of(recipe: Recipe) -> list[str]:
         outer = f"{type(probe).__name__}({', '.join(f'{key}={value}' for key, value in probe.defaults.items())})"
     rule = [recipe.schedule, recipe.codec, recipe.aggregator, recipe.policy, f"by {recipe.weigh_by}", recipe.merge]
     rule += ["eager"] if recipe.eager else []
+    rule += [f"{AVERAGE} {recipe.average}"] if recipe.average else []
     return [*map(str, (*rule, recipe.inner, f"outer optimizer {outer}", *recipe.changes))]
 
 

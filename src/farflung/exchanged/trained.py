@@ -21,6 +21,7 @@ from farflung.base.errors import CollectiveMismatch
 from farflung.comm.group import Group
 from farflung.comm.recording import uncompiled
 from farflung.comm.shards import local
+from farflung.exchanged.bound import row_of
 from farflung.exchanged.structure import buckets_of, line_of
 from farflung.methods.agreement import Aggregator, NewParameters
 from farflung.methods.fragments import TensorPlace, could_train, training
@@ -177,6 +178,12 @@ class TrainedSet:
         names = (self.ever | set(self.names_of_moves())) - self.names
         there = {name: local(place.get()).detach() for name, place in self.places.items() if name in names}
         return there if own else there | self._before
+
+    def shared(self) -> dict[str, Any]:
+        """Return copies of what has been agreed on and is not exchanged, in the form of a fragment's shared state."""
+        rest = self.resting(own=False)
+        values = [value.clone() for value in rest.values()]
+        return {"names": {"rest": [row_of(self.places[name]) for name in rest]}, "agreed": {"rest": [values]}}
 
     def state_dict(self) -> dict[str, Any]:
         kept = {"rest": self.resting(own=True), "before": self._before}

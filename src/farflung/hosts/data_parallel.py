@@ -50,7 +50,7 @@ from farflung.config import environ
 from farflung.config.launch import launched_outer
 from farflung.hosts.driver import Driver, EpochTracker
 from farflung.hosts.elastic import members_of, slots_of
-from farflung.hosts.evaluation import AgreedState, FollowedModelHook, LentWeights
+from farflung.hosts.evaluation import AgreedState, FollowedModelHook, LentWeights, follow_modes
 from farflung.hosts.frameworks import follow_frameworks, show_in_trainer, to_make_a_group, to_make_ddp
 from farflung.hosts.patching import around
 from farflung.hosts.rounds import RoundFigures, RoundOutputs
@@ -150,17 +150,15 @@ class DDPTakeover:
         around(dist, "barrier", self._barrier)
         around(dist, "destroy_process_group", self._destroy_group)
         around(DistributedDataParallel, "__init__", self._make_ddp)
-        around(nn.Module, "train", self._set_mode)
+        follow_modes(self)
         around(nn.Module, "load_state_dict", self._load)
         around(torch.amp.GradScaler, "step", self._scaler_step)
 
-    def _set_mode(self, train: Callable[..., Any], module: nn.Module, mode: bool = True) -> Any:
+    def mode_changed(self, module: nn.Module, was_training: bool) -> None:
         """Give a model the agreed weights for an evaluation; scripts that train in eval mode are there already."""
-        trained, result = module.training, train(module, mode)
         for one in self._followed:
             if one.holds(module) or module is one.local.ddp:
-                one.evaluation.change(mode, one.driver if trained else None)
-        return result
+                one.evaluation.change(module.training, one.driver if was_training else None)
 
     def _load(self, load: Callable[..., Any], module: nn.Module, state: Any, *args: Any, **options: Any) -> Any:
         for one in self._followed:
@@ -386,17 +384,25 @@ class DDPTakeover:
         """Stay in the rounds of a loop until all ranks have come here: a collective."""
         self._open_all()
         if one.driver is not None:
+            is_lent = one.evaluation.is_on
             one.evaluation.end()
             with self._in_round():
                 one.driver.flush()
+            one.evaluation.change(not is_lent, one.driver)
 
     def _is_behind(self) -> bool:
         return any(one.epochs.is_behind or one.epochs.is_owed for one in self._followed)
 
-    def _flush_all(self, if_behind: bool = False) -> None:
-        """Flush all loops, so that the weights in memory are equal and those of the state dict: a collective."""
+    def _flush_all(self, if_behind: bool = False, at_end: bool = False) -> None:
+        """Flush all loops, so that the weights in memory are equal: a collective.
+
+        Args:
+            at_end: of a fit, which leaves the weights of the state dict in memory, until something trains them again.
+        """
         for one in [one for one in self._followed if one.epochs.is_behind or one.epochs.is_owed or not if_behind]:
             one.epochs.flush()
+            if at_end:
+                one.evaluation.change(False, one.driver)
 
     def _make_join(self, make: Callable[..., None], join: Join, joinables: Any, *args: Any, **options: Any) -> None:
         """Keep torch's `join()` from sending: in rounds ranks wait for those without data anyway."""

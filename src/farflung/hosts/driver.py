@@ -135,9 +135,8 @@ class Driver:
 
     @property
     def lends(self) -> bool:
-        """Whether `agreed` changes the model's weights. After a flush it doesn't, as a script may have set them."""
-        is_behind = self.epochs is None or self.epochs.is_behind
-        return is_behind and self.loop.has_anchor and not self.loop.is_warming
+        """Whether `agreed` changes the model's weights."""
+        return self.loop.has_anchor and not self.loop.is_warming
 
     def agreed(self) -> AbstractContextManager[None]:
         """Put the weights that all ranks last agreed on into the model, if the recipe keeps them; nothing is sent."""

@@ -7,15 +7,27 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack
+from functools import cache
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from farflung.base.events import tell
 from farflung.base.frames import user_call
-from farflung.hosts.driver import Driver
+from farflung.hosts.patching import around
+
+
+class Lender(Protocol):
+    """Has other weights of a model, for an evaluation."""
+
+    @property
+    def lends(self) -> bool:
+        """Whether it has any."""
+
+    def agreed(self) -> AbstractContextManager[None]:
+        """Have them in the model within a block."""
 
 
 class LentWeights:
@@ -23,21 +35,23 @@ class LentWeights:
 
     Nothing is sent: one rank may evaluate alone. Frameworks go back to train mode in several ways, so a forward pass in
     that mode ends it too. A recipe that keeps no agreed weights leaves the model as it is.
+
+    Args:
+        model: maybe wrapped, as by DDP.
     """
 
-    def __init__(self, ddp: nn.Module) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._own: ExitStack | None = None
-        this = weakref.ref(self)
+        # Before fully_shard gathers the weights.
+        self.hook = model.register_forward_pre_hook(_BeforeForward(self), prepend=True)
 
-        def before_forward(module: nn.Module, *_: Any) -> None:  # a function, which copies of the model share
-            inner: Any = module.module  # Lightning leaves DDP's own mode as it was in the evaluation
-            if not torch.compiler.is_compiling() and inner.training and (one := this()) is not None:
-                one.end()
+    @property
+    def is_on(self) -> bool:
+        """Whether the model has other weights now."""
+        return self._own is not None
 
-        ddp.register_forward_pre_hook(before_forward)
-
-    def change(self, to_train: bool, driver: Driver | None) -> None:
-        """Called when the model changes its mode, with the driver of the loop whose weights it is to have."""
+    def change(self, to_train: bool, driver: Lender | None) -> None:
+        """Called when the model changes its mode, with the loop or mean whose weights it is to have."""
         if to_train:
             self.end()
         elif self._own is None and driver is not None and driver.lends:
@@ -86,6 +100,51 @@ class AgreedState:
         own.update(self._own)
         own._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]  # as torch keeps it there
         return own
+
+
+class _BeforeForward:
+    """Ends an evaluation before a forward pass in train mode; copies of the model, and files of it, have a hook too."""
+
+    def __init__(self, lent: LentWeights | None = None) -> None:
+        self._lent = None if lent is None else weakref.ref(lent)
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        if torch.compiler.is_compiling() or self._lent is None:
+            return
+        inner: Any = getattr(module, "module", module)  # Lightning leaves DDP's own mode as it was in the evaluation
+        if inner.training and (lent := self._lent()) is not None:
+            lent.end()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _BeforeForward, ()
+
+
+class ModeListener(Protocol):
+    """Hears of changes between training and evaluation."""
+
+    def mode_changed(self, module: nn.Module, was_training: bool) -> None:
+        """Called after each `module.train` and `module.eval`."""
+
+
+MODE_LISTENERS: weakref.WeakSet[ModeListener] = weakref.WeakSet()
+
+
+def follow_modes(listener: ModeListener) -> None:
+    """Tell a listener of the changes of all modules from now on, until it is discarded from `MODE_LISTENERS`."""
+    _wrap_train()
+    MODE_LISTENERS.add(listener)
+
+
+@cache
+def _wrap_train() -> None:
+    around(nn.Module, "train", _set_mode)
+
+
+def _set_mode(train: Callable[..., Any], module: nn.Module, mode: bool = True) -> Any:
+    was_training, result = module.training, train(module, mode)
+    for listener in list(MODE_LISTENERS):
+        listener.mode_changed(module, was_training)
+    return result
 
 
 class FollowedModelHook:

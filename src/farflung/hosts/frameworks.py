@@ -54,9 +54,9 @@ def follow_frameworks(flush: Callable[..., None], is_behind: Callable[[], bool],
     """Follow Lightning, ignite and transformers' Trainer, if the script has loaded them.
 
     Args:
-        flush: called where a fit ends on all ranks, and where an epoch of the Trainer does, whose loaders have no
-            `DistributedSampler` to tell: a collective. With `if_behind` where Lightning ends an epoch, or validates
-            there: it may have left the data early, or fetches a batch ahead of data of unknown length.
+        flush: called where a fit ends on all ranks, with `at_end`, and where an epoch of the Trainer does, whose
+            loaders have no `DistributedSampler` to tell: a collective. With `if_behind` where Lightning ends an epoch,
+            or validates there: it may have left the data early, or fetches a batch ahead of data of unknown length.
         is_behind: returns whether there have been steps since the latest flush, or one is owed.
         training: knows whether a sampler's length is a plan, and its passes may end before or after it. Lightning and
             ignite would end an epoch there, in the middle of a pass, so they are not told the length.
@@ -64,6 +64,10 @@ def follow_frameworks(flush: Callable[..., None], is_behind: Callable[[], bool],
 
     def end(ended: Callable[..., Any], *args: Any, **options: Any) -> Any:
         flush()
+        return ended(*args, **options)
+
+    def end_fit(ended: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        flush(at_end=True)
         return ended(*args, **options)
 
     def validate(begun: Callable[..., Any], strategy: Any) -> Any:
@@ -95,14 +99,14 @@ def follow_frameworks(flush: Callable[..., None], is_behind: Callable[[], bool],
         return result
 
     for module, owner, name, act in (
-        ("lightning.pytorch.strategies", "Strategy", "on_train_end", end),
+        ("lightning.pytorch.strategies", "Strategy", "on_train_end", end_fit),
         ("lightning.pytorch.strategies", "Strategy", "on_validation_start", validate),
         ("lightning.pytorch.loops", "_FitLoop", "on_advance_end", end_epoch),
-        ("pytorch_lightning.strategies", "Strategy", "on_train_end", end),
+        ("pytorch_lightning.strategies", "Strategy", "on_train_end", end_fit),
         ("pytorch_lightning.strategies", "Strategy", "on_validation_start", validate),
         ("pytorch_lightning.loops", "_FitLoop", "on_advance_end", end_epoch),
         ("transformers.trainer_callback", "CallbackHandler", "on_epoch_end", end),
-        ("transformers.trainer_callback", "CallbackHandler", "on_train_end", end),
+        ("transformers.trainer_callback", "CallbackHandler", "on_train_end", end_fit),
         ("lightning.fabric.utilities.data", "", "sized_len", length),
         ("lightning_fabric.utilities.data", "", "sized_len", length),
         ("ignite.engine", "Engine", "run", run),

@@ -88,15 +88,13 @@ class OuterCallback(TrainerCallback):
         """Have agreed weights in the model if it is evaluated or saved now."""
         if control.should_training_stop:
             self._flush()
-        elif control.should_evaluate or control.should_save:
-            assert self.loop is not None
-            self._agreed = ExitStack()
-            self._agreed.enter_context(self.loop.synced())
+        self._lend(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Synchronize the replicas: a collective."""
         self._take_own()
         self._flush()
+        self._lend(control)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log the figures of the rounds that have ended since the last log: `outer/round` and others."""
@@ -121,13 +119,24 @@ class OuterCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Close the outer loop: a collective. All ranks have the same weights afterwards."""
+        model = self._trainer.model
+        is_best = args.load_best_model_at_end and state.best_model_checkpoint is not None
+        best = {name: value.clone() for name, value in model.state_dict().items()} if is_best and self._agreed else {}
         self._take_own()
+        if best:
+            model.load_state_dict(best)
         if self._open is None or self.loop is None:
             return
-        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+        if is_best:
             self.loop.reset_anchor()  # the Trainer has loaded the best weights on all ranks
         self._open.close()
         self._open = None
+
+    def _lend(self, control: Any) -> None:
+        if control.should_evaluate or control.should_save:
+            assert self.loop is not None
+            self._agreed = ExitStack()
+            self._agreed.enter_context(self.loop.synced())
 
     def _take_own(self) -> None:
         agreed, self._agreed = self._agreed, None

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How one kind of value is combined: what each rank sends, how the values are summed, and how the result is applied.
 
-Weights may have an anchor: the point that all replicas agree on, in fp32, with the outer optimizer that moves it. This
-is the plain case; other ways to sum are in `aggregate.py`, and agreement one round late in `eager.py`.
+This is the plain case; other ways to sum are in `aggregate.py`, weights with an anchor in `anchored.py`, and agreement
+one round late in `eager.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from copy import deepcopy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, ClassVar, Protocol, TypeAlias
@@ -24,7 +22,6 @@ from farflung.base.errors import ConfigError, Unsupported
 from farflung.base.sizes import CAP_BYTES
 from farflung.base.torch_internals import foreach_copy_, foreach_lerp
 from farflung.codec.base import Codec, Identity
-from farflung.codec.feedback import ErrorFeedback
 from farflung.comm.bucket import Buckets
 from farflung.comm.group import Group, Op, Work
 from farflung.methods.momentum import OuterSGD
@@ -190,12 +187,25 @@ class Averaged:
     def adopt(self) -> None:
         """local <- anchor, if there is one."""
 
+    def lend(self) -> None:
+        """local <- the values to evaluate between rounds, if they are kept."""
+
+    def keep(self) -> None:
+        """Keep the values to evaluate, right after a round, if they don't follow from the rest of the state."""
+
+    def mix(self, share: float) -> None:
+        """mean <- mean + share * (values of the last round - mean), if a running mean is kept; 1 begins it."""
+
     def is_adopted(self) -> bool:
         """Return whether the local weights are those of the anchor, if there is one."""
         return True
 
-    def reset_anchor(self) -> None:
-        """anchor <- local, if there is one."""
+    def reset_anchor(self, is_set: bool = True) -> None:
+        """anchor <- local, if there is one.
+
+        Args:
+            is_set: somebody has set the weights; otherwise they are where the outer optimizer has led.
+        """
 
     def rows(self) -> dict[str, list[Tensor]]:
         """Return the state that each element has between rounds, by name: one flat tensor per bucket."""
@@ -214,7 +224,7 @@ class Averaged:
         Args:
             keeps: if there is an anchor, continue as far from the new one as from the one before.
         """
-        _check_cut([*chain(*replicated)], [*chain(*map(self.buckets.pieces, range(len(self.buckets))))])
+        check_cut([*chain(*replicated)], [*chain(*map(self.buckets.pieces, range(len(self.buckets))))])
         for k, pieces in enumerate(replicated):
             foreach_copy_(self.buckets.pieces(k), pieces)
 
@@ -223,6 +233,86 @@ class Averaged:
 
     def load_state_dict(self, state: Any) -> None:
         """Take over a state that `state_dict` returned."""
+
+
+class Evaluated(Averaged):
+    """Values that are evaluated as they were after the last round, or by their running mean over rounds."""
+
+    _averages: Sequence[Tensor] = ()  # one flat tensor per bucket; none: no mean is kept
+
+    def latest(self, k: int) -> Tensor:
+        """Return bucket `k` of the values of the last round, `[sizes[k]]`, on the buckets' device."""
+        raise NotImplementedError
+
+    def lend(self) -> None:
+        for k in range(len(self.buckets)):
+            values = self._averages[k].to(self.buckets.flat(k).device) if self._averages else self.latest(k)
+            foreach_copy_(self.buckets.pieces(k), self.buckets.cut(k, values))
+
+    def mix(self, share: float) -> None:
+        for k, mean in enumerate(self._averages):
+            here = mean.to(self.buckets.flat(k).device)  # whose bits those of other replicas are
+            self.blend(here, k, share)
+            mean.copy_(here)
+
+    def blend(self, mean: Tensor, k: int, share: float) -> None:
+        """Bring `mean` a share of the way to `latest(k)`, in place."""
+        mean.lerp_(self.latest(k), share)
+
+    def load_averages(self, means: Sequence[Tensor] | None) -> None:
+        """Take over saved means, if any are kept here; None: they begin here."""
+        for mean, saved in zip(self._averages, means or (), strict=False):
+            mean.copy_(saved)
+        if means is None:
+            self.mix(1.0)
+
+
+class Kept(Evaluated):
+    """Buffers, to be evaluated with weights of the same round.
+
+    Args:
+        has_mean: a running mean is kept.
+    """
+
+    def __init__(self, buckets: Buckets, aggregator: Aggregator, codec: Codec, has_mean: bool) -> None:
+        super().__init__(buckets, aggregator, codec)
+        self._agreed = [buckets.pack(k).clone() for k in range(len(buckets))]
+        self._averages = [values.clone() for values in self._agreed] if has_mean else []
+
+    def latest(self, k: int) -> Tensor:
+        return self._agreed[k]
+
+    def keep(self) -> None:
+        for k, values in enumerate(self._agreed):
+            foreach_copy_(self.buckets.cut(k, values), self.buckets.pieces(k))
+
+    def reset_anchor(self, is_set: bool = True) -> None:
+        self.keep()
+        if is_set:
+            self.mix(1.0)
+
+    def rows(self) -> dict[str, list[Tensor]]:
+        return {"agreed": self._agreed} | ({"average": [*self._averages]} if self._averages else {})
+
+    def replicated(self) -> Any:
+        if self._averages:
+            return {"chunks": [x.clone() for x in self._agreed], "average": [x.clone() for x in self._averages]}
+        return [[piece.clone() for piece in self.buckets.cut(k, values)] for k, values in enumerate(self._agreed)]
+
+    def join(self, replicated: Any, keeps: bool = False) -> None:
+        is_cut = not isinstance(replicated, Mapping)
+        cut = replicated if is_cut else [self.buckets.cut(k, x) for k, x in enumerate(replicated["chunks"])]
+        super().join(cut, keeps)
+        self.keep()
+        self.load_averages(None if is_cut else replicated["average"])
+
+    def state_dict(self) -> dict[str, Any] | None:
+        return {name: [value.clone() for value in values] for name, values in self.rows().items()}
+
+    def load_state_dict(self, state: Any) -> None:
+        for value, saved in zip(self._agreed, state["agreed"], strict=True):
+            value.copy_(saved)
+        self.load_averages(state.get("average"))
 
 
 class NewParameters(Averaged):
@@ -287,179 +377,7 @@ class Blend:
             foreach_copy_(local, foreach_lerp(list(anchor), blended, self.alpha))
 
 
-class Anchored(Averaged):
-    """anchor <- outer_opt(anchor, aggregate(codec(anchor - local))); local <- merge(local, anchor).
-
-    The anchor is one flat tensor per bucket, so that the outer optimizer can step bucket by bucket, as they land. That
-    needs no memory but the anchor, the optimizer's state and the buffers of the buckets.
-
-    Args:
-        buckets: of the trainable parameters; their values now are the first anchor.
-        make_optimizer: any `torch.optim` optimizer, such as `functools.partial(torch.optim.SGD, lr=0.7)`.
-        on_cpu: keep anchor and optimizer state in the host's memory (pinned, if the buckets are on a GPU).
-
-    Raises:
-        ConfigError: the optimizer made more than one group of the parameters it was given.
-    """
-
-    is_anchored = True
-
-    def __init__(
-        self,
-        buckets: Buckets,
-        aggregator: Aggregator,
-        codec: Codec,
-        make_optimizer: MakeOptimizer,
-        merge: Merge,
-        on_cpu: bool,
-    ) -> None:
-        super().__init__(buckets, aggregator, codec)
-        self._merge = merge
-        self._is_away = on_cpu and any(not buckets.flat(k).is_cpu for k in range(len(buckets)))
-        self._chunks = [nn.Parameter(self._kept(buckets.pack(k))) for k in range(len(buckets))]
-        self._views = [] if self._is_away else [buckets.cut(k, c.detach()) for k, c in enumerate(self._chunks)]
-        self._optimizer = make_optimizer(self._chunks) if self._chunks else None
-        if self._optimizer is not None and len(self._optimizer.param_groups) != 1:
-            raise ConfigError("The outer optimizer must keep its parameters in one parameter group.")
-        if isinstance(codec, ErrorFeedback):
-            self._residuals = [torch.zeros_like(chunk) for chunk in self._chunks]
-
-    def _kept(self, flat: Tensor) -> Tensor:
-        return flat.cpu().pin_memory() if self._is_away else flat.clone()
-
-    def tune(self, settings: OuterSGD) -> None:
-        if self._optimizer is not None:
-            settings.give(self._optimizer)
-
-    def bring(self, k: int) -> Tensor:
-        """Fill the buffer with anchor - local."""
-        local = self.buckets.pack(k)
-        point = self._chunks[k].detach()
-        return torch.sub(point.to(local.device, non_blocking=True) if self._is_away else point, local, out=local)
-
-    def prepare(self, k: int, group: Group) -> Payload:
-        return replace(super().prepare(k, group), anchor=self._chunks[k].detach())
-
-    def apply(self, k: int, payload: Payload, result: Tensor, divisor: float) -> None:
-        """Move the anchor, then merge. Only now subtract the values that were sent from the residual."""
-        if self._residuals and payload.weight:
-            self._residuals[k].copy_(payload.values)
-        self._advance(k, result if divisor == 1 else result.div_(divisor))
-
-    def _advance(self, k: int, mean: Tensor) -> None:
-        """Step the outer optimizer on bucket `k` of the anchor, with `mean` `[sizes[k]]` as its gradient; merge."""
-        assert self._optimizer is not None
-        group = self._optimizer.param_groups[0]
-        with self._beside_buckets(k) as chunk:
-            chunk.grad = mean.to(chunk.device)
-            group["params"] = [chunk]  # or each step would look at all chunks to find the one that has a gradient
-            try:
-                self._optimizer.step()
-            finally:
-                group["params"] = self._chunks
-                chunk.grad = None
-            self._merge(self.buckets.pieces(k), self.agreed(k))
-
-    @contextmanager
-    def _beside_buckets(self, k: int) -> Iterator[nn.Parameter]:
-        """Yield bucket `k` of the anchor; with its optimizer's state it is on the buckets' device within the block.
-
-        So an anchor that is kept in the host's memory moves by the same bits, and by the device's speed.
-        """
-        chunk = self._chunks[k]
-        if not self._is_away or self._optimizer is None:
-            yield chunk
-            return
-        home, state, device = chunk.data, self._optimizer.state[chunk], self.buckets.flat(k).device
-        rows = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim() == 1}
-        chunk.data = home.to(device, non_blocking=True)
-        state.update({name: row.to(device, non_blocking=True) for name, row in rows.items()})
-        try:
-            yield chunk
-        finally:
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.dim() == 1:
-                    state[name] = rows[name].copy_(value) if name in rows else self._kept(value)
-            chunk.data = home.copy_(chunk.data)
-
-    def agreed(self, k: int) -> list[Tensor]:
-        if not self._is_away:
-            return self._views[k]
-        return self.buckets.cut(k, self._chunks[k].detach().to(self.buckets.flat(k).device, non_blocking=True))
-
-    def adopt(self) -> None:
-        for k in range(len(self.buckets)):
-            foreach_copy_(self.buckets.pieces(k), self.agreed(k))
-
-    def is_adopted(self) -> bool:
-        pairs = [zip(self.buckets.pieces(k), self.agreed(k), strict=True) for k in range(len(self.buckets))]
-        return all(torch.equal(own, agreed.to(own)) for pair in pairs for own, agreed in pair)
-
-    def reset_anchor(self) -> None:
-        """anchor <- local; residuals are 0."""
-        for k, chunk in enumerate(self._chunks):
-            chunk.detach().copy_(self.buckets.pack(k))
-        for residual in self._residuals:
-            residual.zero_()
-
-    def rows(self) -> dict[str, list[Tensor]]:
-        rows = {"anchor": [chunk.detach() for chunk in self._chunks]}
-        if self._optimizer is not None:
-            states = [self._optimizer.state.get(chunk, {}) for chunk in self._chunks]
-            names = [name for name, value in states[0].items() if isinstance(value, Tensor) and value.dim() == 1]
-            rows |= {
-                name: [state[name] for state in states] for name in names if all(name in state for state in states)
-            }
-        return rows | ({"residual": self._residuals} if self._residuals else {})
-
-    def continue_from(self, other: Averaged) -> None:
-        """Take over the settings of another outer optimizer, and its state, with 0 for each element."""
-        assert isinstance(other, Anchored)
-        if self._optimizer is None or other._optimizer is None:
-            return
-        (mine,), (theirs,) = self._optimizer.param_groups, other._optimizer.param_groups
-        mine.update({name: value for name, value in theirs.items() if name != "params"})
-        state = other._optimizer.state.get(other._chunks[0], {})
-        for chunk in self._chunks:
-            for name, value in state.items():
-                is_row = isinstance(value, Tensor) and value.dim() == 1
-                self._optimizer.state[chunk][name] = torch.zeros_like(chunk) if is_row else deepcopy(value)
-
-    def replicated(self) -> dict[str, Any]:
-        optimizer = None if self._optimizer is None else deepcopy(self._optimizer.state_dict())
-        return {"chunks": [chunk.detach().clone() for chunk in self._chunks], "optimizer": optimizer}
-
-    def join(self, replicated: Any, keeps: bool = False) -> None:
-        """Residuals go with what this rank keeps: of what it doesn't, others may have applied a part."""
-        _check_cut(replicated["chunks"], self._chunks)
-        for k, (chunk, saved) in enumerate(zip(self._chunks, replicated["chunks"], strict=True) if keeps else ()):
-            way = saved.to(chunk.device) - chunk.detach()
-            local = self.buckets.pack(k)
-            local.add_(way.to(local.device))
-            self.buckets.unpack(k)
-        self._load_anchor(replicated)
-        if not keeps:
-            self.adopt()
-            for residual in self._residuals:
-                residual.zero_()
-
-    def _load_anchor(self, state: dict[str, Any]) -> None:
-        with torch.no_grad():
-            for chunk, saved in zip(self._chunks, state["chunks"], strict=True):
-                chunk.copy_(saved)
-        if self._optimizer is not None:
-            self._optimizer.load_state_dict(deepcopy(state["optimizer"]))
-
-    def state_dict(self) -> dict[str, Any] | None:
-        return {"anchor": self.replicated(), "residuals": [residual.clone() for residual in self._residuals]}
-
-    def load_state_dict(self, state: Any) -> None:
-        self._load_anchor(state["anchor"])
-        for residual, saved in zip(self._residuals, state["residuals"], strict=True):
-            residual.copy_(saved)
-
-
-def _check_cut(given: Sequence[Tensor], here: Sequence[Tensor]) -> None:
+def check_cut(given: Sequence[Tensor], here: Sequence[Tensor]) -> None:
     """Raise ConfigError unless both are cut into the same pieces: values are copied by position."""
     if [x.shape for x in given] != [x.shape for x in here]:
         raise ConfigError(

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from farflung.comm.group import Group
-from farflung.methods.agreement import Anchored, Averaged, Payload
+from farflung.methods.agreement import Averaged, Payload
+from farflung.methods.anchored import Anchored
 from farflung.votes.ballot import Island
 
 
@@ -80,8 +81,8 @@ class Eager(Anchored):
                 mean = means[k] if k in means else torch.zeros_like(sent)
                 self._advance(k, mean.add_(sent.to(mean.device), alpha=share))
 
-    def reset_anchor(self) -> None:
-        super().reset_anchor()
+    def reset_anchor(self, is_set: bool = True) -> None:
+        super().reset_anchor(is_set)
         self._send_nothing()
 
     def rows(self) -> dict[str, list[Tensor]]:

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The outer optimizer of recipes whose momentum nobody has chosen: SGD with a momentum that grows with the rounds."""
+"""The outer optimizer of recipes whose momentum nobody has chosen: SGD with a momentum that grows with the rounds.
+
+And the weights that Nesterov momentum looks ahead from.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +54,12 @@ class GrowingMomentumSGD(torch.optim.SGD):
     Args:
         delay: the round in which the momentum is one half.
         settings: those of `torch.optim.SGD` but the momentum.
+
+    Attributes:
+        largest: what the momentum grows to.
     """
+
+    largest = LARGEST
 
     def __init__(self, params: Any, delay: float, **settings: Any) -> None:
         super().__init__(params, momentum=momentum_of(1, delay), **settings)
@@ -63,7 +71,7 @@ class GrowingMomentumSGD(torch.optim.SGD):
             for parameter in group["params"]:
                 state = self.state[parameter]
                 state["step"] = state.get("step", 0) + 1
-                group["momentum"] = momentum_of(state["step"], self.delay)
+                group["momentum"] = min(self.largest, momentum_of(state["step"], self.delay))
         return super().step(closure)
 
 
@@ -111,3 +119,24 @@ class OuterSGD:
         fused = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters)
         kind = GrowingMomentumSGD if self.momentum is None else torch.optim.SGD
         return kind(parameters, fused=fused, **self.keywords)
+
+
+# ---- torch's Nesterov: m <- mu m + g; x <- x - lr (g + mu m) keeps weights that are lr mu m ahead of the slow ones,
+# which are the x before the step, minus lr g, and the point to evaluate
+
+
+def look_ahead(group: Mapping[str, Any]) -> float:
+    """Return how many momentum buffers a parameter group of torch's SGD is ahead; 0 for any other optimizer's."""
+    is_nesterov = group.get("nesterov", False) and "dampening" in group  # only SGD has both
+    return float(group["lr"] * group["momentum"]) if is_nesterov else 0.0
+
+
+def lead_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> tuple[Tensor | None, float]:
+    """Return a parameter's momentum buffer, and how many of it the parameter is ahead; None and 0 if it isn't.
+
+    Args:
+        state: the optimizer's for the parameter.
+        group: the optimizer's settings; "look_ahead" among them is that of the last step, if they have changed since.
+    """
+    ahead, momentum = group.get("look_ahead", look_ahead(group)), state.get("momentum_buffer")
+    return (momentum, ahead) if ahead and momentum is not None else (None, 0.0)

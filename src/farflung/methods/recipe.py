@@ -61,6 +61,8 @@ class Recipe:
             arrived, a round later. So each rank has an anchor of its own.
         fragments: splits a model into as many fragments as the schedule has.
         anchor_on_cpu: keep the anchor and the outer optimizer's state in host memory.
+        average: over how many rounds the weights are averaged that are evaluated, saved and left at the end: a running
+            mean, over a tenth of the rounds so far at most. None: they are those of the last round.
         inner: what a round does with the inner optimizer's state.
         bucket_bytes: bucket size, unless the `OuterLoop` is given one; see there.
         same_data: replicas may see the same batches. Otherwise changes that are equal to the last bit in their first
@@ -82,6 +84,7 @@ class Recipe:
     eager: bool = False
     fragments: Cut = whole
     anchor_on_cpu: bool = False
+    average: int | None = None
     inner: Inner = field(default_factory=KeepState)
     bucket_bytes: int | None = None
     same_data: bool = False
@@ -128,6 +131,12 @@ class Recipe:
         check_callable("fragments", self.fragments, "farflung.outer.strided")
         for name in ("anchor_on_cpu", "eager", "same_data"):
             check_flag(name, getattr(self, name))
+        if self.average is not None:
+            check_whole("average", self.average, least=1)
+            if not self.has_anchor:
+                raise ConfigError(
+                    f"is {self.average}, but only an anchor shared by all replicas has a mean.", "average"
+                )
         if self.bucket_bytes is not None:
             check_whole("bucket_bytes", self.bucket_bytes, least=1)
         if not isinstance(self.changes, tuple) or not all(isinstance(one, Change) for one in self.changes):

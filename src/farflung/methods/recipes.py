@@ -129,7 +129,14 @@ def quadratic(every: int, alpha: float, *, codec: Codec | str | None = None) -> 
     return _averaging(Quadratic(every, alpha), codec)
 
 
-def slowmo(every: int = _SELDOM, *, alpha: float = 1.0, beta: float = 0.6, codec: Codec | str | None = None) -> Recipe:
+def slowmo(
+    every: int = _SELDOM,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.6,
+    average: int | None = None,
+    codec: Codec | str | None = None,
+) -> Recipe:
     """Average every `every` steps, then apply a slow momentum to the averaged change.
 
         u <- beta u + Delta / gamma;  anchor <- anchor - alpha gamma u;  local <- anchor
@@ -150,7 +157,7 @@ def slowmo(every: int = _SELDOM, *, alpha: float = 1.0, beta: float = 0.6, codec
     """
     check_number("alpha", alpha, above=0)
     check_number("beta", beta, least=0, below=1)
-    return _anchored(Every(every), codec, _sgd(alpha, beta, nesterov=False))
+    return _anchored(Every(every), codec, _sgd(alpha, beta, nesterov=False), average=average)
 
 
 def diloco(
@@ -162,6 +169,7 @@ def diloco(
     momentum: float | None = None,
     nesterov: bool = True,
     radial: bool = False,
+    average: int | None = None,
     codec: Codec | str | None = None,
 ) -> Recipe:
     """Train independently for `every` steps; the mean pseudo-gradient then drives an outer SGD with momentum.
@@ -187,6 +195,9 @@ def diloco(
         nesterov: use Nesterov momentum in the outer optimizer; without momentum it has no effect.
         radial: give the mean of each tensor the mean of the replicas' norms as its length (`RadialMean`), so that one
             `lr` suits any number of replicas; embeddings keep the plain mean.
+        average: evaluate, save and leave a running mean of the weights over so many rounds, a tenth of those so far at
+            most: better than the last ones where the inner learning rate does not fall. It sends nothing, and takes one
+            more copy of the weights in fp32.
         codec: encoding of what is sent: a cast, quantization or top-k.
 
     Raises:
@@ -195,7 +206,8 @@ def diloco(
     Source: DiLoCo (arXiv:2311.08105); `radial` is of Decoupled DiLoCo (arXiv:2604.21428).
     """
     schedule: Schedule = Every(every) if seconds is None else ByTime(seconds)
-    return _anchored(schedule, codec, _nesterov(every, lr, momentum, rounds, nesterov), radial=radial)
+    optimizer = _nesterov(every, lr, momentum, rounds, nesterov)
+    return _anchored(schedule, codec, optimizer, radial=radial, average=average)
 
 
 def streaming_diloco(
@@ -208,6 +220,7 @@ def streaming_diloco(
     lr: float | None = None,
     momentum: float | None = None,
     radial: bool = False,
+    average: int | None = None,
     codec: Codec | str | None = None,
     cut: Cut | None = None,
 ) -> Recipe:
@@ -241,7 +254,7 @@ def streaming_diloco(
         check_callable("cut", cut, "farflung.outer.strided")
     schedule = Streaming(every, fragments, delay)
     optimizer = _nesterov(every, lr, momentum, rounds, sooner=2.0)
-    parts = {"merge": Blend(alpha), "fragments": cut or by_layers}
+    parts = {"merge": Blend(alpha), "fragments": cut or by_layers, "average": average}
     return _anchored(schedule, codec, optimizer, usual="e3m0", radial=radial, **parts)
 
 
@@ -281,6 +294,7 @@ def sparse_loco(
     *,
     lr: float = 4.0,
     beta: float = 0.9,
+    average: int | None = None,
     codec: Codec | str | None = None,
 ) -> Recipe:
     """Send the 64 largest of every 4096 values in 2 bits, and the rest in later rounds: 146 times fewer bits.
@@ -308,7 +322,8 @@ def sparse_loco(
     check_number("beta", beta, above=0, most=1)
     inside = codec_of(codec, "topk")
     inside = inside if isinstance(inside, ErrorFeedback) else ErrorFeedback(inside, beta)
-    return _anchored(Every(every), inside, _sgd(lr, 0.0, nesterov=False), policy=ClippedToMedian())
+    optimizer = _sgd(lr, 0.0, nesterov=False)
+    return _anchored(Every(every), inside, optimizer, policy=ClippedToMedian(), average=average)
 
 
 def edit(
@@ -320,6 +335,7 @@ def edit(
     threshold: float = 3.0,
     temperature: float = 1.0,
     max_norm: float = 10.0,
+    average: int | None = None,
     codec: Codec | str | None = None,
 ) -> Recipe:
     """`diloco` that leaves out outlier replicas, gives those with small norms more weight, and clips the mean.
@@ -346,7 +362,7 @@ def edit(
         raise ConfigError(f"edit: every is {every!r} and seconds is {seconds!r}; give one of them.")
     schedule: Schedule = ByTime(seconds) if seconds is not None else Every(_SELDOM if every is None else every)
     policy = WithoutOutliers(threshold=threshold, temperature=temperature, max_norm=max_norm)
-    return _anchored(schedule, codec, _sgd(lr, momentum, nesterov=True), policy=policy)
+    return _anchored(schedule, codec, _sgd(lr, momentum, nesterov=True), policy=policy, average=average)
 
 
 def gossip(every: int = _OFTEN, *, codec: Codec | str | None = None) -> Recipe:

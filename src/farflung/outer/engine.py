@@ -317,36 +317,22 @@ class OuterLoop:
 
     @contextmanager
     def synced(self) -> Iterator[None]:
-        """Put the last common weights into the model, for an evaluation; afterwards restore the local weights.
+        """Put the weights to evaluate into the model; afterwards restore those that this rank trains.
 
-        With a common anchor nothing is sent, nor in a warm-up, when the weights themselves are common. Recipes without
-        an anchor, or with one per replica, average the weights of all ranks for this: a collective.
+        They are the anchor, with the buffers of its round; under Nesterov momentum, the slow weights that the anchor is
+        a step ahead of. With a common anchor nothing is sent, nor in a warm-up, when the weights themselves are common.
+        Recipes without one, or with one per replica, average the weights of all ranks for this: a collective.
         """
         self._check_open()
-        is_common = self._warmup.makes_alike()
-        must_average = not (is_common or self.has_anchor) and self._quorum.group.size > 1
-        with unrecorded():
-            coming = [] if must_average else self._rounds.replica.trained.moved()
-            if must_average:
-                coming = self._sync.together(self._sync.agree) or []
-            kept = self._rounds.replica.copies(coming)
-        try:
-            with unrecorded():
-                if must_average:
-                    self._sync.together(partial(self._sync.average, coming, kept))
-                elif self.has_anchor and not is_common:
-                    self._rounds.replica.adopt()
+        with self._sync.lent():
             yield
-        finally:
-            with unrecorded():
-                reshard(self._model.modules())
-                for tensor, value in kept:
-                    tensor.copy_(value)
 
     def close(self) -> None:
-        """Flush and end the loop. It can't be used afterwards; closing it again does nothing."""
+        """Flush and end the loop, with the weights of `synced` in the model. Closing it again does nothing."""
         if self._open:
             self.flush()
+            if self._timetable.recipe.optimizer is not None:  # else these are the weights of the flush
+                self._sync.lend()
             self._end(is_in_step=True)
 
     def detach(self) -> None:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from farflung.comm.bucket import broadcast_values
+from farflung.comm.recording import unrecorded
 from farflung.comm.shards import local, num_parts
 from farflung.exchanged.comparison import FINGERPRINT_BYTES
 from farflung.exchanged.replica import Replica
@@ -47,6 +49,7 @@ class Sync:
     Attributes:
         num_flushes: how many this rank has come to; those that had ended before it met the others count.
         joined_in: the latest generation that it has entered as a newcomer, and done what was due then.
+        flushed_at: the position of the last flush, or of the start; until the next step the model has the anchor.
     """
 
     timetable: Timetable
@@ -58,6 +61,7 @@ class Sync:
     replica_of: Callable[[Recipe, Replica], Replica]
     num_flushes: int = 0
     joined_in: int = -1
+    flushed_at: int = 0
 
     @property
     def recipe(self) -> Recipe:
@@ -189,6 +193,7 @@ class Sync:
                 if last is not None:
                     self.quorum.together(partial(self._make_equal, last), timetable.end_flush)
             self.run(())  # what the others do next, if they have ended it without this rank
+        self.flushed_at = timetable.position
 
     def _make_equal(self, last: int) -> int:
         """Make all replicas equal, once none has any more data: an act of all members, which may begin again.
@@ -204,7 +209,7 @@ class Sync:
         is_set, mark = False, 0
         if recipe.leaves_alike and rounds.void(last) is Void.LAST_EMPTY:
             if recipe.has_anchor:
-                is_set = not all(one.weights.is_adopted() for one in replica.fragments)
+                is_set = not self._is_adopted()
             else:
                 mark = digest_of(str([one.fingerprint() for one in replica.fragments]))
         tally = self.quorum.vote(sound=not is_set, mark=mark, position=self.timetable.position)
@@ -217,19 +222,23 @@ class Sync:
         for number, void in enumerate(voids):
             if void is Void.LAST_EMPTY:
                 self.quorum.average_buffers(replica.fragments[number])
+                replica.fragments[number].keep("buffers", "counters")
                 self.quorum.note_landing(number, "buffers", "counters")
         is_set = not all(tally.sound) or len(set(tally.marks)) > 1  # by a script, since all were equal, without a step
         if recipe.agrees and not is_set:
             replica.adopt()
         if is_set or not recipe.agrees or any(void is not None and void.is_dropped for void in voids):
             self.average()
-            replica.reset()
+            replica.reset(is_set)
             for number in everything:
                 self.quorum.note_landing(number)
             self.quorum.offer(*everything)
         self._share_buffers()
         self._average_moved()
         return tally.position
+
+    def _is_adopted(self) -> bool:
+        return all(fragment.weights.is_adopted() for fragment in self.replica.fragments)
 
     def _share_warmup(self) -> None:
         """Take the weights for common ones while a warm-up makes them alike."""
@@ -266,7 +275,7 @@ class Sync:
                 return action.fragment
         return None
 
-    def average(self, coming: Sequence[TensorPlace] | None = None, kept: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+    def average(self, coming: Sequence[TensorPlace] | None = None) -> None:
         """local <- the mean of all ranks, weights and floating buffers: a collective outside of rounds.
 
         All ranks count alike, but those with a value that is not finite: these get the mean of the others. If none
@@ -274,14 +283,11 @@ class Sync:
 
         Args:
             coming: what `agree` has returned.
-            kept: tensors of this rank with the values that count.
 
         Raises:
             CollectiveMismatch: the model has changed since the last round, and not on all ranks alike.
         """
         coming = self.agree() if coming is None else coming
-        for tensor, value in kept:
-            tensor.copy_(value)
         floats = [tensor for fragment in self.replica.fragments for tensor in fragment.floats()]
         self.quorum.average(floats + [local(place.get()) for place in coming])
 
@@ -320,3 +326,40 @@ class Sync:
                 one.get() for bound in self.replica.fragments for one in (*bound.cut.averages, *bound.cut.counters)
             ]
             broadcast_values([buffer for buffer in buffers if num_parts(buffer) == 1], island.voters.group)
+            for bound in self.replica.fragments:
+                bound.keep("buffers", "counters")
+
+    # ---- evaluation
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Have the values to evaluate in the model within the block; see `OuterLoop.synced`."""
+        replica = self.replica
+        is_common, has_anchor = self.warmup.makes_alike(), self.recipe.has_anchor
+        must_average = not (is_common or has_anchor) and self.quorum.group.size > 1
+        with unrecorded():
+            coming = (self.together(self.agree) or []) if must_average else replica.trained.moved()
+        is_set = has_anchor and self.flushed_at == self.timetable.position and not self._is_adopted()
+        with replica.kept(coming) as own:
+            if not (is_common or is_set):
+                self.lend(coming, own)
+            yield
+
+    @unrecorded()
+    def lend(self, coming: Sequence[TensorPlace] = (), own: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        """Put the values to evaluate into the model: a collective if the ranks don't have the same anchor.
+
+        Args:
+            coming: see `average`.
+            own: tensors of this rank, and their values before.
+        """
+        if self.recipe.has_anchor or self.quorum.group.size == 1:
+            return self.replica.lend()
+
+        def average() -> None:
+            for tensor, value in own:
+                tensor.copy_(value)
+            self.replica.lend()
+            self.average(coming)
+
+        self.together(average)

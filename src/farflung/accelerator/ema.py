@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running means of what an Accelerator trains without an outer loop: evaluated, exported and left in their place."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+from farflung.hosts.evaluation import MODE_LISTENERS, FollowedModelHook, LentWeights, follow_modes
+from farflung.loop.ema import WeightAverage, means_in
+from farflung.resume.run import Run
+
+
+class AveragedModel:
+    """A prepared model that has the means of its weights from `eval()` on, until it trains again."""
+
+    def __init__(self, model: nn.Module, bare: nn.Module, averages: list[WeightAverage]) -> None:
+        self.model, self._bare, self._averages = model, bare, averages
+        self.evaluation = LentWeights(model)
+        hooked: Any = bare  # whose types are not complete in torch
+        end = FollowedModelHook(lambda one, *_: one.evaluation.end(), self)
+        self._hooks = [self.evaluation.hook, hooked.register_load_state_dict_pre_hook(end)]
+        follow_modes(self)
+
+    def follow(self, average: WeightAverage) -> None:
+        """Train its own weights again before a step of this optimizer."""
+        self._hooks.append(average.optimizer.register_step_pre_hook(lambda *_: self.evaluation.end()))
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether `module` is the model, maybe unwrapped."""
+        return module is self.model or module is self._bare
+
+    @property
+    def lends(self) -> bool:
+        """Whether there are means yet."""
+        return any(average.means_of(self._bare.parameters()) for average in self._averages)
+
+    def agreed(self) -> AbstractContextManager[None]:
+        """Have the means in the model within a block."""
+        return means_in(self._bare, self._averages)
+
+    def mode_changed(self, module: nn.Module, was_training: bool) -> None:
+        """Put the means into the model for an evaluation."""
+        if self.holds(module):
+            self.evaluation.change(module.training, self if was_training else None)
+
+    def end(self) -> None:
+        """Leave the means in the model."""
+        self.evaluation.end()
+        MODE_LISTENERS.discard(self)
+        for hook in self._hooks:
+            hook.remove()
+        for average in self._averages:
+            for weights, mean in average.means_of(self._bare.parameters()):
+                weights.copy_(mean)
+
+
+class Averages:
+    """The means of all that one Accelerator trains.
+
+    Args:
+        size, every: see `WeightAverage`.
+    """
+
+    def __init__(self, size: float, every: int, run: Run) -> None:
+        self._size, self._every, self._run = size, every, run
+        self._kept: list[WeightAverage] = []
+        self.models: list[AveragedModel] = []
+
+    def attach(self) -> None:
+        """Follow what was prepared since the last call."""
+        new = [one for one in self._run.bare_optimizers if all(one is not kept.optimizer for kept in self._kept)]
+        for model in self._run.trained:
+            if all(model is not one.model for one in self.models):
+                self.models.append(AveragedModel(model, self._run.strategy.unwrap(model), self._kept))
+                for average in self._kept:
+                    self.models[-1].follow(average)
+        for optimizer in new:
+            self._kept.append(WeightAverage(optimizer, self._size, self._every))
+            for one in self.models:
+                one.follow(self._kept[-1])
+
+    def end(self) -> None:
+        """Leave the means in the models, and keep none from now on."""
+        models, self.models = self.models, []
+        for one in models:
+            one.end()
