@@ -62,6 +62,7 @@ foreach_copy_ = taken(torch, "_foreach_copy_", "copy many tensors in one call")
 foreach_div_ = taken(torch, "_foreach_div_", "divide many tensors in one call")
 foreach_lerp = taken(torch, "_foreach_lerp", "blend many tensors in one call")
 foreach_lerp_ = taken(torch, "_foreach_lerp_", "blend many tensors in one call")
+kept_uncompiled = taken(torch, "_disable_dynamo", "keep rounds out of compiled functions")  # functions, no methods
 foreach_maximum = taken(torch, "_foreach_maximum", "compare many tensors in one call")
 foreach_mul_ = taken(torch, "_foreach_mul_", "scale many tensors in one call")
 
@@ -118,10 +119,6 @@ def compiled_again(compiled: nn.Module, model: nn.Module) -> nn.Module:
     """Compile `model` in the way in which `torch.compile` made `compiled`."""
     made: nn.Module = type(compiled)(model, taken(compiled, "dynamo_ctx", "compile a model as another one was"))
     return made
-
-
-# Sets an attribute on a function, which methods can't have.
-kept_uncompiled = taken(torch, "_disable_dynamo", "keep rounds out of compiled functions")
 
 
 def calls_compiled(module: nn.Module) -> bool:

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """An outer loop around unchanged scripts: `--outer` takes over torch's DDP, whoever made it.
 
-    DDP(model)               its gradients and buffers stay on their rank, or in its island
-    first optimizer step     opens the loop over each DDP model that the optimizer trains: a collective; a rank that
-                             makes no step comes to it at the flush
-    optimizer step           counts, also one that a GradScaler skips, and runs the rounds that are due
-    last batch               of a `DistributedSampler`: one flush, in the optimizer's step; or where the pass ends
-    sampler.set_epoch()      a flush, if that sampler was trained from: of what came after, or was read without a loader
-    leaving DDP.join()       a flush: ranks without data stay in the rounds until all have come
-    torch.multiprocessing    processes that the script starts are followed, as ranks
-    destroy_process_group()  the last flush; or the end of the script
-    model.state_dict()       the weights that all ranks last agreed on, if the recipe keeps them; nothing is sent
-    model.eval()             puts the same into the model; its own come back before it trains again
-
-All by public names of torch: hooks of communication, of steps and of state dicts, and functions called as before.
+DDP(model)               its gradients and buffers stay on their rank, or in its island
+first optimizer step     opens the loop over each DDP model that the optimizer trains: a collective; a rank that
+                         makes no step comes to it at the flush
+optimizer step           counts, also one that a GradScaler skips, and runs the rounds that are due
+last batch               of a `DistributedSampler`: one flush, in the optimizer's step; or where the pass ends
+sampler.set_epoch()      a flush, if that sampler was trained from: of what came after, or was read without a loader
+leaving DDP.join()       a flush: ranks without data stay in the rounds until all have come
+torch.multiprocessing    processes that the script starts are followed, as ranks
+destroy_process_group()  the last flush; or the end of the script
+model.state_dict()       the weights that all ranks last agreed on, if the recipe keeps them; nothing is sent
+model.eval()             puts the same into the model; its own come back before it trains again
 """
 
 from __future__ import annotations
@@ -492,9 +490,8 @@ def _put_agreed(one: FollowedModel, state: dict[str, Any], prefix: str, metadata
     with one.driver.agreed():
         own = {key: value for key, value in state.items() if key.startswith(prefix) and torch.is_tensor(value)}
         state.update({key: value.clone() for key, value in own.items()})
-    one.agreed.note(state, own, one.driver.attempts)
-    if one.driver.loop.steps_since_sync and one.driver.loop.is_first:
-        one.agreed.say()
+    is_between = one.driver.loop.steps_since_sync > 0 and one.driver.loop.is_first
+    one.agreed.note(state, own, one.driver.attempts, is_between)
 
 
 def _begin_anew(one: FollowedModel, keys: Any) -> None:

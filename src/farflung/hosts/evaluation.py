@@ -78,7 +78,7 @@ class AgreedState:
         self._step = 0
         self._is_said = False
 
-    def say(self) -> None:
+    def _say(self) -> None:
         """Print a line, once, if the script itself asks for a state dict: it may want to copy its net."""
         caller = user_call(sys._getframe())
         if not self._is_said and caller.path and "-packages" not in caller.path:
@@ -88,9 +88,11 @@ class AgreedState:
                 "to be saved. Loaded into another model at once it gives this rank's own, as named_parameters() does."
             )
 
-    def note(self, state: dict[str, Any], own: dict[str, torch.Tensor], step: int) -> None:
-        """Called with a state dict, and the model's own tensors under its keys."""
+    def note(self, state: dict[str, Any], own: dict[str, torch.Tensor], step: int, is_between: bool) -> None:
+        """Called with a state dict, the model's own tensors under its keys, and whether this rank says what it has."""
         self._state, self._own, self._step = weakref.ref(state), own, step
+        if is_between:
+            self._say()
 
     def as_own(self, state: Any, step: int) -> Any:
         """Return a state dict with the rank's own weights if `state` is the latest one, made since the last step."""
