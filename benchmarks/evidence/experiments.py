@@ -33,13 +33,15 @@ AT_ONCE = 36  # rows of a stack: more of them take as long each, fewer take long
 TUNED_AT = "34k"
 SCRATCH = "8"  # all methods by themselves from the first step on
 READOUTS = "9"  # by which weights a run is judged
+TUNED = "10"  # what fine-tuning on another text makes of a run
+TUNED_STEPS = 200
 LARGEST = (0.7, 0.8, 0.9)  # outer momenta
 INNER = {"adamw": (2.5e-3, 5e-3, 1e-2, 2e-2), "muon": (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2, 8e-2)}
 LARGER_INNER = {"adamw": (5e-3, 1e-2), "muon": (2e-2, 4e-2)}  # for larger models, and for runs of the whole length
 FIRST_RATE = 0.7  # DiLoCo's outer learning rate while the inner ones are tuned
 OUTER, MOMENTA, DECAYS = (0.4, 0.7, 1.0, 1.4), (0.3, 0.6, 0.9), (0.9, 0.95, 0.99)
 RATES = (0.5, 0.7, 0.85, 1.0, 1.4)  # outer ones, by H
-EXPERIMENTS = ("tune", "1", "2", "3", "4", "5", "6", "7", SCRATCH, READOUTS)
+EXPERIMENTS = ("tune", "1", "2", "3", "4", "5", "6", "7", SCRATCH, READOUTS, TUNED)
 GROWING = ("diloco", "streaming_diloco")  # whose momentum grows
 LR_AND_MOMENTUM = ("lr", OUTER, "momentum", MOMENTA)
 OTHERS = {  # the recipes that have something else in their place, or want other rates
@@ -302,6 +304,10 @@ def rows(results: Results, experiment: str, size: str, seed: int) -> dict[str, l
         return from_scratch(results, size, seed)
     if experiment == READOUTS:
         return readouts(results, size, seed)
+    if experiment == TUNED:
+        found = from_scratch(results, size, seed)
+        then = {"readouts": True, "tuned_steps": TUNED_STEPS}
+        return {name: [replace(found[name][0], **then)] for name in ("DDP", MEASURED, "diloco(32) e3m0")}
     table = METHODS if experiment == "1" else CODECS
     names = LARGER if experiment == "1" and size != TUNED_AT else table
     found = {name: [tuned(results, size, seed, table[name][0], **table[name][1])] for name in names}
@@ -414,7 +420,7 @@ def main() -> None:
             if experiment == "tune":
                 tune(results, size)
                 continue
-            if experiment in (SCRATCH, READOUTS):
+            if experiment in (SCRATCH, READOUTS, TUNED):
                 do((run for method in CHANGED for run in scratch_grid(results, size, method)), results)
             named = [rows(results, experiment, size, seed) for seed in chosen.seeds]
             chosen_rows = [runs for one in named for name, runs in one.items() if name in (chosen.rows or one)]

@@ -30,6 +30,7 @@ from evidence.data_parallel import HOOKS, LowRankDiLoCo
 from evidence.inner import AdamW, parts
 from evidence.readouts import Readouts
 from evidence.runs import SHAPES, Run, draws, texts
+from evidence.tuning import tuned
 from farflung.demo.gpt import GPT
 from farflung.demo.settings import Shape
 from farflung.outer import AverageState, OuterLoop
@@ -242,9 +243,14 @@ class Stack:
             {
                 "held_out_loss": loss_by(lane.weights if lane.run.method == "alone" else lane.weights[:1]),
                 **{name: loss_by(rows) for name, rows in lane.readouts.weights.items()},
+                **(self._tuned(lane, loss_by) if lane.run.tuned_steps else {}),
             }
             for lane in self.lanes
         ]
+
+    def _tuned(self, lane: Lane, loss_by: Callable[[Tensor], float]) -> dict[str, float]:
+        context, weights = self.shape.context, lane.readouts.weights
+        return tuned(lane.run, weights, self._differentiate, loss_by, self._loss, context)
 
 
 def phases(run: Run) -> list[tuple[farflung.outer.Recipe, int]]:

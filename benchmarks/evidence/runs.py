@@ -42,6 +42,7 @@ class Run:
         parts: each replica draws from a part of the text of its own.
         strides: after the common start a replica makes one in so many of the run's steps, as a JSON list with a number
             for each replica; all make all of them if it is empty.
+        tuned_steps: then train for so many steps on another text, as `tuning.py` does.
         readouts: judge it by several weights, see `readouts.py`; an outer loop then ends with the slow weights. The
             others end with those that they train, as all did once.
     """
@@ -60,6 +61,7 @@ class Run:
     parts: bool = False
     strides: str = "[]"
     readouts: bool = False
+    tuned_steps: int = 0
 
     @property
     def split(self) -> int:

@@ -14,6 +14,7 @@ from itertools import product
 
 from evidence.experiments import (
     CHANGED,
+    LARGEST,
     MEASURED,
     METHODS,
     RATES,
@@ -269,6 +270,49 @@ def readouts_table(results: Results, of: str = "") -> list[str]:
     return lines
 
 
+def readout(results: Results, size: str, row: str, key: str) -> list[float]:
+    """Experiment 9: the losses of a row by one readout, of each seed; none if a seed is missing."""
+    found = []
+    for seed in SEEDS:
+        [run] = rows(results, READOUTS, size, seed)[row]
+        figures = results.figures.get(run, {})
+        found += [figures[one] for one in (key, key.replace("slow", "last")) if figures.get(one) is not None][:1]
+    return found if len(found) == len(SEEDS) else []
+
+
+def readout_phrases(results: Results) -> list[str]:
+    """Return what the page says of readouts."""
+    diloco, mean = f"{MEASURED}, momentum to {LARGEST[-1]}, constant", f"slow, mean of {WINDOWS[0]}"
+    sizes = [size for size in SHAPES if readout(results, size, diloco, mean)]
+
+    def below(row: str, first: str) -> list[float]:
+        pairs = [(readout(results, size, row, first), readout(results, size, row, mean)) for size in sizes]
+        return [100 * (1 - statistics.mean(after) / statistics.mean(before)) for before, after in pairs]
+
+    ours, others = below(diloco, "look_ahead"), below("DDP, constant", "slow")
+    at = {
+        row: statistics.mean(readout(results, "100k", row, key))
+        for row, key in (("DDP, constant", mean), ("DDP, falling", "slow"))
+    }
+    return [
+        f"the mean over five rounds ends {min(ours):.1f} to {max(ours):.1f} % below the look-ahead",
+        f"DDP's own mean {min(others):.1f} to {max(others):.1f} % below its last weights",
+        f"at 100k DDP ends at {at['DDP, constant']:.4f} so, and at {at['DDP, falling']:.4f} under a cosine",
+    ]
+
+
+def readouts_by_size(results: Results) -> list[str]:
+    """Experiment 9 with the usual momentum: the loss by three readouts at each size, where all seeds are there."""
+    found: dict[str, dict[str, str]] = {}
+    for line in readouts_table(results)[2:]:
+        size, run, _, ahead, slow, mean, *_, seeds = line.strip("| ").split(" | ")
+        if seeds == str(len(SEEDS)) and not ("momentum" in run and f"to {LARGEST[-1]}," not in run):
+            found.setdefault(run.replace(f", momentum to {LARGEST[-1]}", ""), {})[size] = f"{ahead}, {slow}, {mean}"
+    sizes = [size for size in SHAPES if any(size in cells for cells in found.values())]
+    lines = [f"| run, inner rate | {' | '.join(sizes)} |", "|---|" + "---|" * len(sizes)]
+    return lines + [f"| {run} | {' | '.join(cells.get(size, '-') for size in sizes)} |" for run, cells in found.items()]
+
+
 def scratch_rates_table(results: Results) -> list[str]:
     """Experiment 8: the loss of the first seed at each of two inner rates; the better one, in bold, is used."""
     lines = [f"| size | `alone` | `DDP` | `{MEASURED}` |", "|---|---|---|---|"]
@@ -337,6 +381,7 @@ def phrases(results: Results) -> list[str]:
         f"With the decay alone it ends {early:.1f} % higher in 500 steps and {-late:.1f} % lower in 4,000",
         f"With the bytes of that tenth it is 1/{1 / (0.1 + 0.9 / fewer):.1f}",
         f"The recipe's defaults end {100 * (defaults / tuned_pair - 1):.1f} % above the tuned pair",
+        *readout_phrases(results),
     ]
 
 
@@ -368,16 +413,6 @@ def by_size_table(results: Results) -> list[str]:
     return lines
 
 
-def defaults_by_length(results: Results) -> list[str]:
-    """Experiment 7: how far above the tuned loss the defaults of a recipe end, by the number of steps."""
-    by_name: dict[str, list[str]] = {}
-    for line in defaults_table(results)[2:]:
-        name, _, _, _, above, _ = line.strip("| ").split(" | ")
-        by_name.setdefault(name, []).append(above)
-    lines = ["| defaults above tuned, after | 500 steps | 2,000 | 4,000 |", "|---|---|---|---|"]
-    return lines + [f"| {name} | {' | '.join(cells)} |" for name, cells in by_name.items() if cells[0] != "-"]
-
-
 def page_tables(results: Results) -> dict[str, list[str]]:
     """Return the tables of docs/evidence.md: without standard errors, sizes side by side, without the tuning."""
     tables = all_tables(results)
@@ -385,7 +420,8 @@ def page_tables(results: Results) -> dict[str, list[str]]:
         tables.pop(title, None)
     tables = {title: [re.sub(r" ± [\d.]+", "", line) for line in lines] for title, lines in tables.items()}
     tables["inner"] = [line for line in tables["inner"] if not line.endswith("| 1 |")]  # a single seed
-    return tables | {"by size": by_size_table(results), "defaults": defaults_by_length(results)}
+    tables["by readout"] = [re.sub(r" ± [\d.]+", "", line) for line in readouts_by_size(results)]
+    return tables | {"by size": by_size_table(results)}
 
 
 if __name__ == "__main__":
