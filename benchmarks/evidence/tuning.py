@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import pydoc_data.topics
 import statistics
 from collections.abc import Callable
@@ -13,9 +14,9 @@ import torch
 from torch import Tensor
 
 from evidence.inner import AdamW
-from evidence.runs import Run
+from evidence.runs import SHAPES, Run
 
-RATE = 0.2  # of the run's peak; it falls to 0 by a cosine
+RATE = 0.056  # by width, the same after all methods; it falls to 0 by a cosine
 HELD_OUT = 8  # the last part of so many is held out
 SEQUENCES = 256  # of it that are judged
 READOUTS = ("slow", "slow, mean of 5", "last", "last, mean of 5")
@@ -54,9 +55,8 @@ def tuned(
         batch = train[starts[:, None] + span].expand(len(rows), -1, -1)
         gradients, _ = differentiate(rows, batch)
         gradients *= (1.0 / (gradients.norm(dim=1, keepdim=True) + 1e-6)).clamp(max=1.0)
-        optimizer.step(
-            gradients, RATE * run.lr * (1 + torch.cos(torch.tensor(torch.pi * step / run.tuned_steps)).item()) / 2
-        )
+        fall = (1 + math.cos(math.pi * step / run.tuned_steps)) / 2
+        optimizer.step(gradients, RATE / SHAPES[run.size].width * fall)
     places = torch.linspace(0, len(held_out) - context - 1, SEQUENCES).long()
     batches = held_out[places[:, None] + span].split(64)
     found: dict[str, float] = {}

@@ -30,7 +30,7 @@ from tests.outer.conftest import in_turn
 from tests.outer.elastic_run import ElasticRun, transport_at as transport_of
 from tests.outer.replicas import shift
 
-GRACE_S = 0.8
+GRACES_S = 0.8, 6.0  # on a busy machine healthy threads may be late, too
 RECIPES = {
     "diloco": diloco(4, lr=1.0, momentum=0.0),
     "with momentum": diloco(2, lr=0.5, momentum=0.5),
@@ -92,12 +92,12 @@ def act(outer, model, number, name, amount):
 class Run:
     """A program of several replicas, one of which a fault befalls."""
 
-    def __init__(self, folder, recipe, program, fault, num_replicas=3):
+    def __init__(self, folder, recipe, program, fault, grace_s, num_replicas=3):
         self.address, self.recipe, self.program, self.fault = folder.as_uri(), recipe, program, fault
         self.notes = LauncherNotes(transport_at(self.address).board)
         self.members = [self.notes.enroll(f"replica {number}") for number in range(num_replicas)]
         self.calls = dict.fromkeys(self.members, 0)
-        self.ends, self.errors, self.lost, self.goes_on = {}, {}, {}, threading.Event()
+        self.ends, self.errors, self.lost, self.grace_s = {}, {}, {}, grace_s
 
     def befalls(self, group, kind):
         """Whether the fault befalls this member in this call, which has begun."""
@@ -114,13 +114,13 @@ class Run:
         if self.befalls(group, "killed"):
             raise Killed
         if self.befalls(group, "stopped before"):
-            self.goes_on.wait(3 * GRACE_S)
+            time.sleep(3 * self.grace_s)
 
     def finish(self, group, number):
         if self.befalls(group, "stopped after"):
-            self.goes_on.wait(3 * GRACE_S)
+            time.sleep(3 * self.grace_s)
         if self.befalls(group, "slow"):
-            time.sleep(GRACE_S / 2)
+            time.sleep(self.grace_s / 2)
         if self.befalls(group, "blind"):
             began = time.monotonic()
             while time.monotonic() < began + patience(20.0):
@@ -129,7 +129,7 @@ class Run:
 
     def play(self, number):
         member = self.members[number]
-        membership = Elastic(transport_at(self.address), member, expected=len(self.members), grace_s=GRACE_S)
+        membership = Elastic(transport_at(self.address), member, expected=len(self.members), grace_s=self.grace_s)
         model = Net()
         try:
             with OuterLoop(model, self.recipe, membership=membership, bucket_bytes=32) as outer:
@@ -159,8 +159,10 @@ OPS = st.tuples(st.sampled_from(["step", "step", "flush", "look", "set", "forwar
 FAULTS = st.builds(Fault, st.integers(0, 2), st.sampled_from(KINDS), st.integers(12, 70))
 
 
-def check(folder, recipe, program, fault, monkeypatch):
-    run = Run(folder, RECIPES[recipe], program, fault)
+def played_by_threads(folder, recipe, program, fault, grace_s, monkeypatch):
+    """A run of the program, at the end."""
+    folder.mkdir()
+    run = Run(folder, recipe, program, fault, grace_s)
     begin, finish = ObjectGroup._begin, ObjectGroup.finish
 
     def begins(group, x):
@@ -177,18 +179,29 @@ def check(folder, recipe, program, fault, monkeypatch):
         patch.setattr(ObjectGroup, "_begin", begins)
         patch.setattr(ObjectGroup, "finish", finishes)
         hung = run.finished()
-    healthy = [number for number in range(3) if number != fault.member]
     assert not hung, (hung, run.ends.keys(), run.errors)
-    assert not set(run.errors) & set(healthy), (run.errors, [str(one) for one in run.notes.receive()])
+    return run
+
+
+def check(folder, recipe, program, fault, monkeypatch):
+    """Check that healthy members end equal; again with a longer grace, if one of them was late by itself."""
+    healthy = [number for number in range(3) if number != fault.member]
+    for grace_s in GRACES_S:
+        run = played_by_threads(folder / str(grace_s), RECIPES[recipe], program, fault, grace_s, monkeypatch)
+        events = [str(event) for event in run.notes.receive()]
+        out = [event for event in events for number in healthy if f"replica {number} is out" in event]
+        out = [event for event in out if "its work is done" not in event]
+        if not any("it did not come within" in event or "it was late by" in event for event in out):
+            break
+    assert not set(run.errors) & set(healthy), (run.errors, events)
     assert run.ends.keys() >= set(healthy), run.ends.keys()
     first, *others = (run.ends[number] for number in sorted(run.ends))
     for other in others:
         assert first.keys() == other.keys()
         odd = [(name, first[name], other[name]) for name in first if not torch.equal(first[name], other[name])]
         assert not odd, odd
-    assert [run.lost[number] for number in healthy] == [0, 0], (run.lost, [str(one) for one in run.notes.receive()])
-    events = [str(event) for event in run.notes.receive()]
-    assert not [event for event in events for number in healthy if f"replica {number} is out" in event], events
+    assert [run.lost[number] for number in healthy] == [0, 0], (run.lost, events)
+    assert not out, events
     assert isinstance(run.errors.get(fault.member, RankFailure("")), RankFailure), run.errors  # it came too late
     if fault.kind in ("slow", "blind"):
         assert fault.member in run.ends, (events, run.errors)
@@ -211,15 +224,16 @@ def test_a_fault_in_a_known_call_leaves_the_others_equal(tmp_path, monkeypatch, 
     check(tmp_path, recipe, PROGRAM, Fault(1, kind, call), monkeypatch)
 
 
-MANY = settings(max_examples=200, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+MANY = settings(max_examples=40, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.law("acts-end-alike")
 @pytest.mark.long
-@pytest.mark.timeout(3000)
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("part", range(5))  # of 200 programs, side by side
 @MANY
 @given(recipe=st.sampled_from(sorted(RECIPES)), program=st.lists(OPS, min_size=3, max_size=8), fault=FAULTS)
-def test_a_fault_in_any_call_leaves_the_others_equal(tmp_path_factory, monkeypatch, recipe, program, fault):
+def test_a_fault_in_any_call_leaves_the_others_equal(tmp_path_factory, monkeypatch, part, recipe, program, fault):
     check(tmp_path_factory.mktemp("run"), recipe, program, fault, monkeypatch)
 
 
