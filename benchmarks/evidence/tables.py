@@ -20,6 +20,7 @@ from evidence.experiments import (
     RATES,
     READOUTS,
     SCRATCH,
+    TUNED,
     TUNED_AT,
     Results,
     best,
@@ -301,6 +302,19 @@ def readout_phrases(results: Results) -> list[str]:
     ]
 
 
+def tuned_phrase(results: Results) -> str:
+    """Return what the page says of fine-tuning at 385k."""
+    found = []
+    for name in ("DDP", MEASURED):
+        runs = [rows(results, TUNED, "385k", seed)[name][0] for seed in SEEDS]
+        losses = [
+            [figures[key] for key in figures if key in ("slow, tuned", "last, tuned")]
+            for figures in map(results.figures.__getitem__, runs)
+        ]
+        found.append(statistics.mean(loss for [loss] in losses))
+    return f"Fine-tuned on another text (385k), DDP ends at {found[0]:.3f}, `diloco(8) e3m0` at {found[1]:.3f}"
+
+
 def readouts_by_size(results: Results) -> list[str]:
     """Experiment 9 with the usual momentum: the loss by three readouts at each size, where all seeds are there."""
     found: dict[str, dict[str, str]] = {}
@@ -382,6 +396,7 @@ def phrases(results: Results) -> list[str]:
         f"With the bytes of that tenth it is 1/{1 / (0.1 + 0.9 / fewer):.1f}",
         f"The recipe's defaults end {100 * (defaults / tuned_pair - 1):.1f} % above the tuned pair",
         *readout_phrases(results),
+        tuned_phrase(results),
     ]
 
 
