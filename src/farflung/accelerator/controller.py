@@ -29,7 +29,7 @@ from farflung.process.world import current_world
 from farflung.resume.run import Run
 
 if TYPE_CHECKING:
-    from farflung.accelerator.ema import AveragedModel
+    from farflung.accelerator.ema import EMAModel
     from farflung.accelerator.outer import AttachedLoop
     from farflung.hosts.driver import EpochTracker
     from farflung.methods.arguments import OuterConfig
@@ -45,7 +45,7 @@ class OuterController:
 
     def __init__(self, config: OuterConfig | None, run: Run, ema: tuple[float, int] | None = None) -> None:
         self._config = config
-        self._averages = None if ema is None else lazy.ema.Averages(*ema, run)
+        self._averages = None if ema is None else lazy.ema.EMA(*ema, run)
         self._run = run
         self.attached: list[AttachedLoop] = []
         self.waiting: list[dict[str, Any]] = []
@@ -215,7 +215,7 @@ class OuterController:
         return any(_share(attached.model, model) for attached in self.attached)
 
     @property
-    def _lenders(self) -> list[AttachedLoop | AveragedModel]:
+    def _lenders(self) -> list[AttachedLoop | EMAModel]:
         return [*self.attached, *(() if self._averages is None else self._averages.models)]
 
     def end_evaluations(self) -> None:

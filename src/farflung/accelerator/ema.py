@@ -13,7 +13,7 @@ from farflung.loop.ema import WeightAverage, means_in
 from farflung.resume.run import Run
 
 
-class AveragedModel:
+class EMAModel:
     """A prepared model that has the means of its weights from `eval()` on, until it trains again."""
 
     def __init__(self, model: nn.Module, bare: nn.Module, averages: list[WeightAverage]) -> None:
@@ -57,7 +57,7 @@ class AveragedModel:
                 weights.copy_(mean)
 
 
-class Averages:
+class EMA:
     """The means of all that one Accelerator trains.
 
     Args:
@@ -67,14 +67,14 @@ class Averages:
     def __init__(self, size: float, every: int, run: Run) -> None:
         self._size, self._every, self._run = size, every, run
         self._kept: list[WeightAverage] = []
-        self.models: list[AveragedModel] = []
+        self.models: list[EMAModel] = []
 
     def attach(self) -> None:
         """Follow what was prepared since the last call."""
         new = [one for one in self._run.bare_optimizers if all(one is not kept.optimizer for kept in self._kept)]
         for model in self._run.trained:
             if all(model is not one.model for one in self.models):
-                self.models.append(AveragedModel(model, self._run.strategy.unwrap(model), self._kept))
+                self.models.append(EMAModel(model, self._run.strategy.unwrap(model), self._kept))
                 for average in self._kept:
                     self.models[-1].follow(average)
         for optimizer in new:

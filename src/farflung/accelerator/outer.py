@@ -76,7 +76,7 @@ class AttachedLoop(Driver):
         return module is self.model or module is self._run.strategy.unwrap(self.model)
 
     def mode_changed(self, module: nn.Module, was_training: bool) -> None:
-        """Have the agreed weights in the model for an evaluation after an epoch, which are those that are saved."""
+        """Put the agreed weights, which are saved too, into the model for an evaluation after an epoch."""
         if self.holds(module):
             lends = was_training and self.attempts > 0 and self.epochs is not None and not self.epochs.is_behind
             self.evaluation.change(module.training, self if lends else None)

@@ -19,7 +19,7 @@ from farflung.comm.shards import local, part_of
 from farflung.comm.tensor_memory import fingerprint, fingerprints
 from farflung.exchanged.comparison import Comparison
 from farflung.exchanged.structure import buckets_of
-from farflung.methods.agreement import Averaged, Kept
+from farflung.methods.agreement import AgreedBuffers, Averaged
 from farflung.methods.anchored import Anchored
 from farflung.methods.eager import Eager
 from farflung.methods.fragments import Fragment, TensorPlace, without_masks
@@ -81,8 +81,8 @@ class BoundFragment:
         self.buffers = Averaged(averages, recipe.beside[0], Identity())
         self.counters = Averaged(counters, recipe.beside[1], Identity())
         if recipe.optimizer is not None:
-            self.buffers = Kept(averages, recipe.beside[0], Identity(), recipe.average is not None)
-            self.counters = Kept(counters, recipe.beside[1], Identity(), has_mean=False)
+            self.buffers = AgreedBuffers(averages, recipe.beside[0], Identity(), recipe.average is not None)
+            self.counters = AgreedBuffers(counters, recipe.beside[1], Identity(), has_mean=False)
         self.agreements = {"weights": self.weights, "buffers": self.buffers, "counters": self.counters}
 
     def enter(self, before: Sequence[int], ids: Sequence[int]) -> None:

@@ -259,7 +259,7 @@ class Replica:
         self.trained.adopt()
 
     def lend(self) -> None:
-        """Put the values to evaluate into the model, which may differ from those that training continues with."""
+        """Put the values to evaluate into the model. Training may continue with other ones."""
         for number, fragment in enumerate(self.fragments):
             self.rebind(number)
             fragment.lend()

@@ -19,9 +19,9 @@ MEAN, STEPS = "ema", "ema_steps"  # in the optimizer's state of a parameter, and
 
 
 class WeightAverage:
-    """mean <- mean + share * (weights - mean) after each step, or each so many: of one optimizer.
+    """A running mean of the weights of one optimizer: mean <- mean + share * (weights - mean) every few steps.
 
-    The share is one in the number of snapshots so far, and from then on constant.
+    The share is 1 / (the number of snapshots so far), until that reaches its smallest value.
 
     Args:
         size: the decay of an exponential mean, below 1; or over how many snapshots the mean goes.

@@ -107,9 +107,9 @@ def decide(record: Record, member: int, posts: Mapping[int, Post], absent: Mappi
 
 
 def _elsewhere(have: Sequence[int], posts: Mapping[int, Post]) -> list[int]:
-    """Return the members that do not do the same as the others: some were in an act, where others have gone past it.
+    """Return the members at another call than the others: some were in an act that others have gone past.
 
-    It is those that are fewer, or the ones without the first member.
+    The smaller group is returned; of two equal ones, the group without the first member.
     """
 
     def is_past(other: int, one: int) -> bool:

@@ -267,7 +267,7 @@ class Evaluated(Averaged):
             self.mix(1.0)
 
 
-class Kept(Evaluated):
+class AgreedBuffers(Evaluated):
     """Buffers, to be evaluated with weights of the same round.
 
     Args:

@@ -195,9 +195,9 @@ def diloco(
         nesterov: use Nesterov momentum in the outer optimizer; without momentum it has no effect.
         radial: give the mean of each tensor the mean of the replicas' norms as its length (`RadialMean`), so that one
             `lr` suits any number of replicas; embeddings keep the plain mean.
-        average: evaluate, save and leave a running mean of the weights over so many rounds, a tenth of those so far at
-            most: better than the last ones where the inner learning rate does not fall. It sends nothing, and takes one
-            more copy of the weights in fp32.
+        average: evaluate, save and leave a running mean of the weights over this many rounds, a tenth of those so far
+            at most: better than the last ones where the inner learning rate does not fall. It sends nothing, and takes
+            one more copy of the weights in fp32.
         codec: encoding of what is sent: a cast, quantization or top-k.
 
     Raises:

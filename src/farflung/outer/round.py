@@ -123,11 +123,9 @@ class OpenRound:
         """How it ends, if it is known that nothing of it is applied."""
         if self._void is not None or self.tally is None or not (self.is_dropped or self.is_empty):
             return self._void
-        return (
-            (Void.LAST_DROPPED if self.is_last else Void.DROPPED)
-            if self.is_dropped
-            else (Void.LAST_EMPTY if self.is_last else Void.EMPTY)
-        )
+        if self.is_dropped:
+            return Void.LAST_DROPPED if self.is_last else Void.DROPPED
+        return Void.LAST_EMPTY if self.is_last else Void.EMPTY
 
     @property
     def is_empty(self) -> bool:

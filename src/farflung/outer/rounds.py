@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from farflung.base.errors import CollectiveMismatch, ConfigError, StateError
 from farflung.base.words import numbered
 from farflung.comm.shards import local
+from farflung.exchanged.bound import BoundFragment
 from farflung.exchanged.replica import ModelChange, Replica
 from farflung.exchanged.trained import TrainedProposal
 from farflung.exchanged.twins import Twins
@@ -169,7 +170,7 @@ class Rounds:
         if this.level == 0:
             self.quorum.membership.landed(self.quorum.needs_now(), this.ballot.number)
         if not (this.is_dropped or this.is_empty or self.recipe.inner == KeepState()):
-            self.quorum.run(partial(self._share_state, number, this), again=False)
+            self.quorum.run(partial(self._share_state, fragment, this), again=False)
         return this.is_dropped
 
     def _follow_trained(self, this: OpenRound) -> None:
@@ -222,9 +223,8 @@ class Rounds:
         if self.quorum.group.rank in this.decision.left_out:
             self.replica.adopt()  # also where weights are blended, and in fragments that this one would spoil again
 
-    def _share_state(self, number: int, this: OpenRound) -> None:
-        """Share the state of the inner optimizer, as the recipe says: a collective of the round's ranks."""
-        fragment = self.replica.fragments[number]
+    def _share_state(self, fragment: BoundFragment, this: OpenRound) -> None:
+        """Share the inner optimizer's state of what was in a round, as the recipe says: a collective of its ranks."""
         parameters, num_rounds = fragment.parameters(), fragment.num_rounds
         sent = self.recipe.inner(self.timetable.inner, parameters, num_rounds, this.group, this.decision)
         self.meter.add_exchanged(sent)
