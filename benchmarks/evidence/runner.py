@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -257,24 +256,16 @@ def phases(run: Run) -> list[tuple[farflung.outer.Recipe, int]]:
     """Return the recipes of a run, each with the steps that it is used for."""
     settings, steps = run.options, run.steps - run.split
     last, averages = settings.pop("last", None), settings.pop("average_state", False)
-    largest = settings.pop("largest", None)
+    if "largest" in settings:
+        settings["max_momentum"] = settings.pop("largest")
     make: Callable[..., farflung.outer.Recipe] = getattr(farflung.outer, run.method)
     recipe = make(**settings)
     if averages:
         recipe = dataclasses.replace(recipe, inner=AverageState())
-    if largest is not None:
-        recipe = dataclasses.replace(recipe, optimizer=partial(capped, recipe.optimizer, largest))
     if last is None:
         return [(recipe, steps)]
     end = run.steps // 10
     return [(recipe, steps - end), (make(**{**settings, "every": last}), end)]
-
-
-def capped(make: Callable[..., Any], largest: float, parameters: Any) -> torch.optim.Optimizer:
-    """Return the outer optimizer of a recipe, with a momentum that grows to `largest`."""
-    made = make(parameters)
-    made.largest = largest
-    return made
 
 
 def flat(model: nn.Module) -> Tensor:

@@ -65,6 +65,23 @@ def test_a_run_too_short_for_a_momentum_to_grow_takes_plain_averages(steps, mome
     assert steps >= 80 or settings.every == max(1, steps // 10)
 
 
+@pytest.mark.parametrize(
+    ("changes", "more"),
+    [
+        ({}, {"average": 5, "max_momentum": 0.8}),
+        ({"is_fixed": False, "step_s": (0.05, 0.1)}, {"average": 5, "max_momentum": 0.8}),
+        ({"steps": 60}, {"average": 5}),  # plain averages
+        ({"steps": 2_000, "is_direct": False, "link": Link(5 * MBIT, 0.2)}, {"average": 5}),  # streaming
+        ({"may_average": True, "link": Link(1e10, 1e-4)}, {}),  # gradients
+    ],
+)
+def test_where_the_inner_rate_stays_weights_are_averaged_over_rounds_and_momentum_grows_less(changes, more):
+    falling, constant = (choose(replace(RUN, is_rate_constant=stays, **changes)) for stays in (False, True))
+    assert constant.settings == OuterSettings(falling.settings.recipe, **falling.settings.given(), **more)
+    assert ("the inner learning rate stays" in constant.reason) == bool(more)
+    assert more.keys().isdisjoint(falling.settings.given())
+
+
 def test_a_length_that_nobody_states_is_said_to_be_assumed():
     for pass_steps, stated in ((None, "2,000 steps"), (100, "2,000 steps"), (9_000, "9,000 steps of one pass")):
         chosen = choose(replace(RUN, link=Link(MBIT / 4, 1e-3), steps=None, pass_steps=pass_steps))

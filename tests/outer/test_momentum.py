@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from farflung import Accelerator
+from farflung.base.errors import ConfigError
 from farflung.comm.group import SoloGroup
+from farflung.exchanged.structure import settings_of
 from farflung.loop.scheduler import planned_updates
 from farflung.methods.arguments import OuterConfig, recipe_of
 from farflung.methods.momentum import GrowingMomentumSGD, momentum_of
@@ -42,6 +44,25 @@ def test_it_grows_where_nobody_chooses_one(make, delay):
     delays = [1 / make(every).optimizer([torch.zeros(1)]).defaults["momentum"] - 1 for every in (32, 64, 128, 500)]
     assert delays == pytest.approx([delay, delay / 2, 0.3 * delay, 0.3 * delay])
     assert make(8, momentum=0.9).optimizer([nn.Parameter(torch.zeros(1))]).defaults["momentum"] == 0.9
+
+
+def test_it_grows_to_the_largest_one_that_is_chosen_and_all_must_choose_the_same():
+    def optimizer(**settings):
+        return diloco(8, **settings).optimizer([nn.Parameter(torch.zeros(1))])
+
+    growing, usual = optimizer(max_momentum=0.8), optimizer()
+    for parameter, one in [(each.param_groups[0]["params"][0], each) for each in (growing, usual)]:
+        for _ in range(95):
+            parameter.grad = torch.ones(1)
+            one.step()
+    assert [each.param_groups[0]["momentum"] for each in (growing, usual)] == [0.8, 0.9]
+    assert (
+        settings_of(diloco(8, max_momentum=0.8)) != settings_of(diloco(8)) == settings_of(diloco(8, max_momentum=0.9))
+    )
+    with pytest.raises(ConfigError, match="max_momentum is 0.8, and momentum is 0.5 in all rounds"):
+        diloco(8, momentum=0.5, max_momentum=0.8)
+    with pytest.raises(ConfigError, match="max_momentum is 1"):
+        diloco(8, max_momentum=1)
 
 
 @pytest.mark.parametrize("nesterov", [True, False])

@@ -39,7 +39,7 @@ CHOICES = {
     "by time": OuterSettings("edit", seconds=1e-3),
     "gradients": OuterSettings("post_local_sgd", warmup=10**9),
 }
-KNOWN = Link(1e6, 0.1), 0.5, 1.0
+KNOWN = Link(1e6, 0.1), 0.5, 1.0, True
 
 
 class FixedTuner:
@@ -50,6 +50,7 @@ class FixedTuner:
         self.remembered = lambda *asked: setattr(self, "asked", asked) or known
         self.choose = lambda measured: settings
         self.planned, self.pass_steps, self.follow = (lambda: 60), (lambda: 30), (lambda loop: None)
+        self.rates = lambda: (0.05,)
 
     def averages(self, measured):
         if not measured.step_s:
@@ -267,6 +268,19 @@ def test_a_flush_ends_the_trial_on_ranks_with_few_steps(averaging_s):
     assert same(*run_replicas(flushed_early, 2))
 
 
+@pytest.mark.parametrize("falls_on", [None, 0, 1])
+def test_the_inner_rate_is_constant_if_it_is_on_each_rank(falls_on):
+    def measured(group):
+        tuner, seen = FixedTuner(CHOICES["diloco"]), iter(range(100))
+        tuner.rates = lambda: (0.05, 0.1 - 0.001 * next(seen) * (group.rank == falls_on))
+        one = Auto(group, tuner)
+        one.train(0, 25)
+        one.loop.close()
+        return one.tuner.measured.is_rate_constant
+
+    assert run_replicas(measured, 2) == [falls_on is None] * 2
+
+
 def resumed(group, until):
     straight = Auto(group, FixedTuner(CHOICES["streaming"]))
     straight.train(0, until)
@@ -293,7 +307,9 @@ def test_what_an_earlier_start_measured_is_known_to_all_before_the_first_step(gr
     membership.expect_round = rounds_s.append
     recipe = OuterConfig("auto", steps=50 + group.rank)
     assert OuterLoop(model, recipe, membership=membership, chooser=RecipeTrial(tuner)).schedule == Every(8)
-    assert tuner.measured == Measurements(*KNOWN[:1], KNOWN[1:], 2, 22, 3, 48, 1, 50, 30, True, False, True)
+    assert tuner.measured == Measurements(
+        *KNOWN[:1], KNOWN[1:3], 2, 22, 3, 48, 1, 50, 30, True, False, True, True, True
+    )
     assert (tuner.asked, tuner.told, rounds_s) == ((22, 2), (50 + group.rank, group.rank == 0), [8.0])
 
 

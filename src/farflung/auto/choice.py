@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from farflung.auto.trial import Measurements
 from farflung.base.words import counted, in_rate, in_seconds
 from farflung.config.outer import FEW_ROUNDS, OuterSettings
+from farflung.config.recipes import RECIPES
 from farflung.cost.evidence import GAIN_KEPT
 from farflung.cost.methods import Row, Rows, gradients
 from farflung.cost.model import Workload
@@ -26,6 +27,8 @@ _LOW, _HIGH = 0.02, 0.1  # between these shares of waiting nothing changes; half
 _WINDOW, _REST = 10, 20  # rounds
 _SHORTEST = 8  # steps of a round: fewer were not measured with each recipe
 _LATEST = 4  # a fragment lands at most a quarter of its interval late, as in the evidence
+# Where the inner learning rate stays, these end lower, and where it falls they don't (docs/evidence.md).
+_AVERAGE, _MAX_MOMENTUM = 5, 0.8
 _BLOCKING = "diloco e3m0"  # of the rows that wait in each round, the one that keeps most
 
 
@@ -111,7 +114,7 @@ def choose(measured: Measurements) -> Choice:
         )
         seconds = float(f"{every * run.step_s:.2g}")
         settings = OuterSettings("diloco", every=every, seconds=seconds, codec="e3m0")
-        return Choice(settings, facts, f"rounds start by time. The same by hand: {flags(settings)}")
+        return _choice(measured, settings, facts, "rounds start by time")
     if found and found[0].outer is None:
         settings = OuterSettings("post_local_sgd", warmup=FOREVER)
         why = f"plain data parallelism is best here: it waits {1 - found[0].cost.utilization:.1%} of the time"
@@ -122,6 +125,17 @@ def choose(measured: Measurements) -> Choice:
         why = f"few steps, so {counted(steps // every, 'plain average')}"
     else:
         settings, why = _settings(found[0]), _why(found[0])
+    return _choice(measured, settings, facts, why)
+
+
+def _choice(measured: Measurements, settings: OuterSettings, facts: str, why: str) -> Choice:
+    """Return the choice of these settings, with what else suits the inner learning rate."""
+    if measured.is_rate_constant:
+        more = {"average": _AVERAGE} | ({"max_momentum": _MAX_MOMENTUM} if settings.momentum is None else {})
+        known = [option.name for option in RECIPES[settings.recipe]]
+        more = {name: value for name, value in more.items() if name in known}
+        settings = OuterSettings(settings.recipe, **settings.given(), **more)
+        why += f"; the inner learning rate stays, so weights are averaged over {_AVERAGE} rounds" * bool(more)
     return Choice(settings, facts, f"{why}. The same by hand: {flags(settings)}")
 
 

@@ -70,6 +70,7 @@ class Measurements:
     is_averaged: bool  # gradients were, in the steps that were timed, whose seconds include the exchange
     may_average: bool  # replicas are alike in all, also in the state of their optimizers
     is_fixed: bool = True  # no replica comes or goes; otherwise a faster one does more of the work
+    is_rate_constant: bool = False  # each replica's inner learning rates were the same in all steps of the trial
 
 
 class Tuner(Protocol):
@@ -78,14 +79,16 @@ class Tuner(Protocol):
     Attributes:
         planned: returns the steps of the whole run, None if unknown.
         pass_steps: returns those of a pass over the data, None if unknown.
+        rates: returns the inner learning rates of the latest step.
     """
 
     planned: Callable[[], int | None]
     pass_steps: Callable[[], int | None]
+    rates: Callable[[], tuple[float, ...]]
 
-    def remembered(self, parameters: int, replicas: int) -> tuple[Link, float, float] | None:
-        """Return the line, and the seconds of the fastest and the slowest replica's step, as an earlier start of this
-        run measured them; the first member's count."""
+    def remembered(self, parameters: int, replicas: int) -> tuple[Link, float, float, bool] | None:
+        """Return the line, the seconds of the fastest and the slowest replica's step, and whether learning rates were
+        constant, as an earlier start of this run measured them; the first member's count."""
 
     def averages(self, measured: Measurements) -> bool:
         """Return whether averaging gradients in each step could be the best; `step_s` is empty before the first."""
@@ -128,6 +131,7 @@ class RecipeTrial(Chooser):
         self._times: deque[float] = deque(maxlen=2 * TrialSchedule.every)
         self._until = TrialSchedule.every
         self._waits_in_steps, self._are_alike = False, True
+        self._rates: set[tuple[float, ...]] = set()  # two of them are as good as more
         self._is_kept = False  # for newcomers, with the run's records
         self._link: Link | None = None
         self._spec = _ALONE  # the recipe that was chosen, as a text, or one of the two kinds of trial
@@ -168,9 +172,10 @@ class RecipeTrial(Chooser):
             self._tuner.alone()
         if not self.is_measuring or quorum.group.size == 1:
             return None
-        if step_s := self._quorum.together(self._measure_line):
-            steps = self._gathered(*self._planned())[0]
-            return self._decide(replace(self._measured(step_s, steps), may_average=quorum.group.is_direct))
+        if known := self._quorum.together(self._measure_line):
+            *step_s, is_constant = known
+            measured = self._measured(step_s, self._gathered(*self._planned())[0], bool(is_constant))
+            return self._decide(replace(measured, may_average=quorum.group.is_direct))
         if quorum.group.is_direct and self._tuner.averages(self._measured((), (0, 0))):
             self._until = 1
             return self._on_trial(_AVERAGED)
@@ -194,6 +199,8 @@ class RecipeTrial(Chooser):
         if self._quorum.group.size > 1 and any(parameter.is_cuda for parameter in self._model.parameters()):
             torch.cuda.synchronize()
         self._times.append(time.perf_counter() - waited_s)
+        if len(self._rates) < 2:
+            self._rates.add(self._tuner.rates())
 
     def is_due(self, step: int, is_early: bool = False) -> bool:
         return self.is_measuring and self._membership.is_fixed and (is_early or step >= self._until)
@@ -238,14 +245,14 @@ class RecipeTrial(Chooser):
         """
         step_s, is_enough = self._step_s()
         waits = self._waits_in_steps and math.isfinite(step_s)
-        rows = self._gathered(step_s, is_enough, is_early, waits, *self._planned())
-        times, are_enough, are_early, waiting, *planned = zip(*rows, strict=True)
+        rows = self._gathered(step_s, is_enough, is_early, waits, len(self._rates) > 1, *self._planned())
+        times, are_enough, are_early, waiting, changing, *planned = zip(*rows, strict=True)
         self._waits_in_steps = any(waiting)
         if not all(are_enough) and all(are_early) == any(are_early):
             return None
         if self._link is None:
             self._measure_line()
-        return self._measured([*filter(math.isfinite, times)], [steps[0] for steps in planned])
+        return self._measured([*filter(math.isfinite, times)], [steps[0] for steps in planned], not any(changing))
 
     def _alone_unless_averaged(self, measured: Measurements) -> Recipe | None:
         if self._tuner.averages(measured):
@@ -276,10 +283,10 @@ class RecipeTrial(Chooser):
         """Measure the line, all members at once, unless the first one remembers it from an earlier start.
 
         Returns:
-            The seconds of the fastest and the slowest replica's step then.
+            The seconds of the fastest and the slowest replica's step then, and whether learning rates were constant.
         """
         known = self._tuner.remembered(self._count()[0], self._quorum.group.size)
-        numbers = (0.0,) * 4 if known is None else (known[0].bandwidth_bps, known[0].turn_s, *known[1:])
+        numbers = (0.0,) * 5 if known is None else (known[0].bandwidth_bps, known[0].turn_s, *known[1:])
         remembered = self._gathered(*numbers)[0]
         if remembered[0] > 0:
             self._link = Link(*remembered[:2])
@@ -320,7 +327,7 @@ class RecipeTrial(Chooser):
         assert isinstance(inside, TrialSchedule)
         return inside.steps or self._tuner.planned() or 0, self._tuner.pass_steps() or 0
 
-    def _measured(self, step_s: Sequence[float], planned: Sequence[float]) -> Measurements:
+    def _measured(self, step_s: Sequence[float], planned: Sequence[float], is_constant: bool = False) -> Measurements:
         quorum, (parameters, buffer_bytes) = self._quorum, self._count()
         assert self._link is not None
         with quorum.replica.trained.as_exchanged(self._model):
@@ -339,6 +346,7 @@ class RecipeTrial(Chooser):
             is_averaged=self._recipe.warmup > 0 and self._waits_in_steps,
             may_average=self._recipe.warmup > 0 and self._are_alike,
             is_fixed=quorum.membership.is_fixed,
+            is_rate_constant=is_constant,
         )
 
     def _decide(self, measured: Measurements) -> Recipe:

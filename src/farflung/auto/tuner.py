@@ -24,26 +24,30 @@ from farflung.outer.stats import Round
 from farflung.process.run_files import add_event, run_folder, who
 
 _FILE = "line.json"  # in the run's folder
-_KEYS = ("parameters", "replicas")
+_KEYS = ("parameters", "replicas")  # by which a measurement is this run's
 
 
 class LineTuner:
     """Chooses the recipe of one loop, and corrects it; see `farflung.auto.trial.Tuner`."""
 
     def __init__(
-        self, planned: Callable[[], int | None] = lambda: None, pass_steps: Callable[[], int | None] = lambda: None
+        self,
+        planned: Callable[[], int | None] = lambda: None,
+        pass_steps: Callable[[], int | None] = lambda: None,
+        rates: Callable[[], tuple[float, ...]] = lambda: (),
     ) -> None:
-        self.planned, self.pass_steps = planned, pass_steps
+        self.planned, self.pass_steps, self.rates = planned, pass_steps, rates
         self._loop: weakref.ref[OuterLoop] | None = None
         self._corrector = IntervalController(None)
         self._landed_at = time.perf_counter()
 
-    def remembered(self, parameters: int, replicas: int) -> tuple[Link, float, float] | None:
+    def remembered(self, parameters: int, replicas: int) -> tuple[Link, float, float, bool] | None:
         folder = run_folder()
         with suppress(OSError, ValueError, KeyError, TypeError):
             row = json.loads((folder / _FILE).read_text()) if folder is not None else {}
             if [row[key] for key in _KEYS] == [parameters, replicas]:
-                return Link(row["bandwidth_bps"], row["turn_s"]), row["fastest_s"], row["slowest_s"]
+                link = Link(row["bandwidth_bps"], row["turn_s"])
+                return link, row["fastest_s"], row["slowest_s"], row["is_rate_constant"]
         return None
 
     def averages(self, measured: Measurements) -> bool:
@@ -68,6 +72,7 @@ class LineTuner:
             return
         scale = workload(measured).step_s / workload(replace(measured, is_averaged=False)).step_s
         row = {key: getattr(measured, key) for key in _KEYS} | asdict(measured.link)
+        row["is_rate_constant"] = measured.is_rate_constant
         row |= {"fastest_s": scale * min(measured.step_s), "slowest_s": scale * max(measured.step_s)}
         with suppress(OSError), atomic_file(folder / _FILE) as path:
             path.write_text(json.dumps(row))

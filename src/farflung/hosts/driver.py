@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from torch import nn
@@ -91,7 +92,9 @@ class Driver:
         self._pass: Callable[[], DataPass | None] = lambda: None  # of the latest step, as long as it exists
         self._before_pass = 0  # attempts
         membership = members.membership
-        tuner = LineTuner(planned, self.pass_steps) if recipe.is_undecided else None
+        tuner = None
+        if recipe.is_undecided:
+            tuner = LineTuner(planned, self.pass_steps, partial(_rates, inner))
         chooser = None if tuner is None else RecipeTrial(tuner)
         self.loop = OuterLoop(
             model, recipe, members.group, island=members.island, membership=membership, inner=inner, chooser=chooser
@@ -174,6 +177,10 @@ class Driver:
                 steps = self._planned()
                 if steps is not None and (advice := self.recipe.few_rounds(steps)):
                     self._warn(advice)
+
+
+def _rates(optimizer: Optimizer) -> tuple[float, ...]:
+    return tuple(float(group["lr"]) for group in optimizer.param_groups)
 
 
 class EpochTracker:

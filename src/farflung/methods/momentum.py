@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from farflung.base.checks import check_flag, check_number
+from farflung.base.errors import ConfigError
 
 LARGEST = 0.9
 PUBLISHED_LR = 0.7  # DiLoCo's (arXiv:2311.08105)
 
 
-def momentum_of(round_number: int, delay: float) -> float:
-    """Return the momentum of a round, counted from 1: t / (t + delay), but at most 0.9."""
-    return min(LARGEST, round_number / (round_number + delay))
+def momentum_of(round_number: int, delay: float, largest: float = LARGEST) -> float:
+    """Return the momentum of a round, counted from 1: t / (t + delay), but at most `largest`."""
+    return min(largest, round_number / (round_number + delay))
 
 
 def delay_of(every: int) -> float:
@@ -47,23 +48,21 @@ def rate_of(every: int, momentum: float | None = None) -> float:
 
 
 class GrowingMomentumSGD(torch.optim.SGD):
-    """SGD whose momentum grows with the number of steps, to 0.9.
+    """SGD whose momentum grows with the number of steps.
 
     A momentum mu adds up about 1 / (1 - mu) rounds, and in its first rounds there are not as many.
 
     Args:
         delay: the round in which the momentum is one half.
-        settings: those of `torch.optim.SGD` but the momentum.
-
-    Attributes:
         largest: what the momentum grows to.
+        settings: those of `torch.optim.SGD` but the momentum.
     """
 
-    largest = LARGEST
-
-    def __init__(self, params: Any, delay: float, **settings: Any) -> None:
-        super().__init__(params, momentum=momentum_of(1, delay), **settings)
-        self.delay = delay
+    def __init__(self, params: Any, delay: float, largest: float = LARGEST, **settings: Any) -> None:
+        super().__init__(params, momentum=momentum_of(1, delay, largest), **settings)
+        self.delay, self.largest = delay, largest
+        if largest != LARGEST:  # states of before there was a choice say nothing of it
+            self.defaults["max_momentum"] = largest
 
     def step(self, closure: Any = None) -> Any:
         """Take a step with the momentum of this round; each parameter counts its own."""
@@ -71,7 +70,7 @@ class GrowingMomentumSGD(torch.optim.SGD):
             for parameter in group["params"]:
                 state = self.state[parameter]
                 state["step"] = state.get("step", 0) + 1
-                group["momentum"] = min(self.largest, momentum_of(state["step"], self.delay))
+                group["momentum"] = momentum_of(state["step"], self.delay, self.largest)
         return super().step(closure)
 
 
@@ -83,9 +82,10 @@ class OuterSGD:
         lr: None: it follows from `every`.
         momentum: None: it grows with the rounds, sooner with longer ones.
         sooner: how many times faster than usual it grows.
+        largest: what it grows to; None: 0.9.
 
     Raises:
-        ConfigError: a number is out of its range.
+        ConfigError: a number is out of its range, or both `momentum` and `largest` are given.
     """
 
     every: int
@@ -93,12 +93,20 @@ class OuterSGD:
     momentum: float | None
     nesterov: bool
     sooner: float = 1.0
+    largest: float | None = None
 
     def __post_init__(self) -> None:
         if self.lr is not None:
             check_number("lr", self.lr, above=0)
         if self.momentum is not None:
             check_number("momentum", self.momentum, least=0, below=1)
+        if self.largest is not None:
+            check_number("max_momentum", self.largest, least=0, below=1)
+            if self.momentum is not None:
+                raise ConfigError(
+                    f"is {self.largest}, and momentum is {self.momentum} in all rounds. Give one of them.",
+                    "max_momentum",
+                )
         check_flag("nesterov", self.nesterov)
 
     @property
@@ -106,14 +114,20 @@ class OuterSGD:
         """The optimizer's settings."""
         lr = rate_of(self.every, self.momentum) if self.lr is None else self.lr
         if self.momentum is None:
-            return {"delay": delay_of(self.every) / self.sooner, "lr": lr, "nesterov": self.nesterov}
+            largest = LARGEST if self.largest is None else self.largest
+            return {
+                "delay": delay_of(self.every) / self.sooner,
+                "largest": largest,
+                "lr": lr,
+                "nesterov": self.nesterov,
+            }
         return {"lr": lr, "momentum": self.momentum, "nesterov": self.nesterov and self.momentum > 0}
 
     def give(self, optimizer: torch.optim.Optimizer) -> None:
         """Give an optimizer that another one of these has made the settings of this one."""
         optimizer.param_groups[0]["lr"] = self.keywords["lr"]
         if isinstance(optimizer, GrowingMomentumSGD):
-            optimizer.delay = self.keywords["delay"]
+            optimizer.delay, optimizer.largest = self.keywords["delay"], self.keywords["largest"]
 
     def __call__(self, parameters: Sequence[Tensor]) -> torch.optim.SGD:
         fused = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters)

@@ -167,6 +167,7 @@ def diloco(
     rounds: int | None = None,
     lr: float | None = None,
     momentum: float | None = None,
+    max_momentum: float | None = None,
     nesterov: bool = True,
     radial: bool = False,
     average: int | None = None,
@@ -192,6 +193,8 @@ def diloco(
         rounds: planned number of rounds, if known: a constant momentum that needs more of them gets a warning.
         lr: learning rate of the outer optimizer.
         momentum: momentum of the outer optimizer, the same in all rounds. None: it grows with them.
+        max_momentum: what a momentum that grows with the rounds grows to: by default 0.9. Where the inner learning rate
+            does not fall 0.8 is better.
         nesterov: use Nesterov momentum in the outer optimizer; without momentum it has no effect.
         radial: give the mean of each tensor the mean of the replicas' norms as its length (`RadialMean`), so that one
             `lr` suits any number of replicas; embeddings keep the plain mean.
@@ -206,7 +209,7 @@ def diloco(
     Source: DiLoCo (arXiv:2311.08105); `radial` is of Decoupled DiLoCo (arXiv:2604.21428).
     """
     schedule: Schedule = Every(every) if seconds is None else ByTime(seconds)
-    optimizer = _nesterov(every, lr, momentum, rounds, nesterov)
+    optimizer = _nesterov(every, lr, momentum, rounds, nesterov, largest=max_momentum)
     return _anchored(schedule, codec, optimizer, radial=radial, average=average)
 
 
@@ -450,9 +453,10 @@ def _nesterov(
     rounds: int | None,
     nesterov: bool = True,
     sooner: float = 1.0,
+    largest: float | None = None,
 ) -> MakeOptimizer:
     """SGD with this momentum, or with one that grows; warns of a momentum that has not worked in so few rounds."""
-    optimizer = OuterSGD(every, lr, momentum, nesterov, sooner)
+    optimizer = OuterSGD(every, lr, momentum, nesterov, sooner, largest)
     if rounds is not None:
         check_whole("rounds", rounds, least=1)
     if momentum is not None and momentum >= 0.9 and rounds is not None and rounds < _MANY_ROUNDS:
