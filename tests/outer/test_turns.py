@@ -155,6 +155,25 @@ def test_an_evaluation_has_equal_weights_also_of_a_net_that_has_just_begun_to_tr
     assert all(map(same, *run_replicas(lent, 2, recipe)))
 
 
+def left(group):
+    """Return a net's weights after the last round that it was trained for, and at the end."""
+    turns, after = Turns(group.rank, "flags", momentum=0.0), {}
+    with OuterLoop(turns.model, diloco(3, momentum=0.9), group) as outer:
+        for step in range(12):
+            turns.train(*PLANS["for_ever"](step, group.rank))
+            outer.step()
+            if step == 5:
+                after = values(turns.model.second)
+    return after, values(turns.model.second)
+
+
+@pytest.mark.law("readout-is-slow-weights")
+def test_a_net_that_rests_does_not_go_on_by_its_momentum():
+    """One more round shows that nobody trains it: the slow weights of that round are the anchor before it."""
+    for after, end in run_replicas(left, 2):
+        torch.testing.assert_close(end, after)
+
+
 @pytest.mark.parametrize("plan", ["each_step", "long_turns"])
 def test_attached_optimizers_may_take_turns(plan):
     (first, _), (second, _) = run_replicas(in_turns, 2, diloco(3), PLANS[plan], "flags", True)

@@ -19,7 +19,7 @@ from farflung.comm.shards import local, part_of
 from farflung.comm.tensor_memory import fingerprint, fingerprints
 from farflung.exchanged.comparison import Comparison
 from farflung.exchanged.structure import buckets_of
-from farflung.methods.agreement import AgreedBuffers, Averaged
+from farflung.methods.agreement import AgreedBuffers, Averaged, Evaluated
 from farflung.methods.anchored import Anchored
 from farflung.methods.eager import Eager
 from farflung.methods.fragments import Fragment, TensorPlace, without_masks
@@ -210,6 +210,13 @@ class BoundFragment:
                 rows = zip(map(id, tensors), agreement.buckets.by_tensor(flats), strict=True)
                 found.setdefault(name, {}).update(rows)
         return found
+
+    def latest(self) -> dict[int, Tensor]:
+        """Return the values of each parameter after the last round, `[numel]`, by its id. The recipe has an anchor."""
+        assert isinstance(self.weights, Evaluated)
+        buckets = self.weights.buckets
+        flats = [self.weights.latest(k) for k in range(len(buckets))]
+        return dict(zip(map(id, self.trained), buckets.by_tensor(flats), strict=True))
 
     def continue_from(self, other: BoundFragment, kept: Mapping[str, Mapping[int, Tensor]]) -> None:
         """Replace another fragment, with its state of the parameters that this one has too."""

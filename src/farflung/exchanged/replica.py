@@ -99,7 +99,7 @@ class Replica:
         return self.description, self.tensors
 
     def retrain(self, names: Collection[str], anchors: Mapping[int, Tensor]) -> None:
-        """Exchange exactly these parameters from now on. Any that are dropped keep their agreed values.
+        """Exchange exactly these parameters from now on. Any that are dropped have those of the last round.
 
         Args:
             anchors: the agreed values, `[numel]`, of newly exchanged parameters, by the parameter's id.
@@ -107,7 +107,8 @@ class Replica:
         new = self.trained.coming(names)
         numbers = self._numbers_of(new)
         for fragment in self.fragments:
-            rows = fragment.kept().get("anchor", {})
+            # Those of a common anchor go without its look-ahead, as the momentum is dropped too.
+            rows = fragment.latest() if self._recipe.has_anchor else fragment.kept().get("anchor", {})
             for place in fragment.cut.parameters:
                 row = rows.get(id(place.get()))
                 if place.name not in names and row is not None:
