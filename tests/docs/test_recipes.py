@@ -89,7 +89,7 @@ def test_the_guide_names_the_recipes_that_need_options_and_the_default_intervals
     needing = [name for name, arguments in RECIPES.items() if any(each.is_needed for each in arguments)]
     (sentence,) = re.findall(r"([^.]*) have required options", guide)
     assert sorted(re.findall(r"`(\w+)`", sentence)) == sorted(needing)
-    intervals = r"H is (\d+) if the weights themselves are averaged, (\d+) .*?and (\d+) for `sparse_loco`"
+    intervals = r"H is (\d+) if the weights themselves are averaged, else (\d+) \(`sparse_loco`: (\d+)\)"
     averaged, anchored, sparse = map(int, re.search(intervals, guide).groups())
     for name in set(RECIPES) - set(needing):
         made = recipe_of(OuterConfig(name), 2)

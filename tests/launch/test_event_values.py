@@ -105,9 +105,15 @@ SENTENCES = {
     "from step 1,280 on a round has 64 steps, applied 3 steps later": of(Kind.CHANGED, step=1280, every=64, delay=3),
     "replica 2 does not count in rounds: NaN": of(Kind.EXCLUDED, "replica 2", why="NaN"),
     "replica 2 counts in rounds again": of(Kind.EXCLUDED, "replica 2", why=""),
+    "with 2 replicas at work one of them can spoil the weights: the robust rule outvotes one of 4 or more": of(
+        Kind.OUTVOTES, "replica 0", replicas=2, least=4
+    ),
+    "with 4 replicas at work the robust rule outvotes any one of them again": of(
+        Kind.OUTVOTES, "replica 0", replicas=4, least=4
+    ),
 }
 # Those whose message is a fact, and the one that nobody is shown.
-OF_A_MESSAGE = {"settings", "submitted", "state", "ending", "left", "note", "warning", "process"}
+OF_A_MESSAGE = {"settings", "submitted", "state", "ending", "left", "note", "warning", "process", "chosen"}
 
 
 @pytest.mark.parametrize(("sentence", "event"), SENTENCES.items())

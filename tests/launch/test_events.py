@@ -146,6 +146,33 @@ def test_events_of_a_run_are_one_json_object_a_line(farflung, home):
     assert (said[0]["replicas"], said[2]["replica"], said[3]["code"]) == (1, "replica 0", FAILED)
 
 
+CHOOSES = """
+import warnings, torch
+from farflung import Accelerator
+accelerator, model = Accelerator(cpu=True), torch.nn.Linear(2, 1)
+data = torch.utils.data.DataLoader(torch.randn(240, 2), batch_size=2)
+model, optimizer, data = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), data)
+for rows in data:
+    accelerator.backward(model(rows).mean())
+    optimizer.step()
+    if accelerator.is_main_process:
+        warnings.warn("rows are odd")
+accelerator.end_training()
+"""
+
+
+@pytest.mark.usefixtures("warm")
+def test_events_of_ranks_are_there_too_with_their_facts(farflung, home):
+    (home / "train.py").write_text(CHOOSES)
+    words = ("--cpu", "--num_processes", "2", "--run_dir", "run", "--outer", "auto", "train.py")
+    said = farflung("launch", "--json", *words, code=DONE).stderr.splitlines()
+    found = {row["event"]: row for row in map(json.loads, (line for line in said if line.startswith("{")))}
+    assert {"recipe", "options", "link", "step_s", "is_rate_constant"} <= found["chosen"].keys()
+    assert (found["warning"]["category"], found["warning"]["rank"]) == ("UserWarning", 0)
+    assert found["warning"]["message"] == "rows are odd"
+    assert sum('"rows are odd"' in line for line in said if line.startswith("{")) == 1  # as Python shows it: once
+
+
 HANGS = """
 import time, torch
 from farflung import Accelerator

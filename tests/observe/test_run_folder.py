@@ -18,7 +18,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from farflung.base.events import Event, Kind
+from farflung.base.events import Event, Kind, record
 from farflung.config.launch import LaunchSettings
 from farflung.config.resolve import resolve
 from farflung.launch import folder
@@ -221,7 +221,8 @@ def test_what_comes_late_does_not_replace_the_facts_of_the_next_run_in_the_folde
 
 def test_numbers_that_json_has_no_word_for_and_bars_do_not_spoil_lines(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FARFLUNG_RUN_FOLDER", str(tmp_path))
-    run_files.add_event(Kind.NOTE, value=float("nan"), values=[float("inf"), 1])
+    run_files.keep_events()
+    record(Kind.NOTE, value=float("nan"), values=[float("inf"), 1])
     row = json.loads((tmp_path / "events.jsonl").read_text())
     assert (row["value"], row["values"], row["rank"]) == ("NaN", ["Infinity", 1], 0)
     with run_files.recorded():

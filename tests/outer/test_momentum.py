@@ -59,7 +59,7 @@ def test_it_grows_to_the_largest_one_that_is_chosen_and_all_must_choose_the_same
     assert (
         settings_of(diloco(8, max_momentum=0.8)) != settings_of(diloco(8)) == settings_of(diloco(8, max_momentum=0.9))
     )
-    with pytest.raises(ConfigError, match="max_momentum is 0.8, and momentum is 0.5 in all rounds"):
+    with pytest.raises(ConfigError, match=r"momentum is 0\.5 in all rounds"):
         diloco(8, momentum=0.5, max_momentum=0.8)
     with pytest.raises(ConfigError, match="max_momentum is 1"):
         diloco(8, max_momentum=1)

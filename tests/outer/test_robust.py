@@ -276,7 +276,7 @@ def test_strikes_are_in_checkpoints_and_in_what_a_newcomer_gets(group, rule):
 def among_few(group, rule):
     """Three replicas, then a fourth one, until one is lost; return what the loop reports, and who changed when."""
     model, membership, noted, rounds = linear(), ChangingMembership(group, (0, 1, 2)), [], []
-    membership.note = lambda kind, member, **facts: noted.append(facts["message"])
+    membership.note = lambda kind, member, **facts: noted.append(str(Event.now(kind, **facts)))
     outer = OuterLoop(model, robust(diloco(2), rule), membership=membership)
     outer.listeners.append(rounds.append)
     while outer.position < 20:
@@ -369,7 +369,7 @@ def beside_rounds(group, recipe, how):
     """What replicas end with where the last of eight brings 2**40 in something that no round of all carries."""
     model, says = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), []
     membership = fixed_membership(group, None, True)
-    membership.note = lambda kind, member, **facts: says.append(facts.get("message", ""))
+    membership.note = lambda kind, member, **facts: says.append(str(Event.now(kind, **facts)))
     outer = OuterLoop(model, recipe, membership=membership)
     outer.step()
     outer.step()

@@ -19,7 +19,7 @@ from typing import Any
 from farflung.accelerator.session import flushed
 from farflung.base.checks import check_path
 from farflung.base.errors import CheckpointError, ConfigError, FarflungError, StateError
-from farflung.base.events import tell
+from farflung.base.events import Kind, record
 from farflung.base.optional import installed_version
 from farflung.checkpoint import atomic, paths
 from farflung.checkpoint.checkpoint import Checkpoint, newest, resolve
@@ -140,7 +140,7 @@ class Checkpointer:
             text = (
                 f"rank {leader} saved without rank {rank}, as not all processes called save_state: it lacks {missing}"
             )
-        tell(f"farflung: {text}")
+        record(Kind.WARNING, message=text)
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -257,7 +257,8 @@ class Checkpointer:
             rank = self._run.world.rank
             lines.append(f"rank {rank} loaded it alone: the weights of other processes stay as they are")
         if self._run.world.is_main or made != "all":
-            tell("\n".join(f"farflung: {line}" for line in lines))
+            for line in lines:
+                record(Kind.NOTE, message=line)
 
 
 def _explained(look: Callable[[Any], Any], at: Any) -> Any:
@@ -273,4 +274,4 @@ def _report_last_failure(saver: weakref.ref[CheckpointSaver]) -> None:
         try:
             found.settle()
         except FarflungError as error:
-            tell(f"farflung: the last checkpoint was not written: {error}")
+            record(Kind.WARNING, message=f"the last checkpoint was not written: {error}")

@@ -19,7 +19,7 @@ from farflung.accelerator.operations import extract_model_from_parallel
 from farflung.accelerator.session import Session, flushed
 from farflung.base.checks import check_callable, check_optional, check_path, check_protocol, check_type, check_word
 from farflung.base.errors import CheckpointError, ConfigError, Unsupported, WrongType
-from farflung.base.events import tell
+from farflung.base.events import Kind, record
 from farflung.base.lazy import LazyModule
 from farflung.base.signals import REQUEUE
 from farflung.comm.matching import match
@@ -192,11 +192,11 @@ class Checkpointing:
         try:
             self._settle_checkpoints()
         except CheckpointError as error:
-            tell(f"farflung: an earlier checkpoint was not written: {error}")
+            record(Kind.WARNING, message=f"an earlier checkpoint was not written: {error}")
         saved = self._checkpointer.save(None, safe=True, block=True, busy="wait", series=series)
         if is_main:
             said = f"{vote.why}: saved {saved}, from which accelerator.resume() continues (exit code {REQUEUE})"
-            tell(f"farflung: {said}")
+            record(Kind.ENDING, message=said)
         leave_note(PREEMPTED)
         self._controller.drop()
         self._finish_trackers()

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from farflung.base.checks import check_flag, check_type, wrong_type
 from farflung.base.errors import ConfigError
-from farflung.base.events import Kind
+from farflung.base.events import FILES_ONLY, Kind, record
 from farflung.base.torch_internals import before_calls, compiled_from
 from farflung.base.words import counted
 from farflung.comm.tensor_memory import check_exchangeable
@@ -28,7 +28,6 @@ from farflung.data.prepare import prepare_loader
 from farflung.loop.optimizer import AcceleratedOptimizer, parameters_of
 from farflung.loop.scheduler import AcceleratedScheduler, Ticks
 from farflung.loop.uneven import EvenCheck
-from farflung.process.run_files import add_event
 from farflung.resume.run import Run
 from farflung.strategy.compile import compile_in_place
 
@@ -122,7 +121,7 @@ class Preparer:
         trained = [x for x in model.parameters() if x.requires_grad]
         facts = {"strategy": str(self.run.strategy.kind.value), "island": self.run.strategy.mesh.island.size}
         facts |= {"parameters": sum(x.numel() for x in trained), "ranks": self.run.world.size}
-        add_event(Kind.MODEL, bytes=sum(x.numel() * x.element_size() for x in trained), **facts)
+        record(Kind.MODEL, level=FILES_ONLY, bytes=sum(x.numel() * x.element_size() for x in trained), **facts)
 
     def optimizer(self, optimizer: Optimizer, place: bool | None) -> AcceleratedOptimizer:
         check_type("prepare_optimizer: optimizer", optimizer, Optimizer, "a torch optimizer")

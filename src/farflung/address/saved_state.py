@@ -30,7 +30,7 @@ from farflung.address.seal import Seal, SealError
 from farflung.address.state_transfer import filled, form_of
 from farflung.base.bars import Bar, bar
 from farflung.base.errors import ConfigError, Unreachable
-from farflung.base.events import tell
+from farflung.base.events import Kind, record
 from farflung.base.files import utf8_name
 
 _KEPT = 2
@@ -231,7 +231,7 @@ def pull(address: str, target: Path, key: bytes | None = None) -> str:
         raise ConfigError(str(error)) from None
     finally:
         for notice in () if seal is None else seal.versions.notices:
-            tell(f"farflung: {notice}")
+            record(Kind.WARNING, message=notice)
     raise ConfigError(f"Nothing can be pulled from {address}. {why}.")
 
 

@@ -12,16 +12,17 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
+from typing import Any
 
 from farflung.auto.choice import Interval, IntervalController, averages, choose, flags, workload
 from farflung.auto.trial import Link, Measurements
-from farflung.base.events import Kind, tell
+from farflung.base.events import Kind, record
 from farflung.base.files import atomic_file
 from farflung.config.outer import OuterSettings
 from farflung.methods.schedule import Every, Streaming
 from farflung.outer.engine import OuterLoop
 from farflung.outer.stats import Round
-from farflung.process.run_files import add_event, run_folder, who
+from farflung.process.run_files import run_folder, who
 
 _FILE = "line.json"  # in the run's folder
 _KEYS = ("parameters", "replicas")  # by which a measurement is this run's
@@ -57,16 +58,16 @@ class LineTuner:
         return choose(measured).settings
 
     def alone(self) -> None:
-        _say("auto: this process trains alone, so there is nothing to decide.")
+        _note(Kind.NOTE, "this process trains alone, so there is nothing to decide.")
 
     def chosen(self, settings: OuterSettings, measured: Measurements | None, steps: int | None, is_first: bool) -> None:
         self._corrector = IntervalController(steps)
         if measured is None:
-            _say(f"auto: continues with {flags(settings)}, which the run has chosen.")
+            _note(Kind.CHOSEN, f"continues with {flags(settings)}, which the run has chosen.", **_facts(settings))
             return
         if not is_first:
             return
-        _say(f"auto: {choose(measured).reason}")
+        _note(Kind.CHOSEN, choose(measured).reason, **_facts(settings), **asdict(measured))
         folder = run_folder()
         if folder is None or who()["rank"]:
             return
@@ -94,11 +95,15 @@ class LineTuner:
         if new is not None:
             changes = [f"H from {interval.every} to {new.every} steps"] * (new.every != interval.every)
             changes += [f"the delay from {interval.delay} to {new.delay}"] * (new.delay != interval.delay)
-            _say(f"auto: rounds waited {waiting:.0%} of the time; changes {' and '.join(changes)}.")
+            said = f"rounds waited {waiting:.0%} of the time; changes {' and '.join(changes)}."
+            _note(Kind.CHOSEN, said, waiting=waiting, options=asdict(new))
             loop.change_schedule(new.every, new.delay)
 
 
-def _say(line: str) -> None:
+def _note(kind: Kind, line: str, **facts: Any) -> None:
     if who()["rank"] == 0:
-        tell(f"farflung: {line}")
-        add_event(Kind.NOTE, message=line)
+        record(kind, message=f"auto: {line}", **facts)
+
+
+def _facts(settings: OuterSettings) -> dict[str, Any]:
+    return {"recipe": settings.recipe, "options": settings.given()}

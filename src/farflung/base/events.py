@@ -2,6 +2,7 @@
 """What happens in a run, as values: who records an event gives facts, and `words` alone turns them into English.
 
 Sinks are handlers of the logger `EVENTS`: the screen, the run's folder. Replicas send theirs to launchers as JSON.
+A warning of Python's is recorded where it is shown (`farflung.process.run_files`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from farflung.base.words import counted, in_seconds
 EVENTS = logging.getLogger("farflung.events")
 EVENTS.propagate = False
 EVENTS.setLevel(logging.DEBUG)
-EVENTS.addHandler(logging.NullHandler())  # without a sink nothing is printed
 FILES_ONLY = logging.DEBUG  # the level of events that no screen shows
 
 _VERSION = 1  # of the JSON; 0 before events were values
@@ -60,10 +60,13 @@ class Kind(str, Enum):
     SAVING = "saving"
     CHECKPOINT = "checkpoint"
     CHANGED = "changed"
+    CHOSEN = "chosen"
+    OUTVOTES = "outvotes"
 
 
 _OF_REPLICAS = (
     *(Kind.WAITS, Kind.BEGAN, Kind.JOINED, Kind.DIFFERS, Kind.REFUSED, Kind.LOST, Kind.RECONNECTED, Kind.EXCLUDED),
+    Kind.OUTVOTES,
 )
 _WAYS = {"NO": "in one process", "FSDP": "by FSDP"}
 _OWN_KEYS = ("event", "v", "time", "replica", "generation")
@@ -179,6 +182,11 @@ def _of_replicas(event: Event) -> str:
             return f"{who} is lost: {why}"
         case Kind.EXCLUDED:
             return f"{who} does not count in rounds: {why}" if why else f"{who} counts in rounds again"
+        case Kind.OUTVOTES if facts["replicas"] < facts["least"]:
+            rule = f"the robust rule outvotes one of {facts['least']} or more"
+            return f"with {them} at work one of them can spoil the weights: {rule}"
+        case Kind.OUTVOTES:
+            return f"with {them} at work the robust rule outvotes any one of them again"
         case _:
             return f"{them} connected again ({why})"
 
@@ -248,6 +256,20 @@ class Sink(logging.Handler):
 
     def show(self, event: Event) -> None:
         raise NotImplementedError
+
+
+class Stderr(Sink):
+    """Where a process shows its events that has been given no other sink."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+
+    def show(self, event: Event) -> None:
+        if sentence := words(event):
+            tell(f"farflung: {sentence}")
+
+
+EVENTS.addHandler(Stderr())
 
 
 def tell(text: str) -> None:

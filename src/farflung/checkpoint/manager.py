@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from farflung.base.bars import bar
 from farflung.base.errors import CheckpointError, ConfigError, StateError, Unsupported
-from farflung.base.events import Kind
+from farflung.base.events import FILES_ONLY, Kind, record
 from farflung.base.words import in_bytes
 from farflung.checkpoint import atomic, paths
 from farflung.checkpoint.atomic import StagedDir
@@ -29,7 +29,6 @@ from farflung.checkpoint.writer import sync, tensor_bytes
 from farflung.comm import collectives
 from farflung.comm.exchange import Exchange
 from farflung.process.failure import CHECKPOINT, leave_note
-from farflung.process.run_files import add_event
 
 Busy = Literal["wait", "refuse"]
 _WRITERS = 3  # files that a rank writes at a time
@@ -136,7 +135,7 @@ class CheckpointSaver:
             staged.discard()
             raise
         if self.group.leads:
-            add_event(Kind.SAVING, seconds=time.perf_counter() - begun)
+            record(Kind.SAVING, level=FILES_ONLY, seconds=time.perf_counter() - begun)
 
     def write(self, request: SaveRequest, staged: StagedDir, parts: Sequence[Entry], block: bool = True) -> None:
         """Write this rank's parts into the folder that was begun, and put it in place when all ranks have.
@@ -201,7 +200,7 @@ def _write(
             _complete(staged.folder, parts, written, request.facts)
             staged.commit()
             leave_note(CHECKPOINT, os.fspath(request.target))
-            add_event(Kind.CHECKPOINT, folder=os.fspath(request.target))
+            record(Kind.CHECKPOINT, level=FILES_ONLY, folder=os.fspath(request.target))
             if request.is_numbered:
                 atomic.prune(request.target, request.total_limit)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from farflung.base.errors import CollectiveMismatch
-from farflung.base.frames import user_call
+from farflung.comm.frames import user_call
 from farflung.comm.torch_group import TorchGroup
 
 _POINT = "a call of all ranks or of some"

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from farflung.base.errors import ConfigError
-from farflung.base.events import tell
+from farflung.base.events import Kind, record
 from farflung.base.signals import Request, preemption
 from farflung.comm.presence import PresenceStore
 
@@ -83,8 +83,9 @@ class PreemptionVote:
         if self._hear_too is not None:
             self._hear_too()
         elif not self.why and not self.passed:
-            tell(
-                f"farflung: {request.name} came before the end of any step, where the run is saved. A loop without a "
+            message = (
+                f"{request.name} came before the end of any step, where the run is saved. A loop without a "
                 "prepared loader must call accelerator.stop_if_signalled() at the end of each step."
             )
+            record(Kind.WARNING, message=message)
         self.why = self.why or f"{request.name} at rank {self._rank}"

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from farflung.base.frames import user_call
+from farflung.comm.frames import user_call
 from farflung.comm.mismatch import waits_differ
 from farflung.comm.presence import REPORT_S, PresenceStore
 

@@ -36,7 +36,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data.distributed import DistributedSampler
 
 from farflung.base.errors import ConfigError, Unsupported
-from farflung.base.events import tell
+from farflung.base.events import Kind, record
 from farflung.base.torch_internals import compiled_from, is_flattened
 from farflung.base.words import counted
 from farflung.comm.bucket import broadcast_values
@@ -310,7 +310,7 @@ class DDPTakeover:
                 members,
                 optimizer,
                 lambda: planned_updates(each for each in self._schedulers if each.optimizer is optimizer),
-                lambda advice: self._say(f"farflung: as the learning rate schedule has it, {advice}"),
+                lambda advice: self._say(f"as the learning rate schedule has it, {advice}"),
             )
         driver.epochs = one.epochs
         for other in self._optimizers:
@@ -330,7 +330,7 @@ class DDPTakeover:
         if mesh.island.size > 1:
             each, where = f", each on {mesh.island.size} ranks,", "within their replica"
         self._say(
-            f"farflung: {self._config.recipe} over {counted(size, 'replica')}{each} of a DDP model with {trained:,} "
+            f"{self._config.recipe} over {counted(size, 'replica')}{each} of a DDP model with {trained:,} "
             f"parameters: {driver.loop.schedule}; its gradients stay {where}"
         )
         return driver
@@ -459,7 +459,7 @@ class DDPTakeover:
 
     def _say(self, line: str) -> None:
         if line and environ.integer("RANK") == 0:
-            tell(line)
+            record(Kind.NOTE, message=line)
 
 
 def _no_second_hook(state: object, hook: Callable[..., object]) -> None:

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from farflung.base.events import tell
-from farflung.base.frames import user_call
+from farflung.base.events import Kind, record
+from farflung.comm.frames import user_call
 from farflung.hosts.patching import around
 
 
@@ -83,10 +83,11 @@ class AgreedState:
         caller = user_call(sys._getframe())
         if not self._is_said and caller.path and "-packages" not in caller.path:
             self._is_said = True
-            tell(
-                f"farflung: {caller.at}: between rounds state_dict() has the weights that all replicas last agreed on, "
+            message = (
+                f"{caller.at}: between rounds state_dict() has the weights that all replicas last agreed on, "
                 "to be saved. Loaded into another model at once it gives this rank's own, as named_parameters() does."
             )
+            record(Kind.NOTE, message=message)
 
     def note(self, state: dict[str, Any], own: dict[str, torch.Tensor], step: int, is_between: bool) -> None:
         """Called with a state dict, the model's own tensors under its keys, and whether this rank says what it has."""

@@ -17,10 +17,10 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from farflung.base.events import EVENTS, Event, Sink, tell
+from farflung.base.events import tell
 from farflung.base.words import in_bytes
 from farflung.process.failure import OUTER_ROUND, leave_note
-from farflung.process.run_files import EVENTS as EVENTS_FILE, ROUNDS, add_lines, run_folder, who
+from farflung.process.run_files import ROUNDS, add_lines, keep_events, run_folder, who
 
 if TYPE_CHECKING:
     from farflung.config.outer import OuterSettings
@@ -74,23 +74,12 @@ class _RunRounds(logging.Handler):
             add_lines(self._path, [{"model": number, **here, "time": time.time(), **asdict(record.round)}])
 
 
-class _RunEvents(Sink):
-    """Writes the events of this process, such as a change of H, to the run's folder."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._path = path
-
-    def show(self, event: Event) -> None:
-        add_lines(self._path, [event.row() | who()])
-
-
 def record_rounds() -> None:
     """Write rounds and events of all loops of this process to the run's folder, if any, on rank 0 of each replica."""
+    keep_events()
     folder, rounds = run_folder(), logging.getLogger("farflung.rounds")  # which is there before torch is loaded
     if folder is not None and not any(isinstance(handler, _RunRounds) for handler in rounds.handlers):
         rounds.addHandler(_RunRounds(folder / ROUNDS))
-        EVENTS.addHandler(_RunEvents(folder / EVENTS_FILE))
         rounds.setLevel(logging.DEBUG)
         rounds.propagate = False  # a handler of the script's would print a line for each round
 

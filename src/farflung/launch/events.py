@@ -1,21 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sinks of a launcher's events: its stderr, for people or as one JSON object a line, and the run's folder."""
+"""The sinks of a launcher's events: its stderr, for people or as one JSON object a line, and the run's folder.
+
+With `--json` the events of ranks come from the folder.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TextIO
+from typing import Any, TextIO
 
 from farflung.base.events import EVENTS, FILES_ONLY, Event, Kind, Sink, tell, words
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 from farflung.launch.folder import RunFolder
 from farflung.launch.report import show_box
+from farflung.observe.records import Lines
+from farflung.process.run_files import EVENTS as EVENTS_FILE
 
+_LOOK_S = 0.5  # between two looks at what ranks have written
 _NOT_IN_FOLDERS = {"report", "goes_on"}  # reports, and the ends of launchers whose runs continue
 _UNSPOKEN = (Kind.STARTED, Kind.ENDED)  # between what a script prints, unless the event says how to join
 
@@ -25,7 +33,7 @@ class Screen(Sink):
 
     def __init__(self, settings: LaunchSettings) -> None:
         super().__init__(logging.ERROR if settings.quiet else logging.INFO)
-        self._is_json = settings.json
+        self.is_json = settings.json
         self._reports = environ.integer(environ.REPORTS)  # of the tether above this launcher; not for the ranks
         environ.remove(environ.REPORTS)
 
@@ -33,11 +41,11 @@ class Screen(Sink):
         is_spoken = event.kind not in _UNSPOKEN or "address" in event.facts
         sentence = words(event) if is_spoken else ""
         row = event.row() | ({"message": sentence} if sentence else {})
-        if self._is_json and self._reports is not None:
+        if self.is_json and self._reports is not None:
             rest = memoryview(f"{json.dumps(row, default=str)}\n".encode())
             while rest:
                 rest = rest[os.write(self._reports, rest) :]
-        elif self._is_json:
+        elif self.is_json:
             tell(json.dumps(row, default=str))
         elif "report" in event.facts:
             show_box(sentence, event.facts["report"])
@@ -55,6 +63,36 @@ class FolderSink(Sink):
     def show(self, event: Event) -> None:
         if not event.facts.keys() & _NOT_IN_FOLDERS:
             self._folder.write(event)
+
+
+@contextmanager
+def showing_ranks(screen: Screen, folder: RunFolder) -> Iterator[None]:
+    """With `--json` show what ranks write into the run's folder too, for a block: people read the ranks' own lines."""
+    if not screen.is_json or folder.path is None:
+        yield
+        return
+    began, is_over = time.time(), threading.Event()
+
+    def take(row: Mapping[str, Any]) -> float:
+        event = Event.of_row(row)
+        if event is not None and event.time >= began and "rank" in row and event.kind is not Kind.FAILED:
+            screen.handle(logging.makeLogRecord({"msg": event}))
+        return began
+
+    lines = Lines(folder.path / EVENTS_FILE, take)
+
+    def follow() -> None:
+        while not is_over.wait(_LOOK_S):
+            lines.look()
+
+    thread = threading.Thread(target=follow, name="farflung events", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        lines.look()
 
 
 @contextmanager

@@ -20,14 +20,14 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING
 
-from farflung.base.events import Kind, tell
+from farflung.base.events import FILES_ONLY, Kind, record, tell
 from farflung.base.lazy import LazyModule
 from farflung.comm.threads import await_gloo
 from farflung.config import environ
 from farflung.hosts.rounds import record_rounds
 from farflung.process.failure import PREEMPTED, has_note, has_report, record_exit, record_failure
 from farflung.process.heard import record_signals
-from farflung.process.run_files import Metrics, add_event, lossy, recorded
+from farflung.process.run_files import Metrics, lossy, recorded
 from farflung.process.tether import end_with_launcher
 from farflung.process.trainer_log import keep_trainer_logs
 
@@ -86,7 +86,7 @@ def _report(error: BaseException) -> None:
     with redirect_stderr(printed):
         sys.excepthook(type(error), error, error.__traceback__)
     record_failure(error)  # unless a hook did
-    add_event(Kind.FAILED, why=f"{type(error).__name__}: {error}")
+    record(Kind.FAILED, level=FILES_ONLY, why=f"{type(error).__name__}: {error}")
     if not has_report():
         tell(printed.getvalue().removesuffix("\n"))
 

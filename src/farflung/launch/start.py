@@ -13,7 +13,7 @@ from farflung.base.events import EVENTS, Kind, record
 from farflung.base.lazy import LazyModule
 from farflung.config.resolve import Resolved
 from farflung.launch.codes import DONE, INTERRUPTED, EngineFailure, of_error
-from farflung.launch.events import FolderSink, Screen, showing
+from farflung.launch.events import FolderSink, Screen, showing, showing_ranks
 from farflung.launch.folder import RunFolder, make_folder
 from farflung.launch.plan import Script
 from farflung.launch.run import Ranks
@@ -59,7 +59,8 @@ def starter_of(resolved: Resolved, script: Script) -> Starter:
 
 def launch_script(resolved: Resolved, script: Script) -> int:
     """Run a script to its end and return the exit code."""
-    with showing(Screen(resolved.settings)):
+    screen = Screen(resolved.settings)
+    with showing(screen):
         _record_notes(resolved)
         starter = starter_of(resolved, script)
         if resolved.settings.dry_run:
@@ -73,7 +74,8 @@ def launch_script(resolved: Resolved, script: Script) -> int:
         record(Kind.STARTED, **started)
         code = INTERRUPTED
         try:
-            code = starter.follow(folder)
+            with showing_ranks(screen, folder):
+                code = starter.follow(folder)
         except FarflungError as error:
             code = of_error(error)
             if not (resolved.settings.json and isinstance(error, EngineFailure)):

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from farflung.base.errors import ConfigError, RankFailure, Unreachable
-from farflung.base.events import EVENTS, Event, Kind, tell
+from farflung.base.events import Kind, record
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.torch_group import TorchGroup
 from farflung.votes.generation import Generation, Needs, Reached, open_generation
@@ -143,9 +143,7 @@ class FixedMembership(Membership):
     def note(self, kind: Kind, member: int, **facts: Any) -> None:
         if self.island.rank == 0:
             noun = "rank" if self.island.size == 1 else "island"
-            event = Event.now(kind, f"{noun} {member}", **facts)
-            tell(f"farflung: {event}")
-            EVENTS.info(event)
+            record(kind, f"{noun} {member}", **facts)
 
 
 def fixed_membership(group: Group | None, island: Group | None, on_cpu: bool) -> FixedMembership:

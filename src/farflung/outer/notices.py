@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from farflung.base.events import Kind
-from farflung.base.words import counted
 from farflung.outer.quorum import Quorum
 from farflung.outer.stats import Round
 from farflung.outer.timetable import Timetable
@@ -33,7 +32,4 @@ class Notices:
         size, least = at_work or len(record.members), self.timetable.recipe.least
         were_few, self._are_few = self._are_few, size < least
         if were_few != self._are_few and is_first:
-            here = f"with {counted(size, 'replica')} at work"
-            message = f"{here} one of them can spoil the weights: the robust rule outvotes one of {least} or more"
-            message = message if self._are_few else f"{here} the robust rule outvotes any one of them again"
-            note(Kind.NOTE, record.members[0], message=message)
+            note(Kind.OUTVOTES, record.members[0], replicas=size, least=least)

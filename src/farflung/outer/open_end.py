@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from farflung.base.events import tell
+from farflung.base.events import Kind, record
 
 
 @dataclass
@@ -26,7 +26,8 @@ class OpenEnd:
         is_by_error = sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None
         if self.steps and not self.is_silent and not is_by_error:
             which = "step was" if self.steps == 1 else f"{self.steps} steps were"
-            tell(
-                f"farflung: an OuterLoop was not closed. Its last {which} not averaged with any other rank, so ranks "
-                "have different weights. Use `with OuterLoop(...):`, or call close() at the end.",
+            message = (
+                f"an OuterLoop was not closed. Its last {which} not averaged with any other rank, so ranks "
+                "have different weights. Use `with OuterLoop(...):`, or call close() at the end."
             )
+            record(Kind.WARNING, message=message)

@@ -14,18 +14,21 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from io import BufferedWriter, FileIO, StringIO, TextIOWrapper
 from math import inf
 from numbers import Real
 from pathlib import Path
+from types import FrameType
 from typing import Any, TextIO
 
-from farflung.base.events import Event, Kind, tell
+from farflung.base.events import EVENTS as SINKS, FILES_ONLY, Event, Kind, Sink, record, tell
 from farflung.base.files import open_lines
-from farflung.base.frames import innermost_calls, user_call
+from farflung.comm.frames import innermost_calls, user_call
 from farflung.config import environ
 from farflung.process.failure import ERROR_FILE
 from farflung.process.identity import process_identity
@@ -55,11 +58,36 @@ def who() -> dict[str, Any]:
     }
 
 
-def add_event(kind: Kind, **facts: Any) -> None:
-    """Add an event of this rank to the run's folder, if there is one."""
-    folder = run_folder()
-    if folder is not None:
-        add_lines(folder / EVENTS, [Event.now(kind, **who(), **facts).row()])
+class _RunEvents(Sink):
+    """Writes the events of this process to the run's folder, if there is one."""
+
+    def show(self, event: Event) -> None:
+        if (folder := run_folder()) is not None:
+            add_lines(folder / EVENTS, [event.row() | who()])
+
+
+def keep_events() -> None:
+    """Write the events of this process, and the warnings it shows, to the run's folder from now on."""
+    if not any(isinstance(sink, _RunEvents) for sink in SINKS.handlers):
+        SINKS.addHandler(_RunEvents())
+        warnings.showwarning = partial(_show_warning, warnings.showwarning)
+
+
+def _show_warning(
+    show: Callable[..., None], message: Warning | str, category: type[Warning], filename: str, lineno: int, *more: Any
+) -> None:
+    """Record a warning of ours or of the script's, as Python shows it: equal ones once."""
+    show(message, category, filename, lineno, *more)
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").endswith("warnings"):
+        frame = frame.f_back
+    if frame is not None and ("-packages" not in frame.f_code.co_filename or _is_ours(frame)):
+        facts = {"message": str(message), "category": category.__name__, "at": f"{filename}:{lineno}"}
+        record(Kind.WARNING, level=FILES_ONLY, **facts)
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] == __name__.partition(".")[0]
 
 
 def add_lines(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -302,6 +330,7 @@ def recorded() -> Iterator[None]:
     if folder is None:
         yield
         return
+    keep_events()
     out, err = sys.stdout, sys.stderr
     with ExitStack() as kept:
         heartbeat: Heartbeat | None = None

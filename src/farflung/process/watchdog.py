@@ -34,7 +34,7 @@ import torch.distributed as dist
 from farflung.base.causes import Cause
 from farflung.base.errors import ConfigError, RankFailure, StateError
 from farflung.base.events import tell
-from farflung.base.frames import innermost_calls, user_call
+from farflung.comm.frames import innermost_calls, user_call
 from farflung.comm.mismatch import waits_differ
 from farflung.comm.preemption import PreemptionVote
 from farflung.comm.presence import PresenceStore

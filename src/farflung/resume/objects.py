@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from farflung.base.errors import CheckpointError, ConfigError
-from farflung.base.events import tell
+from farflung.base.events import Kind, record
 from farflung.base.tree import leaves_of
 from farflung.base.words import counted
 from farflung.checkpoint import paths, rng
@@ -121,7 +121,7 @@ class Loaders(Part):
         for kind, sentence in (("nesting", _nesting(loop, states)), ("workers", _renewed_workers(states))):
             if sentence and self.run.world.is_main and kind not in loop.told:
                 loop.told.add(kind)
-                tell(f"farflung: {sentence}")
+                record(Kind.WARNING, message=sentence)
         return {paths.loop_state(self.run.world.rank): {"loaders": states}}
 
     def read(self, source: Loading) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from farflung.base.errors import ConfigError
-from farflung.base.events import tell
+from farflung.base.events import Kind, record
 from farflung.base.torch_internals import has_live_workers
 from farflung.base.words import counted
 from farflung.checkpoint import rng
@@ -240,8 +240,8 @@ def replay(batches: Iterator[Any], number: int, to_the_end: bool = False) -> Non
     world = current_world()
     if number and (world is None or world.is_main):
         read = "all batches" if to_the_end else counted(number, "batch")
-        said = f"farflung: reading {read} again to continue after them, as the data set has no state_dict."
-        tell(said)
+        said = f"reading {read} again to continue after them, as the data set has no state_dict."
+        record(Kind.NOTE, message=said)
     done = sum(1 for _ in islice(batches, number))
     if done < number and not to_the_end:
         raise ConfigError(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, get_worker_info
 
-from farflung.base.events import tell
+from farflung.base.events import Kind, record
 from farflung.base.torch_internals import forget_workers, has_live_workers
 from farflung.checkpoint import rng
 from farflung.data.torch_loaders import Source
@@ -167,11 +167,12 @@ class Workers:
         self.is_renewal_told = True
         world = current_world()
         if world is None or world.is_main:
-            tell(
-                "farflung: persistent workers start again with each epoch, as the data set has a set_epoch that they "
+            message = (
+                "persistent workers start again with each epoch, as the data set has a set_epoch that they "
                 "would not see. If it keeps the epoch in shared memory, such as "
                 "self.epoch = torch.tensor(0).share_memory_(), they stay."
             )
+            record(Kind.NOTE, message=message)
 
     def plan(self, base: DataLoader[Any], skip: int, saved: WorkerPlan | None) -> WorkerPlan:
         """Return where the workers of an iteration begin that skips so many batches, or continues a saved plan."""

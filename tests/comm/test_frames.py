@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import farflung
-from farflung.base.frames import innermost_calls, user_call
+from farflung.comm.frames import innermost_calls, user_call
 
 OURS, TORCH = Path(farflung.__file__).parent, Path(torch.__file__).parent
 HERE = Path("/home/me/torch/train.py")  # a script in a folder of that name is no part of torch
