@@ -36,6 +36,7 @@ READOUTS = "9"  # by which weights a run is judged
 TUNED = "10"  # what fine-tuning on another text makes of a run
 TUNED_STEPS = 200
 LARGEST = (0.7, 0.8, 0.9)  # outer momenta
+LONG_ROUNDS = "diloco(32) e3m0"
 INNER = {"adamw": (2.5e-3, 5e-3, 1e-2, 2e-2), "muon": (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2, 8e-2)}
 LARGER_INNER = {"adamw": (5e-3, 1e-2), "muon": (2e-2, 4e-2)}  # for larger models, and for runs of the whole length
 FIRST_RATE = 0.7  # DiLoCo's outer learning rate while the inner ones are tuned
@@ -307,7 +308,7 @@ def rows(results: Results, experiment: str, size: str, seed: int) -> dict[str, l
     if experiment == TUNED:
         found = from_scratch(results, size, seed)
         then = {"readouts": True, "tuned_steps": TUNED_STEPS}
-        return {name: [replace(found[name][0], **then)] for name in ("DDP", MEASURED, "diloco(32) e3m0")}
+        return {name: [replace(found[name][0], **then)] for name in ("DDP", MEASURED, LONG_ROUNDS)}
     table = METHODS if experiment == "1" else CODECS
     names = LARGER if experiment == "1" and size != TUNED_AT else table
     found = {name: [tuned(results, size, seed, table[name][0], **table[name][1])] for name in names}
@@ -377,11 +378,11 @@ def from_scratch(results: Results, size: str, seed: int) -> dict[str, list[Run]]
 def readouts(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
     """Return runs from scratch with a rate that falls and one that stays, and by what the outer momentum grows to."""
     found = from_scratch(results, size, seed)
-    usual = {name: replace(found[name][0], readouts=True) for name in ("alone", "DDP", MEASURED)}
+    usual = {name: replace(found[name][0], readouts=True) for name in ("alone", "DDP", MEASURED, LONG_ROUNDS)}
     runs = {}
     for falls in (False, True):
         inner = "falling" if falls else "constant"
-        runs |= {f"{name}, {inner}": [replace(usual[name], falls=falls)] for name in ("alone", "DDP")}
+        runs |= {f"{name}, {inner}": [replace(usual[name], falls=falls)] for name in ("alone", "DDP", LONG_ROUNDS)}
         for largest in LARGEST:
             run = replace(usual[MEASURED], falls=falls)
             settings = spelled(**{**run.options, "largest": largest})

@@ -39,6 +39,7 @@ VALUES = {
     "rounds": st.integers(100, 1000),
     "lr": st.floats(0.1, 2),
     "momentum": st.floats(0, 0.85),
+    "max_momentum": st.floats(0, 0.95),
     "nesterov": st.booleans(),
     "radial": st.booleans(),
     "pull": st.sampled_from([0.0, 0.5, 1.0]),
@@ -79,6 +80,8 @@ def configs(draw):
         names = names - {"seconds"} | {"every"}
     if recipe in ("streaming_diloco", "eager_diloco"):
         names -= {"inner"}  # with a delay no round stops the training
+    if "momentum" in names:
+        names -= {"max_momentum"}  # of one that grows
     if recipe == "noloco":
         names -= {"codec"}  # which would round anchors
     if recipe not in ("local_sgd", "quadratic", "slowmo", "diloco", "streaming_diloco"):

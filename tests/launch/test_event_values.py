@@ -104,6 +104,9 @@ SENTENCES = {
     "checkpoint a": of(Kind.CHECKPOINT, folder="a"),
     "from step 1,280 on a round has 64 steps, applied 3 steps later": of(Kind.CHANGED, step=1280, every=64, delay=3),
     "replica 2 does not count in rounds: NaN": of(Kind.EXCLUDED, "replica 2", why="NaN"),
+    "a step was skipped, as its loss or gradients are not finite (2 in a row, 5 so far)": of(
+        Kind.SKIPPED, in_a_row=2, total=5
+    ),
     "replica 2 counts in rounds again": of(Kind.EXCLUDED, "replica 2", why=""),
     "with 2 replicas at work one of them can spoil the weights: the robust rule outvotes one of 4 or more": of(
         Kind.OUTVOTES, "replica 0", replicas=2, least=4

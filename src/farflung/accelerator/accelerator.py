@@ -33,7 +33,7 @@ from farflung.accelerator.session import (
 )
 from farflung.accelerator.trackers import TrackerMethods
 from farflung.accelerator.views import AcceleratorState, GradientState
-from farflung.base.checks import check_optional, check_path, check_type
+from farflung.base.checks import check_optional, check_path, check_type, check_whole
 from farflung.base.enums import DynamoBackend
 from farflung.base.errors import StateError
 from farflung.base.words import counted
@@ -49,6 +49,7 @@ from farflung.data.loader import PreparedLoader
 from farflung.data.prepare import skip_first_batches
 from farflung.loop import clip
 from farflung.loop.accumulation import Accumulate, explain_loss, weighed
+from farflung.loop.finite import SkipNonfinite
 from farflung.loop.optimizer import AcceleratedOptimizer
 from farflung.loop.scheduler import AcceleratedScheduler, Ticks
 from farflung.process.bootstrap import join_world, leave_world
@@ -79,6 +80,9 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
             `get_state_dict` and `save_model` give it, `end_training` leaves it. Buffers are as they are: see
             `torch.optim.swa_utils.update_bn`.
         ema_every: optimizer steps between two snapshots.
+        skip_nonfinite: skip a step whose loss or gradients are not finite on any rank, on all ranks (under an outer
+            loop on this replica); this many in a row raise `NonFinite`. Buffers are as before its forward passes,
+            schedulers wait, and `skipped_steps` counts. None: such a step is made.
         save_on_signal: a folder for a checkpoint of this process's first Accelerator, if SIGTERM or SIGUSR1 ends the
             run: all ranks stop after the same step, save and exit with code 75. See `resume`. None: as the launcher
             says.
@@ -117,6 +121,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         island_size: IslandSize | None = None,
         ema: float | None = None,
         ema_every: int = 1,
+        skip_nonfinite: int | None = None,
         save_on_signal: str | os.PathLike[str] | None = None,
     ) -> None:
         settings.refuse_engines(
@@ -141,6 +146,8 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         compiling = settings.resolve_compile(dynamo_backend, dynamo_plugin)
         asked = settings.resolve_outer(outer)
         averages = settings.resolve_ema(ema, ema_every, asked is not None)
+        if skip_nonfinite is not None:
+            check_whole("skip_nonfinite", skip_nonfinite, least=1)
         self.project_configuration = project_config or handlers.ProjectConfiguration()
         if project_dir is not None and self.project_configuration.project_dir is None:
             self.project_configuration.set_directories(os.fspath(project_dir))
@@ -161,6 +168,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         self._run = run = Run(world, self._loop, self._precision, self._strategy, layout.fsdp)
         if world.place.member is not None:
             run.slots = lazy.elastic.slots_of(world.place, lazy.slots.Slots, world.exchange, lambda: run.is_training)
+        self._finite = None if skip_nonfinite is None else SkipNonfinite(skip_nonfinite, world.is_main)
         self._controller = OuterController(asked, run, averages)
         session.controllers[self._controller] = None
         self.state, self.gradient_state = AcceleratorState(), GradientState()
@@ -172,6 +180,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
             device_placement=device_placement,
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
             scheduler_ticks=scheduler_ticks,
+            finite=self._finite,
         )
         self.flag_tensor: Tensor | None = None
         self._save_on_signal(session, save_on_signal or environ.text("FARFLUNG_SAVE_ON_SIGNAL"))
@@ -277,6 +286,8 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
                 raise StateError("backward: the earlier losses of this window came with num_items. Give it to all.")
             elif window.divisor > 1:
                 loss = loss / window.divisor
+            if self._finite is not None:
+                loss = self._finite.marked(loss)
             self._precision.scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
             self._loop.backwards += 1
             if self._loop.keeps_loss:
@@ -306,7 +317,12 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
 
         Inside an accumulation window nothing is clipped and NaN is returned.
         """
-        return clip.clip_grad_norm_(parameters, max_norm, norm_type, precision=self._precision, state=self._loop)
+        if self._finite is not None:
+            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        norm = clip.clip_grad_norm_(parameters, max_norm, norm_type, precision=self._precision, state=self._loop)
+        if self._finite is not None and self.sync_gradients:
+            self._finite.note_norm(parameters, norm)
+        return norm
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip each gradient's elements to `[-clip_value, clip_value]`; inside a window do nothing."""

@@ -25,6 +25,7 @@ from farflung.config.compile import TorchDynamoPlugin
 from farflung.config.handlers import DataLoaderConfiguration
 from farflung.data.loader import PreparedLoader
 from farflung.data.prepare import prepare_loader
+from farflung.loop.finite import SkipNonfinite
 from farflung.loop.optimizer import AcceleratedOptimizer, parameters_of
 from farflung.loop.scheduler import AcceleratedScheduler, Ticks
 from farflung.loop.uneven import EvenCheck
@@ -49,6 +50,7 @@ class Preparer:
     device_placement: bool
     step_scheduler_with_optimizer: bool
     scheduler_ticks: Ticks
+    finite: SkipNonfinite | None = None
 
     def prepare(self, things: Sequence[Any], device_placement: Sequence[bool | None] | None) -> list[Any]:
         """Prepare `things`, in order. Loaders and schedulers of other kinds than torch's come back unchanged."""
@@ -107,6 +109,8 @@ class Preparer:
         prepared = self.run.strategy.prepare(model, owners) if is_wrapped else model
         if is_wrapped and self.run.loop.ends is not None:
             before_calls(prepared, EvenCheck(self.run.loop, self.run.strategy.awaited))
+        if is_wrapped and self.finite is not None:
+            self.finite.follow(prepared)
         if was_evaluated:  # and is trained now
             for listed in (self.run.models, self.run.evaluated):
                 listed[:] = [other for other in listed if other is not known]
@@ -134,6 +138,7 @@ class Preparer:
         prepared = AcceleratedOptimizer(
             _bare(optimizer), self._placed(place), state=self.run.loop, precision=self.run.precision
         )
+        prepared.finite = self.finite
         return self.run.add(self.run.optimizers, optimizer, prepared)
 
     def scheduler(self, scheduler: Any) -> AcceleratedScheduler:

@@ -103,6 +103,11 @@ class AcceleratorProperties(Engines):
         "Whether an optimizer's last attempted step was skipped because gradients overflowed.",
     )
 
+    skipped_steps = Forward[int](
+        lambda self: 0 if self._finite is None else self._finite.total,
+        "How many steps `skip_nonfinite` has skipped since this Accelerator was made.",
+    )
+
     # ---- how things are prepared from now on
 
     ddp_handler = Forward[DistributedDataParallelKwargs | None](

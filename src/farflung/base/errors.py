@@ -63,6 +63,10 @@ class StateError(FarflungError, RuntimeError):
     """A call that came at the wrong time."""
 
 
+class NonFinite(FarflungError, FloatingPointError):
+    """Too many steps in a row had a loss or gradients that are not finite."""
+
+
 class StateReset(StateError, AttributeError):
     """A state class was read after its reset, when it has no attributes."""
 

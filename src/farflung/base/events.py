@@ -61,6 +61,7 @@ class Kind(str, Enum):
     CHECKPOINT = "checkpoint"
     CHANGED = "changed"
     CHOSEN = "chosen"
+    SKIPPED = "skipped"
     OUTVOTES = "outvotes"
 
 
@@ -237,6 +238,9 @@ def _of_a_launcher(event: Event) -> str:
             return f"{who} trains {facts['parameters']:,} parameters {_WAYS.get(facts['strategy'], 'by DDP')}"
         case Kind.SAVING:
             return f"{who} has trained on after {in_seconds(facts['seconds'])} for a checkpoint"
+        case Kind.SKIPPED:
+            numbers = f"{facts['in_a_row']} in a row, {facts['total']} so far"
+            return f"a step was skipped, as its loss or gradients are not finite ({numbers})"
         case Kind.CHECKPOINT:
             return f"checkpoint {facts['folder']}"
         case Kind.CHANGED:

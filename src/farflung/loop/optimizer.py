@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from farflung.base.forward import Forward, unchecked
 from farflung.base.tree import send_to_device
 from farflung.comm.recording import uncompiled
+from farflung.loop.finite import SkipNonfinite
 from farflung.loop.state import LoopState, Window
 from farflung.precision.base import Closure, GivenScaler, Precision
 from farflung.process.world import current_world
@@ -57,6 +59,7 @@ class AcceleratedOptimizer(Optimizer):
         # learning rates must not drift apart.
         self.in_lockstep = False
         self.is_own = False  # its state differs from that of other ranks, since it has trained a replica alone
+        self.finite: SkipNonfinite | None = None  # decides whether a step is made
         self.finished = state.backwards  # passes that there had been at its last attempted step or clearing
         self.completed_steps: int | None = 0  # over resumes too; None: a checkpoint was loaded that does not say them
         state.adopt(self)
@@ -79,7 +82,12 @@ class AcceleratedOptimizer(Optimizer):
             losses.append(closure())
             return losses[-1]
 
-        done = self.precision.step(self.optimizer, None if closure is None else noted)
+        make = partial(self.precision.step, self.optimizer, None if closure is None else noted)
+        if self.finite is None:
+            done = make()
+        else:
+            is_scaled = self.precision.scaler is not None
+            done = self.finite.step(parameters_of(self.optimizer), make, is_scaled, closure is not None)
         self.step_was_skipped = not done
         if done and self.completed_steps is not None:
             self.completed_steps += 1

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does `ema` add to a step of 10M values? Beside the step without it, and torch's AveragedModel, in one run.
+"""What do `ema` and `skip_nonfinite` add to a step of 10M values? Beside a plain step and AveragedModel, in one run.
 
-The mean costs a pass over the weights, whatever the batch is, so it is a smaller part of a step on more rows. 512 rows
-are few: a step of a language model has thousands of tokens.
+Each costs a pass over weights or gradients, whatever the batch is, so it is a smaller part of a step on more rows. 512
+rows are few: a step of a language model has thousands of tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ DECAY, SEED = 0.999, 0
 
 def contestant(kind: str, rows: int) -> Callable[[], None]:
     torch.manual_seed(SEED)
-    accelerator = Accelerator(cpu=True, ema=DECAY if kind == "ema" else None)
+    chosen = {"ema": {"ema": DECAY}, "skip_nonfinite": {"skip_nonfinite": 10}}.get(kind, {})
+    accelerator = Accelerator(cpu=True, **chosen)
     bare: nn.Module = nn.Sequential(*[nn.Linear(1000, 1000) for _ in range(10)])
     model, optimizer = accelerator.prepare(bare, torch.optim.AdamW(bare.parameters(), lr=1e-4, fused=True))
     averaged = AveragedModel(bare, multi_avg_fn=get_ema_multi_avg_fn(DECAY)) if kind == "AveragedModel" else None
@@ -45,7 +46,7 @@ def main() -> None:
     parser.add_argument("--write-to", metavar="FILE", help="in benchmarks/results")
     chosen = parser.parse_args()
     for rows in chosen.rows:
-        kinds = ("none", "ema", "AveragedModel")
+        kinds = ("none", "ema", "AveragedModel", "skip_nonfinite")
         seconds = interleave({kind: contestant(kind, rows) for kind in kinds}, chosen.rounds, warmup=3)
         medians = medians_us(seconds)
         figures = {"step_us": medians, "times_none": ratios(medians, "none")}
