@@ -5,6 +5,7 @@ FarflungError
 |-- ConfigError (ValueError)             a setting or an argument that cannot work
 |   |-- WrongType (TypeError)            an argument of another kind than the call takes
 |   `-- ShapeMismatch (RuntimeError)     tensors whose shapes don't fit together
+|-- NonFinite (FloatingPointError)       too many steps in a row were not finite
 |-- StateError (RuntimeError)            a call at the wrong time: before `prepare`, after the end, twice
 |   `-- StateReset (AttributeError)     a state class was read after its reset
 |-- Unsupported (NotImplementedError)    something Farflung does not do; the message names what to use instead
