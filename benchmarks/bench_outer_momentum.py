@@ -74,17 +74,17 @@ def read() -> list[dict[str, Any]]:
 
 
 def summary() -> str:
-    """A row for each length, schedule and outer learning rate, of seed 0."""
+    """A row for each length and schedule in which several momenta were tried, of seed 0."""
     losses: dict[tuple[int, str, float], dict[str, float]] = {}
     for run in read():
         steps, schedule, rate, seed, momentum = place(run)
         if seed == 0:
             losses.setdefault((steps, schedule, rate), {})[momentum] = run["figures"]["validation_loss"]
-    head = f"| steps | rounds | learning rate | outer rate | {' | '.join(MOMENTA)} |"
-    lines = [head, "|" + "---|" * (len(MOMENTA) + 4)]
-    for (steps, schedule, rate), found in sorted(losses.items()):
-        cells = [f"{found[momentum]:.3f}" if momentum in found else "" for momentum in MOMENTA]
-        lines.append(f"| {steps} | {steps // EVERY} | {schedule} | {rate} | {' | '.join(cells)} |")
+    lines = [f"| steps | learning rate | {' | '.join(MOMENTA)} |", "|" + "---|" * (len(MOMENTA) + 2)]
+    for (steps, schedule, _), found in sorted(losses.items()):
+        if len(found) > 1:
+            cells = [f"{found[momentum]:.3f}" if momentum in found else "" for momentum in MOMENTA]
+            lines.append(f"| {steps} | {schedule} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -10,6 +10,8 @@ import json
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +20,7 @@ import pytest
 from click.testing import CliRunner
 
 from farflung.launch.main import farflung
+from farflung.testing.patience import patience
 from tests.python import run_farflung, run_python
 
 ROOT = Path(__file__).parent.parent.parent
@@ -237,6 +240,30 @@ def test_the_script_of_a_way_runs_with_its_commands(way, tmp_path):
     alone, outer = (run_farflung(*shlex.split(line)[1:], cwd=tmp_path) for line in lines)
     assert "round" not in alone.stderr
     assert re.search(r"farflung: round 2\d, step (192|200)", outer.stderr)
+
+
+@pytest.mark.long
+def test_the_quickstart_is_scripts_whose_commands_print_what_it_shows(tmp_path):
+    fences = _FENCE.findall(TEXTS["docs/quickstart.md"])
+    for title, code in fences:
+        if title.startswith("python "):
+            (tmp_path / title.split()[1]).write_text(code, encoding="utf-8")
+    shown = "".join(code for title, code in fences if title == "console scripts")
+    commands = re.findall(r"^\$ (.+)\n((?:(?!\$).+\n)+)", shown, re.MULTILINE)
+    assert len(commands) == shown.count("$ ") >= 5
+    tools = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
+    for command, expected in commands:
+        tool, *words = shlex.split(command)
+        start = tools.get(tool) or [sys.executable, "-m", "farflung"]
+        said = subprocess.run([*start, *words], cwd=tmp_path, capture_output=True, text=True, timeout=patience(120))
+        assert said.returncode == 0, said.stderr
+        printed = {without_figures(line) for line in (said.stdout + said.stderr).splitlines()}
+        assert {without_figures(line) for line in expected.splitlines()} <= printed, (command, said.stderr)
+
+
+def without_figures(line):
+    """A line without what is one machine's: its numbers, and their units."""
+    return re.sub(r"\d+(\.\d+)?( [kM]?B)?", "N", line)
 
 
 # ---- docs/laws.md and the tests know the same laws
