@@ -14,7 +14,7 @@ from rich.console import Console
 
 from farflung.base.errors import ConfigError
 from farflung.demo import command, compare
-from farflung.demo.report import COLOURS, MARKERS, shown, table_of, verdicts
+from farflung.demo.report import COLOURS, MARKERS, later, shown, table_of, verdicts
 from farflung.demo.settings import ALONE, DemoSettings, Point, Result, load_results, save_results
 from farflung.testing.patience import patience
 from tests.python import run_farflung, run_python
@@ -109,6 +109,15 @@ def test_the_verdict_compares_at_equal_loss_and_says_where_a_way_loses():
         "DDP ends at 2.000, after 160 s.",
         "better: it keeps most.",
     ]
+
+
+def test_a_picture_begins_where_the_curves_differ():
+    best = a_curve("best", (1, 4.0), (4, 3.0), (8, 2.6), (16, 2.0), line_seconds=16.0)
+    worst = a_curve("worst", (1, 4.0), (4, 3.1), (16, 2.2), line_seconds=16.0)
+    first, second = later([best, worst])
+    assert [point.loss for point in first.curve] == [2.6, 2.0]
+    assert [point.loss for point in second.curve] == [2.2]
+    assert first.curve_seconds == [8.0, 16.0]
 
 
 def test_a_loss_is_reached_at_the_first_point_that_is_as_low():

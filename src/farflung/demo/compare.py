@@ -17,7 +17,7 @@ from farflung.base.errors import ConfigError
 from farflung.base.files import atomic_file
 from farflung.base.words import counted, in_bytes, in_rate
 from farflung.config.launch import LaunchSettings
-from farflung.demo.report import draw, shown, table_of, verdicts
+from farflung.demo.report import draw, later, shown, table_of, verdicts
 from farflung.demo.settings import (
     DEFAULT_OUTPUT,
     MODEL_FILE,
@@ -82,7 +82,7 @@ def _conclude(settings: DemoSettings, results: Sequence[Result]) -> None:
         click.echo(f"picture: {picture}")
     report = settings.path(REPORT_FILE)
     with atomic_file(report) as part:
-        part.write_text(page([shown(result, rate) for result in results]), encoding="utf-8")
+        part.write_text(page([shown(result, rate) for result in later(results)]), encoding="utf-8")
     click.echo(f"report:  {report}, for a browser")
     best = min(results, key=lambda result: result.loss)
     click.echo(f"model:   {settings.path(MODEL_FILE)}, trained by {best.way}. It is tiny: a sample resembles Python,")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,10 +82,22 @@ def _times(ratio: float) -> str:
     return f"{written} times as long" if ratio >= 1 else f"{written} times less"
 
 
+def later(results: Sequence[Result]) -> list[Result]:
+    """Return results whose curves begin where they differ; their first losses are alike, and would fill a picture.
+
+    That is three times as far above the worst end as the best one is below it.
+    """
+    ends = [result.loss for result in results]
+    top = 4 * max(ends) - 3 * min(ends)
+    curves = [[point for point in one.curve if point.loss <= top] or one.curve for one in results]
+    return [replace(one, curve=curve) for one, curve in zip(results, curves, strict=True)]
+
+
 def draw(results: Sequence[Result], target: Path, title: str, rate: str) -> None:
     """Write a picture of the loss against time on a line of `rate`, and against bytes, as PNG; it needs matplotlib."""
     from matplotlib.figure import Figure
 
+    results = later(results)
     figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     _draw_axis(left, results, lambda result: result.curve_seconds, in_seconds, "after")
