@@ -509,3 +509,28 @@ def test_parts_that_do_not_go_together_are_refused_before_the_world_is_joined():
     with pytest.raises(ConfigError, match="so it can't be used with a delay"):
         Accelerator(cpu=True, outer=OuterConfig("eager_diloco", every=4, inner="reset"))
     assert current_world() is None
+
+
+@pytest.mark.parametrize("first", ["short", "long"])
+def test_a_short_loader_that_is_begun_again_beside_a_long_one_makes_no_epochs(first):
+    """Each of their steps takes a batch of both, in turns; rounds come every eight steps, and not every five."""
+    accelerator = Accelerator(cpu=True, outer=OuterConfig("local_sgd", every=8))
+    model = nn.Linear(2, 1)
+    loaders = {name: DataLoader(torch.randn(number, 2), batch_size=1) for name, number in (("long", 40), ("short", 5))}
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    loaders = {name: accelerator.prepare(loader) for name, loader in loaders.items()}
+    passes = {name: iter(loader) for name, loader in loaders.items()}
+
+    def batch(name):
+        if (found := next(passes[name], None)) is None:
+            passes[name] = iter(loaders[name])
+            found = next(passes[name])
+        return found
+
+    order = sorted(loaders, key=lambda name: name != first)
+    for _ in range(40):
+        accelerator.backward(sum(model(batch(name)).mean() for name in order))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert accelerator.outer_loops[0].stats().rounds <= 6  # its first pass had begun before the long one
+    accelerator.end_training()

@@ -310,7 +310,7 @@ def test_each_epoch_that_is_read_ahead_ends_in_one_flush_after_its_last_step_how
     one = EpochTracker(lambda: flushes.append(steps))
     epoch = SimpleNamespace(base_dataloader=object(), share=None)
     for number in (2, share):  # the first pass makes the loader known
-        this = SimpleNamespace(loader=epoch, num_batches=number, end_of_dataloader=False)
+        this = SimpleNamespace(loader=epoch, num_batches=number, end_of_dataloader=False, is_beside=False)
         one.iteration_starts(epoch)
         for _ in range(number - 1):
             steps += 1

@@ -28,7 +28,7 @@ def flushed(script, share=None, every=1):
         before = current
         if word in "<[|":
             loader = SimpleNamespace(base_dataloader=other if word == "[" else train, share=share)
-            current = Reading(loader=loader, num_batches=0, end_of_dataloader=False)
+            current = Reading(loader=loader, num_batches=0, end_of_dataloader=False, is_beside=False)
             tracker.iteration_starts(loader)
             if word == "|":
                 tracker.iteration_ended(before, at_end=False)

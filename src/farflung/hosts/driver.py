@@ -5,7 +5,8 @@ The host reports attempted steps of the model's optimizers and where passes over
 that follows the data is flushed once for each pass, where every rank arrives: in the optimizer's step on the last
 batch, or where the pass ends if there was none. After a pass that was left early the flush is owed, and happens at the
 next call that all ranks must make. Passes of fewer steps than a round that follow each other, as in scripts that take
-each batch by `next(iter(loader))`, are no epochs, and owe none.
+each batch by `next(iter(loader))`, are no epochs, and owe none; nor does a short pass that is begun again and again
+beside a longer one.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class DataPass(Protocol):
 
     num_batches: int  # handed out so far
     end_of_dataloader: bool  # the latest batch was the last one
+    is_beside: bool  # a longer pass, which began before it, goes on meanwhile
 
     @property
     def loader(self) -> Any:
@@ -252,6 +254,8 @@ class EpochTracker:
         is_resumed = self._resumed is not None and ended.loader.base_dataloader is self._resumed
         if ended is self._pass or is_resumed:
             self._pass, self._resumed, self._share = None, None, ended.loader.share
+            if ended.is_beside and self._share is None:  # which each rank begins again when it has come to its end
+                return
             if not self._is_flushed and at_end and not is_ahead:
                 self.flush()
             self._is_part = self._is_part and not at_end and self._share is None
@@ -287,7 +291,8 @@ class EpochTracker:
             self._batch, self._steps = around.num_batches, 0
         self._steps += 1
         # Not later, as many loops are left by `break` on their last batch.
-        if around.end_of_dataloader and self._steps == self._usual and not (is_open or self._is_flushed):
+        is_last = around.end_of_dataloader and (self._share is not None or not around.is_beside)
+        if is_last and self._steps == self._usual and not (is_open or self._is_flushed):
             self.flush()
 
     def flush_owed(self) -> None:

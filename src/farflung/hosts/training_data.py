@@ -35,6 +35,7 @@ class LoaderPass:
     num_batches: int = 0
     end_of_dataloader: bool = False
     remainder: int = -1
+    is_beside: bool = False
     position: None = None
 
     @property

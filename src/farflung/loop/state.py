@@ -20,6 +20,7 @@ class ActiveLoader(Protocol):
     num_batches: int  # that it has handed out
     end_of_dataloader: bool  # the batch handed out last was the final one
     remainder: int  # samples of the final global batch that are no padding; 0: all of them, -1: not known
+    is_beside: bool  # an iteration that began before it goes on meanwhile, so its end is no end of an epoch
 
     @property
     def loader(self) -> Any:
@@ -264,6 +265,9 @@ class LoopState:
         self._latest[id(loader)] = 0 if again else self._handed_out  # the first one is no sign of its loop
         if self.ends is not None and batch is not None:
             self.ends.publish(loader)
+        if len(self.loaders) > 1:
+            start, others = self._starts[id(loader)], [id(other) for other in self.loaders if other is not loader]
+            loader.is_beside = any(self._starts[other] < start < self._latest[other] for other in others)
         if not self.loaders or self.loaders[-1] is not loader:
             self.loaders = [*(other for other in self.loaders if other is not loader), loader]
 

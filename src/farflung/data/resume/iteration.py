@@ -107,6 +107,7 @@ class Iteration:
     num_batches: int = 0  # that it has handed out
     end_of_dataloader: bool = False  # see `PreparedLoader`
     remainder: int = 0  # see `PreparedLoader`
+    is_beside: bool = False  # see `ActiveLoader`
     prefetched: list[Any] = field(default_factory=list)  # read but not handed out: batches, or a dispatcher's rounds
     in_hand: Any = NOTHING  # what was handed out last, likewise
     first: Any = None  # the first round of a dispatching loader
