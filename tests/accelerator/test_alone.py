@@ -17,6 +17,7 @@ from farflung import Accelerator, LocalSGD
 from farflung.base.errors import CheckpointError, CollectiveMismatch, StateError
 from farflung.comm import matching
 from farflung.config import environ
+from farflung.methods.arguments import OuterConfig
 from farflung.process import watchdog
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
@@ -209,6 +210,48 @@ def test_the_first_process_of_each_machine_saves_there(tmp_path):
         assert json.loads((tmp_path / f"machine{machine}" / "farflung.json").read_text())["world_size"] == 4
 
 
+RECIPES = {
+    "diloco": OuterConfig("diloco", every=4, report="off"),
+    "streaming": OuterConfig("streaming_diloco", every=4, fragments=2, delay=1, report="off"),
+    "eager": OuterConfig("eager_diloco", every=4, report="off"),
+    "local_sgd": OuterConfig("local_sgd", every=4, report="off"),
+}
+
+
+def replica_saves_alone(folder, recipe):
+    run, found = Run(outer=RECIPES[recipe]), []
+    for number in range(1, 7):
+        run.steps(1)
+        if run.is_main:
+            run.accelerator.save_state(folder / str(number), block=number % 2 == 0)
+            found.append(run.weights)
+    run.accelerator.end_training()
+    return found, run.weights
+
+
+def replica_goes_on(folder, recipe):
+    run = Run(outer=RECIPES[recipe])
+    with redirect_stderr(StringIO()) as words:
+        run.accelerator.load_state(folder)
+    loaded = run.weights
+    run.steps(8)
+    run.accelerator.end_training()
+    return loaded, run.weights, words.getvalue()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_all_replicas_continue_from_what_the_main_process_saved_alone(recipe, tmp_path):
+    """In the middle of rounds, and with some under way: its steps since the last round, and nothing of the others."""
+    (found, ended), (_, other) = run_ranks(replica_saves_alone, 2, tmp_path, recipe)
+    assert ended == other
+    for number in (3, 4, 6):
+        one, two = run_ranks(replica_goes_on, 2, tmp_path / str(number), recipe)
+        assert one[0] == two[0] == found[number - 1]
+        assert one[1] == two[1] != found[number - 1]
+        assert one[2].count("not all processes called save_state: ") == 1
+        assert "mean of their weights" not in one[2]
+
+
 def must_all(folder, kind, call, caller):
     matching._ASK_RANK_0_S = 0.25
     sharded = {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)}
@@ -226,12 +269,13 @@ def must_all(folder, kind, call, caller):
         return str(error), time.monotonic() - began
 
 
-@pytest.mark.parametrize(("kind", "call", "caller"), [("sharded", "load_state", 0), ("LocalSGD", "save_state", 1)])
+@pytest.mark.parametrize(("kind", "call", "caller"), [("sharded", "save_state", 0), ("LocalSGD", "load_state", 1)])
 def test_where_all_must_call_it_the_error_names_the_call_and_both_lines(kind, call, caller, tmp_path):
     why = "each process trains a replica of its own" if caller else "models are sharded over the processes"
     (said, seconds), (other, other_s) = run_ranks(must_all, 2, tmp_path / "c", kind, call, caller)
     assert said == other
     assert said.startswith(f"{call}: every process must call it, as {why}. Rank {caller} is in `{call}` ({__file__}:")
     assert "`getattr(accelerator, call)(folder)`" in said
+    assert "the `if` that only some processes pass, such as `if accelerator.is_main_process:`" in said
     assert f", but rank {1 - caller} is in `gather` ({__file__}:" in said
     assert max(seconds, other_s) < patience(8)

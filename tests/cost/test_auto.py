@@ -39,6 +39,8 @@ def test_a_recipe_for_each_line(rate, steps, changes, expected):
     every = chosen.settings.every
     assert every is None or expected == "post_local_sgd" or every <= max(steps // 20, min(steps // 10, 8))
     assert f"{measured.parameters:,} parameters" in chosen.reason
+    assert "a turn" not in chosen.reason
+    assert "in our tests it" not in chosen.reason  # but in tests of a size
     assert ("no --outer" if expected == "post_local_sgd" else f"--outer {expected}") in chosen.reason
 
 

@@ -226,6 +226,14 @@ def test_what_a_run_has_too_few_steps_for_is_left_out_and_never_advised():
     assert f"{said}{', '.join(found['left_out'])}." in planned(*short).output
 
 
+@pytest.mark.parametrize("parameters", ["366k", "124M"])
+def test_the_table_says_what_its_signs_mean_and_how_far_its_evidence_is(parameters):
+    line = ("--step_seconds", "0.5", "--bandwidth", "20Mbit", "--steps", "20k")
+    rows, said = planned("--parameters", parameters, *line).output.split("* fast enough")
+    assert ("<: its rounds are longer than any in our tests" in " ".join(said.split())) == ("<" in rows)
+    assert ("Far larger models may lose less" in " ".join(said.split())) == (parameters == "124M")
+
+
 def test_rounds_longer_than_measured_ones_have_a_bound():
     run = Workload(124_000_000, 12, 0.5, replicas=4, bandwidth_bps=1e7)
     for row in Rows(run, 20_000, 0.9).chosen:

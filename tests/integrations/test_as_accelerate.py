@@ -72,6 +72,20 @@ def test_without_the_flag_nothing_is_touched(tmp_path, monkeypatch):
     assert "integrations" not in seen
 
 
+IN_A_REPLICA = """
+from farflung.integrations.as_accelerate import install_for_replica
+install_for_replica()
+import accelerate, accelerate.utils
+print(accelerate.__file__)
+"""
+
+
+def test_a_replica_that_comes_and_goes_gets_it_without_the_flag_and_says_so():
+    done = run_python("-c", IN_A_REPLICA)
+    assert "farflung" in Path(done.stdout.strip()).parts
+    assert done.stderr.count("`import accelerate` is answered by Farflung") == 1
+
+
 def test_the_names_are_farflungs_and_what_it_lacks_says_so():
     *said, fields = run(
         code="""

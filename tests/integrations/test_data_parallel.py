@@ -151,6 +151,7 @@ def test_auto_chooses_for_a_ddp_script_at_the_end_of_a_short_pass():
     step.after = lambda done: drivers.extend(one.driver for one in takeover._followed if one.driver and not drivers)
     epochs(wrapped, step)
     recipe = json.loads(drivers[0].loop.state_dict()["auto"])["recipe"]
+    assert drivers[0].timetable == "a recipe is chosen after 20 steps"
     assert drivers[0].pass_steps() == drivers[0].attempts // 2
     takeover.close()
     return recipe != "auto", is_the_same((recipe, {name: one.tolist() for name, one in wrapped.state_dict().items()}))
@@ -298,6 +299,22 @@ def test_one_island_has_nothing_to_average():
     installed(RECIPES["diloco"])
     with pytest.raises(ConfigError, match="all 2 processes share one"):
         DistributedDataParallel(net())
+
+
+@on_ranks(2, each=[("ddp", 2, 1)])
+def test_the_first_rank_writes_what_a_script_trains_into_the_runs_folder(tmp_path):
+    environ.export({"FARFLUNG_RUN_FOLDER": str(tmp_path)})
+    takeover = installed(RECIPES["diloco"])
+    model = DistributedDataParallel(net(), find_unused_parameters=True)
+    one_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    takeover.close()
+    dist.barrier()
+    file = tmp_path / "events.jsonl"
+    events = [json.loads(line) for line in file.read_text().splitlines()]
+    trained = sum(parameter.numel() for parameter in model.parameters())
+    models = [one for one in events if one["event"] == "model"]
+    assert all((one["parameters"], one["bytes"]) == (trained, 4 * trained) for one in models)
+    return [(one["strategy"], one["ranks"], one["island"]) for one in models]
 
 
 def held_by(model):

@@ -2,7 +2,10 @@
 """A replica in the run of its launcher: its place among the data, and trainings that follow each other."""
 
 import json
+import logging
 import os
+from contextlib import redirect_stderr
+from io import StringIO
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from farflung.address.c10d_transport import C10dTransport
 from farflung.address.member_store import LauncherNotes
 from farflung.address.schemes import transport_at
 from farflung.base.causes import Cause
-from farflung.base.errors import RankFailure
+from farflung.base.errors import ConfigError, RankFailure
 from farflung.config import environ
 from farflung.data.slots import Slots
 from farflung.elastic import launched_membership, place
@@ -75,6 +78,23 @@ def test_the_place_of_a_replica_that_is_no_more_is_free_again(monkeypatch, end):
     run.notes.put(end, 1)
     assert run.place(3) == (1, 3)
     assert run.place(2) == (2, 3)
+
+
+def test_a_schedule_may_be_planned_by_the_length_of_a_loader_before_there_is_a_model(monkeypatch):
+    run = Launched(monkeypatch, expected=2)
+    run.place(0)
+    data = range(12)
+    loaders = [DataLoader(data, sampler=DistributedSampler(data, 1, 0, shuffle=shuffle)) for shuffle in (True, False)]
+    planned = DDPTakeover(CONFIG, Slots, Place.launched())._data
+    assert [planned._length(DataLoader.__len__, loader) for loader in loaders] == [6, 12]
+
+
+def test_a_script_that_makes_a_group_of_several_alone_is_told_that_a_replica_is_a_world_of_its_own(monkeypatch):
+    Launched(monkeypatch, expected=2).place(0)
+    takeover = DDPTakeover(CONFIG, Slots, Place.launched())
+    optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=1.0)
+    with pytest.raises(ConfigError, match=r"a world of its own \(WORLD_SIZE=1\).*Also where WORLD_SIZE is 1, "):
+        takeover._about_to_step(optimizer)
 
 
 class Fits:
@@ -170,3 +190,33 @@ def test_a_process_may_train_several_times_in_one_run(tmp_path, host, cause):
     assert "second fit" in told[0]
     assert ("All replicas have ended in a later outer loop" in told[1]) == (cause is Cause.FAULT)
     assert causes == [Cause.RUN_ENDED, cause]
+
+
+def scheduled(address, num_epochs):
+    """What a replica that trains alone says of a schedule for so many epochs of five batches, and its last rate."""
+    environ.export({"FARFLUNG_STORE": address, "FARFLUNG_RUN_DIR": "none"})
+    os.environ["FARFLUNG_MEMBER"] = str(LauncherNotes(transport_at(address).board).enroll("replica"))
+    host = Prepared()
+    optimizer = host.optimizer()
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=round(5 * num_epochs))
+    loader = DataLoader(TensorDataset(torch.ones(5, 2)), 1, shuffle=True)
+    model, optimizer, loader, schedule = host.accelerator.prepare(host.model, optimizer, loader, schedule)
+    with redirect_stderr(StringIO()) as said:
+        for handler in logging.getLogger().handlers:
+            handler.stream = said
+        for _ in range(int(num_epochs)):
+            for (batch,) in loader:
+                optimizer.zero_grad()
+                model(batch).sum().backward()
+                optimizer.step()
+                schedule.step()
+    host.end()
+    return said.getvalue(), schedule.get_last_lr()[0]
+
+
+@pytest.mark.timeout(30)
+def test_a_line_says_where_a_schedule_ends(tmp_path):
+    transport_at(tmp_path.as_uri()).board.put("run", json.dumps({"expected": 1, "most": 2}).encode())
+    ((said, rate),) = run_ranks(scheduled, 1, tmp_path.as_uri(), 2)
+    assert "training ends after 10 updates of each of 1 replica: 2 epochs." in said
+    assert rate < 1e-6

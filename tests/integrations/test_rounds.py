@@ -41,9 +41,32 @@ def test_a_line_a_round_or_none_on_rank_0_alone(report, rank, lines, capsys):
         assert said[0].endswith("% of the time waiting")
 
 
+def test_a_line_has_the_share_that_the_end_of_the_run_has(capsys):
+    loop, now = OuterLoop(nn.Linear(3, 3), local_sgd(2)), Stats(rounds=3, seconds_exposed=3.0, seconds_total=4.0)
+    loop.stats = lambda: now
+    rounds(2, loop, rank=0, number=0, loss=None)
+    assert [line.split(", ")[-1] for line in capsys.readouterr().err.splitlines()] == ["75% of the time waiting"] * 2
+    assert "of 4 s (75%)" in str(now)
+
+
 def test_a_loss_that_is_not_known_is_left_out(capsys):
     rounds(1, rank=0, number=1, loss=None)
     assert capsys.readouterr().err.startswith("farflung: round 1 of model 1, step 2: 0 B sent, ")
+
+
+def test_the_runs_folder_has_the_loss_that_rounds_know(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FARFLUNG_RUN_FOLDER", str(tmp_path))
+    config = OuterConfig("local_sgd", every=2, report=3600)
+    loop = OuterLoop(nn.Linear(3, 3), local_sgd(2))
+    RoundOutputs(config, 0).listen(loop, 0, loss=lambda: 0.25)
+    rounds(3, loop)
+    (metrics,) = [listener._metrics for listener in loop.listeners if hasattr(listener, "_metrics")]
+    metrics.write()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["values"]) for line in lines] == [
+        (step, {"loss at rounds": 0.25}) for step in (2, 4, 6)
+    ]
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_the_runs_folder_has_the_rounds_and_changes_of_each_loop_once_and_no_handler_else(

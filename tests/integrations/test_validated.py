@@ -177,7 +177,8 @@ def test_steps_are_of_the_pass_whose_batch_came_in_train_mode(mode):
 
 def shares():
     """What hands out a share of a replica's data, as slots of an elastic run do."""
-    share = SimpleNamespace(begin=lambda epoch: None, is_shared=True, hands_out=lambda: True, close=lambda: None)
+    calls = {"begin": lambda epoch: None, "hands_out": lambda: True, "shows_one": lambda frame: False}
+    share = SimpleNamespace(is_shared=True, is_unused=False, close=lambda: None, **calls)
     return SimpleNamespace(shared_as_it_is=lambda loader, parts: (DataLoader(loader.dataset, 1), share), expected=2)
 
 

@@ -83,7 +83,7 @@ def waits():
     goes_elsewhere(Run(), lambda accelerator: accelerator.wait_for_everyone())
 
 
-def saves_a_replica():
+def loads_a_replica():
     run = Run()
     with LocalSGD(accelerator=run.accelerator, model=run.model, local_sgd_steps=2) as loop:
         goes_elsewhere(run, saves_and_loads, loop.step)
@@ -99,12 +99,12 @@ def saves_weights_of_shards():
 
 
 def alone():
-    for deed in (waits, saves_a_replica, saves_shards, saves_weights_of_shards):
+    for deed in (waits, loads_a_replica, saves_shards, saves_weights_of_shards):
         deed()
 
 
 def main():
-    deeds = (epoch, resumes, waits, saves_a_replica, saves_shards, saves_weights_of_shards, alone)
+    deeds = (epoch, resumes, waits, loads_a_replica, saves_shards, saves_weights_of_shards, alone)
     found = {each.__name__: each for each in deeds}[sys.argv[1]]()
     with open(f"seen{AcceleratorState().process_index}.json", "w") as file:
         json.dump(found, file)

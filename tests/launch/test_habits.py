@@ -69,7 +69,7 @@ TRAINS = "self.accelerator.backward(self.model(batch[:, None]).sum())"
     ("deed", "words", "where"),
     [
         ("waits", "Ranks wait for each other, rank 0 in `wait_for_everyone`", TRAINS),
-        ("saves_a_replica", f"save_state: {MUST_ALL} each process trains a replica of its own.", "after_step()"),
+        ("loads_a_replica", f"load_state: {MUST_ALL} each process trains a replica of its own.", "after_step()"),
         ("saves_shards", f"save_state: {MUST_ALL} models are sharded over the processes.", TRAINS),
         ("saves_weights_of_shards", f"save_model: {MUST_ALL} the model is sharded over the processes.", TRAINS),
     ],

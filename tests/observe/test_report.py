@@ -71,7 +71,7 @@ def test_figures_are_the_sums_of_what_the_files_say(run):
     assert found.bytes_sent == 1e6 * (40 + 40 + 15 + 15)
     many = (15 * 3 + 10 * 2 + 15 * 3) / 40
     assert found.bytes_ddp == pytest.approx(2 * (many - 1) / many * 4e6 * (1280 + 1280 + 600))
-    shares = r"computing \d+%, waiting 8%, starting \d%"
+    shares = r"computing \d+%, waiting 8%"
     assert re.fullmatch(f"{shares}; 0.167 replica-hours; sent 110 MB, DDP would have sent 16.1 GB", str(found))
 
 
@@ -101,6 +101,23 @@ def test_of_two_launched_runs_the_folders_alone_tell_what_an_outer_loop_saves(fa
     said = CliRunner().invoke(report, ["ddp", "streaming", "--out", "both.html"]).output
     assert re.search(r"^streaming: .* sent [\d.]+ kB, DDP would have sent 1.54 MB", said, re.MULTILINE), said
     assert (home / "both.html").stat().st_size > 50_000
+
+
+def test_a_legend_names_the_recipe_that_the_launcher_was_given(tmp_path):
+    write_run(tmp_path / "one", [sign(1, 1280, 200)])
+    assert data_of(run := ObservedRun(tmp_path / "one"), figures(run))["name"] == "one"
+    facts = json.loads((tmp_path / "one" / "run.json").read_text())
+    facts["settings"] = {"outer_recipe": {"value": "diloco", "from": "flag --outer"}}
+    (tmp_path / "one" / "run.json").write_text(json.dumps(facts))
+    assert data_of(run := ObservedRun(tmp_path / "one"), figures(run))["name"] == "one (diloco)"
+
+
+def test_a_replica_starts_until_it_has_its_model(tmp_path):
+    write_run(tmp_path / "one", [sign(1, 1280, 200)])
+    (tmp_path / "one" / "steps.jsonl").unlink(missing_ok=True)
+    run = ObservedRun(tmp_path / "one")
+    first, second, *_ = spans(run, writers(run)[0])
+    assert (first.name, first.end - T0, second.name) == ("starting", 5, "computing")
 
 
 def test_spans_follow_each_other_and_those_of_a_round_lie_within_it(run):

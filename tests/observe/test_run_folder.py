@@ -99,7 +99,9 @@ def test_two_ranks_leave_settings_logs_rounds_metrics_and_events(launched):
         assert said == [f"rank {rank} at {step}" for step in range(12)]
     assert [(row.step, row.members) for row in run.rounds] == [(4, (0, 1)), (8, (0, 1)), (12, (0, 1))]
     assert all(run.begun <= row.time <= time.time() for row in run.rounds)
-    logged = rows_of(run.path / "metrics.jsonl")
+    metrics = rows_of(run.path / "metrics.jsonl")
+    assert [row["step"] for row in metrics if "loss at rounds" in row["values"]] == [4, 8, 12]
+    logged = [row for row in metrics if "loss at rounds" not in row["values"]]
     assert [row["step"] for row in logged] == list(range(12))
     assert all(row["values"].keys() == {"loss", "lr", "note"} for row in logged)
     assert all(isinstance(row["values"]["loss"], float) for row in logged)

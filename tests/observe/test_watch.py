@@ -24,6 +24,7 @@ from rich.console import Console
 
 from farflung.base.errors import ConfigError
 from farflung.launch import folder
+from farflung.observe.figures import figures
 from farflung.observe.folder import named_run
 from farflung.observe.problems import problems
 from farflung.observe.report import report
@@ -81,6 +82,8 @@ def test_the_page_shows_the_screens_that_there_are_and_the_one_that_others_wait_
     assert max(map(len, text.splitlines())) <= width
     shows = f"```text\n{text}```\n" in PAGE.read_text(encoding="utf-8")
     assert shows or width > 80, text
+    said = f"; {figures(run).share('waiting'):.0%} of the time waiting"
+    assert said in " ".join(text.split()), "as the report has it"
     said = "replica 2 on node1 has given no sign for 40 s; replica 0 and replica 1 wait in step at step 1,216"
     assert problems(run) == [said]
 

@@ -2,6 +2,7 @@
 """Replicas that see the same batches are found out in their first rounds, by the last bit."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from farflung.base.errors import ConfigError
 from farflung.outer import OuterLoop, diloco
+from farflung.outer.round import _cosine
 from farflung.testing.sim import run_replicas
 from tests.outer.replicas import on_replicas, shift
 from tests.recipes import made
@@ -55,3 +57,42 @@ def test_changes_of_one_length_are_not_equal(group):
             shift([model.weight], -torch.randn(4, 16, generator=draws).sign() / 2**step)
             outer.step()
     assert outer.stats().rounds == 8
+
+
+def moved(group, directions, recipe, numel):
+    """Move weights in each step by a direction that is drawn from a seed of the replica, and by a little of its own."""
+    weights = nn.Linear(numel, 1, bias=False)
+    draws, own = (torch.Generator().manual_seed(seed) for seed in (directions[group.rank], 100 + group.rank))
+    with OuterLoop(weights, recipe, group) as outer:
+        cosines = []
+        outer.listeners.append(lambda this: cosines.append(this.cosine))
+        for _ in range(16):
+            shift([weights.weight], torch.randn(1, numel, generator=draws))
+            shift([weights.weight], 0.01 * torch.randn(1, numel, generator=own))
+            outer.step()
+    return cosines
+
+
+@pytest.mark.parametrize(
+    ("directions", "recipe", "numel", "times"),
+    [
+        ([1, 1], diloco(every=4), 2000, 1),
+        ([1, 2], diloco(every=4), 2000, 0),
+        ([1, 1], replace(diloco(every=4), same_data=True), 2000, 0),
+        ([1, 1], diloco(every=4), 20, 0),
+    ],
+    ids=["alike", "different", "as is meant", "few parameters"],
+)
+def test_replicas_that_move_almost_alike_are_warned_of_once(capsys, directions, recipe, numel, times):
+    cosines, _ = run_replicas(moved, 2, directions, recipe, numel)
+    assert max(cosines) <= 1.0
+    said = capsys.readouterr().err
+    assert said.count("so they may see the same batches: share the data out with --as-accelerate") == times
+    assert said.count("seed each replica by its place") == times
+
+
+@pytest.mark.parametrize("norm", [2.0, 1e-20, 3e7])
+def test_a_cosine_is_at_most_1_whatever_its_rounding(norm):
+    for factor in torch.rand(200).tolist():
+        decision = SimpleNamespace(factors=(factor, factor), total=2 * factor)
+        assert -1 <= _cosine(norm * (1 + 1e-7), decision, (norm, norm)) <= 1

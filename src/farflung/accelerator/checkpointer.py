@@ -113,28 +113,33 @@ class Checkpointer:
         world = self._run.world
         made: Made = "all"
         if isinstance(world.group, TorchGroup):
-            made = match(world.group, call, None if what is None else os.fspath(what), self._required)
+            made = match(world.group, call, None if what is None else os.fspath(what), self._required(call))
         if made == "all":
             flushed(world.exchange)
             return replace(self._everyone, call=call), made
         return CheckpointGroup(Exchange(SoloGroup()), 0, call), made
 
-    @property
-    def _required(self) -> str | None:
-        """Why no process can save or load alone; None: each can."""
+    def _required(self, call: str) -> str | None:
+        """Why no process can save or load alone; None: one can, as it has all that others continue from."""
         run = self._run
         if run.spread is not None:
             return "models are sharded over the processes"
-        if run.replicas_differ or run.outers.live or run.outers.waiting:
+        if call == "load_state" and self._has_replicas:
             return "each process trains a replica of its own"
         return None
+
+    @property
+    def _has_replicas(self) -> bool:
+        run = self._run
+        return run.replicas_differ or bool(run.outers.live or run.outers.waiting)
 
     def _say_alone(self, folder: Path) -> None:
         if self._said_alone:
             return
         self._said_alone = True
         rank, leader = self._run.world.rank, self._everyone.leader
-        missing = "the random states and the positions in the data of processes that did not call save_state"
+        steps = ", and what they have trained since the last round" if self._has_replicas else ""
+        missing = f"the random states and the positions in the data of processes that did not call save_state{steps}"
         text = f"rank {rank} saved to {folder} alone: it lacks {missing}"
         if rank != leader:
             text = (

@@ -75,8 +75,9 @@ class Checkpointing:
         The checkpoint is written to a temporary folder and renamed once, so it is either complete or absent; then the
         oldest one beyond `total_limit` is deleted. An error on one process is raised on all, and training can continue.
 
-        If all processes hold the same (DDP), the main process may call this alone. The call then waits until the others
-        are in another collective, and the checkpoint lacks their random states and positions in the data.
+        Unless models are sharded, the main process may call this alone. The call then waits until the others are in
+        another collective, as in the next round of replicas that train independently, and the checkpoint lacks their
+        random states, their positions in the data, and what such replicas have trained since the last round.
 
         Args:
             output_dir: its folder. With automatic naming it is `project_dir/checkpoints/checkpoint_N` instead.
@@ -90,7 +91,7 @@ class Checkpointing:
 
         Raises:
             CheckpointError: it could not be written; the checkpoints before it are as they were.
-            CollectiveMismatch: not all processes call it, if models are sharded or replicas train independently.
+            CollectiveMismatch: not all processes call it, and models are sharded.
             ConfigError: no folder, or one of that number is there already.
             StateError: `busy` is `refuse`, and one is being written; or the main process does not call this.
         """

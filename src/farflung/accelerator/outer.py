@@ -57,7 +57,8 @@ class AttachedLoop(Driver):
             members,
             optimizer.optimizer,
             lambda: planned_updates(
-                scheduler.scheduler for scheduler in run.schedulers if optimizer in scheduler.optimizers
+                (scheduler.scheduler for scheduler in run.schedulers if optimizer in scheduler.optimizers),
+                1 if run.slots is None else run.slots.num_members,
             ),
             lambda advice: get_logger(__name__).warning(f"As the learning rate schedule has it, {advice}"),
             self._items_of_step,

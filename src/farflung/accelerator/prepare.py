@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from numbers import Real
 from types import GeneratorType
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from farflung.accelerator import lazy
 from farflung.base.checks import check_flag, check_type, wrong_type
 from farflung.base.errors import ConfigError
 from farflung.base.events import FILES_ONLY, Kind, record
@@ -27,7 +28,7 @@ from farflung.data.loader import PreparedLoader
 from farflung.data.prepare import prepare_loader
 from farflung.loop.finite import SkipNonfinite
 from farflung.loop.optimizer import AcceleratedOptimizer, parameters_of
-from farflung.loop.scheduler import AcceleratedScheduler, Ticks
+from farflung.loop.scheduler import AcceleratedScheduler, Ticks, horizon_of
 from farflung.loop.uneven import EvenCheck
 from farflung.resume.run import Run
 from farflung.strategy.compile import compile_in_place
@@ -59,6 +60,7 @@ class Preparer:
         placements = [None] * len(things) if device_placement is None else _placements(device_placement, len(things))
         optimizers = [_bare(thing) for thing in things if isinstance(thing, Optimizer)]
         optimizers += [optimizer.optimizer for optimizer in self.run.optimizers]
+        new = [thing for thing in things if isinstance(thing, DataLoader) and self.run.find(thing) is None]
         first = [
             self.model(thing, place, optimizers=optimizers)
             if isinstance(thing, nn.Module)
@@ -71,7 +73,7 @@ class Preparer:
         ]
         # Schedulers last, for they follow prepared optimizers.
         kinds = (LRScheduler, AcceleratedScheduler)
-        return [self.scheduler(thing) if isinstance(thing, kinds) else thing for thing in first]
+        return [self.scheduler(thing, new) if isinstance(thing, kinds) else thing for thing in first]
 
     def model(
         self, model: nn.Module, place: bool | None, evaluation_mode: bool = False, optimizers: Sequence[Optimizer] = ()
@@ -141,8 +143,12 @@ class Preparer:
         prepared.finite = self.finite
         return self.run.add(self.run.optimizers, optimizer, prepared)
 
-    def scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Prepare one scheduler; it follows the optimizer that it was made for, or all if that one is unknown."""
+    def scheduler(self, scheduler: Any, new: Sequence[DataLoader[Any]] = ()) -> AcceleratedScheduler:
+        """Prepare one scheduler; it follows the optimizer that it was made for, or all if that one is unknown.
+
+        Args:
+            new: loaders that are prepared with it, so that it was made by the length that they had before.
+        """
         known = self.run.find(scheduler)
         if known is not None:
             return known  # type: ignore[no-any-return]
@@ -159,10 +165,18 @@ class Preparer:
                 scheduler,
                 followed or self.run.optimizers,
                 step_with_optimizer=self.step_scheduler_with_optimizer,
-                ticks=1 if per_update else self.run.strategy.mesh.readers.size,
+                ticks=1 if per_update else self._pace(scheduler, new) or self.run.strategy.mesh.readers.size,
                 warns=self.run.world.is_main,
             )
         return self.run.add(self.run.schedulers, scheduler, prepared)
+
+    def _pace(self, scheduler: Any, new: Sequence[DataLoader[Any]]) -> Callable[[], int] | None:
+        """Return the pace of a schedule for all of the data of replicas that come and go; None: it is none."""
+        if self.run.slots is None:
+            return None
+        shares, horizon = [self.run.find(loader).share for loader in new], horizon_of(scheduler)
+        found = (lazy.pace.pace_of(scheduler, horizon, share, self.run.loop.num_steps) for share in shares)
+        return next((pace for pace in found if pace is not None), None)
 
     def loader(
         self,

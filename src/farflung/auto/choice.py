@@ -104,7 +104,7 @@ def choose(measured: Measurements) -> Choice:
     assumed = f"{steps:,} steps{one_pass}, as nobody says how many (--outer-steps)"
     length = f"{steps:,} steps" if measured.steps else assumed
     turn = in_seconds(measured.link.turn_s)
-    line = f"{in_rate(run.bandwidth_bps)}, {turn} {'a turn' if measured.is_direct else 'an exchange'}"
+    line = f"{in_rate(run.bandwidth_bps)}, {turn} {'for a message to all' if measured.is_direct else 'an exchange'}"
     facts = f"{counted(run.replicas, 'replica')} of {run.parameters:,} parameters, {in_seconds(run.step_s)} a step, "
     ratio = max(measured.step_s) / min(measured.step_s)
     facts += f"{ratio:.1f} times that for the slowest, " * (ratio > UNEVEN) + f"{line}, {length}"
@@ -147,8 +147,8 @@ def _settings(row: Row) -> OuterSettings:
 
 
 def _why(row: Row) -> str:
-    kept = f"{'less than ' * row.is_bound}{row.gain_kept:.0%} of DDP's gain"
-    return f"{row.method.name} should wait {1 - row.cost.utilization:.1%} of the time; in our tests it kept {kept}"
+    kept = f"in our tests of 100k parameters it kept {'less than ' * row.is_bound}{row.gain_kept:.0%} of DDP's gain"
+    return f"{row.method.name} should wait {1 - row.cost.utilization:.1%} of the time; {kept}"
 
 
 def flags(settings: OuterSettings) -> str:

@@ -162,8 +162,9 @@ class _Call:
         """Raise, here and on all ranks that wait, as a call lacks some of them."""
         others = "; ".join(f"rank {rank} {where}" for rank, where in passed.items())
         text = f"{self.name}: every process must call it, as {self.required}. Rank {self.group.rank} is in {self.doing}"
-        self.presence.publish_mismatch(f"{text}, but {others}.")
-        raise CollectiveMismatch(f"{text}, but {others}.")
+        advice = "Move it out of the `if` that only some processes pass, such as `if accelerator.is_main_process:`."
+        self.presence.publish_mismatch(f"{text}, but {others}. {advice}")
+        raise CollectiveMismatch(f"{text}, but {others}. {advice}")
 
 
 def _is_further(other: dict[str, Any], mine: dict[str, int]) -> bool:

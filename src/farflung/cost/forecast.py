@@ -164,6 +164,12 @@ class Forecast:
             f"that trains alone, {TESTS}; yours will differ. Bytes are per replica; memory is what the method needs on "
             "top of training itself."
         )
+        if any(row.is_bound for row in self.rows):
+            table.caption += " <: its rounds are longer than any in our tests, so it keeps less than that."
+        if run.parameters > _FAR_LARGER:
+            table.caption += (
+                " Far larger models may lose less: a paper (arXiv:2501.18512) reports data parallelism's loss at 1B."
+            )
         return table
 
     def address_table(self, meeting: MeetingPlace) -> Table:
@@ -203,6 +209,7 @@ def _percent(row: Row) -> str:
     return f"{'< ' * row.is_bound}{row.gain_kept:.0%}".replace("%", " %")
 
 
+_FAR_LARGER = 10_000_000  # parameters: a hundred times as many as in our tests
 _FROM_ONE = click.IntRange(1, 1_000_000)
 
 

@@ -155,6 +155,12 @@ class Claims:
         records = (loop.membership.record for loop in self.loops)
         return all(record is None or member in record.ids for record in records)
 
+    @property
+    def num_members(self) -> int:
+        """The replicas that train now; before they have met, those that the run begins with."""
+        records = [loop.membership.record for loop in self.loops]
+        return next((len(record.ids) for record in records if record is not None), self.expected)
+
     def own_slots(self, number: int) -> range:
         """Return which of `number` slots are this replica's by member rank, once the board is lost."""
         records = [loop.membership.record for loop in self.loops]

@@ -13,9 +13,11 @@ These keep a `Ledger` of the replica's batches and write to the boards.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import deque
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 from torch.utils.data import DataLoader, SequentialSampler
@@ -23,6 +25,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from farflung.base.errors import ConfigError, StateError
 from farflung.base.words import counted
 from farflung.comm.collectives import from_first
+from farflung.data.asking import asks_by_next
 from farflung.data.claims import Claims
 from farflung.data.ledger import Share
 from farflung.data.loader import DataLoaderShard
@@ -109,6 +112,10 @@ class SlotSampler(SamplerView):
         self._epoch = self._ended = -1
         self._drawn: deque[Share] = deque()
         self._num_drawn = self._num_steps = 0
+        self._is_open = False  # a pass of training has begun, and has not come to its end
+        self._rest: Iterator[tuple[Any, Share]] = iter(())  # of that pass
+        self._unused: list[tuple[Any, Share]] = []  # what it has drawn before its first step
+        self._shown: list[Any] = []  # all that the pass has if it is empty
         self._orders: dict[int, list[Any]] = {}
         self._own: Iterator[Claim] = iter(())  # without a store
 
@@ -125,26 +132,43 @@ class SlotSampler(SamplerView):
         """Of all replicas together."""
         return len(self._whole)
 
+    @property
+    def epoch(self) -> int:
+        """Of the latest pass of training; 0 before the first one."""
+        return max(0, self._epoch)
+
+    @property
+    def num_members(self) -> int:
+        return self._claims.num_members
+
     def __len__(self) -> int:
         whole = self.num_batches
         return -(-whole // self._claims.expected) if self.is_shared else whole
 
     def __iter__(self) -> Iterator[Any]:
-        return self._claimed() if self.is_shared else iter(self._whole)
+        return iter(self._shown or (self._passed() if self.is_shared else self._whole))
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether the latest pass of training was left without a step, as by a script that looks at a batch."""
+        return self._is_open and self._num_steps == self._claims.num_steps
 
     def begin(self, epoch: int) -> None:
-        """Begin a pass: a collective of the ranks of this replica.
+        """Begin a pass, or the latest one again if it is unused: a collective of the ranks of this replica.
 
         Raises:
             ConfigError: this replica has been through this epoch; or the others have other data.
         """
         claims, most = self._claims, self._claims.most
-        self.is_shared, self.is_past = claims.is_training(), False
+        self.is_shared = claims.is_training()
         self._drawn.clear()
-        self._orders.clear()
-        self._num_drawn = 0
+        self._num_drawn, self._shown = 0, []
+        if self.is_shared and self.is_unused and epoch == self._epoch:
+            return
+        self.is_past = False
         if not self.is_shared:
             return
+        self._orders.clear()
         if epoch <= self._ended:
             raise ConfigError(
                 f"Epoch {epoch} of this loader was trained on already. Replicas that come and go name epochs by their "
@@ -164,6 +188,7 @@ class SlotSampler(SamplerView):
 
         self.is_past, mine = from_first(claims.exchange, begun, _START)
         self._own = iter([Claim(epoch, slot, 0) for slot in mine])
+        self._is_open, self._rest, self._unused = True, self._claimed(), []
 
     def hands_out(self) -> bool:
         """Record that the next batch is handed out; return False if it has become another replica's."""
@@ -179,7 +204,7 @@ class SlotSampler(SamplerView):
     def close(self) -> None:
         """End a pass that came to its end. Batches that the ranks have dropped of a last round are done."""
         if self.is_shared:
-            self._ended = self._epoch
+            self._ended, self._is_open = self._epoch, False
             if self._num_drawn and self._num_steps == self._claims.num_steps:
                 warnings.warn(
                     "A pass over a prepared loader made no step of training, but got this replica's share alone, as "
@@ -190,6 +215,16 @@ class SlotSampler(SamplerView):
             rest = [share for share in self._drawn if share.tenure == self._claims.ledger.tenure]
             if rest:
                 self._claims.ledger.hand_out(rest)
+
+    def shows_one(self, frame: FrameType) -> bool:
+        """Have a batch drawn that counts for nobody, if this pass is empty and a `next()` would fail at its end.
+
+        Args:
+            frame: from which the pass is read.
+        """
+        if self.is_shared and not self._num_drawn and asks_by_next(frame):
+            self._shown = self._order(self._epoch)[:1] * self._per_round
+        return bool(self._shown)
 
     def check_trains(self) -> None:
         """Raise StateError if other replicas get the same batches as this one, from which a step of training came."""
@@ -204,7 +239,15 @@ class SlotSampler(SamplerView):
         if self.is_shared:
             self._claims.write(self._board.end, self._epoch)
 
-    def _claimed(self) -> Iterator[Any]:
+    def _passed(self) -> Iterator[Any]:
+        for batch, share in list(self._unused):
+            yield self._draw(batch, share)
+        for batch, share in self._rest:
+            if self.is_unused:
+                self._unused.append((batch, share))
+            yield self._draw(batch, share)
+
+    def _claimed(self) -> Iterator[tuple[Any, Share]]:
         claims, ledger = self._claims, self._claims.ledger
         last: list[tuple[Any, Share]] = []  # batches of their epochs
         while not self.is_past and (claim := from_first(claims.exchange, self._claim, _NEXT)) is not None:
@@ -215,17 +258,17 @@ class SlotSampler(SamplerView):
                 if index == len(order) - 1:
                     last.append((order[index], share))
                     break
-                yield self._draw(order[index], share)
+                yield order[index], share
                 claims.give_up_if_left_out()
                 if ledger.tenure != tenure:
                     while self._num_drawn % self._per_round:  # the ranks take their parts of a round from its place
-                        yield self._draw(order[index], share)
+                        yield order[index], share
                     break
         for number, (batch, share) in enumerate(last, 1):
             if share.tenure == ledger.tenure:
                 is_short = number < len(last) and claims.exchange.group.size > 1 and self.batch_size is not None
                 full = filled(batch, self._orders[share.epoch][0], self.batch_size or 0) if is_short else batch
-                yield self._draw(full, share)
+                yield full, share
 
     def _draw(self, batch: Any, share: Share) -> Any:
         self._drawn.append(share)
@@ -268,6 +311,11 @@ class SlotLoader(DataLoaderShard):
             state |= {"position": None, "under_way": False, "host": None}
         return state
 
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if self.share.is_unused:
+            self._progress.under_way = False  # so it counts as no epoch
+        yield from super().__iter__()
+
     def _stream(self, one: Iteration) -> Iterator[tuple[Any, bool, int]]:
         share = self.share
         share.begin(one.epoch)
@@ -285,4 +333,6 @@ class SlotLoader(DataLoaderShard):
         for batch, last, real in super()._stream(one):
             if share.hands_out():
                 yield batch, last, real
+        if share.shows_one(sys._getframe()):
+            yield from super()._stream(one)
         share.close()

@@ -51,6 +51,6 @@ class Twins:
             raise ConfigError(
                 f"{numbered('replica', twins).capitalize()} see the same batches: their weights were equal to the last "
                 f"bit in each of {_ROUNDS} rounds. Give each its own part of the data, by a "
-                "DistributedSampler, a prepared loader, or its place (under --elastic farflung.elastic.place()). If "
-                "this is meant, say same_data=True (--outer-same-data)."
+                "DistributedSampler, a prepared loader (--as-accelerate), or a seed that depends on its place "
+                "(farflung.elastic.place()). If this is meant, say same_data=True (--outer-same-data)."
             )

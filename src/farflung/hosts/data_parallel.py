@@ -49,9 +49,9 @@ from farflung.config.launch import launched_outer
 from farflung.hosts.driver import Driver, EpochTracker
 from farflung.hosts.elastic import members_of, slots_of
 from farflung.hosts.evaluation import AgreedState, FollowedModelHook, LentWeights, follow_modes
-from farflung.hosts.frameworks import follow_frameworks, show_in_trainer, to_make_a_group, to_make_ddp
+from farflung.hosts.frameworks import follow_frameworks, show_in_trainer, to_make_ddp, why_alone
 from farflung.hosts.patching import around
-from farflung.hosts.rounds import RoundFigures, RoundOutputs
+from farflung.hosts.rounds import RoundFigures, RoundOutputs, note_attached
 from farflung.hosts.spawned import follow_processes
 from farflung.hosts.training_data import TrainingData
 from farflung.loop.optimizer import parameters_of
@@ -61,7 +61,6 @@ from farflung.methods.fragments import training
 from farflung.methods.inner import is_outermost_step
 from farflung.outer.checks import check_inner
 from farflung.outer.gradients import LocalDDP
-from farflung.process.failure import OUTER_ATTACHED, leave_note
 from farflung.process.mesh import Mesh, make_mesh, replicas_here, require_replicas, stated_island_size
 from farflung.process.place import FIXED, Place
 from farflung.process.watchdog import Watchdog
@@ -110,11 +109,11 @@ class DDPTakeover:
     """
 
     def __init__(self, config: OuterConfig, slots: Callable[..., Any] | None = None, place: Place = FIXED) -> None:
-        self._config, self._make_slots, self._place = config, slots, place
+        self._config, self._make_slots, self.place = config, slots, place
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()  # as they were made
         self._schedulers: weakref.WeakSet[LRScheduler] = weakref.WeakSet()
         self._joins: weakref.WeakSet[Join] = weakref.WeakSet()  # that hand over to the rounds
-        self._data = TrainingData(lambda: any(one.local.module.training for one in self._followed), self)
+        self._data = TrainingData(lambda: any(one.local.module.training for one in self._followed), self, place)
         self.read_ranks()
         self.forget()
 
@@ -123,7 +122,7 @@ class DDPTakeover:
         self._local_size = environ.integer("LOCAL_WORLD_SIZE") or 1
         here = replicas_here(self._local_size, stated_island_size(self._local_size) or 1)
         self._recipe = recipe_of(self._config, here)
-        self._outputs = RoundOutputs(self._config, environ.integer("RANK") or 0, self._place.member)
+        self._outputs = RoundOutputs(self._config, environ.integer("RANK") or 0, self.place.member)
 
     def forget(self) -> None:
         """Forget all models and optimizers, as in a process that was forked from another one."""
@@ -227,17 +226,17 @@ class DDPTakeover:
         """Return which ranks train a replica together: at the first call a collective."""
         if self._mesh is None:
             everyone = TorchGroup()
-            size = stated_island_size(self._local_size, None, everyone, self._place) or 1
+            size = stated_island_size(self._local_size, None, everyone, self.place) or 1
             device = next(module.parameters(), torch.empty(0)).device
             mesh = make_mesh(everyone, size, device.type)
-            require_replicas(mesh, self._place)
+            require_replicas(mesh, self.place)
             self._mesh = mesh
             if everyone.size > 1:
                 self._watchdog = Watchdog(everyone)  # ends waits in a round and in a call of the script for each other
                 self._watchdog.start(math.inf)
-            if self._place.member is not None and self._make_slots is not None and self._data.slots is None:
+            if self.place.member is not None and self._make_slots is not None and self._data.slots is None:
                 self._data.num_parts = everyone.size
-                slots = slots_of(self._place, self._make_slots, Exchange(everyone), self._data.is_training)
+                slots = slots_of(self.place, self._make_slots, Exchange(everyone), self._data.is_training)
                 self._data.slots = slots
         return self._mesh
 
@@ -269,11 +268,8 @@ class DDPTakeover:
                 f"{asked}: weigh_by={self._recipe.weigh_by!r} needs an Accelerator, whose backward(num_items=) counts "
                 "them."
             )
-        if not dist.is_initialized() or (dist.get_world_size() == 1 and self._place.member is None):
-            raise ConfigError(
-                f"{asked}: this process trains alone, so there are no replicas to average. Start at least two with "
-                f"--num_processes, and {to_make_a_group()}."
-            )
+        if not dist.is_initialized() or (dist.get_world_size() == 1 and self.place.member is None):
+            raise ConfigError(f"{asked}: {why_alone(self.place.member is not None)}.")
         if any(map(is_flattened, trained)):
             raise ConfigError(
                 f"{asked}: FullyShardedDataParallel sends parameters, or with NO_SHARD gradients, over all "
@@ -300,7 +296,7 @@ class DDPTakeover:
     def _opened(self, one: FollowedModel, optimizer: Optimizer) -> Driver:
         """Open the loop over a model at the first step of `optimizer`, and say so."""
         module, mesh = one.local.module, one.mesh
-        members = members_of(self._place, mesh, self._data.slots)
+        members = members_of(self.place, mesh, self._data.slots)
         before = {id(parameter) for name, parameter in module.named_parameters() if name in one.trained}
         with self._in_round(), training(module, lambda each: each.requires_grad or id(each) in before):
             trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
@@ -323,7 +319,7 @@ class DDPTakeover:
             hooks.register_state_dict_post_hook(FollowedModelHook(_put_agreed, one))
             hooks.register_load_state_dict_pre_hook(FollowedModelHook(lambda one, *_: one.evaluation.end(), one))
             hooks.register_load_state_dict_post_hook(FollowedModelHook(_begin_anew, one))
-        leave_note(OUTER_ATTACHED)
+        note_attached(module, mesh.island.size, dist.get_world_size(), dist.get_rank() == 0)
         record = None if members.membership is None else members.membership.record
         size = mesh.replicas.size if record is None else len(record.ids)
         each, where = "", "on their rank"
@@ -331,7 +327,7 @@ class DDPTakeover:
             each, where = f", each on {mesh.island.size} ranks,", "within their replica"
         self._say(
             f"{self._config.recipe} over {counted(size, 'replica')}{each} of a DDP model with {trained:,} "
-            f"parameters: {driver.loop.schedule}; its gradients stay {where}"
+            f"parameters: {driver.timetable}; its gradients stay {where}"
         )
         return driver
 

@@ -6,7 +6,7 @@ that follows the data is flushed once for each pass, where every rank arrives: i
 batch, or where the pass ends if there was none. After a pass that was left early the flush is owed, and happens at the
 next call that all ranks must make. Passes of fewer steps than a round that follow each other, as in scripts that take
 each batch by `next(iter(loader))`, are no epochs, and owe none; nor does a short pass that is begun again and again
-beside a longer one.
+during a longer one.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from torch.optim import Optimizer
 
 from farflung.auto.trial import RecipeTrial
 from farflung.auto.tuner import LineTuner
+from farflung.base.words import counted
 from farflung.comm.group import Group
 from farflung.members.elastic import Elastic
 from farflung.methods.inner import IterationTracker
 from farflung.methods.recipe import Recipe
+from farflung.methods.schedule import TrialSchedule
 from farflung.outer.engine import OuterLoop
 
 
@@ -35,7 +37,7 @@ class DataPass(Protocol):
 
     num_batches: int  # handed out so far
     end_of_dataloader: bool  # the latest batch was the last one
-    is_beside: bool  # a longer pass, which began before it, goes on meanwhile
+    is_beside: bool  # a longer pass, which began before it, continues meanwhile
 
     @property
     def loader(self) -> Any:
@@ -139,6 +141,12 @@ class Driver:
         return None
 
     @property
+    def timetable(self) -> str:
+        """When there are rounds, for people."""
+        after = f"a recipe is chosen after {TrialSchedule.every} steps"
+        return after if self.recipe.is_undecided else str(self.loop.schedule)
+
+    @property
     def lends(self) -> bool:
         """Whether `agreed` changes the model's weights."""
         return self.loop.has_anchor and not self.loop.is_warming
@@ -179,6 +187,10 @@ class Driver:
                 steps = self._planned()
                 if steps is not None and (advice := self.recipe.few_rounds(steps)):
                     self._warn(advice)
+                if steps is not None and self._data is not None and self.loop.is_first and (each := self.pass_steps()):
+                    members = counted(self._data.claims.num_members, "replica")
+                    updates = counted(steps, "update")
+                    self._warn(f"training ends after {updates} of each of {members}: {steps / each:.3g} epochs.")
 
 
 def _rates(optimizer: Optimizer) -> tuple[float, ...]:

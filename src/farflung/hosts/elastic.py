@@ -76,6 +76,11 @@ def slots_of(here: Place, make: Callable[..., Any], exchange: Exchange, is_train
     return make(transport.board, here.member, exchange, **bounds, is_training=is_training)
 
 
+def expected_of(here: Place) -> int:
+    """Return with how many replicas the run begins that the replica `here` is in."""
+    return int(_run_of(here)[1]["expected"])
+
+
 def place() -> tuple[int, int]:
     """Return which part of the data this process should read, and how many parts there are, for scripts that split it.
 

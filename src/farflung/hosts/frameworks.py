@@ -45,6 +45,19 @@ def to_make_a_group() -> str:
     return _words()[0]
 
 
+def why_alone(is_elastic: bool) -> str:
+    """Say why a process has no replicas to average, and what to do; `is_elastic`: replicas come and go."""
+    if is_elastic:
+        return (
+            "this replica comes and goes, so it is a world of its own (WORLD_SIZE=1), and the script has made no group "
+            f"in it. Also where WORLD_SIZE is 1, {to_make_a_group()}, and {to_make_ddp()}"
+        )
+    return (
+        "this process trains alone, so there are no replicas to average. Start at least two with --num_processes, and "
+        f"{to_make_a_group()}"
+    )
+
+
 def to_make_ddp() -> str:
     """Say how the script's framework makes a DDP model."""
     return _words()[1]

@@ -17,12 +17,14 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from farflung.base.events import tell
+from farflung.base.events import FILES_ONLY, Kind, record, tell
 from farflung.base.words import in_bytes
-from farflung.process.failure import OUTER_ROUND, leave_note
-from farflung.process.run_files import ROUNDS, add_lines, keep_events, run_folder, who
+from farflung.process.failure import OUTER_ATTACHED, OUTER_ROUND, leave_note
+from farflung.process.run_files import ROUNDS, Metrics, add_lines, keep_events, run_folder, who
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from farflung.config.outer import OuterSettings
     from farflung.outer.engine import OuterLoop
     from farflung.outer.stats import Round, Stats
@@ -49,6 +51,15 @@ class RoundOutputs:
         loop.listeners.append(_note_round)
         if self._interval is not None:
             loop.listeners.append(RoundReport(loop, number, self._interval, self._member, loss))
+
+
+def note_attached(model: nn.Module, island: int, ranks: int, is_first: bool) -> None:
+    """Note that a loop is over a DDP model; the first rank writes in the run's folder what is trained."""
+    leave_note(OUTER_ATTACHED)
+    if is_first:
+        trained = [x for x in model.parameters() if x.requires_grad]
+        facts = {"strategy": "ddp", "island": island, "parameters": sum(x.numel() for x in trained), "ranks": ranks}
+        record(Kind.MODEL, level=FILES_ONLY, bytes=sum(x.numel() * x.element_size() for x in trained), **facts)
 
 
 def _note_round(_: Round) -> None:
@@ -105,6 +116,11 @@ class RoundFigures:
         self._waited += this.seconds_exposed
 
     @property
+    def waiting_so_far(self) -> float:
+        """The share of the time from the start of the loop to its latest round."""
+        return 0.0 if self._latest is None else self._latest[0].waiting
+
+    @property
     def is_open(self) -> bool:
         return self._loop() is not None
 
@@ -147,15 +163,20 @@ class RoundReport:
         self._printed = -math.inf
         self._loss = loss
         self._member = member
+        self._metrics = None if loss is None else Metrics.of_run()  # for scripts that log no loss
 
     def __call__(self, this: Round) -> None:
         now = time.perf_counter()
-        if now - self._printed < self._interval or self._member not in (None, this.members[0]):
+        if self._member not in (None, this.members[0]):
+            return
+        loss = None if self._loss is None else self._loss()
+        if loss is not None and self._metrics is not None:
+            self._metrics.add({f"loss at rounds{self._model}": loss}, this.step)
+        if now - self._printed < self._interval:
             return
         self._printed = now
-        values = self._figures.take()
-        loss = None if self._loss is None else self._loss()
+        waiting, values = self._figures.waiting_so_far, self._figures.take()
         said = [] if loss is None else [f"loss {loss:.4g}"]
-        said += [f"{in_bytes(values['outer/bytes_sent'])} sent", f"{values['outer/waiting']:.0%} of the time waiting"]
+        said += [f"{in_bytes(values['outer/bytes_sent'])} sent", f"{waiting:.0%} of the time waiting"]
         head = f"farflung: round {values['outer/round']}{self._model}, step {this.step}"
         tell(f"{head}: {', '.join(said)}")

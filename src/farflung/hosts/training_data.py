@@ -8,6 +8,7 @@ in data slots, as a prepared loader does.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,8 +20,10 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from farflung.base.torch_internals import NUM_YIELDED
+from farflung.hosts.elastic import expected_of
 from farflung.hosts.patching import around
 from farflung.loop.state import LoopState, Observer, Trace
+from farflung.process.place import FIXED, Place
 
 
 @dataclass(eq=False)
@@ -101,14 +104,15 @@ class TrainingData:
     Args:
         is_training: whether a model that is trained is in train mode.
         observer: is notified of passes; see `LoopState`.
+        place: the replica that this process belongs to, if replicas come and go.
 
     Attributes:
         slots: the shares of a replica that comes and goes, a `farflung.data.slots.Slots`; None: there are no shares.
         num_parts: among how many ranks of this replica a sampler shares out the data.
     """
 
-    def __init__(self, is_training: Callable[[], bool], observer: Observer) -> None:
-        self.is_training = is_training
+    def __init__(self, is_training: Callable[[], bool], observer: Observer, place: Place = FIXED) -> None:
+        self.is_training, self._place = is_training, place
         self.slots: Any = None
         self.num_parts = 1
         self._loop = LoopState()
@@ -167,7 +171,7 @@ class TrainingData:
         if sampler is None or self.is_inside:
             return iterate(loader)
         copy = share = None
-        if self._is_shared(sampler):
+        if self.slots is not None and self._is_shared(sampler):
             if loader not in self._shares:
                 self._shares[loader] = self.slots.shared_as_it_is(loader, self.num_parts)
             copy, share = self._shares[loader]
@@ -183,9 +187,9 @@ class TrainingData:
     def _length(self, length: Callable[..., int], loader: DataLoader[Any]) -> int:
         """Return the share of one of the replicas that the run begins with, by which schedules are planned."""
         sampler = sampler_of(loader)
-        if sampler is None or self.is_inside or not self._is_shared(sampler):
+        if sampler is None or self.is_inside or not self.is_planned(sampler):
             return length(loader)
-        return -(-length(loader) // self.slots.expected) if self.is_planned(sampler) else length(loader)
+        return -(-length(loader) // (expected_of(self._place) if self.slots is None else self.slots.expected))
 
     def is_planned(self, sampler: DistributedSampler[Any]) -> bool:
         """Return whether a sampler is of data that replicas share in training, each as much as it can.
@@ -196,7 +200,8 @@ class TrainingData:
         return self._is_shared(sampler) and (sampler in self._trained or may_train)
 
     def _is_shared(self, sampler: DistributedSampler[Any]) -> bool:
-        return self.slots is not None and sampler.num_replicas == self.num_parts
+        is_elastic = self.slots is not None or self._place.member is not None  # before it has a model, too
+        return is_elastic and sampler.num_replicas == self.num_parts
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -215,7 +220,8 @@ class TrainingData:
         """Yield the batches of this replica's share of an epoch, or of all the data in an evaluation."""
         share = current.share
         with self._inside():
-            epoch = max(sampler.epoch, self._epochs.get(loader, -1) + 1) if self.is_training() else sampler.epoch
+            following = self._epochs.get(loader, -1) + (not share.is_unused)
+            epoch = max(sampler.epoch, following) if self.is_training() else sampler.epoch
             share.begin(epoch)
             if share.is_shared:
                 self._epochs[loader] = epoch
@@ -227,6 +233,10 @@ class TrainingData:
                 break
             if share.hands_out():
                 yield batch
+        if share.shows_one(sys._getframe()):
+            with self._inside():
+                shown = next(iter(copy))
+            yield shown
         share.close()
 
 

@@ -11,9 +11,13 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
 from pathlib import Path
+from types import ModuleType
 
 from farflung.base.errors import StateError
+from farflung.base.events import Kind, record
 from farflung.config import environ
 
 FOLDER = Path(__file__).parents[1] / "as_accelerate"
@@ -40,6 +44,23 @@ def install_as_accelerate() -> None:
     sys.path[:] = [str(FOLDER), *(entry for entry in sys.path if entry != str(FOLDER))]
     environ.export(path_variables())
     importlib.invalidate_caches()
+
+
+def install_for_replica() -> None:
+    """Do the same in a replica that comes and goes, which Accelerate takes for a process alone; say so if used."""
+    if str(FOLDER) not in sys.path:  # where `--as-accelerate` puts it
+        install_as_accelerate()
+        sys.meta_path.insert(0, _Teller())
+
+
+class _Teller(MetaPathFinder):
+    """Finds nothing, but says who answers for `accelerate` when it is looked for."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if fullname == _NAME:
+            sys.meta_path.remove(self)
+            why = "Accelerate would give each replica all of the data"
+            record(Kind.NOTE, message=f"`import accelerate` is answered by Farflung, as with --as-accelerate: {why}")
 
 
 def path_variables() -> dict[str, str]:

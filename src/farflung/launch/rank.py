@@ -34,9 +34,11 @@ from farflung.process.trainer_log import keep_trainer_logs
 if TYPE_CHECKING:
     from farflung.data import slots
     from farflung.hosts import data_parallel
+    from farflung.integrations import as_accelerate
 else:
     slots = LazyModule("farflung.data.slots")
     data_parallel = LazyModule("farflung.hosts.data_parallel")
+    as_accelerate = LazyModule("farflung.integrations.as_accelerate")
 
 
 def run(arguments: list[str]) -> None:
@@ -54,6 +56,8 @@ def run(arguments: list[str]) -> None:
     try:
         if environ.text("FARFLUNG_OUTER_RECIPE"):
             outer = data_parallel.take_over(slots.Slots)
+            if outer.place.member is not None:
+                as_accelerate.install_for_replica()
         code, main = _loaded_module(arguments[1:]) if arguments[0] == "-m" else _loaded_script(arguments)
         sys.modules["__main__"] = main
         exec(code, main.__dict__)

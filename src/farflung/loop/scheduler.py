@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import length_hint
 from typing import Any, Literal
@@ -42,7 +42,7 @@ class AcceleratedScheduler:
         optimizers: the prepared optimizers to follow, or the one.
         step_with_optimizer: False ticks on each call, whatever the optimizers did.
         split_batches: an update ticks once; otherwise as often as there are processes.
-        ticks: how often an update ticks; None: as `split_batches` says.
+        ticks: how often an update ticks, or what returns that in each; None: as `split_batches` says.
         warns: whether this process warns of a schedule that does not fit; one of all is enough.
     """
 
@@ -53,7 +53,7 @@ class AcceleratedScheduler:
         step_with_optimizer: bool = True,
         split_batches: bool = False,
         *,
-        ticks: int | None = None,
+        ticks: int | Callable[[], int] | None = None,
         warns: bool = True,
     ) -> None:
         if ticks is None:
@@ -76,10 +76,10 @@ class AcceleratedScheduler:
             for optimizer in self.optimizers:
                 if not optimizer.window_is_complete or (optimizer.step_was_skipped and not optimizer.in_lockstep):
                     return
-            if self._horizon is not None and scheduler.last_epoch >= self._horizon:
+            if self._horizon is not None and scheduler.last_epoch >= self._horizon and self._per_update:
                 self._warn(f"ended after {counted(self._horizon, 'step')}, but training continues")
                 self._horizon = None
-            for _ in range(self._ticks):
+            for _ in range(self._per_update):
                 # A OneCycleLR raises past its end, and the ticks of the last update may reach over it.
                 if self._total is None or scheduler.last_epoch < self._total:
                     scheduler.step(*args, **kwargs)
@@ -91,19 +91,23 @@ class AcceleratedScheduler:
                 self._was_below_zero = True
                 self._warn(f"gives {min(rates):.3g} after {counted(scheduler.last_epoch, 'step')}, a rate below zero")
 
+    @property
+    def _per_update(self) -> int:
+        return self._ticks() if callable(self._ticks) else self._ticks
+
     def _warn(self, what: str) -> None:
         """Warn on the main process of what is wrong with the schedule, and name a length that would fit."""
         if not self._warns:
             return
-        advice = ""
+        advice, ticks = "", self._per_update
         loop = self.optimizers[0].loop_state if self.optimizers else None
         length = -1 if loop is None else length_hint(loop.current, -1)  # -1: no loader, or one that doesn't know it
         if loop is not None and length >= 0:
             updates = -(-length // loop.num_steps)
-            steps = counted(updates * self._ticks, "step")
+            steps = counted(updates * ticks, "step")
             advice = f" One epoch of the loader is {counted(updates, 'update')}, so {steps}: make it that long."
-        times = "once" if self._ticks == 1 else f"{self._ticks} times"
-        per_update = "" if self._ticks == 1 else " (once with scheduler_ticks='per_update')"
+        times = "once" if ticks == 1 else f"{ticks} times"
+        per_update = "" if ticks == 1 else " (once with scheduler_ticks='per_update')"
         warnings.warn(
             f"The learning rate schedule {what}. Each update steps it {times} here{per_update}.{advice}", stacklevel=3
         )
@@ -140,13 +144,16 @@ def horizon_of(scheduler: Any) -> int | None:
     return None
 
 
-def planned_updates(schedulers: Iterable[LRScheduler]) -> int | None:
+def planned_updates(schedulers: Iterable[LRScheduler], num_members: int = 1) -> int | None:
     """Return for how many updates a run's longest schedule is made, once the first is done; None: no schedule tells.
 
     A schedule that has not ticked by then counts epochs; one that has ticked more often than there are processes
     continues another run.
+
+    Args:
+        num_members: replicas that come and go, each in processes of its own.
     """
-    most_ticks = dist.get_world_size() if dist.is_initialized() else 1
+    most_ticks = num_members * (dist.get_world_size() if dist.is_initialized() else 1)
     horizons = [(horizon_of(scheduler), scheduler.last_epoch) for scheduler in schedulers]
     return max((end // ticks for end, ticks in horizons if end is not None and 0 < ticks <= most_ticks), default=None)
 

@@ -20,7 +20,7 @@ class ActiveLoader(Protocol):
     num_batches: int  # that it has handed out
     end_of_dataloader: bool  # the batch handed out last was the final one
     remainder: int  # samples of the final global batch that are no padding; 0: all of them, -1: not known
-    is_beside: bool  # an iteration that began before it goes on meanwhile, so its end is no end of an epoch
+    is_beside: bool  # an iteration that began before it continues meanwhile, so its end is no end of an epoch
 
     @property
     def loader(self) -> Any:

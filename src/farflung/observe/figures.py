@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from farflung.base.events import Kind
 from farflung.base.words import in_bytes
 from farflung.observe.records import RoundLine, Row
 from farflung.observe.run import ObservedRun, Rank
@@ -40,9 +39,13 @@ class Figures:
     loss: float | None  # the last one
     usd: float | None = None  # by the prices that were given
 
+    def share(self, name: str) -> float:
+        """Return the share of the time since training began that replicas spent so, from 0 to 1."""
+        return self.seconds[name] / max(sum(self.seconds.values()) - self.seconds["starting"], 1e-9)
+
     def __str__(self) -> str:
-        whole = sum(self.seconds.values()) or 1.0
-        shares = [f"{name} {self.seconds[name] / whole:.0%}" for name in SHARES if self.seconds[name] >= 0.005 * whole]
+        trained = (name for name in SHARES if name != "starting" and self.share(name) >= 0.005)
+        shares = [f"{name} {self.share(name):.0%}" for name in trained]
         said = [", ".join(shares) or "nothing yet", f"{self.replica_hours:.3g} replica-hours"]
         if self.bytes_sent is not None:
             beside = ""
@@ -93,11 +96,11 @@ def spans(run: ObservedRun, one: Rank) -> list[Span]:
     begun, last = float(one.row["begun"]), float(one.row["time"])
     marks = []
     member, steps = one.row.get("member"), run.steps_of(one.row)
+    ready = [run.models[member].time] if member in run.models else []
     if steps is not None:
-        first = steps.first
-        marks.append(Span("starting", begun, first["time"] - first["step"] / max(one.rate, 1e-9)))
-    elif not one.step:
-        marks.append(Span("starting", begun, last))
+        ready.append(steps.first["time"] - steps.first["step"] / max(one.rate, 1e-9))
+    if ready or not one.step:
+        marks.append(Span("starting", begun, max(ready) if one.step else last))
     for row in run.rounds_of(member):
         since = row.time - row.seconds_exposed
         marks += [Span("waiting", since, row.time), Span("recovering", since - row.seconds_recovering, since)]
@@ -149,7 +152,7 @@ def _bytes(run: ObservedRun, leaders: list[Rank]) -> tuple[float | None, float |
 
 def model_of(run: ObservedRun) -> Row | None:
     """Return the facts of the model that the run trains; None before a rank has prepared it."""
-    return next((event.facts for event in run.current if event.kind is Kind.MODEL), None)
+    return next((event.facts for event in run.models.values()), None)
 
 
 def _island(run: ObservedRun) -> int:

@@ -211,6 +211,11 @@ def sign(row: Any) -> Row:
     return found
 
 
+def is_setting(value: Any) -> bool:
+    """Return whether something is a setting as a launcher writes it, with its value."""
+    return isinstance(value, dict) and isinstance(value.get("value"), str)
+
+
 def facts_of(row: Any) -> tuple[dict[str, Any], list[str]]:
     """Return how a run was started, and the names of what can't be read of it. That and what is absent has a default.
 

@@ -75,7 +75,7 @@ def data_of(run: ObservedRun, cost: Figures) -> dict[str, Any]:
         (event.time - run.first_begun, described(run, event)) for event in run.events if event.kind is not Kind.PROCESS
     ]
     return {
-        "name": run.path.name,
+        "name": run.label,
         "state": run.state,
         "summary": _summary(run, cost),
         "facts": {name: run.facts[name] for name in ("script", "host", "settings", "versions", "git")}
@@ -214,11 +214,11 @@ def draw(runs: Sequence[ObservedRun], costs: Sequence[Figures], target: Path) ->
             if loss is not None and curve is not None:
                 pairs = zip(curve[place], curve["values"], strict=True)
                 known = [(x, math.nan if value is None else value) for x, value in pairs if x is not None]
-                label = " ".join(filter(None, [run.path.name, loss.not_finite]))
+                label = " ".join(filter(None, [run.label, loss.not_finite]))
                 axis.plot([x for x, _ in known], [value for _, value in known], label=label)
         axes[3].set(xlabel="seconds", ylabel="share of time waiting")
         if waited is not None:
-            axes[3].plot(waited["seconds"], waited["values"], label=run.path.name)
+            axes[3].plot(waited["seconds"], waited["values"], label=run.label)
     axes[0].legend(fontsize="small")
     with atomic_file(target) as part:
         figure.savefig(part, format=target.suffix[1:])

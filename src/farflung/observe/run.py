@@ -101,6 +101,7 @@ class ObservedRun:
         facts: how the latest launcher was started.
         events: what happened, in all attempts.
         current: those of this attempt.
+        models: what its replicas said of their models first, by member.
         curves: what the script has logged, in all attempts; steps that were made again count once.
         rounds: a line for each round and replica that writes here, since the ranks have started.
         ranks: those that have given a sign, in order of their replicas' ids.
@@ -119,6 +120,7 @@ class ObservedRun:
             raise ConfigError(f"{path} is no folder of a run: {FACTS} can't be read ({error}).") from None
         self.attempts = Attempts()
         self.events, self.current = list[Event](), list[Event]()
+        self.models: dict[int | None, Event] = {}
         self.saving = defaultdict[int | None, list[Event]](list)  # of this attempt, by member
         self.curves = Curves(self.attempts)
         self.rounds: list[RoundLine] = []
@@ -195,9 +197,12 @@ class ObservedRun:
         if latest != before:
             self.current = []
             self.saving.clear()
+            self.models.clear()
             self._begin_rounds((latest, 0))
         if attempt == latest:
             self.current.append(event)
+            if event.kind is Kind.MODEL:
+                self.models.setdefault(event.facts.get("member"), event)
             if event.kind is Kind.SAVING:
                 self.saving[event.facts.get("member")].append(event)
         if event.kind is Kind.PROCESS:
@@ -310,6 +315,12 @@ class ObservedRun:
             return not is_gone(launcher)
         has_ranks = any(one.row["host"] == launcher["host"] for one in self.ranks)
         return not has_ranks and self.now - launcher["started"] < _DEAD_S
+
+    @property
+    def label(self) -> str:
+        """What a legend calls the run: its folder's name, and its recipe, if the launcher was given one."""
+        setting = self.facts["settings"].get("outer_recipe")
+        return f"{self.path.name} ({setting['value']})" if records.is_setting(setting) else self.path.name
 
     @property
     def code_so_far(self) -> int | None:

@@ -23,6 +23,7 @@ from rich.text import Text
 
 from farflung.base.events import Kind
 from farflung.base.words import counted, in_bytes, in_seconds
+from farflung.observe.figures import figures
 from farflung.observe.folder import named_run
 from farflung.observe.history import described, timeline
 from farflung.observe.problems import problems
@@ -110,11 +111,9 @@ def _rounds(run: ObservedRun, width: int, back: int) -> Table:
             cells.append(*_CELLS[kind])
         table.add_row(Text(name), cells)
     lines = run.longest
-    whole = lines[-1].time - lines[0].time + lines[0].seconds_exposed
-    waiting = min(1.0, sum(row.seconds_exposed for row in lines) / max(whole, 1e-9))
     sent = in_bytes(sum(row.bytes_sent for row in lines))
     legend = f"{counted(len(rounds), 'round')}: " + "  ".join(f"{sign} {name}" for name, (sign, _) in _CELLS.items())
-    said = f"{waiting:.0%} of the time waiting, {sent} sent by each"
+    said = f"{figures(run).share('waiting'):.0%} of the time waiting, {sent} sent by each"
     table.add_row("", Text(f"{legend}; {said}", style="dim", overflow="fold"))
     return table
 

@@ -378,7 +378,8 @@ def _cosine(norm: float, decision: Decision, norms: tuple[float, ...]) -> float:
     ways = [factor * norm for factor, norm in zip(decision.factors, norms, strict=True) if factor]
     squares = sum(way * way for way in ways)
     between = sum(ways) ** 2 - squares
-    return ((norm * decision.total) ** 2 - squares) / between if between > 0 else 0.0
+    cosine = ((norm * decision.total) ** 2 - squares) / between if between > 0 else 0.0
+    return max(-1.0, min(1.0, cosine))  # but for rounding
 
 
 def _kept(said: Ballot | Tally) -> dict[str, Any]:

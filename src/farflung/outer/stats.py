@@ -50,6 +50,11 @@ class Stats:
     seconds_recovering: float = 0.0  # from when a loss was noticed until those that were left had met again
     steps_lost: float = 0.0  # of this replica's own, made while the others continued without it
 
+    @property
+    def waiting(self) -> float:
+        """The share of the time since the loop began that training has waited in rounds, from 0 to 1."""
+        return min(1.0, self.seconds_exposed / self.seconds_total) if self.seconds_total else 0.0
+
     def saved(self) -> dict[str, int | float]:
         """Return the figures that a checkpoint keeps: all but those of other replicas that came and went."""
         seen = ("replicas_lost", "replicas_joined", "seconds_recovering", "steps_lost")
@@ -60,13 +65,12 @@ class Stats:
 
     def __str__(self) -> str:
         skipped, dropped = self.attempts - self.steps, self.dropped_rounds
-        share = self.seconds_exposed / self.seconds_total if self.seconds_total else 0.0
         rows = {
             "steps": f"{self.steps:,}" + (f" ({skipped:,} skipped)" if skipped else ""),
             "rounds": f"{self.rounds:,}" + (f" ({dropped:,} dropped)" if dropped else ""),
             "sent": f"{in_bytes(self.bytes_sent)}, votes {in_bytes(self.bytes_voting)}",
             "received": in_bytes(self.bytes_received),
-            "waited": f"{in_seconds(self.seconds_exposed)} of {in_seconds(self.seconds_total)} ({share:.0%})",
+            "waited": f"{in_seconds(self.seconds_exposed)} of {in_seconds(self.seconds_total)} ({self.waiting:.0%})",
             "hidden": f"{in_seconds(self.seconds_hidden)} of rounds during training",
             "drift": f"{self.drift_norm:.3g} from the anchor, {self.first_drift_norm:.3g} in the first round",
             "cosine": f"{self.cosine:.3g} between replicas",
@@ -161,9 +165,9 @@ class Meter:
             return f"--outer-{name}{value and ' '}{value}" if by_flags else f"{name}={value}"
 
         now, said = self.stats(), []
-        if now.rounds and now.seconds_exposed > 0.1 * now.seconds_total:
+        if now.rounds and now.waiting > 0.1:
             voting = min(1.0, now.seconds_voting / max(now.seconds_exposed, 1e-9))
-            share = f"Training spent {now.seconds_exposed / now.seconds_total:.0%} of the time waiting for rounds, "
+            share = f"Training spent {now.waiting:.0%} of the time waiting for rounds, "
             share += f"{voting:.0%} of that for slower ranks: "
             if voting > 0.5:  # fewer bytes or rounds would leave the slow ones as slow as they are
                 as_it_is = is_fixed or is_auto

@@ -55,8 +55,9 @@ class OuterLoops(Part):
         """Merge the loops of the ranks that held the same shards as this one does."""
         spread = self.run.spread
         column = 0 if spread is None else spread[0].index(source.rank)
-        names = [paths.outer_state(rank) for rank in range(column, source.old_size, _columns(spread))]
-        if not all(map(source.checkpoint.has, names)):
+        ranks = range(column, source.old_size, _columns(spread))
+        names = [paths.outer_state(rank) for rank in ranks if rank in source.known]
+        if not names or not all(map(source.checkpoint.has, names)):
             return
         columns = zip(*(source.checkpoint.read(name)["loops"] for name in names), strict=True)
         merged = [lazy.states.merge_states(column) for column in columns]

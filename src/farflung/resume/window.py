@@ -90,9 +90,8 @@ class AccumulationWindow(Part):
 def _redistributed(owns: Sequence[dict[str, Any]], notes: list[str]) -> dict[str, Any]:
     """Return the state from which each of another number of ranks continues."""
     if any(one["is_own"] for one in owns[0]["optimizers"]):
-        notes.append(
-            "replicas had trained independently: all take the mean of their weights, and rank 0's optimizer state"
-        )
+        weights = "rank 0's weights" if len(owns) == 1 else "the mean of their weights"
+        notes.append(f"replicas had trained independently: all take {weights}, and rank 0's optimizer state")
     optimizers = [{**one, "is_own": False} for one in owns[0]["optimizers"]]
     own = {**owns[0], "optimizers": optimizers, "gradients": _mean_gradients(owns, notes), "reduced": None}
     return own if own["gradients"] is not None else _without_gradients(own)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scripts of the kinds that tutorials and examples have, as they are: under a fixed set, elastic, and at an address."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.python import run_farflung
+
+SCRIPTS = Path(__file__).parent / "scripts"
+WAYS = {
+    "fixed": ("--num_processes", 2),
+    "elastic": ("--elastic", "1:3", "--replicas", 2),
+    "meet": ("--elastic", "1:3", "--replicas", 2, "--meet"),
+}
+OUTER = ("--outer", "diloco", "--outer-every", 4, "--outer-report", "off")
+
+pytestmark = pytest.mark.usefixtures("warm")
+
+
+def ended(script, way, folder, *flags, code=0, arguments=()):
+    """What the replicas of a script have left at their ends, and what was printed."""
+    shutil.copy(SCRIPTS / script, folder)
+    place = ((folder / "run").as_uri(),) if way == "meet" else ()
+    words = ("launch", "--cpu", *WAYS[way], *place, *OUTER, *flags, script, *arguments)
+    done = run_farflung(*words, cwd=folder, code=code, timeout_s=90)
+    return [torch.load(file) for file in sorted(folder.glob("end-*.pt"))], done.stdout + done.stderr
+
+
+def check(ends, samples=None):
+    """Two replicas have ended with equal weights, and each sample came once in each epoch."""
+    one, other = (end["weights"] for end in ends)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    if samples is not None:
+        assert Counter(sample for end in ends for sample in end["seen"]) == samples
+
+
+def once(epochs, number=96):
+    return {(epoch, sample): 1 for epoch in range(epochs) for sample in range(number)}
+
+
+@pytest.mark.parametrize("way", ["fixed", "elastic", pytest.param("meet", marks=pytest.mark.long)])
+def test_a_tutorial_that_looks_at_a_batch_of_each_epoch(way, tmp_path):
+    ends, _ = ended("tutorial.py", way, tmp_path)
+    check(ends, once(4))
+
+
+@pytest.mark.parametrize("way", ["fixed", "elastic", pytest.param("meet", marks=pytest.mark.long)])
+def test_a_denoiser_whose_main_process_saves_and_whose_schedule_was_made_before_prepare(way, tmp_path):
+    ends, said = ended("denoiser.py", way, tmp_path, *(("--as-accelerate",) if way == "fixed" else ()))
+    check(ends, once(3))
+    assert max(end["rate"] for end in ends) < 0.05 * 1e-2
+    assert (tmp_path / "saved" / "checkpoint-10" / "farflung.json").exists()
+    assert said.count("saved to saved/checkpoint-10 alone: it lacks") == (way == "fixed")
+    assert ("`import accelerate` is answered by Farflung" in said) == (way != "fixed")
+
+
+@pytest.mark.long
+def test_a_trainer_on_accelerate_shares_its_data_out(tmp_path):
+    ends, said = ended("trainer.py", "elastic", tmp_path)
+    check(ends)
+    counts = Counter(sample for end in ends for sample in end["seen"])
+    assert max(counts.values()) == 2
+    assert counts.total() > 64  # a replica leaves an epoch after len(loader) batches, so some of a small one are left
+    assert "`import accelerate` is answered by Farflung" in said
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
+def test_a_script_that_draws_its_own_batches_needs_a_seed_by_its_place_where_replicas_come_and_go(way, tmp_path):
+    ends, said = ended("sampler.py", way, tmp_path, code=0 if way == "fixed" else None)
+    if way == "fixed":
+        check(ends)
+    else:
+        assert "or a seed that depends on its place (farflung.elastic.place())" in said
+    (tmp_path / "placed").mkdir()
+    ends, _ = ended("sampler.py", way, tmp_path / "placed", arguments=("--place",))
+    check(ends)
