@@ -196,7 +196,7 @@ def test_one_file_asks_the_environment_whether_replicas_come_and_go_and_a_place_
     setters = {"config/environ.py", "config/launch.py", "launch/replicas.py"}
     assert users - setters == {"process/place.py"}
     makers = {name for name in NAMES if "Place.launched(" in (SOURCE / name).read_text()}
-    starts = "process/bootstrap.py process/run_files.py hosts/data_parallel.py hosts/elastic.py"
+    starts = "process/bootstrap.py process/run_files.py hosts/data_parallel.py hosts/elastic.py launch/rank.py"
     assert makers == set(starts.split())
 
 

@@ -6,7 +6,15 @@ import pickle
 import pytest
 
 from farflung.base.causes import Cause, cause_of, cause_of_meeting, gloo_limit_s
-from farflung.base.errors import CheckpointError, ConfigError, RankFailure, Unreachable
+from farflung.base.errors import (
+    CheckpointError,
+    CollectiveMismatch,
+    ConfigError,
+    RankFailure,
+    StateError,
+    Unreachable,
+    Unsupported,
+)
 
 GLOO = "[enforce fail at pair.cc:553] Connection closed by peer [127.0.0.1]:1"
 LATE = "[gloo] Timed out waiting 5000ms for recv operation to complete"
@@ -32,7 +40,10 @@ def raised(error, cause):
         (raised(ValueError("no batch"), RankFailure("rank 1 left")), Cause.PEER),
         (raised(ValueError("no batch"), raised(KeyError(1), RuntimeError(LATE))), Cause.LATE),
         (raised(CheckpointError("not written"), RuntimeError(GLOO)), Cause.OWN),
-        (ConfigError("timeout is 0"), Cause.OWN),
+        (ConfigError("timeout is 0"), Cause.WRONG_USE),
+        (StateError("it has ended"), Cause.WRONG_USE),
+        (Unsupported("a hook"), Cause.WRONG_USE),
+        (CollectiveMismatch("[8] and [6]"), Cause.WRONG_USE),
         (Unreachable("no answer"), Cause.ENGINE),
     ],
 )

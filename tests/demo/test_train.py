@@ -6,6 +6,7 @@ import stat
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -215,3 +216,15 @@ def metered_and_plain():
 def test_gradients_are_those_of_ddp_and_bytes_those_of_a_ring(size):
     for sent, gradient_bytes in run_ranks(metered_and_plain, size):
         assert sent == pytest.approx(2 * 2 * (size - 1) / size * gradient_bytes, abs=20)
+
+
+def test_a_pipe_gets_a_line_a_minute(monkeypatch, capsys):
+    now, trial = [0.0], SimpleNamespace(way=SimpleNamespace(name="DDP"))
+    monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for is_main in (True, False):
+        with train.progress_bar(SimpleNamespace(is_main_process=is_main), 1200) as show:
+            for _ in range(13):
+                now[0] += 10.0
+                show(trial)
+    lines = [f"{steps} of 1,200 steps after {minutes} min, the latest by DDP" for steps, minutes in ((6, 1), (12, 2))]
+    assert capsys.readouterr().out.splitlines() == lines

@@ -4,6 +4,7 @@
 import json
 import logging
 import os
+import re
 from contextlib import redirect_stderr
 from io import StringIO
 
@@ -18,16 +19,19 @@ from farflung.address.c10d_transport import C10dTransport
 from farflung.address.member_store import LauncherNotes
 from farflung.address.schemes import transport_at
 from farflung.base.causes import Cause
-from farflung.base.errors import ConfigError, RankFailure
+from farflung.base.errors import RankFailure
 from farflung.config import environ
 from farflung.data.slots import Slots
 from farflung.elastic import launched_membership, place
 from farflung.hosts.data_parallel import DDPTakeover
+from farflung.launch.plan import RANK
+from farflung.launch.shell import start_of
 from farflung.methods.arguments import OuterConfig
 from farflung.outer import OuterLoop, diloco
 from farflung.process.place import Place
 from farflung.testing.ranks import run_ranks
 from tests.outer.elastic_run import served
+from tests.python import run_python
 
 CONFIG = OuterConfig("diloco", every=4, lr=1.0, momentum=0.0, report="off")
 
@@ -87,14 +91,6 @@ def test_a_schedule_may_be_planned_by_the_length_of_a_loader_before_there_is_a_m
     loaders = [DataLoader(data, sampler=DistributedSampler(data, 1, 0, shuffle=shuffle)) for shuffle in (True, False)]
     planned = DDPTakeover(CONFIG, Slots, Place.launched())._data
     assert [planned._length(DataLoader.__len__, loader) for loader in loaders] == [6, 12]
-
-
-def test_a_script_that_makes_a_group_of_several_alone_is_told_that_a_replica_is_a_world_of_its_own(monkeypatch):
-    Launched(monkeypatch, expected=2).place(0)
-    takeover = DDPTakeover(CONFIG, Slots, Place.launched())
-    optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=1.0)
-    with pytest.raises(ConfigError, match=r"a world of its own \(WORLD_SIZE=1\).*Also where WORLD_SIZE is 1, "):
-        takeover._about_to_step(optimizer)
 
 
 class Fits:
@@ -220,3 +216,42 @@ def test_a_line_says_where_a_schedule_ends(tmp_path):
     ((said, rate),) = run_ranks(scheduled, 1, tmp_path.as_uri(), 2)
     assert "training ends after 10 updates of each of 1 replica: 2 epochs." in said
     assert rate < 1e-6
+
+
+OWN = """
+import os, sys, torch, torch.distributed as dist
+if "group" in sys.argv:
+    dist.init_process_group("gloo")
+if "elastic" in sys.argv:
+    import farflung.elastic
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+"""
+ASIDE = "Each replica of --elastic is a process group of its own, so what a script exchanges itself"
+
+
+@pytest.mark.parametrize(
+    ("words", "recipe", "said"),
+    [
+        (
+            [],
+            "",
+            "This SGD makes its first step in a replica of --elastic, .*: .* a model of its own. Start with --outer",
+        ),
+        (["elastic"], "", ""),
+        ([], "diloco", f"made no process group in this replica: call .*init_process_group in the script. {ASIDE}"),
+        (["group"], "diloco", f"trains 2 parameters which no DDP model has, .*DistributedDataParallel. {ASIDE}"),
+    ],
+)
+def test_a_replica_whose_model_no_loop_has_is_told_at_its_first_step(words, recipe, said, monkeypatch, home):
+    """And one whose script will open a loop is not."""
+    (home / "train.py").write_text(OWN)
+    monkeypatch.setenv("FARFLUNG_OUTER_RECIPE", recipe)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "0")
+    Launched(monkeypatch, 1).place(1)
+    done = run_python(*start_of(RANK)[1:], "train.py", *words, code=None)
+    assert re.search(said, done.stderr) if said else not done.stderr
+    assert done.returncode == bool(said)

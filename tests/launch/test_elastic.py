@@ -85,7 +85,9 @@ def test_a_run_that_is_not_there_is_not_joined_and_one_whose_record_is_gone_is_n
     where = f"127.0.0.1:{server.port}"
     seconds = [0.0]  # between the times that it is asked
     with monkeypatch.context() as patch:
-        patch.setattr(elastic, "time", SimpleNamespace(monotonic=lambda: sum(seconds), sleep=seconds.append))
+        patch.setattr(
+            "farflung.comm.patience.time", SimpleNamespace(monotonic=lambda: sum(seconds), sleep=seconds.append)
+        )
         with pytest.raises(ConfigError, match=f"^join is {where}, .* its first launcher has recorded no settings"):
             prepared(join=where)
     assert 0 < max(seconds) <= 1

@@ -120,8 +120,8 @@ def names(monkeypatch):
             return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.1", 0))]
 
         monkeypatch.setattr(network.socket, "getaddrinfo", look_up)
-        monkeypatch.setattr(network.time, "monotonic", lambda: now[0])
-        monkeypatch.setattr(network.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+        monkeypatch.setattr("farflung.comm.patience.time.monotonic", lambda: now[0])
+        monkeypatch.setattr("farflung.comm.patience.time.sleep", lambda s: now.__setitem__(0, now[0] + s))
         monkeypatch.setattr(network, "record", lambda kind, **facts: told.append(facts["message"]))
         return now, told
 

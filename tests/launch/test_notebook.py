@@ -143,7 +143,7 @@ def test_torchs_rendezvous_is_that_which_is_named_and_a_signal_ends_the_cell(num
         return SimpleNamespace(signal=number, failures=[])
 
     monkeypatch.setattr("farflung.launch.notebook.run_agent", run)
-    monkeypatch.setattr("farflung.launch.notebook.usable_cores", lambda: 9)
+    monkeypatch.setattr("farflung.launch.plan.usable_cores", lambda: 9)
     if number == signal.SIGTERM:
         monkeypatch.setenv("OMP_NUM_THREADS", "3")
     meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:7", "rdzv_id": "run7", "rdzv_conf": {"timeout": 3}}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import click
 import pytest
@@ -15,6 +16,7 @@ from farflung.config.recipes import RECIPES
 from farflung.config.resolve import resolve
 from farflung.launch.face import launch
 from farflung.launch.options import given
+from tests.python import call_farflung
 
 
 def parse(*arguments: str) -> dict[str, object]:
@@ -135,3 +137,24 @@ def test_each_setting_is_in_one_group():
     with pytest.raises(KeyError, match="new_setting must be in one of GROUPS"):
         group_of("new_setting")
     assert {entry.group for entry in FIELDS} == {*GROUPS}
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "found"),
+    [
+        (["--outer", "diloco", "--lr", "1", "--outer-every=4"], "", ["--outer", "--outer-every"]),
+        (["--num-processes", "2", "--num-processes", "3"], "", ["--num-processes"]),
+        (["--cpu", "--mixed_precision", "bf16", "outer", "-m"], "", []),
+        (["--multi-gpu"], "parser.add_argument('--multi_gpu')", []),
+        (["--main_process-ip", "a"], "main_process_ip: str = field()", []),
+        (["--outer", "x"], "# --outer_lr is for the launcher", ["--outer"]),
+    ],
+)
+def test_flags_of_the_launcher_that_went_to_the_script_are_named_once(words, text, found, home, capsys, monkeypatch):
+    monkeypatch.setattr("farflung.launch.run.become", lambda plan: sys.exit(0))
+    (home / "train.py").write_text(text)
+    assert call_farflung("launch", "--cpu", "train.py", *words) == 0
+    said = (
+        "{} went to the script, after whose name they stand. If they are for the launcher, write them before train.py"
+    )
+    assert capsys.readouterr().err == (f"farflung: warning: {said.format(' and '.join(found))}\n" if found else "")

@@ -75,13 +75,16 @@ def test_one_process_needs_no_agent_unless_it_is_watched(script):
         assert not alone(**settings), settings
 
 
-def test_a_replica_is_a_run_of_its_own_and_has_a_launcher_if_it_has_ranks_or_files():
+def test_a_replica_is_a_run_of_its_own_and_has_a_launcher_if_it_has_ranks_or_files(monkeypatch):
+    monkeypatch.setattr(plans, "usable_cores", lambda: 9)
     at_meet = {"elastic": "1:2", "replicas": 2, "heartbeat_s": 1.0, "state_every": 5, "key_file": "k", "meet": "s3://x"}
     own = {"use_cpu": True, "ranks_per_replica": 2, "max_restarts": 2, "run_dir": "run"}
     at_port = {"elastic": "1:2", "main_process_ip": "a", "main_process_port": 7}
     for shared in (at_meet, at_port, {"join": "a:1"}):
         replica = plans.one_replica(LaunchSettings(**shared, **own))
-        assert replica == LaunchSettings(use_cpu=True, num_processes=2, run_dir="none")
+        threads = 2 if "replicas" in shared else None
+        alone = {"num_processes": 2, "num_cpu_threads_per_process": threads, "run_dir": "none"}
+        assert replica == LaunchSettings(use_cpu=True, **alone)
     for given in {}, {"ranks_per_replica": 2}, {"tee": "1"}, {"log_dir": "logs"}:
         assert plans.has_launchers(LaunchSettings(elastic="1:2", **given)) == bool(given)
 
@@ -89,13 +92,25 @@ def test_a_replica_is_a_run_of_its_own_and_has_a_launcher_if_it_has_ranks_or_fil
 def test_threads_share_the_cores_unless_somebody_says_otherwise(script, monkeypatch):
     monkeypatch.setattr(plans, "usable_cores", lambda: 9)
 
+    def told(settings):
+        return make_plan(settings, script, []).variables.get("OMP_NUM_THREADS")
+
     def threads(**said):
-        return make_plan(LaunchSettings(use_cpu=True, **said), script, []).variables.get("OMP_NUM_THREADS")
+        return told(LaunchSettings(use_cpu=True, **said))
 
     assert threads(num_processes=4) == "2"
     assert threads(num_processes=16 * 9) == "1"
     assert threads(num_processes=4, num_cpu_threads_per_process=5) == "5"
     assert threads() is None
+
+    def of_replicas(**said):
+        return told(plans.one_replica(LaunchSettings(use_cpu=True, **said)))
+
+    assert of_replicas(elastic="1:3", replicas=3) == of_replicas(join="a:1", replicas=3) == "3"
+    assert of_replicas(elastic="2:3") == "4"
+    assert of_replicas(elastic="1:3", replicas=2, ranks_per_replica=2, meet="s3://bucket/run") == "2"
+    assert of_replicas(elastic="1:3", replicas=3, num_cpu_threads_per_process=5) == "5"
+    assert of_replicas(elastic="1:3") is None
     monkeypatch.undo()
     monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
     assert plans.usable_cores() == os.cpu_count()

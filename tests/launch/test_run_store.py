@@ -26,6 +26,7 @@ from farflung.launch.codes import BY_SIGNAL, REQUEUE
 from farflung.launch.events import showing
 from farflung.launch.run_store import RunStore
 from farflung.process.identity import address_of
+from farflung.testing.patience import patience
 from tests.outer.elastic_run import served
 
 fails = Mock(side_effect=Unreachable("no answer"))
@@ -87,6 +88,18 @@ def test_a_launcher_that_waits_for_its_address_still_ends_when_it_is_asked_to(nu
     monkeypatch.setattr(launcher._store, "ask", lambda act, otherwise: otherwise)  # no answer comes
     threading.Timer(0.5, os.kill, (os.getpid(), number)).start()
     assert launcher.run(1) == (REQUEUE if number == signal.SIGUSR1 else BY_SIGNAL + number)
+
+
+def test_a_launcher_that_is_to_end_leaves_a_request_that_gets_no_answer(said):
+    is_ending, over = threading.Event(), threading.Event()
+    store = RunStore(C10dTransport(served()), is_ending.is_set)
+    threading.Timer(1.2, is_ending.set).start()
+    began = time.monotonic()
+    for _ in range(3):
+        assert store.ask(lambda notes: over.wait(60), "nothing") == "nothing"
+    over.set()
+    assert 1.2 <= time.monotonic() - began < patience(5)
+    assert len(said) == 1
 
 
 def test_launchers_of_containers_with_one_host_name_and_one_process_id_have_names_of_their_own():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,11 +14,13 @@ import pytest
 
 from farflung.address import member_store
 from farflung.address.c10d_transport import C10dTransport
+from farflung.address.saved_state import Saved, SavedStates
 from farflung.address.schemes import transport_at
+from farflung.base.causes import Cause
 from farflung.base.events import FILES_ONLY, Event, Kind, Sink
 from farflung.config.launch import LaunchSettings
 from farflung.launch import replicas, supervisor
-from farflung.launch.codes import DONE, ENGINE, FAILED, HUNG
+from farflung.launch.codes import DONE, ENGINE, FAILED, HUNG, OF_REPLICAS
 from farflung.launch.events import showing
 from farflung.process.identity import address_of
 from tests.outer.elastic_run import served
@@ -26,9 +29,20 @@ from tests.waits import until
 SCRIPT = ["sh", "-c", 'until [ -e "do$FARFLUNG_MEMBER" ]; do sleep 0.01; done; . "./do$FARFLUNG_MEMBER"']
 WAITS = "until [ -e go ]; do sleep 0.01; done"
 MET, ITS_DONE = {"in": "1"}, {"in": "1", "left": member_store.DONE}
-REPORT = {"message": {"message": "RankFailure: no answer", "extraInfo": {"py_callstack": "T", "cause": "late"}}}
-REPORTS = f"printf '{json.dumps(REPORT)}' > $TORCHELASTIC_ERROR_FILE; exit 1"
 
+
+def reporting(message: str, cause: str) -> str:
+    report = {"message": {"message": message, "extraInfo": {"py_callstack": "T", "cause": cause}}}
+    return f"printf '{json.dumps(report)}' > $TORCHELASTIC_ERROR_FILE; exit 1"
+
+
+REPORTS = reporting("RankFailure: no answer", "late")
+WRONG = reporting("ConfigError: replicas 0 and 1 see the same batches", "wrong_use")
+MISSING = reporting("ModuleNotFoundError: no wandb", "own")
+
+FINISHED = (
+    "the run at file:///x has finished its work. Begin another at an address of its own; `farflung checkpoint pull"
+)
 PASS = "Pass membership=launched_membership() to an OuterLoop of your own"
 
 
@@ -82,10 +96,13 @@ def lab(home, monkeypatch):
         ("exit 3", MET, 3, FAILED, "ended with exit code 3; it"),
         ("kill -KILL $$", {}, 3, FAILED, "was killed by SIGKILL; it"),
         (REPORTS, ITS_DONE, 1, HUNG, "ended with exit code 1 (RankFailure: no answer) after its training was over; it"),
-        ("exit 3", {"left": member_store.LATE}, 1, DONE, "is not let in: the others have finished the work"),
+        ("exit 3", {"left": member_store.LATE}, 1, DONE, f"is not let in: {FINISHED}"),
         ("exit 0", MET, 1, DONE, None),
         ("exit 0", {}, 1, DONE, f"has finished, but none of its outer loops ever met the others. {PASS}"),
         (REPORTS, {}, 1, HUNG, "ended with exit code 1 (RankFailure: no answer); it"),
+        (WRONG, MET, 1, FAILED, "ended with exit code 1 by a wrong use, see above; it"),
+        (MISSING, MET, 2, FAILED, "ended with exit code 1 by a wrong use, see above; it"),
+        (reporting("OSError: a disk", "own"), MET, 3, FAILED, "ended with exit code 1 (OSError: a disk); it"),
     ],
 )
 def test_how_a_process_ends_decides_whether_another_starts_and_the_code(line, records, num_started, code, last, lab):
@@ -110,6 +127,12 @@ def test_a_replica_that_fails_once_another_has_finished_fails_no_run(lab):
 def test_launchers_under_this_one_report_a_hang_by_their_code(lab):
     codes = [lab.run((f"exit {code}", {}), ranks_per_replica=size) for code, size in ((4, 2), (5, 2), (4, 1))]
     assert codes == [HUNG, FAILED, FAILED]
+
+
+def test_a_wrong_use_that_a_launcher_under_this_one_reports_is_not_repeated(lab):
+    for code, num_started in (OF_REPLICAS[Cause.WRONG_USE], 1), (FAILED, 3):
+        assert lab.run((f"exit {code}", MET), ranks_per_replica=2, max_restarts=2) == FAILED
+        assert len(lab.pids) == num_started
 
 
 def test_a_first_launcher_serves_until_others_have_ended_and_starts_nothing_once_its_store_is_gone(lab, monkeypatch):
@@ -161,3 +184,28 @@ def test_a_launcher_takes_the_place_of_a_first_one_that_is_silent_and_renews_the
         lab.notes.send(Event.now(Kind.NOTE, message=f"to {machine}"), machine)
     assert lab.run((WAITS, MET), heartbeat_s=0.01, beside=beside) == DONE
     assert lab.said() == ["to mine", "to first"]
+
+
+def test_a_signal_says_where_the_state_of_the_run_is_and_what_continues_it(lab, home):
+    def interrupted(**given):
+        code = lab.run((f"touch up; {WAITS}", MET), beside=stop, **given)
+        Path("go").unlink()
+        Path("up").unlink()
+        return code, lab.said()[-1]
+
+    def stop():
+        until(Path("up").exists)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    pull = "`farflung checkpoint pull file:///x model.safetensors` gets its weights"
+    line = "so the same line begins it again."
+    assert interrupted() == (128 + signal.SIGTERM, f"no state of this run lies at file:///x yet, {line}")
+    states = SavedStates(lab.board.part("loop1"))
+    states.write("1.6.end", 0, {})
+    assert states.finish(Saved("1.6.end", position=1200, ranks=1, parts=()))
+    where = "the state at step 1,200 lies at file:///x: the same line continues the run from there"
+    assert interrupted() == (128 + signal.SIGTERM, f"{where}; {pull}.")
+    lab.transport = C10dTransport(served(None))
+    lab.board, lab.notes = lab.transport.board, member_store.LauncherNotes(lab.transport.board)
+    lab.board.put("run", b"{}")
+    assert interrupted(meet=None)[1].startswith("the state of this run was in its replicas alone")

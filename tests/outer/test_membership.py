@@ -4,6 +4,8 @@
 Replica i moves its weights by -(i + 1) in each step, so that a reference needs no gradients and no network.
 """
 
+import threading
+import time
 import weakref
 from contextlib import suppress
 from dataclasses import replace
@@ -14,18 +16,22 @@ import pytest
 import torch
 from torch import nn
 
-from farflung.base.errors import CollectiveMismatch, RankFailure
+from farflung.address import c10d_transport
+from farflung.base.errors import CollectiveMismatch, RankFailure, Unreachable
 from farflung.comm.collectives import broadcast_object_list
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup
+from farflung.members.elastic import Elastic
 from farflung.methods.anchored import Anchored
 from farflung.methods.inner import AverageState, ResetState
 from farflung.methods.recipes import diloco, eager_diloco, edit, gossip, local_sgd, quadratic, streaming_diloco
 from farflung.outer import OuterLoop
 from farflung.outer.membership import Membership
+from farflung.testing.patience import patience
 from farflung.testing.sim import SimGroup, run_replicas
 from farflung.votes.generation import open_generation
 from tests.faults import IN_A_ROUND, fail_at
+from tests.outer.elastic_run import served
 from tests.outer.replicas import on_replicas, shift
 
 EVERY, LR, MOMENTUM, STEPS = 3, 0.5, 0.5, 12
@@ -339,3 +345,20 @@ def test_no_step_is_lost_in_a_change_of_h_nor_counts_twice():
     for at in range(1, 48):
         for path, _ in run_replicas(train, 3, [0, 1, 2], recipe, at, 1, 2 * STEPS, [(3, 5), (9, 2)], 1.0):
             assert all(weight == 64.0 - position for position, weight, *_ in path), at
+
+
+def test_a_replica_that_is_interrupted_does_not_wait_for_a_store_that_is_silent(monkeypatch):
+    monkeypatch.setattr(c10d_transport, "ANSWER_S", 0.3)
+    server, over = served(), threading.Event()
+    membership = Elastic(c10d_transport.C10dTransport(("127.0.0.1", server.port)), 1)
+
+    def silent(*request):
+        over.wait(60)
+
+    monkeypatch.setattr(server, "_answer", silent)
+    with pytest.raises(Unreachable):
+        membership.peers.at_once.mark_broken(1, "it is cut off")  # a request without an answer
+    began = time.monotonic()
+    membership.end("KeyboardInterrupt")
+    over.set()
+    assert time.monotonic() - began < patience(10), "its patience is a minute"

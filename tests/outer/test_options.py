@@ -419,8 +419,20 @@ def test_advice_is_given_where_there_is_something_to_say():
     assert calm.advice() == ""
 
 
+def test_a_replica_that_trained_alone_though_others_may_come_is_told_what_0_bytes_mean():
+    meter = Meter()
+    assert meter.advice(by_flags=True, is_fixed=False) == "", "it has made no round yet"
+    meter.add("rounds", 7)
+    said = "warning: 0 B were sent in 7 rounds: no other replica took part in any, so this one has trained alone"
+    assert meter.advice(by_flags=True, is_fixed=False).startswith(said)
+    assert meter.advice(by_flags=True, is_fixed=True) == ""
+    meter.add("bytes_sent", 1)
+    assert meter.advice(by_flags=True, is_fixed=False) == ""
+
+
 def test_advice_is_by_cause_and_names_what_can_be_set():
     meter = Meter()
+    meter.add("bytes_sent")
     for name, amount in {"seconds_exposed": 90.0, "seconds_total": 100.0, "seconds_voting": 10.0, "rounds": 10}.items():
         assert meter.advice(by_flags=True, is_fixed=False) == ""
         meter.add(name, amount)

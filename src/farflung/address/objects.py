@@ -19,6 +19,7 @@ from urllib.parse import quote, unquote
 from farflung.address.board import Board
 from farflung.address.seal import Seal, SealError
 from farflung.base.errors import Unreachable
+from farflung.comm.patience import aloud, waiting
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -180,8 +181,11 @@ class ObjectBoard(Board):
         Args:
             act: what the request does, for errors to name what is not permitted.
         """
-        began, pause_s = time.monotonic(), _FIRST_PAUSE_S
+        say = aloud("this process", f"for an answer of the run's {self.root}")
+        pauses = waiting(_FIRST_PAUSE_S, say=say, most_s=self.patience_s / _PAUSES)
+        began = time.monotonic()
         while True:
+            next(pauses)
             try:
                 found = request()
                 self.outages.succeeded(act)
@@ -194,8 +198,6 @@ class ObjectBoard(Board):
                 if self.outages.failed_s(act, began) >= self.patience_s or is_final:
                     at = f" ({error.filename})" if error.filename else ""
                     raise self.unreachable(f"{error.strerror or error}{at}") from None
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, max(_FIRST_PAUSE_S, self.patience_s / _PAUSES))
 
 
 def try_out(board: ObjectBoard) -> None:

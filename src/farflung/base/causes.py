@@ -17,6 +17,7 @@ class Cause(str, Enum):
     """Why a process or a run failed; `launch/codes.py` has the exit code of each."""
 
     OWN = "own"  # an error of its own
+    WRONG_USE = "wrong_use"  # a use of ours that fails in the same way each time
     FAULT = "fault"  # a signal that the system sends, such as SIGSEGV
     PEER = "peer"  # another rank was lost
     LATE = "late"  # another rank did not come in time

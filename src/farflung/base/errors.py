@@ -13,8 +13,6 @@ FarflungError
 |-- RankFailure (RuntimeError)           another rank failed or left; the message names it
 |-- Unreachable (RuntimeError)           the store that the replicas of a run share gives no answer
 `-- CheckpointError (RuntimeError)       a checkpoint that could not be written, or is not whole; nothing else is hurt
-
-Accelerate's name for CollectiveMismatch is DistributedOperationException.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ class FarflungError(Exception):
         together: the errors that this one joins, one a line.
     """
 
-    cause = Cause.OWN
+    cause = Cause.WRONG_USE
     together: tuple[FarflungError, ...] = ()
 
     def __init__(self, problem: str = "", setting: str = "") -> None:
@@ -67,6 +65,8 @@ class StateError(FarflungError, RuntimeError):
 class NonFinite(FarflungError, FloatingPointError):
     """Too many steps in a row had a loss or gradients that are not finite."""
 
+    cause = Cause.OWN
+
 
 class StateReset(StateError, AttributeError):
     """A state class was read after its reset, when it has no attributes."""
@@ -80,7 +80,7 @@ class CollectiveMismatch(FarflungError, RuntimeError):
     """Ranks brought different things to one collective; the same error is raised on each of them."""
 
 
-DistributedOperationException = CollectiveMismatch
+DistributedOperationException = CollectiveMismatch  # Accelerate's name
 
 
 class RankFailure(FarflungError, RuntimeError):
@@ -107,6 +107,8 @@ class Unreachable(FarflungError, RuntimeError):
 
 class CheckpointError(FarflungError, RuntimeError):
     """A checkpoint that could not be written, or is not whole. The checkpoints before it and the run are untouched."""
+
+    cause = Cause.OWN
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -253,7 +253,7 @@ def explained(error: BaseException, group: Group) -> BaseException:
     """
     if isinstance(error, FarflungError) or not isinstance(error, RuntimeError):
         return error
-    if not isinstance(group, TorchGroup) or cause_of(error) is Cause.OWN:
+    if not isinstance(group, TorchGroup) or cause_of(error) in (Cause.OWN, Cause.WRONG_USE):
         return error
     return group.failure(error).with_traceback(error.__traceback__)
 

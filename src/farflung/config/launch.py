@@ -130,7 +130,7 @@ class LaunchSettings(LayoutSettings, EngineSettings):
     )
     num_cpu_threads_per_process: int | None = setting(
         None,
-        "CPU threads per process. [cores / processes on this machine; torch's default for one process]",
+        "CPU threads per process. [cores / processes that the launcher starts here; torch's default for one]",
         variable="OMP_NUM_THREADS",
     )
     hang_timeout_s: float = setting(

@@ -291,7 +291,22 @@ def rise_and_fall(done: float) -> float:
 
 @contextmanager
 def progress_bar(accelerator: Accelerator, steps: int) -> Iterator[Callable[[Trial], None]]:
-    """Draw a bar over the `steps` of all trials on the main process; yield a function that counts a trial's step."""
+    """Draw a bar over the `steps` of all trials on the main process; yield a function that counts a trial's step.
+
+    A pipe or a file gets a line a minute in its place.
+    """
+    if not sys.stdout.isatty():
+        done, began, minutes = 0, time.monotonic(), 1
+
+        def count_step(trial: Trial) -> None:
+            nonlocal done, minutes
+            done += 1
+            if accelerator.is_main_process and time.monotonic() >= began + 60 * minutes:
+                print(f"{done:,} of {steps:,} steps after {minutes} min, the latest by {trial.way.name}", flush=True)
+                minutes = 1 + int((time.monotonic() - began) // 60)
+
+        yield count_step
+        return
     columns = ("{task.description:18}", BarColumn(), MofNCompleteColumn(), "steps", TimeElapsedColumn(), "so far,")
     left = (TimeRemainingColumn(), "left")
     with Progress(*columns, *left, refresh_per_second=4, disable=not accelerator.is_main_process) as progress:

@@ -49,7 +49,7 @@ from farflung.config.launch import launched_outer
 from farflung.hosts.driver import Driver, EpochTracker
 from farflung.hosts.elastic import members_of, slots_of
 from farflung.hosts.evaluation import AgreedState, FollowedModelHook, LentWeights, follow_modes
-from farflung.hosts.frameworks import follow_frameworks, show_in_trainer, to_make_ddp, why_alone
+from farflung.hosts.frameworks import follow_frameworks, show_in_trainer, to_make_ddp, without_group
 from farflung.hosts.patching import around
 from farflung.hosts.rounds import RoundFigures, RoundOutputs, note_attached
 from farflung.hosts.spawned import follow_processes
@@ -269,7 +269,7 @@ class DDPTakeover:
                 "them."
             )
         if not dist.is_initialized() or (dist.get_world_size() == 1 and self.place.member is None):
-            raise ConfigError(f"{asked}: {why_alone(self.place.member is not None)}.")
+            raise ConfigError(f"{asked}: {without_group(self.place)}")
         if any(map(is_flattened, trained)):
             raise ConfigError(
                 f"{asked}: FullyShardedDataParallel sends parameters, or with NO_SHARD gradients, over all "
@@ -290,7 +290,7 @@ class DDPTakeover:
         where = f"none of the {len(self._followed)} DDP models has" if self._followed else "no DDP model has"
         raise ConfigError(
             f"{asked}: this {type(optimizer).__name__} trains {counted(len(trained), 'parameter')} which {where}, so "
-            f"nothing would average them: {to_make_ddp()}."
+            f"nothing would average them: {to_make_ddp(self.place)}"
         )
 
     def _opened(self, one: FollowedModel, optimizer: Optimizer) -> Driver:

@@ -4,22 +4,29 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from itertools import count
 from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from farflung.address.board import Log, vanished
 from farflung.address.member_store import LauncherNotes
 from farflung.address.schemes import transport_at
 from farflung.address.seal import Seal
 from farflung.address.transport import Transport
+from farflung.base.errors import ConfigError
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group
+from farflung.comm.recording import uncompiled
 from farflung.config import environ
 from farflung.config.key import run_key
 from farflung.hosts.driver import LoopMembers
 from farflung.hosts.rounds import record_rounds
 from farflung.members.elastic import Elastic
+from farflung.process.failure import MEMBER, has_note, leave_note
 from farflung.process.mesh import Mesh, require_replicas
 from farflung.process.place import Place
 
@@ -47,8 +54,25 @@ def membership_of(here: Place, island: Group | None) -> Elastic | None:
     record_rounds()
     if here.member is None:
         return None
+    leave_note(MEMBER)
     transport, settings = _run_of(here)
     return Elastic(transport, here.member, island=island, **settings)
+
+
+def require_loop() -> None:
+    """Have a replica's first step of an optimizer raise ConfigError if no outer loop is there, and none is to come."""
+
+    def check(optimizer: Optimizer, *_: Any) -> None:
+        if not has_note(MEMBER) and "farflung.elastic" not in sys.modules:
+            raise ConfigError(
+                f"This {type(optimizer).__name__} makes its first step in a replica of --elastic, which is a world of "
+                "its own, and there is no outer loop: each replica would train a model of its own. Start with --outer "
+                "diloco, which takes over a DDP model or one that an Accelerator has prepared; or open a loop before, "
+                "as OuterLoop(model, recipe, membership=farflung.elastic.launched_membership())."
+            )
+        hook.remove()
+
+    hook = register_optimizer_step_pre_hook(uncompiled(check))
 
 
 def members_of(here: Place, mesh: Mesh, slots: Any) -> LoopMembers:

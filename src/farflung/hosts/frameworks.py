@@ -14,6 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 from farflung.hosts.patching import around
 from farflung.hosts.rounds import RoundFigures
 from farflung.hosts.training_data import TrainingData, sampler_of
+from farflung.process.place import Place
 
 # By a module that a script has loaded: how it makes a process group, and a DDP model.
 _WORDS = {
@@ -45,22 +46,30 @@ def to_make_a_group() -> str:
     return _words()[0]
 
 
-def why_alone(is_elastic: bool) -> str:
-    """Say why a process has no replicas to average, and what to do; `is_elastic`: replicas come and go."""
-    if is_elastic:
+def without_group(here: Place) -> str:
+    """Say what a process without a process group of several ranks must do for an outer loop that is asked for."""
+    if here.member is None:
         return (
-            "this replica comes and goes, so it is a world of its own (WORLD_SIZE=1), and the script has made no group "
-            f"in it. Also where WORLD_SIZE is 1, {to_make_a_group()}, and {to_make_ddp()}"
+            "this process trains alone, so there are no replicas to average. Start at least two with --num_processes, "
+            f"and {to_make_a_group()}."
         )
+    return f"the script has made no process group in this replica: {to_make_a_group()}.{_about_own_exchange(here)}"
+
+
+def _about_own_exchange(here: Place) -> str:
+    """Say that a replica which comes and goes exchanges nothing with the others by itself; empty for a fixed one."""
+    if here.member is None:
+        return ""
     return (
-        "this process trains alone, so there are no replicas to average. Start at least two with --num_processes, and "
-        f"{to_make_a_group()}"
+        " Each replica of --elastic is a process group of its own, so what a script exchanges itself, as by "
+        "dist.all_reduce, does not reach the others. Leave the exchange to --outer; or start a fixed set, with "
+        "--num_processes in place of --elastic and --outer."
     )
 
 
-def to_make_ddp() -> str:
+def to_make_ddp(here: Place) -> str:
     """Say how the script's framework makes a DDP model."""
-    return _words()[1]
+    return f"{_words()[1]}.{_about_own_exchange(here)}"
 
 
 def follow_frameworks(flush: Callable[..., None], is_behind: Callable[[], bool], training: TrainingData) -> None:

@@ -11,6 +11,7 @@ DONE, USAGE, FAILED, HUNG, ENGINE, INTERRUPTED = 0, 2, 3, 4, 5, 130
 BY_SIGNAL = 128  # and the number of the signal that the launcher got
 CODES = {  # of a run that failed because of this
     Cause.OWN: FAILED,
+    Cause.WRONG_USE: FAILED,
     Cause.FAULT: FAILED,
     Cause.PEER: FAILED,
     Cause.LATE: HUNG,
@@ -19,6 +20,7 @@ CODES = {  # of a run that failed because of this
     Cause.PREEMPTED: REQUEUE,
     Cause.ENGINE: ENGINE,
 }
+OF_REPLICAS = {**CODES, Cause.WRONG_USE: USAGE}  # by which the launcher of a replica tells the one above it
 
 
 class EngineFailure(RankFailure):

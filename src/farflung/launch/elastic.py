@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ from farflung.address.seal import Seal
 from farflung.base.errors import ConfigError, Unreachable
 from farflung.base.events import Kind, record
 from farflung.base.lazy import LazyModule
+from farflung.comm.patience import aloud, waiting
 from farflung.config.key import key_variables, run_key
 from farflung.config.launch import LaunchSettings, flags_for
 from farflung.config.resolve import Resolved
@@ -31,6 +31,7 @@ from farflung.launch.plan import (
     has_launchers,
     make_plan,
     network_variables,
+    num_replicas,
     one_machine,
     one_replica,
     torch_is_loaded,
@@ -73,7 +74,7 @@ class Replicas:
         self._resolved, self._settings, self._script = resolved, resolved.settings, script
         self._replica = one_replica(self._settings)
         self._plan = make_plan(self._replica, script.name, script.arguments, reported=True)
-        self._count = self._settings.replicas or self._settings.bounds[0]
+        self._count = num_replicas(self._settings)
         self._machine = new_machine_name()
         self._transport: Transport | None = None  # once it is prepared
         self._address = ""  # as it is printed
@@ -218,15 +219,13 @@ def _described(settings: LaunchSettings, count: int) -> bytes:
 
 def _found(transport: Transport, flag: str, where: str) -> Transport:
     """Wait a while for the run to join; its launcher may be about to start."""
-    deadline, why = time.monotonic() + _FIND_WITHIN_S, "its first launcher has recorded no settings"
-    while True:
+    board, why = transport.board.patient(0), "its first launcher has recorded no settings"
+    for _ in waiting(_ASK_S, _FIND_WITHIN_S, aloud("this launcher", f"for the run at {where}")):
         try:
-            if transport.board.has(["run"]):
+            if board.has(["run"]):
                 return transport
         except KeyMismatch as error:
             raise KeyMismatch(where, error.why) from None
         except Unreachable as error:
             why = str(error)
-        if time.monotonic() > deadline:
-            raise ConfigError(f"{flag} is {where}, but no run can be reached there: {why}") from None
-        time.sleep(_ASK_S)
+    raise ConfigError(f"{flag} is {where}, but no run can be reached there: {why}")

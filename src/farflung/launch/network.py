@@ -10,11 +10,12 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
-import time
 from dataclasses import dataclass
+from functools import partial
 
 from farflung.base.errors import ConfigError
 from farflung.base.events import Kind, record
+from farflung.comm.patience import aloud, heeding_signals, waiting
 from farflung.config import environ
 from farflung.config.launch import DEFAULT_PORT, LaunchSettings
 from farflung.process.sockets import address_on_route_to
@@ -128,25 +129,24 @@ def resolve_host(host: str, wait_s: float = 0.0) -> str:
     A name that does not resolve yet is asked for again for `wait_s` seconds: clusters such as Kubernetes publish the
     name of a machine when it has started. Raises ConfigError when they are over, and at once for what is no name.
     """
-    began, is_told = time.monotonic(), False
-    while True:
+    reason, may_come = "", False
+    for waited_s in waiting(_ASK_AGAIN_S, wait_s, aloud("this machine", f"for the name of machine 0, {host}")):
         try:
-            return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+            ask = partial(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)
+            return str(heeding_signals(ask, "ask for a name")[0][4][0])
         except (OSError, UnicodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "no host has such a name"
+            reason = str(error.strerror) if isinstance(error, OSError) else "no host has such a name"
             may_come = isinstance(error, socket.gaierror) and _HOST_NAME.fullmatch(host) is not None
-        waited = time.monotonic() - began
-        if not may_come or waited >= wait_s:
-            waiting = f" even after {waited:.0f} s" if may_come and wait_s else ""
-            raise ConfigError(
-                f"is {host!r}, which this machine can't resolve{waiting}: {reason}. Give the name or the address of "
-                "machine 0 alone, such as node0 or 10.0.0.1; the port has a setting of its own.",
-                "main_process_ip",
-            )
-        if not is_told:
+        if not may_come:
+            break
+        if waited_s == 0 and wait_s:
             record(Kind.NOTE, message=f"waiting up to {wait_s:.0f} s for the name of machine 0, {host}: {reason}")
-            is_told = True
-        time.sleep(_ASK_AGAIN_S)
+    even = f" even after {wait_s:.0f} s" if may_come and wait_s else ""
+    raise ConfigError(
+        f"is {host!r}, which this machine can't resolve{even}: {reason}. Give the name or the address of "
+        "machine 0 alone, such as node0 or 10.0.0.1; the port has a setting of its own.",
+        "main_process_ip",
+    )
 
 
 def refuse_busy_port(port: int) -> None:

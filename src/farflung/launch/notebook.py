@@ -21,7 +21,7 @@ from farflung.config.problems import renamed
 from farflung.launch.agent import run_agent
 from farflung.launch.events import Screen, showing
 from farflung.launch.network import choose_interface
-from farflung.launch.plan import Meeting, Plan, fit_for_cores, meet, network_variables, one_machine, usable_cores
+from farflung.launch.plan import Meeting, Plan, fit_for_cores, meet, network_variables, one_machine, threads_of_each
 from farflung.launch.report import explain
 from farflung.process.heard import record_signals
 from farflung.process.tether import end_with_launcher
@@ -155,7 +155,7 @@ def _fork(
         )
     variables = rank_variables(settings) | network_variables(meeting, settings)
     if environ.text("OMP_NUM_THREADS") is None:
-        variables["OMP_NUM_THREADS"] = str(max(1, usable_cores() // num_local))
+        variables["OMP_NUM_THREADS"] = str(threads_of_each(num_local))
     plan = Plan((_as_rank(function), *args), num_local, variables, meeting, alone=False)
     with showing(Screen(settings)):
         outcome = run_agent(plan, settings, line_prefix)

@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import click
@@ -16,6 +20,7 @@ from farflung.config.setting import BOTH_SPELLINGS, Field, underscored
 _METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
 _ASKED = "farflung.help"  # the group that `--help` was asked for
 _SETTINGS = {entry.name for entry in FIELDS}
+_OF_A_RUN = ("processes", "machines", "engines", "outer", "elastic")  # groups that a script seldom has flags of
 _LONGEST_METAVAR = 60  # a longer list of words is shown by the error that a wrong word gets
 
 
@@ -43,6 +48,25 @@ def _help(entry: Field) -> str:
 def given(params: dict[str, Any]) -> dict[str, str | bool]:
     """Return the launch settings among a command's parameters that the command line gave."""
     return {entry.name: params[entry.name] for entry in FIELDS if params.get(entry.name) is not None}
+
+
+def launch_flags(script: str, arguments: Sequence[str], given: Collection[str]) -> list[str]:
+    """Return the flags among a script's arguments that look like the launcher's: its text does not know them.
+
+    Those of the settings in `given` are left out: who has given both writes them where they belong.
+    """
+    text = ""
+    with suppress(OSError, ValueError):  # ValueError: a name that no file has
+        if Path(script).is_file():  # no module, folder or pipe
+            text = underscored(Path(script).read_text(encoding="utf-8", errors="ignore"))
+    wanted = [entry for entry in FIELDS if entry.group in _OF_A_RUN and entry.name not in given]
+    ours = {flag for entry in wanted for flag in entry.flags}
+    flags = (word.partition("=")[0] for word in arguments if word.startswith("--"))
+    return [flag for flag in dict.fromkeys(flags) if f"--{underscored(flag[2:])}" in ours and not _has(text, flag)]
+
+
+def _has(text: str, flag: str) -> bool:
+    return re.search(rf"(?<!\w)_*{re.escape(underscored(flag[2:]))}(?!\w)", text) is not None
 
 
 class SettingsCommand(click.Command):

@@ -126,7 +126,7 @@ def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str], r
     if settings.as_accelerate:
         variables |= path_variables()
     if num_local > 1 and settings.num_cpu_threads_per_process is None:
-        variables["OMP_NUM_THREADS"] = str(max(1, usable_cores() // num_local))
+        variables["OMP_NUM_THREADS"] = str(threads_of_each(num_local))
     watched = bool(settings.max_restarts) or settings.log_dir is not None or settings.tee != "0"
     watched = watched or settings.outer_recipe is not None or settings.json  # both report at the end
     alone = num_local == 1 and settings.num_machines == 1 and not watched
@@ -140,14 +140,20 @@ def has_launchers(settings: LaunchSettings) -> bool:
     return settings.ranks_per_replica > 1 or settings.tee != "0" or settings.log_dir is not None
 
 
+def num_replicas(settings: LaunchSettings) -> int:
+    """Return how many replicas this launcher starts, if they come and go."""
+    return settings.replicas or settings.bounds[0]
+
+
 def one_replica(settings: LaunchSettings) -> LaunchSettings:
     """Return the settings of one replica that comes and goes: a run of its own, without those that replicas share."""
     shared = ("elastic", "replicas", "join", "meet", "heartbeat_s", "state_every", "key_file", "main_process_ip")
     left_out: dict[str, Any] = dict.fromkeys((*shared, "main_process_port", "max_restarts"))
-    size = settings.ranks_per_replica
-    return replace(
-        settings, **left_out, ranks_per_replica=1, num_processes=size, run_dir="none"
-    )  # the launcher has one
+    size, threads = settings.ranks_per_replica, settings.num_cpu_threads_per_process
+    if threads is None and num_replicas(settings) > 1:
+        threads = threads_of_each(num_replicas(settings) * size)
+    own = left_out | {"ranks_per_replica": 1, "num_processes": size, "num_cpu_threads_per_process": threads}
+    return replace(settings, **own, run_dir="none")  # the launcher has one
 
 
 def command_line(
@@ -289,6 +295,11 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def threads_of_each(num_processes: int) -> int:
+    """Return how many CPU threads each of so many processes gets, which share this machine's cores."""
+    return max(1, usable_cores() // num_processes)
 
 
 def meet(settings: LaunchSettings) -> Meeting:

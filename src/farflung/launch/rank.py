@@ -4,7 +4,7 @@
 Its arguments are `[-m] SCRIPT [its arguments]`, or `--exec` and a program that is no Python, with its arguments. A
 script that fails before it makes an `Accelerator`, or that knows nothing of Farflung, leaves its traceback for the
 launcher too. If the launcher will show the report, nothing is printed here. Does without torch, whose loading is the
-script's business, unless there is an outer loop to run.
+script's business, unless there is an outer loop to run or to miss.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ from farflung.config import environ
 from farflung.hosts.rounds import record_rounds
 from farflung.process.failure import PREEMPTED, has_note, has_report, record_exit, record_failure
 from farflung.process.heard import record_signals
+from farflung.process.place import Place
 from farflung.process.run_files import Metrics, lossy, recorded
 from farflung.process.tether import end_with_launcher
 from farflung.process.trainer_log import keep_trainer_logs
 
 if TYPE_CHECKING:
     from farflung.data import slots
-    from farflung.hosts import data_parallel
+    from farflung.hosts import data_parallel, elastic
     from farflung.integrations import as_accelerate
 else:
     slots = LazyModule("farflung.data.slots")
     data_parallel = LazyModule("farflung.hosts.data_parallel")
+    elastic = LazyModule("farflung.hosts.elastic")
     as_accelerate = LazyModule("farflung.integrations.as_accelerate")
 
 
@@ -58,6 +60,8 @@ def run(arguments: list[str]) -> None:
             outer = data_parallel.take_over(slots.Slots)
             if outer.place.member is not None:
                 as_accelerate.install_for_replica()
+        elif Place.launched().member is not None:
+            elastic.require_loop()
         code, main = _loaded_module(arguments[1:]) if arguments[0] == "-m" else _loaded_script(arguments)
         sys.modules["__main__"] = main
         exec(code, main.__dict__)

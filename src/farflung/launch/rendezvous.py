@@ -7,13 +7,13 @@ before listened, or that one of them has left, and fails.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
-from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, DistStoreError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousHandler,
@@ -24,13 +24,16 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
+from farflung.comm.patience import aloud, waiting
+from farflung.comm.threads import ThreadedCall
 from farflung.process.sockets import serve_store
 
 BACKEND = "farflung"
 
 _MEET_WITHIN_S = 600  # torch's own
-_POLL_S = 0.1
+_POLL_S, _POLL_LATER_S = 0.01, 0.1
 _ATTEMPT = "attempt"
+_LAST_S = 2.0  # after which torch's own time-out has said why
 
 
 class FreshStores(RendezvousHandler):
@@ -60,7 +63,7 @@ class FreshStores(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         self._begins(self._attempt + 1)
         port = self._serve() if self._rank == 0 else self._port
-        store = PrefixStore(self._params.run_id, self._found(port))
+        store = _Heeding(self._params.run_id, self._found(port), self._say("the others"))
         return RendezvousInfo(store, self._rank, self._params.max_nodes, RendezvousStoreInfo(self._host, port))
 
     def _serve(self) -> int:
@@ -76,22 +79,30 @@ class FreshStores(RendezvousHandler):
 
     def _found(self, port: int) -> Any:
         """Connect to the store of an attempt that is new here; machine 0 may still serve that of the one before."""
-        deadline = time.monotonic() + self._timeout_s
-        left_s = float(self._timeout_s)
-        while left_s > 0:
-            store = TCPStore(self._host, port, is_master=False, timeout=timedelta(seconds=max(1.0, left_s)))
-            with suppress(DistError):  # it ends meanwhile
-                attempt = int(store.get(_ATTEMPT))
-                if attempt > self._attempt:
-                    self._attempt = attempt
-                    store.set_timeout(timedelta(seconds=self._timeout_s))
-                    return store
-            time.sleep(_POLL_S)
-            left_s = deadline - time.monotonic()
+        connecting: ThreadedCall[Any] | None = None
+        for waited_s in waiting(_POLL_S, self._timeout_s + _LAST_S, self._say("machine 0"), _POLL_LATER_S):
+            if connecting is None and waited_s < self._timeout_s:
+                left = timedelta(seconds=max(1.0, self._timeout_s - waited_s))
+                connect = partial(TCPStore, self._host, port, is_master=False, timeout=left)
+                connecting = ThreadedCall(connect, "connect to machine 0")
+            elif connecting is not None and connecting.is_over:
+                store, connecting = connecting.result(), None
+                with suppress(DistError):  # it ends meanwhile
+                    attempt = int(store.get(_ATTEMPT))
+                    if attempt > self._attempt:
+                        self._attempt = attempt
+                        store.set_timeout(timedelta(seconds=self._timeout_s))
+                        return store
+        if connecting is not None:
+            raise RendezvousTimeoutError(f"what listens there gives no answer: timed out after {self._timeout_s} s")
         raise RendezvousTimeoutError(
             f"machine 0 has not begun another attempt within {self._timeout_s} s after ranks of machine {self._rank} "
             "failed"
         )
+
+    def _say(self, whom: str) -> Callable[[float], None]:
+        who = f"machine {self._rank} of {self._params.max_nodes}"
+        return aloud(who, f"for {whom} at {self._params.endpoint}")
 
     def is_closed(self) -> bool:
         return False
@@ -107,6 +118,31 @@ class FreshStores(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return True
+
+
+class _Heeding(PrefixStore):
+    """A store at which the agent waits for other machines in Python, where signals are heard: until all have come, and
+    until the ranks of all have ended.
+    """
+
+    def __init__(self, prefix: str, store: Any, say: Callable[[float], None]) -> None:
+        super().__init__(prefix, store)
+        self._say = say
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        within = timeout or self.timeout  # type: ignore[attr-defined]  # torch.distributed has no type for it
+        for _ in waiting(_POLL_S, within.total_seconds(), self._say, _POLL_LATER_S):
+            if self.check(keys):
+                return
+        raise DistStoreError(f"the wait for the other machines timed out after {within}")
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return bytes(super().get(key))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.wait(keys)
+        return list(super().multi_get(keys))
 
 
 def registered() -> str:

@@ -26,14 +26,16 @@ import psutil  # type: ignore[import-untyped]
 
 from farflung.address import member_store
 from farflung.address.member_store import LauncherNotes
+from farflung.address.objects import ObjectBoard
 from farflung.base.causes import Cause
 from farflung.base.events import EVENTS, FILES_ONLY, Event, Kind, record
 from farflung.base.lazy import LazyModule
 from farflung.base.signals import WARNINGS, handled
+from farflung.comm.patience import waiting
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 from farflung.launch.agent import newest_checkpoint, read_report
-from farflung.launch.codes import CODES, DONE, ENGINE, FAILED, HUNG
+from farflung.launch.codes import CODES, DONE, ENGINE, FAILED, HUNG, OF_REPLICAS
 from farflung.launch.plan import has_launchers, lone_environment
 from farflung.launch.report import Failure, in_short, show
 from farflung.launch.supervisor import SUPERVISED, Supervisor, max_restarts
@@ -42,15 +44,19 @@ from farflung.process.heard import SignalForwarder
 from farflung.process.identity import address_of
 
 if TYPE_CHECKING:
+    from farflung.address import saved_state
+    from farflung.address.saved_state import Saved
     from farflung.address.transport import Transport
     from farflung.launch import run_store
 else:
     run_store = LazyModule("farflung.launch.run_store")
+    saved_state = LazyModule("farflung.address.saved_state")
 
 _ASK_S = 0.5
 _END_WITHIN_S = 35.0  # launchers of replicas give their ranks half a minute
 _PART_WITHIN_S = 10.0
 _RENEW_S = 6 * 3600.0  # what is written once; purges and rules delete objects that are a day old, at the earliest
+_IMPORTS = ("ImportError", "ModuleNotFoundError")  # which a folder of the network may explain once, but not twice
 _LAST = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # at which replicas sign out
 
 
@@ -119,10 +125,11 @@ class _Launcher:
         folder: Path,
         machine: str,
     ) -> None:
-        self._store = run_store.RunStore(transport)
+        self._store = run_store.RunStore(transport, lambda: self._supervisor.signal != 0)
         self._command, self._variables, self._where = command, variables, transport.address
         self._machine = machine
         self._is_served = "://" not in transport.address
+        self._lasting = "" if self._is_served else settings.meet or settings.join or transport.address
         self._heartbeat_s = settings.heartbeat_s or transport.board.heartbeat_s
         self._tells = transport.board.get("first") == self._machine.encode()  # and so prints all events
         self._supervisor = Supervisor(self._start, self._ended, _END_WITHIN_S, max_restarts(settings), _LAST)
@@ -147,6 +154,7 @@ class _Launcher:
             self._beat()
             self._part()
         if self._supervisor.code is not None:
+            record(Kind.NOTE, message=self._how_to_continue())
             return self._supervisor.code
         if self._code or self._has_finished:
             return self._code
@@ -154,14 +162,35 @@ class _Launcher:
 
     def _part(self) -> None:
         """Leave. The launcher that serves the store waits a while for others, whose replicas end at the same step."""
-        deadline = time.monotonic() + _PART_WITHIN_S
         self._store.ask(lambda notes: notes.forget_launcher(self._machine), None)
-        others = self._store.ask(lambda notes: notes.num_launchers(), 0)
         waits = self._tells and self._is_served and self._has_finished
-        while waits and others and not self._supervisor.signal and time.monotonic() < deadline:
-            time.sleep(_ASK_S)
+        for _ in waiting(_ASK_S, _PART_WITHIN_S if waits else 0.0):
             self._beat()
-            others = self._store.ask(lambda notes: notes.num_launchers(), 0)
+            if self._supervisor.signal or not self._store.ask(lambda notes: notes.num_launchers(), 0):
+                return
+
+    def _how_to_continue(self) -> str:
+        """Say where the state of a run is that a signal has ended here, and what continues it."""
+        checkpoint = newest_checkpoint(self._reports)
+        resume = "" if checkpoint is None else f" Its newest checkpoint is {checkpoint}."
+        if self._is_served:
+            return (
+                "the state of this run was in its replicas alone, so none is left here. With --meet and a folder or a "
+                f"bucket, the same line would continue the run.{resume}"
+            )
+
+        def newest(notes: LauncherNotes) -> Saved | None:
+            board = notes.board.part("loop1")
+            assert isinstance(board, ObjectBoard)  # as what lasts is
+            return next(saved_state.SavedStates(board).newest(), None)
+
+        if (found := self._store.ask(newest, None)) is None:
+            return f"no state of this run lies at {self._lasting} yet, so the same line begins it again.{resume}"
+        where = f"the state at step {found.position:,} lies at {self._lasting}"
+        return f"{where}: the same line continues the run from there; {self._how_to_pull()}.{resume}"
+
+    def _how_to_pull(self) -> str:
+        return f"`farflung checkpoint pull {self._lasting} model.safetensors` gets its weights"
 
     def _start(self, name: str) -> _Replica | None:
         """Start a process of a replica; None if the store can't be reached, which has to know of it."""
@@ -186,9 +215,10 @@ class _Launcher:
         return _Replica(name, member, process, report, SignalForwarder(self._reports))
 
     def _ended(self, replica: _Replica, code: int) -> None:
-        """Record the end of a process; restart its replica if it was lost, unless it never met the others.
+        """Record the end of a process; restart its replica if it was lost, unless that can't help.
 
-        One whose training was over is not restarted: the others would not admit it.
+        One that never met the others, or ended by a wrong use, would end in the same way again. One whose training was
+        over would not be admitted.
         """
         name = replica.name
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -201,21 +231,26 @@ class _Launcher:
                 record(Kind.WARNING, name, message=message)
         if left == member_store.LATE:
             self._is_over = True
-            record(Kind.REFUSED, name, why="the others have finished the work")
+            why = "the others have finished the work"
+            if self._lasting and not self._has_finished:  # which may have been long ago
+                why = f"the run at {self._lasting} has finished its work. Begin another at an address of its own; "
+                why += self._how_to_pull()
+            record(Kind.REFUSED, name, why=why)
         if code == 0 or left == member_store.LATE or self._supervisor.signal:
             return
         text, cause = self._error_of(replica, code)
-        how += text
         if self._has_finished:  # so the work is done
-            record(Kind.NOTE, name, message=f"{name} {how}")
+            record(Kind.NOTE, name, message=f"{name} {how}{text}")
             return
+        how += " by a wrong use, see above" if text and cause is Cause.WRONG_USE else text
         was_killed = code < 0 or code > 128  # a launcher under this one reports a signal by such a code
         is_done = left == member_store.DONE
-        can_restart = (was_in or was_killed) and not is_done and not self._store.is_gone
+        can_help = (was_in or was_killed) and cause is not Cause.WRONG_USE
+        can_restart = can_help and not is_done and not self._store.is_gone
         if can_restart and self._supervisor.restart(name, how):
             return
         record(Kind.FAILED, name, how=f"{how} after its training was over" if is_done else how)
-        code = HUNG if self._has_own_launchers and code == HUNG else CODES[cause]
+        code = CODES[cause]
         if is_done:
             self._code_after = code
         else:
@@ -251,15 +286,20 @@ class _Launcher:
         return ends
 
     def _error_of(self, replica: _Replica, code: int) -> tuple[str, Cause]:
-        """Return the error of a replica in brackets, and its cause; show all of it, once if several report the same."""
+        """Return the error of a replica in brackets, and its cause; show all of it, once if several report the same.
+
+        An import that fails twice in the same way is a wrong use.
+        """
         if replica.report is None or not replica.report.exists():
-            return "", Cause.OWN
+            by_launcher = {HUNG: Cause.LATE, OF_REPLICAS[Cause.WRONG_USE]: Cause.WRONG_USE}
+            return "", by_launcher.get(code, Cause.OWN) if self._has_own_launchers else Cause.OWN
         failure = Failure.of(0, code, read_report(replica.report))
         line = in_short(failure)
+        is_missing_again = line in self._shown and line.startswith(_IMPORTS)
         if not self._has_finished and line not in self._shown:
             self._shown.add(line)
             show([failure], checkpoint=newest_checkpoint(self._reports), name=replica.name)
-        return f" ({line})" if failure.traceback else "", failure.cause
+        return f" ({line})" if failure.traceback else "", Cause.WRONG_USE if is_missing_again else failure.cause
 
     def _beat(self) -> None:
         nothing: list[Event] = []

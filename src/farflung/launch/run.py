@@ -14,7 +14,7 @@ from farflung.base.events import FILES_ONLY, Kind, record
 from farflung.base.lazy import LazyModule
 from farflung.config.launch import LaunchSettings
 from farflung.config.resolve import Resolved
-from farflung.launch.codes import BY_SIGNAL, CODES, DONE, REQUEUE
+from farflung.launch.codes import BY_SIGNAL, CODES, DONE, OF_REPLICAS, REQUEUE
 from farflung.launch.dry_run import described
 from farflung.launch.folder import RunFolder
 from farflung.launch.plan import Plan, Script, check_recipe, lone_environment, make_plan
@@ -67,7 +67,8 @@ def become(plan: Plan) -> None:
 def start(settings: LaunchSettings, plan: Plan, is_inner: bool = False) -> int:
     """Run the plan's processes to their end, report a failure, and return the exit code, one of `codes`.
 
-    With `is_inner` a rank that a signal killed is 128 + its number, from which the launcher of replicas knows it.
+    With `is_inner` the launcher of replicas knows the cause from it: one of `OF_REPLICAS`, or 128 + the number of the
+    signal that killed a rank.
     """
     outcome = agent.run_agent(plan, settings)
     for failure in outcome.failures:
@@ -83,7 +84,7 @@ def start(settings: LaunchSettings, plan: Plan, is_inner: bool = False) -> int:
         details = {"finished": outcome.finished, "others_at": others_at, "checkpoint": outcome.checkpoint}
         code = show(outcome.failures, settings.log_dir, **details)
         if outcome.signal is None:
-            return code if is_inner and code > BY_SIGNAL else CODES[cause.cause]
+            return code if is_inner and code > BY_SIGNAL else (OF_REPLICAS if is_inner else CODES)[cause.cause]
     if outcome.signal is not None:
         return BY_SIGNAL + outcome.signal
     if settings.outer_recipe is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from typing import TypeVar
 
@@ -17,6 +18,7 @@ from farflung.comm.threads import ThreadedCall
 _Answer = TypeVar("_Answer")
 
 _ASK_AGAIN_S = 1.0
+_LAST_S = 1.0  # for an answer, once this launcher is to end
 _CUT_OFF_S = 600.0  # after which a launcher restarts no replica
 _SAY_AGAIN_S = 30.0  # that it is cut off still
 
@@ -24,13 +26,17 @@ _SAY_AGAIN_S = 30.0  # that it is cut off still
 class RunStore:
     """The store of a run. Each change of whether it can be reached is an event.
 
+    Args:
+        is_ending: whether this launcher was asked to end, and so waits for no answer that doesn't come at once.
+
     Attributes:
         heartbeats: of the run's launchers.
         is_gone: it has probably ended, or has been away for too long; if it answers again, it is there again.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, is_ending: Callable[[], bool] = lambda: False) -> None:
         self.is_gone = False
+        self._is_ending = is_ending
         self._transport = transport
         self._renewing: ThreadedCall[None] | None = None
         self._notes = LauncherNotes(transport.board.patient(0))
@@ -41,12 +47,11 @@ class RunStore:
 
     def ask(self, act: Callable[[LauncherNotes], _Answer], otherwise: _Answer) -> _Answer:
         """Return what `act` finds in the store, or `otherwise` if the store can't be reached."""
-        if time.monotonic() < self._ask_at:
+        if time.monotonic() < self._ask_at or (self._cut_at is not None and self._is_ending()):
             return otherwise
         began = time.monotonic()
         try:
-            self._transport.check()
-            found = act(self._notes)
+            found = self._answer(act)
         except Unreachable as error:
             self._lose(began, error)
             return otherwise
@@ -54,6 +59,19 @@ class RunStore:
             record(Kind.REACHED, address=self._address, cut_s=began - self._cut_at)
             self._cut_at, self.is_gone = None, False
         return found
+
+    def _answer(self, act: Callable[[LauncherNotes], _Answer]) -> _Answer:
+        """Make a request in a thread, as a signal is to end this launcher even while no answer comes."""
+
+        def request() -> _Answer:
+            self._transport.check()
+            return act(self._notes)
+
+        call, began = ThreadedCall(request, "ask the run's store"), time.monotonic()
+        while not (self._is_ending() and time.monotonic() > began + _LAST_S):
+            with suppress(FutureTimeout):
+                return call.result(_LAST_S / 4)
+        raise Unreachable(f"The store of this run at {self._address} has given no answer for {_LAST_S:g} s.")
 
     def renew(self) -> None:
         """Write again what is needed for as long as the run lasts, in the background."""

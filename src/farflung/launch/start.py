@@ -11,10 +11,12 @@ import click
 from farflung.base.errors import FarflungError
 from farflung.base.events import EVENTS, Kind, record
 from farflung.base.lazy import LazyModule
+from farflung.config.engines import LOCAL
 from farflung.config.resolve import Resolved
 from farflung.launch.codes import DONE, INTERRUPTED, EngineFailure, of_error
 from farflung.launch.events import FolderSink, Screen, showing, showing_ranks
 from farflung.launch.folder import RunFolder, make_folder
+from farflung.launch.options import launch_flags
 from farflung.launch.plan import Script
 from farflung.launch.run import Ranks
 from farflung.process.sockets import allow_connections
@@ -61,7 +63,7 @@ def launch_script(resolved: Resolved, script: Script) -> int:
     """Run a script to its end and return the exit code."""
     screen = Screen(resolved.settings)
     with showing(screen):
-        _record_notes(resolved)
+        _record_notes(resolved, script)
         starter = starter_of(resolved, script)
         if resolved.settings.dry_run:
             click.echo(starter.described())
@@ -86,8 +88,17 @@ def launch_script(resolved: Resolved, script: Script) -> int:
         return code
 
 
-def _record_notes(resolved: Resolved) -> None:
+def _record_notes(resolved: Resolved, script: Script) -> None:
     if resolved.file is not None:
         record(Kind.SETTINGS, message=f"settings from {resolved.file}", file=str(resolved.file))
     for note in resolved.notes:
         record(Kind.NOTE, level=logging.ERROR, message=note)
+    settings = resolved.settings
+    if settings.engine == LOCAL or script.is_inner or settings.no_python:
+        return  # a launcher under another one repeats what that was given, and a program has flags of its own
+    given = [name for name, origin in resolved.origins.items() if origin.kind == "flag"]
+    if flags := launch_flags(script.name, script.arguments, given):
+        message = (
+            f"warning: {' and '.join(flags)} went to the script, after whose name they stand. If they are for the "
+        )
+        record(Kind.WARNING, message=f"{message}launcher, write them before {script.name}")

@@ -15,6 +15,7 @@ from typing import Generic, Protocol, TypeVar
 
 from farflung.base.events import Kind, record
 from farflung.base.signals import WARNINGS, Request
+from farflung.comm.patience import waiting
 from farflung.config.launch import LaunchSettings
 from farflung.launch.codes import BY_SIGNAL, REQUEUE
 
@@ -99,7 +100,9 @@ class Supervisor(Generic[C]):
     def follow(self, acts: Mapping[Callable[[], None], float]) -> None:
         """Return once all have ended and none is to start; call each of `acts` at its interval in seconds."""
         act_at = dict.fromkeys(acts, 0.0)
-        while self.running or self.due:
+        for _ in waiting(_LOOK_S):
+            if not (self.running or self.due):
+                return
             self._start_due()
             for name, child in list(self.running.items()):
                 code = child.poll()
@@ -112,7 +115,6 @@ class Supervisor(Generic[C]):
                 if time.monotonic() >= act_at[act]:
                     act_at[act] = time.monotonic() + every_s
                     act()
-            time.sleep(_LOOK_S)
 
     def hear(self, request: Request) -> None:
         """Pass a warning on to all children; end them all at other signals."""

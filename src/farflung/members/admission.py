@@ -13,6 +13,8 @@ from farflung.address.saved_state import Saved
 from farflung.base.causes import Cause
 from farflung.base.errors import ConfigError, RankFailure
 from farflung.base.events import Event, Kind
+from farflung.base.words import counted, in_seconds
+from farflung.comm.patience import waiting
 from farflung.members.peers import Peers, other_versions, unlike, unlike_tensors
 from farflung.members.saver import Saver
 from farflung.votes.generation import Needs
@@ -61,7 +63,10 @@ class Admission:
         mine = Ask(self._member, last, has_state, description)
         began = quiet_since = time.monotonic()
         question, looked_at, told, pause_s = "", 0.0, "", late_pause_s(self._notes.num_lates(self._member))
+        few = ""
+        pauses = waiting(_PAUSES * peers.pause_s, say=lambda waited_s: self._tell_few(few, waited_s))
         while True:
+            next(pauses)
             record = self._members.record()
             if record is not None and record.number > last and self._member in record.ids:
                 self._heed(question)
@@ -79,13 +84,13 @@ class Admission:
                 quiet_since = quiet_since if holders and all(holders.values()) else now
                 if now - quiet_since > peers.grace_s and self._found() is not None:
                     holders = {}  # there is what those have written of whom nothing is heard
+                few = ""
                 if not holders:
                     pause_s = 0.0
-                    self._begin(record, asks, now - began)
+                    few = self._begin(record, asks, now - began)
                 elif now - began > peers.grace_s:
                     told = self._tell_wait(holders, told)
                 peers.await_holders(holders, now - quiet_since if holders else 0.0)
-            time.sleep(_PAUSES * peers.pause_s)
 
     def _holders(self, record: Record, asks: Iterable[Ask], waited_s: float) -> dict[int, str]:
         """Return members that may hold the trained state or begin now, and why they are silent; RankFailure at the end.
@@ -113,8 +118,11 @@ class Admission:
                 holders[ask.member] = why
         return holders
 
-    def _begin(self, record: Record | None, asks: Mapping[str, Ask], waited_s: float) -> None:
-        """Make a generation of those that ask, as soon as there are enough: no other replica holds a trained state."""
+    def _begin(self, record: Record | None, asks: Mapping[str, Ask], waited_s: float) -> str:
+        """Make a generation of those that ask, as soon as there are enough: no other replica holds a trained state.
+
+        Returns how many there are, in words, if they are too few.
+        """
         heartbeats = self._peers.heartbeats
         there = [(name, one) for name, one in asks.items() if not heartbeats.ended(one.member)]
         there = [(name, one) for name, one in there if not heartbeats.unheard(one.member)]
@@ -126,7 +134,8 @@ class Admission:
             mine, trained = saved.description or mine, self._saver.lines()
         fit = {one.member: name for name, one in there if self._fits(name, one, mine, trained, could)}
         if len(fit) < self._least or (len(fit) < self._expected and waited_s <= self._peers.grace_s):
-            return
+            wanted = self._least if waited_s > self._peers.grace_s else self._expected
+            return f"{counted(len(fit), 'replica')} of {wanted} {'is' if len(fit) == 1 else 'are'} there to begin"
         ids, has_state = tuple(fit), there[0][1].has_state
         number = 1 if record is None else record.number + 1
         before = 0 if record is None else record.began
@@ -137,11 +146,12 @@ class Admission:
             new = replace(new, newcomers=ids, saved=saved.name)
             state = {"step": saved.position, "rounds_lost": self._saver.num_lost(saved)}
             if not self._saver.restore_logs(saved, lambda: self._members.record() == record):
-                return
+                return ""
         if self._members.append(new):
             for name in fit.values():
                 self._members.close(name)
             self._notes.send(Event.now(Kind.BEGAN, "", number, replicas=len(ids), **state))
+        return ""
 
     def _found(self) -> Saved | None:
         """Return the newest state at the run's address, if one lies there."""
@@ -164,6 +174,11 @@ class Admission:
             why = self._peers.describe_missing(holders) if what == "lost" else why
             self._notes.send(Event.now(Kind.WAITS, self._notes.name_of(self._member), why=why))
         return what
+
+    def _tell_few(self, few: str, waited_s: float) -> None:
+        if few:
+            why = f"{few}, after {in_seconds(waited_s)}"
+            self._notes.send(Event.now(Kind.WAITS, self._notes.name_of(self._member), why=why))
 
     # ---- of members
 

@@ -278,8 +278,9 @@ class Elastic:
 
     def _note_left(self, reason: str) -> None:
         if not self._admission.is_over:
+            notes = self.peers.notes_soon if reason else self.peers.notes  # who is interrupted waits for no store
             with suppress(Unreachable):
-                self.peers.notes.leave_loop(self.peers.loop, self.member, reason or DONE)
+                notes.leave_loop(self.peers.loop, self.member, reason or DONE)
 
     def _writes_last(self, saver: Saver, record: Record, reason: str) -> bool:
         """Return whether this replica writes the last state: no member before it does.

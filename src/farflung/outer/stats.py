@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from farflung.base.words import in_bytes, in_seconds
+from farflung.base.words import counted, in_bytes, in_seconds
 
 # Each round of each loop, at level DEBUG, with the attributes `round` and `rounds` (the loop's): a handler writes
 # them to the run's folder.
@@ -165,6 +165,11 @@ class Meter:
             return f"--outer-{name}{value and ' '}{value}" if by_flags else f"{name}={value}"
 
         now, said = self.stats(), []
+        if now.rounds and not now.bytes_sent and not is_fixed:
+            said.append(
+                f"warning: 0 B were sent in {counted(now.rounds, 'round')}: no other replica took part in any, so this "
+                "one has trained alone, and its weights are its own."
+            )
         if now.rounds and now.waiting > 0.1:
             voting = min(1.0, now.seconds_voting / max(now.seconds_exposed, 1e-9))
             share = f"Training spent {now.waiting:.0%} of the time waiting for rounds, "

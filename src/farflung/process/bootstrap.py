@@ -11,6 +11,7 @@ import math
 import os
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from ipaddress import ip_address
 from socket import gethostbyname
 from typing import Any
@@ -21,10 +22,12 @@ from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[att
 
 from farflung.base.causes import Cause, cause_of
 from farflung.base.errors import ConfigError, RankFailure, Unsupported
+from farflung.base.events import tell
 from farflung.base.torch_internals import current_accelerator
 from farflung.base.words import counted, numbered
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup
+from farflung.comm.patience import heeding_signals, waiting
 from farflung.comm.threads import await_gloo
 from farflung.comm.torch_group import TorchGroup, explained
 from farflung.config import environ
@@ -42,6 +45,7 @@ _SIZE = ("WORLD_SIZE", *(starter.size for starter in STARTERS))
 _LOCAL_RANK = ("LOCAL_RANK", *(starter.local_rank for starter in STARTERS))
 _LOCAL_SIZE = ("LOCAL_WORLD_SIZE", *(starter.local_size for starter in STARTERS))
 
+_LOOK_S, _LOOK_LATER_S = 0.005, 0.1  # between two looks whether all ranks are there
 _MEET_WITHIN = timedelta(minutes=30)  # torch's own
 
 _ENGINES = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM"}
@@ -246,7 +250,8 @@ def _store(info: RankInfo, init_method: str | None, timeout: timedelta) -> Store
             if info.local_size == info.size or not ip_address(gethostbyname(host)).is_loopback:
                 served: Store = serve_store(host, port, world_size=info.size, timeout=timeout, multi_tenant=True)
                 return served
-    store: Store = next(rendezvous(init_method or "env://", info.rank, info.size, timeout=timeout))[0]
+    meet = partial(rendezvous, init_method or "env://", info.rank, info.size, timeout=timeout)
+    store: Store = heeding_signals(lambda: next(meet())[0], "connect to the store of the run")
     return store
 
 
@@ -256,18 +261,25 @@ def _await_all(store: Store, rank: int, size: int, allowed_s: float) -> None:
     torch itself would wait for half an hour, and name none.
     """
     store.set(str(rank), "")
-    try:
-        store.wait([str(other) for other in range(size)], timedelta(seconds=allowed_s))
-    except dist.DistError as error:
-        missing = [other for other in range(size) if not store.check([str(other)])]
-        if not missing:
-            raise
-        raise RankFailure(
-            f"{numbered('rank', missing).capitalize()} did not reach `Accelerator()` within {allowed_s:g} s: the "
-            "process has ended, hangs before it, or can't be reached. If it may take so long, allow more with "
-            "--hang_timeout_s or InitProcessGroupKwargs(timeout=).",
-            Cause.LATE,
-        ) from error
+    everyone = [str(other) for other in range(size)]
+
+    def missing() -> list[int]:
+        return [other for other in range(size) if not store.check([str(other)])]
+
+    def say(waited_s: float) -> None:
+        absent = missing()
+        if absent and rank == min({*range(size)} - {*absent}):
+            tell(f"rank {rank} still waits in `Accelerator()` for {numbered('rank', absent)}, after {waited_s:.0f} s")
+
+    for _ in waiting(_LOOK_S, allowed_s, say, _LOOK_LATER_S):
+        if store.check(everyone):
+            return
+    raise RankFailure(
+        f"{numbered('rank', missing()).capitalize()} did not reach `Accelerator()` within {allowed_s:g} s: the "
+        "process has ended, hangs before it, or can't be reached. If it may take so long, allow more with "
+        "--hang_timeout_s or InitProcessGroupKwargs(timeout=).",
+        Cause.LATE,
+    )
 
 
 def _backend(device: torch.device, asked: str | None) -> str:

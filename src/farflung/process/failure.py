@@ -31,6 +31,7 @@ CHECKPOINT = "newest_checkpoint"
 PREEMPTED = "preempted"  # the note that a rank has saved and ended, as a scheduler asked for it
 # How far a rank came with the outer loop that its launcher asks for; each is the name of a note to the launcher.
 OUTER_ASKED, OUTER_ATTACHED, OUTER_ROUND = "outer_asked", "outer_attached", "outer_round"
+MEMBER = "member"  # the note that it has asked for its membership in the run
 
 _OURS = str(Path(__file__).parent.parent)
 _TORCHS = f"site-packages{os.sep}torch{os.sep}"

@@ -142,15 +142,13 @@ def _run(process: subprocess.Popen[bytes]) -> int:
     heard, end_at = time.monotonic(), inf
     try:
         while process.poll() is None and time.monotonic() < end_at:
-            if end_at < inf:
-                time.sleep(_LOOK_S)
-                continue
-            received = os.read(0, 64) if select.select([0], [], [], _LOOK_S)[0] else None
+            is_ending = end_at < inf
+            received = os.read(0, 64) if select.select([] if is_ending else [0], [], [], _LOOK_S)[0] else None
             if received:
                 heard = time.monotonic()
             for number in filter(None, received or ()):
                 os.killpg(process.pid, number) if number == signal.SIGKILL else process.send_signal(number)
-            if received == b"" or time.monotonic() > heard + _SILENCE_S:
+            if not is_ending and (received == b"" or time.monotonic() > heard + _SILENCE_S):
                 end_at = time.monotonic() + _END_WITHIN_S
                 process.terminate()
     finally:

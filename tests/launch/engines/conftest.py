@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from farflung.comm import patience
 from farflung.launch.engines import kubernetes, kubernetes_api, slurm
 
 
@@ -27,6 +28,6 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    for module in (kubernetes, kubernetes_api, slurm):
+    for module in (kubernetes, kubernetes_api, slurm, patience):
         monkeypatch.setattr(module, "time", made)
     return made

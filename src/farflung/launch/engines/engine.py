@@ -20,6 +20,7 @@ from farflung.config.launch import LaunchSettings, flags_for
 from farflung.config.places import NO_FILE
 from farflung.launch.codes import EngineFailure
 from farflung.launch.folder import SUBMITTED
+from farflung.launch.plan import num_replicas
 from farflung.launch.shell import start_of
 
 _NOT_INNER = ("engine", "hosts", "sync", "engine_options", "dry_run", "config_file", "run_dir", "quiet")
@@ -72,8 +73,7 @@ class Job:
     @property
     def count(self) -> int:
         """How many launchers there are at the start: replicas or, in a fixed run, machines."""
-        settings = self.settings
-        return (settings.replicas or settings.bounds[0]) if self.is_elastic else settings.num_machines
+        return num_replicas(self.settings) if self.is_elastic else self.settings.num_machines
 
     @property
     def name(self) -> str:

@@ -18,6 +18,7 @@ import yaml
 
 from farflung.base.errors import ConfigError
 from farflung.base.events import Kind, record
+from farflung.comm.patience import waiting
 from farflung.config.launch import DEFAULT_PORT
 from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, REQUEUE, USAGE, EngineFailure
 from farflung.launch.engines.engine import Job, launcher_command
@@ -134,8 +135,9 @@ class Kubernetes:
     def follow(self) -> int:
         logs: dict[str, PodLog] = {}
         reported: set[str] = set()
-        answered_at = time.monotonic()
+        answered_at, looks = time.monotonic(), waiting(_LOOK_S)
         while True:
+            next(looks)
             try:
                 job = self._api.request("GET", f"jobs/{self._name}", patience_s=_AWAY_S)
                 pods = self._api.request("GET", "pods", patience_s=_AWAY_S, labelSelector=f"{_JOB}={self._name}")[
@@ -143,7 +145,6 @@ class Kubernetes:
                 ]
             except ApiError as error:
                 if time.monotonic() < answered_at + _SURE_S:
-                    time.sleep(_LOOK_S)
                     continue
                 if error.status != 404:
                     raise
@@ -157,7 +158,6 @@ class Kubernetes:
                 for log in logs.values():
                     log.join()
                 return code
-            time.sleep(_LOOK_S)
 
     def _show(self, pods: Sequence[Any], logs: dict[str, PodLog], reported: set[str]) -> None:
         """Print what is new about pods, and have their logs printed."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from farflung.comm.patience import waiting
 from farflung.launch.codes import ENGINE, FAILED, HUNG, USAGE, EngineFailure
 from farflung.launch.events import pass_on
 
@@ -170,8 +171,9 @@ class PodLog:
         """Read on until all of an ended pod's log was read: the API ends streams of running pods too."""
         from urllib3.exceptions import HTTPError
 
-        is_whole, num_refused = False, 0
+        is_whole, num_refused, looks = False, 0, waiting(_FIRST_WAIT_S)
         while not is_whole:
+            next(looks)
             has_ended = self._has_ended
             try:
                 self._show(self._api.lines(f"pods/{self._name}/log", has_ended))
@@ -181,8 +183,6 @@ class PodLog:
                 is_whole = has_ended and num_refused > _REFUSALS
             except (EngineFailure, HTTPError):  # tried again
                 pass
-            if not is_whole:
-                time.sleep(_FIRST_WAIT_S)
 
     def _show(self, lines: Iterable[bytes]) -> None:
         """Print the lines after those that were shown. A log begins with its first line, until kubelet rotates it."""

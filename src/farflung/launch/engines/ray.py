@@ -23,6 +23,7 @@ from typing import Any
 from farflung.base.errors import ConfigError, FarflungError
 from farflung.base.events import Kind, record
 from farflung.base.words import counted
+from farflung.comm.patience import waiting
 from farflung.config import environ
 from farflung.config.launch import DEFAULT_PORT, LaunchSettings
 from farflung.launch.codes import EngineFailure
@@ -97,9 +98,10 @@ class LauncherActor:
             self._news.notify_all()
 
     def _keep_alive(self) -> None:
-        while self._process and self._process.poll() is None:
+        for _ in waiting(SIGN_S):
+            if not self._process or self._process.poll() is not None:
+                return
             self.send_signal(0)
-            time.sleep(SIGN_S)
 
 
 class RayConnection(Connection):

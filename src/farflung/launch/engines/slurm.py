@@ -25,6 +25,7 @@ from typing import Any, ClassVar, NamedTuple
 from farflung.base.errors import ConfigError, FarflungError, did_you_mean
 from farflung.base.events import Kind, record
 from farflung.base.words import counted
+from farflung.comm.patience import waiting
 from farflung.launch.codes import BY_SIGNAL, DONE, ENGINE, FAILED, REQUEUE, EngineFailure
 from farflung.launch.engines.engine import Job, launcher_command
 from farflung.launch.events import pass_on
@@ -162,10 +163,9 @@ class Slurm:
                 if name not in seen or (job.state, job.why) != (seen[name].state, seen[name].why):
                     self._report(name, job)
             is_over = bool(states) and all(job.state in _OVER for job in states.values())
-            seen, until = states, time.monotonic() + _ASK_S
-            while time.monotonic() < until:
+            seen = states
+            for _ in waiting(_LOOK_S, _ASK_S):
                 self._print_output()
-                time.sleep(_LOOK_S)
             if is_over:
                 self._print_output(is_last=True)
                 codes = [ENGINE if job.code == _NO_OUTPUT else job.code for job in states.values()]
