@@ -110,6 +110,15 @@ def test_without_it_such_a_step_is_made():
     assert torch.isfinite(weights["second.weight"]).all()
 
 
+def test_large_gradients_whose_squares_overflow_are_finite():
+    accelerator = Accelerator(cpu=True, skip_nonfinite=1)
+    model = nn.Linear(2, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-30))
+    accelerator.backward(1e30 * model(torch.ones(2)).sum())
+    optimizer.step()
+    assert not accelerator.optimizer_step_was_skipped
+
+
 class Seen(Sink):
     def __init__(self):
         super().__init__()

@@ -43,6 +43,7 @@ class Launched:
         self.environment, self.store = monkeypatch, served()
         self.notes = LauncherNotes(C10dTransport(self.store).board)
         self.notes.board.put("run", json.dumps({"expected": expected}).encode())
+        assert self.notes.board.get("run")  # from here on other connections find it too
         monkeypatch.setenv("FARFLUNG_STORE", f"127.0.0.1:{self.store.port}")
 
     def place(self, member, rank=0, size=1):

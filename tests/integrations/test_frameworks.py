@@ -15,6 +15,7 @@ from farflung.base.errors import ConfigError
 from farflung.hosts import frameworks
 from farflung.hosts.data_parallel import DDPTakeover
 from farflung.methods.arguments import OuterConfig
+from farflung.process.place import FIXED
 from tests.accelerator.conftest import on_ranks
 from tests.integrations.takeover import installed, is_the_same
 
@@ -183,9 +184,9 @@ def test_messages_have_the_words_of_the_framework_that_a_script_has_loaded(monke
         monkeypatch.delitem(sys.modules, other, raising=False)
     model = nn.Linear(2, 2)
     takeover = DDPTakeover(OuterConfig("diloco", every=2, report="off"))
-    plain = frameworks.to_make_ddp()
+    plain = frameworks.to_make_ddp(FIXED)
     monkeypatch.setitem(sys.modules, name, ModuleType(name))
     with pytest.raises(ConfigError) as raised:
         takeover._about_to_step(torch.optim.SGD(model.parameters()))
     assert frameworks.to_make_a_group() in str(raised.value)
-    assert WORDS[name] in frameworks.to_make_ddp() != plain
+    assert WORDS[name] in frameworks.to_make_ddp(FIXED) != plain

@@ -128,7 +128,7 @@ def _draw_axis(
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda amount, _: write(amount))
     axes.grid(which="major", alpha=0.3)
-    axes.legend(title="loss at the end", fontsize="small")
+    axes.legend(title="loss at the end", fontsize="small", loc="lower left")
 
 
 def shown(result: Result, rate: str) -> dict[str, Any]:

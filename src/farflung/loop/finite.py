@@ -90,8 +90,9 @@ class SkipNonfinite:
         if seen and seen.issuperset(map(id, trained)):
             return bool(torch.isfinite(norm))
         parts = [_values(local(one.grad)) for one in trained if one.grad is not None]
-        # The largest magnitude: squares of finite gradients may overflow.
-        norm = get_total_norm([part for part in parts if part.numel()], torch.inf)
+        norm = get_total_norm(parts)
+        if not torch.isfinite(norm):  # squares of finite gradients may overflow; the largest magnitude is slow to find
+            norm = get_total_norm([part for part in parts if part.numel()], torch.inf)
         odd = (~torch.isfinite(norm)).float()
         for mesh, one in {mesh_over(one): one for one in trained}.items():
             odd = odd if mesh is None else largest(odd, one)
