@@ -294,6 +294,10 @@ def readout_phrases(results: Results) -> list[str]:
         found = [100 * (1 - at(size, *after) / at(size, *before)) for size in sizes]
         return f"{min(found):.1f} to {max(found):.1f} %"
 
+    def share(key: str) -> str:
+        alone, all_data, ours = (at("100k", row, key) for row in ("alone, constant", ddp, f"{less}, constant"))
+        return f"{100 * (alone - ours) / (alone - all_data):.0f} %"
+
     constant, ddp = (f"{usual}, constant", mean), "DDP, constant"
     return [
         f"the mean over five rounds ends {below((constant[0], 'look_ahead'), constant)} below the look-ahead",
@@ -301,6 +305,7 @@ def readout_phrases(results: Results) -> list[str]:
         f"With `max_momentum={LARGEST[-2]}` it ends {below(constant, (f'{less}, constant', mean))} lower",
         f"at 385k `{MEASURED}` ends at {at('385k', f'{less}, constant', mean):.4f} so, and DDP under a cosine at "
         f"{at('385k', 'DDP, falling', 'slow'):.4f}",
+        f"At 100k it keeps {share(mean)} of DDP's gain with the same mean for all, {share('slow')} with none",
         f"{100 * (at('385k', long, mean) / at('385k', long, 'slow') - 1):.1f} % higher with H=32 (385k), and 0.8 "
         f"{100 * (at('385k', f'{less}, falling', 'slow') / at('385k', f'{usual}, falling', 'slow') - 1):.1f} %",
     ]
