@@ -33,7 +33,7 @@ BACKEND = "farflung"
 _MEET_WITHIN_S = 600  # torch's own
 _POLL_S, _POLL_LATER_S = 0.01, 0.1
 _ATTEMPT = "attempt"
-_LAST_S = 2.0  # after which torch's own time-out has said why
+_LONGER_S = 2.0  # for torch, whose words for a time-out depend on what has no answer
 
 
 class FreshStores(RendezvousHandler):
@@ -80,9 +80,9 @@ class FreshStores(RendezvousHandler):
     def _found(self, port: int) -> Any:
         """Connect to the store of an attempt that is new here; machine 0 may still serve that of the one before."""
         connecting: ThreadedCall[Any] | None = None
-        for waited_s in waiting(_POLL_S, self._timeout_s + _LAST_S, self._say("machine 0"), _POLL_LATER_S):
-            if connecting is None and waited_s < self._timeout_s:
-                left = timedelta(seconds=max(1.0, self._timeout_s - waited_s))
+        for waited_s in waiting(_POLL_S, self._timeout_s, self._say("machine 0"), _POLL_LATER_S):
+            if connecting is None:
+                left = timedelta(seconds=self._timeout_s - waited_s + _LONGER_S)
                 connect = partial(TCPStore, self._host, port, is_master=False, timeout=left)
                 connecting = ThreadedCall(connect, "connect to machine 0")
             elif connecting is not None and connecting.is_over:
@@ -94,7 +94,7 @@ class FreshStores(RendezvousHandler):
                         store.set_timeout(timedelta(seconds=self._timeout_s))
                         return store
         if connecting is not None:
-            raise RendezvousTimeoutError(f"what listens there gives no answer: timed out after {self._timeout_s} s")
+            raise RendezvousTimeoutError(f"timed out after {self._timeout_s} s without an answer")
         raise RendezvousTimeoutError(
             f"machine 0 has not begun another attempt within {self._timeout_s} s after ranks of machine {self._rank} "
             "failed"
