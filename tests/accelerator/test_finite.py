@@ -179,3 +179,22 @@ def test_replicas_of_an_outer_loop_skip_their_own_steps_and_end_alike():
     (first, one), (second, other) = run_ranks(under_an_outer_loop, 2)
     assert (first, second) == (7, 7)
     assert all(torch.isfinite(value).all() and torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_a_step_that_the_loss_scaler_of_fp16_skips_counts_too():
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", skip_nonfinite=2)
+    model = Net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def step(poison):
+        accelerator.backward(model(torch.ones(3, 4), poison))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step("nan")
+    assert (accelerator.optimizer_step_was_skipped, accelerator.skipped_steps) == (True, 1)
+    step("")
+    step("nan")
+    with pytest.raises(NonFinite, match="2 steps in a row"):
+        step("nan")
+    assert torch.isfinite(model.first.weight).all()

@@ -54,12 +54,12 @@ def test_a_call_of_foreign_code_is_left_at_a_signal_and_gives_what_it_returns_or
     def stop(request):
         raise InterruptedError
 
-    assert patience.heeding_signals(lambda: 7, "seven") == 7
+    assert patience.interruptible(lambda: 7, "seven") == 7
     with pytest.raises(ZeroDivisionError):
-        patience.heeding_signals(lambda: 1 / 0, "no number")
+        patience.interruptible(lambda: 1 / 0, "no number")
     began, over = time.monotonic(), threading.Event()
     threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGUSR1]).start()
     with handled(stop, [signal.SIGUSR1]), pytest.raises(InterruptedError):
-        patience.heeding_signals(lambda: over.wait(30), "a long one")
+        patience.interruptible(lambda: over.wait(30), "a long one")
     over.set()
     assert time.monotonic() < began + 20

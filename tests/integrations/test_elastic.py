@@ -43,8 +43,12 @@ class Launched:
         self.environment, self.store = monkeypatch, served()
         self.notes = LauncherNotes(C10dTransport(self.store).board)
         self.notes.board.put("run", json.dumps({"expected": expected}).encode())
-        assert self.notes.board.get("run")  # from here on other connections find it too
+        self.wait_until_written()
         monkeypatch.setenv("FARFLUNG_STORE", f"127.0.0.1:{self.store.port}")
+
+    def wait_until_written(self):
+        """Return once other connections to the store find what this one has written: it is answered in order."""
+        assert self.notes.board.get("run")
 
     def place(self, member, rank=0, size=1):
         for name, value in {"FARFLUNG_MEMBER": member, "RANK": rank, "WORLD_SIZE": size}.items():
@@ -81,6 +85,7 @@ def test_the_place_of_a_replica_that_is_no_more_is_free_again(monkeypatch, end):
     run = Launched(monkeypatch, expected=3)
     assert [run.place(member) for member in range(3)] == [(0, 3), (1, 3), (2, 3)]
     run.notes.put(end, 1)
+    run.wait_until_written()
     assert run.place(3) == (1, 3)
     assert run.place(2) == (2, 3)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from farflung.big_model import load as load
     from farflung.checkpoint import export as export, manager as manager, writer as writer
     from farflung.config import launch as launch
-    from farflung.data import pace as pace, slots as slots
+    from farflung.data import slots as slots, ticks as ticks
     from farflung.hosts import elastic as elastic
     from farflung.methods import arguments as arguments, recipes as recipes
     from farflung.resume import models as models
@@ -28,7 +28,7 @@ else:
     manager = LazyModule("farflung.checkpoint.manager")
     writer = LazyModule("farflung.checkpoint.writer")
     launch = LazyModule("farflung.config.launch")
-    pace = LazyModule("farflung.data.pace")
+    ticks = LazyModule("farflung.data.ticks")
     slots = LazyModule("farflung.data.slots")
     elastic = LazyModule("farflung.hosts.elastic")
     arguments = LazyModule("farflung.methods.arguments")

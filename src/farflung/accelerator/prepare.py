@@ -165,18 +165,18 @@ class Preparer:
                 scheduler,
                 followed or self.run.optimizers,
                 step_with_optimizer=self.step_scheduler_with_optimizer,
-                ticks=1 if per_update else self._pace(scheduler, new) or self.run.strategy.mesh.readers.size,
+                ticks=1 if per_update else self._epoch_ticks(scheduler, new) or self.run.strategy.mesh.readers.size,
                 warns=self.run.world.is_main,
             )
         return self.run.add(self.run.schedulers, scheduler, prepared)
 
-    def _pace(self, scheduler: Any, new: Sequence[DataLoader[Any]]) -> Callable[[], int] | None:
-        """Return the pace of a schedule for all of the data of replicas that come and go; None: it is none."""
+    def _epoch_ticks(self, scheduler: Any, new: Sequence[DataLoader[Any]]) -> Callable[[], int] | None:
+        """Return the ticks of a schedule that is made for the data of all replicas that come and go, or None."""
         if self.run.slots is None:
             return None
         shares, horizon = [self.run.find(loader).share for loader in new], horizon_of(scheduler)
-        found = (lazy.pace.pace_of(scheduler, horizon, share, self.run.loop.num_steps) for share in shares)
-        return next((pace for pace in found if pace is not None), None)
+        found = (lazy.ticks.epoch_ticks(scheduler, horizon, share, self.run.loop.num_steps) for share in shares)
+        return next((ticks for ticks in found if ticks is not None), None)
 
     def loader(
         self,

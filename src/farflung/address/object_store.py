@@ -27,7 +27,7 @@ from farflung.address.object_group import ObjectTransport
 from farflung.address.objects import PATIENCE_S, Act, ObjectBoard, Refused, try_out
 from farflung.address.seal import Seal
 from farflung.base.errors import ConfigError, Unreachable
-from farflung.comm.patience import heeding_signals
+from farflung.comm.patience import interruptible
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore
@@ -177,7 +177,7 @@ class BucketBoard(ObjectBoard):
                 why, remedy = _words(error), self._remedy(str(error), act)
                 raise Refused(f"{why}. {remedy}") if remedy else OSError(why) from None
 
-        return super().ask(lambda: heeding_signals(translated, "ask a bucket"), act)
+        return super().ask(lambda: interruptible(translated, "ask a bucket"), act)
 
     def _remedy(self, said: str, act: Act) -> str:
         """Return what to do about an error of the store; empty if asking again may be enough."""

@@ -95,7 +95,7 @@ class LineTuner:
         if new is not None:
             changes = [f"H from {interval.every} to {new.every} steps"] * (new.every != interval.every)
             changes += [f"the delay from {interval.delay} to {new.delay}"] * (new.delay != interval.delay)
-            said = f"rounds waited {waiting:.0%} of the time; changes {' and '.join(changes)}."
+            said = f"rounds waited {waiting:.0%} of the time, so it changes {' and '.join(changes)}."
             _note(Kind.CHOSEN, said, waiting=waiting, options=asdict(new))
             loop.change_schedule(new.every, new.delay)
 

@@ -46,7 +46,7 @@ def aloud(who: str, what: str) -> Callable[[float], None]:
     return lambda waited_s: record(Kind.WAITS, message=f"{who} still waits {what}, after {in_seconds(waited_s)}")
 
 
-def heeding_signals(act: Callable[[], _T], name: str) -> _T:
+def interruptible(act: Callable[[], _T], name: str) -> _T:
     """Return what a call returns that runs in foreign code, which would hold back signals until it ends.
 
     A handler that raises leaves the call to its thread, which the end of this process stops. A thread that is not the

@@ -209,7 +209,7 @@ def _percent(row: Row) -> str:
     return f"{'< ' * row.is_bound}{row.gain_kept:.0%}".replace("%", " %")
 
 
-_FAR_LARGER = 10_000_000  # parameters: a hundred times as many as in our tests
+_FAR_LARGER = 10_000_000  # parameters; our tests have 100,000
 _FROM_ONE = click.IntRange(1, 1_000_000)
 
 

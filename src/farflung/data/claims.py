@@ -157,7 +157,7 @@ class Claims:
 
     @property
     def num_members(self) -> int:
-        """The replicas that train now; before they have met, those that the run begins with."""
+        """How many replicas train now, or with how many the run begins if they have not met yet."""
         records = [loop.membership.record for loop in self.loops]
         return next((len(record.ids) for record in records if record is not None), self.expected)
 

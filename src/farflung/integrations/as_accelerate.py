@@ -50,10 +50,10 @@ def install_for_replica() -> None:
     """Do the same in a replica that comes and goes, which Accelerate takes for a process alone; say so if used."""
     if str(FOLDER) not in sys.path:  # where `--as-accelerate` puts it
         install_as_accelerate()
-        sys.meta_path.insert(0, _Teller())
+        sys.meta_path.insert(0, _AccelerateFinder())
 
 
-class _Teller(MetaPathFinder):
+class _AccelerateFinder(MetaPathFinder):
     """Finds nothing, but says who answers for `accelerate` when it is looked for."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 
 from farflung.base.errors import ConfigError
 from farflung.base.events import Kind, record
-from farflung.comm.patience import aloud, heeding_signals, waiting
+from farflung.comm.patience import aloud, interruptible, waiting
 from farflung.config import environ
 from farflung.config.launch import DEFAULT_PORT, LaunchSettings
 from farflung.process.sockets import address_on_route_to
@@ -133,7 +133,7 @@ def resolve_host(host: str, wait_s: float = 0.0) -> str:
     for waited_s in waiting(_ASK_AGAIN_S, wait_s, aloud("this machine", f"for the name of machine 0, {host}")):
         try:
             ask = partial(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)
-            return str(heeding_signals(ask, "ask for a name")[0][4][0])
+            return str(interruptible(ask, "ask for a name")[0][4][0])
         except (OSError, UnicodeError) as error:
             reason = str(error.strerror) if isinstance(error, OSError) else "no host has such a name"
             may_come = isinstance(error, socket.gaierror) and _HOST_NAME.fullmatch(host) is not None

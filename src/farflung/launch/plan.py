@@ -298,7 +298,7 @@ def usable_cores() -> int:
 
 
 def threads_of_each(num_processes: int) -> int:
-    """Return how many CPU threads each of so many processes gets, which share this machine's cores."""
+    """Return the number of CPU threads of each process, if `num_processes` share the cores of this machine."""
     return max(1, usable_cores() // num_processes)
 
 

@@ -63,7 +63,7 @@ class FreshStores(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         self._begins(self._attempt + 1)
         port = self._serve() if self._rank == 0 else self._port
-        store = _Heeding(self._params.run_id, self._found(port), self._say("the others"))
+        store = _InterruptibleStore(self._params.run_id, self._found(port), self._say("the others"))
         return RendezvousInfo(store, self._rank, self._params.max_nodes, RendezvousStoreInfo(self._host, port))
 
     def _serve(self) -> int:
@@ -120,7 +120,7 @@ class FreshStores(RendezvousHandler):
         return True
 
 
-class _Heeding(PrefixStore):
+class _InterruptibleStore(PrefixStore):
     """A store at which the agent waits for other machines in Python, where signals are heard: until all have come, and
     until the ranks of all have ended.
     """

@@ -78,8 +78,8 @@ class SkipNonfinite:
             record(Kind.SKIPPED, in_a_row=self._in_a_row, total=self.total)
         if self._in_a_row >= self._most:
             raise NonFinite(
-                f"{self._in_a_row} steps in a row were skipped, as losses or gradients were not finite: as many as "
-                "skip_nonfinite allows. Look at the latest batches and the learning rate; "
+                f"{self._in_a_row} steps in a row were skipped because losses or gradients were not finite, and "
+                f"skip_nonfinite is {self._most}. Look at the latest batches and the learning rate; "
                 "torch.autograd.set_detect_anomaly(True) names the operation that gives the first NaN."
             )
         return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events of members after rounds: those that a rule excludes, too few for a robust rule, and those that move alike."""
+"""Events after rounds: a rule excludes a member, too few members are left for a robust rule, or members move alike."""
 
 from __future__ import annotations
 

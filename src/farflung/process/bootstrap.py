@@ -27,7 +27,7 @@ from farflung.base.torch_internals import current_accelerator
 from farflung.base.words import counted, numbered
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup
-from farflung.comm.patience import heeding_signals, waiting
+from farflung.comm.patience import interruptible, waiting
 from farflung.comm.threads import await_gloo
 from farflung.comm.torch_group import TorchGroup, explained
 from farflung.config import environ
@@ -251,7 +251,7 @@ def _store(info: RankInfo, init_method: str | None, timeout: timedelta) -> Store
                 served: Store = serve_store(host, port, world_size=info.size, timeout=timeout, multi_tenant=True)
                 return served
     meet = partial(rendezvous, init_method or "env://", info.rank, info.size, timeout=timeout)
-    store: Store = heeding_signals(lambda: next(meet())[0], "connect to the store of the run")
+    store: Store = interruptible(lambda: next(meet())[0], "connect to the store of the run")
     return store
 
 

@@ -241,7 +241,7 @@ def replay(batches: Iterator[Any], number: int, to_the_end: bool = False) -> Non
     world = current_world()
     if number and (world is None or world.is_main):
         read = "all batches" if to_the_end else counted(number, "batch")
-        said = f"reading {read} again to continue after them, as the data set has no state_dict."
+        said = f"reading {read} again: the data set has no state_dict, so training can't continue after them otherwise."
         record(Kind.NOTE, message=said)
     done = sum(1 for _ in islice(batches, number))
     if done < number and not to_the_end:

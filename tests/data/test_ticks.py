@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from farflung.data.pace import pace_of
+from farflung.data.ticks import epoch_ticks
 from farflung.loop.scheduler import AcceleratedScheduler, horizon_of
 from tests.data.test_slots import Run
 
@@ -31,7 +31,7 @@ class Scheduled:
     def __init__(self, one, horizon, accumulate):
         self.one, self.accumulate, self.num_batches = one, accumulate, 0
         self.schedule = cosine(horizon)
-        pace = pace_of(self.schedule, horizon_of(self.schedule), one.loaders[0].share, accumulate)
+        pace = epoch_ticks(self.schedule, horizon_of(self.schedule), one.loaders[0].share, accumulate)
         self.prepared = AcceleratedScheduler(self.schedule, [], ticks=pace)
 
     def take(self):
@@ -76,6 +76,6 @@ def test_a_replica_that_comes_late_is_where_the_others_are():
 
 def test_a_number_of_steps_that_are_no_whole_epochs_is_taken_as_it_is():
     share = SimpleNamespace(num_batches=BATCHES, is_shared=True)
-    assert pace_of(None, EPOCHS * BATCHES + 1, share, 1) is None
-    assert pace_of(None, None, share, 1) is None
-    assert pace_of(None, EPOCHS * BATCHES, SimpleNamespace(num_batches=BATCHES, is_shared=False), 1) is None
+    assert epoch_ticks(None, EPOCHS * BATCHES + 1, share, 1) is None
+    assert epoch_ticks(None, None, share, 1) is None
+    assert epoch_ticks(None, EPOCHS * BATCHES, SimpleNamespace(num_batches=BATCHES, is_shared=False), 1) is None

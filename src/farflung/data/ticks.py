@@ -15,8 +15,8 @@ from farflung.data.slots import SlotSampler
 
 
 @dataclass(frozen=True)
-class Pace:
-    """How often an update of this replica steps a schedule; see `pace_of`."""
+class EpochTicks:
+    """How often an update of this replica steps a schedule; see `epoch_ticks`."""
 
     schedule: Any
     share: SlotSampler
@@ -27,8 +27,8 @@ class Pace:
         return max(0, round(min(max(done, begun) + self.share.num_members, begun + self.per_epoch)) - done)
 
 
-def pace_of(schedule: Any, horizon: int | None, share: SlotSampler, num_steps: int) -> Pace | None:
-    """Return the pace of a schedule whose end is that of some whole epochs of all replicas together; None: it is not.
+def epoch_ticks(schedule: Any, horizon: int | None, share: SlotSampler, num_steps: int) -> EpochTicks | None:
+    """Return the ticks of a schedule that ends with an epoch of all replicas together; None: it does not.
 
     Args:
         horizon: after how many steps it ends.
@@ -39,5 +39,5 @@ def pace_of(schedule: Any, horizon: int | None, share: SlotSampler, num_steps: i
         return None
     updates, epochs = -(-batches // num_steps), -(-horizon * num_steps // batches)  # scripts round either
     if horizon % updates == 0:
-        return Pace(schedule, share, updates)
-    return Pace(schedule, share, horizon / epochs) if batches * epochs // num_steps == horizon else None
+        return EpochTicks(schedule, share, updates)
+    return EpochTicks(schedule, share, horizon / epochs) if batches * epochs // num_steps == horizon else None
