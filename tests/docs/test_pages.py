@@ -7,9 +7,11 @@ so it runs as a script of its own; the others run in this process, each in a fre
 
 import ast
 import json
+import os
 import re
 import runpy
 import shlex
+import signal
 import subprocess
 import sys
 from functools import cache
@@ -21,6 +23,7 @@ from click.testing import CliRunner
 
 from farflung.launch.main import farflung
 from farflung.testing.patience import patience
+from tests.launch.screen import started
 from tests.python import run_farflung, run_python
 
 ROOT = Path(__file__).parent.parent.parent
@@ -231,23 +234,51 @@ def test_the_pages_have_few_words():
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", WAYS[:2])
-def test_the_script_of_a_way_runs_with_its_commands(way, tmp_path):
+def test_the_script_of_a_way_runs_with_its_commands(way, newcomer):
     fences = _FENCE.findall(TEXTS[f"docs/start/{way}.md"])
     (script,) = (code for title, code in fences if title == "python train.py")
-    (tmp_path / "train.py").write_text(script, encoding="utf-8")
-    lines = [line for _, code in fences for line in code.splitlines() if line.startswith("farflung launch")]
-    assert len(lines) == 2
-    alone, outer = (run_farflung(*shlex.split(line)[1:], cwd=tmp_path) for line in lines)
+    (newcomer / "train.py").write_text(script, encoding="utf-8")
+    alone, outer = (run_farflung(*words) for words in launches(fences))
     assert "round" not in alone.stderr
     assert re.search(r"farflung: round 2\d, step (192|200)", outer.stderr)
+    (success,) = (code for title, code in fences if title == "text")
+    shown = {without_figures(line) for line in success.splitlines()}
+    assert shown <= {without_figures(line) for line in (outer.stdout + outer.stderr).splitlines()}
 
 
 @pytest.mark.long
-def test_the_quickstart_is_scripts_whose_commands_print_what_it_shows(tmp_path):
+def test_the_way_of_machines_that_come_and_go_does_what_it_says(newcomer):
+    fences = _FENCE.findall(TEXTS["docs/start/machines.md"])
+    line, _ = launches(fences)
+    folder = next(word for word in line if word.startswith("file://"))
+    words = [f"file://{newcomer}/run" if word == folder else word for word in line]
+    words[words.index("elastic.py")] = str(ROOT / "examples" / "elastic.py")
+    begun, lost = (code for title, code in fences if title == "text")
+    with started(*words) as first:
+        first.wait_for(pattern(begun.splitlines()[1]))
+        with started(*words) as second:
+            process = second.wait_for(r"^process (\d+): begins")[1]
+            for said in begun.splitlines():
+                first.wait_for(pattern(said))
+            os.kill(int(process), signal.SIGKILL)
+            second.wait_for(pattern(lost.splitlines()[0]))
+            for said in lost.splitlines()[1:]:
+                first.wait_for(pattern(said))
+            first.wait_for(r"generation 4: .*\nprocess \d+: step \d")
+            for screen in (first, second):
+                screen.process.send_signal(signal.SIGINT)
+            for screen in (first, second):
+                assert screen.ended() == 128 + signal.SIGINT, screen.text
+    with started(*words) as again:
+        assert int(again.wait_for(r"^process \d+: begins at step (\d+)")[1]) > 0
+
+
+@pytest.mark.long
+def test_the_quickstart_is_scripts_whose_commands_print_what_it_shows(newcomer):
     fences = _FENCE.findall(TEXTS["docs/quickstart.md"])
     for title, code in fences:
         if title.startswith("python "):
-            (tmp_path / title.split()[1]).write_text(code, encoding="utf-8")
+            (newcomer / title.split()[1]).write_text(code, encoding="utf-8")
     shown = "".join(code for title, code in fences if title == "console scripts")
     commands = re.findall(r"^\$ (.+)\n((?:(?!\$).+\n)+)", shown, re.MULTILINE)
     assert len(commands) == shown.count("$ ") >= 5
@@ -255,7 +286,7 @@ def test_the_quickstart_is_scripts_whose_commands_print_what_it_shows(tmp_path):
     for command, expected in commands:
         tool, *words = shlex.split(command)
         start = tools.get(tool) or [sys.executable, "-m", "farflung"]
-        said = subprocess.run([*start, *words], cwd=tmp_path, capture_output=True, text=True, timeout=patience(120))
+        said = subprocess.run([*start, *words], capture_output=True, text=True, timeout=patience(120))
         assert said.returncode == 0, said.stderr
         printed = {without_figures(line) for line in (said.stdout + said.stderr).splitlines()}
         assert {without_figures(line) for line in expected.splitlines()} <= printed, (command, said.stderr)
@@ -264,6 +295,24 @@ def test_the_quickstart_is_scripts_whose_commands_print_what_it_shows(tmp_path):
 def without_figures(line):
     """A line without what is one machine's: its numbers, and their units."""
     return re.sub(r"\d+(\.\d+)?( [kM]?B)?", "N", line)
+
+
+def pattern(line):
+    """What matches a line that a page shows, on any machine."""
+    return re.sub(r"node0:\d+|\d+", lambda found: r"\S+" if ":" in found[0] else r"\d+", "^" + re.escape(line))
+
+
+def launches(fences):
+    """The words of the launches that a page shows, in order."""
+    lines = [line for _, code in fences for line in code.splitlines() if line.startswith("farflung launch")]
+    return [shlex.split(line)[1:] for line in lines]
+
+
+@pytest.fixture
+def newcomer(home, monkeypatch):
+    """The empty home of somebody who has installed Farflung, and set nothing."""
+    monkeypatch.delenv("FARFLUNG_RUN_DIR")
+    return home
 
 
 # ---- docs/laws.md and the tests know the same laws

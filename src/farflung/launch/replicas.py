@@ -78,7 +78,10 @@ def supervise(
 
 
 def new_machine_name() -> str:
-    """Return a name for a launcher in the store; containers share names of hosts and ids of processes."""
+    """Return a name for a launcher in the store; containers share names of hosts and ids of processes.
+
+    What people read ends before the last dot.
+    """
     return f"{socket.gethostname()}:{os.getpid()}.{secrets.token_hex(4)}"
 
 
@@ -146,7 +149,7 @@ class _Launcher:
     def run(self, count: int) -> int:
         """Start `count` replicas; return the exit code once all have ended."""
         self._store.ask(lambda notes: notes.note_launcher(self._machine, address_of(os.getpid())), None)
-        where = "" if self._tells else f" of {self._machine}"
+        where = "" if self._tells else f" of {self._machine.rsplit('.', 1)[0]}"
         with handled(self._supervisor.hear, SUPERVISED):
             for number in range(count):
                 self._supervisor.add(f"replica {number}{where}")
