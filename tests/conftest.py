@@ -187,3 +187,9 @@ def bucket(s3, monkeypatch):
         monkeypatch.setenv(name, value)
     yield s3.address()
     s3.set()
+
+
+@pytest.fixture
+def hub(bucket, s3):
+    """The same in a Storage Bucket of Hugging Face."""
+    return s3.hub_address()

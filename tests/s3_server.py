@@ -2,6 +2,7 @@
 """An S3 server of the tests, in a process of its own: objects in memory, and the manners of several products.
 
 It answers as S3, R2, MinIO, Ceph and versitygw document it. `Manners` says how it may fail, late, silently or in words.
+Below a namespace it is Hugging Face's gateway, as https://huggingface.co/docs/hub/storage-buckets-s3 describes it.
 """
 
 import hashlib
@@ -25,6 +26,7 @@ from xml.sax.saxutils import escape, unescape
 from farflung.testing.patience import patience
 
 BUCKET = "runs"
+NAMESPACE = "someone"  # of the gateway
 _CONTROL = "/-/manners"
 # What each product says, by its documentation.
 ANSWERS = {
@@ -63,6 +65,7 @@ class Manners:
         page: how many keys a page of a listing has.
         lifetime_s: after which a rule deletes objects; 0: there is none.
         at, for_s, then: from so many seconds from now on, for so many seconds, all are told this.
+        edge: what the host is told to answer that the gateway sends those who read to; an answer's name, or none of S3.
         only: what is denied, told or deleted by a rule concerns keys with this pattern in them alone.
         seed: of what happens by chance.
     """
@@ -82,6 +85,7 @@ class Manners:
     at: float = 0.0
     for_s: float = 0.0
     then: str = ""
+    edge: str = ""
     only: str = ""
     seed: int = 0
     since: float = field(default_factory=time.monotonic)
@@ -144,7 +148,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.path.startswith(_CONTROL):
             return self.control()
         parts = urlsplit(self.path)
-        _, bucket, *rest = unquote(parts.path).split("/", 2)
+        path = unquote(parts.path)
+        self.is_gateway = path.startswith(f"/{NAMESPACE}/")
+        _, bucket, *rest = path.removeprefix(f"/{NAMESPACE}").split("/", 2)
         self.key, self.query = "".join(rest), parse_qs(parts.query, keep_blank_values=True)
         manners, is_list = self.manners, self.command == "GET" and not self.key
         with self.objects.lock:
@@ -171,6 +177,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def carried_out(self, is_list):
         key, query, objects, manners = self.key, self.query, self.objects, self.manners
+        if self.is_gateway and (why := self.unknown_to_the_gateway()):
+            return self.worded(why)
         operation = {"PUT": "Put", "POST": "Put", "DELETE": "Delete"}.get(self.command, "List" if is_list else "Get")
         if "delete" in query:
             if manners.bulk:
@@ -201,7 +209,21 @@ class Handler(BaseHTTPRequestHandler):
             return 204, {}, b""
         if key not in objects.there:
             return self.worded("AccessDenied" if manners.denies("List", key) else "NoSuchKey")
-        return self.range(objects.there[key][0])
+        content = objects.there[key][0]
+        if self.is_gateway:
+            digest = hashlib.sha256(content).hexdigest()
+            Edge.contents[digest] = content
+            return 302, {"Location": f"http://{self.headers['Host'].partition(':')[0]}:{Edge.port}/{digest}"}, b""
+        return self.range(content)
+
+    def unknown_to_the_gateway(self):
+        """What a request is told that S3 carries out, and the gateway does not."""
+        key, query = self.key, self.query
+        if re.search(r"//|\.\./|\\|\0|^\./|^/|/$|\.\.$", key) or query.get("delimiter", ["/"]) != ["/"]:
+            return "InvalidArgument"
+        is_chunked = "aws-chunked" in (self.headers.get("Content-Encoding") or "")
+        is_old = self.command == "GET" and not key and query.get("list-type") != ["2"]
+        return "NotImplemented" if is_chunked or is_old else ""
 
     def put(self):
         key, query, objects, manners = self.key, self.query, self.objects, self.manners
@@ -276,6 +298,27 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(200, json.dumps(self.counts).encode())
 
 
+class Edge(BaseHTTPRequestHandler):
+    """The host that has the contents of objects: it knows no keys, and says less than S3 if it fails."""
+
+    protocol_version, disable_nagle_algorithm, wbufsize = "HTTP/1.1", True, -1
+    contents, port, timeout = {}, 0, 60
+    answer, range, worded = Handler.answer, Handler.range, Handler.worded
+
+    def log_message(self, *args):
+        return None
+
+    def do_GET(self):
+        how = Handler.manners.edge
+        if how in ANSWERS or "Authorization" in self.headers:
+            status, headers, content = self.worded(how or "AccessDenied")
+        else:
+            status, headers, content = self.range(self.contents[self.path.strip("/")])
+        if how and how not in ANSWERS:
+            status, headers, content = int(how), {}, b"<html>"
+        self.answer(status, content, headers)
+
+
 class Server(ThreadingHTTPServer):
     daemon_threads, request_queue_size = True, 128
 
@@ -284,7 +327,9 @@ class Server(ThreadingHTTPServer):
 
 
 def serve(host):
-    server = Server((host, 0), Handler)
+    server, edge = (Server((host, 0), one) for one in (Handler, Edge))
+    Edge.port = edge.server_port
+    threading.Thread(target=edge.serve_forever, daemon=True).start()
     print(server.server_port, flush=True)
     server.serve_forever()
 
@@ -308,6 +353,10 @@ class S3Server:
     def address(self):
         self._num += 1
         return f"s3://{BUCKET}/run{self._num}"
+
+    def hub_address(self):
+        """One behind the gateway."""
+        return self.address().replace("s3://", f"hf://{NAMESPACE}/")
 
     def set(self, **manners):
         """Set how requests are answered from now on, in place of what was set before; `vanish`: patterns of keys."""

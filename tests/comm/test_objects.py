@@ -52,10 +52,13 @@ class Watch:
         return RankFailure(reason)
 
 
-@pytest.fixture(params=["folder", "folder with a key", pytest.param("bucket", marks=pytest.mark.long)])
+FAR = [pytest.param(name, marks=pytest.mark.long) for name in ("bucket", "hub")]
+
+
+@pytest.fixture(params=["folder", "folder with a key", *FAR])
 def place(request, tmp_path):
     """A transport over objects, and functions that return groups and the keys of all objects."""
-    address = request.getfixturevalue("bucket") if request.param == "bucket" else tmp_path.as_uri()
+    address = request.getfixturevalue(request.param) if request.param in ("bucket", "hub") else tmp_path.as_uri()
     transport = transport_at(address, seal=Seal(bytes(range(32))) if "key" in request.param else None)
 
     def groups(size, name="group"):

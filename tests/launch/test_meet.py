@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tests.launch.machines import ADDRESSES, SERVER, Apart, two_machines
-from tests.s3_server import BUCKET, s3_server, variables_for
+from tests.s3_server import BUCKET, NAMESPACE, s3_server, variables_for
 
 TRAINS = """
 import json, sys, torch
@@ -30,11 +30,12 @@ pytestmark = [pytest.mark.namespace, pytest.mark.timeout(240)]
 
 
 @pytest.mark.usefixtures("warm", "either_key")
-def test_two_machines_without_a_way_to_each_other_train_through_a_bucket(home):
+@pytest.mark.parametrize("bucket", [f"s3://{BUCKET}", f"hf://{NAMESPACE}/{BUCKET}"])
+def test_two_machines_without_a_way_to_each_other_train_through_a_bucket(bucket, home):
     (home / "train.py").write_text(TRAINS)
     machines = Apart(megabits=20.0)
     outer = ["--outer", "streaming_diloco", "--outer-every", "20", "--outer-fragments", "1", "--heartbeat_s", "1"]
-    where = ["--elastic", "2:2", "--replicas", "1", "--meet", f"s3://{BUCKET}/run"]
+    where = ["--elastic", "2:2", "--replicas", "1", "--meet", f"{bucket}/run"]
     line = ["farflung", "launch", "--cpu", *where, *outer]
     with two_machines(machines):
         for machine, other in ((0, SERVER.format(1)), (1, SERVER.format(0)), (0, ADDRESSES[1])):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas that meet in a bucket of S3, of all that speaks its protocol, of Google Cloud Storage or of Azure.
+"""Replicas that meet in a bucket of S3, of all that speaks its protocol, of Google Cloud Storage, Azure or Hugging Face.
 
 obstore sends the requests, with each cloud's own variables for credentials and endpoints. Its retries are off: a
 request is repeated here, so that callers without patience get an answer at once.
@@ -23,6 +23,7 @@ import obstore
 from obstore import exceptions as errors
 from obstore.store import from_url
 
+from farflung.address.hub import MAKE_KEYS, of_gateway
 from farflung.address.object_group import ObjectTransport
 from farflung.address.objects import PATIENCE_S, Act, ObjectBoard, Refused, try_out
 from farflung.address.seal import Seal
@@ -46,7 +47,7 @@ class BucketTransport(ObjectTransport):
     """Groups of replicas that meet in a bucket.
 
     Args:
-        address: `s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`.
+        address: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix` or `hf://namespace/bucket/prefix`.
         patience_s: how long requests may fail.
         seal: see `ObjectBoard`.
 
@@ -73,15 +74,20 @@ def bucket_at(address: str, patience_s: float = PATIENCE_S, seal: Seal | None = 
             "and %23, or give another name."
         )
 
-    def made(answer_s: timedelta, config: Any = None) -> ObjectStore:
+    kind, (where, config) = BucketBoard, (address, dict[str, str]())
+    if address.startswith("hf://"):
+        kind, (where, config) = HubBoard, of_gateway(address)
+
+    def made(answer_s: timedelta, **more: str) -> ObjectStore:
         # Only an endpoint that someone has given can be one of http://.
         client: ClientConfig = {"timeout": answer_s, "connect_timeout": _CONNECT_S, "allow_http": True}
-        return from_url(address, config=config, client_options=client, retry_config={"max_retries": 0})
+        known: Any = config | more
+        return from_url(where, config=known, client_options=client, retry_config={"max_retries": 0})
 
     try:
         quick, slow = made(_ANSWER_S), made(_PART_S)
-        single = made(_ANSWER_S, {"aws_disable_bulk_delete": "true"}) if address.startswith("s3") else quick
-        return BucketBoard(address, patience_s=patience_s, quick=quick, slow=slow, single=single, seal=seal)
+        single = made(_ANSWER_S, aws_disable_bulk_delete="true") if where.startswith("s3") else quick
+        return kind(address, patience_s=patience_s, quick=quick, slow=slow, single=single, seal=seal)
     except (errors.BaseError, ValueError) as error:
         raise ConfigError(f"Replicas can't meet at {address}. {_words(error)}.") from None
 
@@ -104,6 +110,7 @@ class BucketBoard(ObjectBoard):
     heartbeat_s: ClassVar[float] = 10.0
     grace_s: ClassVar[float] = 60.0
     num_at_once: ClassVar[int] = 8
+    missing: ClassVar[str] = ""  # what the store says of an object that doesn't exist, and of nothing else
 
     def delete_names(self, names: Sequence[str]) -> None:
         def delete_all() -> bool:
@@ -146,7 +153,9 @@ class BucketBoard(ObjectBoard):
             try:
                 found = obstore.get(self.quick, name, options={"range": (0, _SMALL)})
                 first, size = found.bytes(), found.meta["size"]
-            except FileNotFoundError:
+            except FileNotFoundError as error:
+                if self.missing not in str(error):
+                    raise
                 return None
             except errors.GenericError as error:
                 if " 416 " not in str(error):  # an empty object has no such range
@@ -201,6 +210,27 @@ class BucketBoard(ObjectBoard):
                 yield from threads.map(
                     lambda at: obstore.get_range(self.slow, name, start=at, end=min(at + _PART, size)), starts
                 )
+
+
+class HubBoard(BucketBoard):
+    """The objects of a Storage Bucket of the Hugging Face Hub, below a prefix.
+
+    The gateway redirects a read to another host, whose errors say nothing of the object or of the keys. An account may
+    make some thousand requests in five minutes, so there are fewer of them than elsewhere.
+    """
+
+    pause_s = 1.0
+    heartbeat_s = 20.0
+    grace_s = 120.0
+    missing = "NoSuchKey"
+
+    def _remedy(self, said: str, act: Act) -> str:
+        status = _status(said)
+        if act == "read" and status in ("401", "403", "404"):
+            return ""
+        if status in ("401", "403"):
+            return f"The keys may be of a token that may not {act} objects here: {MAKE_KEYS}"
+        return super()._remedy(said, act)
 
 
 _STATUS = re.compile(r"status code: (\d+)")

@@ -162,7 +162,7 @@ class LaunchSettings(LayoutSettings, EngineSettings):
     meet: str | None = setting(
         None,
         "With --elastic, where replicas meet: file:///path, a folder that all machines can write to; s3://bucket/path, "
-        "gs:// or az://, a bucket; tcp://host:port, a port of the machine that begins. Each machine gets the same "
+        "gs://, az:// or hf://, a bucket; tcp://host:port, a port of the machine that begins. Each machine gets the same "
         "line, in any order. [the first launcher serves the run]",
     )
     heartbeat_s: float | None = setting(
@@ -308,10 +308,10 @@ class LaunchSettings(LayoutSettings, EngineSettings):
     def _check_elastic(self) -> None:
         if self.meet is not None and (self.elastic is None or self.join is not None):
             raise ConfigError("needs --elastic and excludes --join: each machine gets the same line.", "meet")
-        if self.meet is not None and not re.fullmatch(r"file:///.+|(s3|gs|az)://.+|tcp://.+:\d+", self.meet):
+        if self.meet is not None and not re.fullmatch(r"file:///.+|(s3|gs|az|hf)://.+|tcp://.+:\d+", self.meet):
             raise ConfigError(
                 f"is {self.meet!r}; use file:///shared/run7 with the whole path of a folder, s3://bucket/run7 (or "
-                "gs://, az://), or tcp://host:port.",
+                "gs://, az://, hf://namespace/bucket/run7), or tcp://host:port.",
                 "meet",
             )
         if self.meet is not None and (self.main_process_ip or self.main_process_port):

@@ -101,7 +101,7 @@ class Replicas:
         self._has_sums = check_recipe(self._resolved, self._variables, settings.bounds[1])
         with torch_is_loaded(self._variables):
             sealed = None if key is None else Seal(key)
-            leaves = interface is not None or (settings.meet or "").startswith(("s3:", "gs:", "az:"))
+            leaves = interface is not None or (settings.meet or "").startswith(("s3:", "gs:", "az:", "hf:"))
             self._is_open = leaves and key is None
             if at_port:
                 self._transport = _served_or_found(settings, host, int(port), count, self._machine, sealed)
