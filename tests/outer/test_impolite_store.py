@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of three replicas in a bucket whose server is impolite by chance: each end is right, or says why and what to do.
 
-Runs of odd seeds have a key, and those of each third seed are in a Storage Bucket of Hugging Face. With FARFLUNG_IMPOLITE_SEEDS=200 there are as many runs; with 20:200 those from 20 on.
+Runs of odd seeds have a key, and those of each third seed are in a Storage Bucket of Hugging Face. With
+FARFLUNG_IMPOLITE_SEEDS=200 there are as many runs; with 20:200 those from 20 on.
 """
 
 import os
@@ -28,7 +29,8 @@ REFUSED += [{"denied": [one]} for one in ("Put", "Get", "List", "Delete")]
 PASSING = ("SlowDown", "InternalError", "AccessDenied", "ExpiredToken", "ConditionalRequestConflict")
 LASTING = ("AccessDenied", "ExpiredToken", "NoSuchBucket", "InvalidAccessKeyId", "InternalError")
 VANISH = ("", "/loop1/", "/loop1/generations/", "/ids/", "/name/", "/g[0-9]+/", "/state/", "/in/")
-REMEDIES = "may lack a permission|of a token that may not|start this again|Create the bucket|Check |create an object only|heed that condition"
+REMEDIES = "may lack a permission|of a token that may not|start this again|Create the bucket|Check "
+REMEDIES += "|create an object only|heed that condition"
 
 
 def manners_of(seed):

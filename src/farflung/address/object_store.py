@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas that meet in a bucket of S3, of all that speaks its protocol, of Google Cloud Storage, Azure or Hugging Face.
+"""Replicas that meet in a bucket: of S3, what speaks its protocol, Google Cloud Storage, Azure or Hugging Face.
 
 obstore sends the requests, with each cloud's own variables for credentials and endpoints. Its retries are off: a
 request is repeated here, so that callers without patience get an answer at once.

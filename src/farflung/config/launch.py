@@ -162,8 +162,8 @@ class LaunchSettings(LayoutSettings, EngineSettings):
     meet: str | None = setting(
         None,
         "With --elastic, where replicas meet: file:///path, a folder that all machines can write to; s3://bucket/path, "
-        "gs://, az:// or hf://, a bucket; tcp://host:port, a port of the machine that begins. Each machine gets the same "
-        "line, in any order. [the first launcher serves the run]",
+        "gs://, az:// or hf://, a bucket; tcp://host:port, a port of the machine that begins. Each machine gets the "
+        "same line, in any order. [the first launcher serves the run]",
     )
     heartbeat_s: float | None = setting(
         None, "Heartbeat interval of a launcher in seconds, with --meet. [1 in a folder, 10 in a bucket]"
