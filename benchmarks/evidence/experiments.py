@@ -35,6 +35,8 @@ SCRATCH = "8"  # all methods by themselves from the first step on
 READOUTS = "9"  # by which weights a run is judged
 TUNED = "10"  # what fine-tuning on another text makes of a run
 TUNED_STEPS = 200
+HOPS = "12"  # how often an exchange among several replicas rounds
+EXCHANGES = ("gather", "reduce_scatter", "reduce_scatter without feedback")
 LARGEST = (0.7, 0.8, 0.9)  # outer momenta
 LONG_ROUNDS = "diloco(32) e3m0"
 INNER = {"adamw": (2.5e-3, 5e-3, 1e-2, 2e-2), "muon": (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2, 8e-2)}
@@ -42,7 +44,7 @@ LARGER_INNER = {"adamw": (5e-3, 1e-2), "muon": (2e-2, 4e-2)}  # for larger model
 FIRST_RATE = 0.7  # DiLoCo's outer learning rate while the inner ones are tuned
 OUTER, MOMENTA, DECAYS = (0.4, 0.7, 1.0, 1.4), (0.3, 0.6, 0.9), (0.9, 0.95, 0.99)
 RATES = (0.5, 0.7, 0.85, 1.0, 1.4)  # outer ones, by H
-EXPERIMENTS = ("tune", "1", "2", "3", "4", "5", "6", "7", SCRATCH, READOUTS, TUNED)
+EXPERIMENTS = ("tune", "1", "2", "3", "4", "5", "6", "7", SCRATCH, READOUTS, TUNED, HOPS)
 GROWING = ("diloco", "streaming_diloco")  # whose momentum grows
 LR_AND_MOMENTUM = ("lr", OUTER, "momentum", MOMENTA)
 OTHERS = {  # the recipes that have something else in their place, or want other rates
@@ -309,12 +311,25 @@ def rows(results: Results, experiment: str, size: str, seed: int) -> dict[str, l
         found = from_scratch(results, size, seed)
         then = {"readouts": True, "tuned_steps": TUNED_STEPS}
         return {name: [replace(found[name][0], **then)] for name in ("DDP", MEASURED, LONG_ROUNDS)}
+    if experiment == HOPS:
+        return hops(results, size, seed)
     table = METHODS if experiment == "1" else CODECS
     names = LARGER if experiment == "1" and size != TUNED_AT else table
     found = {name: [tuned(results, size, seed, table[name][0], **table[name][1])] for name in names}
     if experiment == "1" and size == TUNED_AT:
         for name in ("diloco(32)", STREAMED, *(name for name in METHODS if METHODS[name][0] == "noloco")):
             found[f"{name}, defaults"] = [default(results, size, seed, METHODS[name][0], **METHODS[name][1])]
+    return found
+
+
+def hops(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
+    """Return runs of four and of eight replicas that exchange encoded values in one hop and in two."""
+    found, scratch = {}, from_scratch(results, size, seed)
+    for replicas, codec in ((4, "e3m0"), (8, "e3m0"), (4, "int8")):
+        usual = replace(scratch[MEASURED][0], replicas=replicas)
+        for exchange in EXCHANGES if codec == "e3m0" else EXCHANGES[:2]:
+            settings = spelled(**{**usual.options, "codec": codec, "exchange": exchange})
+            found[f"diloco(8) {codec}, {replicas} replicas, {exchange}"] = [replace(usual, settings=settings)]
     return found
 
 
@@ -421,7 +436,7 @@ def main() -> None:
             if experiment == "tune":
                 tune(results, size)
                 continue
-            if experiment in (SCRATCH, READOUTS, TUNED):
+            if experiment in (SCRATCH, READOUTS, TUNED, HOPS):
                 do((run for method in CHANGED for run in scratch_grid(results, size, method)), results)
             named = [rows(results, experiment, size, seed) for seed in chosen.seeds]
             chosen_rows = [runs for one in named for name, runs in one.items() if name in (chosen.rows or one)]

@@ -54,6 +54,7 @@ VALUES = {
     "temperature": st.floats(0.1, 9),
     "max_norm": st.floats(0.1, 99),
     "codec": st.sampled_from(["none", "bf16", "fp16"]),
+    "exchange": st.just("gather"),
     "weigh_by": st.sampled_from(["steps", "items", "items_squared"]),
     "average": st.integers(1, 50),
     "anchor_on_cpu": st.booleans(),

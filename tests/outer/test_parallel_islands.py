@@ -28,7 +28,7 @@ from tests.recipes import RECIPES
 
 # Codecs look at blocks of a rank's values, which are others in each layout.
 EXACT = {
-    **{name: replace(recipe, codec=Identity()) for name, recipe in RECIPES.items()},
+    **{name: replace(recipe, codec=Identity()) for name, recipe in RECIPES.items() if not name.endswith("two hops")},
     "sparse_loco": sparse_loco(2, codec=TopK(k=16, chunk=16, bits=32)),  # which sends everything
 }
 

@@ -14,7 +14,7 @@ from farflung.base.errors import ConfigError
 from farflung.comm.group import SoloGroup
 from farflung.methods.aggregate import GatherMean, Gossip, RadialMean, ReduceScatterMean
 from farflung.methods.fragments import by_bytes, whole
-from farflung.methods.recipes import diloco, streaming_diloco
+from farflung.methods.recipes import diloco, local_sgd, streaming_diloco
 from farflung.outer import Identity, Int8, Mean, OuterLoop, Recipe, Streaming, WithoutOutliers
 from farflung.testing.sim import run_replicas
 from farflung.votes.ballot import BALLOT_BYTES
@@ -117,10 +117,13 @@ def test_the_wire_carries_the_bytes_that_the_codec_states(recipe):
         handed = [size for what, _, size in calls if what == kind]
         assert all(size == 4 * sum(sizes) for size in handed[: recipe.warmup])
         expected = {recipe.codec.wire_bytes(n) for n in sizes}
+        if kind == "all to all":
+            expected = {4 * recipe.codec.wire_bytes(-(-n // 4)) for n in sizes}
         assert rounds > 0
         assert set(handed[recipe.warmup :]) <= expected
         assert len(handed) - recipe.warmup >= rounds
-        assert {what for what, _, size in calls if size > 4 * BALLOT_BYTES} <= {kind, "all_gather_small"}
+        named = {what for what, _, size in calls if size > 4 * BALLOT_BYTES}
+        assert named <= {kind, "all_gather_small", "gather" if kind == "all to all" else kind}
 
 
 @pytest.mark.law("stated-bytes")
@@ -131,6 +134,61 @@ def test_two_hops_carry_a_padded_part_for_each_rank(size):
         part = recipe.codec.wire_bytes(-(-n // size))
         assert [b for what, _, b in calls if what == "all to all"] == [size * part] * rounds
         assert [b for what, _, b in calls if what == "gather"] == [part] * rounds
+
+
+def sent_by(group, recipe, width):
+    with OuterLoop(nn.Linear(width, 300), recipe, group) as outer:
+        outer.step()
+        return outer.stats().bytes_sent
+
+
+@pytest.mark.law("stated-bytes")
+@pytest.mark.parametrize("size", [2, 3, 4, 8, 32])
+def test_no_rank_sends_more_than_two_payloads_however_many_there_are(size):
+    for more in ({}, {"radial": True}):
+        recipe = diloco(1, codec="e3m0", **more)
+        payload = recipe.codec.wire_bytes(300 * 601)
+        assert max(run_replicas(sent_by, size, recipe, 600)) <= 2.1 * payload * (1 if size > 2 else 0.5)
+
+
+@pytest.mark.law("stated-bytes")
+@pytest.mark.parametrize(
+    ("recipe", "width"),
+    [
+        (diloco(1, codec="e3m0"), 100),  # so few bytes that another hop costs more
+        (diloco(1, codec="e3m0", exchange="gather"), 600),
+        (diloco(1, codec="topk"), 600),
+        (local_sgd(1, codec="int8"), 600),  # which rounds the weights themselves
+    ],
+)
+def test_one_hop_stays_where_it_is_asked_for_or_better(recipe, width):
+    payload = recipe.codec.wire_bytes(300 * (width + 1))
+    assert min(run_replicas(sent_by, 4, recipe, width)) >= 3 * payload
+
+
+def moved(group, recipe, rounds):
+    """Move by the same in each round; return how far the anchor has come, and what a round sends in its first hop."""
+    model = nn.Linear(40, 50, bias=False)
+    move = torch.randn(50, 40, generator=torch.Generator().manual_seed(group.rank)) / 64
+    parts = move.flatten().chunk(group.size)
+    sent = torch.cat([recipe.codec.decode(recipe.codec.encode(part), torch.empty_like(part)) for part in parts])
+    with OuterLoop(model, recipe, group) as outer:
+        before = model.weight.detach().clone()
+        for _ in range(rounds):
+            model.weight.data -= move
+            outer.step()
+        return (before - model.weight.detach()).flatten(), sent
+
+
+@pytest.mark.law("feedback-telescopes")
+@pytest.mark.parametrize("codec", ["int4", "e3m0"])
+def test_what_the_second_hop_leaves_out_of_a_round_comes_with_a_later_one(codec):
+    recipe = diloco(1, lr=1.0, momentum=0.0, codec=codec, exchange="reduce_scatter")
+    ways = {rounds: run_replicas(moved, 4, recipe, rounds) for rounds in (1, 32)}
+    mean = torch.stack([sent for _, sent in ways[1]]).mean(0)
+    once, late = ((way[0][0] - rounds * mean).abs().max() for rounds, way in ways.items())
+    assert once > 0
+    assert late < 3 * once  # and not 32 times as much
 
 
 def trained(group, recipe, counts, stops=()):

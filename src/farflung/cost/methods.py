@@ -81,8 +81,8 @@ _STREAMING, _EAGER = "streaming_diloco", "eager_diloco"
 _KINDS = (
     _Kind("local_sgd"),
     _Kind("diloco", numbers=_MOMENTUM),
-    _Kind("diloco", "e3m0", "e3m0", _E3M0, _MOMENTUM | {"exchange": "gathered"}),
-    _Kind(_STREAMING, "e3m0", None, _E3M0, _GATHERED | {"outer_state": 1}),
+    _Kind("diloco", "e3m0", "e3m0", _E3M0, _MOMENTUM | {"exchange": "either"}),
+    _Kind(_STREAMING, "e3m0", None, _E3M0, _GATHERED | {"outer_state": 1, "exchange": "either"}),
     _Kind(_EAGER, "int8", None, _INT8, _GATHERED | {"outer_state": 1, "feedback": True}),
     _Kind("sparse_loco", "", None, _top_k, _GATHERED | {"feedback": True}),
 )

@@ -5,6 +5,7 @@
     sent    = 2(M-1)/M * payload   reduced             by each of M replicas, for one fragment
               (M-1)    * payload   gathered            everybody's payload, to everybody
               payload              paired              to one other replica
+              reduced where that saves enough, else gathered: either
     t       = (collectives / 2 + votes) * hops * latency + sent / bandwidth + values * (encode + wires * decode)
     stall   = max(0, t - the compute done meanwhile)
     step    = T + sum over the fragments of stall / H  seconds, where a round is H steps of T seconds
@@ -25,10 +26,10 @@ from typing import Literal, get_args
 
 from farflung.base.checks import check_number, check_whole, check_word
 from farflung.base.errors import ConfigError
-from farflung.base.sizes import CAP_BYTES, num_buffers_among
+from farflung.base.sizes import CAP_BYTES, num_buffers_among, saves_by_two_hops
 from farflung.base.words import counted
 
-Exchange = Literal["reduced", "gathered", "paired"]
+Exchange = Literal["reduced", "gathered", "paired", "either"]
 
 _BACKWARD = 2 / 3  # of a step: the backward pass computes twice what the forward pass does
 _FP32 = 4
@@ -75,7 +76,7 @@ class Method:
     delay: int = 0  # steps between a fragment's launch and its landing
     bits: float = 32  # sent for each parameter, with its share of scales and indices
     # Reduced on the way (all-reduce, or reduce-scatter and all-gather), gathered from all by all, or paired with one
-    # other replica.
+    # other replica. Either: reduced if the bytes that this saves are worth a hop, else gathered.
     exchange: Exchange = "reduced"
     # What travels leaves bucket by bucket while the backward pass of its step still computes. True of gradients; false
     # of weights, which move in the step after it.
@@ -151,6 +152,7 @@ def cost_of(run: Workload, method: Method) -> Cost:
         raise ConfigError(
             f"{method.name}: {method.fragments} fragments of {counted(run.layers, 'layer')}. Each needs at least one."
         )
+    stated, method = method, replace(method, exchange=_way(run, method))
     seconds = run.step_s + _exposed_s(run, method) / method.every
     # In a ring, and among pairs, each replica passes on as much as it gets.
     far = copies(method.exchange, run.replicas) * method.bits + copies("reduced", run.replicas) * method.state_bits
@@ -159,7 +161,7 @@ def cost_of(run: Workload, method: Method) -> Cost:
     near = run.parameters / 8 * _near_bits(run, method)
     travels = run.parameters / 8 * far + near + method.every * _broadcast_bytes(run, method)
     came = travels if run.is_direct else (run.replicas - 1) * travels
-    return Cost(method, seconds, run.step_s / seconds, travels, came, near, _memory(run, method))
+    return Cost(stated, seconds, run.step_s / seconds, travels, came, near, _memory(run, method))
 
 
 def needed_bandwidth(run: Workload, method: Method, utilization: float) -> float:
@@ -203,6 +205,15 @@ def hops(exchange: Exchange, replicas: int) -> int:
     if exchange == "reduced":
         return 2 * (replicas - 1)
     return replicas - 1 if exchange == "gathered" else int(replicas > 1)
+
+
+def _way(run: Workload, method: Method) -> Exchange:
+    """Return which of two exchanges a method takes, if it takes either."""
+    if method.exchange != "either":
+        return method.exchange
+    values = min(run.parameters / method.fragments, method.bucket_bytes / _FP32)
+    saves = run.is_direct and saves_by_two_hops(values * method.bits / 8, run.replicas)
+    return "reduced" if saves else "gathered"
 
 
 def _exposed_s(run: Workload, method: Method) -> float:

@@ -11,7 +11,7 @@ from farflung.base.sizes import bucket_bytes_for
 from farflung.codec.feedback import ErrorFeedback
 from farflung.cost.methods import bits_on_the_wire
 from farflung.cost.model import Exchange, Method
-from farflung.methods.aggregate import Gossip, RadialMean, ReduceScatterMean, mean_of
+from farflung.methods.aggregate import EncodedMean, Gossip, RadialMean, ReduceScatterMean, in_fewer_bytes, mean_of
 from farflung.methods.agreement import Mean
 from farflung.methods.inner import AverageState
 from farflung.methods.recipe import Recipe
@@ -69,9 +69,13 @@ def method_of(
 
 
 def _exchange(recipe: Recipe) -> Exchange:
-    aggregator = mean_of(recipe.codec) if isinstance(recipe.aggregator, RadialMean) else recipe.aggregator
+    aggregator = recipe.exchange
+    if isinstance(aggregator, RadialMean):
+        aggregator = in_fewer_bytes(mean_of(recipe.codec), recipe.codec)
     if isinstance(aggregator, (Mean, ReduceScatterMean)):
         return "reduced"
+    if isinstance(aggregator, EncodedMean):
+        return "either"
     return "paired" if isinstance(aggregator, Gossip) else "gathered"
 
 

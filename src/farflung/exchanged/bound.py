@@ -73,9 +73,9 @@ class BoundFragment:
         # The objects, which tell when one is replaced.
         self._objects = [[place.owner[place.key] for place in places] for places in self.cut.kinds]
         self._bound = list(zip(self.cut.kinds, (parameters, averages, counters), strict=True))
-        self.weights = Averaged(parameters, recipe.aggregator, recipe.codec)
+        self.weights = Averaged(parameters, recipe.exchange, recipe.codec)
         if recipe.optimizer is not None:
-            rule = (recipe.aggregator, recipe.codec, recipe.optimizer, recipe.merge)
+            rule = (recipe.exchange, recipe.codec, recipe.optimizer, recipe.merge)
             parts = (parameters, *rule, recipe.anchor_on_cpu, recipe.average is not None)
             self.weights = Eager(*parts, num_ranks=group.size) if recipe.eager else Anchored(*parts)
         self.buffers = Averaged(averages, recipe.beside[0], Identity())

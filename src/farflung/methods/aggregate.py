@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from farflung.base.checks import check_number, check_whole
-from farflung.base.errors import Unsupported
+from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.sizes import saves_by_two_hops
 from farflung.codec.base import Codec, Identity
 from farflung.codec.feedback import ErrorFeedback
+from farflung.codec.sparse import TopK
 from farflung.comm.bucket import Buckets
 from farflung.comm.group import Group
-from farflung.methods.agreement import Aggregator, Mean, Payload, Pending
+from farflung.methods.agreement import Aggregator, Mean, Payload, Pending, parts_of
 from farflung.methods.weighting import Decision
 from farflung.votes.ballot import Island
 
@@ -44,7 +46,21 @@ class _Gathering(Aggregator):
 
 @dataclass(frozen=True)
 class GatherMean(_Gathering):
-    """The weighted mean of the decoded wires, which every rank gathers whole and sums in rank order in fp32."""
+    """The weighted mean of the decoded wires, which every rank gathers whole and sums in rank order in fp32.
+
+    Args:
+        hops: 1: do so in any case. None: of pseudo-gradients that more than two ranks exchange, each rank sums a part,
+            as `ReduceScatterMean` does, if that sends less.
+    """
+
+    hops: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.hops not in (None, 1):
+            raise ConfigError(f"GatherMean: hops is {self.hops!r}; it is 1 or None. Two hops are ReduceScatterMean().")
+
+    def __repr__(self) -> str:
+        return "GatherMean()" if self.hops is None else "GatherMean(hops=1)"
 
     def _combined(self, wires: list[Tensor], codec: Codec, out: Tensor, decision: Decision) -> tuple[Tensor, float]:
         out.zero_()
@@ -58,14 +74,15 @@ class GatherMean(_Gathering):
 class ReduceScatterMean(Aggregator):
     """The weighted mean in two hops: each rank sums the wires of its own part in fp32, and sends the sum encoded again.
 
-    A rank receives 2(M-1)/M wires where `GatherMean` makes it M - 1, and values are rounded twice.
+    A rank receives 2(M-1)/M wires where `GatherMean` makes it M - 1, and values are rounded twice. What the second
+    rounding leaves out of a mean of pseudo-gradients is added to the next one (`Late`), unless the ranks change.
     """
 
     def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
         if codec.linear:
             raise Unsupported(f"{codec} needs no decoding before the sum: use Mean(), which sends less.")
-        parts = _parts(x, group.size)
-        rests = [None] * group.size if residual is None else _parts(residual, group.size)
+        parts = parts_of(x, group.size)
+        rests = [None] * group.size if residual is None else parts_of(residual, group.size)
         wires = [_encoded(part, codec, rest).wire for part, rest in zip(parts, rests, strict=True)]
         size = codec.wire_bytes(parts[0].numel())
         if wires[0] is None or wires[0].dtype != torch.uint8:
@@ -76,29 +93,51 @@ class ReduceScatterMean(Aggregator):
         for row, part in zip(wire, wires, strict=True):  # the last parts may be shorter
             assert part is not None
             row[: part.nbytes] = part
-        return Payload(x, wire.view(-1), x if residual is None else torch.empty_like(x))
+        out = x if residual is None else torch.empty_like(x)
+        return Payload(x, wire.view(-1), out, num_parts=group.size)
 
     def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
         """Transpose the parts; the second hop begins when the first is over."""
         assert payload.wire is not None
-        came = torch.empty_like(payload.wire)
+        came, late = torch.empty_like(payload.wire), payload.late
         first = group.all_to_all(came, payload.wire)
-        outs = _parts(payload.out, group.size)
+        outs = parts_of(payload.out, group.size)
 
         def decode(decision: Decision) -> tuple[Tensor, float]:
             mine = torch.zeros_like(outs[group.rank])
             for factor, row in zip(decision.factors, came.view(group.size, -1), strict=True):
                 if factor:
                     codec.add(row[: codec.wire_bytes(mine.numel())], mine, factor)
+            if late is not None:
+                mine.add_(late.rest, alpha=decision.total)
             sent = torch.zeros_like(came[: len(came) // group.size])
             encoded = codec.encode(mine)
             sent[: encoded.nbytes] = encoded
+            if late is not None:
+                torch.div(codec.add(encoded, mine, -1.0), decision.total, out=late.rest)
             group.all_gather(came, sent).wait()
             for out, row in zip(outs, came.view(group.size, -1), strict=True):
                 codec.decode(row[: codec.wire_bytes(out.numel())], out)
             return payload.out, decision.total
 
         return Pending(first, decode, 2 * (group.size - 1) * len(payload.wire) // group.size)
+
+
+@dataclass(frozen=True)
+class EncodedMean(Aggregator):
+    """The weighted mean of what a codec encodes to bytes, in one hop or in two: bucket by bucket by what sends less.
+
+    That is `ReduceScatterMean` among more than two ranks, if the bytes are worth a hop, and else `GatherMean`.
+    """
+
+    def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
+        is_worth_it = group.is_direct and saves_by_two_hops(codec.wire_bytes(x.numel()), group.size)
+        way = ReduceScatterMean() if is_worth_it else GatherMean()
+        return way.prepare(x, codec, group, residual)
+
+    def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
+        way = ReduceScatterMean() if payload.num_parts > 1 else GatherMean()
+        return way.start(payload, codec, group, number)
 
 
 @dataclass(frozen=True)
@@ -167,11 +206,11 @@ class RadialMean(Aggregator):
     """
 
     def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
-        return mean_of(codec).prepare(x, codec, group, residual)
+        return in_fewer_bytes(mean_of(codec), codec).prepare(x, codec, group, residual)
 
     def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
         """Send what the mean needs; a round lengthens that by `Lengths`."""
-        return mean_of(codec).start(payload, codec, group, number)
+        return in_fewer_bytes(mean_of(codec), codec).start(payload, codec, group, number)
 
     def lengths(self, buckets: Buckets, embeddings: Sequence[bool]) -> Lengths:
         return Lengths(buckets, embeddings)
@@ -294,14 +333,18 @@ def mean_of(codec: Codec) -> Aggregator:
     return Mean() if codec.linear else GatherMean()
 
 
+def in_fewer_bytes(aggregator: Aggregator, codec: Codec) -> Aggregator:
+    """Return how pseudo-gradients are exchanged: in one hop or in two, unless `aggregator` says it.
+
+    The sum of sparse values is not encoded again: what that costs was not measured.
+    """
+    inside = codec.codec if isinstance(codec, ErrorFeedback) else codec
+    is_dense = not codec.linear and not isinstance(inside, TopK)
+    return EncodedMean() if is_dense and aggregator == GatherMean() else aggregator
+
+
 def _encoded(x: Tensor, codec: Codec, residual: Tensor | None) -> Payload:
     if residual is None:
         return Payload(x, codec.encode(x), x)
     assert isinstance(codec, ErrorFeedback)
     return Payload(x, codec.encode_with(x, residual), torch.empty_like(x))
-
-
-def _parts(x: Tensor, count: int) -> list[Tensor]:
-    """Cut `x` into `count` parts of the same size, the last ones shorter or empty."""
-    size = -(-x.numel() // count)
-    return [x[min(k * size, x.numel()) : min((k + 1) * size, x.numel())] for k in range(count)]

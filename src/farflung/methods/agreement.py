@@ -32,6 +32,29 @@ MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
 
 
 @dataclass(frozen=True)
+class Late:
+    """Error feedback of the second hop: what encoding the sums of a rank's part of a bucket has left out of the mean.
+
+    Args:
+        part: which one of how many.
+        rest: of the mean, `[n]`.
+    """
+
+    part: tuple[int, int]
+    rest: Tensor
+
+
+def saved_late(late: Late | None) -> list[Any]:
+    """Return what a state keeps, a list of one row or none."""
+    return [] if late is None else [(late.part, late.rest.clone())]
+
+
+def loaded_late(saved: list[Any], like: Tensor) -> Late | None:
+    """Undo `saved_late`, on the device of `like`."""
+    return Late(tuple(saved[0][0]), saved[0][1].to(like.device)) if saved else None
+
+
+@dataclass(frozen=True)
 class Payload:
     """A rank's part of one bucket."""
 
@@ -40,6 +63,8 @@ class Payload:
     out: Tensor  # `[n]`, where the result goes; it may be `values`
     weight: float = 1.0  # this rank's; with 0 nothing of it counts, so error feedback keeps it for a later round
     anchor: Tensor | None = None  # `[n]`, what the values are deltas from, where they are; maybe in the host's memory
+    num_parts: int = 1  # of the wire, one for each rank if these sum a part each; they have as many bytes, padded
+    late: Late | None = None  # what is left out of the sums of this rank's part, to be sent in a later round
 
 
 @dataclass(frozen=True)
@@ -168,7 +193,12 @@ class Averaged:
     def sent(self, payload: Payload) -> Tensor:
         """Return what the other ranks decode of a payload that is not on its way yet, `[n]`."""
         wire = self.codec.encode(payload.values) if payload.wire is None else payload.wire
-        return wire if wire is payload.values else self.codec.decode(wire, torch.empty_like(payload.values))
+        if wire is payload.values:
+            return wire
+        sent = torch.empty_like(payload.values)
+        for part, row in zip(parts_of(sent, payload.num_parts), wire.chunk(payload.num_parts), strict=True):
+            self.codec.decode(row if payload.num_parts == 1 else row[: self.codec.wire_bytes(part.numel())], part)
+        return sent
 
     def forget(self) -> None:
         """Mark the buffers as used up."""
@@ -414,3 +444,9 @@ def average(
 
 def _all_reduced(wire: Tensor, group: Group, op: Op, decode: Callable[[Decision], tuple[Tensor, float]]) -> Pending:
     return Pending(group.all_reduce(wire, op), decode, 2 * (group.size - 1) * wire.nbytes // group.size)
+
+
+def parts_of(x: Tensor, count: int) -> list[Tensor]:
+    """Cut `x` into `count` parts of the same size, the last ones shorter or empty."""
+    size = -(-x.numel() // count)
+    return [x[min(k * size, x.numel()) : min((k + 1) * size, x.numel())] for k in range(count)]

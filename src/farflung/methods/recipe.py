@@ -17,7 +17,7 @@ from farflung.codec.feedback import ErrorFeedback
 from farflung.codec.named import codec_of
 from farflung.comm.group import SoloGroup
 from farflung.config.outer import FEW_ROUNDS
-from farflung.methods.aggregate import Gossip, RadialMean, ReduceScatterMean, TrimmedMax, TrimmedMean
+from farflung.methods.aggregate import Gossip, RadialMean, ReduceScatterMean, TrimmedMax, TrimmedMean, in_fewer_bytes
 from farflung.methods.agreement import Aggregator, Blend, MakeOptimizer, Max, Mean, Merge, Replace, Ways
 from farflung.methods.fragments import Cut, whole
 from farflung.methods.inner import Inner, KeepState
@@ -101,10 +101,9 @@ class Recipe:
             raise ConfigError("eager needs a schedule with one fragment and a delay equal to every.")
         if self.eager and isinstance(self.aggregator, (Gossip, RadialMean, TrimmedMean)):
             raise ConfigError(f"eager replaces this rank's term in a mean, and {self.aggregator} is no such mean.")
-        if isinstance(self.aggregator, ReduceScatterMean) and (self.eager or self.policy.norm == "sent"):
-            name = "eager" if self.eager else str(self.policy)
+        if isinstance(self.aggregator, ReduceScatterMean) and self.eager:
             raise ConfigError(
-                f"{name} looks at what this rank has sent, which ReduceScatterMean() cuts into parts. Use GatherMean()."
+                "eager replaces this rank's term in a mean, which ReduceScatterMean() rounds again. Use GatherMean()."
             )
         if self.levels and self.optimizer is not None:
             raise ConfigError(
@@ -170,6 +169,12 @@ class Recipe:
         streaming(self.schedule, every, delay)
         if self.eager and delay != every:
             raise ConfigError(f"is {every} and delay is {delay}: eager needs a delay equal to every.", "every")
+
+    @property
+    def exchange(self) -> Aggregator:
+        """How weights are exchanged: `aggregator`, or what gives the same mean in fewer bytes."""
+        is_rounded_once = self.eager or self.optimizer is None
+        return self.aggregator if is_rounded_once else in_fewer_bytes(self.aggregator, self.codec)
 
     @property
     def is_whole(self) -> bool:

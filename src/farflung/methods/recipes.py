@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from farflung.base.checks import check_callable, check_flag, check_number, check_type, check_whole
+from farflung.base.checks import check_callable, check_flag, check_number, check_type, check_whole, check_word
 from farflung.base.errors import ConfigError
 from farflung.codec.base import Codec
 from farflung.codec.feedback import ErrorFeedback
 from farflung.codec.named import codec_of
-from farflung.methods.aggregate import Gossip, RadialMean, mean_of
-from farflung.methods.agreement import Blend, MakeOptimizer
+from farflung.methods.aggregate import GatherMean, Gossip, RadialMean, ReduceScatterMean, mean_of
+from farflung.methods.agreement import Aggregator, Blend, MakeOptimizer
 from farflung.methods.fragments import Cut, Fragment, by_bytes, strided
 from farflung.methods.momentum import OuterSGD
 from farflung.methods.recipe import Recipe
@@ -46,6 +46,7 @@ __all__ = [
 
 # Below this many rounds a constant outer momentum of 0.9 has no time to pay back: benchmarks/bench_outer_momentum.py.
 _MANY_ROUNDS = 100
+_EXCHANGES: Mapping[str, Aggregator] = {"gather": GatherMean(hops=1), "reduce_scatter": ReduceScatterMean()}
 
 # Steps between two rounds if nobody says how many: 8 if the weights themselves are averaged, as in the guide to
 # Local SGD that most scripts follow, and 32 if replicas send what has changed since an anchor.
@@ -172,6 +173,7 @@ def diloco(
     radial: bool = False,
     average: int | None = None,
     codec: Codec | str | None = None,
+    exchange: str | None = None,
 ) -> Recipe:
     """Train independently for `every` steps; the mean pseudo-gradient then drives an outer SGD with momentum.
 
@@ -201,6 +203,8 @@ def diloco(
             at most: better than the last ones where the inner learning rate does not fall. It sends nothing, and takes
             one more copy of the weights in fp32.
         codec: encoding of what is sent: a cast, quantization or top-k.
+        exchange: how encoded values get to all: `gather`, each rank sends all others its own, or `reduce_scatter`, each
+            sums a part and sends that encoded again. None: among more than two ranks what sends less.
 
     Raises:
         ConfigError: a number is out of its range.
@@ -209,7 +213,7 @@ def diloco(
     """
     schedule: Schedule = Every(every) if seconds is None else ByTime(seconds)
     optimizer = _nesterov(every, lr, momentum, rounds, nesterov, largest=max_momentum)
-    return _anchored(schedule, codec, optimizer, radial=radial, average=average)
+    return _anchored(schedule, codec, optimizer, radial=radial, exchange=exchange, average=average)
 
 
 def streaming_diloco(
@@ -224,6 +228,7 @@ def streaming_diloco(
     radial: bool = False,
     average: int | None = None,
     codec: Codec | str | None = None,
+    exchange: str | None = None,
     cut: Cut | None = None,
 ) -> Recipe:
     """`diloco` fragment by fragment, with four bits per value, overlapped with training.
@@ -257,7 +262,7 @@ def streaming_diloco(
     schedule = Streaming(every, fragments, delay)
     optimizer = _nesterov(every, lr, momentum, rounds, sooner=2.0)
     parts = {"merge": Blend(alpha), "fragments": cut or by_layers, "average": average}
-    return _anchored(schedule, codec, optimizer, usual="e3m0", radial=radial, **parts)
+    return _anchored(schedule, codec, optimizer, usual="e3m0", radial=radial, exchange=exchange, **parts)
 
 
 def eager_diloco(
@@ -437,11 +442,17 @@ def _anchored(
     optimizer: MakeOptimizer,
     usual: str = "none",
     radial: bool = False,
+    exchange: str | None = None,
     **parts: Any,
 ) -> Recipe:
     check_flag("radial", radial)
     codec = codec_of(codec, usual)
     aggregator = RadialMean() if radial else mean_of(codec)
+    if exchange is not None:
+        check_word("exchange", exchange, _EXCHANGES)
+        if radial:
+            raise ConfigError(f"is {exchange!r}, but radial=True has an exchange of its own.", "exchange")
+        aggregator = _EXCHANGES[exchange]
     return Recipe(schedule=schedule, codec=codec, aggregator=aggregator, optimizer=optimizer, **parts)
 
 

@@ -10,7 +10,7 @@ from farflung.base.checks import check_word
 from farflung.base.errors import ConfigError
 from farflung.codec.feedback import ErrorFeedback
 from farflung.codec.sparse import TopK
-from farflung.methods.aggregate import RadialMean, TrimmedMean
+from farflung.methods.aggregate import RadialMean, ReduceScatterMean, TrimmedMean
 from farflung.methods.inner import AverageState
 from farflung.methods.recipe import Recipe
 from farflung.methods.schedule import Levels, TrialSchedule, Warmup
@@ -57,6 +57,8 @@ def _reasons(recipe: Recipe, rule: str) -> Iterator[str]:
         yield f"{recipe.schedule} also averages groups that may have no majority. Use local_sgd, or leave out robust"
     if not isinstance(recipe.policy, (ByWork, ClippedToMedian)):
         yield f"{recipe.policy} has a rule of its own for outliers. Use diloco, or leave out robust"
+    if isinstance(recipe.aggregator, ReduceScatterMean) and rule == "trimmed":
+        yield f"it reads the values of each replica, of which {recipe.aggregator} sends sums. Leave out exchange"
     if isinstance(recipe.inner, AverageState):
         yield f"{recipe.inner} is a plain mean of optimizer states. Keep or reset them (inner), or leave out robust"
     if rule == "clip" and recipe.optimizer is None:
