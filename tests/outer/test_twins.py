@@ -91,6 +91,23 @@ def test_replicas_that_move_almost_alike_are_warned_of_once(capsys, directions, 
     assert said.count("seed each replica by its place") == times
 
 
+@on_replicas(2)
+def moves_that_are_rounded_up(group):
+    """Move weights by lengths that a coarse codec rounds up, most of them in one direction on all replicas."""
+    weights, draws = nn.Linear(16_000, 1, bias=False), torch.Generator().manual_seed(group.rank)
+    lengths = torch.where(torch.arange(16_000) % 64 == 0, 0.04, 0.03)
+    with OuterLoop(weights, diloco(every=1, codec="e3m0"), group) as outer:
+        for _ in range(4):
+            signs = torch.where(torch.rand(1, 16_000, generator=draws) < 0.95, 1.0, -1.0)
+            shift([weights.weight], lengths * signs)
+            outer.step()
+
+
+def test_replicas_whose_moves_a_coarse_codec_makes_longer_are_not_taken_for_alike(capsys):
+    moves_that_are_rounded_up()
+    assert "same batches" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("norm", [2.0, 1e-20, 3e7])
 def test_a_cosine_is_at_most_1_whatever_its_rounding(norm):
     for factor in torch.rand(200).tolist():

@@ -58,7 +58,7 @@ def _reasons(recipe: Recipe, rule: str) -> Iterator[str]:
     if not isinstance(recipe.policy, (ByWork, ClippedToMedian)):
         yield f"{recipe.policy} has a rule of its own for outliers. Use diloco, or leave out robust"
     if isinstance(recipe.aggregator, ReduceScatterMean) and rule == "trimmed":
-        yield f"it reads the values of each replica, of which {recipe.aggregator} sends sums. Leave out exchange"
+        yield f"it reads the values of each replica, and {recipe.aggregator} sends sums of them. Leave out exchange"
     if isinstance(recipe.inner, AverageState):
         yield f"{recipe.inner} is a plain mean of optimizer states. Keep or reset them (inner), or leave out robust"
     if rule == "clip" and recipe.optimizer is None:

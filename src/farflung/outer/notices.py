@@ -40,8 +40,13 @@ class Notices:
         self._look_for_alike(record)
 
     def _look_for_alike(self, record: Round) -> None:
-        """Say once that replicas may have the same data: dropout alone keeps their weights from being equal."""
-        if self._num_alike is None or self.timetable.recipe.same_data or record.bytes_sent < _LEAST_BYTES:
+        """Say once that replicas may have the same data: dropout alone keeps their weights from being equal.
+
+        A lossy codec rounds what replicas send in the same direction, if the values are as large as each other, as in a
+        warm-up under Adam. The mean is then longer than the replicas' moves, and no cosine follows from it.
+        """
+        recipe = self.timetable.recipe
+        if self._num_alike is None or recipe.same_data or record.bytes_sent < _LEAST_BYTES or not recipe.codec.linear:
             return
         self._num_alike = self._num_alike + 1 if record.cosine >= _ALIKE else None
         if self._num_alike == _ROUNDS:

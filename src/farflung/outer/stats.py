@@ -93,7 +93,7 @@ class Round:
     weights: tuple[float, ...]  # how much each rank counted, by rank; they sum up to 1 unless some were clipped
     norms: tuple[float, ...]  # how far each rank had moved, by rank; 0 without an anchor
     norm: float  # how far the replicas agreed to move, before the outer optimizer
-    cosine: float  # between the ways of two replicas, on average
+    cosine: float  # between the ways of two replicas, on average; too large under a codec that rounds coarsely
     bytes_sent: int
     bytes_received: int
     seconds_exposed: float
