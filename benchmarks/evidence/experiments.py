@@ -36,7 +36,7 @@ READOUTS = "9"  # by which weights a run is judged
 TUNED = "10"  # what fine-tuning on another text makes of a run
 TUNED_STEPS = 200
 HOPS = "12"  # how often an exchange among several replicas rounds
-EXCHANGES = ("gather", "reduce_scatter", "reduce_scatter without feedback")
+EXCHANGES = ("gather", "reduce_scatter")
 LARGEST = (0.7, 0.8, 0.9)  # outer momenta
 LONG_ROUNDS = "diloco(32) e3m0"
 INNER = {"adamw": (2.5e-3, 5e-3, 1e-2, 2e-2), "muon": (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2, 8e-2)}
@@ -327,7 +327,7 @@ def hops(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
     found, scratch = {}, from_scratch(results, size, seed)
     for replicas, codec in ((4, "e3m0"), (8, "e3m0"), (4, "int8")):
         usual = replace(scratch[MEASURED][0], replicas=replicas)
-        for exchange in EXCHANGES if codec == "e3m0" else EXCHANGES[:2]:
+        for exchange in EXCHANGES:
             settings = spelled(**{**usual.options, "codec": codec, "exchange": exchange})
             found[f"diloco(8) {codec}, {replicas} replicas, {exchange}"] = [replace(usual, settings=settings)]
     return found

@@ -32,8 +32,7 @@ from evidence.runs import SHAPES, Run, draws, texts
 from evidence.tuning import tuned
 from farflung.demo.gpt import GPT
 from farflung.demo.settings import Shape
-from farflung.methods.agreement import Payload
-from farflung.outer import AverageState, OuterLoop, ReduceScatterMean
+from farflung.outer import AverageState, OuterLoop
 from farflung.testing.sim import SimGroup, run_replicas
 
 MAX_NORM = 1.0
@@ -257,28 +256,16 @@ def phases(run: Run) -> list[tuple[farflung.outer.Recipe, int]]:
     """Return the recipes of a run, each with the steps that it is used for."""
     settings, steps = run.options, run.steps - run.split
     last, averages = settings.pop("last", None), settings.pop("average_state", False)
-    has_feedback = not settings.get("exchange", "").endswith("without feedback")
-    if not has_feedback:
-        del settings["exchange"]
     if "largest" in settings:
         settings["max_momentum"] = settings.pop("largest")
     make: Callable[..., farflung.outer.Recipe] = getattr(farflung.outer, run.method)
     recipe = make(**settings)
-    if not has_feedback:
-        recipe = dataclasses.replace(recipe, aggregator=RoundedTwice())
     if averages:
         recipe = dataclasses.replace(recipe, inner=AverageState())
     if last is None:
         return [(recipe, steps)]
     end = run.steps // 10
     return [(recipe, steps - end), (make(**{**settings, "every": last}), end)]
-
-
-class RoundedTwice(ReduceScatterMean):
-    """The mean in two hops, without feedback for the second rounding."""
-
-    def prepare(self, *given: Any) -> Payload:
-        return dataclasses.replace(super().prepare(*given), num_parts=1)
 
 
 def flat(model: nn.Module) -> Tensor:

@@ -74,8 +74,7 @@ class GatherMean(_Gathering):
 class ReduceScatterMean(Aggregator):
     """The weighted mean in two hops: each rank sums the wires of its own part in fp32, and sends the sum encoded again.
 
-    A rank receives 2(M-1)/M wires where `GatherMean` makes it M - 1, and values are rounded twice. What the second
-    rounding leaves out of a mean of pseudo-gradients is added to the next one (`Late`), unless the ranks change.
+    A rank receives 2(M-1)/M wires where `GatherMean` makes it M - 1, and values are rounded twice.
     """
 
     def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
@@ -99,7 +98,7 @@ class ReduceScatterMean(Aggregator):
     def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
         """Transpose the parts; the second hop begins when the first is over."""
         assert payload.wire is not None
-        came, late = torch.empty_like(payload.wire), payload.late
+        came = torch.empty_like(payload.wire)
         first = group.all_to_all(came, payload.wire)
         outs = parts_of(payload.out, group.size)
 
@@ -108,13 +107,9 @@ class ReduceScatterMean(Aggregator):
             for factor, row in zip(decision.factors, came.view(group.size, -1), strict=True):
                 if factor:
                     codec.add(row[: codec.wire_bytes(mine.numel())], mine, factor)
-            if late is not None:
-                mine.add_(late.rest, alpha=decision.total)
             sent = torch.zeros_like(came[: len(came) // group.size])
             encoded = codec.encode(mine)
             sent[: encoded.nbytes] = encoded
-            if late is not None:
-                torch.div(codec.add(encoded, mine, -1.0), decision.total, out=late.rest)
             group.all_gather(came, sent).wait()
             for out, row in zip(outs, came.view(group.size, -1), strict=True):
                 codec.decode(row[: codec.wire_bytes(out.numel())], out)

@@ -32,29 +32,6 @@ MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
 
 
 @dataclass(frozen=True)
-class Late:
-    """Error feedback of the second hop: what encoding the sums of a rank's part of a bucket has left out of the mean.
-
-    Args:
-        part: which one of how many.
-        rest: of the mean, `[n]`.
-    """
-
-    part: tuple[int, int]
-    rest: Tensor
-
-
-def saved_late(late: Late | None) -> list[Any]:
-    """Return what a state keeps, a list of one row or none."""
-    return [] if late is None else [(late.part, late.rest.clone())]
-
-
-def loaded_late(saved: list[Any], like: Tensor) -> Late | None:
-    """Undo `saved_late`, on the device of `like`."""
-    return Late(tuple(saved[0][0]), saved[0][1].to(like.device)) if saved else None
-
-
-@dataclass(frozen=True)
 class Payload:
     """A rank's part of one bucket."""
 
@@ -64,7 +41,6 @@ class Payload:
     weight: float = 1.0  # this rank's; with 0 nothing of it counts, so error feedback keeps it for a later round
     anchor: Tensor | None = None  # `[n]`, what the values are deltas from, where they are; maybe in the host's memory
     num_parts: int = 1  # of the wire, one for each rank if these sum a part each; they have as many bytes, padded
-    late: Late | None = None  # what is left out of the sums of this rank's part, to be sent in a later round
 
 
 @dataclass(frozen=True)

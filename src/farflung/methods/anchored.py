@@ -18,19 +18,7 @@ from farflung.codec.base import Codec
 from farflung.codec.feedback import ErrorFeedback
 from farflung.comm.bucket import Buckets
 from farflung.comm.group import Group
-from farflung.methods.agreement import (
-    Aggregator,
-    Averaged,
-    Evaluated,
-    Late,
-    MakeOptimizer,
-    Merge,
-    Payload,
-    check_cut,
-    loaded_late,
-    parts_of,
-    saved_late,
-)
+from farflung.methods.agreement import Aggregator, Averaged, Evaluated, MakeOptimizer, Merge, Payload, check_cut
 from farflung.methods.momentum import OuterSGD, lead_of, look_ahead
 
 _CACHED = 2**16  # values of several tensors that stay in a processor's cache from one operation to the next
@@ -75,7 +63,6 @@ class Anchored(Evaluated):
         self._averages = [self._kept(chunk.detach()) for chunk in self._chunks] if has_mean else []
         if isinstance(codec, ErrorFeedback):
             self._residuals = [torch.zeros_like(chunk) for chunk in self._chunks]
-        self._late: dict[int, Late] = {}  # by bucket
 
     def _kept(self, flat: Tensor) -> Tensor:
         return flat.cpu().pin_memory() if self._is_away else flat.clone()
@@ -91,21 +78,12 @@ class Anchored(Evaluated):
         return torch.sub(point.to(local.device, non_blocking=True) if self._is_away else point, local, out=local)
 
     def prepare(self, k: int, group: Group) -> Payload:
-        payload = replace(super().prepare(k, group), anchor=self._chunks[k].detach())
-        if payload.num_parts == 1:
-            return payload
-        part, late = (group.rank, group.size), self._late.get(k)
-        mine = parts_of(payload.values, group.size)[group.rank]
-        rest = late.rest.clone() if late and late.part == part else torch.zeros_like(mine)
-        return replace(payload, late=Late(part, rest))
+        return replace(super().prepare(k, group), anchor=self._chunks[k].detach())
 
     def apply(self, k: int, payload: Payload, result: Tensor, divisor: float) -> None:
         """Move the anchor, then merge. Only now subtract the values that were sent from the residual."""
         if self._residuals and payload.weight:
             self._residuals[k].copy_(payload.values)
-        self._late.pop(k, None)
-        if payload.late is not None:
-            self._late[k] = payload.late
         self._advance(k, result if divisor == 1 else result.div_(divisor))
 
     def _advance(self, k: int, mean: Tensor) -> None:
@@ -184,14 +162,10 @@ class Anchored(Evaluated):
             self._optimizer.param_groups[0]["look_ahead"] = 0.0
         for k, chunk in enumerate(self._chunks):
             chunk.detach().copy_(self.buckets.pack(k))
-        self._forget_residuals()
-        if is_set:
-            self.mix(1.0)
-
-    def _forget_residuals(self) -> None:
-        self._late.clear()
         for residual in self._residuals:
             residual.zero_()
+        if is_set:
+            self.mix(1.0)
 
     def rows(self) -> dict[str, list[Tensor]]:
         rows = {"anchor": [chunk.detach() for chunk in self._chunks]}
@@ -233,7 +207,8 @@ class Anchored(Evaluated):
         self._load_anchor(replicated)
         if not keeps:
             self.adopt()
-            self._forget_residuals()
+            for residual in self._residuals:
+                residual.zero_()
 
     def _load_anchor(self, state: dict[str, Any]) -> None:
         with torch.no_grad():
@@ -244,13 +219,9 @@ class Anchored(Evaluated):
         self.load_averages(state.get("average"))
 
     def state_dict(self) -> dict[str, Any] | None:
-        late = {k: saved_late(one) for k, one in self._late.items()}
-        state = {"anchor": self.replicated(), "residuals": [residual.clone() for residual in self._residuals]}
-        return state | ({"late": late} if late else {})
+        return {"anchor": self.replicated(), "residuals": [residual.clone() for residual in self._residuals]}
 
     def load_state_dict(self, state: Any) -> None:
         self._load_anchor(state["anchor"])
         for residual, saved in zip(self._residuals, state["residuals"], strict=True):
             residual.copy_(saved)
-        rows = {k: loaded_late(saved, self.buckets.flat(k)) for k, saved in state.get("late", {}).items()}
-        self._late = {k: late for k, late in rows.items() if late is not None}

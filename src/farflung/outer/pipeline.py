@@ -15,7 +15,7 @@ from torch import Tensor
 from farflung.comm.group import Group
 from farflung.exchanged.bound import BoundFragment
 from farflung.methods.aggregate import Lengths, RadialMean
-from farflung.methods.agreement import Averaged, Payload, Pending, loaded_late, saved_late
+from farflung.methods.agreement import Averaged, Payload, Pending
 from farflung.methods.weighting import Decision
 from farflung.outer.stats import Meter
 from farflung.votes.ballot import Island
@@ -178,15 +178,15 @@ class Pipeline:
         there = [one for one in self.arrived if one.kind != COMING]
         rows = [(one.kind, one.k, one.payload, one.result, one.divisor) for one in there]
         return [
-            (kind, k, payload.weight, payload.values.clone(), result.clone(), divisor, *saved_late(payload.late))
+            (kind, k, payload.weight, payload.values.clone(), result.clone(), divisor)
             for kind, k, payload, result, divisor in rows
         ]
 
     def load_state_dict(self, state: list[tuple[Any, ...]], mean_square: float | None) -> None:
         self.mean_square, self._lengths = mean_square, None
-        for kind, k, weight, values, result, divisor, *late in state:
+        for kind, k, weight, values, result, divisor in state:
             bucket = Bucket(self._fragment.agreements[kind], kind, k, weight)
             flat = bucket.agreement.buckets.flat(k).copy_(values)
             bucket.result, bucket.divisor = result.to(flat.device), divisor
-            bucket.payload = Payload(flat, None, bucket.result, weight, late=loaded_late(late, flat))
+            bucket.payload = Payload(flat, None, bucket.result, weight)
             self._take(bucket)
