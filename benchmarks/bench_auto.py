@@ -4,7 +4,8 @@
 The demo's GPT trains between two machines at each rate, with the demo's learning rate, which falls to 0: by `auto`, by
 the rows of a small grid, and with no exchange. A step takes a fixed time, what is left of it is slept: so that the
 ranks of one machine and their exchange do not take the processor from each other, as they would not between two
-machines. All run in turns, or `--jobs` at a time, each on a line of its own: a job takes two cores for as long as its
+machines. What a method comes to is its goodput: how many of DDP's steps on a free line end at its loss, by how long
+it took. All run in turns, or `--jobs` at a time, each on a line of its own: a job takes two cores for as long as its
 steps compute.
 
 With `--change` the rate of the line changes while `auto` trains, after each third of the steps, and a picture shows it.
@@ -19,6 +20,7 @@ import argparse
 import hashlib
 import json
 import math
+import re
 import statistics
 import sys
 import tempfile
@@ -35,9 +37,12 @@ import torch
 import torch.distributed as dist
 from _measure import report
 from bench_slow_network import judge
+from evidence.efficiency import steps_to
 
-from farflung.auto.trial import RecipeTrial
+from farflung.auto.choice import choose
+from farflung.auto.trial import Measurements, RecipeTrial
 from farflung.auto.tuner import LineTuner
+from farflung.config.outer import OuterSettings
 from farflung.demo.gpt import GPT, loss_per_sequence
 from farflung.demo.settings import SIZES
 from farflung.demo.text import load_text
@@ -47,13 +52,14 @@ from farflung.outer import OuterLoop
 
 AUTO, NONE = "auto", "no exchange"
 GRID: dict[str, dict[str, Any]] = {
-    "diloco(8) e3m0": {"recipe": "diloco", "every": 8, "codec": "e3m0"},
-    "diloco(30) e3m0": {"recipe": "diloco", "every": 30, "codec": "e3m0"},
+    **{f"diloco({every}) e3m0": {"recipe": "diloco", "every": every, "codec": "e3m0"} for every in (8, 16, 30)},
+    "streaming_diloco(8, 3, delay=2)": {"recipe": "streaming_diloco", "every": 8, "fragments": 3, "delay": 2},
     "streaming_diloco(30, 3, delay=7)": {"recipe": "streaming_diloco", "every": 30, "fragments": 3, "delay": 7},
-    "streaming_diloco(24, 3, delay=1)": {"recipe": "streaming_diloco", "every": 24, "fragments": 3, "delay": 1},
-    "sparse_loco(30)": {"recipe": "sparse_loco", "every": 30},
+    "sparse_loco(8)": {"recipe": "sparse_loco", "every": 8},
 }
 METHODS = {AUTO: {"recipe": "auto"}, **GRID, NONE: {}}
+FREE = "ddp"  # on a line that costs nothing, for several lengths
+LENGTHS = (3, 4, 5, 6, 7, 8)  # of DDP's runs, in eighths of the steps
 LEARNING_RATE = {"small": 1.5e-3, "large": 4e-4}
 
 
@@ -72,6 +78,7 @@ class Run:
     loss: float
     digest: str  # of the weights
     recipe: str  # that auto has chosen
+    forecast: float | None  # of its goodput
     changes: list[list[int]]
     rounds: list[tuple[float, int, float, int]]  # when, after which step, share of the time waited, H
 
@@ -87,7 +94,7 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1, help="how many trainings run at a time")
-    parser.add_argument("--only", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--only", nargs="+", choices=[*METHODS, FREE], default=[*METHODS, FREE])
     parser.add_argument("--change", action="store_true", help="change the rate in mid-run instead, through --megabits")
     parser.add_argument("--picture", type=Path, help="where to draw what --change did")
     parser.add_argument("--write", action="store_true", help="append the lines to benchmarks/results/auto.jsonl")
@@ -109,12 +116,17 @@ def main() -> None:
         for megabits in chosen.megabits
         for seed in range(chosen.seeds)
         for method in chosen.only
+        if method != FREE
     ]
+    question = "Does `auto` choose as well as somebody who tries a grid by hand?"
+    if FREE in chosen.only:
+        report(
+            question, {FREE: [free(seed, **facts) for seed in range(chosen.seeds)]}, seed=0, write_to=write_to, **facts
+        )
     with ProcessPoolExecutor(chosen.jobs, get_context("spawn")) as pool:
         runs = list(pool.map(on_a_line, *zip(*tasks, strict=True)))
     for megabits in chosen.megabits:
         mine = [run for task, run in zip(tasks, runs, strict=True) if task[0] == megabits]
-        question = "Does `auto` choose as well as somebody who tries a grid by hand?"
         more = {"megabits": megabits, "seeds": chosen.seeds, "jobs": chosen.jobs, **facts}
         report(question, compared(mine), seed=0, write_to=write_to, **more)
 
@@ -158,30 +170,49 @@ def compared(runs: list[list[Run]]) -> dict[str, Any]:
             lines[method]["throughput"] = _middle(alone[run.seed] / run.seconds for run in mine)
         if method == AUTO:
             lines[method] |= {"recipes": [run.recipe for run in mine], "changes": [run.changes for run in mine]}
+            lines[method]["forecasts"] = [run.forecast for run in mine]
     return lines
 
 
-def table_row(line: dict[str, Any]) -> str:
-    """Return the row of a line of results as the page of evidence has it.
+def table(lines: list[dict[str, Any]]) -> list[str]:
+    """Return the rows of the page of evidence, by rate; the best by hand has the most goodput.
 
-    The best by hand has the lowest loss of those that waited at most a tenth of the time, else the least waiting.
+    The loss of a recipe doesn't depend on its line: any line with losses, and any that has its time, will do. Of times
+    the shortest counts, as others may use the machine.
     """
-    figures = line["figures"]
-    by_hand = {name: figures[name] for name in GRID if name in figures}
-    fast = [name for name in by_hand if by_hand[name]["waiting"] <= 0.1 and by_hand[name]["losses"]]
-    losses = {name: statistics.mean(by_hand[name]["losses"]) for name in fast}
-    best = (
-        min(losses, key=lambda name: losses[name]) if fast else min(by_hand, key=lambda name: by_hand[name]["waiting"])
-    )
-    chosen = [json.loads(recipe) for recipe in figures[AUTO]["recipes"]]
-    names = " or ".join(dict.fromkeys(f"`{one['recipe']}({one.get('every', '')})`" for one in chosen))
-    cells = [line["size"], f"{line['megabits']:g} Mbit/s", names, *_cells(figures[AUTO]), f"`{best}`"]
-    return f"| {' | '.join([*cells, *_cells(by_hand[best])])} |"
+    (curves,) = [line for line in lines if FREE in line["figures"]][-1:]
+    by_rate: dict[float, dict[str, Any]] = {}
+    efficiency, autos = {}, {}
+    for line in lines[lines.index(curves) + 1 :]:
+        for method, figures in line["figures"].items() if "megabits" in line else ():
+            found = by_rate.setdefault(line["megabits"], {})
+            found[method] = min(found.get(method, figures), figures, key=lambda one: one["seconds"])
+            if figures["losses"]:
+                efficiency[method] = efficiency_of(figures["losses"], curves)
+                autos |= {line["megabits"]: figures} if method == AUTO else {}
+    alone_s = min(methods[NONE]["seconds"] for methods in by_rate.values())
+    rows = []
+    for megabits, methods in sorted(by_rate.items()):
+        auto = autos[megabits]
+        learns = {**efficiency, AUTO: efficiency_of(auto["losses"], curves)}
+        goodput = {name: learns[name] * alone_s / methods[name]["seconds"] for name in (AUTO, *GRID)}
+        best = max(GRID, key=lambda name: goodput[name])
+        chosen = [json.loads(recipe) for recipe in auto["recipes"]]
+        names = " or ".join(dict.fromkeys(f"`{one['recipe']}({one.get('every', '')})`" for one in chosen))
+        forecast = f"{statistics.median(auto['forecasts']):.2f}"
+        cells = [f"{megabits:g} Mbit/s", names, forecast, *_cells(methods[AUTO], goodput[AUTO])]
+        rows.append(f"| {' | '.join([*cells, f'`{best}`', *_cells(methods[best], goodput[best])])} |")
+    return rows
 
 
-def _cells(figures: dict[str, Any]) -> list[str]:
-    loss = f"{statistics.mean(figures['losses']):.3f}" if figures["losses"] else "-"
-    return [f"{figures['waiting']:.1%}", f"{figures['seconds']:.1f} s", f"{figures['mb_sent']:.1f} MB", loss]
+def efficiency_of(losses: list[float], curves: dict[str, Any]) -> float:
+    """Return the median over seeds of how many of DDP's steps end at the same loss, for each step."""
+    by_seed = [{int(steps): loss for steps, loss in one.items()} for one in curves["figures"][FREE]]
+    return _middle(steps_to(loss, one) / curves["steps"] for loss, one in zip(losses, by_seed, strict=False))
+
+
+def _cells(figures: dict[str, Any], goodput: float) -> list[str]:
+    return [f"{goodput:.2f}", f"{figures['waiting']:.1%}"]
 
 
 def _middle(values: Any) -> float:
@@ -248,6 +279,54 @@ def draw(figures: dict[str, Any], each: int, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def free(seed: int, size: str, steps: int, step_s: float, batch: int) -> dict[int, float]:
+    """Return the losses at which DDP ends after so many steps, each run under a schedule of its own."""
+    torch.set_num_threads(1)
+    text, found = load_text(None), {}
+    train, length = torch.frombuffer(bytearray(text.train), dtype=torch.uint8), min(SIZES[size].context, 64)
+    for part in LENGTHS:
+        some = steps * part // LENGTHS[-1]
+        model, optimizer, rate = prepared(seed, size, some)
+        ranks = [torch.Generator().manual_seed(1000 * seed + rank) for rank in range(2)]
+        for _ in range(some):
+            drawn = torch.cat([drawn_from(train, length, batch, rank) for rank in ranks])
+            loss_per_sequence(model(drawn[:, :-1]), drawn[:, 1:]).mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            rate.step()
+            optimizer.zero_grad()
+        (found[some],) = judge(model, [model.state_dict()], text.validation, length)
+        print(f"DDP, {some} steps, seed {seed}: loss {found[some]:.3f}", file=sys.stderr)
+    return found
+
+
+def prepared(seed: int, size: str, steps: int, is_trained: bool = True) -> tuple[GPT, Any, Any]:
+    """Return the model, its optimizer and the schedule of its rate."""
+    torch.manual_seed(seed)
+    model = GPT(SIZES[size])
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    if is_trained:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE[size], betas=(0.9, 0.95), weight_decay=0.1)
+    return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rise_and_fall(step / steps))
+
+
+def drawn_from(train: torch.Tensor, length: int, batch: int, generator: torch.Generator) -> torch.Tensor:
+    """Return `[batch, length + 1]` bytes."""
+    places = torch.randint(len(train) - length - 1, (batch,), generator=generator)
+    return torch.stack([train[place : place + length + 1] for place in places.tolist()])
+
+
+class ForecastTuner(LineTuner):
+    """Keeps the goodput that is forecast of the recipe that is chosen."""
+
+    forecast: float | None = None
+
+    def chosen(self, settings: OuterSettings, measured: Measurements | None, steps: int | None, is_first: bool) -> None:
+        super().chosen(settings, measured, steps, is_first)
+        if measured is not None and (said := re.search(r"([\d.]+) of DDP", choose(measured).reason)):
+            self.forecast = float(said[1])
+
+
 # ---- in the namespaces
 
 
@@ -265,18 +344,16 @@ def work(
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, text, shape = dist.get_rank(), load_text(None), SIZES[size]
-    torch.manual_seed(seed)
-    model = GPT(shape)
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    if batch:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE[size], betas=(0.9, 0.95), weight_decay=0.1)
-    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rise_and_fall(step / steps))
+    model, optimizer, rate = prepared(seed, size, steps, bool(batch))
     draw_places = torch.Generator().manual_seed(1000 * seed + rank)
     train = torch.frombuffer(bytearray(text.train), dtype=torch.uint8)
-    began, loop = time.perf_counter(), None
+    began, loop, tuner = time.perf_counter(), None, None
     options = METHODS[method]
     if options:
-        tuner = LineTuner()
+        tuner = ForecastTuner(
+            rates=lambda: (optimizer.param_groups[0]["lr"],),
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+        )
         chooser = RecipeTrial(tuner) if method == AUTO else None
         loop = OuterLoop(model, OuterConfig(**options, steps=steps), inner=optimizer, chooser=chooser)
         if method == AUTO:
@@ -291,8 +368,7 @@ def work(
     for step in range(1, steps + 1):
         at = time.perf_counter()
         if batch:
-            places = torch.randint(len(train) - length - 1, (batch,), generator=draw_places)
-            drawn = torch.stack([train[place : place + length + 1] for place in places.tolist()])
+            drawn = drawn_from(train, length, batch, draw_places)
             loss_per_sequence(model(drawn[:, :-1]), drawn[:, 1:]).mean().backward()
         else:
             for parameter, noise in zip(model.parameters(), noises, strict=True):
@@ -321,7 +397,7 @@ def work(
     digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in model.state_dict().values())).hexdigest()
     (loss,) = judge(model, [model.state_dict()], text.validation, length) if batch else (float("nan"),)
     numbers = (opened_s, end - start, closed_s, computed_s, waited_s, _lab.bytes_out() - sent, loss)
-    run = Run(method, seed, *numbers, digest, recipe, changes, rounds)
+    run = Run(method, seed, *numbers, digest, recipe, tuner and tuner.forecast, changes, rounds)
     (Path(folder) / f"{rank}.json").write_text(json.dumps(asdict(run)))
     _lab.go_home()
 

@@ -5,10 +5,7 @@ The loss is the one that DDP ends with. The others make more steps than DDP (`--
 torchft takes part where it can be imported.
 
 python benchmarks/bench_slow_network.py [--megabits 20 100] [--size small] [--steps 240] [--longer 2] [--batch 8]
-    [--points 20] [--seeds 3] [--only ...] [--plan 0.076] [--write]
-
-With `--plan` the methods are the rows of `farflung plan` for this model, line and number of steps, where a step takes
-so many seconds, with DDP and one replica alone unless `--only` names others; each is compared with its forecast.
+    [--points 20] [--seeds 3] [--only ...] [--write]
 """
 
 from __future__ import annotations
@@ -34,17 +31,12 @@ from _measure import report
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from farflung.config.outer import OuterSettings
-from farflung.cost import model as cost
-from farflung.cost.methods import Row, Rows
 from farflung.demo.gpt import GPT, loss_per_sequence
 from farflung.demo.settings import SIZES
 from farflung.demo.text import load_text
-from farflung.methods.arguments import recipe_of
 from farflung.outer import Int8, OuterLoop, Recipe, diloco, eager_diloco, local_sgd, streaming_diloco
 
 ENDS = ("alone", "ddp")
-FAST_ENOUGH = 0.9  # of the time spent computing
 
 
 @dataclass
@@ -69,11 +61,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="sequences in a step: how much there is to compute")
     parser.add_argument("--points", type=int, default=20, help="how often weights are kept, to be judged at the end")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", choices=list(METHODS), default=None)
-    parser.add_argument("--plan", type=float, metavar="SECONDS", help="measure the rows of farflung plan")
-    parser.add_argument(
-        "--write", action="store_true", help="append the lines to slow_network.jsonl, or plan.jsonl, in results"
-    )
+    parser.add_argument("--only", nargs="+", choices=list(METHODS), default=possible)
+    parser.add_argument("--write", action="store_true", help="append the lines to results/slow_network.jsonl")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.worker:
@@ -83,21 +72,16 @@ def main() -> None:
         sys.exit("This benchmark makes network namespaces: run it as root, with iproute2 installed.")
     for megabits in chosen.megabits:
         runs: list[Run] = []
-        planned = planned_rows(chosen, megabits) if chosen.plan else {}
-        only = chosen.only or ([*ENDS] if chosen.plan else possible)
         with _lab.line(megabits):
             for seed in range(chosen.seeds):
-                for method in [*only, *planned]:
+                for method in chosen.only:
                     steps = chosen.steps * (1 if method.startswith("ddp") else chosen.longer)
-                    options = planned[method].outer if method in planned else None
-                    runs.append(one_run(method, seed, steps, chosen.batch, chosen.size, chosen.points, options))
-        facts = {"plan_step_s": chosen.plan, "forecast": forecast(chosen, megabits, planned)} if planned else {}
+                    runs.append(one_run(method, seed, steps, chosen.batch, chosen.size, chosen.points))
         report(
             "How long to the same validation loss over a slow line?",
             figures(runs),
-            **facts,
             seed=0,
-            write_to=("plan.jsonl" if chosen.plan else "slow_network.jsonl") if chosen.write else None,
+            write_to="slow_network.jsonl" if chosen.write else None,
             megabits=megabits,
             steps=chosen.steps,
             longer=chosen.longer,
@@ -107,32 +91,11 @@ def main() -> None:
         )
 
 
-def the_run(chosen: argparse.Namespace, megabits: float) -> cost.Workload:
-    parameters = sum(parameter.numel() for parameter in GPT(SIZES[chosen.size]).parameters())
-    return cost.Workload(parameters, SIZES[chosen.size].depth, chosen.plan, replicas=2, bandwidth_bps=1e6 * megabits)
-
-
-def planned_rows(chosen: argparse.Namespace, megabits: float) -> dict[str, Row]:
-    """Return the rows of the plan with an outer loop, best first, by name."""
-    rows = Rows(the_run(chosen, megabits), chosen.steps * chosen.longer, FAST_ENOUGH).chosen
-    return {row.method.name: row for row in rows if row.outer is not None}
-
-
-def forecast(chosen: argparse.Namespace, megabits: float, planned: dict[str, Row]) -> dict[str, float]:
-    """Return the share of the time spent computing that the plan says of its rows."""
-    run = the_run(chosen, megabits)
-    return {name: round(cost.cost_of(run, row.method).utilization, 3) for name, row in planned.items()}
-
-
-def one_run(
-    method: str, seed: int, steps: int, batch: int, size: str, points: int, options: OuterSettings | None = None
-) -> Run:
+def one_run(method: str, seed: int, steps: int, batch: int, size: str, points: int) -> Run:
     """Train by one method in both namespaces."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         task = {"method": method, "seed": seed, "steps": steps, "batch": batch, "size": size, "points": points}
         task["output"] = file.name
-        if options is not None:
-            task["options"] = {"recipe": options.recipe, **options.given()}
         worker = [sys.executable, __file__, "--worker", json.dumps(task)]
         _lab.run_pair(worker, {"OMP_NUM_THREADS": "1"}, timeout_s=3000)
         run = Run(**json.loads(Path(file.name).read_text(encoding="utf-8")))
@@ -196,7 +159,6 @@ def work(
     size: str,
     points: int,
     output: str,
-    options: dict[str, Any] | None = None,
 ) -> None:
     """Train one replica; rank 0 writes down how it went."""
     torch.set_num_threads(1)
@@ -215,7 +177,7 @@ def work(
     train = torch.frombuffer(bytearray(text.train), dtype=torch.uint8)
     kept: list[tuple[float, int, dict[str, Tensor]]] = []
     keep_after = {round(steps * (point + 1) / points) for point in range(points)}
-    make = METHODS[method] if options is None else outer(recipe_of(OuterSettings(**options), local_size=1))
+    make = METHODS[method]
     with make(model, optimizer, steps) as (trained, after_step, weights):
         dist.barrier()
         start, sent = time.perf_counter(), _lab.bytes_out()

@@ -35,7 +35,10 @@ SCRATCH = "8"  # all methods by themselves from the first step on
 READOUTS = "9"  # by which weights a run is judged
 TUNED = "10"  # what fine-tuning on another text makes of a run
 TUNED_STEPS = 200
-HOPS = "12"  # how often an exchange among several replicas rounds
+LENGTHS = "11"  # how far DDP gets in fewer steps, each run under a schedule of its own length
+PARTS_OF_STEPS = tuple(eighths / 8 for eighths in range(1, 8))
+PAIRS = "12"  # two replicas in place of four, from scratch
+HOPS = "13"  # how often an exchange among several replicas rounds
 EXCHANGES = ("gather", "reduce_scatter")
 LARGEST = (0.7, 0.8, 0.9)  # outer momenta
 LONG_ROUNDS = "diloco(32) e3m0"
@@ -44,7 +47,7 @@ LARGER_INNER = {"adamw": (5e-3, 1e-2), "muon": (2e-2, 4e-2)}  # for larger model
 FIRST_RATE = 0.7  # DiLoCo's outer learning rate while the inner ones are tuned
 OUTER, MOMENTA, DECAYS = (0.4, 0.7, 1.0, 1.4), (0.3, 0.6, 0.9), (0.9, 0.95, 0.99)
 RATES = (0.5, 0.7, 0.85, 1.0, 1.4)  # outer ones, by H
-EXPERIMENTS = ("tune", "1", "2", "3", "4", "5", "6", "7", SCRATCH, READOUTS, TUNED, HOPS)
+EXPERIMENTS = ("tune", "1", "2", "3", "4", "5", "6", "7", SCRATCH, READOUTS, TUNED, LENGTHS, PAIRS, HOPS)
 GROWING = ("diloco", "streaming_diloco")  # whose momentum grows
 LR_AND_MOMENTUM = ("lr", OUTER, "momentum", MOMENTA)
 OTHERS = {  # the recipes that have something else in their place, or want other rates
@@ -195,6 +198,12 @@ FROM_SCRATCH: Mapping[str, tuple[str, dict[str, Any]]] = {  # with the recipes' 
     "DDP, bf16": ("DDP", {"dtype": "bfloat16"}),
     "DDP, PowerSGD rank 2": ("DDP", {"hook": "powersgd", "rank": 2}),
 }
+COMPARED = (  # with other numbers of replicas
+    *("alone", "DDP"),
+    *(f"diloco({every}) e3m0" for every in (8, 16, 32, 64, 128)),
+    *(f"{recipe}({every})" for recipe in ("local_sgd", "sparse_loco") for every in (8, 32)),
+    *(f"streaming_diloco({every}, 2) e3m0, delay {delay}" for every, delay in ((8, 1), (8, 2), (32, 1), (32, 8))),
+)
 LARGER = ("alone", "DDP", "diloco(32)", "diloco(8)", STREAMED, "diloco(128)", "local_sgd(32)")
 CHANGED = ("alone", "DDP", "diloco(32)")
 MUON = "Muon"  # behind the names of what takes it
@@ -305,6 +314,10 @@ def rows(results: Results, experiment: str, size: str, seed: int) -> dict[str, l
         return defaults(results, size, seed)
     if experiment == SCRATCH:
         return from_scratch(results, size, seed)
+    if experiment == LENGTHS:
+        return lengths(results, size, seed)
+    if experiment == PAIRS:
+        return pairs(results, size, seed)
     if experiment == READOUTS:
         return readouts(results, size, seed)
     if experiment == TUNED:
@@ -377,6 +390,26 @@ def scratch_grid(results: Results, size: str, method: str) -> list[Run]:
     return [Run(size, FROM_SCRATCH[first][0], lr, 0, STEPS[size], settings, common=0.0) for lr in rates]
 
 
+def length_grids(results: Results, size: str) -> list[list[Run]]:
+    """Return DDP's grid of inner rates for each of the shorter lengths."""
+    usual = scratch_grid(results, size, "DDP")
+    return [[replace(run, steps=round(part * run.steps)) for run in usual] for part in PARTS_OF_STEPS]
+
+
+def lengths(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
+    """Return DDP's shorter runs, each with the better one of two inner rates."""
+    chosen = [best(results, grid) for grid in length_grids(results, size)]
+    return {f"DDP, {run.steps} steps": [replace(run, seed=seed)] for run in chosen}
+
+
+def pairs(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
+    """Return runs of two replicas with the rates of four; the first names are DDP's shorter runs."""
+    found, whole = lengths(results, size, seed), from_scratch(results, size, seed)
+    return {
+        name: [replace(run, replicas=2)] for name, [run] in (found | {name: whole[name] for name in COMPARED}).items()
+    }
+
+
 def scratch_settings(method: str, settings: dict[str, Any]) -> dict[str, Any]:
     return usual_settings(method, settings) if method in ANCHORED else settings
 
@@ -436,6 +469,8 @@ def main() -> None:
             if experiment == "tune":
                 tune(results, size)
                 continue
+            if experiment == LENGTHS:
+                do((run for grid in length_grids(results, size) for run in grid), results)
             if experiment in (SCRATCH, READOUTS, TUNED, HOPS):
                 do((run for method in CHANGED for run in scratch_grid(results, size, method)), results)
             named = [rows(results, experiment, size, seed) for seed in chosen.seeds]

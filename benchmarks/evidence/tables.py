@@ -9,15 +9,21 @@ from __future__ import annotations
 import math
 import re
 import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from types import MappingProxyType
 
+from evidence.efficiency import curve, efficiencies
 from evidence.experiments import (
     CHANGED,
+    COMPARED,
     LARGEST,
     LONG_ROUNDS,
     MEASURED,
     METHODS,
+    PAIRS,
+    PARTS_OF_STEPS,
     RATES,
     READOUTS,
     SCRATCH,
@@ -129,11 +135,49 @@ def methods(results: Results, size: str) -> dict[str, Row]:
     return collect(results, "1", size) | collect(results, "2", size)
 
 
-def methods_table(found: dict[str, Row]) -> list[str]:
-    lines = ["| method | held-out loss | DDP's gain kept | fewer bytes than DDP | seeds |", "|---|---|---|---|---|"]
+def methods_table(found: dict[str, Row], efficiency: Mapping[str, str] = MappingProxyType({})) -> list[str]:
+    names = ["method", "held-out loss", "DDP's gain kept", *["efficiency"] * bool(efficiency), "fewer bytes than DDP"]
+    lines = [f"| {' | '.join(names)} | seeds |", "|---" * (len(names) + 1) + "|"]
     for row in sorted(found.values(), key=lambda row: -statistics.mean(row.shares)):
         fewer = "sends nothing" if math.isnan(row.fewer_bytes) else as_times(row.fewer_bytes)
-        lines.append(f"| `{row.name}` | {row.loss(2)} | {row.share} | {fewer} | {len(row.shares)} |")
+        cells = [row.loss(2), row.share, *([efficiency[row.name]] if efficiency else []), fewer, str(len(row.shares))]
+        lines.append(f"| `{row.name}` | {' | '.join(cells)} |")
+    return lines
+
+
+def scratch_table(results: Results, size: str) -> list[str]:
+    found = collect(results, SCRATCH, size)
+    return methods_table(found, {name: as_efficiency(results, size, row.runs) for name, row in found.items()})
+
+
+def as_efficiency(results: Results, size: str, runs: Mapping[int, Sequence[Run]]) -> str:
+    found = efficiencies(results, size, runs) if runs else []
+    return with_error(found, ".2f").replace(" ± ", "±") if found else "-"
+
+
+def lengths_table(results: Results) -> list[str]:
+    """Experiment 11: DDP's mean loss at the end of runs of several lengths, in parts of the usual one."""
+    lines = [f"| size | {' | '.join(f'{8 * part:g}/8' for part in (*PARTS_OF_STEPS, 1))} |"]
+    lines += ["|---|" + "---|" * (len(PARTS_OF_STEPS) + 1)]
+    for size in SHAPES:
+        curves = [list(curve(results, size, seed).values()) for seed in SEEDS]
+        if all(len(losses) == 1 + len(PARTS_OF_STEPS) for losses in curves):
+            cells = [statistics.mean(losses) for losses in zip(*curves, strict=True)]
+            lines.append(f"| {size} | {' | '.join(f'{cell:.4f}' for cell in cells)} |")
+    return lines
+
+
+def pairs_table(results: Results) -> list[str]:
+    """Experiments 12 and 8: the efficiency with two replicas, and with four."""
+    lines = ["| method | two replicas | four |", "|---|---|---|"]
+    for name in (name for name in COMPARED if name != "DDP"):
+        cells = []
+        for experiment in (PAIRS, SCRATCH):
+            runs = {seed: rows(results, experiment, "100k", seed)[name] for seed in SEEDS}
+            if all(math.isfinite(results.loss(run)) for [run] in runs.values()):
+                cells.append(as_efficiency(results, "100k", runs))
+        if len(cells) == 2:
+            lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return lines
 
 
@@ -414,7 +458,8 @@ def phrases(results: Results) -> list[str]:
 def all_tables(results: Results) -> dict[str, list[str]]:
     """Return every table that has rows, by its title."""
     tables = {"tuning": tuning_table(results), "changes": changes_table(results), "inner": inner_table(results)}
-    tables |= {f"{size} from scratch": methods_table(collect(results, SCRATCH, size)) for size in SHAPES}
+    tables |= {f"{size} from scratch": scratch_table(results, size) for size in SHAPES}
+    tables |= {"lengths of DDP": lengths_table(results), "two replicas": pairs_table(results)}
     tables["rates from scratch"] = scratch_rates_table(results)
     tables |= {size: methods_table(methods(results, size)) for size in SHAPES}
     tables |= {"rates": rates_table(results), "defaults": defaults_table(results)}

@@ -3,6 +3,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from click.testing import CliRunner
@@ -13,8 +14,8 @@ from farflung.base.sizes import num_bytes
 from farflung.base.words import in_bytes, in_rate, in_seconds
 from farflung.config.outer import OuterSettings
 from farflung.cost import forecast
-from farflung.cost.evidence import GAIN_KEPT
-from farflung.cost.methods import Rows
+from farflung.cost.evidence import EFFICIENCY
+from farflung.cost.methods import Rows, efficiency, name_of
 from farflung.cost.model import Method, Workload, cost_of
 from farflung.cost.recipes import method_of
 from farflung.cost.units import parse_count, parse_rate, parse_seconds
@@ -86,37 +87,39 @@ def test_bytes_are_written_with_three_digits():
 def test_json_is_what_the_model_says():
     found = json.loads(planned(*USUAL, "--json", "--bucket", "1MiB").output)
     assert Workload(**found["run"]) == RUN
-    rows = Rows(RUN, 20_000, 0.9, bucket_bytes=2**20).chosen
+    rows = Rows(RUN, 20_000, bucket_bytes=2**20).chosen
     costs = [cost_of(RUN, row.method) for row in rows]
-    shown = [(row["method"], row["flags"], row["gain_kept"]) for row in found["methods"]]
-    assert shown == [(row.method.name, row.flags, row.gain_kept) for row in rows]
+    shown = [(row["method"], row["flags"], row["goodput"]) for row in found["methods"]]
+    assert shown == [(row.method.name, row.flags, row.goodput) for row in rows]
     assert found["take"] == found["methods"][0]["method"]
     for row, cost in zip(found["methods"], costs, strict=True):
         assert row["seconds_per_step"] == cost.seconds_per_step
         assert row["utilization"] == cost.utilization == pytest.approx(1 - row["exposed_share"])
         assert row["bytes_sent_per_step"] == pytest.approx(row["bytes_sent_per_round"] / row["every"])
         assert row["memory"]["total"] == cost.memory.total
-        assert row["is_fast_enough"] == (cost.utilization >= 0.9)
+        assert row["goodput"] == row["efficiency"] * cost.utilization
+        assert row["seconds_to_loss_of_ddp"] * row["goodput"] == pytest.approx(20_000 * 0.5)
         if row["bandwidth_needed_bps"] is not None:
-            assert row["is_fast_enough"] == (row["bandwidth_needed_bps"] <= 1e9)
+            assert (cost.utilization >= 0.9) == (row["bandwidth_needed_bps"] <= 1e9)
     assert methods("--latency", "1s")["DDP"]["bandwidth_needed_bps"] is None  # none is enough
 
 
-def test_the_table_fits_80_columns_and_marks_what_is_fast_enough():
+def test_the_table_fits_80_columns_and_has_the_goodput_of_each_row_with_its_error():
     lines = planned(*USUAL).output.split("\nFlags")[0].splitlines()
     assert max(map(len, lines)) <= 80
-    for row in Rows(RUN, 20_000, 0.9).chosen:
+    for row in Rows(RUN, 20_000).chosen:
         (line,) = [line for line in lines if line.strip().startswith(f"{row.method.name}  ")]
-        assert f"{row.gain_kept:.0%}".removesuffix("%") in line.split()
-        assert ("% *" in line) == (cost_of(RUN, row.method).utilization >= 0.9)
-    assert {"% *" in line for line in lines if "%" in line} == {True, False}
+        spread = row.efficiency.error * cost_of(RUN, row.method).utilization
+        assert f"{row.goodput:.2f}±{spread:.2f}" in line
+        assert ("~" in line) == row.efficiency.is_extrapolated
+        assert f" {row.cost.utilization:.1%} " in line
 
 
 def test_each_row_has_its_flags_and_the_last_lines_say_which_row_to_take_and_run_it():
     for arguments, advice in [
         ([], "Use "),
-        (["--bandwidth", "1Tbit"], "Use DDP: of the methods that are fast enough, it kept most of DDP's gain"),
-        (["--latency", "1min"], "No method is fast enough; the closest is "),
+        (["--bandwidth", "1Tbit"], "Use DDP: 0.99 of DDP on a free line, by our tests of "),
+        (["--latency", "1min"], "No method gets far on this line: a replica that trains alone has 0."),
     ]:
         *lines, said, command = planned(*USUAL, *arguments).output.splitlines()
         first, *_ = rows = [*methods(*arguments).values()]
@@ -152,16 +155,21 @@ QUESTIONS = [
 
 
 @pytest.mark.parametrize(("run", "steps"), QUESTIONS)
-def test_the_first_row_is_the_best_row_of_the_evidence_that_is_fast_enough(run, steps):
-    rows = Rows(run, steps, 0.9)
-    first = rows.chosen[0]
-    assert rows.suffices(first)
-    for name, by_interval in GAIN_KEPT.items():
-        for every, gain in by_interval.items():
+def test_the_first_row_has_the_most_goodput_of_the_evidence(run, steps):
+    first = Rows(run, steps).chosen[0]
+    for name in {name for by_name in EFFICIENCY.values() for name in by_name} - {"alone"}:
+        for every in (1,) if name.startswith("DDP") else (8, 16, 32, 64, 128):
             if name.startswith("DDP") or steps >= 10 * every:
-                method = measured(run, name, every)
-                if cost_of(run, method).utilization >= 0.9:
-                    assert first.gain_kept >= gain - 0.005, (name, every)
+                goodput = efficiency(name, every, run.parameters, run.replicas).mean
+                goodput *= cost_of(run, measured(run, name, every)).utilization
+                assert first.goodput >= goodput - 0.01, (name, every)
+
+
+def test_blocking_rounds_that_wait_a_little_come_before_hidden_ones_that_keep_less():
+    rows = {row.method.name.split("(")[0]: row for row in Rows(QUESTIONS[1][0], 1000).chosen[::-1]}
+    blocking, hidden = rows["diloco"], rows["streaming_diloco"]
+    assert blocking.cost.utilization < 0.97 < hidden.cost.utilization
+    assert blocking.goodput > hidden.goodput
 
 
 def measured(run, name, every):
@@ -190,15 +198,17 @@ RUNS = st.builds(
 @settings(max_examples=50)
 @given(RUNS, st.integers(1, 20_000))
 def test_rounds_are_ten_at_least_and_late_by_a_quarter_of_their_interval_at_most(run, steps):
-    rows = Rows(run, steps, 0.9)
-    fast = [rows.suffices(row) for row in rows.chosen]
-    assert fast == sorted(fast, reverse=True)
-    for row in rows.chosen:
+    rows = Rows(run, steps).chosen
+    goodput = [round(row.goodput, 2) for row in rows]
+    assert goodput == sorted(goodput, reverse=True)
+    for row in rows:
+        assert 0 < row.goodput <= row.efficiency.mean <= 1
         if row.outer is not None:
             assert 10 * row.method.every <= steps
             if row.outer.recipe == "streaming_diloco":
                 assert row.method.delay <= max(1, row.method.every // 4)
-                assert row.method.delay == 1 or not rows.suffices(sooner(run, row))
+                # No sooner one hides as much.
+                assert row.method.delay <= 2 or sooner(run, row).cost.utilization < row.cost.utilization
 
 
 def sooner(run, row):
@@ -210,8 +220,7 @@ def test_the_delay_is_chosen_for_the_line():
     chosen = []
     for megabits in (100, 20, 5):
         run = Workload(14_000_000, 8, 0.22, replicas=2, bandwidth_bps=megabits * 1e6)
-        (row,) = [row for row in Rows(run, 2000, 0.9).chosen if row.method.fragments > 1]
-        assert cost_of(run, row.method).utilization >= 0.9
+        (row,) = [row for row in Rows(run, 2000).chosen if row.method.fragments > 1]
         chosen.append((row.method.delay, row.method.every))
     assert chosen == sorted(chosen)
     assert len({delay for delay, _ in chosen}) == 3
@@ -229,30 +238,48 @@ def test_what_a_run_has_too_few_steps_for_is_left_out_and_never_advised():
 @pytest.mark.parametrize("parameters", ["366k", "124M"])
 def test_the_table_says_what_its_signs_mean_and_how_far_its_evidence_is(parameters):
     line = ("--step_seconds", "0.5", "--bandwidth", "20Mbit", "--steps", "20k")
-    rows, said = planned("--parameters", parameters, *line).output.split("* fast enough")
-    assert ("<: its rounds are longer than any in our tests" in " ".join(said.split())) == ("<" in rows)
+    rows, said = planned("--parameters", parameters, *line).output.split("Goodput: ")
+    assert ("~: extrapolated, from shorter rounds" in " ".join(said.split())) == ("~" in rows)
     assert ("Far larger models may lose less" in " ".join(said.split())) == (parameters == "124M")
 
 
-def test_rounds_longer_than_measured_ones_have_a_bound():
-    run = Workload(124_000_000, 12, 0.5, replicas=4, bandwidth_bps=1e7)
-    for row in Rows(run, 20_000, 0.9).chosen:
+@pytest.mark.parametrize(
+    ("numbers", "name"), [(numbers, name) for numbers in EFFICIENCY for name in EFFICIENCY[numbers]]
+)
+def test_what_lies_between_intervals_is_between_their_figures_and_beyond_it_is_said_to_be_extrapolated(numbers, name):
+    measured = EFFICIENCY[numbers][name]
+    for below, above in pairwise(sorted(measured)):
+        ends = sorted((measured[below][0], measured[above][0]))
+        for every in range(below, above + 1):
+            found = efficiency(name, every, *numbers)
+            assert ends[0] - 1e-9 <= found.mean <= ends[1] + 1e-9
+            assert not found.is_extrapolated
+    longest, alone = max(measured), EFFICIENCY[numbers]["alone"][1][0]
+    beyond = [efficiency(name, every, *numbers) for every in (longest, longest + 1, 2 * longest, 500 * longest)]
+    assert [one.is_extrapolated for one in beyond] == [False, True, True, True]
+    means = [one.mean for one in beyond]
+    assert means == sorted(means, reverse=True)
+    assert means[-1] == pytest.approx(min(means[0], alone), abs=0.005)
+
+
+@pytest.mark.parametrize(("replicas", "measured"), [(1, 2), (2, 2), (3, 4), (4, 4), (100, 4)])
+def test_the_evidence_with_the_nearest_number_of_replicas_that_has_a_row_counts(replicas, measured):
+    found = efficiency("diloco e3m0", 8, 10**9, replicas)
+    assert (found.replicas, found.mean) == (measured, EFFICIENCY[found.parameters, measured]["diloco e3m0"][8][0])
+    assert found.is_extrapolated == (replicas != measured)
+    assert efficiency("eager_diloco int8", 8, 10**9, replicas).replicas == 4
+
+
+def test_each_row_of_the_plan_has_evidence_of_its_own():
+    for row in Rows(RUN, 20_000).chosen:
         if row.outer is not None:
-            name = next(name for name in GAIN_KEPT if name.split()[0] == row.outer.recipe)
-            assert row.is_bound == (row.method.every > max(GAIN_KEPT[name]))
-    assert " < " in planned(*USUAL, "--bandwidth", "10Mbit").output
-
-
-def test_a_bound_comes_after_shares_that_were_measured_and_before_losses():
-    rows = Rows(Workload(1_100_000_000, 24, 0.5, replicas=2, bandwidth_bps=1e8, latency_s=0.05), 20_000, 0.9)
-    places = [row.is_bound if row.gain_kept > 0 else 2 for row in rows.chosen if rows.suffices(row)]
-    assert places == sorted(places)
-    assert set(places) == {0, 1, 2}
+            assert name_of(row.outer.recipe, row.outer.codec, row.outer.delay or 0) in EFFICIENCY[100_000, 4]
+    assert name_of("slowmo", None) is None
 
 
 @pytest.mark.parametrize(("layers", "fragments"), [(1, None), (2, 2), (4, 3), (5, 3), (6, 2), (24, 8)])
 def test_streaming_is_shown_with_fragments_that_were_tried(layers, fragments):
-    rows = Rows(Workload(1_000_000, layers, 0.5, replicas=2, bandwidth_bps=1e9), 20_000, 0.9).chosen
+    rows = Rows(Workload(1_000_000, layers, 0.5, replicas=2, bandwidth_bps=1e9), 20_000).chosen
     assert [row.method.fragments for row in rows if row.method.fragments > 1] == ([fragments] if fragments else [])
 
 
@@ -263,10 +290,11 @@ def test_all_missing_options_are_named_at_once():
     assert planned(*example).exit_code == 0
 
 
-def test_both_spellings_are_one_flag_and_utilization_moves_the_mark():
+def test_both_spellings_are_one_flag_and_more_utilization_needs_more_bandwidth():
     dashes = [word.replace("_", "-") for word in USUAL]
     assert planned(*dashes).output == planned(*USUAL).output
-    assert "% *" not in planned(*USUAL, "--utilization", "0.9999", "--bandwidth", "1Mbit").output
+    less, more = (methods("--utilization", share)["DDP"]["bandwidth_needed_bps"] for share in ("0.5", "0.9"))
+    assert less < more
 
 
 @pytest.mark.parametrize(
@@ -306,11 +334,12 @@ def test_help_loads_no_more_than_it_needs(home):
     assert "--step_seconds" in run_python("-c", code).stdout
 
 
-def test_a_method_that_did_worse_than_a_replica_alone_is_not_praised(monkeypatch):
-    monkeypatch.setitem(GAIN_KEPT, "DDP bf16", {1: -0.2})
-    monkeypatch.setitem(GAIN_KEPT, "DDP", {1: -0.1})
-    (*_, said, _) = planned(*USUAL, "--steps", "20", "--bandwidth", "1Tbit").output.splitlines()
-    assert said.startswith("Use DDP: of the methods that are fast enough, none did better")
+def test_a_method_that_gets_less_far_than_a_replica_alone_is_not_praised():
+    short = (*USUAL, "--steps", "20", "--bandwidth", "1Gbit")
+    (*_, said, _, _) = planned(*short).output.splitlines()
+    assert said.startswith("No method gets far on this line: a replica that trains alone has 0.")
+    assert "the closest is DDP bf16, with 0.15 of DDP on a free line" in said
+    assert json.loads(planned(*short, "--json").output)["take"] is None
 
 
 @pytest.mark.parametrize("more", [(), ("--meet", "s3", "--prices", "0.005", "0.0004", "0.09", "0.023")])

@@ -263,7 +263,7 @@ def test_memory_is_what_is_kept_and_what_is_under_way():
 def test_the_usual_methods_go_with_any_number_of_layers_and_send_what_their_papers_say():
     for layers in (1, 2, 3, 24, 1000):
         run = replace(RUN, layers=layers)
-        rows = Rows(run, 20_000, 0.9).chosen
+        rows = Rows(run, 20_000).chosen
         costs = {row.method.name.split("(")[0]: cost_of(run, row.method) for row in rows}
         assert len({row.method.name for row in rows}) == len(rows)
     dense, sparse = Method("dense", exchange="gathered"), costs["sparse_loco"]

@@ -99,7 +99,7 @@ def test_a_schedule_by_time_needs_to_be_told_its_steps():
 def test_the_rows_of_a_forecast_are_their_recipes_and_their_flags_ask_for_them(parameters, layers, bucket_bytes):
     """They are written in plain numbers so that a forecast needs no torch; here they are held to the recipes."""
     run = Workload(parameters, layers, step_s=0.1, replicas=4, bandwidth_bps=1e9)
-    for row in Rows(run, 20_000, 0.9, bucket_bytes).chosen:
+    for row in Rows(run, 20_000, bucket_bytes).chosen:
         if row.outer is not None:
             recipe = recipe_of(row.outer, local_size=1)
             assert recipe.bucket_bytes == bucket_bytes
@@ -113,7 +113,7 @@ def test_the_rows_of_a_forecast_are_their_recipes_and_their_flags_ask_for_them(p
 def test_what_a_row_writes_into_the_script_is_an_accelerator():
     names = {"Accelerator": Accelerator, **vars(utils)}
     run = Workload(124_000_000, 12, step_s=0.1, replicas=4, bandwidth_bps=1e9)
-    for row, bucket in [(row, size) for size in (None, 2**20) for row in Rows(run, 20_000, 0.9, size).chosen]:
+    for row, bucket in [(row, size) for size in (None, 2**20) for row in Rows(run, 20_000, size).chosen]:
         if row.outer is None and row.script:
             handler = eval(row.script.replace("Accelerator(", "Accelerator(cpu=True, "), names).ddp_handler
             assert handler.bucket_cap_mb == (1 if bucket else 25)

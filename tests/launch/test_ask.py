@@ -89,7 +89,7 @@ def test_a_slow_line_becomes_a_recipe_by_the_cost_model(home):
     for message in ("The answer is '100'; it must be a rate", "The answer is '5'", "The answer is 'soon'"):
         assert message in printed
     run = {"parameters": 124_000_000, "layers": 24, "step_s": 0.5, "replicas": 4, "latency_s": 0.0}
-    forecast = Forecast({**run, "bandwidth_bps": 60e6}, 20_000, None, 0.9)
+    forecast = Forecast({**run, "bandwidth_bps": 60e6}, 20_000)
     assert forecast.advice().startswith("Use ")
     assert forecast.advice() in printed
     outer = forecast.rows[0].outer
@@ -99,7 +99,8 @@ def test_a_slow_line_becomes_a_recipe_by_the_cost_model(home):
     assert "Use DDP: " in asked([*start, "1Tbit", "0", "124M", "500ms", "20k"], "fast.yaml")
     assert settings_of("fast.yaml").outer_recipe is None
     printed = asked([*start, "1kbit", "1s", "124M", "500ms", "20k"], "far.yaml")
-    assert "No method is fast enough; the closest is sparse_loco(" in printed
+    assert "No method gets far on this line: " in printed
+    assert "; the closest is sparse_loco(" in printed
     assert settings_of("far.yaml").outer_recipe == "sparse_loco"
 
 
@@ -125,7 +126,7 @@ def test_sharding_is_asked_of_several_processes_and_its_rows_are_the_replicas(ho
     printed = asked([*start, *rest.split()], "grid.yaml")
     assert "The answer is '3'; use one of 2, 4, or leave it empty" in printed
     run = {"parameters": 62_000_000, "layers": 24, "step_s": 0.5, "replicas": 4, "latency_s": 0.001}
-    assert Forecast({**run, "bandwidth_bps": 60e6}, 20_000, None, 0.9).advice() in printed
+    assert Forecast({**run, "bandwidth_bps": 60e6}, 20_000).advice() in printed
     settings = settings_of("grid.yaml")
     assert (settings.num_replicas, settings.num_shards) == (4, 2)
     assert settings.fsdp_transformer_layer_cls_to_wrap == "Block"

@@ -13,11 +13,12 @@ import pytest
 from click.testing import CliRunner
 
 from farflung.base.errors import ConfigError
+from farflung.cost.methods import efficiency
 from farflung.observe.figures import SHARES, figures, round_spans, spans, writers
 from farflung.observe.report import data_of, page, report, trace
 from farflung.observe.run import ObservedRun
 from farflung.testing.patience import patience
-from tests.observe.made import T0, a_round, sign, write_lines, write_run
+from tests.observe.made import T0, a_round, add_lines, sign, write_lines, write_run
 
 TRAINS = """
 import torch
@@ -73,6 +74,35 @@ def test_figures_are_the_sums_of_what_the_files_say(run):
     assert found.bytes_ddp == pytest.approx(2 * (many - 1) / many * 4e6 * (1280 + 1280 + 600))
     shares = r"computing \d+%, waiting 8%"
     assert re.fullmatch(f"{shares}; 0.167 replica-hours; sent 110 MB, DDP would have sent 16.1 GB", str(found))
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "said"),
+    [
+        ({"recipe": "diloco", "codec": "e3m0", "every": "8"}, [], ("diloco e3m0", 8)),
+        ({"recipe": "auto"}, [{"recipe": "streaming_diloco", "options": {"every": 8}}], ("streaming_diloco e3m0", 8)),
+        (
+            {"recipe": "auto"},
+            [{"recipe": "diloco", "options": {"every": 8, "codec": "e3m0"}}, {"options": {"every": 16, "delay": 0}}],
+            ("diloco e3m0", 16),
+        ),
+        ({"recipe": "diloco"}, [], None),  # how often isn't known
+        ({"recipe": "diloco", "every": "8x"}, [{"options": {"every": None, "delay": []}}], None),
+        ({"recipe": "slowmo", "every": "8"}, [], None),  # no evidence
+    ],
+)
+def test_the_goodput_is_that_of_the_recipe_that_the_run_has_now(run, settings, options, said):
+    folder = run.path
+    launched = json.loads((folder / "run.json").read_text())
+    launched["settings"] |= {f"outer_{name}": {"value": value, "place": "here"} for name, value in settings.items()}
+    (folder / "run.json").write_text(json.dumps(launched))
+    for number, one in enumerate(options):
+        add_lines(folder / "events.jsonl", {"time": T0 + 7 + number, "event": "chosen", "message": "auto", **one})
+    found = figures(ObservedRun(folder))
+    assert found.efficiency == (said and efficiency(*said, 1_000_000, 3))
+    shown = found.efficiency and f"; {found.efficiency.said(found.share('computing'))}; 0.167 replica-hours"
+    assert shown is None or shown in str(found)
+    assert ("of DDP on a free line" in str(found)) == bool(said)
 
 
 def test_a_run_of_ddp_has_sent_its_gradients_and_prices_are_applied(ddp):

@@ -6,30 +6,29 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from farflung.auto.trial import Measurements
 from farflung.base.words import counted, in_rate, in_seconds
 from farflung.config.outer import FEW_ROUNDS, OuterSettings
 from farflung.config.recipes import RECIPES
-from farflung.cost.evidence import GAIN_KEPT
-from farflung.cost.methods import Row, Rows, gradients
+from farflung.cost.methods import Row, Rows, efficiency, gradients, measurements, name_of
 from farflung.cost.model import Workload
 
-WAITING = 0.05  # the share of the time that a recipe may wait
 ROUNDS = 20  # that a run has at least
 ASSUMED_STEPS = 2_000  # of a run whose length nobody knows, if a pass over its data has no more
 UNEVEN = 1.3  # from this ratio of the seconds of a step on, rounds of replicas that come and go start by time
 FOREVER = 10**9  # steps of a warm-up that is data-parallel training
 
 _AVERAGING_S = 1.5  # an exchange of gradients that takes longer is not tried
-_LOW, _HIGH = 0.02, 0.1  # between these shares of waiting nothing changes; half of H waits twice as much
-_WINDOW, _REST = 10, 20  # rounds
+_GAIN = 1.02  # times the goodput that a change must bring
+_WINDOW, _REST = 10, 40  # rounds
 _SHORTEST = 8  # steps of a round: fewer were not measured with each recipe
 _LATEST = 4  # a fragment lands at most a quarter of its interval late, as in the evidence
 # Where the inner learning rate stays, these end lower, and where it falls they don't (docs/evidence.md).
 _AVERAGE, _MAX_MOMENTUM = 5, 0.8
-_BLOCKING = "diloco e3m0"  # of the rows that wait in each round, the one that keeps most
+_OTHER = "diloco e3m0"  # stands for what the evidence does not have
 
 
 @dataclass(frozen=True)
@@ -52,12 +51,15 @@ class Choice:
 
 
 def workload(measured: Measurements) -> Workload:
-    """Return the run in the numbers of the cost model; a step is the median replica's, without communication."""
+    """Return the run in the numbers of the cost model; a step is without communication.
+
+    It is that of the slowest replica, which all wait for, or of replicas that come and go that of the median one.
+    """
     others = measured.replicas - 1
     run = Workload(
         parameters=measured.parameters,
         layers=measured.layers,
-        step_s=statistics.median(measured.step_s),
+        step_s=max(measured.step_s) if measured.is_fixed else statistics.median(measured.step_s),
         replicas=measured.replicas,
         bandwidth_bps=measured.link.bandwidth_bps,
         latency_s=measured.link.turn_s / others if measured.is_direct else 0.0,
@@ -72,7 +74,29 @@ def averages(measured: Measurements) -> bool:
     """Return whether averaging gradients in each step could be the best; `step_s` is empty before the first."""
     if not measured.step_s:
         return _with_gradients_s(workload(replace(measured, step_s=(1.0,))), 1e-9) < _AVERAGING_S
-    return gradients(workload(measured), None)[0].cost.utilization > 1 - 2 * WAITING
+    rows = _rows(replace(measured, may_average=True))
+    return bool(rows) and rows[0].outer is None
+
+
+def _steps(measured: Measurements) -> int:
+    return measured.steps or max(ASSUMED_STEPS, measured.pass_steps or 0)
+
+
+def _longest(measured: Measurements) -> int:
+    """Return the most steps that a round may have."""
+    steps = _steps(measured)
+    return max(steps // ROUNDS, min(steps // FEW_ROUNDS, _SHORTEST))
+
+
+def _rows(measured: Measurements) -> list[Row]:
+    """Return what may be chosen, best first; nothing if plain averages are best."""
+    run, longest = workload(measured), _longest(measured)
+    rows = Rows(run, FEW_ROUNDS * longest).chosen  # a round is at most a tenth of what it is given
+    found = [row for row in rows if not row.script and (row.outer is not None or measured.may_average)]
+    if longest < _SHORTEST:  # too few steps for a momentum
+        plain = efficiency("local_sgd", longest, run.parameters, run.replicas).mean
+        return [row for row in found if row.outer is None and row.goodput > plain]
+    return found
 
 
 def _with_gradients_s(run: Workload, step_s: float) -> float:
@@ -92,14 +116,9 @@ def _alone_s(run: Workload) -> float:
 
 
 def choose(measured: Measurements) -> Choice:
-    """Return the recipe that keeps most of DDP's gain among the recipes that wait at most `WAITING` of the time."""
-    run, steps = workload(measured), measured.steps or max(ASSUMED_STEPS, measured.pass_steps or 0)
-    longest = max(steps // ROUNDS, min(steps // FEW_ROUNDS, _SHORTEST))
-    rows = Rows(run, FEW_ROUNDS * longest, 1 - WAITING)  # a round is at most a tenth of what it is given
-    found = [row for row in rows.chosen if not row.script and (row.outer is not None or measured.may_average)]
-    found = [row for row in found if row.outer is None or row.gain_kept > 0] or found
-    if longest < _SHORTEST:  # too few steps for a momentum
-        found = [row for row in found[:1] if row.outer is None and averages(measured)]
+    """Return the recipe with the most goodput on this line."""
+    run, steps, longest = workload(measured), _steps(measured), _longest(measured)
+    found = _rows(measured)
     one_pass = " of one pass over the data" * (steps > ASSUMED_STEPS)
     assumed = f"{steps:,} steps{one_pass}, as nobody says how many (--outer-steps)"
     length = f"{steps:,} steps" if measured.steps else assumed
@@ -147,8 +166,8 @@ def _settings(row: Row) -> OuterSettings:
 
 
 def _why(row: Row) -> str:
-    kept = f"in our tests of 100k parameters it kept {'less than ' * row.is_bound}{row.gain_kept:.0%} of DDP's gain"
-    return f"{row.method.name} should wait {1 - row.cost.utilization:.1%} of the time; {kept}"
+    goodput = f"{row.efficiency.said(row.cost.utilization)}, by our tests of {row.efficiency.tests}"
+    return f"{row.method.name} should wait {1 - row.cost.utilization:.1%} of the time: {goodput}"
 
 
 def flags(settings: OuterSettings) -> str:
@@ -167,23 +186,28 @@ class Interval:
 
 
 class IntervalController:
-    """Decides, round by round, whether rounds should get longer or shorter: at most by a factor of two at a time.
+    """Decides, round by round, whether rounds should get longer or shorter: for the most goodput.
 
     It takes the median of the latest ten rounds since the last change, so one that waited for a slow replica counts
-    little. Longer rounds that do not help show that it is not the line that they wait for: they are undone. Shorter
-    ones that waited too much are not tried again for a while.
+    little, and expects rounds of other lengths to wait as long as these. A change is by a factor of two at most, and
+    must promise a clear gain. One that brought none is undone, as where it is not the line that rounds wait for, and
+    not tried again for a while.
 
     Args:
         steps: of the whole run. It has at least `ROUNDS` rounds, and nothing changes within its last tenth. None:
             unknown, so it is taken to be half over at each step.
+        settings: the recipe that was chosen.
+        parameters: of the model.
     """
 
-    def __init__(self, steps: int | None) -> None:
+    def __init__(self, steps: int | None, settings: OuterSettings, parameters: int) -> None:
         self._known_steps, self._steps = steps, steps or ASSUMED_STEPS
+        self._settings, self._parameters = settings, parameters
         self._shares: deque[float] = deque(maxlen=_WINDOW)
-        self._before: tuple[Interval, float] | None = None  # the last lengthening, and what each step waited then
-        self._number = self._rests_until = self._not_shorter_until = 0
-        self._has_shortened, self._wait = False, 10 * _WINDOW
+        self._before: tuple[Interval, float] | None = None  # what the last change left, and its goodput
+        self._number, self._members = 0, 2
+        # By whether rounds get longer: until when they may not, and for how many rounds after the next failure.
+        self._rests_until, self._rests = {True: 0, False: 0}, {True: _REST, False: _REST}
 
     def note(self, step: int, now: Interval, waiting: float, members: int) -> Interval | None:
         """Count a round after `step`, in which a share of the time was waiting; return the interval to change to."""
@@ -193,50 +217,59 @@ class IntervalController:
             self._shares.clear()
             return None
         self._shares.append(waiting)
-        is_high = sum(share > _HIGH for share in self._shares) > _WINDOW // 2  # whatever the rest of ten rounds brings
-        if (len(self._shares) < _WINDOW and not is_high) or self._number < self._rests_until:
+        self._members = members
+        if step > 0.9 * self._steps or len(self._shares) <= _WINDOW // 2:
             return None
-        if step > 0.9 * self._steps:
-            return None
-        new = self._changed(now, statistics.median_low(self._shares))
-        if new is None or new == now:
-            return None
-        self._shares.clear()
+        is_whole = len(self._shares) == _WINDOW
+        waited = statistics.median_low([*self._shares, *[0.0] * (_WINDOW - len(self._shares))])  # at least
+        new = self._changed(now, waited / max(1 - waited, 1e-3) * now.every / now.fragments, is_whole)
+        if new is not None:
+            self._shares.clear()
         return new
 
-    def _changed(self, now: Interval, waiting: float) -> Interval | None:
-        stall = waiting / max(1 - waiting, 1e-3)  # in steps, for each step
-        if waiting > _HIGH:
-            if self._before is not None and stall > 0.8 * self._before[1]:
-                (before, _), self._before, self._rests_until = self._before, None, self._number + _REST
+    def _changed(self, now: Interval, stall: float, is_whole: bool) -> Interval | None:
+        """Return the interval to change to, after rounds that waited for so many steps, or more unless it is whole."""
+        goodput = self._goodput(now, stall)
+        if self._before is not None:
+            before, then = self._before
+            if goodput < then:
+                is_longer = _is_longer(now, before)
+                self._rests_until[is_longer] = self._number + self._rests[is_longer]
+                self._rests[is_longer] *= 2
+                self._before = None
                 return before
-            new = self._longer(now, stall)
-            self._before = (now, stall) if new != now else None
-            if self._has_shortened:
-                self._not_shorter_until, self._wait = self._number + self._wait, 2 * self._wait
-            self._has_shortened = False
-            return new
-        self._before = None
-        if waiting < _LOW and self._number >= self._not_shorter_until:
-            self._has_shortened = True
-            return _shorter(now)
-        return None
+            if is_whole:
+                self._before = None
+        found = {one: self._goodput(one, stall - max(0, one.delay - now.delay)) for one in self._others(now, stall)}
+        found = {
+            one: expected
+            for one, expected in found.items()
+            if expected > _GAIN * goodput
+            and self._number >= self._rests_until[_is_longer(one, now)]
+            and (is_whole or _is_longer(one, now))
+        }
+        if not found:
+            return None
+        self._before = (now, goodput)
+        return max(found, key=lambda one: found[one])
 
-    def _longer(self, now: Interval, stall: float) -> Interval:
-        if now.delay:
-            most = min(2 * now.delay, now.every // _LATEST)
-            needed = math.ceil(now.delay + stall * now.every / now.fragments)
-            if now.delay < needed <= most:
-                return replace(now, delay=needed)
-        wanted = math.ceil(now.every * stall / WAITING)
-        every = max(now.every, min(wanted, 2 * now.every, max(1, self._steps // ROUNDS)))
-        return replace(now, every=every, delay=max(now.delay, min(2 * now.delay, every // _LATEST)))
+    def _others(self, now: Interval, stall: float) -> Iterator[Interval]:
+        """Yield intervals from half to twice as long; a fragment that is waited for may land later, if any does."""
+        least = max(now.fragments, min(now.every, *measurements(self._name(now), self._parameters, self._members)[1]))
+        most = max(now.every, self._steps // ROUNDS)
+        for every in range(max(least, math.ceil(now.every / 2)), min(most, 2 * now.every) + 1):
+            latest = max(now.delay and 1, every // _LATEST)
+            for delay in sorted({now.delay, min(now.delay + math.ceil(stall), 2 * now.delay)}):
+                yield replace(now, every=every, delay=min(delay, latest))
+
+    def _goodput(self, interval: Interval, stall: float) -> float:
+        """Return that of rounds that wait for so many steps for each fragment."""
+        utilization = interval.every / (interval.every + interval.fragments * max(stall, 0.0))
+        return efficiency(self._name(interval), interval.every, self._parameters, self._members).mean * utilization
+
+    def _name(self, interval: Interval) -> str:
+        return name_of(self._settings.recipe, self._settings.codec, interval.delay) or _OTHER
 
 
-def _shorter(now: Interval) -> Interval:
-    measured = GAIN_KEPT[_BLOCKING]
-    least = min(now.every, max(now.fragments, max(measured, key=lambda every: measured[every])))
-    every = max(least, math.ceil(now.every / 2))
-    if every == now.every:
-        return now  # a shorter delay alone keeps hardly more, and no longer hides replicas that are uneven for a moment
-    return replace(now, every=every, delay=min(now.delay, max(1, every // _LATEST)))
+def _is_longer(one: Interval, other: Interval) -> bool:
+    return (one.every, one.delay) > (other.every, other.delay)

@@ -36,10 +36,11 @@ class LineTuner:
         planned: Callable[[], int | None] = lambda: None,
         pass_steps: Callable[[], int | None] = lambda: None,
         rates: Callable[[], tuple[float, ...]] = lambda: (),
+        parameters: int = 1,
     ) -> None:
-        self.planned, self.pass_steps, self.rates = planned, pass_steps, rates
+        self.planned, self.pass_steps, self.rates, self._parameters = planned, pass_steps, rates, parameters
         self._loop: weakref.ref[OuterLoop] | None = None
-        self._corrector = IntervalController(None)
+        self._corrector: IntervalController | None = None  # until something is chosen
         self._landed_at = time.perf_counter()
 
     def remembered(self, parameters: int, replicas: int) -> tuple[Link, float, float, bool] | None:
@@ -61,7 +62,7 @@ class LineTuner:
         _note(Kind.NOTE, "this process trains alone, so there is nothing to decide.")
 
     def chosen(self, settings: OuterSettings, measured: Measurements | None, steps: int | None, is_first: bool) -> None:
-        self._corrector = IntervalController(steps)
+        self._corrector = IntervalController(steps, settings, self._parameters)
         if measured is None:
             _note(Kind.CHOSEN, f"continues with {flags(settings)}, which the run has chosen.", **_facts(settings))
             return
@@ -87,7 +88,7 @@ class LineTuner:
         elapsed_s, self._landed_at = now - self._landed_at, now
         loop = None if self._loop is None else self._loop()
         inside = None if loop is None else loop.schedule
-        if loop is None or not loop.is_first or not isinstance(inside, (Every, Streaming)):
+        if self._corrector is None or loop is None or not loop.is_first or not isinstance(inside, (Every, Streaming)):
             return
         interval = Interval(inside.every, inside.fragments, inside.delay)
         waiting = min(1.0, this.seconds_exposed / max(elapsed_s, 1e-9))

@@ -18,7 +18,7 @@ from farflung.config.outer import FEW_ROUNDS
 from farflung.config.setting import BOTH_SPELLINGS
 from farflung.cost.evidence import TESTS
 from farflung.cost.meeting import MeetingPlace, Prices
-from farflung.cost.methods import Row, Rows
+from farflung.cost.methods import Row, Rows, efficiency
 from farflung.cost.model import Workload, needed_bandwidth
 from farflung.cost.units import parse_count, parse_rate, parse_seconds
 
@@ -35,17 +35,17 @@ class Forecast:
         self,
         settings: Mapping[str, Any],
         steps: int,
-        bucket_bytes: int | None,
-        utilization: float,
+        bucket_bytes: int | None = None,
+        utilization: float = 0.9,
         meeting: MeetingPlace | None = None,
     ) -> None:
         """Forecast `steps` steps of `Workload(**settings)`; buckets are each method's own by default."""
         self.run = Workload(**settings)
         self.meeting = meeting  # where replicas meet, if not with each other
-        rows = Rows(self.run, steps, utilization, bucket_bytes)
+        rows = Rows(self.run, steps, bucket_bytes)
         self.rows = rows.chosen
-        self.suffices = rows.suffices
-        self.utilization = utilization  # from which on a method counts as fast enough
+        self.alone = efficiency("alone", 1, self.run.parameters, self.run.replicas)
+        self.utilization = utilization  # for which the bandwidth is given that a method needs
         self.steps = steps  # of the whole run
         if not rows.chosen:
             raise ConfigError(
@@ -89,17 +89,20 @@ class Forecast:
         return ["\t".join(rows[0]), *("\t".join(_cell(cell) for cell in row.values()) for row in rows)]
 
     def advice(self) -> str:
-        """Say in one line which row to take: the first one, which is also the nearest if none is fast enough."""
+        """Say in one line which row to take: the first one."""
         row = self.rows[0]
-        if self.suffices(row):
-            most = f"it kept most of DDP's gain in our tests ({_percent(row)})"
-            if row.gain_kept <= 0:
-                most = "none did better in our tests than a replica that trains alone; this one is the closest"
-            return f"Use {row.method.name}: of the methods that are fast enough, {most}."
-        needed = needed_bandwidth(self.run, row.method, self.utilization)
-        rate = f"it needs {in_rate(needed)}" if needed < math.inf else "no bandwidth is enough at this latency"
-        share = f"{row.cost.utilization:.1%} of the time spent computing"
-        return f"No method is fast enough; the closest is {row.method.name}, with {share} ({rate})."
+        said = f"{row.efficiency.said(row.cost.utilization)}, by {_tests(row)}"
+        if row.goodput <= self.alone.mean:
+            needed = needed_bandwidth(self.run, row.method, self.utilization)
+            rate = f"it needs {in_rate(needed)}" if needed < math.inf else "no bandwidth is enough at this latency"
+            most = f"a replica that trains alone has {self.alone.mean:.2f}"
+            return f"No method gets far on this line: {most}; the closest is {row.method.name}, with {said} ({rate})."
+        here, free = in_seconds(self.seconds(row)), in_seconds(self.steps * self.run.step_s)
+        return f"Use {row.method.name}: {said}. It gets as far in {here} as DDP would in {free}."
+
+    def seconds(self, row: Row) -> float:
+        """Return how long a row takes to the loss at which DDP ends after all steps."""
+        return self.steps * self.run.step_s / row.goodput
 
     def as_dict(self) -> dict[str, Any]:
         """Return all that is known, in bytes, bits and seconds; a bandwidth that no line has is None."""
@@ -113,12 +116,16 @@ class Forecast:
                     "script": row.script,
                     "every": cost.method.every,
                     "bits": cost.method.bits,
-                    "gain_kept": row.gain_kept,
-                    "gain_kept_is_upper_bound": row.is_bound,
+                    "goodput": row.goodput,
+                    "seconds_to_loss_of_ddp": self.seconds(row),
+                    "efficiency": row.efficiency.mean,
+                    "efficiency_error": row.efficiency.error,
+                    "efficiency_is_extrapolated": row.efficiency.is_extrapolated,
+                    "efficiency_parameters": row.efficiency.parameters,
+                    "efficiency_replicas": row.efficiency.replicas,
                     "seconds_per_step": cost.seconds_per_step,
                     "utilization": cost.utilization,
                     "exposed_share": 1 - cost.utilization,
-                    "is_fast_enough": self.suffices(row),
                     "bandwidth_needed_bps": needed if needed < math.inf else None,
                     "bytes_sent_per_step": cost.bytes_sent_per_step,
                     "bytes_sent_per_round": cost.bytes_sent_per_round,
@@ -127,7 +134,7 @@ class Forecast:
                     "meet": self.meeting and asdict(self.meeting.traffic(self.run, cost, self.steps)),
                 }
             )
-        best = self.rows[0].method.name if self.suffices(self.rows[0]) else None
+        best = self.rows[0].method.name if self.rows[0].goodput > self.alone.mean else None
         return {
             "run": asdict(self.run),
             "steps": self.steps,
@@ -138,34 +145,35 @@ class Forecast:
         }
 
     def table(self) -> Table:
-        """Lay out one row for each method, within 80 columns; those that are fast enough have a star."""
+        """Lay out one row for each method, within 80 columns."""
         run = self.run
         who = f"{counted(run.replicas, 'replica')}, {run.parameters:,} parameters"
         wait = (
             f"{in_seconds(run.latency_s)} one way" if run.is_direct else f"{in_seconds(run.request_s or 0)} a request"
         )
         title = f"{who}, {in_seconds(run.step_s)} per step; {in_rate(run.bandwidth_bps)}, {wait}"
-        table = _table(title, "bits", "gain kept", "sent/step", "step", "computing", "memory")
+        table = _table(title, "bits", "goodput", "sent/step", "step", "computing", "memory")
         for row in self.rows:
-            cost, enough = row.cost, self.suffices(row)
+            cost, found = row.cost, row.efficiency
             table.add_row(
                 cost.method.name,
                 f"{cost.method.bits:.3g}",
-                _percent(row),
+                f"{'~' * found.is_extrapolated}{row.goodput:.2f}±{found.error * cost.utilization:.2f}",
                 in_bytes(cost.bytes_sent_per_step),
                 in_seconds(cost.seconds_per_step),
-                f"{cost.utilization:.1%} {'*' if enough else ' '}",
+                f"{cost.utilization:.1%}",
                 in_bytes(cost.memory.total),
-                style="green" if enough else None,
+                style="green" if row.goodput > self.alone.mean else None,
             )
         table.caption = (
-            f"* fast enough: at least {self.utilization:.2g} of the time is spent computing. The number of steps "
-            "between rounds, in brackets, is chosen for this line. Gain kept: the share of DDP's gain over a replica "
-            f"that trains alone, {TESTS}; yours will differ. Bytes are per replica; memory is what the method needs on "
-            "top of training itself."
+            "Goodput: how far it gets in a time, next to DDP on a free line: the share of the time spent computing, "
+            "times how many of DDP's steps end at the same loss, for each of its steps; a replica alone has "
+            f"{self.alone.mean:.2f} ± {self.alone.error:.2f}. By {_tests(*self.rows)}; yours will differ. The number "
+            "of steps between rounds, in brackets, is chosen for this line. Bytes are per replica; memory is what the "
+            "method needs on top of training itself."
         )
-        if any(row.is_bound for row in self.rows):
-            table.caption += " <: its rounds are longer than any in our tests, so it keeps less than that."
+        if any(row.efficiency.is_extrapolated for row in self.rows):
+            table.caption += " ~: extrapolated, from shorter rounds or other numbers of replicas."
         if run.parameters > _FAR_LARGER:
             table.caption += (
                 " Far larger models may lose less: a paper (arXiv:2501.18512) reports data parallelism's loss at 1B."
@@ -205,11 +213,12 @@ def _cell(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _percent(row: Row) -> str:
-    return f"{'< ' * row.is_bound}{row.gain_kept:.0%}".replace("%", " %")
+def _tests(*rows: Row) -> str:
+    tests = dict.fromkeys(row.efficiency.tests for row in rows)
+    return f"our tests of {' and '.join(tests)} ({TESTS})"
 
 
-_FAR_LARGER = 10_000_000  # parameters; our tests have 100,000
+_FAR_LARGER = 10_000_000  # parameters; our tests have 385,000 at most
 _FROM_ONE = click.IntRange(1, 1_000_000)
 
 
@@ -254,7 +263,9 @@ class _NamesAllMissing(click.Command):
     metavar="WRITES READS MOVED STORED",
     help="With --meet, in USD: for 1,000 writes, 1,000 reads, a GB that is read, and a GB stored for a month.",
 )
-@click.option("--utilization", default=0.9, help="Share of the time spent computing that counts as fast enough.")
+@click.option(
+    "--utilization", default=0.9, help="Share of the time spent computing, for the bandwidth that --json gives."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table, in bytes, bits and seconds.")
 @click.option("--table", "as_lines", is_flag=True, help="Print a heading and the rows alone, with tabs, for scripts.")
 def plan(
@@ -274,7 +285,7 @@ def plan(
     as_json: bool,
     as_lines: bool,
 ) -> None:
-    """Forecast what DDP, Local SGD and DiLoCo cost on a network: bytes, seconds, memory, and which is fast enough."""
+    """Forecast what DDP, Local SGD and DiLoCo cost on a network: bytes, seconds, memory, and how far each gets."""
     if as_json and as_lines:
         raise ConfigError("--json and --table exclude each other: give one of them.")
     if not (0 < utilization < 1):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The methods that a forecast compares, in the cost model's plain numbers, each with the flags that select it.
 
-How often replicas synchronize is chosen for the line: as often as it allows, but no more often than was measured
+How often replicas synchronize is chosen for the line, for the most goodput, but no more often than was measured
 (`evidence.py`). A test compares each row with what `method_of` derives from its recipe.
 """
 
@@ -15,9 +15,10 @@ from functools import partial
 from typing import Any
 
 from farflung.base.sizes import bucket_bytes_for
+from farflung.base.words import counted
 from farflung.codec.wire_sizes import blockwise_bytes, top_k_bytes
 from farflung.config.outer import FEW_ROUNDS, OuterSettings
-from farflung.cost.evidence import GAIN_KEPT
+from farflung.cost.evidence import EFFICIENCY, Measured
 from farflung.cost.model import Cost, Method, Workload, cost_of
 
 _MIB = 2**20
@@ -25,7 +26,28 @@ _DDP_BUCKET_BYTES = 25 * _MIB  # torch's own
 _FP32_BYTES = 4
 _LONGEST = 500  # steps of a round, in the papers
 _LATEST = 4  # a fragment lands at most a quarter of its interval late, as in the evidence
-_LATE = ", late"
+_LONGER = 1.1  # by which the next interval that is tried is longer, at least
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """How many of DDP's steps reach the same loss as a run, for each of its steps, in our tests."""
+
+    mean: float
+    error: float  # its standard error
+    parameters: int  # of the model in these tests
+    replicas: int
+    is_extrapolated: bool = False  # no such rounds, or not so many replicas, were measured
+
+    def said(self, utilization: float) -> str:
+        """Say what a run's goodput is that spends this share of its time computing."""
+        mean, error = self.mean * utilization, self.error * utilization
+        spread = f" ({mean - error:.2f} to {min(mean + error, 1.0):.2f})" if error else ""
+        return f"{'about ' * self.is_extrapolated}{mean:.2f} of DDP on a free line{spread}"
+
+    @property
+    def tests(self) -> str:
+        return f"{self.parameters:,} parameters in {counted(self.replicas, 'replica')}"
 
 
 @dataclass(frozen=True)
@@ -34,13 +56,22 @@ class Row:
 
     cost: Cost
     outer: OuterSettings | None
-    gain_kept: float  # the share of DDP's gain over a replica that trains alone, in our tests
-    is_bound: bool = False  # its rounds are longer than measured ones: it keeps less than `gain_kept`
+    efficiency: Efficiency
     script: str = ""
 
     @property
     def method(self) -> Method:
         return self.cost.method
+
+    @property
+    def goodput(self) -> float:
+        """How far it gets in a time, next to DDP on a line that costs nothing."""
+        return self.efficiency.mean * self.cost.utilization
+
+    @property
+    def order(self) -> tuple[float, ...]:
+        """By which rows are sorted; those whose goodput differs by less than 0.01 by their bytes."""
+        return -round(self.goodput, 2), bool(self.script), self.cost.bytes_sent_per_step
 
     @property
     def flags(self) -> str:
@@ -93,57 +124,50 @@ class Rows:
 
     Args:
         steps: of the whole run; a round is at most a tenth of them.
-        utilization: from which on a method counts as fast enough.
         bucket_bytes: for all rows; each method's own by default.
 
     Attributes:
-        chosen: a row for each method, best first: those that are fast enough by what they keep of DDP's gain, then
-            others by how nearly they are.
+        chosen: a row for each method, that with the most goodput first.
         left_out: the names of methods that had fewer than ten rounds of the shortest interval that was measured.
     """
 
-    def __init__(self, run: Workload, steps: int, utilization: float, bucket_bytes: int | None = None) -> None:
-        self._run, self._steps, self._utilization, self._given = run, steps, utilization, bucket_bytes
+    def __init__(self, run: Workload, steps: int, bucket_bytes: int | None = None) -> None:
+        self._run, self._steps, self._given = run, steps, bucket_bytes
         self._bucket_bytes = bucket_bytes or bucket_bytes_for(_FP32_BYTES * run.parameters)
         kinds = [kind for kind in _KINDS if kind.recipe != _STREAMING or run.layers > 1]
         longest = min(steps // FEW_ROUNDS, _LONGEST)
-        enough = [kind for kind in kinds if min(GAIN_KEPT[kind.name]) <= longest]
+        enough = [kind for kind in kinds if self._measured(kind)[0] <= longest]
         self.left_out = tuple(kind.name for kind in kinds if kind not in enough)
         by_gradients = gradients(run, bucket_bytes) if run.is_direct else ()  # an address takes rounds alone
         rows = [*by_gradients, *(self._best(kind, longest) for kind in enough)]
-        self.chosen = tuple(sorted(rows, key=self._order))
+        self.chosen = tuple(sorted(rows, key=lambda row: row.order))
 
-    def suffices(self, row: Row) -> bool:
-        """Return whether a row is fast enough."""
-        return row.cost.utilization >= self._utilization
-
-    def _order(self, row: Row) -> tuple[float, ...]:
-        if not self.suffices(row):
-            return 1.0, -row.cost.utilization
-        known = row.is_bound if row.gain_kept > 0 else 2  # a bound is worth less than a share, and more than a loss
-        return 0.0, known, -round(row.gain_kept, 2), bool(row.script), row.cost.bytes_sent_per_step
+    def _measured(self, kind: _Kind) -> list[int]:
+        return sorted(measurements(kind.name, self._run.parameters, self._run.replicas)[1])
 
     def _best(self, kind: _Kind, longest: int) -> Row:
-        """Return the row with the interval that keeps most, of those that are fast enough; if none is, the longest."""
-        intervals = range(min(GAIN_KEPT[kind.name]), longest + 1)
-        place = bisect_left(intervals, True, key=lambda every: self.suffices(self._row(kind, every)))
-        if place == len(intervals):
-            return self._row(kind, longest)
-        shortest = intervals[place]
-        measured = [every for every in GAIN_KEPT[kind.name] if shortest < every <= longest]
-        return max((self._row(kind, every) for every in (shortest, *measured)), key=lambda row: row.gain_kept)
+        measured = self._measured(kind)
+        intervals, every = {longest, *measured}, measured[0]
+        while every < longest:
+            intervals.add(every)
+            every = max(every + 1, round(_LONGER * every))
+        rows = [row for every in intervals if every <= longest for row in self._rows(kind, every)]
+        return min(rows, key=lambda row: row.order)
 
-    def _row(self, kind: _Kind, every: int) -> Row:
-        if kind.recipe == _STREAMING:
-            # Of three layers, as in arXiv:2501.18512; small models were measured layer by layer (benchmarks/).
-            layers = self._run.layers
-            fragments = min(layers // 3 if layers >= 6 else 3, layers, every)
-            delays = range(1, max(1, every // _LATEST) + 1)
-            place = bisect_left(
-                delays, True, key=lambda delay: self.suffices(self._with(kind, every, fragments, delay))
-            )
-            return self._with(kind, every, fragments, delays[min(place, len(delays) - 1)])
-        return self._with(kind, every, 1, every if kind.recipe == _EAGER else 0)
+    def _rows(self, kind: _Kind, every: int) -> list[Row]:
+        if kind.recipe != _STREAMING:
+            return [self._with(kind, every, 1, every if kind.recipe == _EAGER else 0)]
+        # Of three layers, as in arXiv:2501.18512; small models were measured layer by layer (benchmarks/).
+        layers = self._run.layers
+        fragments = min(layers // 3 if layers >= 6 else 3, layers, every)
+        late = range(2, every // _LATEST + 1)
+        if not late:
+            return [self._with(kind, every, fragments, 1)]
+        most = self._with(kind, every, fragments, late[-1]).cost.utilization
+        place = bisect_left(
+            late, True, key=lambda delay: self._with(kind, every, fragments, delay).cost.utilization >= most
+        )
+        return [self._with(kind, every, fragments, delay) for delay in (1, late[place])]
 
     def _with(self, kind: _Kind, every: int, fragments: int, delay: int) -> Row:
         bits = bits_on_the_wire(kind.wire_bytes, self._run.parameters, fragments, self._bucket_bytes)
@@ -160,8 +184,8 @@ class Rows:
         options = {"fragments": fragments, "delay": delay} if kind.recipe == _STREAMING else {}
         steps, size = self._steps, self._given
         config = OuterSettings(kind.recipe, every=every, codec=kind.flag, steps=steps, bucket_bytes=size, **options)
-        is_late = kind.recipe == _STREAMING and delay > 1
-        return Row(cost_of(self._run, method), config, *gain_kept(kind.name + _LATE * is_late, every))
+        run, name = self._run, name_of(kind.recipe, kind.flag, delay) or kind.name
+        return Row(cost_of(run, method), config, efficiency(name, every, run.parameters, run.replicas))
 
 
 def synchronizations(run: Workload) -> dict[str, float]:
@@ -175,18 +199,37 @@ def synchronizations(run: Workload) -> dict[str, float]:
     return found
 
 
-def gain_kept(name: str, every: int) -> tuple[float, bool]:
-    """Return the share of DDP's gain that a method keeps with rounds of `every` steps, and whether it is a bound.
+def name_of(recipe: str | None, codec: str | None, delay: int = 0) -> str | None:
+    """Return what the evidence calls a recipe with this codec (None: its own); None if it has no such row."""
+    found = next((kind.name for kind in _KINDS if (kind.recipe, kind.flag) == (recipe, codec)), None)
+    return f"{found}, late" if found and recipe == _STREAMING and delay > 1 else found
 
-    Between two intervals that were measured it is on the straight line over the logarithm of the interval.
+
+def measurements(name: str, parameters: int, replicas: int) -> tuple[tuple[int, int], Measured]:
+    """Return the nearest numbers of parameters and replicas that a method was measured with, and what was, by interval.
+
+    Replicas count first: fewer of them lose less by training apart.
     """
-    measured = GAIN_KEPT[name]
-    if every > max(measured):
-        return measured[max(measured)], True
-    below = max(one for one in measured if one <= every)
-    above = min(one for one in measured if one >= every)
-    part = math.log(every / below) / math.log(above / below) if above > below else 0.0
-    return measured[below] + part * (measured[above] - measured[below]), False
+    there = [numbers for numbers, by_name in EFFICIENCY.items() if name in by_name]
+    asked = replicas, max(parameters, 1)
+    found = min(there, key=lambda one: [abs(math.log(a / b)) for a, b in zip(reversed(one), asked, strict=True)])
+    return found, EFFICIENCY[found][name]
+
+
+def efficiency(name: str, every: int, parameters: int, replicas: int) -> Efficiency:
+    """Return a method's efficiency with rounds of `every` steps.
+
+    Between two intervals that were measured it is on the straight line over the logarithm of the interval. Beyond them,
+    what it is above that of a replica alone falls as rounds get longer.
+    """
+    numbers, measured = measurements(name, parameters, replicas)
+    near = min(max(every, min(measured)), max(measured))
+    below, above = max(one for one in measured if one <= near), min(one for one in measured if one >= near)
+    part = math.log(near / below) / math.log(above / below) if above > below else 0.0
+    mean, error = (a + part * (b - a) for a, b in zip(measured[below], measured[above], strict=True))
+    alone, _ = EFFICIENCY[numbers]["alone"][1]
+    mean = min(mean, alone + (mean - alone) * near / every) if every > near else mean
+    return Efficiency(mean, error, *numbers, is_extrapolated=every != near or replicas != numbers[1])
 
 
 def gradients(run: Workload, bucket_bytes: int | None) -> tuple[Row, Row]:
@@ -195,9 +238,10 @@ def gradients(run: Workload, bucket_bytes: int | None) -> tuple[Row, Row]:
     narrow = replace(method, name="DDP bf16", bits=16)
     bucket = [] if bucket_bytes is None else [f"bucket_cap_mb={math.ceil(bucket_bytes / _MIB)}"]
     hook = [*bucket, "comm_hook=DDPCommunicationHookType.BF16"]
+    exact, rounded = (efficiency(name, 1, run.parameters, run.replicas) for name in ("DDP", "DDP bf16"))
     return (
-        Row(cost_of(run, method), None, *gain_kept("DDP", 1), script=_handler(bucket) if bucket else ""),
-        Row(cost_of(run, narrow), None, *gain_kept("DDP bf16", 1), script=_handler(hook)),
+        Row(cost_of(run, method), None, exact, script=_handler(bucket) if bucket else ""),
+        Row(cost_of(run, narrow), None, rounded, script=_handler(hook)),
     )
 
 

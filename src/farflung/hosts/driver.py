@@ -98,7 +98,8 @@ class Driver:
         membership = members.membership
         tuner = None
         if recipe.is_undecided:
-            tuner = LineTuner(planned, self.pass_steps, partial(_rates, inner))
+            trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+            tuner = LineTuner(planned, self.pass_steps, partial(_rates, inner), trained)
         chooser = None if tuner is None else RecipeTrial(tuner)
         self.loop = OuterLoop(
             model, recipe, members.group, island=members.island, membership=membership, inner=inner, chooser=chooser

@@ -29,7 +29,6 @@ from farflung.launch.plan import count_gpus, usable_cores
 
 _PACKAGES = ("farflung", "torch", "numpy", "safetensors", "accelerate", "transformers")
 _LAYERS = 24
-_UTILIZATION = 0.9  # of the time spent computing is fast enough
 
 
 @click.group(cls=CommandGroup, invoke_without_command=True, context_settings=BOTH_SPELLINGS)
@@ -126,7 +125,7 @@ def ask_outer(answers: Mapping[str, Value]) -> dict[str, Value]:
     step = _number("How long does one optimizer step take without communication, such as 500ms?", parse_seconds)
     steps = _number("How many optimizer steps does the whole run have, such as 20k?", parse_count)
     run = {"parameters": parameters // shards, "layers": _LAYERS, "step_s": step, "replicas": int(count)}
-    forecast = Forecast({**run, "bandwidth_bps": rate, "latency_s": latency}, steps, None, _UTILIZATION)
+    forecast = Forecast({**run, "bandwidth_bps": rate, "latency_s": latency}, steps)
     row = forecast.rows[0]
     click.echo(forecast.advice())
     if row.outer is None:

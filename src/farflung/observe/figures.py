@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from farflung.base.events import Kind
 from farflung.base.words import in_bytes
-from farflung.observe.records import RoundLine, Row
+from farflung.cost.methods import Efficiency, efficiency, name_of
+from farflung.observe.records import RoundLine, Row, is_setting
 from farflung.observe.run import ObservedRun, Rank
 
 SHARES = ("computing", "waiting", "saving", "recovering", "starting")
@@ -38,15 +40,21 @@ class Figures:
     bytes_ddp: float | None  # what DDP's ring all-reduce of each step's gradients would have sent; None: not known
     loss: float | None  # the last one
     usd: float | None = None  # by the prices that were given
+    efficiency: Efficiency | None = None  # of its recipe in our tests; None: not known
 
     def share(self, name: str) -> float:
         """Return the share of the time since training began that replicas spent so, from 0 to 1."""
         return self.seconds[name] / max(sum(self.seconds.values()) - self.seconds["starting"], 1e-9)
 
+    @property
+    def goodput(self) -> list[str]:
+        """How far it gets in a time, in words; empty if nothing is known of its recipe."""
+        return [] if self.efficiency is None else [self.efficiency.said(self.share("computing"))]
+
     def __str__(self) -> str:
         trained = (name for name in SHARES if name != "starting" and self.share(name) >= 0.005)
         shares = [f"{name} {self.share(name):.0%}" for name in trained]
-        said = [", ".join(shares) or "nothing yet", f"{self.replica_hours:.3g} replica-hours"]
+        said = [", ".join(shares) or "nothing yet", *self.goodput, f"{self.replica_hours:.3g} replica-hours"]
         if self.bytes_sent is not None:
             beside = ""
             if self.bytes_ddp is not None and self.bytes_ddp != self.bytes_sent:
@@ -83,6 +91,7 @@ def figures(run: ObservedRun, price_hour: float | None = None, price_gb: float |
         bytes_ddp=ddp,
         loss=None if loss is None else loss.last,
         usd=usd,
+        efficiency=_efficiency(run, len(voted[-1].members)) if voted else None,
     )
 
 
@@ -153,6 +162,20 @@ def _bytes(run: ObservedRun, leaders: list[Rank]) -> tuple[float | None, float |
 def model_of(run: ObservedRun) -> Row | None:
     """Return the facts of the model that the run trains; None before a rank has prepared it."""
     return next((event.facts for event in run.models.values()), None)
+
+
+def _efficiency(run: ObservedRun, replicas: int) -> Efficiency | None:
+    """Return what our tests say of the recipe that a run has now."""
+    given = {name: run.facts["settings"].get(f"outer_{name}") for name in ("recipe", "every", "codec", "delay")}
+    now = {name: setting["value"] for name, setting in given.items() if is_setting(setting)}
+    for event in run.events:
+        if event.kind is Kind.CHOSEN and isinstance(options := event.facts.get("options"), dict):
+            now |= {name: event.facts[name] for name in ("recipe",) if name in event.facts} | options
+    every, delay = (int(text) if (text := str(now.get(name))).isdecimal() else 0 for name in ("every", "delay"))
+    model, name = model_of(run), name_of(now.get("recipe"), now.get("codec"), delay)
+    if model is None or name is None or not every:
+        return None
+    return efficiency(name, every, model["parameters"], replicas)
 
 
 def _island(run: ObservedRun) -> int:

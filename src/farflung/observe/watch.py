@@ -113,7 +113,8 @@ def _rounds(run: ObservedRun, width: int, back: int) -> Table:
     lines = run.longest
     sent = in_bytes(sum(row.bytes_sent for row in lines))
     legend = f"{counted(len(rounds), 'round')}: " + "  ".join(f"{sign} {name}" for name, (sign, _) in _CELLS.items())
-    said = f"{figures(run).share('waiting'):.0%} of the time waiting, {sent} sent by each"
+    found = figures(run)
+    said = "; ".join([f"{found.share('waiting'):.0%} of the time waiting, {sent} sent by each", *found.goodput])
     table.add_row("", Text(f"{legend}; {said}", style="dim", overflow="fold"))
     return table
 
