@@ -305,6 +305,12 @@ def test_the_page_of_frameworks_has_the_verdicts_that_were_measured(benchmark):
     assert set(module.kept()) <= set(module.PROGRAMS)
 
 
+def test_the_page_of_frameworks_has_what_became_of_public_scripts(benchmark):
+    module = benchmark("public.run")
+    for line in module.table().splitlines():
+        assert line in TEXTS["docs/frameworks.md"], line
+
+
 def test_the_page_of_evidence_has_what_auto_chose(benchmark):
     rows = benchmark("bench_auto").table([line for line in results("auto") if line["size"] == "small"])
     assert len(rows) == 4

@@ -170,6 +170,22 @@ def test_replicas_of_changing_speeds_share_an_epoch(replicas, num_batches):
         run.expect([epoch])
 
 
+@pytest.mark.parametrize("num_batches", [8, 40, 300])
+def test_what_one_leaves_of_an_epoch_after_its_share_is_done_later(num_batches):
+    run = Run(num_batches, replicas=2)
+    fast, slow = run.live
+    for _ in range(2):
+        for number in range(len(fast.loaders[0])):  # as trainers count the batches of an epoch
+            assert fast.take()
+            if number % 3 == 0:
+                slow.take()
+        run.round()
+        fast.batches = None
+    for _ in range(3):
+        finish(run)
+    run.expect([0, 1, 2])
+
+
 @pytest.mark.parametrize("seedable", [False, True])
 def test_an_order_is_drawn_anew_in_each_epoch_and_is_the_same_for_all_whatever_their_seeds(seedable):
     run = Run()
@@ -427,7 +443,7 @@ def test_one_that_was_left_out_and_has_kept_its_steps_keeps_its_batches_unless_o
 
 
 def test_a_dropped_round_and_a_part_of_a_model_record_nothing():
-    run = Run(8, most=1)
+    run = Run(32, most=1)
     one = run.join(fragments=2)
 
     def done():
@@ -447,7 +463,7 @@ def test_a_dropped_round_and_a_part_of_a_model_record_nothing():
 
 
 def test_a_model_that_is_sent_in_more_parts_from_a_round_on_still_records_its_batches():
-    run = Run(8, most=1)
+    run = Run(32, most=1)
     one = run.join()
     one.take()
     one.followed.round_ended(ended(1, 1))

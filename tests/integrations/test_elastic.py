@@ -70,10 +70,10 @@ def test_where_replicas_are_fixed_a_place_is_the_rank_and_there_is_no_membership
     ("asked", "places"),
     [
         ([(5,), (8,), (5,), (8,)], [(0, 2), (1, 2), (0, 2), (1, 2)]),
-        ([(0,), (1,), (2,), (3,)], [(0, 2), (1, 2), (0, 2), (1, 2)]),
+        ([(0,), (1,), (2,), (3,)], [(0, 2), (1, 2), (2, 3), (3, 4)]),
         ([(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)], [(0, 4), (1, 4), (2, 4), (3, 4)]),
     ],
-    ids=["the first free one, which it keeps", "shared beyond those the run began with", "shared by its ranks"],
+    ids=["the first free one, which it keeps", "of its own beyond those the run began with", "shared by its ranks"],
 )
 def test_each_replica_gets_a_place(monkeypatch, asked, places):
     run = Launched(monkeypatch, expected=2)

@@ -49,6 +49,11 @@ def test_a_run_is_served_with_its_settings_and_others_join_with_the_line_that_it
         prepared(elastic="2:4", main_process_port=int(where.rpartition(":")[2]))
 
 
+def test_a_run_that_begins_with_replicas_of_several_machines_expects_the_least_of_them(home):
+    board = transport_at(prepared(elastic="2:4", replicas=1)[1]["address"]).board
+    assert until(lambda: json.loads(board.get("run") or b"{}"))["expected"] == 2
+
+
 @pytest.mark.parametrize("kind", ["tcp", "file"])
 def test_launchers_of_the_same_line_find_the_run_and_print_how_its_settings_differ(kind, home):
     sink, said = Sink(), []

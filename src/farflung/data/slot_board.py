@@ -31,7 +31,8 @@ Rounds: TypeAlias = "dict[str, tuple[int, tuple[int, int]]]"
 
 _GIVEN_UP = 0  # in place of an owner; the ids of members begin at 1
 _SLOTS_EACH = 16  # of each of the most replicas, so that the last one to finish is late by 1/16 of a share at most
-_BATCHES_EACH = 16  # in a slot at least, as a claim is a question to the store
+_BATCHES_EACH = 16  # in a slot, as a claim is a question to the store, if that leaves
+_FEW_EACH = 4  # slots of each of the most replicas, so that equal ones get about equal shares of a short epoch
 _DECIDED_AT_A_TIME = 128  # claims of all replicas, at most
 _COMPARED = 1000  # batches; orders that were drawn apart differ in them
 
@@ -83,8 +84,8 @@ class Claim(NamedTuple):
 
 
 def num_slots(batches: int, most: int) -> int:
-    """Return into how many slots so many batches are cut: one for each of the most replicas, if there are enough."""
-    return min(batches, max(most, min(_SLOTS_EACH * most, batches // _BATCHES_EACH)))
+    """Return into how many slots so many batches are cut: a few for each of the most replicas, if there are enough."""
+    return min(batches, max(_FEW_EACH * most, min(_SLOTS_EACH * most, batches // _BATCHES_EACH)))
 
 
 @dataclass
@@ -161,11 +162,12 @@ class SlotBoard:
         self.has_begun = True
         return self._change(lambda state: state.seed, _LoaderRecord(proposed))
 
-    def begin(self, epoch: int, batches: int, digest: int, most: int) -> bool:
+    def begin(self, epoch: int, batches: int, digest: int, most: int, goes_on: bool = False) -> bool:
         """Begin an epoch, unless it has begun; return whether the others have finished it, so that nothing is left.
 
-        Epochs before it have left only what lost replicas had claimed. ConfigError: others have begun it with other
-        batches, or in an order with another digest.
+        Epochs before it have left what lost replicas had claimed, and, if this one `goes_on` with what it has not done
+        of them, all that is not claimed. ConfigError: others have begun it with other batches, or in an order with
+        another digest.
         """
 
         def act(state: _LoaderRecord) -> bool:
@@ -173,10 +175,10 @@ class SlotBoard:
                 return True
             if epoch > state.epoch:
                 state.epoch = epoch
-                # Some replica has left those early that were not claimed to their end.
-                state.open = {number: one for number, one in state.open.items() if one.claimed == one.slots}
-                for one in state.open.values():
-                    one.held = {slot: held for slot, held in one.held.items() if held[0] != self._member}
+                if not goes_on:  # it has left those early that were not claimed to their end
+                    state.open = {number: one for number, one in state.open.items() if one.claimed == one.slots}
+                    for one in state.open.values():
+                        one.held = {slot: held for slot, held in one.held.items() if held[0] != self._member}
                 if batches:
                     state.open[epoch] = _Open(batches, digest, num_slots(batches, most))
             theirs = state.open.get(epoch)
@@ -193,7 +195,7 @@ class SlotBoard:
                 )
             return False
 
-        self._claimed = {place for place in self._claimed if place[0] >= epoch}
+        self._claimed = {place for place in self._claimed if goes_on or place[0] >= epoch}
         return self._change(act)
 
     def end(self, epoch: int) -> None:
@@ -201,17 +203,17 @@ class SlotBoard:
         self._change(lambda state: setattr(state, "ended", max(state.ended, epoch)))
 
     def claim(self, epoch: int, is_member: Callable[[int], bool]) -> Claim | None:
-        """Claim a data slot: first what lost replicas have left, of epochs before too; None if there is none."""
+        """Claim a data slot: first what others have left, of epochs before too; None if there is none."""
 
         def act(state: _LoaderRecord) -> Claim | None:
-            if state.epoch != epoch:
+            if state.epoch != epoch and epoch not in state.open:
                 return None
             for number, one in sorted(state.open.items()):
                 for slot, (owner, done) in one.held.items():
                     if owner != self._member and (owner == _GIVEN_UP or not is_member(owner)):
                         one.held[slot] = self._member, done
                         return Claim(number, slot, done)
-                if number == epoch and one.claimed < one.slots:
+                if number <= epoch and one.claimed < one.slots:
                     one.held[one.claimed] = self._member, 0
                     one.claimed += 1
                     return Claim(number, one.claimed - 1, 0)
@@ -291,7 +293,7 @@ class SlotBoard:
             is_left_out = any(known[0] > last[0] for _, last, known in rounds.values())
             found = act(state)
             for epoch, one in list(state.open.items()):
-                if not one.held and (one.claimed == one.slots or epoch < state.epoch):
+                if not one.held and one.claimed == one.slots:
                     del state.open[epoch]  # it is over
             if is_left_out or state.encode() == content:
                 return found

@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Iterator
+from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -110,7 +111,7 @@ class SlotSampler(SamplerView):
         self._board: SlotBoard
         self._seed = 0
         self._epoch = self._ended = -1
-        self._drawn: deque[Share] = deque()
+        self._drawn: deque[tuple[Any, Share]] = deque()  # and not handed out
         self._num_drawn = self._num_steps = 0
         self._is_open = False  # a pass of training has begun, and has not come to its end
         self._rest: Iterator[tuple[Any, Share]] = iter(())  # of that pass
@@ -161,6 +162,8 @@ class SlotSampler(SamplerView):
         """
         claims, most = self._claims, self._claims.most
         self.is_shared = claims.is_training()
+        goes_on = self._is_open and self._num_drawn >= len(self)  # left after a share, as trainers count batches
+        ahead = [one for one in self._drawn if goes_on]
         self._drawn.clear()
         self._num_drawn, self._shown = 0, []
         if self.is_shared and self.is_unused and epoch == self._epoch:
@@ -183,19 +186,20 @@ class SlotSampler(SamplerView):
         order = self._order(epoch)
 
         def begun() -> tuple[bool, range]:
-            is_past = claims.ask(self._board.begin, epoch, len(order), digest_of(order), most)
+            is_past = claims.ask(self._board.begin, epoch, len(order), digest_of(order), most, goes_on)
             return bool(is_past), claims.own_slots(num_slots(len(order), most))
 
         self.is_past, mine = from_first(claims.exchange, begun, _START)
         self._own = iter([Claim(epoch, slot, 0) for slot in mine])
-        self._is_open, self._rest, self._unused = True, self._claimed(), []
+        self._is_open, self._unused = True, ahead
+        self._rest = chain(self._rest if goes_on else (), self._claimed())
 
     def hands_out(self) -> bool:
         """Record that the next batch is handed out; return False if it has become another replica's."""
         if not self.is_shared:
             return True
         self._claims.give_up_if_left_out()
-        shares = [self._drawn.popleft() for _ in range(min(self._per_round, len(self._drawn)))]
+        shares = [self._drawn.popleft()[1] for _ in range(min(self._per_round, len(self._drawn)))]
         if any(share.tenure != self._claims.ledger.tenure for share in shares):
             return False
         self._claims.ledger.hand_out(shares)
@@ -212,7 +216,7 @@ class SlotSampler(SamplerView):
                     RuntimeWarning,
                     stacklevel=4,
                 )
-            rest = [share for share in self._drawn if share.tenure == self._claims.ledger.tenure]
+            rest = [share for _, share in self._drawn if share.tenure == self._claims.ledger.tenure]
             if rest:
                 self._claims.ledger.hand_out(rest)
 
@@ -267,11 +271,11 @@ class SlotSampler(SamplerView):
         for number, (batch, share) in enumerate(last, 1):
             if share.tenure == ledger.tenure:
                 is_short = number < len(last) and claims.exchange.group.size > 1 and self.batch_size is not None
-                full = filled(batch, self._orders[share.epoch][0], self.batch_size or 0) if is_short else batch
+                full = filled(batch, self._order(share.epoch)[0], self.batch_size or 0) if is_short else batch
                 yield full, share
 
     def _draw(self, batch: Any, share: Share) -> Any:
-        self._drawn.append(share)
+        self._drawn.append((batch, share))
         self._num_drawn += 1
         return batch
 

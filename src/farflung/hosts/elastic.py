@@ -113,8 +113,8 @@ def place() -> tuple[int, int]:
 
     Under `farflung launch --elastic` each replica is a world of its own, so `RANK` does not tell it from the others. It
     gets the first part that no living replica has; a restarted replica thus takes a part that became free. There are as
-    many parts as the run began with replicas; additional replicas share parts. In other runs the result is `RANK` and
-    `WORLD_SIZE`.
+    many parts as the run begins with replicas; an additional replica cuts the data into more, so that its part, and a
+    seed made of it, is nobody else's. In other runs the result is `RANK` and `WORLD_SIZE`.
 
     Raises:
         ConfigError, Unreachable: see `launched_membership`.
@@ -131,8 +131,7 @@ def place() -> tuple[int, int]:
         is_free = holder is None or bool(notes.get("gone", int(holder)) or notes.get("left", int(holder)))
         if holder == mine or (is_free and holders.append(after, mine)):
             break
-    parts = settings["expected"]
-    return number % parts * size + rank, parts * size
+    return number * size + rank, max(settings["expected"], number + 1) * size
 
 
 def _run_of(here: Place) -> tuple[Transport, dict[str, Any]]:

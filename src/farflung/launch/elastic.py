@@ -212,7 +212,7 @@ def _tell_differences(settings: LaunchSettings, transport: Transport, count: int
 def _described(settings: LaunchSettings, count: int) -> bytes:
     """Return the settings that all replicas of a run share."""
     least, most = settings.bounds
-    run = {"expected": count, "least": least, "most": most, "grace_s": settings.grace_s}
+    run = {"expected": max(count, least), "least": least, "most": most, "grace_s": settings.grace_s}
     run |= {"state_every": settings.state_every or _STATE_EVERY}
     return json.dumps(run).encode()
 

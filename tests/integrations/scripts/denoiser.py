@@ -30,7 +30,12 @@ def cosine_schedule(optimizer, num_training_steps):
     return LambdaLR(optimizer, lambda step: rate(step, num_training_steps=num_training_steps))
 
 
-lr_scheduler = cosine_schedule(optimizer, num_training_steps)
+def error():
+    with torch.no_grad():
+        return nn.functional.mse_loss(accelerator.unwrap_model(model)(images), images).item()
+
+
+lr_scheduler, losses = cosine_schedule(optimizer, num_training_steps), [error()]
 model, optimizer, loader, lr_scheduler = accelerator.prepare(model, optimizer, loader, lr_scheduler)
 seen, global_step = [], 0
 for epoch in range(EPOCHS):
@@ -57,4 +62,6 @@ for epoch in range(EPOCHS):
 accelerator.end_training()
 name = os.environ.get("FARFLUNG_MEMBER", accelerator.process_index)
 weights = accelerator.unwrap_model(model).state_dict()
-torch.save({"weights": weights, "seen": seen, "rate": lr_scheduler.get_last_lr()[0]}, f"end-{name}.pt")
+losses.append(error())
+end = {"weights": weights, "seen": seen, "losses": losses, "rate": lr_scheduler.get_last_lr()[0]}
+torch.save(end, f"end-{name}.pt")

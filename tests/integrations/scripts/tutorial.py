@@ -19,7 +19,14 @@ data = TensorDataset(inputs, inputs.sum(1, keepdim=True), torch.arange(96))
 model = DistributedDataParallel(nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 loader = DataLoader(data, batch_size=4, shuffle=False, sampler=DistributedSampler(data))
-seen = []
+
+
+def error():
+    with torch.no_grad():
+        return nn.functional.mse_loss(model.module(inputs), data.tensors[1]).item()
+
+
+seen, losses = [], [error()]
 for epoch in range(EPOCHS):
     size = len(next(iter(loader))[0])
     print(f"epoch {epoch}: {size} samples a batch, {len(loader)} steps", flush=True)
@@ -34,4 +41,5 @@ for epoch in range(EPOCHS):
         torch.save({"model": model.module.state_dict(), "epoch": epoch}, "snapshot.pt")
 torch.distributed.destroy_process_group()
 name = os.environ.get("FARFLUNG_MEMBER", os.environ["RANK"])
-torch.save({"weights": model.module.state_dict(), "seen": seen}, f"end-{name}.pt")
+losses.append(error())
+torch.save({"weights": model.module.state_dict(), "seen": seen, "losses": losses}, f"end-{name}.pt")
