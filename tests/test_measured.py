@@ -37,10 +37,10 @@ def tables(benchmark):
 
 
 def test_the_page_of_recipes_has_the_losses_that_were_measured(benchmark):
-    lines = benchmark("bench_convergence").summary().splitlines()
-    assert len(lines) > 8
-    for line in lines[2:]:
-        assert line in PAGE, line
+    heading, *lines = benchmark("bench_convergence").summary().splitlines()
+    shown = PAGE.partition(heading)[2].partition("\n\n")[0].strip().splitlines()
+    assert len(shown) > 5
+    assert set(shown) <= set(lines)
 
 
 def test_the_momentum_that_grows_ends_lower_than_constant_ones_and_the_default_within_1_percent_of_the_best(benchmark):
