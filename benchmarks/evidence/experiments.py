@@ -40,6 +40,7 @@ PARTS_OF_STEPS = tuple(eighths / 8 for eighths in range(1, 8))
 PAIRS = "12"  # two replicas in place of four, from scratch
 HOPS = "13"  # how often an exchange among several replicas rounds
 EXCHANGES = ("gather", "reduce_scatter")
+WITH_FEEDBACK = "reduce_scatter with feedback"  # for the second rounding: measured, and left out of the package
 LARGEST = (0.7, 0.8, 0.9)  # outer momenta
 LONG_ROUNDS = "diloco(32) e3m0"
 INNER = {"adamw": (2.5e-3, 5e-3, 1e-2, 2e-2), "muon": (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2, 8e-2)}
@@ -336,13 +337,18 @@ def rows(results: Results, experiment: str, size: str, seed: int) -> dict[str, l
 
 
 def hops(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
-    """Return runs of four and of eight replicas that exchange encoded values in one hop and in two."""
+    """Return runs of four and of eight replicas that exchange encoded values in one hop and in two.
+
+    What is there alone is returned of runs with feedback.
+    """
     found, scratch = {}, from_scratch(results, size, seed)
     for replicas, codec in ((4, "e3m0"), (8, "e3m0"), (4, "int8")):
         usual = replace(scratch[MEASURED][0], replicas=replicas)
-        for exchange in EXCHANGES:
+        for exchange in (*EXCHANGES, WITH_FEEDBACK):
             settings = spelled(**{**usual.options, "codec": codec, "exchange": exchange})
-            found[f"diloco(8) {codec}, {replicas} replicas, {exchange}"] = [replace(usual, settings=settings)]
+            run = replace(usual, settings=settings)
+            if exchange in EXCHANGES or run in results.figures:
+                found[f"{replicas} replicas, {codec}, {exchange}"] = [run]
     return found
 
 

@@ -18,6 +18,8 @@ from evidence.efficiency import curve, efficiencies
 from evidence.experiments import (
     CHANGED,
     COMPARED,
+    EXCHANGES,
+    HOPS,
     LARGEST,
     LONG_ROUNDS,
     MEASURED,
@@ -29,6 +31,7 @@ from evidence.experiments import (
     SCRATCH,
     TUNED,
     TUNED_AT,
+    WITH_FEEDBACK,
     Results,
     best,
     inner_grids,
@@ -178,6 +181,25 @@ def pairs_table(results: Results) -> list[str]:
                 cells.append(as_efficiency(results, "100k", runs))
         if len(cells) == 2:
             lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return lines
+
+
+def hops_table(results: Results) -> list[str]:
+    """Experiment 13: losses of `diloco(8)` whose replicas exchange encoded values in one hop and in two."""
+    heads = {EXCHANGES[0]: "one hop", EXCHANGES[1]: "two", WITH_FEEDBACK: "two, with feedback"}
+    lines = [f"| `diloco(8)` | {' | '.join(heads.values())} | fewer bytes |", "|---" * (len(heads) + 2) + "|"]
+    for size, (replicas, codec) in product(SHAPES, ((4, "e3m0"), (4, "int8"), (8, "e3m0"))):
+        cells, num_bytes = [], []
+        for exchange in heads:
+            name = f"{replicas} replicas, {codec}, {exchange}"
+            runs = [rows(results, HOPS, size, seed).get(name, [None])[0] for seed in SEEDS]
+            found = [results.figures[run] for run in runs if run in results.figures]
+            whole = len(found) == len(SEEDS)
+            cells.append(with_error([one["held_out_loss"] for one in found], ".4f") if whole else "-")
+            num_bytes += [found[0]["bytes_sent"]] if whole else []
+        if cells[:2].count("-") == 0:
+            ratio = f"{num_bytes[0] / num_bytes[1]:.2g}"
+            lines.append(f"| {replicas} replicas of {size}, {codec} | {' | '.join(cells)} | {ratio} |")
     return lines
 
 
@@ -404,6 +426,17 @@ def headline(results: Results, size: str, name: str) -> str:
     return f"{with_range(row.shares)} of DDP's gain for 1/{row.fewer_bytes:.0f} of all its bytes"
 
 
+def in_two_hops(results: Results) -> str:
+    """Return the same of `diloco(8) e3m0` at 100k, whose replicas exchange their values in two hops."""
+    row = collect(results, SCRATCH, "100k")[MEASURED]
+    runs = [rows(results, HOPS, "100k", seed) for seed in SEEDS]
+    one, two = ([results.figures[by_name[f"4 replicas, e3m0, {way}"][0]] for by_name in runs] for way in EXCHANGES)
+    pairs = zip(row.losses, two, strict=True)
+    shares = [(alone - run["held_out_loss"]) / (alone - ddp) for (alone, ddp, _), run in pairs]
+    fewer = row.fewer_bytes * one[0]["bytes_sent"] / two[0]["bytes_sent"]
+    return f"{with_range(shares)} of DDP's gain for 1/{fewer:.0f} of all its bytes"
+
+
 def with_common_start(results: Results, size: str, name: str) -> str:
     """Return `x % (least to largest) of DDP's gain for 1/y of its bytes`, of runs whose first tenth is DDP."""
     row = methods(results, size)[name]
@@ -464,6 +497,7 @@ def all_tables(results: Results) -> dict[str, list[str]]:
     tables |= {size: methods_table(methods(results, size)) for size in SHAPES}
     tables |= {"rates": rates_table(results), "defaults": defaults_table(results)}
     tables |= {"readouts": readouts_table(results), "below the look-ahead": readouts_table(results, "look_ahead")}
+    tables["hops"] = hops_table(results)
     tables["uneven"] = methods_table(collect(results, "5", TUNED_AT))
     return {title: lines for title, lines in tables.items() if len(lines) > 2}
 
@@ -491,6 +525,7 @@ def page_tables(results: Results) -> dict[str, list[str]]:
         tables.pop(title, None)
     tables = {title: [re.sub(r" ± [\d.]+", "", line) for line in lines] for title, lines in tables.items()}
     tables["inner"] = [line for line in tables["inner"] if not line.endswith("| 1 |")]  # a single seed
+    tables["hops"] = hops_table(results)  # whose differences are next to nothing
     tables["by readout"] = [re.sub(r" ± [\d.]+", "", line) for line in readouts_by_size(results)]
     return tables | {"by size": by_size_table(results)}
 
