@@ -132,6 +132,13 @@ def test_the_page_of_evidence_has_the_figures_of_its_runs(tables):
     assert set(re.findall(r"[\d.]+ %", text)) <= SETTINGS_IN_PERCENT
 
 
+def test_the_page_of_evidence_has_the_times_of_rounds_in_one_hop_and_in_two():
+    figures = results("hops")[-1]["figures"]
+    for replicas, named in ((4, "four"), (8, "eight")):
+        one, two = (figures[f"{replicas} replicas, {way}"]["seconds"] for way in ("gather", "reduce_scatter"))
+        assert f"{two:.1f} s and not {one:.1f} among {named}" in words("evidence")
+
+
 # Parts of the run that are DDP, its schedule, weights, and what is said to be missing or rounded up on the page.
 SETTINGS_IN_PERCENT = {"1 %", "2 %", "5 %", "30 %", "80 %"}
 FROM_SCRATCH = (
