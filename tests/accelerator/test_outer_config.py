@@ -81,6 +81,8 @@ def configs(draw):
         names = names - {"seconds"} | {"every"}
     if recipe in ("streaming_diloco", "eager_diloco"):
         names -= {"inner"}  # with a delay no round stops the training
+    if "radial" in names:
+        names -= {"exchange"}  # it has one of its own
     if "momentum" in names:
         names -= {"max_momentum"}  # of one that grows
     if recipe == "noloco":
