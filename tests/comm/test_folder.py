@@ -4,6 +4,7 @@
 import errno
 import os
 import threading
+from collections import Counter
 
 import pytest
 
@@ -109,3 +110,35 @@ def test_what_is_no_file_or_no_folder_is_an_error_without_a_key(folder, tmp_path
     for request, name, why in ((board.get, "x", "Is not a file"), (board.list, "log/", "Not a directory")):
         with pytest.raises(Unreachable, match=why):
             request(name)
+
+
+def test_nothing_is_asked_of_the_file_system_twice(folder, tmp_path, monkeypatch):
+    asked = Counter()
+
+    def count(name):
+        real = getattr(os, name)
+
+        def counted(path, *more, **options):
+            asked[name, os.path.relpath(path, tmp_path)] += 1
+            return real(path, *more, **options)
+
+        monkeypatch.setattr(os, name, counted)
+
+    board = folder.board.part("run").part("group")
+    board.put("0", b"1")
+    for name in ("open", "unlink", "rmdir"):
+        count(name)
+    for key in ("1", "2", "3"):
+        board.put(key, b"1")
+    assert not asked  # what is written aside is there no more
+    assert board.get("late") is None
+    late = "run/group/late.value"
+    assert asked == {("open", late): 2, ("open", "."): 1, ("open", "run"): 1, ("open", "run/group"): 1}
+    asked.clear()
+    assert board.part("missing").get("late") is None
+    assert max(asked.values()) == 1
+    asked.clear()
+    board.delete("1", "2", "3")
+    assert asked == {("rmdir", "run/group"): 1, **{("unlink", f"run/group/{key}.value"): 1 for key in "123"}}
+    board.delete("0")
+    assert not (tmp_path / "run").exists()

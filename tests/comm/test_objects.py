@@ -3,11 +3,14 @@
 
 import json
 import os
+import threading
+import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from hashlib import blake2b
 from io import BufferedReader, BytesIO
+from itertools import pairwise
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,7 +18,7 @@ import pytest
 import torch
 
 from farflung.address import objects
-from farflung.address.folder import folder_at
+from farflung.address.folder import FolderBoard, folder_at
 from farflung.address.packed import Damaged, packed, unpack
 from farflung.address.schemes import transport_at
 from farflung.address.seal import Seal
@@ -314,6 +317,58 @@ def test_a_wait_asks_its_watch(place):
         second.barrier()
         waiting.result(60)
     assert set(first._watch.looks) == set(first._watch.ends) == {("group#1", 8, True)}
+
+
+def test_a_look_ends_at_the_first_share_that_is_late(tmp_path, monkeypatch):
+    size, log = 8, []
+    first, *others = [transport_at(tmp_path.as_uri()).connect("group", rank, size, Watch()) for rank in range(size)]
+    read, sleep = FolderBoard.read_name, time.sleep
+
+    def read_name(board, name, act):
+        found = read(board, name, act)
+        if threading.current_thread().name.startswith("waits"):
+            log.append((name, found))
+        return found
+
+    def pause(seconds):
+        if threading.current_thread().name.startswith("waits"):
+            log.append(("pause", None))
+        sleep(seconds)
+
+    monkeypatch.setattr(FolderBoard, "read_name", read_name)
+    monkeypatch.setattr(time, "sleep", pause)
+    with ThreadPoolExecutor(1, "waits") as threads:
+        waiting = threads.submit(first.all_gather_small, torch.tensor([0.0]))
+        until(lambda: first._watch.looks)
+        for group in reversed(others):
+            group.all_gather(torch.empty(size, 1), torch.tensor([float(group.rank)]))
+        assert waiting.result(patience(60)).flatten().tolist() == [*range(size)]
+    shares = [one for one in log if not one[0].endswith("left")]
+    assert {name for name, found in shares if found} == {f"group/1%2E{rank}" for rank in range(1, size)}
+    assert not [one for one in pairwise(shares) if one[0][1] is None and one[1][1] is None and "pause" not in dict(one)]
+
+
+def test_shares_are_read_at_the_same_time_where_each_takes_long(tmp_path, monkeypatch):
+    size, under_way, most = 6, [], []
+    first, *others = [transport_at(tmp_path.as_uri()).connect("group", rank, size, Watch()) for rank in range(size)]
+    read = FolderBoard.read_name
+
+    def read_name(board, name, act):
+        under_way.append(name)
+        most.append(len(under_way))
+        time.sleep(0.02)
+        found = read(board, name, act)
+        under_way.remove(name)
+        return found
+
+    for group in others:
+        for number in range(2):
+            group.all_gather(torch.empty(size, 1), torch.tensor([float(number)]))
+    monkeypatch.setattr(FolderBoard, "read_name", read_name)
+    for number, are_at_once in enumerate((False, True)):
+        most.clear()
+        assert first.all_gather_small(torch.tensor([float(number)])).flatten().tolist() == [number] * size
+        assert (max(most) > 1) == are_at_once
 
 
 @pytest.mark.gpu

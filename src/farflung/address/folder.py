@@ -118,24 +118,29 @@ class FolderBoard(ObjectBoard):
         def delete(path: str) -> None:
             with suppress(FileNotFoundError):
                 os.unlink(path)
-            with suppress(OSError):  # the first one that is not empty
-                for folder in self._folders(path)[:0:-1]:
-                    os.rmdir(folder)
 
-        for name in names:
-            self.ask(partial(delete, self._path(name)), "delete")
+        paths = [self._path(name) for name in names]
+        for path in paths:
+            self.ask(partial(delete, path), "delete")
+        for folders in dict.fromkeys(map(self._folders, paths)):
+            with suppress(OSError):  # the first one that is not empty
+                for folder in folders[:0:-1]:
+                    os.rmdir(folder)
 
     def write_name(self, name: str, parts: Iterable[bytes | memoryview], is_new: bool) -> None:
         place = os.link if is_new else os.replace
         path, aside = self._path(name), os.path.join(self.path, _ASIDE, secrets.token_hex(8))
 
         def write() -> None:
+            is_aside = True
             try:
                 with open(aside, "wb") as file:
                     file.writelines(parts)
                 for attempt in range(_ATTEMPTS):
                     try:
-                        return place(aside, path)
+                        place(aside, path)
+                        is_aside = is_new
+                        return
                     except FileNotFoundError:
                         if attempt == _ATTEMPTS - 1:
                             raise
@@ -143,7 +148,8 @@ class FolderBoard(ObjectBoard):
                             os.makedirs(os.path.dirname(path), exist_ok=True)
             finally:
                 with suppress(FileNotFoundError):
-                    os.unlink(aside)
+                    if is_aside:
+                        os.unlink(aside)
 
         self.ask(write, "write")
 
@@ -151,7 +157,7 @@ class FolderBoard(ObjectBoard):
         path = self._path(name)
 
         def read() -> _T | None:
-            for _ in range(2):
+            for is_last in (False, True):
                 try:
                     with open(path, "rb", opener=_open_file) as file:
                         return act(file, os.fstat(file.fileno()).st_size)
@@ -160,7 +166,8 @@ class FolderBoard(ObjectBoard):
                         return act(BufferedReader(io.BytesIO()), 0)  # what is not sealed
                     if error.errno not in (errno.ENOENT, errno.ESTALE):
                         raise
-                self._renew(path)
+                if is_last or not self._renew(path):
+                    break
             return None
 
         return self.ask(read)
@@ -181,17 +188,22 @@ class FolderBoard(ObjectBoard):
     def _path(self, name: str) -> str:
         return os.path.join(self.path, *name.split("/")) + _VALUE
 
-    def _folders(self, path: str) -> Sequence[str]:
+    def _folders(self, path: str) -> tuple[str, ...]:
         """Return the folders above a file, from the root on."""
-        names = os.path.relpath(os.path.dirname(path), self.path).split(os.sep)
+        names = path.removeprefix(self.path).lstrip(os.sep).split(os.sep)[:-1]
         return tuple(accumulate(names, os.path.join, initial=self.path))
 
-    def _renew(self, path: str) -> None:
-        """Open the folders above a file: a client of NFS then asks its server again whether the file exists."""
+    def _renew(self, path: str) -> bool:
+        """Open the folders above a file: a client of NFS then asks its server again whether the file exists.
+
+        Returns:
+            whether all of these folders exist.
+        """
         for folder in self._folders(path):
             try:
                 os.close(os.open(folder, os.O_RDONLY))
             except FileNotFoundError:
                 if folder == self.path:
                     raise
-                return
+                return False
+        return True

@@ -27,6 +27,7 @@ from farflung.comm.threads import ThreadedCall, side_by_side
 _LOOK_PAUSES = 10  # of the board, between two questions of a wait to its watch
 _LOOK_SHARE = 5  # a question that takes long comes after five times as long at the earliest
 _LEAST_PAUSES, _MOST_PAUSES = 0.05, 2.5  # of the board, between two looks for a share
+_SIDE_BY_SIDE, _SLOW_S = 8, 0.003  # shares that are read at a time where each read takes longer than that
 _HEADER_BYTES = 2048  # of a share, at most
 _KEPT = 6  # shares that all have read, until they are deleted by one request: those of two rounds, as a rule
 _MOST_UNREAD = 16  # collectives by which others may lag behind a rank that broadcasts
@@ -98,6 +99,7 @@ class ObjectGroup(Group):
         self._num_begun = self._num_said = self._num_made = 0
         self._unread: set[int] = set()  # collectives that this rank has begun and not read
         self._shares: list[int] = []  # of this rank, which exist
+        self._least_s = 0.0  # that the quickest read of the latest collective took
         self._read_by = {one: 0 for one in range(size) if one != rank}  # so many collectives, as far as is known
 
     def supports(self, device: str) -> bool:
@@ -141,17 +143,24 @@ class ObjectGroup(Group):
 
     def finish(self, number: int, written: ThreadedCall[None] | None, nbytes: int, rows: Mapping[int, Tensor]) -> None:
         """Fill `rows`, by rank, with shares of a collective; RankFailure if the wait can't end."""
-        missing = dict(rows)
+        missing, took_s = dict(rows), list[float]()
+        num_at_once = _SIDE_BY_SIDE if self._least_s > _SLOW_S else self._board.num_at_once
 
-        def look(rank: int) -> None:
+        def look(rank: int) -> bool:
+            row, began = missing.pop(rank), time.monotonic()
             with suppress(Unreachable, SealError):  # its author is late until it has written one that opens
-                if self._at_once.read(f"{number}.{rank}", partial(self._take, number, rank, missing[rank])):
-                    del missing[rank]
+                if self._at_once.read(f"{number}.{rank}", partial(self._take, number, rank, row)):
+                    took_s.append(time.monotonic() - began)
+                    return True
+            missing[rank] = row  # behind those that were not looked for
+            return False
 
         def is_complete() -> bool:
             if written is not None and written.is_over:
                 written.result()
-            side_by_side([partial(look, rank) for rank in missing], self._board.num_at_once)
+            turn = iter(list(missing))
+            # Each thread looks until one is late; the next look is soon enough for others that are.
+            side_by_side([lambda: all(map(look, turn))] * min(len(missing), num_at_once), num_at_once)
             return not missing and (written is None or written.is_over)
 
         entered = Entered(f"{self._name}#{number}", nbytes)
@@ -159,6 +168,7 @@ class ObjectGroup(Group):
             self._wait(entered, is_complete)
         except Unreachable as error:
             raise self._failure(str(error)) from None
+        self._least_s = min(took_s, default=self._least_s)
         with self._lock:
             self._unread.discard(number)
         if not rows and self.size > 1:

@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from io import BufferedReader
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, TypeVar
 from urllib.parse import quote, unquote
@@ -222,6 +223,7 @@ def try_out(board: ObjectBoard) -> None:
         )
 
 
+@lru_cache(4096)
 def quoted(key: str) -> str:
     """Return a name in which no part of a key has a dot, so that it can't be one of ours or of the file system's."""
     return "/".join(quote(part, safe="").replace(".", "%2E") for part in key.split("/"))

@@ -86,14 +86,13 @@ class ThreadedCall(Generic[_T]):
 
 def side_by_side(acts: Sequence[Callable[[], object]], at_once: int) -> None:
     """Make some calls, so many of them at a time in threads; raise what the first one of them has raised."""
-    left = list(acts)
+    left = iter(acts)
 
     def next_ones() -> None:
-        while left:
-            left.pop(0)()
+        for act in left:
+            act()
 
-    num_threads = min(at_once, len(left)) - 1
-    others = [ThreadedCall(next_ones, "one of several calls") for _ in range(num_threads)]
+    others = [ThreadedCall(next_ones, "one of several calls") for _ in range(min(at_once, len(acts)) - 1)]
     next_ones()
     for other in others:
         other.result()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What replicas that meet at an address ask of it: requests, bytes and money.
 
-Each collective is one share of each of M replicas: it is written once, and read by the M - 1 others, one after the
-other. So a fragment in b buckets takes b + 2 collectives, as a vote comes before it and a word that all has arrived
-after it.
+Each collective is one share of each of M replicas: it is written once, and read by the M - 1 others. So a fragment in b
+buckets takes b + 2 collectives, as a vote comes before it and a word that all has arrived after it. The time is that of
+reads one after the other, though slow ones overlap.
 
     writes = b + 2;  reads = (M - 1) (b + 2)         of a replica, for one fragment
     t      = M (b + 2) * request + M * payload / bandwidth
