@@ -289,6 +289,9 @@ def test_the_quickstart_is_scripts_whose_commands_print_what_it_shows(newcomer):
         said = subprocess.run([*start, *words], capture_output=True, text=True, timeout=patience(120))
         assert said.returncode == 0, said.stderr
         printed = {without_figures(line) for line in (said.stdout + said.stderr).splitlines()}
+        if "--outer auto" in command and "plain data parallelism is best here" in said.stderr:
+            # On a busy machine steps take so long that gradients cost little: then there are no rounds.
+            expected = re.sub(r"^farflung: round .+\n", "", expected, flags=re.MULTILINE)
         assert {without_figures(line) for line in expected.splitlines()} <= printed, (command, said.stderr)
 
 

@@ -19,7 +19,7 @@ from farflung.address.c10d_transport import C10dTransport
 from farflung.address.member_store import LauncherNotes
 from farflung.address.schemes import transport_at
 from farflung.base.causes import Cause
-from farflung.base.errors import RankFailure
+from farflung.base.errors import RankFailure, StateError
 from farflung.config import environ
 from farflung.data.slots import Slots
 from farflung.elastic import launched_membership, place
@@ -192,6 +192,52 @@ def test_a_process_may_train_several_times_in_one_run(tmp_path, host, cause):
     assert "second fit" in told[0]
     assert ("All replicas have ended in a later outer loop" in told[1]) == (cause is Cause.FAULT)
     assert causes == [Cause.RUN_ENDED, cause]
+
+
+def adversaries(address):
+    """The weights of two nets in an epoch of a replica, as one and then both are evaluated, and after loading."""
+    environ.export({"FARFLUNG_STORE": address, "FARFLUNG_RUN_DIR": "none"})
+    os.environ["FARFLUNG_MEMBER"] = str(LauncherNotes(transport_at(address).board).enroll("replica"))
+    takeover = DDPTakeover(CONFIG, Slots, Place.launched())
+    takeover.install()
+    models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    for model in models:
+        nn.init.zeros_(model.weight)
+    nets = [DistributedDataParallel(model) for model in models]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=1.0) for net in nets]
+    other = {"weight": torch.tensor([[5.0]])}
+    models[0].load_state_dict(other)
+    data = TensorDataset(torch.ones(6, 1))
+    weights = []
+
+    def look():
+        weights.append([model.weight.item() for model in models])
+
+    for number, (batch,) in enumerate(DataLoader(data, 1, sampler=DistributedSampler(data, 1, 0))):
+        made = nets[0](batch)  # whose graph the step of the other net doesn't break
+        for which, source in ((1, made.detach()), (0, made)):
+            optimizers[which].zero_grad()
+            (nets[1](batch) + source).sum().backward()
+            optimizers[which].step()
+        if number == 1:
+            for which, mode in ((0, False), (1, False), (0, True), (1, True)):
+                nets[which].train(mode)
+                look()
+            with pytest.raises(StateError, match=r"together with 1 other one, .*without --elastic"):
+                models[1].load_state_dict(other)
+    models[1].load_state_dict(other)
+    look()
+    loops = len({id(one.driver.loop) for one in takeover._followed})
+    takeover.close()
+    return loops, weights
+
+
+@pytest.mark.timeout(30)
+def test_all_ddp_models_of_a_replica_share_a_loop_and_each_is_evaluated_for_itself(tmp_path):
+    transport_at(tmp_path.as_uri()).board.put("run", json.dumps({"expected": 1, "most": 2}).encode())
+    ((loops, weights),) = run_ranks(adversaries, 1, tmp_path.as_uri())
+    assert loops == 1
+    assert weights == [[5.0, -2.0], [5.0, 0.0], [3.0, 0.0], [3.0, -2.0], [-1.0, 5.0]]
 
 
 def scheduled(address, num_epochs):

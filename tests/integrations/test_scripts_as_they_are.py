@@ -79,6 +79,13 @@ def test_a_denoiser_whose_main_process_saves_and_whose_schedule_was_made_before_
     assert ("`import accelerate` is answered by Farflung" in said) == (way != "fixed")
 
 
+@pytest.mark.parametrize("way", ["fixed", "elastic", pytest.param("meet", marks=pytest.mark.long)])
+def test_a_gan_of_two_ddp_models_whose_replicas_make_other_numbers_of_steps(way, tmp_path):
+    """Of 25 batches an epoch, with a round after each: where one replica is at its end, the other has a round left."""
+    ends, _ = ended("gan.py", way, tmp_path, "--outer-every", 1)
+    check(ends, once(2, 100))
+
+
 @pytest.mark.long
 def test_a_trainer_on_accelerate_shares_its_data_out(tmp_path):
     ends, said = ended("trainer.py", "elastic", tmp_path)

@@ -2,8 +2,8 @@
 """An outer loop around unchanged scripts: `--outer` takes over torch's DDP, whoever made it.
 
 DDP(model)               its gradients and buffers stay on their rank, or in its island
-first optimizer step     opens the loop over each DDP model that the optimizer trains: a collective; a rank that
-                         makes no step comes to it at the flush
+first optimizer step     opens the loop over each DDP model that the optimizer trains, or where replicas come and go
+                         over all of them: a collective; a rank that makes no step comes to it at the flush
 optimizer step           counts, also one that a GradScaler skips, and runs the rounds that are due
 last batch               of a `DistributedSampler`: one flush, in the optimizer's step; or where the pass ends
 sampler.set_epoch()      a flush, if that sampler was trained from: of what came after, or was read without a loader
@@ -35,9 +35,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data.distributed import DistributedSampler
 
-from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.errors import ConfigError
 from farflung.base.events import Kind, record
-from farflung.base.torch_internals import compiled_from, is_flattened
+from farflung.base.torch_internals import is_flattened
 from farflung.base.words import counted
 from farflung.comm.bucket import broadcast_values
 from farflung.comm.exchange import Exchange
@@ -46,9 +46,10 @@ from farflung.comm.shards import is_sharded
 from farflung.comm.torch_group import TorchGroup
 from farflung.config import environ
 from farflung.config.launch import launched_outer
-from farflung.hosts.driver import Driver, EpochTracker
+from farflung.hosts.driver import Driver
 from farflung.hosts.elastic import members_of, slots_of
-from farflung.hosts.evaluation import AgreedState, FollowedModelHook, LentWeights, follow_modes
+from farflung.hosts.evaluation import follow_modes
+from farflung.hosts.followed import FollowedLoop, FollowedModel
 from farflung.hosts.frameworks import follow_frameworks, show_in_trainer, to_make_ddp, without_group
 from farflung.hosts.patching import around
 from farflung.hosts.rounds import RoundFigures, RoundOutputs, note_attached
@@ -60,44 +61,10 @@ from farflung.methods.arguments import OuterConfig, recipe_of
 from farflung.methods.fragments import training
 from farflung.methods.inner import is_outermost_step
 from farflung.outer.checks import check_inner
-from farflung.outer.gradients import LocalDDP
 from farflung.process.mesh import Mesh, make_mesh, replicas_here, require_replicas, stated_island_size
 from farflung.process.place import FIXED, Place
 from farflung.process.watchdog import Watchdog
 from farflung.process.world import current_world
-
-
-class FollowedModel:
-    """A DDP model that keeps its gradients, and the driver of the outer loop over it from the first step on.
-
-    `driver` is None before the first step and at the end; `trained` has the names of what required gradients at first.
-    """
-
-    def __init__(
-        self, ddp: DistributedDataParallel, has_warmup: bool, mesh: Mesh, flush: Callable[[FollowedModel], None]
-    ) -> None:
-        self._averages_without_loop = has_warmup
-        self.mesh = mesh
-        self.driver: Driver | None = None
-        self.epochs = EpochTracker(partial(flush, self))
-        self.local = LocalDDP(ddp, self._averages, mesh.island)
-        self.evaluation, self.agreed = LentWeights(ddp), AgreedState()
-        self.trained = {name for name, one in self.local.module.named_parameters() if one.requires_grad}
-        ddp.register_comm_hook = _no_second_hook  # type: ignore[method-assign]
-
-    def _averages(self) -> bool:
-        return self._averages_without_loop if self.driver is None else self.driver.loop.is_warming
-
-    def holds(self, module: nn.Module) -> bool:
-        """Whether `module` is the model, or what it was compiled from; a copy of it has its hooks too."""
-        return module is self.local.module or module is compiled_from(self.local.module)
-
-    def end(self) -> Driver | None:
-        """Restore DDP's gradient synchronization; return the driver, whose loop has to be ended."""
-        self.evaluation.end()
-        driver, self.driver, self._averages_without_loop = self.driver, None, True
-        self.local.end()
-        return driver
 
 
 class DDPTakeover:
@@ -128,7 +95,7 @@ class DDPTakeover:
         """Forget all models and optimizers, as in a process that was forked from another one."""
         self._mesh: Mesh | None = None
         self._followed: list[FollowedModel] = []
-        self._driven: weakref.WeakKeyDictionary[Optimizer, list[FollowedModel]] = weakref.WeakKeyDictionary()
+        self._driven: weakref.WeakKeyDictionary[Optimizer, list[FollowedLoop]] = weakref.WeakKeyDictionary()
         self._watchdog: Watchdog | None = None
         self._has_ended = False  # what a script trains after its process group is gone is its own business
         self._is_in_round = False  # then it is the outer optimizer that steps
@@ -155,19 +122,19 @@ class DDPTakeover:
         """Give a model the agreed weights for an evaluation; scripts that train in eval mode are there already."""
         for one in self._followed:
             if one.holds(module) or module is one.local.ddp:
-                one.evaluation.change(module.training, one.driver if was_training else None)
+                one.evaluation.change(module.training, one if was_training else None)
 
     def _load(self, load: Callable[..., Any], module: nn.Module, state: Any, *args: Any, **options: Any) -> Any:
         for one in self._followed:
             if one.driver is not None and not (one.holds(module) or module is one.local.ddp):
-                state = one.agreed.as_own(state, one.driver.attempts)
+                state = one.saved.as_own(state, one.driver.attempts)
         return load(module, state, *args, **options)
 
     def close(self) -> None:
         """End all loops with a last flush: a collective of all ranks."""
         if dist.is_initialized():
             self._open_all()
-            for one in self._followed:
+            for one in self._loops:
                 one.epochs.flush_owed()
         for driver in self._ended():
             with self._in_round():
@@ -181,11 +148,17 @@ class DDPTakeover:
 
     def _ended(self) -> list[Driver]:
         """Restore the gradient synchronization of all DDP models; return the drivers whose loops have to be ended."""
-        followed, self._followed, self._has_ended = self._followed, [], True
+        followed, drivers = self._followed, [one.take_driver() for one in self._loops]
+        self._followed, self._has_ended = [], True
         self._driven.clear()
         self._mesh = None
-        drivers = [one.end() for one in followed]
+        for one in followed:
+            one.end()
         return [driver for driver in drivers if driver is not None and dist.is_initialized()]
+
+    @property
+    def _loops(self) -> list[FollowedLoop]:
+        return list(dict.fromkeys(one.shared for one in self._followed))
 
     @contextmanager
     def _in_round(self) -> Iterator[None]:
@@ -209,7 +182,11 @@ class DDPTakeover:
         make(*given.args, **given.kwargs)
         ddp = given.arguments["self"]
         follow_frameworks(self._flush_all, self._is_behind, self._data)
-        self._followed.append(FollowedModel(ddp, self._recipe.may_warm_up, mesh, self._flush_model))
+        # Where replicas come and go, each at its own pace, they would wait for each other in rounds of several loops.
+        there = [one for one in self._loops if one.driver is None] if self.place.member is not None else []
+        shared = there[0] if there else FollowedLoop(self._flush)
+        trains = partial(self._about_to_train, shared)
+        self._followed.append(FollowedModel(ddp, self._recipe.may_warm_up, mesh, shared, trains))
         if mesh.device_mesh is not None:  # DDP has made the ranks of each island equal
             broadcast_values([*ddp.module.parameters(), *ddp.module.buffers()], mesh.replicas)
 
@@ -218,7 +195,9 @@ class DDPTakeover:
         for one in [one for one in self._followed if one.holds(module)]:
             self._followed.remove(one)
             self._driven.clear()  # each optimizer finds its models again at its next step
-            if (driver := one.end()) is not None:
+            driver = one.shared.take_driver()
+            one.end()
+            if driver is not None:
                 with self._in_round():
                     driver.end()
 
@@ -240,19 +219,27 @@ class DDPTakeover:
                 self._data.slots = slots
         return self._mesh
 
+    def _about_to_train(self, shared: FollowedLoop) -> None:
+        """Open the loop over several models before a forward pass: one may be in the graph of what another one trains.
+
+        The first step of an optimizer would be too late: the others' gradients are of weights that opening replaces.
+        """
+        if len(shared.models) > 1 and shared.driver is None and torch.is_grad_enabled():
+            self._open_all()
+
     def _about_to_step(self, optimizer: Optimizer) -> None:
         """Open the loops over the models that `optimizer` trains, if this is its first step and they can work here."""
-        for one in self._driven.get(optimizer, ()) if not self._is_in_round else ():
-            one.evaluation.end()
+        for shared in self._driven.get(optimizer, ()) if not self._is_in_round else ():
+            shared.end_evaluations()
         is_afterwards = self._has_ended and not dist.is_initialized()
         if self._is_in_round or is_afterwards or current_world() is not None or optimizer in self._driven:
             return
-        models = self._trained_by(optimizer)
-        self._check(optimizer, parameters_of(optimizer), bool(models))
-        self._driven[optimizer] = models
-        for model in models:
-            if model.driver is None:
-                model.driver = self._opened(model, optimizer)
+        loops = list(dict.fromkeys(one.shared for one in self._trained_by(optimizer)))
+        self._check(optimizer, parameters_of(optimizer), bool(loops))
+        self._driven[optimizer] = loops
+        for shared in loops:
+            if shared.driver is None:
+                shared.driver = self._opened(shared, optimizer)
             else:
                 check_inner(f"--outer {self._config.recipe}", self._recipe, 2)
 
@@ -293,11 +280,11 @@ class DDPTakeover:
             f"nothing would average them: {to_make_ddp(self.place)}"
         )
 
-    def _opened(self, one: FollowedModel, optimizer: Optimizer) -> Driver:
-        """Open the loop over a model at the first step of `optimizer`, and say so."""
-        module, mesh = one.local.module, one.mesh
+    def _opened(self, shared: FollowedLoop, optimizer: Optimizer) -> Driver:
+        """Open the loop over models at the first step of `optimizer`, and say so."""
+        module, mesh, number = shared.module(), shared.models[0].mesh, self._followed.index(shared.models[0])
         members = members_of(self.place, mesh, self._data.slots)
-        before = {id(parameter) for name, parameter in module.named_parameters() if name in one.trained}
+        before = {id(parameter) for one in shared.models for parameter in one.trained()}
         with self._in_round(), training(module, lambda each: each.requires_grad or id(each) in before):
             trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
             driver = Driver(
@@ -308,26 +295,24 @@ class DDPTakeover:
                 lambda: planned_updates(each for each in self._schedulers if each.optimizer is optimizer),
                 lambda advice: self._say(f"as the learning rate schedule has it, {advice}"),
             )
-        driver.epochs = one.epochs
+        driver.epochs = shared.epochs
         for other in self._optimizers:
-            if one in self._trained_by(other):
+            if any(one.shared is shared for one in self._trained_by(other)):
                 driver.iteration.expect(other)
-        self._outputs.listen(driver.loop, self._followed.index(one))
-        show_in_trainer(RoundFigures(driver.loop, self._followed.index(one)))
-        for whole in filter(None, (module, compiled_from(module))):
-            hooks: Any = whole  # whose types are not complete in torch
-            hooks.register_state_dict_post_hook(FollowedModelHook(_put_agreed, one))
-            hooks.register_load_state_dict_pre_hook(FollowedModelHook(lambda one, *_: one.evaluation.end(), one))
-            hooks.register_load_state_dict_post_hook(FollowedModelHook(_begin_anew, one))
+        self._outputs.listen(driver.loop, number)
+        show_in_trainer(RoundFigures(driver.loop, number))
         note_attached(module, mesh.island.size, dist.get_world_size(), dist.get_rank() == 0)
         record = None if members.membership is None else members.membership.record
         size = mesh.replicas.size if record is None else len(record.ids)
         each, where = "", "on their rank"
+        what, whose = "a DDP model", "its"
+        if len(shared.models) > 1:
+            what, whose = counted(len(shared.models), "DDP model"), "their"
         if mesh.island.size > 1:
             each, where = f", each on {mesh.island.size} ranks,", "within their replica"
         self._say(
-            f"{self._config.recipe} over {counted(size, 'replica')}{each} of a DDP model with {trained:,} "
-            f"parameters: {driver.timetable}; its gradients stay {where}"
+            f"{self._config.recipe} over {counted(size, 'replica')}{each} of {what} with {trained:,} "
+            f"parameters: {driver.timetable}; {whose} gradients stay {where}"
         )
         return driver
 
@@ -343,9 +328,9 @@ class DDPTakeover:
         self._is_skipped = False
         around = self._data.stepped()
         with self._in_round():
-            for one in self._driven[optimizer]:
-                assert one.driver is not None
-                one.driver.step_attempted(optimizer, done, around)
+            for shared in self._driven[optimizer]:
+                assert shared.driver is not None
+                shared.driver.step_attempted(optimizer, done, around)
 
     def _make_scheduler(self, make: Callable[..., None], scheduler: LRScheduler, *args: Any, **options: Any) -> None:
         make(scheduler, *args, **options)
@@ -360,32 +345,32 @@ class DDPTakeover:
         self, set_epoch: Callable[..., None], sampler: DistributedSampler[Any], *args: Any, **options: Any
     ) -> None:
         if sampler in self._data and not self._data.is_inside:
-            for one in self._followed:
+            for one in self._loops:
                 one.epochs.flush_owed()
                 if self._data.slots is None:  # a script may read ahead, and step after the last batch was handed out
                     one.epochs.flush()
         set_epoch(sampler, *args, **options)
 
     def iteration_starts(self, loader: Any) -> None:
-        for one in self._followed:
+        for one in self._loops:
             one.epochs.iteration_starts(loader)
 
     def iteration_ended(self, ended: Any, at_end: bool) -> None:
-        for one in self._followed:
+        for one in self._loops:
             one.epochs.iteration_ended(ended, at_end, ended.may_train, self._data.is_read_ahead(ended))
 
-    def _flush_model(self, one: FollowedModel) -> None:
+    def _flush(self, shared: FollowedLoop) -> None:
         """Stay in the rounds of a loop until all ranks have come here: a collective."""
         self._open_all()
-        if one.driver is not None:
-            is_lent = one.evaluation.is_on
-            one.evaluation.end()
+        if shared.driver is not None:
+            lent = shared.end_evaluations()
             with self._in_round():
-                one.driver.flush()
-            one.evaluation.change(not is_lent, one.driver)
+                shared.driver.flush()
+            for one in lent:
+                one.evaluation.change(False, one)
 
     def _is_behind(self) -> bool:
-        return any(one.epochs.is_behind or one.epochs.is_owed for one in self._followed)
+        return any(one.epochs.is_behind or one.epochs.is_owed for one in self._loops)
 
     def _flush_all(self, if_behind: bool = False, at_end: bool = False) -> None:
         """Flush all loops, so that the weights in memory are equal: a collective.
@@ -393,10 +378,10 @@ class DDPTakeover:
         Args:
             at_end: of a fit, which leaves the weights of the state dict in memory, until something trains them again.
         """
-        for one in [one for one in self._followed if one.epochs.is_behind or one.epochs.is_owed or not if_behind]:
-            one.epochs.flush()
-            if at_end:
-                one.evaluation.change(False, one.driver)
+        for shared in [one for one in self._loops if one.epochs.is_behind or one.epochs.is_owed or not if_behind]:
+            shared.epochs.flush()
+            for one in shared.models if at_end else ():
+                one.evaluation.change(False, one)
 
     def _make_join(self, make: Callable[..., None], join: Join, joinables: Any, *args: Any, **options: Any) -> None:
         """Keep torch's `join()` from sending: in rounds ranks wait for those without data anyway."""
@@ -430,7 +415,7 @@ class DDPTakeover:
         self, wait: Callable[..., Any], group: dist.ProcessGroup | None = None, *args: Any, **more: Any
     ) -> Any:
         if group in (None, dist.group.WORLD) and not self._is_in_round:
-            for one in self._followed:
+            for one in self._loops:
                 if one.driver is not None and not one.epochs.is_ahead:  # else it may be called before a backward pass
                     one.epochs.flush_owed()
         return wait(group, *args, **more)
@@ -458,13 +443,6 @@ class DDPTakeover:
             record(Kind.NOTE, message=line)
 
 
-def _no_second_hook(state: object, hook: Callable[..., object]) -> None:
-    raise Unsupported(
-        f"--outer keeps gradients where they are, so {getattr(hook, '__name__', hook)} would have nothing to compress. "
-        "Remove register_comm_hook, and choose with --outer-codec how weights are compressed."
-    )
-
-
 def take_over(slots: Callable[..., Any]) -> DDPTakeover:
     """Take over the DDP models of the script that comes next, with the outer loop that the launcher asks for.
 
@@ -477,20 +455,3 @@ def take_over(slots: Callable[..., Any]) -> DDPTakeover:
     takeover.install()
     follow_processes(takeover, partial(take_over, slots))
     return takeover
-
-
-def _put_agreed(one: FollowedModel, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Put copies of the agreed weights into a state dict of a followed model."""
-    if one.driver is None or not one.driver.lends:
-        return
-    with one.driver.agreed():
-        own = {key: value for key, value in state.items() if key.startswith(prefix) and torch.is_tensor(value)}
-        state.update({key: value.clone() for key, value in own.items()})
-    is_between = one.driver.loop.steps_since_sync > 0 and one.driver.loop.is_first
-    one.agreed.note(state, own, one.driver.attempts, is_between)
-
-
-def _begin_anew(one: FollowedModel, keys: Any) -> None:
-    """Treat loaded weights as a new starting point, not as a step of training."""
-    if one.driver is not None:
-        one.driver.loop.reset_anchor()

@@ -38,10 +38,12 @@ class LentWeights:
 
     Args:
         model: maybe wrapped, as by DDP.
+        trains: called before each forward pass in train mode.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, trains: Callable[[], None] = lambda: None) -> None:
         self._own: ExitStack | None = None
+        self.trains = trains
         # Before fully_shard gathers the weights.
         self.hook = model.register_forward_pre_hook(_BeforeForward(self), prepend=True)
 
@@ -117,6 +119,7 @@ class _BeforeForward:
         inner: Any = getattr(module, "module", module)  # Lightning leaves DDP's own mode as it was in the evaluation
         if inner.training and (lent := self._lent()) is not None:
             lent.end()
+            lent.trains()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _BeforeForward, ()
