@@ -111,18 +111,20 @@ if sys.argv[1] != "nothing":
 
 
 @pytest.mark.parametrize(
-    ("what", "words"),
+    ("what", "words", "recipe"),
     [
-        ("nothing", "no optimizer of torch's made a step (Keras' fit has others)"),
-        ("model", "the script did not prepare a model together with its optimizer (`accelerator.prepare`)"),
-        ("short", "the script ended before the first round; try a smaller --outer_every"),
+        ("nothing", "no optimizer of torch's made a step (Keras' fit has others)", "diloco"),
+        ("model", "the script did not prepare a model together with its optimizer (`accelerator.prepare`)", "diloco"),
+        ("short", "the script ended before the first round; try a smaller --outer_every", "diloco"),
+        ("short", "it chose plain data parallelism, or the script ended before it chose", "auto"),
     ],
 )
 @pytest.mark.usefixtures("warm")
-def test_an_outer_loop_that_did_nothing_is_said_at_the_end(what, words, farflung, home):
+def test_an_outer_loop_that_did_nothing_is_said_at_the_end(what, words, recipe, farflung, home):
     (home / "train.py").write_text(IDLE)
-    done = farflung("launch", "--cpu", "--outer", "diloco", "--outer-every", "4", "train.py", what, code=0)
-    assert f"farflung: warning: --outer diloco did nothing: {words}.\n" in done.stderr
+    every = () if recipe == "auto" else ("--outer-every", "4")
+    done = farflung("launch", "--cpu", "--outer", recipe, *every, "train.py", what, code=0)
+    assert f"farflung: warning: --outer {recipe} did nothing: {words}.\n" in done.stderr
 
 
 PLAIN = """

@@ -13,6 +13,7 @@ from farflung.base.causes import Cause
 from farflung.base.events import FILES_ONLY, Kind, record
 from farflung.base.lazy import LazyModule
 from farflung.config.launch import LaunchSettings
+from farflung.config.outer import AUTO
 from farflung.config.resolve import Resolved
 from farflung.launch.codes import BY_SIGNAL, CODES, DONE, OF_REPLICAS, REQUEUE
 from farflung.launch.dry_run import described
@@ -96,7 +97,9 @@ def _warn_of_idle_outer(settings: LaunchSettings, notes: Collection[str]) -> Non
     """Say that the outer loop which was asked for did nothing, and why, where that is so."""
     if OUTER_ROUND in notes:
         return
-    if OUTER_ATTACHED in notes:
+    if OUTER_ATTACHED in notes and settings.outer_recipe == AUTO:
+        why = "it chose plain data parallelism, or the script ended before it chose"
+    elif OUTER_ATTACHED in notes:
         why = "the script ended before the first round; try a smaller --outer_every"
     elif OUTER_ASKED in notes:
         why = "the script did not prepare a model together with its optimizer (`accelerator.prepare`)"
