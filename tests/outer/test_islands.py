@@ -35,7 +35,9 @@ ALL = RECIPES | {
 }
 # What looks at each value alone gives the same bits, whichever rank has the value. Codecs look at blocks of a rank's
 # values, `edit` and radial means at norms, which are summed in another order.
-BY_VALUE = {name for name in ALL if not name.startswith(("streaming", "eager", "sparse", "edit", "diloco radial"))}
+BY_VALUE = {
+    name for name in ALL if not name.startswith(("streaming", "eager", "sparse", "edit", "diloco radial", "diloco in"))
+}
 BY_VALUE |= {"streaming_diloco fp32"}
 
 
