@@ -152,7 +152,7 @@ class ObjectGroup(Group):
                 if self._at_once.read(f"{number}.{rank}", partial(self._take, number, rank, row)):
                     took_s.append(time.monotonic() - began)
                     return True
-            missing[rank] = row  # behind those that were not looked for
+            missing[rank] = row  # which is looked for again after the others
             return False
 
         def is_complete() -> bool:

@@ -228,7 +228,7 @@ class IntervalController:
         return new
 
     def _changed(self, now: Interval, stall: float, is_whole: bool) -> Interval | None:
-        """Return the interval to change to, after rounds that waited for so many steps, or more unless it is whole."""
+        """Return the interval to change to. A fragment waits for `stall` steps, or for more unless `is_whole`."""
         goodput = self._goodput(now, stall)
         if self._before is not None:
             before, then = self._before
@@ -263,7 +263,7 @@ class IntervalController:
                 yield replace(now, every=every, delay=min(delay, latest))
 
     def _goodput(self, interval: Interval, stall: float) -> float:
-        """Return that of rounds that wait for so many steps for each fragment."""
+        """Return the goodput of an interval whose fragments wait for `stall` steps each."""
         utilization = interval.every / (interval.every + interval.fragments * max(stall, 0.0))
         return efficiency(self._name(interval), interval.every, self._parameters, self._members).mean * utilization
 

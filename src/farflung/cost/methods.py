@@ -37,7 +37,7 @@ class Efficiency:
     error: float  # its standard error
     parameters: int  # of the model in these tests
     replicas: int
-    is_extrapolated: bool = False  # no such rounds, or not so many replicas, were measured
+    is_extrapolated: bool = False  # our tests had no rounds of this length, or another number of replicas
 
     def said(self, utilization: float) -> str:
         """Say what a run's goodput is that spends this share of its time computing."""

@@ -84,7 +84,7 @@ class Claim(NamedTuple):
 
 
 def num_slots(batches: int, most: int) -> int:
-    """Return into how many slots so many batches are cut: a few for each of the most replicas, if there are enough."""
+    """Return the number of slots of an epoch with so many batches: a few for each replica that there may be."""
     return min(batches, max(_FEW_EACH * most, min(_SLOTS_EACH * most, batches // _BATCHES_EACH)))
 
 

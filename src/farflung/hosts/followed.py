@@ -26,7 +26,7 @@ class FollowedLoop:
     """The models of one outer loop, which is open from the first step on.
 
     Attributes:
-        models: those that are followed; what is wrapped once it is open gets another loop.
+        models: a model that is wrapped once the loop is open is not among them, and gets a loop of its own.
         driver: None before the first step and at the end.
     """
 

@@ -119,8 +119,8 @@ class ReduceScatterMean(Aggregator):
 
 
 @dataclass(frozen=True)
-class EncodedMean(Aggregator):
-    """The weighted mean of what a codec encodes to bytes, in one hop or in two: bucket by bucket by what sends less.
+class QuantizedMean(Aggregator):
+    """The weighted mean of quantized values, in one hop or in two: bucket by bucket by what sends less.
 
     That is `ReduceScatterMean` among more than two ranks, if the bytes are worth a hop, and else `GatherMean`.
     """
@@ -201,11 +201,15 @@ class RadialMean(Aggregator):
     """
 
     def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
-        return in_fewer_bytes(mean_of(codec), codec).prepare(x, codec, group, residual)
+        return self.mean(codec).prepare(x, codec, group, residual)
 
     def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
         """Send what the mean needs; a round lengthens that by `Lengths`."""
-        return in_fewer_bytes(mean_of(codec), codec).start(payload, codec, group, number)
+        return self.mean(codec).start(payload, codec, group, number)
+
+    def mean(self, codec: Codec) -> Aggregator:
+        """Return the mean that it lengthens."""
+        return in_fewer_bytes(mean_of(codec), codec)
 
     def lengths(self, buckets: Buckets, embeddings: Sequence[bool]) -> Lengths:
         return Lengths(buckets, embeddings)
@@ -335,7 +339,7 @@ def in_fewer_bytes(aggregator: Aggregator, codec: Codec) -> Aggregator:
     """
     inside = codec.codec if isinstance(codec, ErrorFeedback) else codec
     is_dense = not codec.linear and not isinstance(inside, TopK)
-    return EncodedMean() if is_dense and aggregator == GatherMean() else aggregator
+    return QuantizedMean() if is_dense and aggregator == GatherMean() else aggregator
 
 
 def _encoded(x: Tensor, codec: Codec, residual: Tensor | None) -> Payload:
