@@ -38,6 +38,18 @@ time.sleep(300 if os.environ["RANK"] == "1" else 0)
 """
 
 
+TRAINS_ON = """
+import time, torch
+from farflung import Accelerator
+accelerator, model = Accelerator(cpu=True), torch.nn.Linear(4, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+while True:
+    time.sleep(0.05)
+    accelerator.backward(model(torch.randn(8, 4)).sum())
+    optimizer.step()
+"""
+
+
 AS_TOLD = {"kubernetes_api.py", "ray.py"}  # after a request that failed, and for as long as its answer says
 
 
@@ -87,6 +99,26 @@ def test_each_wait_is_said_after_ten_seconds_and_ends_at_a_signal(home, monkeypa
         lasted = {f"{kind}, {number.name}": row.result() for (kind, number), row in rows.items()}
     late = {row: seconds for row, seconds in lasted.items() if seconds > patience(_WITHIN_S)}
     assert not late
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.usefixtures("warm")
+def test_a_replica_ends_at_a_signal_though_the_launcher_that_serves_its_run_is_silent(home, number):
+    (home / "train.py").write_text(TRAINS_ON)
+    port, words = get_free_port(), ["--replicas", "1", "--outer", "diloco", "--outer-every", "4", "train.py"]
+    with launcher("--elastic", "1:2", "--main_process_port", str(port), *words) as first:
+        first.wait_for("round 1")
+        with launcher("--join", f"127.0.0.1:{port}", *words) as other:
+            other.wait_for("was let in")
+            first.process.send_signal(signal.SIGSTOP)
+            try:
+                time.sleep(1)
+                began = time.monotonic()
+                other.process.send_signal(number)
+                assert other.ended() in (128 + number, -number), other.text
+                assert time.monotonic() - began < patience(_WITHIN_S)
+            finally:
+                first.process.send_signal(signal.SIGCONT)
 
 
 @pytest.mark.parametrize("room", ["launch", "process"])

@@ -54,6 +54,10 @@ class Board(Protocol):
     def delete(self, *keys: str) -> None:
         """Delete those of these records that exist, in any order and in one request if that can be."""
 
+    def silent_s(self) -> float:
+        """Return for how many seconds a request of any part has had no answer; 0: none waits, and the last one had."""
+        return 0.0
+
     def part(self, name: str) -> Board:
         """Return the keys that begin with this name and a slash, as a board of their own."""
 

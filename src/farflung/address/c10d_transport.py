@@ -216,6 +216,9 @@ class StoreBoard(Board):
         keys = self._ask(lambda store: store.list_keys())
         return [key.removeprefix(self.prefix) for key in keys if key.startswith(self.prefix + prefix)]
 
+    def silent_s(self) -> float:
+        return self.line.silent_s
+
     def lend(self, name: str) -> Store:
         """Return a c10d store for a process group that meets under this name, over a connection of its own."""
         return _PrefixedStore(self.prefix + name, self.line.another())
@@ -256,7 +259,13 @@ class _Line:
         self._unanswered: list[Callable[[KeyedStore], object]] = []
         self._num_written = 0  # of these, over this connection
         self._lost_at: float | None = None
+        self._asked_at: float | None = None  # when what has no answer yet was asked
         self.run = ""
+
+    @property
+    def silent_s(self) -> float:
+        asked_at = self._asked_at
+        return 0.0 if asked_at is None else time.monotonic() - asked_at
 
     def write(self, act: Callable[[KeyedStore], object], patience_s: float) -> None:
         with self._lock:
@@ -276,15 +285,17 @@ class _Line:
             began = time.monotonic()
             with self._lock:
                 is_old = self._store is not None
+                self._asked_at = self._asked_at or began
                 try:
                     store = self._connected()
                     for write in self._unanswered[self._num_written :]:
                         write(store)
                         self._num_written += 1
                     if act is None:
+                        self._asked_at = None
                         return None  # type: ignore[return-value]
                     found = act(store)
-                    self._unanswered, self._num_written, self._lost_at = [], 0, None
+                    self._unanswered, self._num_written, self._lost_at, self._asked_at = [], 0, None, None
                     return found
                 except OSError as error:
                     self._drop()

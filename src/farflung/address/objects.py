@@ -52,6 +52,11 @@ class Outages:
             longest_s = max(longest_s, now - since)
         return longest_s
 
+    def silent_s(self) -> float:
+        """Return for how long all requests have failed; 0: the last one was answered."""
+        since = self._rows.get("any")
+        return 0.0 if since is None else time.monotonic() - since[0]
+
     def succeeded(self, act: Act) -> None:
         self._rows.pop("any", None)
         self._rows.pop(act, None)
@@ -89,6 +94,9 @@ class ObjectBoard(Board):
 
     def patient(self, seconds: float) -> Self:
         return replace(self, patience_s=seconds)
+
+    def silent_s(self) -> float:
+        return self.outages.silent_s()
 
     def put(self, key: str, value: bytes) -> None:
         self.write(key, [value])

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 _T = TypeVar("_T")
 
-_EXIT_S = 1.0
+_EXIT_S = 0.5
 _GLOO_S = 0.1
 
 

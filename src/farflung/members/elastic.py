@@ -252,7 +252,8 @@ class Elastic:
 
     def leaving(self) -> LeavingOnSignal:
         # This round is early, so members that have not reached it are not late: wait half of the grace period.
-        return LeavingOnSignal(self.peers.grace_s / 2, self.island, self.peers.loop)
+        silent_s = self._transport.board.silent_s
+        return LeavingOnSignal(self.peers.grace_s / 2, self.island, self.peers.loop, silent_s)
 
     def end(self, reason: str, is_alone: bool = False) -> None:
         self._transfers.close()

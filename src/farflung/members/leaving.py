@@ -12,7 +12,7 @@ import _thread
 import os
 import signal
 import threading
-import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
@@ -20,11 +20,13 @@ import torch.distributed as dist
 
 from farflung.base.signals import end_by
 from farflung.comm.group import Group
+from farflung.comm.patience import waiting
 from farflung.comm.preemption import PreemptionVote
 from farflung.comm.presence import PresenceStore
 from farflung.comm.threads import start_until_exit
 
 _WITHIN_S = 20.0  # launchers wait for 30 s
+_ANSWER_S = 1.0  # without an answer of the run's store, once this replica is to end
 _TICK_S = 0.5  # how often a rank looks whether others have got a signal
 
 
@@ -35,10 +37,11 @@ class LeavingOnSignal:
         within_s: seconds after which the process ends, however far the round is.
         island: the ranks that train this replica.
         name: of the loop, the same on these ranks.
+        silent_s: for how long the run's store has given no answer. Without it there is no round to wait for.
     """
 
-    def __init__(self, within_s: float, island: Group, name: str) -> None:
-        self._within_s = min(within_s, _WITHIN_S)
+    def __init__(self, within_s: float, island: Group, name: str, silent_s: Callable[[], float] = lambda: 0.0) -> None:
+        self._within_s, self._silent_s = min(within_s, _WITHIN_S), silent_s
         self._vote = PreemptionVote(island.rank, island.size, self._hear)
         self._is_ending = False
         self._halt = threading.Event()
@@ -75,5 +78,7 @@ class LeavingOnSignal:
 
     def _end(self) -> None:
         """End this process after a while, even while its main thread waits in code that calls no handler of Python."""
-        time.sleep(self._within_s)
+        for _ in waiting(_ANSWER_S / 10, self._within_s):
+            if self._silent_s() > _ANSWER_S:
+                break
         os._exit(128 + signal.SIGTERM)
