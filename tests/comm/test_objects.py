@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from hashlib import blake2b
 from io import BufferedReader, BytesIO
-from itertools import pairwise
+from itertools import pairwise, product
 from types import SimpleNamespace
 from unittest import mock
 
@@ -19,12 +19,13 @@ import torch
 
 from farflung.address import objects
 from farflung.address.folder import FolderBoard, folder_at
+from farflung.address.object_group import ObjectGroup
 from farflung.address.packed import Damaged, packed, unpack
 from farflung.address.schemes import transport_at
-from farflung.address.seal import Seal
+from farflung.address.seal import Seal, SealError
 from farflung.base.errors import RankFailure, Unreachable
 from farflung.comm.torch_group import TorchGroup
-from farflung.outer import GatherMean, Int4, TopK
+from farflung.outer import GatherMean, Int4, ReduceScatterMean, TopK
 from farflung.testing.patience import patience
 from farflung.testing.ranks import fork_context, run_ranks
 from farflung.testing.sim import run_replicas
@@ -169,8 +170,10 @@ def collectives(group):
     return [*found, total, turned, swapped if size > 1 else total, group.all_gather_small(torch.tensor([group.rank]))]
 
 
+@pytest.mark.parametrize("hop_bytes", [0, ObjectGroup.hop_bytes])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_collectives_over_objects_have_the_exact_results(place, size):
+def test_collectives_over_objects_have_the_exact_results(place, size, hop_bytes, monkeypatch):
+    monkeypatch.setattr(ObjectGroup, "hop_bytes", hop_bytes)
     for found, expected in zip(each(place.groups(size), collectives), run_replicas(collectives, size), strict=True):
         assert all(map(torch.equal, found, expected))
 
@@ -179,7 +182,8 @@ CODECS = [TopK(k=16, chunk=16, bits=32), Int4(8)]
 
 
 def means(group):
-    return [aggregated(group, GatherMean(), codec, 300, (1.0, 2.0, 0.5)[: group.size]) for codec in CODECS]
+    weights, ways = (1.0, 2.0, 0.5)[: group.size], [*product([GatherMean()], CODECS), (ReduceScatterMean(), Int4(8))]
+    return [aggregated(group, way, codec, 300, weights) for way, codec in ways]
 
 
 @pytest.mark.law("same-bits")
@@ -191,6 +195,58 @@ def test_a_mean_over_objects_has_the_bits_of_one_over_gloo(place):
 
 def of_world():
     return means(TorchGroup())
+
+
+def test_a_sum_of_many_values_reads_two_payloads_whatever_the_number_of_ranks(tmp_path, monkeypatch):
+    size, count, came = 8, 100_000, []
+    read = FolderBoard.read_name
+
+    def counted(board, name, act, *span):
+        def taken(file, size):
+            came.append(size)
+            return act(file, size)
+
+        return read(board, name, taken, *span)
+
+    def summed(group):
+        x = torch.arange(float(count)) * (group.rank + 1)
+        group.all_reduce(x).wait()
+        return x
+
+    monkeypatch.setattr(FolderBoard, "read_name", counted)
+    transport = transport_at(tmp_path.as_uri())
+    for found in each([transport.connect("group", rank, size, Watch()) for rank in range(size)], summed):
+        assert torch.equal(found, torch.arange(float(count)) * (size * (size + 1) // 2))
+    assert sum(came) / size <= 2 * 4 * count
+
+
+def test_a_part_opens_in_its_own_place_alone(place):
+    board, texts = place.board, [b"one", b"two"]
+    board.write_several("key", [[text] for text in texts])
+    assert [board.read_one("key", k, 3, lambda file, size: file.read(size)) for k in range(2)] == texts
+    assert board.read_one("missing", 0, 3, lambda file, size: file.read(size)) is None
+    name = board.name("key")
+    content = board.read_name(name, lambda file, size: file.read())
+    half = len(content) // 2
+    board.write_name(name, [content[half:], content[:half]], is_new=False)
+    if board.seal is not None:
+        with pytest.raises(SealError, match="it was not sealed under this name"):
+            board.read_one("key", 0, 3, lambda file, size: file.read(size))
+
+
+def test_a_damaged_part_names_its_author_to_the_one_that_reads_it(tmp_path):
+    transport = transport_at(tmp_path.as_uri())
+    first, second, third = (transport.connect("group", rank, 3, Watch()) for rank in range(3))
+    x, out = torch.arange(6.0), torch.empty(6)
+    works = [group.all_to_all(out.clone(), x) for group in (second, third)]
+    name = transport.board.name("group/1.1")
+    content = until(lambda: transport.board.read_name(name, lambda file, size: file.read()))
+    transport.board.write_name(name, [damaged(content)], is_new=False)  # the last byte is for the last rank
+    work = first.all_to_all(out, x)
+    work.wait()
+    assert out.tolist() == [0, 1] * 3
+    with pytest.raises(RankFailure, match="rank 1 has written a share that can't be used: its checksum"):
+        works[1].wait()
 
 
 def test_a_rank_may_be_many_collectives_ahead_of_one_that_reads_and_none_loses_a_value(place):
@@ -324,8 +380,8 @@ def test_a_look_ends_at_the_first_share_that_is_late(tmp_path, monkeypatch):
     first, *others = [transport_at(tmp_path.as_uri()).connect("group", rank, size, Watch()) for rank in range(size)]
     read, sleep = FolderBoard.read_name, time.sleep
 
-    def read_name(board, name, act):
-        found = read(board, name, act)
+    def read_name(board, name, act, *span):
+        found = read(board, name, act, *span)
         if threading.current_thread().name.startswith("waits"):
             log.append((name, found))
         return found
@@ -353,11 +409,11 @@ def test_shares_are_read_at_the_same_time_where_each_takes_long(tmp_path, monkey
     first, *others = [transport_at(tmp_path.as_uri()).connect("group", rank, size, Watch()) for rank in range(size)]
     read = FolderBoard.read_name
 
-    def read_name(board, name, act):
+    def read_name(board, name, act, *span):
         under_way.append(name)
         most.append(len(under_way))
         time.sleep(0.02)
-        found = read(board, name, act)
+        found = read(board, name, act, *span)
         under_way.remove(name)
         return found
 

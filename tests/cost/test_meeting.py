@@ -39,16 +39,16 @@ class CountingBoard(FolderBoard):
 
     def write_name(self, name, parts, is_new):
         super().write_name(name, parts, is_new)
-        note("writes", unquote(name), memoryview(parts[-1]).nbytes)
+        note("writes", unquote(name), memoryview([*parts][-1]).nbytes)
 
-    def read_name(self, name, act):
+    def read_name(self, name, act, *span):
         def counted(file, *more):
             found = act(file, *more)
             sizes.append(file.tell())
             return found
 
         sizes = []
-        found = super().read_name(name, counted)
+        found = super().read_name(name, counted, *span)
         if found is not None:
             note("reads", unquote(name), sizes[-1])
         return found

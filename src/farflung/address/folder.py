@@ -153,14 +153,17 @@ class FolderBoard(ObjectBoard):
 
         self.ask(write, "write")
 
-    def read_name(self, name: str, act: Callable[[BufferedReader, int], _T]) -> _T | None:
-        path = self._path(name)
+    def read_name(
+        self, name: str, act: Callable[[BufferedReader, int], _T], span: tuple[int, int] | None = None
+    ) -> _T | None:
+        path, start = self._path(name), span[0] if span else 0
 
         def read() -> _T | None:
             for is_last in (False, True):
                 try:
                     with open(path, "rb", opener=_open_file) as file:
-                        return act(file, os.fstat(file.fileno()).st_size)
+                        file.seek(start)
+                        return act(file, span[1] if span else os.fstat(file.fileno()).st_size)
                 except OSError as error:
                     if error.errno == errno.EISDIR and self.seal is not None:
                         return act(BufferedReader(io.BytesIO()), 0)  # what is not sealed

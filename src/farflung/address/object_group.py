@@ -3,25 +3,28 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import partial, reduce
 from io import BufferedReader
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from farflung.address.board import forget
 from farflung.address.objects import ObjectBoard
-from farflung.address.packed import Damaged, packed, unpack
+from farflung.address.packed import Damaged, packed, packed_bytes, unpack
 from farflung.address.run_record import begin, check_pointer, renew_pointer
 from farflung.address.seal import SealError
 from farflung.address.transport import Entered, Watch
 from farflung.base.causes import Cause
 from farflung.base.errors import RankFailure, Unreachable
-from farflung.comm.group import Group, Work
+from farflung.base.sizes import HOP_BYTES_OF_REQUESTS, saves_by_two_hops
+from farflung.comm.group import COMBINE, SUMMED_IN, Group, Op, Work
 from farflung.comm.threads import ThreadedCall, side_by_side
 
 _LOOK_PAUSES = 10  # of the board, between two questions of a wait to its watch
@@ -29,6 +32,7 @@ _LOOK_SHARE = 5  # a question that takes long comes after five times as long at 
 _LEAST_PAUSES, _MOST_PAUSES = 0.05, 2.5  # of the board, between two looks for a share
 _SIDE_BY_SIDE, _SLOW_S = 8, 0.003  # shares that are read at a time where each read takes longer than that
 _HEADER_BYTES = 2048  # of a share, at most
+_SAYS_BYTES = 32  # of the header of a part, for what its author has read
 _KEPT = 6  # shares that all have read, until they are deleted by one request: those of two rounds, as a rule
 _MOST_UNREAD = 16  # collectives by which others may lag behind a rank that broadcasts
 
@@ -90,6 +94,7 @@ class ObjectGroup(Group):
     is_concurrent = True
     is_direct = False
     piece_bytes = 4 * 1024 * 1024  # as each one is a request
+    hop_bytes = HOP_BYTES_OF_REQUESTS
 
     def __init__(self, board: ObjectBoard, name: str, rank: int, size: int, watch: Watch, first: int = 0) -> None:
         self.rank, self.size = rank, size
@@ -106,14 +111,27 @@ class ObjectGroup(Group):
         return device == "cpu"  # from elsewhere tensors are copied to the host
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        number, written = self._begin(x)
+        number, written = self._begin([x])
         rows = out.detach().view(self.size, -1)
         rows[self.rank].copy_(x.detach().view(-1))
         return _Reading(self, number, written, out.nbytes, {one: rows[one] for one in self._read_by})
 
     def broadcast(self, x: Tensor, src: int) -> Work:
-        number, written = self._begin(x if src == self.rank else None)
+        number, written = self._begin([x] if src == self.rank else [])
         return _Reading(self, number, written, x.nbytes, {} if src == self.rank else {src: x.detach()})
+
+    def all_to_all(self, out: Tensor, x: Tensor) -> Work:
+        rows, parts = out.detach().view(self.size, -1), x.detach().view(self.size, -1)
+        rows[self.rank].copy_(parts[self.rank])
+        number, written = self._begin([parts[one] for one in self._read_by], is_cut=True)
+        return _Reading(self, number, written, out.nbytes, {one: rows[one] for one in self._read_by}, is_cut=True)
+
+    def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
+        if not saves_by_two_hops(x.nbytes, self.size, self.hop_bytes):
+            return super().all_reduce(x, op)
+        padded = x.new_zeros(self.size, -(-x.numel() // self.size))
+        padded.view(-1)[: x.numel()] = x.detach().view(-1)
+        return _Reducing(self, x, padded, op)
 
     def duplicate(self, in_background: bool = False) -> ObjectGroup:
         self._num_made += 1
@@ -141,15 +159,26 @@ class ObjectGroup(Group):
     def raise_if_broken(self) -> None:
         self._watch.look(Entered("", 0), 0.0)
 
-    def finish(self, number: int, written: ThreadedCall[None] | None, nbytes: int, rows: Mapping[int, Tensor]) -> None:
-        """Fill `rows`, by rank, with shares of a collective; RankFailure if the wait can't end."""
+    def finish(
+        self,
+        number: int,
+        written: ThreadedCall[None] | None,
+        nbytes: int,
+        rows: Mapping[int, Tensor],
+        is_cut: bool = False,
+    ) -> None:
+        """Fill `rows`, by rank, with shares of a collective; RankFailure if the wait can't end.
+
+        Args:
+            is_cut: a share has a part for each other rank, which is all that it reads.
+        """
         missing, took_s = dict(rows), list[float]()
         num_at_once = _SIDE_BY_SIDE if self._least_s > _SLOW_S else self._board.num_at_once
 
         def look(rank: int) -> bool:
             row, began = missing.pop(rank), time.monotonic()
             with suppress(Unreachable, SealError):  # its author is late until it has written one that opens
-                if self._at_once.read(f"{number}.{rank}", partial(self._take, number, rank, row)):
+                if self._read(number, rank, row, is_cut):
                     took_s.append(time.monotonic() - began)
                     return True
             missing[rank] = row  # which is looked for again after the others
@@ -178,23 +207,44 @@ class ObjectGroup(Group):
 
     # ---- shares
 
-    def _begin(self, x: Tensor | None) -> tuple[int, ThreadedCall[None] | None]:
-        """Count a collective, and begin to write this rank's share in it, if it has one and there are others."""
-        has_share = x is not None and self.size > 1
+    def _begin(self, parts: Sequence[Tensor], is_cut: bool = False) -> tuple[int, ThreadedCall[None] | None]:
+        """Count a collective, and begin to write this rank's share in it, if it has one and there are others.
+
+        Args:
+            parts: of the share: one for each other rank if it `is_cut`, else one or none.
+        """
+        has_share = bool(parts) and self.size > 1
         with self._lock:
             self._num_begun += 1
             number = self._num_begun
             self._unread.add(number)
             self._shares += [number] * has_share
-        if x is None or not has_share:
+        if not has_share:
             return number, None
         self._num_said = num_read = self._num_read()
-        header, x = {**self._described(number, self.rank, x), "read": num_read}, x.detach().cpu()
+        described, host = self._described(number, self.rank, parts[0]), [part.detach().cpu() for part in parts]
+        header, width = {**described, "read": num_read}, self._width(described) if is_cut else 0
 
         def write() -> None:
-            self._objects.write(f"{number}.{self.rank}", packed(header, [x]))
+            contents = [packed(header, [part], width) for part in host]
+            if is_cut:
+                self._objects.write_several(f"{number}.{self.rank}", contents)
+            else:
+                self._objects.write(f"{number}.{self.rank}", contents[0])
 
         return number, ThreadedCall(write, "write a share", in_thread=self._board.num_at_once > 1)
+
+    def _read(self, number: int, rank: int, row: Tensor, is_cut: bool) -> bool | None:
+        """Read the share of a rank, or this rank's part of it, if it is there."""
+        key, take = f"{number}.{rank}", partial(self._take, number, rank, row)
+        if not is_cut:
+            return self._at_once.read(key, take)
+        size = packed_bytes(self._width(self._described(number, rank, row)), row.nbytes)
+        return self._at_once.read_one(key, self.rank - (self.rank > rank), size, take)
+
+    def _width(self, described: dict[str, Any]) -> int:
+        """Return how many bytes the header of a part has, whatever its author says that it has read."""
+        return len(json.dumps(described)) + _SAYS_BYTES
 
     def _described(self, number: int, rank: int, x: Tensor) -> dict[str, Any]:
         return {"share": f"{self._name}/{number}.{rank}", "dtype": str(x.dtype), "numel": x.numel()}
@@ -286,12 +336,43 @@ class _Reading:
     """A collective under way: this rank's share is being written, and those of others are to be read."""
 
     def __init__(
-        self, group: ObjectGroup, number: int, written: ThreadedCall[None] | None, nbytes: int, rows: dict[int, Tensor]
+        self,
+        group: ObjectGroup,
+        number: int,
+        written: ThreadedCall[None] | None,
+        nbytes: int,
+        rows: dict[int, Tensor],
+        is_cut: bool = False,
     ) -> None:
         self._group, self._number, self._written, self._nbytes = group, number, written, nbytes
         self._rows: Mapping[int, Tensor] | None = rows  # None: they are filled, and their owner's to change
+        self._is_cut = is_cut
 
     def wait(self) -> None:
         if self._rows is not None:
-            self._group.finish(self._number, self._written, self._nbytes, self._rows)
+            self._group.finish(self._number, self._written, self._nbytes, self._rows, self._is_cut)
             self._rows = None
+
+
+class _Reducing:
+    """An all-reduce under way: each rank reduces a part, and then all read the results.
+
+    Args:
+        x: what it fills.
+        padded: the values of `x`, `[size, n]`, a row for each rank.
+    """
+
+    def __init__(self, group: ObjectGroup, x: Tensor, padded: Tensor, op: Op) -> None:
+        self._group, self._x, self._op = group, x, op
+        self._came: Tensor | None = torch.empty_like(padded)  # None: `x` is filled
+        self._first = group.all_to_all(self._came, padded)
+
+    def wait(self) -> None:
+        if (came := self._came) is None:
+            return
+        self._first.wait()
+        x = self._x.detach().view(-1)
+        mine = reduce(COMBINE[self._op], came.to(SUMMED_IN.get(x.dtype, x.dtype)).unbind()).to(x.dtype)
+        self._group.all_gather(came, mine).wait()
+        x.copy_(came.view(-1)[: x.numel()])
+        self._came = None

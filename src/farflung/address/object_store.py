@@ -146,13 +146,17 @@ class BucketBoard(ObjectBoard):
         act: Act = "create" if is_new else "write"
         self.ask(lambda: obstore.put(store, name, content, **how), act)
 
-    def read_name(self, name: str, act: Callable[[BufferedReader, int], _T]) -> _T | None:
+    def read_name(
+        self, name: str, act: Callable[[BufferedReader, int], _T], span: tuple[int, int] | None = None
+    ) -> _T | None:
+        start, most = span or (0, _SMALL)
+
         def read() -> _T | None:
             first: Buffer = b""
             size = 0
             try:
-                found = obstore.get(self.quick, name, options={"range": (0, _SMALL)})
-                first, size = found.bytes(), found.meta["size"]
+                found = obstore.get(self.quick, name, options={"range": (start, start + min(most, _SMALL))})
+                first, size = found.bytes(), found.meta["size"] if span is None else most
             except FileNotFoundError as error:
                 if self.missing not in str(error):
                     raise
@@ -160,7 +164,7 @@ class BucketBoard(ObjectBoard):
             except errors.GenericError as error:
                 if " 416 " not in str(error):  # an empty object has no such range
                     raise
-            return act(BufferedReader(_Body(self._parts(name, first, size))), size)
+            return act(BufferedReader(_Body(self._parts(name, first, start, start + size))), size)
 
         return self.ask(read)
 
@@ -201,14 +205,14 @@ class BucketBoard(ObjectBoard):
             return ""
         return f"It can't create an object only if there is none. {_CONDITIONAL}" if act == "create" else _CHECK
 
-    def _parts(self, name: str, first: Buffer, size: int) -> Iterator[Buffer]:
-        """Return the bytes of an object, given those that have come already."""
+    def _parts(self, name: str, first: Buffer, start: int, end: int) -> Iterator[Buffer]:
+        """Return the bytes of an object from `start` on, given the first of them, which have come already."""
         yield first
-        starts = range(_SMALL, size, _PART)
+        starts = range(start + _SMALL, end, _PART)
         if starts:
             with ThreadPoolExecutor(_SIDE_BY_SIDE) as threads:
                 yield from threads.map(
-                    lambda at: obstore.get_range(self.slow, name, start=at, end=min(at + _PART, size)), starts
+                    lambda at: obstore.get_range(self.slow, name, start=at, end=min(at + _PART, end)), starts
                 )
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import secrets
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from io import BufferedReader
+from itertools import chain
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, TypeVar
 from urllib.parse import quote, unquote
 
@@ -153,18 +154,37 @@ class ObjectBoard(Board):
         Raises:
             SealError: it was not sealed with the run's key; `act` may have read the beginning of one that was changed.
         """
+        return self.read_name(self.name(key), self._opened(self.prefix + key, act))
+
+    def write_several(self, key: str, several: Sequence[Sequence[bytes | memoryview]]) -> None:
+        """Write contents of one size as one object; `read_one` reads one of them alone."""
+        seal, names = self.seal, (f"{self.prefix}{key}/{k}" for k in range(len(several)))
+        closed = several if seal is None else [seal.close(name, one) for name, one in zip(names, several, strict=True)]
+        self.write_name(self.name(key), _Chain(closed), is_new=False)
+
+    def read_one(self, key: str, k: int, num_bytes: int, act: Callable[[BufferedReader, int], _T]) -> _T | None:
+        """Return what `act` finds in the `k`-th of several contents of so many bytes each, as `read` does."""
+        size = num_bytes if self.seal is None else self.seal.closed_bytes(num_bytes)
+        return self.read_name(self.name(key), self._opened(f"{self.prefix}{key}/{k}", act), (k * size, size))
+
+    def _opened(self, name: str, act: Callable[[BufferedReader, int], _T]) -> Callable[[BufferedReader, int], _T]:
+        """Return what calls `act` with what was sealed under a name, if there is a key."""
         seal, began = self.seal, time.monotonic()
-        if seal is None:
-            return self.read_name(self.name(key), act)
-        return self.read_name(self.name(key), lambda file, size: act(*seal.open(self.prefix + key, file, size, began)))
+        return act if seal is None else lambda file, size: act(*seal.open(name, file, size, began))
 
     @abstractmethod
     def write_name(self, name: str, parts: Iterable[bytes | memoryview], is_new: bool) -> None:
         """Write bytes under a name, as `write` does; a retry reads `parts` again."""
 
     @abstractmethod
-    def read_name(self, name: str, act: Callable[[BufferedReader, int], _T]) -> _T | None:
-        """Read what lies under a name, as `read` does."""
+    def read_name(
+        self, name: str, act: Callable[[BufferedReader, int], _T], span: tuple[int, int] | None = None
+    ) -> _T | None:
+        """Read what lies under a name, as `read` does.
+
+        Args:
+            span: where what is read begins, and of how many bytes it should be; None: all of it.
+        """
 
     @abstractmethod
     def delete_names(self, names: Sequence[str]) -> None:
@@ -207,6 +227,16 @@ class ObjectBoard(Board):
                 if self.outages.failed_s(act, began) >= self.patience_s or is_final:
                     at = f" ({error.filename})" if error.filename else ""
                     raise self.unreachable(f"{error.strerror or error}{at}") from None
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """Some contents, one after the other. A retry reads them again."""
+
+    several: Sequence[Iterable[bytes | memoryview]]
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        return chain.from_iterable(self.several)
 
 
 def try_out(board: ObjectBoard) -> None:

@@ -22,14 +22,23 @@ class Damaged(ValueError):
     """An object is not what its author has written."""
 
 
-def packed(header: Any, tensors: Sequence[Tensor]) -> list[bytes | memoryview]:
-    """Return the parts of an object. The tensors' memory is theirs, if it is the host's and contiguous."""
-    line = json.dumps(header).encode()
+def packed(header: Any, tensors: Sequence[Tensor], width: int = 0) -> list[bytes | memoryview]:
+    """Return the parts of an object. The tensors' memory is theirs, if it is the host's and contiguous.
+
+    Args:
+        width: bytes of the header, at least, so that readers know where the object ends.
+    """
+    line = json.dumps(header).encode().ljust(width)
     plain = [_memory(tensor.detach().cpu().contiguous()) for tensor in tensors]
     checksum = crc32(line)
     for one in plain:
         checksum = crc32(one, checksum)
     return [b"%08x " % checksum, line, b"\n", *plain]
+
+
+def packed_bytes(width: int, num_bytes: int) -> int:
+    """Return the size of an object with a header of this width, and tensors of so many bytes."""
+    return len(b"%08x " % 0) + width + len(b"\n") + num_bytes
 
 
 def unpack(

@@ -177,6 +177,10 @@ class Seal:
         head, size = _MAGIC + self.digest + secrets.token_bytes(16) + self.versions.next(), sum(map(len, parts))
         return _SealedParts(head, self._of_object(head, name, size), parts, max(0, size - 1) // _PIECE)
 
+    def closed_bytes(self, num_bytes: int) -> int:
+        """Return the size of a sealed object of so many bytes."""
+        return _HEAD + num_bytes + _TAG * max(1, -(-num_bytes // _PIECE))
+
     def open(self, name: str, file: BufferedReader, size: int, began: float) -> tuple[BufferedReader, int]:
         """Return a sealed object as a file that can be read once, and the number of its bytes.
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from farflung.base.causes import Cause
 from farflung.base.errors import ConfigError, Unsupported
+from farflung.base.sizes import HOP_BYTES
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -111,10 +112,12 @@ class Group(Members):
     Attributes:
         is_direct: values travel between the members; otherwise as objects of a store, in requests.
         piece_bytes: what is worth being sent at a time if a long transfer must leave the line to others in between.
+        hop_bytes: what a second hop of a collective has to save.
     """
 
     is_direct: bool = True
     piece_bytes: int = 256 * 1024
+    hop_bytes: int = HOP_BYTES
 
     @abstractmethod
     def all_gather(self, out: Tensor, x: Tensor) -> Work:

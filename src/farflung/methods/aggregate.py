@@ -126,7 +126,7 @@ class QuantizedMean(Aggregator):
     """
 
     def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
-        is_worth_it = group.is_direct and saves_by_two_hops(codec.wire_bytes(x.numel()), group.size)
+        is_worth_it = saves_by_two_hops(codec.wire_bytes(x.numel()), group.size, group.hop_bytes)
         way = ReduceScatterMean() if is_worth_it else GatherMean()
         return way.prepare(x, codec, group, residual)
 
