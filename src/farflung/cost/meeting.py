@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What replicas that meet at an address ask of it: requests, bytes and money.
 
-Each collective is one share of each of M replicas: it is written once, and read by the M - 1 others. So a fragment in b
-buckets takes b + 2 collectives, as a vote comes before it and a word that all has arrived after it. The time is that of
-reads one after the other, though slow ones overlap.
+Each collective is one share of each of M replicas: it is written once, and read by the M - 1 others, whole or in parts.
+A bucket takes h collectives: 1, in which each replica reads all payloads; or 2, if that saves enough bytes, in which it
+sums a part of each and reads the other sums. So a fragment in b buckets takes h b + 2, as a vote comes before it and a
+word that all has arrived after it. The time is that of reads one after the other, though slow ones overlap.
 
-    writes = b + 2;  reads = (M - 1) (b + 2)         of a replica, for one fragment
-    t      = M (b + 2) * request + M * payload / bandwidth
+    writes = h b + 2;  reads = (M - 1) (h b + 2)     of a replica, for one fragment
+    r      = M - 1 payloads that it reads, or 2(M-1)/M
+    t      = M (h b + 2) * request + (1 + r) * payload / bandwidth
 
 Looks for a share that is not there yet come on top: as many as there are pauses in the wait for slower replicas.
 """

@@ -26,7 +26,13 @@ from typing import Literal, get_args
 
 from farflung.base.checks import check_number, check_whole, check_word
 from farflung.base.errors import ConfigError
-from farflung.base.sizes import CAP_BYTES, num_buffers_among, saves_by_two_hops
+from farflung.base.sizes import (
+    CAP_BYTES,
+    HOP_BYTES,
+    HOP_BYTES_OF_REQUESTS,
+    num_buffers_among,
+    saves_by_two_hops,
+)
 from farflung.base.words import counted
 
 Exchange = Literal["reduced", "gathered", "paired", "either"]
@@ -137,7 +143,7 @@ class Cost:
     seconds_per_step: float  # on the average over a round
     utilization: float  # the share of the time in which it computes
     bytes_sent_per_round: float  # in `Method.every` steps, without votes and the network's own headers
-    bytes_received_per_round: float  # as many, except from an address, which has all that the others wrote
+    bytes_received_per_round: float  # as many, except from an address
     bytes_near_per_round: float  # those of the sent ones that stay among neighbours
     memory: Memory
 
@@ -154,13 +160,12 @@ def cost_of(run: Workload, method: Method) -> Cost:
         )
     stated, method = method, replace(method, exchange=_way(run, method))
     seconds = run.step_s + _exposed_s(run, method) / method.every
-    # In a ring, and among pairs, each replica passes on as much as it gets.
-    far = copies(method.exchange, run.replicas) * method.bits + copies("reduced", run.replicas) * method.state_bits
-    if not run.is_direct:
-        far = (run.replicas > 1) * (method.bits + method.state_bits)
-    near = run.parameters / 8 * _near_bits(run, method)
-    travels = run.parameters / 8 * far + near + method.every * _broadcast_bytes(run, method)
-    came = travels if run.is_direct else (run.replicas - 1) * travels
+    # In a ring, and among pairs, each replica passes on as much as it gets; at an address it writes all once.
+    came = copies(method.exchange, run.replicas) * method.bits
+    came += copies(_way_of_state(run, method), run.replicas) * method.state_bits
+    far = came if run.is_direct else (run.replicas > 1) * (method.bits + method.state_bits)
+    near = run.parameters / 8 * _near_bits(run, method) + method.every * _broadcast_bytes(run, method)
+    travels, came = (run.parameters / 8 * bits + near for bits in (far, came))
     return Cost(stated, seconds, run.step_s / seconds, travels, came, near, _memory(run, method))
 
 
@@ -197,7 +202,9 @@ def num_collectives(run: Workload, method: Method) -> int:
     """Return how many collectives a round has at an address, with votes and words that all has arrived."""
     layers = [len(range(fragment, run.layers, method.fragments)) for fragment in range(method.fragments)]
     buckets = sum(_num_buckets(method, run.parameters * count / run.layers) for count in layers)
-    return buckets + 2 * method.fragments + _num_buckets(method, run.parameters * bool(method.state_bits))
+    of_state = _num_buckets(method, run.parameters * bool(method.state_bits))
+    num_hops = [1 + (way == "reduced") for way in (_way(run, method), _way_of_state(run, method))]
+    return num_hops[0] * buckets + 2 * method.fragments + num_hops[1] * of_state
 
 
 def hops(exchange: Exchange, replicas: int) -> int:
@@ -208,12 +215,19 @@ def hops(exchange: Exchange, replicas: int) -> int:
 
 
 def _way(run: Workload, method: Method) -> Exchange:
-    """Return which of two exchanges a method takes, if it takes either."""
-    if method.exchange != "either":
-        return method.exchange
+    """Return which of two exchanges a method takes, if it takes either. At an address all read all, unless two save."""
+    if method.exchange == "either" or (method.exchange == "reduced" and not run.is_direct):
+        return "reduced" if _two_hops_save(run, method, method.bits) else "gathered"
+    return method.exchange if run.is_direct else "gathered"
+
+
+def _way_of_state(run: Workload, method: Method) -> Exchange:
+    return "reduced" if run.is_direct or _two_hops_save(run, method, method.state_bits) else "gathered"
+
+
+def _two_hops_save(run: Workload, method: Method, bits: float) -> bool:
     values = min(run.parameters / method.fragments, method.bucket_bytes / _FP32)
-    saves = run.is_direct and saves_by_two_hops(values * method.bits / 8, run.replicas)
-    return "reduced" if saves else "gathered"
+    return saves_by_two_hops(values * bits / 8, run.replicas, HOP_BYTES if run.is_direct else HOP_BYTES_OF_REQUESTS)
 
 
 def _exposed_s(run: Workload, method: Method) -> float:
@@ -230,8 +244,9 @@ def _exposed_s(run: Workload, method: Method) -> float:
             busy += seconds
         end += method.confirmed * (run.replicas > 2 or not run.is_direct) * meeting_s
         stalls += max(0.0, end - hidden)
-    averaging = _waits(run, method, "reduced", run.parameters * bool(method.state_bits))
-    averaging += _passes(run, "reduced") * run.parameters * method.state_bits / run.bandwidth_bps
+    way = _way_of_state(run, method)
+    averaging = _waits(run, method, way, run.parameters * bool(method.state_bits))
+    averaging += _passes(run, way) * run.parameters * method.state_bits / run.bandwidth_bps
     # Fragments that fly at the same time share one line: a round lasts as long as it is busy, at least.
     # Buffers come before a forward pass, which can't hide them.
     broadcasts = method.every * 8 * _broadcast_bytes(run, method) / run.bandwidth_bps
@@ -275,12 +290,14 @@ def _waits(run: Workload, method: Method, exchange: Exchange, values: float) -> 
 
 def _turn_s(run: Workload, exchange: Exchange) -> float:
     """Seconds of a collective without its bytes: at an address a write, and a read of each other replica's share."""
-    return hops(exchange, run.replicas) * run.latency_s if run.request_s is None else run.replicas * run.request_s
+    if run.request_s is None:
+        return hops(exchange, run.replicas) * run.latency_s
+    return (1 + (exchange == "reduced")) * run.replicas * run.request_s
 
 
 def _passes(run: Workload, exchange: Exchange) -> float:
-    """How often a payload is on a replica's line: at an address its own, and then those of the others."""
-    return copies(exchange, run.replicas) if run.is_direct else run.replicas
+    """How often a payload is on a replica's line: at an address its own, and then what it reads."""
+    return copies(exchange, run.replicas) + (not run.is_direct)
 
 
 def _num_buckets(method: Method, values: float) -> int:
@@ -308,7 +325,7 @@ def _memory(run: Workload, method: Method) -> Memory:
         flying = min(fragment, _UNDER_WAY * method.bucket_bytes)
     if run.island_size > 1:
         in_buffers = everything
-    is_gathered = method.exchange == "gathered" or not run.is_direct
+    is_gathered = method.exchange == "gathered"
     wires = run.replicas if is_gathered else 1
     encoded = flying * method.bits / 32 * wires if method.bits < 32 or is_gathered else 0.0
     return Memory(

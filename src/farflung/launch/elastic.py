@@ -79,7 +79,7 @@ class Replicas:
         self._transport: Transport | None = None  # once it is prepared
         self._address = ""  # as it is printed
         self._variables = dict(self._plan.variables)
-        self._has_sums = self._is_open = False
+        self._is_open = False
 
     def described(self) -> str:
         check_recipe(self._resolved, self._plan.variables, self._settings.bounds[1])
@@ -98,7 +98,7 @@ class Replicas:
             self._variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         self._variables |= key_variables(settings.key_file)
         key = run_key(settings.key_file)
-        self._has_sums = check_recipe(self._resolved, self._variables, settings.bounds[1])
+        check_recipe(self._resolved, self._variables, settings.bounds[1])
         with torch_is_loaded(self._variables):
             sealed = None if key is None else Seal(key)
             leaves = interface is not None or (settings.meet or "").startswith(("s3:", "gs:", "az:", "hf:"))
@@ -127,13 +127,6 @@ class Replicas:
             message = (
                 f"this run has no key: whoever can reach {self._address} can take part, end it, and read its weights. "
                 "`farflung key run7.key`, then --key_file run7.key on each machine"
-            )
-            record(Kind.NOTE, message=message)
-        if self._has_sums and (settings.meet or "tcp://").partition("://")[0] != "tcp":
-            message = (
-                f"nothing is summed on the way through {self._address}: in a round each replica reads all "
-                "values of each other one. --outer-codec int4 or e3m0 makes them an eighth; `farflung plan --meet` "
-                "says more"
             )
             record(Kind.NOTE, message=message)
         if has_launchers(settings):

@@ -347,17 +347,16 @@ def lone_environment(variables: Mapping[str, str]) -> dict[str, str]:
     return inherited | dict(variables) | lone
 
 
-def check_recipe(resolved: Resolved, variables: Mapping[str, str], most: int) -> bool:
+def check_recipe(resolved: Resolved, variables: Mapping[str, str], most: int) -> None:
     """Make the recipe of the outer loop, so that what it refuses is refused here and not by each rank.
 
     `most` is how many replicas there may be at most, as far as it is known here.
 
-    Recipes need torch. They are loaded only now, when torch is about to be loaded anyway. Returns whether its rounds
-    are sums on the way, of what was not encoded to few bits.
+    Recipes need torch. They are loaded only now, when torch is about to be loaded anyway.
     """
     config = resolved.settings.outer
     if config is None or config.recipe == AUTO:  # which has no values that could be refused, and no codec yet
-        return False
+        return
     with torch_is_loaded(variables):
         make = outer_arguments.OuterConfig
     try:
@@ -367,4 +366,3 @@ def check_recipe(resolved: Resolved, variables: Mapping[str, str], most: int) ->
     recipe = outer_arguments.recipe_of(settings, local_size=2)
     if most < recipe.least:
         raise ConfigError(outer_arguments.too_few(recipe, most))
-    return bool(recipe.codec.linear)
