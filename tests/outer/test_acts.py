@@ -159,16 +159,16 @@ OPS = st.tuples(st.sampled_from(["step", "step", "flush", "look", "set", "forwar
 FAULTS = st.builds(Fault, st.integers(0, 2), st.sampled_from(KINDS), st.integers(12, 70))
 
 
-def played_by_threads(folder, recipe, program, fault, grace_s, monkeypatch):
+def played_by_threads(folder, recipe, program, fault, grace_s, hop_bytes, monkeypatch):
     """A run of the program, at the end."""
     folder.mkdir()
     run = Run(folder, recipe, program, fault, grace_s)
     begin, finish = ObjectGroup._begin, ObjectGroup.finish
 
-    def begins(group, x):
+    def begins(group, *args, **options):
         if isinstance(group._watch, GenerationWatch) and group.size > 1:
             run.begin(group)
-        return begin(group, x)
+        return begin(group, *args, **options)
 
     def finishes(group, number, *rest):
         if isinstance(group._watch, GenerationWatch) and group.size > 1:
@@ -178,16 +178,17 @@ def played_by_threads(folder, recipe, program, fault, grace_s, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(ObjectGroup, "_begin", begins)
         patch.setattr(ObjectGroup, "finish", finishes)
+        patch.setattr(ObjectGroup, "hop_bytes", hop_bytes)
         hung = run.finished()
     assert not hung, (hung, run.ends.keys(), run.errors)
     return run
 
 
-def check(folder, recipe, program, fault, monkeypatch):
+def check(folder, recipe, program, fault, hop_bytes, monkeypatch):
     """Check that healthy members end equal; again with a longer grace, if one of them was late by itself."""
     healthy = [number for number in range(3) if number != fault.member]
     for grace_s in GRACES_S:
-        run = played_by_threads(folder / str(grace_s), RECIPES[recipe], program, fault, grace_s, monkeypatch)
+        run = played_by_threads(folder / str(grace_s), RECIPES[recipe], program, fault, grace_s, hop_bytes, monkeypatch)
         events = [str(event) for event in run.notes.receive()]
         out = [event for event in events for number in healthy if f"replica {number} is out" in event]
         out = [event for event in out if "its work is done" not in event]
@@ -218,10 +219,14 @@ KNOWN = [
 ]
 
 
+HOPS = (0, ObjectGroup.hop_bytes)  # a reduction of few values takes two, or one
+
+
 @pytest.mark.law("acts-end-alike")
+@pytest.mark.parametrize("hop_bytes", HOPS)
 @pytest.mark.parametrize(("recipe", "kind", "call"), KNOWN)
-def test_a_fault_in_a_known_call_leaves_the_others_equal(tmp_path, monkeypatch, recipe, kind, call):
-    check(tmp_path, recipe, PROGRAM, Fault(1, kind, call), monkeypatch)
+def test_a_fault_in_a_known_call_leaves_the_others_equal(tmp_path, monkeypatch, recipe, kind, call, hop_bytes):
+    check(tmp_path, recipe, PROGRAM, Fault(1, kind, call), hop_bytes, monkeypatch)
 
 
 MANY = settings(max_examples=40, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
@@ -232,9 +237,16 @@ MANY = settings(max_examples=40, deadline=None, phases=[Phase.generate], suppres
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("part", range(5))  # of 200 programs, side by side
 @MANY
-@given(recipe=st.sampled_from(sorted(RECIPES)), program=st.lists(OPS, min_size=3, max_size=8), fault=FAULTS)
-def test_a_fault_in_any_call_leaves_the_others_equal(tmp_path_factory, monkeypatch, part, recipe, program, fault):
-    check(tmp_path_factory.mktemp("run"), recipe, program, fault, monkeypatch)
+@given(
+    recipe=st.sampled_from(sorted(RECIPES)),
+    program=st.lists(OPS, min_size=3, max_size=8),
+    fault=FAULTS,
+    hop_bytes=st.sampled_from(HOPS),
+)
+def test_a_fault_in_any_call_leaves_the_others_equal(
+    tmp_path_factory, monkeypatch, part, recipe, program, fault, hop_bytes
+):
+    check(tmp_path_factory.mktemp("run"), recipe, program, fault, hop_bytes, monkeypatch)
 
 
 def played(pipe, place, folder, member, variables, step_s, numel, dies, recipe, *rest):

@@ -17,14 +17,18 @@ from tests.faults import PHASES, stop
 from tests.outer.conftest import in_turn
 from tests.outer.elastic_run import EVERY, ElasticRun, wrong
 
+TWO_HOPS = diloco(EVERY, lr=1.0, momentum=0.0, codec="e3m0", exchange="reduce_scatter")
+DIES = [(phase, 17 if phase == "local step" else 4) for phase in PHASES if phase not in ("admission", "a state")]
+# In the first hop of a bucket or in the second.
+IN_TWO_HOPS = [(phase, number, TWO_HOPS) for phase in ("exchange", "arrival") for number in (4, 5, 6, 7)]
 
-@pytest.mark.parametrize(
-    ("phase", "address"), in_turn(one for one in PHASES if one not in ("admission", "a state")), indirect=["address"]
-)
-def test_a_replica_may_die_at_any_time_and_come_back(phase, address):
-    with ElasticRun(address=address, expected=3, grace_s=20.0) as run:
+
+@pytest.mark.parametrize(("dies", "address"), in_turn([*DIES, *IN_TWO_HOPS]), indirect=["address"])
+def test_a_replica_may_die_at_any_time_and_come_back(dies, address):
+    phase, number, *recipe = dies
+    with ElasticRun(address=address, expected=3, grace_s=20.0, recipe=recipe[0] if recipe else None) as run:
         first, second = run.start(0), run.start(1)
-        lost = run.start(2, dies=(phase, 17 if phase == "local step" else 4), saves=3)
+        lost = run.start(2, dies=(phase, number), saves=3)
         run.until(lambda: run.has_ended(lost))
         back = run.joins(2)
         said = run.finish()
