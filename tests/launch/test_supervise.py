@@ -38,7 +38,7 @@ def reporting(message: str, cause: str) -> str:
 
 REPORTS = reporting("RankFailure: no answer", "late")
 WRONG = reporting("ConfigError: replicas 0 and 1 see the same batches", "wrong_use")
-MISSING = reporting("ModuleNotFoundError: no wandb", "own")
+MISSING = reporting("ModuleNotFoundError: no wandb", "missing")
 
 FINISHED = (
     "the run at file:///x has finished its work. Begin another at an address of its own; `farflung checkpoint pull"

@@ -18,6 +18,7 @@ class Cause(str, Enum):
 
     OWN = "own"  # an error of its own
     WRONG_USE = "wrong_use"  # a use of ours that fails in the same way each time
+    MISSING = "missing"  # a module that is not there, or not yet, as on a folder of the network
     FAULT = "fault"  # a signal that the system sends, such as SIGSEGV
     PEER = "peer"  # another rank was lost
     LATE = "late"  # another rank did not come in time
@@ -34,6 +35,8 @@ class Cause(str, Enum):
 
 def cause_of(error: BaseException) -> Cause:
     """Return why a process fails with `error`: the cause of the first error of ours, gloo or NCCL that led to it."""
+    if isinstance(error, ImportError):
+        return Cause.MISSING
     link: BaseException | None = error
     while link is not None:
         if isinstance(cause := getattr(link, "cause", None), Cause):

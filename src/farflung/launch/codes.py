@@ -12,6 +12,7 @@ BY_SIGNAL = 128  # and the number of the signal that the launcher got
 CODES = {  # of a run that failed because of this
     Cause.OWN: FAILED,
     Cause.WRONG_USE: FAILED,
+    Cause.MISSING: FAILED,
     Cause.FAULT: FAILED,
     Cause.PEER: FAILED,
     Cause.LATE: HUNG,

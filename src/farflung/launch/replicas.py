@@ -56,7 +56,6 @@ _ASK_S = 0.5
 _END_WITHIN_S = 35.0  # launchers of replicas give their ranks half a minute
 _PART_WITHIN_S = 10.0
 _RENEW_S = 6 * 3600.0  # what is written once; purges and rules delete objects that are a day old, at the earliest
-_IMPORTS = ("ImportError", "ModuleNotFoundError")  # which a folder of the network may explain once, but not twice
 _LAST = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # at which replicas sign out
 
 
@@ -298,7 +297,7 @@ class _Launcher:
             return "", by_launcher.get(code, Cause.OWN) if self._has_own_launchers else Cause.OWN
         failure = Failure.of(0, code, read_report(replica.report))
         line = in_short(failure)
-        is_missing_again = line in self._shown and line.startswith(_IMPORTS)
+        is_missing_again = line in self._shown and failure.cause is Cause.MISSING
         if not self._has_finished and line not in self._shown:
             self._shown.add(line)
             show([failure], checkpoint=newest_checkpoint(self._reports), name=replica.name)
