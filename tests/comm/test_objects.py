@@ -197,27 +197,34 @@ def of_world():
     return means(TorchGroup())
 
 
-def test_a_sum_of_many_values_reads_two_payloads_whatever_the_number_of_ranks(tmp_path, monkeypatch):
-    size, count, came = 8, 100_000, []
-    read = FolderBoard.read_name
+@pytest.mark.parametrize("size", [4, 8, 32])
+def test_a_sum_of_many_values_reads_two_payloads_whatever_the_number_of_ranks(size, tmp_path, monkeypatch):
+    count, came, went = 300_000, [], []
+    read, write = FolderBoard.read_name, FolderBoard.write_name
 
-    def counted(board, name, act, *span):
-        def taken(file, size):
-            came.append(size)
-            return act(file, size)
+    def read_name(board, name, act, *span):
+        def taken(file, num_bytes):
+            came.append(num_bytes)
+            return act(file, num_bytes)
 
         return read(board, name, taken, *span)
 
+    def write_name(board, name, parts, is_new):
+        went.append(sum(memoryview(part).nbytes for part in parts))
+        write(board, name, parts, is_new)
+
     def summed(group):
-        x = torch.arange(float(count)) * (group.rank + 1)
+        x = torch.arange(float(count)) % 1000 * (group.rank + 1)
         group.all_reduce(x).wait()
         return x
 
-    monkeypatch.setattr(FolderBoard, "read_name", counted)
+    monkeypatch.setattr(FolderBoard, "read_name", read_name)
+    monkeypatch.setattr(FolderBoard, "write_name", write_name)
     transport = transport_at(tmp_path.as_uri())
     for found in each([transport.connect("group", rank, size, Watch()) for rank in range(size)], summed):
-        assert torch.equal(found, torch.arange(float(count)) * (size * (size + 1) // 2))
+        assert torch.equal(found, torch.arange(float(count)) % 1000 * (size * (size + 1) // 2))
     assert sum(came) / size <= 2 * 4 * count
+    assert sum(went) / size <= 1.1 * 4 * count
 
 
 def test_a_part_opens_in_its_own_place_alone(place):
