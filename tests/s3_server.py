@@ -142,6 +142,11 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args):
         return None
 
+    def handle_expect_100(self):
+        goes_on = super().handle_expect_100()
+        self.wfile.flush()
+        return goes_on
+
     def handle_request(self):
         length = int(self.headers.get("Content-Length") or 0)
         self.content = self.rfile.read(length)
@@ -244,8 +249,10 @@ class Handler(BaseHTTPRequestHandler):
             self.objects.uploads[name] = {}
             xml = f"<InitiateMultipartUploadResult><UploadId>{name}</UploadId></InitiateMultipartUploadResult>"
             return 200, {}, xml.encode()
-        parts = self.objects.uploads[self.query["uploadId"][0]]
-        self.objects.put(self.key, b"".join(parts[number] for number in sorted(parts)))
+        name = self.query["uploadId"][0]
+        if parts := self.objects.uploads[name]:  # else it is asked again, as the answer was lost
+            self.objects.put(self.key, b"".join(parts[number] for number in sorted(parts)))
+            self.objects.uploads[name] = {}
         return 200, {}, b"<CompleteMultipartUploadResult><ETag>x</ETag></CompleteMultipartUploadResult>"
 
     def range(self, content):

@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests whose body runs on ranks."""
+"""Tests whose body runs on ranks, and where checkpoints and temporary folders are."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from farflung.base.checks import Address
 from farflung.testing.ranks import run_ranks
+from tests.s3_server import S3Server
 
 
 def on_ranks(
@@ -33,3 +39,17 @@ def on_ranks(
         return test
 
     return decorate
+
+
+@pytest.fixture(params=["s3", "hf"])
+def place(request: pytest.FixtureRequest, bucket: str, s3: S3Server) -> Address:
+    """An address of each kind."""
+    return Address(bucket if request.param == "s3" else s3.hub_address())
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary folders are."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    (tmp_path / "scratch").mkdir()
+    return tmp_path / "scratch"

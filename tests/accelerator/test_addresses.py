@@ -12,13 +12,14 @@ from click.testing import CliRunner
 
 import farflung
 from farflung import Accelerator, utils
-from farflung.base.checks import check_path
+from farflung.base.checks import check_path, check_place
 from farflung.base.errors import ConfigError
 from farflung.big_model import offload
 from farflung.compat import free_functions
 from farflung.config import places
 from farflung.config.launch import LaunchSettings
 from farflung.launch.checkpoint import convert, pull
+from farflung.launch.plan import make_plan
 from farflung.trackers.jsonl import JSONLTracker
 from farflung.utils import ProfileKwargs, ProjectConfiguration
 
@@ -26,18 +27,13 @@ SRC = Path(farflung.__file__).parent
 BUCKET = "s3://bucket/run"
 MODEL, NUMBER = torch.nn.Linear(2, 1), torch.ones(1)
 DOORS = {
-    "save_state": lambda at: Accelerator().save_state(at),
-    "load_state": lambda at: Accelerator().load_state(at),
     "save_model": lambda at: Accelerator().save_model(MODEL, at),
     "save": lambda at: Accelerator().save({}, at),
     "free save": lambda at: free_functions.save({}, at),
-    "project_dir": lambda at: Accelerator(project_dir=at),
-    "ProjectConfiguration": lambda at: ProjectConfiguration(project_dir=at),
+    "keep_local": lambda at: ProjectConfiguration(keep_local=at),
     "ProfileKwargs": lambda at: ProfileKwargs(output_trace_dir=at),
-    "save_on_signal": lambda at: Accelerator(save_on_signal=at),
     "JSONLTracker": lambda at: JSONLTracker("run", at),
     **{f"--{name}": lambda at, name=name: LaunchSettings(**{name: at}) for name in ("run_dir", "log_dir")},
-    "--save_on_signal": lambda at: LaunchSettings(save_on_signal=at),
     "--config_file": places.find_file,
     "offload_weight": lambda at: offload.offload_weight(NUMBER, "w", at),
     "offload_state_dict": lambda at: offload.offload_state_dict(at, {"w": NUMBER}),
@@ -73,7 +69,8 @@ def test_each_method_of_an_accelerator_that_takes_a_path_is_among_them():
         for node in ast.walk(ast.parse((SRC / file).read_text())):
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
                 names = [ast.unparse(argument.annotation or ast.Constant(0)) for argument in node.args.args]
-                assert not any("Path_" in name for name in names) or node.name in DOORS, node.name
+                known = {*DOORS, "save_state", "load_state"}  # the last two take an address
+                assert not any("Path_" in name for name in names) or node.name in known, node.name
 
 
 @pytest.mark.parametrize("scheme", ["gs", "az", "abfs", "hf", "S3"])
@@ -89,6 +86,24 @@ def test_paths_that_are_none_of_an_address_and_the_path_in_one():
     with pytest.raises(ConfigError, match=r"It must be a path: give '/mnt/run'"):
         check_path("here", "file:///mnt/run")
     assert check_path("here", "~/run") == Path.home() / "run"
+
+
+def test_a_place_is_a_path_or_an_address_however_its_slashes_were_joined():
+    for value in ("S3://bucket/run/", "s3:/bucket/run", Path("s3://bucket/run")):
+        found = check_place("here", value)
+        assert (found, found / "x", found.name, found.parent) == (BUCKET, f"{BUCKET}/x", "run", "s3://bucket")
+    assert check_place("here", "file:///mnt/a%20run") == Path("/mnt/a run")
+    assert check_place("here", "~/run") == Path.home() / "run"
+    for wrong in ("ftp://bucket/run", "s3://"):
+        with pytest.raises(ConfigError, match=r"an address is s3://, gs://, az://, hf:// or file://"):
+            check_place("here", wrong)
+
+
+def test_a_launcher_makes_no_folder_of_an_address_that_a_signal_saves_to(home):
+    settings = LaunchSettings(save_on_signal=BUCKET, use_cpu=True)
+    (home / "train.py").touch()
+    make_plan(settings, "train.py", [])
+    assert {path.name for path in home.iterdir()} == {"train.py"}
 
 
 def test_without_a_home_only_what_needs_one_is_refused(home, monkeypatch):

@@ -17,8 +17,10 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 from farflung import Accelerator
+from farflung.address.schemes import objects_at
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.checkpoint import paths
+from farflung.checkpoint.checkpoint import Checkpoint
 from farflung.checkpoint.manifest import Manifest
 from farflung.checkpoint.sharded import ShardPlanner
 from farflung.launch.main import checkpoint
@@ -301,3 +303,28 @@ def test_what_is_no_file_is_never_opened_and_nothing_is_left(folder):
     with mock.patch.object(os, "pwrite", side_effect=full), pytest.raises(OSError, match="No space left"):
         said("convert", one, folder / "new", "--to", "farflung")
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_0", "checkpoint_1"]
+
+
+def test_checkpoints_at_an_address_are_looked_at_as_those_in_a_folder(bucket, tmp_path):
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(2, 1))
+    for number in range(2):
+        torch.nn.init.constant_(model.weight, number)
+        accelerator.save_state(f"{bucket}/checkpoints/checkpoint_{number}")
+    lines = said("ls", bucket).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["checkpoint_1", "checkpoint_0"]
+    assert "checkpoint_1: no optimizer, 1 process, " in lines[0]
+    one, other = (f"{bucket}/checkpoints/checkpoint_{number}" for number in range(2))
+    assert "model.safetensors" in said("ls", one)
+    assert said("verify", bucket) == f"{other}: complete\n{one}: complete\n"
+    output, code = run("diff", one, other)
+    assert code == 1
+    assert "weight: values are up to 1 apart" in output
+    assert run("diff", one, one)[1] == 0
+    said("convert", other, tmp_path / "here", "--to", "farflung")
+    assert Checkpoint.open(tmp_path / "here").verify().manifest.world_size == 1
+    board = objects_at(bucket)
+    (name,) = (name for name in board.names_below("") if "checkpoint_0" in name and name.endswith(".safetensors"))
+    board.delete_names([name])
+    with pytest.raises(CheckpointError, match=rf"{name} is missing"):
+        said("verify", bucket)

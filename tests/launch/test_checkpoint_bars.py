@@ -68,7 +68,7 @@ def test_commands_show_what_is_written_and_read(tmp_path):
     assert f"{one}: complete" in done.stdout
 
 
-def all_bars(folder):
+def all_bars(folder, address):
     """What each process would show in a terminal of its own."""
     bars._PATIENCE_S = bars._REDRAW_S = 0.0
     screen = io.StringIO()
@@ -79,15 +79,19 @@ def all_bars(folder):
         accelerator.save_state(folder)
         accelerator.load_state(folder)
         accelerator.save_state(folder / "later", block=False)
+        accelerator.save_state(f"{address}/sent")
+        accelerator.load_state(f"{address}/sent")
+        accelerator.save_state(f"{address}/later", block=False)
         accelerator.end_training()
         save_fsdp_model(None, accelerator, model, folder / "parts")
         merge_fsdp_weights(folder / "parts" / "pytorch_model_fsdp_0", folder / "merged")
     return screen.getvalue()
 
 
-def test_no_process_but_the_main_one_shows_anything(tmp_path):
-    first, second = run_ranks(all_bars, 2, tmp_path / "saved")
-    for what in ("Writing saved", "Verifying saved", "Reading pytorch_model_fsdp_0", r"Writing model\.safetensors"):
+def test_no_process_but_the_main_one_shows_anything(tmp_path, bucket):
+    first, second = run_ranks(all_bars, 2, tmp_path / "saved", bucket)
+    parts = "Reading pytorch_model_fsdp_0", r"Writing model\.safetensors"
+    for what in ("Writing saved", "Verifying saved", "Writing sent", "Sending sent", "Fetching sent", *parts):
         assert re.search(FULL.format(what=what), first), first
     assert "later" not in first, "training goes on meanwhile, and prints"
     assert second == ""

@@ -83,9 +83,9 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         skip_nonfinite: skip a step whose loss or gradients are not finite on any rank, on all ranks (under an outer
             loop on this replica); this many in a row raise `NonFinite`. Buffers are as before its forward passes,
             schedulers wait, and `skipped_steps` counts. None: such a step is made.
-        save_on_signal: a folder for a checkpoint of this process's first Accelerator, if SIGTERM or SIGUSR1 ends the
-            run: all ranks stop after the same step, save and exit with code 75. See `resume`. None: as the launcher
-            says.
+        save_on_signal: a folder or an address for a checkpoint of this process's first Accelerator, if SIGTERM or
+            SIGUSR1 ends the run: all ranks stop after the same step, save and exit with code 75. See `resume`. None: as
+            the launcher says.
 
     Raises:
         ConfigError: settings that contradict each other or those of the process's first Accelerator.

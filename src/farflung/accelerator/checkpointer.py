@@ -17,13 +17,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from farflung.accelerator.session import flushed
-from farflung.base.checks import check_path
+from farflung.base.checks import Address, check_path, check_place
 from farflung.base.errors import CheckpointError, ConfigError, FarflungError, StateError
 from farflung.base.events import Kind, record
 from farflung.base.optional import installed_version
 from farflung.checkpoint import atomic, paths
 from farflung.checkpoint.checkpoint import Checkpoint, newest, resolve
 from farflung.checkpoint.manager import Busy, CheckpointGroup, CheckpointSaver, SaveRequest
+from farflung.checkpoint.remote import Remote, numbers_in
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup
 from farflung.comm.matching import Made, match
@@ -50,30 +51,37 @@ class Checkpointer:
         atexit.register(_report_last_failure, weakref.ref(self.saver))
 
     @property
-    def automatic(self) -> Path | None:
-        """The folder of automatic naming, None if that is off."""
+    def automatic(self) -> Path | Address | None:
+        """The folder or the address of automatic naming, None if that is off."""
         if not self._project.automatic_checkpoint_naming:
             return None
         if self._project.project_dir is None:
             raise ConfigError(
                 "automatic_checkpoint_naming=True needs a project_dir. Set it in the ProjectConfiguration."
             )
-        return check_path("project_dir", self._project.project_dir) / paths.CHECKPOINTS
+        return check_place("project_dir", self._project.project_dir) / paths.CHECKPOINTS
 
     # ---- saving
 
-    def save(self, output_dir: Path_ | None, safe: bool, block: bool, busy: Busy, series: Path | None = None) -> Path:
-        """Write a checkpoint and return its folder; see `Checkpointing.save_state`.
+    @property
+    def _keep_local(self) -> Path | None:
+        folder = self._project.keep_local
+        return None if folder is None else check_path("ProjectConfiguration: keep_local", folder).absolute()
+
+    def save(
+        self, output_dir: Path_ | None, safe: bool, block: bool, busy: Busy, series: Path | Address | None = None
+    ) -> Path | Address:
+        """Write a checkpoint and return its folder or address; see `Checkpointing.save_state`.
 
         It becomes the next of the numbered checkpoints in `series`; None: of those of automatic naming, if it is on.
         """
         saver, run, project, automatic = self.saver, self._run, self._project, series or self.automatic
         if series is not None:
-            folder = series / paths.checkpoint(1 + max(map(atomic.number_of, atomic.numbered(series)), default=-1))
+            folder: Path | Address = series / paths.checkpoint(1 + max(numbers_in(series), default=-1))
         elif automatic is not None:
             folder = automatic / paths.checkpoint(project.iteration)
         elif output_dir is not None:
-            folder = check_path("save_state: output_dir", output_dir)
+            folder = check_place("save_state: output_dir", output_dir)
         else:
             raise ConfigError(
                 "save_state() without a folder needs automatic_checkpoint_naming=True. Name a folder, or set it."
@@ -91,15 +99,21 @@ class Checkpointer:
                 "save_on_each_node=True keeps a whole checkpoint on each machine, but the shards of this model are "
                 "spread over several. Use a folder that all machines share, or state_dict_type='FULL_STATE_DICT'."
             )
+        if project.save_on_each_node and isinstance(folder, Address):
+            raise ConfigError(
+                f"save_on_each_node=True keeps a whole checkpoint on each machine, and {folder} is one place for all "
+                "of them. Leave it out, or name a folder."
+            )
         run.outers.end_evaluations()
         if made == "some":
             self._say_alone(folder)
         if not run.outers.leads or (made == "some" and run.world.rank != self._everyone.leader):
             project.iteration += 1
             return folder
-        target = Path(os.path.abspath(folder))  # the script may change its directory meanwhile
-        limit = project.total_limit
-        request = SaveRequest(target, self._facts(), automatic is not None, limit, is_shown=run.world.is_main)
+        # The script may change its directory meanwhile.
+        target = folder if isinstance(folder, Address) else Path(os.path.abspath(folder))
+        limit, shown = project.total_limit, run.world.is_main
+        request = SaveRequest(target, self._facts(), automatic is not None, limit, shown, self._keep_local)
         with saver.begin(request) as staged:
             saving = Saving(staged.folder, safe, saver.group.leads, self._writes)
             saver.write(request, staged, table.collect(run, saver.group, request.doing, saving), block)
@@ -108,7 +122,7 @@ class Checkpointer:
         project.iteration += 1
         return folder
 
-    def _group_of(self, call: str, what: Path | None) -> tuple[CheckpointGroup, Made]:
+    def _group_of(self, call: str, what: Path_ | None) -> tuple[CheckpointGroup, Made]:
         """Return the ranks that make a call together, this one or all, and which ranks make it."""
         world = self._run.world
         made: Made = "all"
@@ -133,7 +147,7 @@ class Checkpointer:
         run = self._run
         return run.replicas_differ or bool(run.outers.live or run.outers.waiting)
 
-    def _say_alone(self, folder: Path) -> None:
+    def _say_alone(self, folder: Path | Address) -> None:
         if self._said_alone:
             return
         self._said_alone = True
@@ -167,8 +181,11 @@ class Checkpointer:
         big = {paths.optimizer(k): (1 + k) % helpers for k in range(len(run.optimizers))}
         return leader + big.get(name, 0) == run.world.rank
 
-    def open_series(self, folder: Path) -> bool:
-        """Make the folder of numbered checkpoints that a signal saves to; return whether it has some. A collective.
+    def open_series(self, folder: Path | Address) -> bool:
+        """Make the folder of numbered checkpoints that a signal saves to, or try the address out; a collective.
+
+        Returns:
+            whether it has some.
 
         Raises:
             ConfigError: nothing can be written there, or a rank does not see what its leader writes there.
@@ -179,6 +196,12 @@ class Checkpointer:
             def write() -> tuple[str, bool]:
                 if not group.leads:
                     return "", False
+                if isinstance(folder, Address):
+                    try:
+                        Remote(folder).try_out()
+                    except (CheckpointError, ValueError) as error:
+                        raise ConfigError(f"save_on_signal is {folder!r}, which can't be used. {error}") from None
+                    return "", bool(numbers_in(folder))
                 try:
                     folder.mkdir(parents=True, exist_ok=True)
                     made = stack.enter_context(TemporaryDirectory(dir=folder, prefix="."))
@@ -188,7 +211,7 @@ class Checkpointer:
                 return Path(made).name, bool(atomic.numbered(folder))
 
             def look() -> None:
-                if not (folder / written[group.leader][0]).is_dir():
+                if isinstance(folder, Path) and not (folder / written[group.leader][0]).is_dir():
                     why = f"but this rank does not see what rank {group.leader} writes there"
                     raise ConfigError(f"save_on_signal is {str(folder)!r}, {why}. Name one that all machines share.")
 
@@ -199,13 +222,14 @@ class Checkpointer:
 
     # ---- loading
 
-    def load(self, input_dir: Path_ | None, strict: bool, series: Path | None = None) -> None:
+    def load(self, input_dir: Path_ | None, strict: bool, series: Path | Address | None = None) -> None:
         """Read a checkpoint and continue from it; see `Checkpointing.load_state`. `series` is that of `save`."""
         run, doing = self._run, "Loading a checkpoint"
-        group, made = self._group_of("load_state", None if input_dir is None else Path(input_dir))
+        given = None if input_dir is None else check_place("load_state: input_dir", input_dir)
+        group, made = self._group_of("load_state", given)
         run.outers.end_evaluations()
         self.saver.settle()
-        with ThreadPoolExecutor(1, "farflung verifier") as background:
+        with ThreadPoolExecutor(1, "farflung verifier") as background, ExitStack() as fetched:
             verification: Future[Checkpoint] | None = None
 
             def choose() -> Checkpoint | None:
@@ -213,6 +237,10 @@ class Checkpointer:
                 if not group.leads:
                     return None
                 folder, has_several = resolve(input_dir, self.automatic)
+                if isinstance(folder, Address):
+                    keep, is_main = self._keep_local, run.world.is_main
+                    there: Checkpoint = _explained(lambda at: at.newest(fetched, keep, is_main), Remote(folder))
+                    return there
                 if has_several:
                     return newest(folder, run.world.is_main)
                 found: Checkpoint = _explained(Checkpoint.open, folder)
@@ -228,14 +256,29 @@ class Checkpointer:
                 _explained(Checkpoint.check_unchanged, chosen)
 
             chosen: Checkpoint = group.agree(doing, choose)[group.leader]
+            if chosen.origin:
+                chosen = self._on_this_machine(group, doing, chosen, fetched)
             source = Loading(chosen, run.world.rank, run.world.size, strict, self._ranks_here)
             table.load(run, group, doing, source, verify)
-        automatic, folder = self.automatic, chosen.folder
-        is_own = automatic is not None and folder.resolve().parent in (automatic.resolve(), series and series.resolve())
-        if automatic and is_own and paths.NAMED.fullmatch(folder.name):
-            taken = map(atomic.number_of, atomic.numbered(automatic))  # also by later ones than the one that was loaded
+        automatic, folder = self.automatic, check_place("load_state", chosen.origin or chosen.folder.resolve())
+        own = [place.resolve() if isinstance(place, Path) else place for place in (automatic, series) if place]
+        if automatic and folder.parent in own and paths.NAMED.fullmatch(folder.name):
+            taken = numbers_in(automatic)  # also by later ones than the one that was loaded
             self._project.iteration = max([self._project.iteration, *(1 + number for number in taken)])
         self._report(source, made)
+
+    def _on_this_machine(self, group: CheckpointGroup, doing: str, chosen: Checkpoint, stack: ExitStack) -> Checkpoint:
+        """Fetch the checkpoint that the leader has chosen, by one rank of each machine; a collective."""
+        world, exchange = self._run.world, group.exchange
+        first = world.rank - world.local_rank if exchange.size > 1 else group.leader
+
+        def fetch() -> Checkpoint:
+            if exchange.rank != first or group.leads:
+                return chosen
+            return Remote(Address(chosen.origin)).fetch(chosen.save, stack, self._keep_local)
+
+        found: Checkpoint = group.agree(doing, fetch)[first]
+        return replace(found, passed=chosen.passed)
 
     @property
     def _ranks_here(self) -> range | None:
@@ -248,7 +291,7 @@ class Checkpointer:
     def _report(self, source: Loading, made: Made) -> None:
         found, loaders = source.checkpoint, self._run.loaders
         lines = [f"passed over: {reason}" for reason in found.passed]
-        lines.append(f"loaded {found.folder}")
+        lines.append(f"loaded {found.origin or found.folder}")
         if source.is_other or source.own is not None:
             lines += [
                 f"loader {k + 1} of {len(loaders)} {loader.describe_position()}" for k, loader in enumerate(loaders)

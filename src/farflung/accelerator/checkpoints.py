@@ -17,7 +17,16 @@ from torch.utils.hooks import RemovableHandle
 from farflung.accelerator import lazy
 from farflung.accelerator.operations import extract_model_from_parallel
 from farflung.accelerator.session import Session, flushed
-from farflung.base.checks import check_callable, check_optional, check_path, check_protocol, check_type, check_word
+from farflung.base.checks import (
+    Address,
+    check_callable,
+    check_optional,
+    check_path,
+    check_place,
+    check_protocol,
+    check_type,
+    check_word,
+)
 from farflung.base.errors import CheckpointError, ConfigError, Unsupported, WrongType
 from farflung.base.events import Kind, record
 from farflung.base.lazy import LazyModule
@@ -48,7 +57,7 @@ class Checkpointing:
     _controller: OuterController
     _finish_trackers: Callable[[], None]
     _vote: PreemptionVote | None = None
-    _series: Path | None = None  # of numbered checkpoints, if a signal saves
+    _series: Path | Address | None = None  # of numbered checkpoints, if a signal saves
     _has_earlier = False  # it had some when this Accelerator was made
     _is_resumed = False  # the script has loaded a checkpoint, or has asked for the newest
 
@@ -80,7 +89,8 @@ class Checkpointing:
         random states, their positions in the data, and what such replicas have trained since the last round.
 
         Args:
-            output_dir: its folder. With automatic naming it is `project_dir/checkpoints/checkpoint_N` instead.
+            output_dir: its folder, or its address (`s3://bucket/run`), to which the files are sent. With automatic
+                naming it is `project_dir/checkpoints/checkpoint_N` instead.
             safe_serialization: write weights as safetensors, not with torch.
             block: False copies the state and returns; it is written in the background. A failure is raised by the next
                 call, or at the end of training.
@@ -100,7 +110,7 @@ class Checkpointing:
                 f"save_state: {sorted(save_model_func_kwargs)} are for engines that Farflung does not support."
             )
         if output_dir is not None:
-            check_path("save_state: output_dir", output_dir)
+            check_place("save_state: output_dir", output_dir)
         check_word("save_state: busy", busy, ("wait", "refuse"))
         return os.fspath(self._checkpointer.save(output_dir, safe_serialization, block, busy))
 
@@ -113,8 +123,8 @@ class Checkpointing:
         process may call it alone; the weights of the others stay as they are.
 
         Args:
-            input_dir: the checkpoint; or a folder of several, or `latest`, or None with automatic naming: then the
-                newest complete one is taken, and those that were passed over are named.
+            input_dir: the checkpoint; or a folder or an address of several, or `latest`, or None with automatic naming:
+                then the newest complete one is taken, and those that were passed over are named.
             load_kwargs: nothing but `weights_only=True`.
             load_model_func_kwargs: `strict=False` leaves weights alone that are not there; `map_location` is accepted
                 and needs nothing.
@@ -124,7 +134,7 @@ class Checkpointing:
             ConfigError: there is no such folder.
         """
         if input_dir is not None:
-            check_path("load_state: input_dir", input_dir)
+            check_place("load_state: input_dir", input_dir)
         check_optional("load_state: load_kwargs", load_kwargs, dict, "a dictionary")
         strict = bool(load_model_func_kwargs.pop("strict", True))
         load_model_func_kwargs.pop("map_location", None)
@@ -166,7 +176,8 @@ class Checkpointing:
         """Save this run in a folder and end it at a signal, unless an Accelerator before this one does so."""
         if folder is None or session.vote is not None:
             return
-        world, self._series = self._run.world, check_path("save_on_signal", folder).absolute()
+        world, series = self._run.world, check_place("save_on_signal", folder)
+        self._series = series.absolute() if isinstance(series, Path) else series
         if world.place.member is not None:
             raise ConfigError(
                 "save_on_signal is for fixed ranks. Replicas that come and go sign out on SIGTERM and SIGUSR1; the "
@@ -178,7 +189,7 @@ class Checkpointing:
             world.watchdog.vote = self._vote
         self._run.loop.at_boundary = partial(self._boundary, self._vote, self._series)
 
-    def _boundary(self, vote: PreemptionVote, series: Path) -> None:
+    def _boundary(self, vote: PreemptionVote, series: Path | Address) -> None:
         """Save the next of some numbered checkpoints and end this rank, if all ranks stop here."""
         is_main = self._run.world.is_main
         if threading.current_thread() is not threading.main_thread():  # which reads ahead of the training

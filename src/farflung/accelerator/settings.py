@@ -14,7 +14,7 @@ from farflung.base.checks import (
     check_flag,
     check_number,
     check_optional,
-    check_path,
+    check_place,
     check_type,
     check_whole,
     check_word,
@@ -77,7 +77,7 @@ def check_arguments(
     check_flag("step_scheduler_with_optimizer", step_scheduler_with_optimizer)
     check_word("scheduler_ticks", scheduler_ticks, ("per_process", "per_update"))
     if project_dir is not None:
-        check_path("project_dir", project_dir)
+        check_place("project_dir", project_dir)
     check_optional("project_config", project_config, ProjectConfiguration, "a ProjectConfiguration(project_dir=...)")
 
 

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replicas that meet in a bucket: of S3, what speaks its protocol, Google Cloud Storage, Azure or Hugging Face.
 
-obstore sends the requests, with each cloud's own variables for credentials and endpoints. Its retries are off: a
-request is repeated here, so that callers without patience get an answer at once.
+obstore sends the requests, with each cloud's own variables for credentials and endpoints. Its retries are off unless
+files are sent: a request is repeated here, so that callers without patience get an answer at once.
 """
 
 from __future__ import annotations
 
 import io
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from io import BufferedReader
+from itertools import islice
 from threading import Event
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -25,7 +27,7 @@ from obstore.store import from_url
 
 from farflung.address.hub import MAKE_KEYS, of_gateway
 from farflung.address.object_group import ObjectTransport
-from farflung.address.objects import PATIENCE_S, Act, ObjectBoard, Refused, try_out
+from farflung.address.objects import PATIENCE_S, Act, FileParts, ObjectBoard, Refused, try_out
 from farflung.address.seal import Seal
 from farflung.base.errors import ConfigError, Unreachable
 from farflung.comm.patience import interruptible
@@ -40,6 +42,7 @@ _SMALL, _PART = 256 * 1024, 5 * 1024 * 1024  # bytes of a request that needs no 
 _ANSWER_S, _PART_S = timedelta(seconds=10), timedelta(seconds=160)  # _SIDE_BY_SIDE parts at 1 Mbit/s
 _CONNECT_S = timedelta(seconds=5)
 _SIDE_BY_SIDE = 4  # parts of one object
+_MOST_PARTS = 10_000  # of one object, by all stores
 _CHUNK = 2  # names of a listing that are got at a time
 
 
@@ -65,12 +68,12 @@ class BucketTransport(ObjectTransport):
         super().__init__(board, board.root)
 
 
-def bucket_at(address: str, patience_s: float = PATIENCE_S, seal: Seal | None = None) -> BucketBoard:
+def bucket_at(address: str, patience_s: float = PATIENCE_S, seal: Seal | None = None, retries: int = 0) -> BucketBoard:
     """Return the objects at an address, which nothing has been asked of; ConfigError if it is none."""
     address = address.rstrip("/")
     if re.search(r"[?#]|/\.{1,2}(/|$)", address):  # which URLs end or change the path with, so that two are one place
         raise ConfigError(
-            f"Replicas can't meet at {address}: names with `?`, `#` or `..` in them would be another place. Write %3F "
+            f"{address} can't be used: names with `?`, `#` or `..` in them would be another place. Write %3F "
             "and %23, or give another name."
         )
 
@@ -82,14 +85,14 @@ def bucket_at(address: str, patience_s: float = PATIENCE_S, seal: Seal | None = 
         # Only an endpoint that someone has given can be one of http://.
         client: ClientConfig = {"timeout": answer_s, "connect_timeout": _CONNECT_S, "allow_http": True}
         known: Any = config | more
-        return from_url(where, config=known, client_options=client, retry_config={"max_retries": 0})
+        return from_url(where, config=known, client_options=client, retry_config={"max_retries": retries})
 
     try:
         quick, slow = made(_ANSWER_S), made(_PART_S)
         single = made(_ANSWER_S, aws_disable_bulk_delete="true") if where.startswith("s3") else quick
         return kind(address, patience_s=patience_s, quick=quick, slow=slow, single=single, seal=seal)
     except (errors.BaseError, ValueError) as error:
-        raise ConfigError(f"Replicas can't meet at {address}. {_words(error)}.") from None
+        raise ConfigError(f"{address} can't be used. {_words(error)}.") from None
 
 
 @dataclass(frozen=True)
@@ -135,13 +138,14 @@ class BucketBoard(ObjectBoard):
             self.ask(partial(delete, name), "delete")
 
     def write_name(self, name: str, parts: Iterable[bytes | memoryview], is_new: bool) -> None:
-        content = list(parts)
-        is_small = sum(map(len, content)) <= _SMALL
+        content = parts if isinstance(parts, FileParts) else list(parts)
+        size = content.num_bytes if isinstance(content, FileParts) else sum(map(len, content))
+        is_small = size <= _SMALL
         how: dict[str, Any] = {"use_multipart": False}
         if is_new:
             how["mode"] = "create"
         elif not is_small:
-            how = {"chunk_size": _PART, "max_concurrency": _SIDE_BY_SIDE}
+            how = {"chunk_size": max(_PART, -(-size // _MOST_PARTS)), "max_concurrency": _SIDE_BY_SIDE}
         store = self.quick if is_small else self.slow
         act: Act = "create" if is_new else "write"
         self.ask(lambda: obstore.put(store, name, content, **how), act)
@@ -208,12 +212,17 @@ class BucketBoard(ObjectBoard):
     def _parts(self, name: str, first: Buffer, start: int, end: int) -> Iterator[Buffer]:
         """Return the bytes of an object from `start` on, given the first of them, which have come already."""
         yield first
-        starts = range(start + _SMALL, end, _PART)
-        if starts:
+        starts = iter(range(start + _SMALL, end, _PART))
+
+        def get(at: int) -> Buffer:
+            return obstore.get_range(self.slow, name, start=at, end=min(at + _PART, end))
+
+        if end > start + _SMALL:
             with ThreadPoolExecutor(_SIDE_BY_SIDE) as threads:
-                yield from threads.map(
-                    lambda at: obstore.get_range(self.slow, name, start=at, end=min(at + _PART, end)), starts
-                )
+                coming = deque(threads.submit(get, at) for at in islice(starts, _SIDE_BY_SIDE))
+                while coming:
+                    yield coming.popleft().result()
+                    coming.extend(threads.submit(get, at) for at in islice(starts, 1))
 
 
 class HubBoard(BucketBoard):
@@ -312,7 +321,9 @@ def _words(error: Exception) -> str:
     """Return what a store has said, without its XML and what obstore has for those that debug it."""
     text = str(error)
     line = text.partition("\n")[0].partition(": <?xml")[0].partition(": <Error")[0].rstrip(".")
-    if sent := re.search(r"Error performing (\S+ \S+) in \S+ - (?:Server returned non-2xx status code: )?(.*)", line):
+    if sent := re.search(
+        r"Error performing (\S+ \S+) in \S+(?:, after .*?)? - (?:Server returned non-2xx status code: )?(.*)", line
+    ):
         line = f"{sent[1]}: {sent[2]}"
     code, message = (re.search(rf"<{name}>(.*?)</{name}>", text) for name in ("Code", "Message"))
     return line + (f": {message[1].rstrip('.')}" if message else "") + (f" ({code[1]})" if code else "")

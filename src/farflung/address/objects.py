@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from io import BufferedReader
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, TypeVar
 from urllib.parse import quote, unquote
 
@@ -31,6 +32,7 @@ Act: TypeAlias = Literal["write", "create", "read", "list", "delete"]
 
 PATIENCE_S = 60.0
 _FIRST_PAUSE_S, _PAUSES = 0.2, 12  # before a failed request is retried; retries within the patience, at least
+_BLOCK = 2**20  # bytes of a file that are read at a time
 _APART_S = 2.0  # between two failed requests of one outage, at most
 
 
@@ -61,6 +63,25 @@ class Outages:
     def succeeded(self, act: Act) -> None:
         self._rows.pop("any", None)
         self._rows.pop(act, None)
+
+
+@dataclass(frozen=True)
+class FileParts:
+    """The content of a file as parts of an object, which are read while they are sent.
+
+    Args:
+        taken: told of how many bytes were.
+    """
+
+    path: Path
+    num_bytes: int
+    taken: Callable[[int], object]
+
+    def __iter__(self) -> Iterator[bytes]:
+        with open(self.path, "rb") as file:
+            while block := file.read(_BLOCK):
+                yield block
+                self.taken(len(block))
 
 
 class Refused(OSError):
@@ -120,10 +141,7 @@ class ObjectBoard(Board):
         return None
 
     def list(self, prefix: str) -> Sequence[str]:
-        folder = f"{self.prefix}{prefix}".rpartition("/")[0]
-        found: MutableSequence[str] = []
-        while not self.ask(lambda: self.find_names(quoted(folder), found), "list"):
-            continue  # with the names after the last one received
+        found = self.names_below(quoted(f"{self.prefix}{prefix}".rpartition("/")[0]))
         plain = (name.encode(errors="replace").decode() for name in found)  # a file system has names that are no texts
         keys = [unquote(name.partition(".")[0]) for name in plain]
         ours = [key for key, name in zip(keys, found, strict=True) if self._named(key) == name]
@@ -131,6 +149,13 @@ class ObjectBoard(Board):
             for name in set(found) - set(map(self._named, ours)):
                 self.seal.versions.notice(name, "its name has no tag of the key")
         return [key.removeprefix(self.prefix) for key in ours if key.startswith(self.prefix + prefix)]
+
+    def names_below(self, folder: str) -> Sequence[str]:
+        """Return the names of all objects below a folder."""
+        found: MutableSequence[str] = []
+        while not self.ask(lambda: self.find_names(folder, found), "list"):
+            continue  # with the names after the last one received
+        return found
 
     def has(self, keys: Iterable[str]) -> bool:
         with suppress(SealError):

@@ -46,8 +46,12 @@ def transport_of(address: str, patience_s: float = PATIENCE_S, seal: Seal | None
     return there.in_part(part) if part else there
 
 
-def objects_at(address: str, seal: Seal | None = None) -> ObjectBoard:
-    """Return what lies at an address, for those that may read; ConfigError if it is no folder and no bucket."""
+def objects_at(address: str, seal: Seal | None = None, retries: int = 0) -> ObjectBoard:
+    """Return what lies at an address, for those that may read; ConfigError if it is no folder and no bucket.
+
+    Args:
+        retries: of each request to a bucket, before the whole object is read or written again.
+    """
     seal = _within(address, seal)
     if path := _path(address):
         return folder_at(path, seal=seal)
@@ -55,7 +59,7 @@ def objects_at(address: str, seal: Seal | None = None) -> ObjectBoard:
         raise ConfigError(
             f"{address} is not the address of a folder or a bucket, such as file:///path or s3://bucket/run."
         )
-    board: ObjectBoard = _of_buckets(address).bucket_at(address, seal=seal)
+    board: ObjectBoard = _of_buckets(address).bucket_at(address, seal=seal, retries=retries)
     return board
 
 
@@ -73,4 +77,4 @@ def _of_buckets(address: str) -> ModuleType:
     try:
         return import_module("farflung.address.object_store")
     except ImportError:
-        raise ConfigError(f"To meet at {address} needs obstore: pip install 'farflung[bucket]'.") from None
+        raise ConfigError(f"{address} needs obstore: pip install 'farflung[bucket]'.") from None

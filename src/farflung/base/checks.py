@@ -13,13 +13,15 @@ from pathlib import Path
 from reprlib import Repr
 from types import FunctionType
 from typing import Any
+from urllib.parse import unquote
 
 from farflung.base.errors import ConfigError, WrongType, did_you_mean
 from farflung.base.words import counted
 
 _REPR = Repr()
 _REPR.maxstring = _REPR.maxother = 80
-_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # a drive of Windows has one letter
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")  # a drive of Windows has one letter
+_STORES = "s3", "gs", "az", "hf"
 
 
 def shown(value: Any) -> str:
@@ -103,6 +105,37 @@ def check_path(name: str, value: object) -> Path:
 def is_address(path: str | os.PathLike[str]) -> bool:
     """Return whether `path` is an address (`s3://bucket/x`), also after a `Path` has joined its slashes."""
     return _ADDRESS.match(os.fsdecode(path)) is not None
+
+
+class Address(str):
+    """`s3://bucket/run` or the like, with a path's own `/`, `name` and `parent`."""
+
+    def __truediv__(self, name: str) -> Address:
+        return Address(f"{self}/{name}")
+
+    @property
+    def name(self) -> str:
+        return self.rpartition("/")[2]
+
+    @property
+    def parent(self) -> Address:
+        return Address(self.rpartition("/")[0])
+
+
+def check_place(name: str, value: object) -> Path | Address:
+    """Return `value` as a path, which `file://` may begin, or as the address of a bucket; the errors of `check_path`.
+
+    ConfigError names the schemes of buckets if it has another one.
+    """
+    if not isinstance(value, (str, os.PathLike)) or not (found := _ADDRESS.match(text := os.fsdecode(value))):
+        return check_path(name, value)
+    scheme, rest = found[1].lower(), text[found.end() :].rstrip("/")
+    if scheme == "file":
+        return Path("/", unquote(rest))
+    if scheme not in _STORES or not rest:
+        known = ", ".join(f"{one}://" for one in _STORES)
+        raise ConfigError(f"is {text!r}; an address is {known} or file://, and what follows.", name)
+    return Address(f"{scheme}://{rest}")
 
 
 def _instead_of(address: str) -> str:

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from farflung.base.checks import Address
 from farflung.base.errors import CheckpointError
 from farflung.base.files import WRITING
 from farflung.checkpoint import paths
@@ -48,6 +49,7 @@ class StagedDir:
         )
         self.folder = self._shell / target.name
         self.is_ours = True
+        self.save = ""  # below which key its files go, if they are sent to an address too
 
     def begin(self) -> None:
         """Make the folder, once what earlier attempts have left is gone."""
@@ -155,7 +157,7 @@ def numbered(automatic: Path) -> list[Path]:
     return sorted((path for path in there if paths.NAMED.fullmatch(path.name) and path.is_dir()), key=number_of)
 
 
-def number_of(checkpoint: Path) -> int:
+def number_of(checkpoint: Path | Address) -> int:
     """Return the number of an automatically named checkpoint."""
     return int(checkpoint.name.removeprefix(paths.PREFIX))
 

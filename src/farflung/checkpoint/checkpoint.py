@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from farflung.base.bars import Bar, bar
-from farflung.base.checks import check_path
+from farflung.base.checks import Address, check_place
 from farflung.base.errors import CheckpointError, ConfigError
 from farflung.checkpoint import atomic, paths
 from farflung.checkpoint.files import is_file, kind_of, sums_of
@@ -31,6 +31,8 @@ class Checkpoint:
     folder: Path
     manifest: Manifest | None  # None: another program than Farflung wrote it
     passed: tuple[str, ...] = ()  # why newer ones were not taken
+    origin: str = ""  # the address that it was fetched from
+    save: str = ""  # below which key there
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
@@ -156,10 +158,17 @@ def candidates(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, the newest first: by their numbers if all have one, else by their age."""
     folders = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
     folders = [path for path in folders if is_checkpoint(path) or path.name.startswith(paths.PREFIX)]
-    matches = [_NUMBER.match(path.name) for path in folders]
-    if len({match[1] for match in matches if match}) == 1 and all(matches):
-        return sorted(folders, key=lambda path: int(_NUMBER.match(path.name)[2]), reverse=True)  # type: ignore[index]
-    return sorted(folders, key=_written_at, reverse=True)
+    return [
+        folder / name for name in in_order([path.name for path in folders], lambda name: _written_at(folder / name))
+    ]
+
+
+def in_order(names: Collection[str], written_at: Callable[[str], float]) -> list[str]:
+    """Return the names of checkpoints, the newest first: by their numbers if all have one, else by their age."""
+    found = {name: match for name in names if (match := _NUMBER.match(name))}
+    if len({match[1] for match in found.values()}) == 1 and len(found) == len(names):
+        return sorted(found, key=lambda name: int(found[name][2]), reverse=True)
+    return sorted(names, key=written_at, reverse=True)
 
 
 def newest(folder: Path, is_shown: bool = True) -> Checkpoint:
@@ -179,13 +188,17 @@ def newest(folder: Path, is_shown: bool = True) -> Checkpoint:
     raise CheckpointError(f"There is no complete checkpoint in {folder}.{reasons}")
 
 
-def resolve(given: str | os.PathLike[str] | None, automatic: Path | None) -> tuple[Path, bool]:
+def resolve(given: str | os.PathLike[str] | None, automatic: Path | Address | None) -> tuple[Path | Address, bool]:
     """Return the folder that a script means by `given`, and whether it holds checkpoints rather than being one.
+
+    An address is asked later.
 
     `automatic` is where automatic naming puts checkpoints; None: it is off.
     """
     if given is not None and (Path(given).is_dir() or str(given) != "latest"):
-        folder = check_path("load_state: input_dir", given)
+        folder = check_place("load_state: input_dir", given)
+        if isinstance(folder, Address):
+            return folder, False
         if not folder.is_dir():
             raise ConfigError(f"load_state: there is no folder {folder}.")
         return folder, not is_checkpoint(folder) and bool(candidates(folder))
@@ -194,7 +207,7 @@ def resolve(given: str | os.PathLike[str] | None, automatic: Path | None) -> tup
             f"load_state({given!r}) loads the newest automatically named checkpoint, but automatic naming is off. "
             "Name a folder, or use ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
         )
-    if not automatic.is_dir():
+    if isinstance(automatic, Path) and not automatic.is_dir():
         raise ConfigError(f"load_state: there is no folder {automatic}, so nothing was saved yet.")
     return automatic, True
 

@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Thread
 from typing import Any, Literal
 
 from farflung.base.bars import bar
+from farflung.base.checks import Address
 from farflung.base.errors import CheckpointError, ConfigError, StateError, Unsupported
 from farflung.base.events import FILES_ONLY, Kind, record
 from farflung.base.words import in_bytes
@@ -25,6 +27,7 @@ from farflung.checkpoint.atomic import StagedDir
 from farflung.checkpoint.entries import Entry, Staging
 from farflung.checkpoint.files import sums_of
 from farflung.checkpoint.manifest import FileRecord, Manifest
+from farflung.checkpoint.remote import Remote, ScratchDir, numbers_in
 from farflung.checkpoint.writer import sync, tensor_bytes
 from farflung.comm import collectives
 from farflung.comm.exchange import Exchange
@@ -73,28 +76,58 @@ class CheckpointGroup:
 class SaveRequest:
     """A checkpoint to be written."""
 
-    target: Path
+    target: Path | Address
     facts: dict[str, Any]  # what the manifest says of the run
     is_numbered: bool = False  # by automatic naming, which refuses to mix two runs
     total_limit: int | None = None  # how many numbered ones stay; None: all
     is_shown: bool = False  # a bar on a terminal may show how far this process is
+    keep_local: Path | None = None  # the folder in which a copy of one at an address stays
 
     @property
     def doing(self) -> str:
         return f"Writing the checkpoint {self.target}"
 
+    @cached_property
+    def remote(self) -> Remote | None:
+        """The address of it, or of those that it is numbered among; None: it is a folder."""
+        if isinstance(self.target, Path):
+            return None
+        return Remote(self.target.parent if self.is_numbered else self.target)
+
+    @property
+    def folder(self) -> Path | None:
+        """Where it is on this machine; None: in temporary folders, one for each rank, as long as it is being sent."""
+        if isinstance(self.target, Path):
+            return self.target
+        return self.keep_local and self.keep_local / self.target.name
+
     def check(self) -> None:
         """Raise ConfigError if nothing may be written there."""
-        target = self.target
-        if target.exists() and not target.is_dir():
-            raise ConfigError(f"{target} is a file. Name a folder for the checkpoint.")
-        others = atomic.numbered(target.parent) if self.is_numbered else []
-        if others and atomic.number_of(others[-1]) >= atomic.number_of(target):
-            raise ConfigError(
-                f"{target.parent} already has {others[-1].name} of another run, and {target.name} would be mixed up "
-                "with its checkpoints. Resume it with load_state(), use another project_dir, or delete or move "
-                "the old checkpoints."
-            )
+        if self.folder is not None and self.folder.exists() and not self.folder.is_dir():
+            raise ConfigError(f"{self.folder} is a file. Name a folder for the checkpoint.")
+        places: set[Path | Address] = {self.target, self.folder or self.target} if self.is_numbered else set()
+        for place in places:
+            others = numbers_in(place.parent)
+            if others and others[-1] >= atomic.number_of(place):
+                raise ConfigError(
+                    f"{place.parent} already has {paths.checkpoint(others[-1])} of another run, and {place.name} would "
+                    "be mixed up with its checkpoints. Resume it with load_state(), use another project_dir, or "
+                    "delete or move the old checkpoints."
+                )
+
+    def begun(self, leads: bool) -> StagedDir | None:
+        """Return the folder in which a rank puts its files, made by it; None: another rank makes it."""
+        if self.folder is None:
+            staged: StagedDir = ScratchDir(self.target.name)
+        elif not leads:
+            return None
+        else:
+            aside = atomic.aside_of(self.folder.parent) if self.is_numbered else None
+            staged = StagedDir(self.folder, secrets.token_hex(4), aside)
+        if self.remote is not None and leads:
+            staged.save = self.remote.next_save(self.target.name if self.is_numbered else "")
+        staged.begin()
+        return staged
 
 
 @dataclass
@@ -117,22 +150,24 @@ class CheckpointSaver:
         All ranks call this together, as all that follows.
         """
 
-        def make() -> StagedDir | None:
-            if not self.group.leads:
-                return None
-            request.check()
-            aside = atomic.aside_of(request.target.parent) if request.is_numbered else None
-            staged = StagedDir(request.target, secrets.token_hex(4), aside)
-            staged.begin()
-            return staged
+        own: StagedDir | None = None
 
-        staged: StagedDir = self.group.agree(request.doing, make)[self.group.leader]
-        staged.is_ours = self.group.leads
-        begun = time.perf_counter()
+        def make() -> StagedDir | None:
+            nonlocal own
+            if self.group.leads:
+                request.check()
+            own = request.begun(self.group.leads)
+            return own if self.group.leads else None
+
         try:
+            leaders: StagedDir = self.group.agree(request.doing, make)[self.group.leader]
+            staged = own or leaders
+            staged.save, staged.is_ours = leaders.save, own is not None
+            begun = time.perf_counter()
             yield staged
         except BaseException:
-            staged.discard()
+            if own is not None:
+                own.discard()
             raise
         if self.group.leads:
             record(Kind.SAVING, level=FILES_ONLY, seconds=time.perf_counter() - begun)
@@ -193,18 +228,45 @@ class CheckpointSaver:
 def _write(
     group: CheckpointGroup, request: SaveRequest, staged: StagedDir, parts: Sequence[Entry], at_once: bool
 ) -> None:
-    written = group.agree(request.doing, lambda: _write_all(parts, staged.folder, at_once, request.is_shown))
+    remote = request.remote
+
+    def write() -> dict[str, Any]:
+        found = _write_all(parts, staged.folder, at_once, request.is_shown)
+        return found if request.folder is not None else found | _others(found, staged.folder)
+
+    written = group.agree(request.doing, write)
+    sent: list[str] = []
+    if remote is not None:
+        before = {name for found in written[: group.exchange.rank] for name in found}
+        sent += [name for name in atomic.names_in(staged.folder) if name not in before] if staged.is_ours else []
+        shown = at_once and request.is_shown
+        send = partial(remote.send, staged.folder, save=staged.save, threaded=at_once, is_shown=shown)
+        group.agree(request.doing, lambda: send(sent))
 
     def place() -> None:
         if group.leads:
-            _complete(staged.folder, parts, written, request.facts)
+            manifest = _complete(staged.folder, parts, written, request.facts)
+            if remote is not None:
+                left = [name for name in atomic.names_in(staged.folder) if name not in (*sent, paths.MANIFEST)]
+                send(left)
+                remote.complete(staged.folder, manifest, staged.save)
             staged.commit()
             leave_note(CHECKPOINT, os.fspath(request.target))
             record(Kind.CHECKPOINT, level=FILES_ONLY, folder=os.fspath(request.target))
-            if request.is_numbered:
-                atomic.prune(request.target, request.total_limit)
+            if remote is not None:
+                remote.prune(request.is_numbered, request.total_limit)
+            if request.is_numbered and request.folder is not None:
+                atomic.prune(request.folder, request.total_limit)
 
     group.agree(request.doing, place)
+    if request.folder is None:
+        staged.discard()
+
+
+def _others(written: dict[str, Any], folder: Path) -> dict[str, FileRecord]:
+    """Return the records of files that hooks have put into the folder that a rank has of its own."""
+    names = [name for name in atomic.names_in(folder) if name not in written and name.split("/")[0] not in written]
+    return {name: FileRecord(*sums_of(folder / name)) for name in names}
 
 
 def _write_all(parts: Sequence[Entry], folder: Path, at_once: bool, is_shown: bool) -> dict[str, Any]:
@@ -237,17 +299,20 @@ def _space(parts: Sequence[Entry], folder: Path) -> str:
     return f"this rank writes {in_bytes(needed)}; {in_bytes(free)} were free"
 
 
-def _complete(folder: Path, parts: Sequence[Entry], written: Sequence[dict[str, Any]], facts: dict[str, Any]) -> None:
+def _complete(
+    folder: Path, parts: Sequence[Entry], written: Sequence[dict[str, Any]], facts: dict[str, Any]
+) -> Manifest:
     """Finish the folders of all ranks, and write the manifest, over what hooks have put into the folder too."""
     mine = {part.name: part for part in parts}
     records: dict[str, FileRecord] = {}
     for name in dict.fromkeys(name for found in written for name in found):
         entry = mine.get(name, Entry(name, None))
         records.update(entry.finish(folder, [found[name] for found in written if name in found]))
-    names = atomic.names_in(folder)
-    for name in names:
+    for name in atomic.names_in(folder):
         if name not in records:
             records[name] = FileRecord(*sums_of(folder / name))
             with open(folder / name, "rb") as file:
                 sync(file.fileno())
-    Manifest({name: records[name] for name in names}, **facts).write(folder / paths.MANIFEST)
+    manifest = Manifest(records, **facts)
+    manifest.write(folder / paths.MANIFEST)
+    return manifest

@@ -6,6 +6,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from farflung.base.bars import Bar, bar
+from farflung.base.checks import Address
 from farflung.base.errors import CheckpointError
 from farflung.base.tree import flatten
 from farflung.base.words import counted, in_bytes
@@ -23,6 +25,7 @@ from farflung.checkpoint.checkpoint import Checkpoint, candidates, is_checkpoint
 from farflung.checkpoint.files import is_file, sums_of
 from farflung.checkpoint.manifest import FileRecord, Manifest
 from farflung.checkpoint.reader import read_torch, read_weights
+from farflung.checkpoint.remote import Remote, name_of
 from farflung.checkpoint.sharded import ShardReader
 from farflung.checkpoint.writer import FileWriter, save_object, tensor_bytes
 
@@ -31,8 +34,21 @@ _BLOCK = 2**20  # bytes that are copied at a time
 _SHOWN = 10  # names of one kind that are listed before the rest is counted
 
 
-def ls(folder: Path) -> None:
-    """List the checkpoints in a folder, newest first, or the files of a checkpoint."""
+@contextmanager
+def here(place: Path | Address) -> Iterator[Path]:
+    """Yield the folder of a checkpoint, which is fetched from an address for the time being."""
+    if isinstance(place, Path):
+        yield place
+        return
+    with ExitStack() as fetched:
+        yield Remote(place).newest(fetched, None, is_shown=True).folder
+
+
+def ls(folder: Path | Address) -> None:
+    """List the checkpoints in a folder or at an address, newest first, or the files of a checkpoint."""
+    if isinstance(folder, Address):
+        _ls_remote(Remote(folder))
+        return
     if not is_checkpoint(folder):
         for path in _checkpoints(folder):
             click.echo(_line(path))
@@ -45,8 +61,41 @@ def ls(folder: Path) -> None:
         click.echo(_NO_MODEL)
 
 
-def verify(folder: Path) -> None:
-    """Read a checkpoint, or all those in a folder; raise CheckpointError if one is not what was written."""
+def _ls_remote(remote: Remote) -> None:
+    saves, has_several = remote.candidates(paths.CHECKPOINTS)
+    for save in saves:
+        try:
+            files = (manifest := remote.manifest(save)).files
+        except CheckpointError as error:
+            click.echo(f"{Address(name_of(save)).name}: NOT COMPLETE: {error}")
+            continue
+        lacks = [] if any(map(paths.MODEL.fullmatch, files)) else [_NO_MODEL]
+        if has_several:
+            lines = [f"{Address(name_of(save)).name}: {', '.join(lacks + _facts(manifest))}"]
+        else:
+            lines = [f"{in_bytes(record.num_bytes):>9}  {name}" for name, record in sorted(files.items())] + lacks
+        click.echo("\n".join(lines))
+
+
+def _verify_remote(remote: Remote) -> None:
+    broken = []
+    for save in remote.candidates(paths.CHECKPOINTS)[0]:
+        try:
+            with ExitStack() as fetched:
+                found = remote.fetch(save, fetched, None, is_shown=True)
+                lacks = "" if _has_model(found.folder) else f"; {_NO_MODEL}"
+                click.echo(f"{found.origin}: complete{lacks}")
+        except CheckpointError as error:
+            broken.append(str(error))
+    if broken:
+        raise CheckpointError("\n".join(broken))
+
+
+def verify(folder: Path | Address) -> None:
+    """Read a checkpoint, or all those in a place; raise CheckpointError if one is not what was written."""
+    if isinstance(folder, Address):
+        _verify_remote(Remote(folder))
+        return
     paths = [folder] if is_checkpoint(folder) else _checkpoints(folder)
     broken = []
     for path in paths:
@@ -240,9 +289,13 @@ def _line(path: Path) -> str:
     if manifest is None:
         facts += ["without a manifest", in_bytes(sum(sizes.values()))]
     else:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.written_at))
-        facts += [_step(manifest), counted(manifest.world_size, "process"), in_bytes(manifest.num_bytes), when]
+        facts += _facts(manifest)
     return f"{path.name}: {', '.join(facts)}"
+
+
+def _facts(manifest: Manifest) -> list[str]:
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.written_at))
+    return [_step(manifest), counted(manifest.world_size, "process"), in_bytes(manifest.num_bytes), when]
 
 
 def _step(manifest: Manifest) -> str:

@@ -15,6 +15,7 @@ from farflung.base.checks import (
     check_fields,
     check_flag,
     check_path,
+    check_place,
     check_type,
     check_whole,
     check_word,
@@ -297,11 +298,14 @@ class ProjectConfiguration:
     """Where a project keeps its files. Not frozen: scripts count `iteration` on their own.
 
     Args:
+        project_dir: a folder; or an address, such as `s3://bucket/run`, which has checkpoints alone.
         logging_dir: where trackers write; None is `project_dir`.
         automatic_checkpoint_naming: `save_state()` chooses `checkpoints/checkpoint_N` by itself.
         total_limit: how many of those are kept; None keeps all.
         iteration: the N of the next one.
         save_on_each_node: each machine's first process writes, not only the very first.
+        keep_local: a folder of this machine in which copies of checkpoints stay that are saved to an address, or loaded
+            from one; None: temporary folders have them meanwhile.
     """
 
     project_dir: str | None = None
@@ -310,6 +314,7 @@ class ProjectConfiguration:
     total_limit: int | None = None
     iteration: int = 0
     save_on_each_node: bool = False
+    keep_local: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         for name in ("automatic_checkpoint_naming", "save_on_each_node"):
@@ -317,6 +322,8 @@ class ProjectConfiguration:
         check_whole("ProjectConfiguration: iteration", self.iteration, least=0)
         if self.total_limit is not None:
             check_whole("ProjectConfiguration: total_limit", self.total_limit, least=1)
+        if self.keep_local is not None:
+            check_path("ProjectConfiguration: keep_local", self.keep_local)
         if self.logging_dir is not None:
             check_type("ProjectConfiguration: logging_dir", self.logging_dir, (str, os.PathLike), "a path")
         self.set_directories(self.project_dir)
@@ -324,7 +331,7 @@ class ProjectConfiguration:
     def set_directories(self, project_dir: str | None = None) -> None:
         """Set `project_dir`, and `logging_dir` to the same if it has no value."""
         if project_dir is not None:
-            check_path("project_dir", project_dir)
+            check_place("project_dir", project_dir)
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir

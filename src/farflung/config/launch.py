@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, get_args, get_type_hints
 
-from farflung.base.checks import check_number, check_path, check_whole
+from farflung.base.checks import check_number, check_path, check_place, check_whole
 from farflung.base.enums import DynamoBackend
 from farflung.base.errors import ConfigError
 from farflung.base.words import counted
@@ -191,8 +191,8 @@ class LaunchSettings(LayoutSettings, EngineSettings):
     )
     save_on_signal: str | None = setting(
         None,
-        "At SIGTERM or SIGUSR1, at any rank or launcher, stop all ranks after the same step and save a checkpoint in "
-        "this folder, which all machines share; exit code 75. accelerator.resume() continues. [ranks end at once]",
+        "At SIGTERM or SIGUSR1, at any rank or launcher, stop all ranks after the same step and save to this folder, "
+        "which all machines share, or address; exit code 75. accelerator.resume() continues. [ranks end at once]",
         told=True,
     )
     monitor_interval: float = setting(0.1, "Seconds between two checks of the processes.")
@@ -281,7 +281,7 @@ class LaunchSettings(LayoutSettings, EngineSettings):
         if self.only_rank is not None and self.rdzv_backend == "c10d" and self.num_machines > 1:
             raise ConfigError("needs --rdzv_backend static: c10d numbers the machines when they meet.", "only_rank")
         for name in filter(self.value, ("run_dir", "log_dir", "save_on_signal", "key_file")):
-            check_path(name, self.value(name))
+            (check_place if name == "save_on_signal" else check_path)(name, self.value(name))
         self._check_rendezvous()
         self._check_elastic()
         self.check_engine(join=self.join, log_dir=self.log_dir, only_rank=self.only_rank)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import psutil  # type: ignore[import-untyped]
 
 from farflung.base.causes import cause_of_meeting
+from farflung.base.checks import Address, check_place
 from farflung.base.events import Kind, record
 from farflung.base.lazy import LazyModule
 from farflung.base.signals import END, PREEMPTION, WARNINGS, Request, handled, heed_children
@@ -53,7 +54,7 @@ class Outcome:
     signal: int | None = None
     finished: tuple[int, ...] = ()  # ranks that ended well, though others failed
     notes: frozenset[str] = frozenset()  # their names, that any rank left for the launcher
-    checkpoint: Path | None = None  # the newest that a run which failed has written
+    checkpoint: Path | Address | None = None  # the newest that a run which failed has written
     is_preempted: bool = False  # ended by a scheduler's signal before it could save
 
 
@@ -180,16 +181,16 @@ def _notes(log_dir: Path) -> frozenset[str]:
     return frozenset(file.name for file in log_dir.glob("*/attempt_*/*/*"))
 
 
-def newest_checkpoint(log_dir: Path) -> Path | None:
-    """Return the newest checkpoint that ranks of this machine have written, in any attempt, if it is still there.
+def newest_checkpoint(log_dir: Path) -> Path | Address | None:
+    """Return the newest checkpoint that ranks of this machine have written, in any attempt; no folder that is gone.
 
     Args:
         log_dir: with a folder `<run>/attempt_<number>/<local rank>` for each process, in which it leaves its notes.
     """
     notes = _last_attempt(log_dir).parent.glob(f"attempt_*/*/{CHECKPOINT}")
     last = max(notes, key=lambda note: note.stat().st_mtime, default=None)
-    folder = None if last is None else Path(last.read_text(encoding="utf-8"))
-    return folder if folder is not None and folder.is_dir() else None
+    place = None if last is None else check_place("newest_checkpoint", last.read_text(encoding="utf-8"))
+    return place if isinstance(place, Address) or (place is not None and place.is_dir()) else None
 
 
 def read_report(file: Path) -> dict[str, Any]:

@@ -7,11 +7,11 @@ What the commands do needs torch, which is loaded when the arguments have been r
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from farflung.base.checks import check_path
+from farflung.base.checks import Address, check_path, check_place
 from farflung.base.errors import ConfigError
 from farflung.base.lazy import LazyModule
 from farflung.config.key import run_key
@@ -23,20 +23,40 @@ else:
     tools = LazyModule("farflung.checkpoint.tools")
     saved_state = LazyModule("farflung.address.saved_state")
 
-_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+
+class _Place(click.Path):
+    """A folder that exists, or an address."""
+
+    name = "folder"
+
+    def __init__(self) -> None:
+        super().__init__(exists=True, file_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        place = check_place(param.human_readable_name if param else "FOLDER", value)
+        return place if isinstance(place, Address) else super().convert(place, param, ctx)
+
+
+_FOLDER = _Place()
 
 
 @click.command()
 @click.argument("folder", type=_FOLDER)
-def ls(folder: Path) -> None:
-    """List the checkpoints in FOLDER or FOLDER/checkpoints, newest first, or the files if FOLDER is a checkpoint."""
+def ls(folder: Path | Address) -> None:
+    """List the checkpoints in FOLDER or FOLDER/checkpoints, newest first, or the files if FOLDER is a checkpoint.
+
+    It may be an address, such as s3://bucket/run.
+    """
     tools.ls(folder)
 
 
 @click.command()
 @click.argument("folder", type=_FOLDER)
-def verify(folder: Path) -> None:
-    """Read every byte of a checkpoint, or of all those in FOLDER, and check it against what was written."""
+def verify(folder: Path | Address) -> None:
+    """Read every byte of a checkpoint, or of all those in FOLDER, and check it against what was written.
+
+    It may be an address, such as s3://bucket/run.
+    """
     tools.verify(folder)
 
 
@@ -44,12 +64,13 @@ def verify(folder: Path) -> None:
 @click.argument("one", type=_FOLDER)
 @click.argument("other", type=_FOLDER)
 @click.pass_context
-def diff(ctx: click.Context, one: Path, other: Path) -> None:
-    """Show how two checkpoints differ: files, names, shapes, and how far apart values are.
+def diff(ctx: click.Context, one: Path | Address, other: Path | Address) -> None:
+    """Show how two checkpoints differ, in folders or at addresses: files, names, shapes, how far apart values are.
 
     The exit code is 0 if they are the same, 1 if they differ, and 2 if they can't be compared.
     """
-    ctx.exit(1 if tools.diff(one, other) else 0)
+    with tools.here(one) as mine, tools.here(other) as theirs:
+        ctx.exit(1 if tools.diff(mine, theirs) else 0)
 
 
 @click.command()
@@ -63,11 +84,12 @@ def diff(ctx: click.Context, one: Path, other: Path) -> None:
     help="accelerate: without Farflung's own files. farflung: with a manifest. state-dict: one file with the weights.",
 )
 @click.option("--model", default=0, help="Index of the model, for state-dict.", show_default=True)
-def convert(source: Path, target: Path, form: str, model: int) -> None:
-    """Write the checkpoint SOURCE in another format to TARGET, which must not exist yet."""
+def convert(source: Path | Address, target: Path, form: str, model: int) -> None:
+    """Write the checkpoint SOURCE, a folder or an address, in another format to TARGET, which must not exist yet."""
     if check_path("TARGET", target).exists():
         raise ConfigError(f"{target} already exists. Name another target.")
-    tools.convert(source, target, form, model)
+    with tools.here(source) as folder:
+        tools.convert(folder, target, form, model)
 
 
 @click.command()

@@ -18,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from farflung.base.checks import is_address
 from farflung.base.errors import ConfigError, did_you_mean
 from farflung.base.lazy import LazyModule
 from farflung.base.words import counted, numbered, plural
@@ -117,7 +118,7 @@ def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str], r
         fit_for_cores(settings.num_cpu_threads_per_process, "num_cpu_threads_per_process", "thread")
     if settings.log_dir is not None and not settings.dry_run:
         _make_folder(settings.log_dir, "log_dir")
-    if settings.save_on_signal is not None and not settings.dry_run:
+    if settings.save_on_signal is not None and not is_address(settings.save_on_signal) and not settings.dry_run:
         _make_folder(settings.save_on_signal, "save_on_signal")
     meeting = meet(settings)
     variables = rank_variables(settings) | network_variables(meeting, settings)

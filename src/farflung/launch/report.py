@@ -14,6 +14,7 @@ from textwrap import shorten
 from typing import Any
 
 from farflung.base.causes import Cause, cause_in
+from farflung.base.checks import Address
 from farflung.base.events import Kind, record, tell
 from farflung.base.signals import name_of
 from farflung.base.words import numbered
@@ -99,7 +100,7 @@ def explain(
     failures: Sequence[Failure],
     finished: Sequence[int] = (),
     others_at: str | None = None,
-    checkpoint: Path | None = None,
+    checkpoint: Path | Address | None = None,
     name: str | None = None,
 ) -> tuple[str, str]:
     """Return title and text of the report.
