@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from farflung.address.board import Log
 from farflung.address.c10d_transport import PATIENCE_S
 from farflung.address.member_store import LauncherNotes, MemberStore, Record
 from farflung.address.packed import Damaged
-from farflung.address.saved_state import Saved, SavedStates, pull
+from farflung.address.saved_state import Saved, SavedStates, follow, pull
 from farflung.address.schemes import transport_at
 from farflung.address.seal import Seal
 from farflung.base.errors import ConfigError, RankFailure, Unreachable
@@ -40,6 +41,7 @@ from farflung.testing.ranks import run_ranks
 from tests.errors import error_of
 from tests.outer.elastic_run import EVERY, ElasticRun, wrong
 from tests.outer.replicas import same, shift, values
+from tests.waits import until
 
 RECIPE, LATE = diloco(4, lr=1.0, momentum=0.5), streaming_diloco(4, 1, delay=1, lr=1.0, momentum=0.0)
 TREE = {
@@ -147,8 +149,8 @@ def test_a_damaged_part_is_never_taken(board, change):
 
 def pulled(address, folder):
     """The weights in the newest state at an address."""
-    pull(address, folder / "x.safetensors")
-    return load_file(folder / "x.safetensors")
+    pull(address, folder / "pulled.safetensors")
+    return load_file(folder / "pulled.safetensors")
 
 
 def lost():
@@ -237,6 +239,45 @@ def test_the_weights_of_a_run_can_be_pulled_while_it_trains_and_when_it_has_ende
             assert same(pulled(address, tmp_path), values(model))
     outer.close()
     assert same(pulled(address, tmp_path), model.state_dict())
+
+
+def test_who_follows_a_run_has_each_newer_version_whole_until_that_of_its_end(tmp_path):
+    address, target, said, found = tmp_path.as_uri(), tmp_path / "x.safetensors", [], []
+
+    def say(line):
+        said.append(line)
+        found.append(load_file(target))
+
+    model = nn.Linear(3, 2)
+    outer, _ = trained(address, RECIPE, 9, model)
+    with ThreadPoolExecutor(1) as threads:
+        following = threads.submit(follow, address, target, None, say)
+        until(lambda: said)
+        assert same(found[0], pulled(address, tmp_path))
+        board = transport_at(address).board.part("loop1")
+        step(outer, 8)
+        until(lambda: len(said) > 1)
+        newest = next(SavedStates(board).newest())
+        until(lambda: said[-1].endswith(f"after step {newest.position}"))
+        key = f"state/{newest.name}/0/0"
+        board.put(key, board.get(key)[:-1] + b"?")  # as it was taken before, nobody asks for it again
+        outer.close()
+        following.result(60)
+    steps = [int(line.rpartition(" ")[2]) for line in said]
+    assert steps == sorted(set(steps))
+    assert same(found[-1], model.state_dict())
+
+
+def test_a_version_that_is_damaged_is_said_and_left_out(tmp_path):
+    address, said = tmp_path.as_uri(), []
+    board = transport_at(address).board.part("loop1")
+    for name, is_last in [("1.10", False), ("1.20", True)]:
+        SavedStates(board).write(name, 0, TREE)
+        SavedStates(board).finish(replace(saved(name), is_last=is_last))
+    board.put("state/1.20/0/0", b"?")
+    transport_at(address).of_run(b"{}")
+    follow(address, tmp_path / "x.safetensors", None, said.append)
+    assert said == ["The state at step 3 was not taken: it has no header"]
 
 
 @pytest.mark.law("readout-is-slow-weights")

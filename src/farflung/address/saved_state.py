@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from io import BufferedReader
 from math import prod
@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from farflung.address.board import Log, forget
-from farflung.address.objects import ObjectBoard
+from farflung.address.objects import PATIENCE_S, ObjectBoard
 from farflung.address.packed import Damaged, packed, unpack
 from farflung.address.run_record import part_of_run
 from farflung.address.schemes import objects_at
@@ -31,7 +31,8 @@ from farflung.address.state_transfer import filled, form_of
 from farflung.base.bars import Bar, bar
 from farflung.base.errors import ConfigError, Unreachable
 from farflung.base.events import Kind, record
-from farflung.base.files import utf8_name
+from farflung.base.files import atomic_file, utf8_name
+from farflung.comm.patience import aloud, waiting
 
 _KEPT = 2
 _PATIENCE_S = 5.0  # of those that read alone
@@ -105,7 +106,7 @@ class SavedStates:
                 break  # the other ranks have stopped writing too
             if time.monotonic() > deadline:
                 raise Unreachable(f"Some ranks have not written their parts of it within {within_s:g} s.")
-            time.sleep(_PAUSES * self._board.pause_s)
+            time.sleep(self.look_s)
         while True:
             number, content = self._log.last()  # before the question: whoever excluded this one has appended since
             name = saved.name if content is None else json.loads(content)["name"]
@@ -123,6 +124,11 @@ class SavedStates:
             if _order(name) < _order(saved.name):  # other ranks may be writing the next one
                 forget(self._board, f"state/{name}/")
         return True
+
+    @property
+    def look_s(self) -> float:
+        """How many seconds to wait between two looks for what others write."""
+        return _PAUSES * self._board.pause_s
 
     def is_whole(self, saved: Saved) -> bool:
         """Return whether all ranks have written their parts of a state."""
@@ -209,30 +215,59 @@ def pull(address: str, target: Path, key: bytes | None = None) -> str:
     Raises:
         ConfigError: no state can be read there.
     """
-    seal = None if key is None else Seal(key)
-    board = objects_at(address, seal).patient(_PATIENCE_S)
-    try:
-        name = part_of_run(board, address)
-        states = SavedStates((board.part(name) if name else board).part("loop1"))
-        why = "No state was written there yet"
+    why = "No state was written there yet"
+    with _states_at(address, key, _PATIENCE_S) as states:
         for saved in states.newest():
             try:
-                with bar(f"Reading step {saved.position}", states.num_bytes(saved)) as shown:
-                    ranks = [states.read(saved, rank, shown) for rank in range(saved.ranks)]
+                return _written(states, saved, target)
             except Damaged as error:
                 why = f"The newest states are damaged: {error}"
-                continue
-            weights = weights_of(ranks)
-            with utf8_name(target.parent) as folder:
-                metadata = {"format": "pt", "step": str(saved.position)}
-                save_file(weights, f"{folder}/{target.name}", metadata=metadata)
-            return f"{len(weights)} tensors after step {saved.position}"
+    raise ConfigError(f"Nothing can be pulled from {address}. {why}.")
+
+
+def follow(address: str, target: Path, key: bytes | None, say: Callable[[str], object]) -> None:
+    """Do what `pull` does for each newer state, from the first that is written to that of the run's end.
+
+    Args:
+        say: called with what was written, and with what was wrong with a state that was not.
+    """
+    known, is_last = "", False
+    with _states_at(address, key, PATIENCE_S) as states:
+        while not is_last:
+            for _ in waiting(states.look_s, say=aloud("this process", f"for newer weights at {address}")):
+                saved = next(states.newest(), None)
+                if saved is not None and saved.name != known:
+                    break
+            assert saved is not None
+            known, is_last = saved.name, saved.is_last
+            try:
+                say(f"{target} has {_written(states, saved, target)}")
+            except Damaged as error:
+                say(f"The state at step {saved.position} was not taken: {error}")
+
+
+@contextmanager
+def _states_at(address: str, key: bytes | None, patience_s: float) -> Iterator[SavedStates]:
+    """Yield the states of the run at an address, for those that may read."""
+    seal = None if key is None else Seal(key)
+    try:
+        board = objects_at(address, seal).patient(patience_s)
+        name = part_of_run(board, address)
+        yield SavedStates((board.part(name) if name else board).part("loop1"))
     except Unreachable as error:
         raise ConfigError(str(error)) from None
     finally:
         for notice in () if seal is None else seal.versions.notices:
             record(Kind.WARNING, message=notice)
-    raise ConfigError(f"Nothing can be pulled from {address}. {why}.")
+
+
+def _written(states: SavedStates, saved: Saved, target: Path) -> str:
+    """Write the weights of a state to a file, which others find whole; return what they are."""
+    with bar(f"Reading step {saved.position}", states.num_bytes(saved)) as shown:
+        weights = weights_of([states.read(saved, rank, shown) for rank in range(saved.ranks)])
+    with atomic_file(target) as part, utf8_name(part.parent) as folder:
+        save_file(weights, f"{folder}/{part.name}", metadata={"format": "pt", "step": str(saved.position)})
+    return f"{len(weights)} tensors after step {saved.position}"
 
 
 def weights_of(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:

@@ -96,10 +96,13 @@ def convert(source: Path | Address, target: Path, form: str, model: int) -> None
 @click.argument("address")
 @click.argument("target", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--key_file", "--key-file", help="The file with the run's key, if it has one. [the key in FARFLUNG_KEY]")
-def pull(address: str, target: Path, key_file: str | None) -> None:
+@click.option("--follow", is_flag=True, help="Write each newer version over it, until the run ends.")
+def pull(address: str, target: Path, key_file: str | None, follow: bool) -> None:
     """Write the newest agreed weights of the run at ADDRESS (see `launch --meet`) to the safetensors file TARGET.
 
     The run may be under way, or over. Reading is enough.
     """
     check_path("TARGET", target)
+    if follow:
+        return saved_state.follow(address, target, run_key(key_file), click.echo)
     click.echo(f"{target} has {saved_state.pull(address, target, run_key(key_file))}")
