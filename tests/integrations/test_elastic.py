@@ -19,7 +19,7 @@ from farflung.address.c10d_transport import C10dTransport
 from farflung.address.member_store import LauncherNotes
 from farflung.address.schemes import transport_at
 from farflung.base.causes import Cause
-from farflung.base.errors import RankFailure, StateError
+from farflung.base.errors import ConfigError, RankFailure, StateError
 from farflung.config import environ
 from farflung.data.slots import Slots
 from farflung.elastic import launched_membership, place
@@ -307,3 +307,37 @@ def test_a_replica_whose_model_no_loop_has_is_told_at_its_first_step(words, reci
     done = run_python(*start_of(RANK)[1:], "train.py", *words, code=None)
     assert re.search(said, done.stderr) if said else not done.stderr
     assert done.returncode == bool(said)
+
+
+def prepared_adversaries(address):
+    """How many loops two prepared nets have, what is saved of one after an epoch, and the weights at the end."""
+    environ.export({"FARFLUNG_STORE": address, "FARFLUNG_RUN_DIR": "none"})
+    os.environ["FARFLUNG_MEMBER"] = str(LauncherNotes(transport_at(address).board).enroll("replica"))
+    accelerator = Accelerator(cpu=True, outer=CONFIG)
+    models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    for model in models:
+        nn.init.zeros_(model.weight)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    *nets, optimizers[0], optimizers[1], data = accelerator.prepare(
+        *models, *optimizers, DataLoader(TensorDataset(torch.ones(6, 1)), 1)
+    )
+    for (batch,) in data:
+        made = nets[0](batch)
+        for which, source in ((1, made.detach()), (0, made)):
+            optimizers[which].zero_grad()
+            accelerator.backward((nets[1](batch) + source).sum())
+            optimizers[which].step()
+    loops = len(accelerator.outer_loops)
+    saved = accelerator.get_state_dict(nets[1])["weight"].item()
+    third = nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match=r"one together: .*to one call of `accelerator.prepare`"):
+        accelerator.prepare(third, torch.optim.SGD(third.parameters(), lr=1.0))
+    accelerator.end_training()
+    return loops, saved, [model.weight.item() for model in models]
+
+
+@pytest.mark.timeout(30)
+def test_all_models_of_an_accelerator_share_a_loop_where_replicas_come_and_go(tmp_path):
+    transport_at(tmp_path.as_uri()).board.put("run", json.dumps({"expected": 1, "most": 2}).encode())
+    ((loops, saved, weights),) = run_ranks(prepared_adversaries, 1, tmp_path.as_uri())
+    assert (loops, saved, weights) == (1, -6.0, [-6.0, -6.0])

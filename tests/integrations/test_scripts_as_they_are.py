@@ -79,11 +79,12 @@ def test_a_denoiser_whose_main_process_saves_and_whose_schedule_was_made_before_
     assert ("`import accelerate` is answered by Farflung" in said) == (way != "fixed")
 
 
+@pytest.mark.parametrize("host", [(), ("accelerator",)], ids=["DDP", "Accelerator"])
 @pytest.mark.parametrize("way", ["fixed", "elastic", pytest.param("meet", marks=pytest.mark.long)])
-def test_a_gan_of_two_ddp_models_whose_replicas_make_other_numbers_of_steps(way, tmp_path):
+def test_a_gan_of_two_models_whose_replicas_make_other_numbers_of_steps(way, host, tmp_path):
     """Of 25 batches an epoch, with a round after each: where one replica is at its end, the other has a round left."""
-    ends, _ = ended("gan.py", way, tmp_path, "--outer-every", 1)
-    check(ends, once(2, 100))
+    ends, _ = ended("gan.py", way, tmp_path, "--outer-every", 1, arguments=host)
+    check(ends, None if host and way == "fixed" else once(2, 100))  # ranks have even batches there, as in Accelerate
 
 
 @pytest.mark.long

@@ -30,7 +30,7 @@ from farflung.resume.run import Run
 
 if TYPE_CHECKING:
     from farflung.accelerator.ema import EMAModel
-    from farflung.accelerator.outer import AttachedLoop
+    from farflung.accelerator.outer import AttachedLoop, AttachedModel
     from farflung.hosts.driver import EpochTracker
     from farflung.methods.arguments import OuterConfig
     from farflung.methods.recipe import Recipe
@@ -67,23 +67,41 @@ class OuterController:
     # ---- opening and ending
 
     def attach(self) -> None:
-        """Open a loop over each prepared model that a prepared optimizer trains and that has none yet: a collective."""
+        """Open a loop over each prepared model that a prepared optimizer trains and that has none yet: a collective.
+
+        Where replicas come and go, each at its own pace, they would wait for each other in rounds of several loops: the
+        models have one together.
+        """
         if self._averages is not None:
             self._averages.attach()
         if self._config is None:
             return
         for attached in self.attached:
             attached.follow_optimizers()
+        new = []
         for model in self._run.models:
             owners = [optimizer for optimizer in self._run.optimizers if optimizer.owns(model.parameters())]
             trains = any(parameter.requires_grad for parameter in model.parameters())
-            if not owners or not trains or self.has(model):
-                continue
-            attached = self._open(model, self._recipe, each_step=True)
+            if owners and trains and not self.has(model):
+                new.append(model)
+        groups = [[model] for model in new]
+        if new and self._run.world.place.member is not None:
+            self._refuse_second()
+            groups = [new]
+        for models in groups:
+            attached = self._open(models, self._recipe, each_step=True)
             leave_note(OUTER_ATTACHED)
             self._outputs.listen(attached.loop, len(self._epochs), attached.loss)
             attached.follow_epochs()
             attached.loop.open_end.is_silent = True  # `exit_report` has a line of its own
+
+    def _refuse_second(self) -> None:
+        """Raise ConfigError if a loop is open, where replicas come and go."""
+        if self.attached:
+            raise ConfigError(
+                "Another model has an outer loop already. Where replicas come and go, the models of a script have one "
+                "together: give all models and their optimizers to one call of `accelerator.prepare`."
+            )
 
     def outer(
         self, model: nn.Module, recipe: Recipe, each_step: bool
@@ -96,11 +114,13 @@ class OuterController:
                 "one when it was prepared, or a `with` block around this one has. Leave one of them out."
             )
         lazy.outer.driving(model, self._run.optimizers)
+        if self._run.world.place.member is not None:
+            self._refuse_second()
         return self._attached(model, recipe, each_step)
 
     @contextmanager
     def _attached(self, model: nn.Module, recipe: Recipe, each_step: bool) -> Iterator[OuterLoop]:
-        attached = self._open(model, recipe, each_step)
+        attached = self._open([model], recipe, each_step)
         try:
             yield attached.loop
         except BaseException as error:
@@ -110,9 +130,9 @@ class OuterController:
         self.attached.remove(attached)
         attached.end()
 
-    def _open(self, model: nn.Module, recipe: Recipe, each_step: bool) -> AttachedLoop:
+    def _open(self, models: Sequence[nn.Module], recipe: Recipe, each_step: bool) -> AttachedLoop:
         """Open a loop; it continues from a loaded state, if one is waiting for it."""
-        attached = lazy.outer.AttachedLoop(model, recipe, self._run)
+        attached = lazy.outer.AttachedLoop(models, recipe, self._run)
         attached.each_step = each_step
         if self.waiting:
             attached.load_state_dict(self.waiting.pop(0))
@@ -212,11 +232,12 @@ class OuterController:
 
     def has(self, model: nn.Module) -> bool:
         """Return whether an open loop is over parameters of `model`."""
-        return any(_share(attached.model, model) for attached in self.attached)
+        return any(_share(one.model, model) for attached in self.attached for one in attached.models)
 
     @property
-    def _lenders(self) -> list[AttachedLoop | EMAModel]:
-        return [*self.attached, *(() if self._averages is None else self._averages.models)]
+    def _lenders(self) -> list[AttachedModel | EMAModel]:
+        attached = [one for attached in self.attached for one in attached.models]
+        return [*attached, *(() if self._averages is None else self._averages.models)]
 
     def end_evaluations(self) -> None:
         """Have the weights in the models that are trained, before a checkpoint is written or read."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -13,9 +13,9 @@ from torch.utils.hooks import RemovableHandle
 
 from farflung.base.errors import ConfigError
 from farflung.comm.recording import uncompiled
-from farflung.hosts.driver import Driver, EpochTracker
+from farflung.hosts.driver import Driver, EpochTracker, together
 from farflung.hosts.elastic import members_of
-from farflung.hosts.evaluation import MODE_LISTENERS, FollowedModelHook, LentWeights, follow_modes
+from farflung.hosts.evaluation import MODE_LISTENERS, FollowedModelHook, LentWeights, agreed_in, follow_modes
 from farflung.loop.optimizer import AcceleratedOptimizer, parameters_of
 from farflung.loop.scheduler import planned_updates
 from farflung.loop.state import ActiveLoader, Trace
@@ -25,19 +25,46 @@ from farflung.process.log import get_logger
 from farflung.resume.run import Run
 
 
+class AttachedModel:
+    """A prepared model with an outer loop, which lends it the agreed weights for an evaluation.
+
+    Args:
+        bare: the model unwrapped.
+    """
+
+    def __init__(self, model: nn.Module, bare: nn.Module, loop: AttachedLoop) -> None:
+        self.model, self._bare, self._loop = model, bare, loop
+        self.evaluation = LentWeights(model)
+        hooked: Any = bare  # whose types are not complete in torch
+        end = FollowedModelHook(lambda one, *_: one.evaluation.end(), self)
+        self.hooks: list[RemovableHandle] = [hooked.register_load_state_dict_pre_hook(end), self.evaluation.hook]
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether `module` is the model, maybe unwrapped."""
+        return module is self.model or module is self._bare
+
+    @property
+    def lends(self) -> bool:
+        return self._loop.lends
+
+    def agreed(self) -> AbstractContextManager[None]:
+        """Have the agreed weights in this model within a block, and in no other one of its loop."""
+        return agreed_in(self._bare, self._loop, len(self._loop.models) == 1)
+
+
 class AttachedLoop(Driver):
-    """An outer loop that is attached to a prepared model and to the optimizer whose steps it counts: a collective.
+    """An outer loop that is attached to prepared models and to the optimizer whose steps it counts: a collective.
 
     In the first steps of a recipe that begins with averaged gradients the model's strategy averages them as usual.
     After that gradients and buffers stay within their island: on their process, where each is one.
 
     Attributes:
-        optimizer: the one that has most of the model's parameters; ConfigError if there is none.
+        optimizer: the one that has most of the models' parameters; ConfigError if there is none.
     """
 
-    def __init__(self, model: nn.Module, recipe: Recipe, run: Run) -> None:
-        self.model, self._run = model, run
-        self.optimizer = optimizer = driving(model, run.optimizers)
+    def __init__(self, models: Sequence[nn.Module], recipe: Recipe, run: Run) -> None:
+        self._run = run
+        self.optimizer = optimizer = driving(nn.ModuleList(models), run.optimizers)
         self._owners: list[AcceleratedOptimizer] = []
         self._listeners: list[tuple[AcceleratedOptimizer, Callable[[bool], None]]] = []
         self._hooks: list[RemovableHandle] = []
@@ -52,7 +79,7 @@ class AttachedLoop(Driver):
         if members.membership is not None and run.slots is not None:
             members.membership.data = run.slots.described()
         super().__init__(
-            run.strategy.unwrap(model),
+            together([run.strategy.unwrap(model) for model in models]),
             recipe,
             members,
             optimizer.optimizer,
@@ -63,36 +90,35 @@ class AttachedLoop(Driver):
             lambda advice: get_logger(__name__).warning(f"As the learning rate schedule has it, {advice}"),
             self._items_of_step,
         )
+        self.models = [AttachedModel(model, run.strategy.unwrap(model), self) for model in models]
         self.follow_optimizers()
         if recipe.weighs_items:
             optimizer.loop_state.counts_samples = True
         self._choose_who_averages()
-        self.evaluation = LentWeights(model)
-        bare: Any = run.strategy.unwrap(model)  # whose types are not complete in torch
-        end = FollowedModelHook(lambda one, *_: one.evaluation.end(), self)
-        self._hooks += [bare.register_load_state_dict_pre_hook(end), self.evaluation.hook]
-
-    def holds(self, module: nn.Module) -> bool:
-        """Whether `module` is the model, maybe unwrapped."""
-        return module is self.model or module is self._run.strategy.unwrap(self.model)
 
     def mode_changed(self, module: nn.Module, was_training: bool) -> None:
-        """Put the agreed weights, which are saved too, into the model for an evaluation after an epoch."""
-        if self.holds(module):
-            lends = was_training and self.attempts > 0 and self.epochs is not None and not self.epochs.is_behind
-            self.evaluation.change(module.training, self if lends else None)
+        """Put the agreed weights, which are saved too, into a model for an evaluation after an epoch."""
+        lends = was_training and self.attempts > 0 and self.epochs is not None and not self.epochs.is_behind
+        for one in self.models:
+            if one.holds(module):
+                one.evaluation.change(module.training, one if lends else None)
+
+    def end_evaluations(self) -> None:
+        """Put this rank's own weights back into all models."""
+        for one in self.models:
+            one.evaluation.end()
 
     def flush(self) -> None:
-        self.evaluation.end()
+        self.end_evaluations()
         super().flush()
 
     def follow_optimizers(self) -> None:
-        """Follow the prepared optimizers that train the model, also those prepared after it.
+        """Follow the prepared optimizers that train the models, also those prepared after them.
 
         Raises:
             ConfigError: there are several, and the recipe synchronizes the state of one.
         """
-        parameters = list(self.model.parameters())
+        parameters = [parameter for one in self.models for parameter in one.model.parameters()]
         for optimizer in self._run.optimizers:
             if any(optimizer is owner for owner in self._owners) or not optimizer.owns(parameters):
                 continue
@@ -146,12 +172,12 @@ class AttachedLoop(Driver):
         self._average_everywhere()
 
     def _detach(self) -> None:
-        self.evaluation.end()
+        self.end_evaluations()
         MODE_LISTENERS.discard(self)
         for optimizer, listener in self._listeners:
             if listener in optimizer.attached:
                 optimizer.attached.remove(listener)
-        for hook in self._hooks:
+        for hook in [*self._hooks, *(hook for one in self.models for hook in one.hooks)]:
             hook.remove()
 
     def _stepped(self, optimizer: AcceleratedOptimizer, done: bool) -> None:
@@ -195,7 +221,7 @@ class AttachedLoop(Driver):
 
         Weights may have been loaded after `prepare`.
         """
-        self.evaluation.end()
+        self.end_evaluations()
         begins, self._has_begun = not self._has_begun, True
         is_here = self.loop.position == 0 or self.loop.is_newcomer
         if begins and is_here and self.attempts == self.loop.stats().attempts == 0:
@@ -207,12 +233,13 @@ class AttachedLoop(Driver):
             self._average_everywhere()
         elif self._alone is None:
             self._alone = ExitStack()
-            self._alone.enter_context(self._run.strategy.local(self.model))
+            for one in self.models:
+                self._alone.enter_context(self._run.strategy.local(one.model))
             for optimizer in self._owners:
                 optimizer.in_lockstep = optimizer.is_own = True
 
     def _average_everywhere(self) -> None:
-        """Restore averaging of gradients over all ranks, by the model's strategy."""
+        """Restore averaging of gradients over all ranks, by the models' strategy."""
         if self._alone is not None:
             for optimizer in self._owners:
                 optimizer.in_lockstep = False

@@ -194,6 +194,11 @@ class Driver:
                     self._warn(f"training ends after {updates} of each of {members}: {steps / each:.3g} epochs.")
 
 
+def together(models: Sequence[nn.Module]) -> nn.Module:
+    """Return the model that a loop is over, or a module of all of them."""
+    return models[0] if len(models) == 1 else nn.ModuleDict({str(n): one for n, one in enumerate(models)})
+
+
 def _rates(optimizer: Optimizer) -> tuple[float, ...]:
     return tuple(float(group["lr"]) for group in optimizer.param_groups)
 

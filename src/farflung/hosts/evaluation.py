@@ -6,8 +6,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from farflung.base.events import Kind, record
 from farflung.comm.frames import user_call
+from farflung.comm.recording import unrecorded
 from farflung.hosts.patching import around
 
 
@@ -28,6 +29,31 @@ class Lender(Protocol):
 
     def agreed(self) -> AbstractContextManager[None]:
         """Have them in the model within a block."""
+
+
+@contextmanager
+def agreed_in(module: nn.Module, lender: Lender, is_all: bool) -> Iterator[None]:
+    """Have a lender's weights in `module` within a block, and in nothing else. `is_all`: it lends to nothing else."""
+    if is_all:
+        with lender.agreed():
+            yield
+        return
+    tensors = [*module.parameters(), *module.buffers()]
+    with unrecorded():
+        own = [one.clone() for one in tensors]
+        with lender.agreed():
+            theirs = [one.clone() for one in tensors]
+        _put(tensors, theirs)
+    try:
+        yield
+    finally:
+        with unrecorded():
+            _put(tensors, own)
+
+
+def _put(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
 
 
 class LentWeights:

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from farflung.base.errors import StateError, Unsupported
 from farflung.base.torch_internals import compiled_from
 from farflung.base.words import counted
-from farflung.comm.recording import unrecorded
-from farflung.hosts.driver import Driver, EpochTracker
-from farflung.hosts.evaluation import AgreedState, FollowedModelHook, LentWeights
+from farflung.hosts.driver import Driver, EpochTracker, together
+from farflung.hosts.evaluation import AgreedState, FollowedModelHook, LentWeights, agreed_in
 from farflung.outer.gradients import LocalDDP
 from farflung.process.mesh import Mesh
 
@@ -37,8 +36,7 @@ class FollowedLoop:
 
     def module(self) -> nn.Module:
         """Return the model, or a module of all of them."""
-        modules = [one.local.module for one in self.models]
-        return modules[0] if len(modules) == 1 else nn.ModuleDict({str(n): one for n, one in enumerate(modules)})
+        return together([one.local.module for one in self.models])
 
     def take_driver(self) -> Driver | None:
         """Return the driver, whose loop has to be ended: the models have none from now on."""
@@ -100,25 +98,10 @@ class FollowedModel:
     def lends(self) -> bool:
         return self.driver is not None and self.driver.lends
 
-    @contextmanager
-    def agreed(self) -> Iterator[None]:
+    def agreed(self) -> AbstractContextManager[None]:
         """Have the agreed weights in this model within a block, and in no other one of its loop."""
         assert self.driver is not None
-        if len(self.shared.models) == 1:
-            with self.driver.agreed():
-                yield
-            return
-        tensors = [*self.local.module.parameters(), *self.local.module.buffers()]
-        with unrecorded():
-            own = [one.clone() for one in tensors]
-            with self.driver.agreed():
-                theirs = [one.clone() for one in tensors]
-            _put(tensors, theirs)
-        try:
-            yield
-        finally:
-            with unrecorded():
-                _put(tensors, own)
+        return agreed_in(self.local.module, self.driver, len(self.shared.models) == 1)
 
     def end(self) -> None:
         """Follow the model no longer: restore DDP's gradient synchronization."""
@@ -126,11 +109,6 @@ class FollowedModel:
         self._averages_without_loop = True
         self.shared.models.remove(self)
         self.local.end()
-
-
-def _put(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    for tensor, value in zip(tensors, values, strict=True):
-        tensor.copy_(value)
 
 
 def _no_second_hook(state: object, hook: Callable[..., object]) -> None:
