@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from inspect import signature
 from itertools import product
@@ -62,22 +62,23 @@ def spelled(**settings: Any) -> str:
     return json.dumps(settings, sort_keys=True)
 
 
-def run_of(line: Mapping[str, Any]) -> Run:
+def run_of(line: Mapping[str, Any], kind: type[Run] = Run) -> Run:
     """Return the run of a line."""
-    return Run(**{field.name: line[field.name] for field in fields(Run) if field.name in line})
+    return kind(**{field.name: line[field.name] for field in fields(kind) if field.name in line})
 
 
 class Results:
-    """The lines that are there, by their runs."""
+    """The lines of a file that are there, by their runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = FILE, kind: type[Run] = Run) -> None:
+        self.name, self._kind = name, kind
         self.read()
 
     def read(self) -> None:
-        file = RESULTS / FILE
+        file = RESULTS / self.name
         lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
         self.figures: dict[Run, dict[str, Any]] = {}
-        self.figures.update((run_of(line), line["figures"]) for line in map(json.loads, lines))
+        self.figures.update((run_of(line, self._kind), line["figures"]) for line in map(json.loads, lines))
 
     def loss(self, run: Run) -> float:
         """Return the held-out loss; infinite if it isn't there or wasn't finite."""
@@ -444,20 +445,27 @@ def readouts(results: Results, size: str, seed: int) -> dict[str, list[Run]]:
     return runs
 
 
-def do(runs: Iterable[Run], results: Results) -> None:
-    """Do what isn't there yet, in stacks of what can be done together."""
+def do(
+    runs: Iterable[Run],
+    results: Results,
+    train: Callable[[Sequence[Any]], list[dict[str, Any]]] = train,
+    question: str = QUESTION,
+    **facts: Any,
+) -> None:
+    """Do what isn't there yet, in stacks of what can be done together; write it with these facts."""
+    facts = facts or {"tuned_at": TUNED_AT, "text": checksum()}
     by_kind: dict[tuple[Any, ...], list[Run]] = {}
     results.read()
     for run in dict.fromkeys(runs):
         if run not in results.figures:
-            by_kind.setdefault((run.size, run.steps, run.batch), []).append(run)
+            by_kind.setdefault(run.stacked_by, []).append(run)
     for kind in by_kind.values():
         while kind:
             now = [kind.pop(0)]
             while kind and sum(run.replicas for run in [*now, kind[0]]) <= AT_ONCE:
                 now.append(kind.pop(0))
             for run, figures in zip(now, train(now), strict=True):
-                report(QUESTION, figures, write_to=FILE, tuned_at=TUNED_AT, text=checksum(), **asdict(run))
+                report(question, figures, write_to=results.name, **facts, **asdict(run))
                 results.figures[run] = figures
 
 

@@ -27,6 +27,7 @@ from torch.func import functional_call, grad_and_value, vmap
 import farflung.outer
 from evidence.data_parallel import HOOKS, LowRankDiLoCo
 from evidence.inner import AdamW, parts
+from evidence.lora import EXACT
 from evidence.readouts import Readouts
 from evidence.runs import SHAPES, Run, draws, texts
 from evidence.tuning import tuned
@@ -36,7 +37,8 @@ from farflung.outer import AverageState, OuterLoop
 from farflung.testing.sim import SimGroup, run_replicas
 
 MAX_NORM = 1.0
-LOW_RANK = "low_rank_diloco"  # which is no recipe of the package
+LOW_RANK = "low_rank_diloco"
+ROUNDS = {LOW_RANK: LowRankDiLoCo, **EXACT}  # methods that are no recipes of the package
 HELD_OUT_SEQUENCES = 512
 READ_EVERY = 8  # steps between two readouts of what has no rounds: those of `diloco(8)`
 
@@ -52,6 +54,7 @@ class Lane:
 
     Args:
         weights: `[replicas, parameters]`, this run's rows.
+        frozen: `[replicas, parameters]`, what is trained by adapters.
     """
 
     run: Run
@@ -60,6 +63,7 @@ class Lane:
     step: int = 0
     bytes_sent: float = 0.0
     rounds: int = 0
+    frozen: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.inner = list(parts(self.run.inner, self.weights, self.model))
@@ -69,7 +73,8 @@ class Lane:
         make = HOOKS[settings.pop("hook", "mean")]
         shapes = [parameter.shape for parameter in self.model.parameters()]
         self._exchange = make(self, shapes, **settings) if self.run.method == "DDP" else None
-        self._low_rank = LowRankDiLoCo(self, shapes, **settings) if self.run.method == LOW_RANK else None
+        own = ROUNDS.get(self.run.method)
+        self._own_rounds = own(self, shapes, **settings) if own else None
         self.readouts = Readouts()
 
     @property
@@ -79,7 +84,7 @@ class Lane:
 
     def batch(self) -> Tensor:
         """Return `[replicas, batch, context + 1]`, the next step's bytes."""
-        return texts()[0][self._starts[:, self.step, :, None] + self._span]
+        return self.run.text[0][self._starts[:, self.step, :, None] + self._span]
 
     def descend(self, gradients: Tensor) -> None:
         """Make a clipped step, each row with its own gradient, or all with what DDP makes of them."""
@@ -104,8 +109,8 @@ class Lane:
             optimizer.step(shared[:, columns], lr)
         for rows, old in zip(state, before, strict=True):
             rows[idle] = old
-        if self._low_rank is not None:
-            self._low_rank.after_step()
+        if self._own_rounds is not None:
+            self._own_rounds.after_step()
         if self.run.readouts and self.run.method in ("alone", "DDP") and self.step % READ_EVERY == 0:
             self.readouts.note(last=self.weights if self.run.method == "alone" else self.weights[:1])
 
@@ -114,7 +119,7 @@ class Stack:
     """Runs of one size, length and batch, done together."""
 
     def __init__(self, runs: Sequence[Run], shape: Shape | None = None) -> None:
-        alike = {(run.size, run.steps, run.batch) for run in runs}
+        alike = {run.stacked_by for run in runs}
         assert len(alike) == 1, f"these can't be stacked: {alike}"
         self.steps = runs[0].steps
         self.shape = shape or SHAPES[runs[0].size]
@@ -124,6 +129,7 @@ class Stack:
         rows = [self._rows[end - run.replicas : end] for run, end in zip(runs, ends, strict=True)]
         self.lanes = [Lane(run, self._model, part) for run, part in zip(runs, rows, strict=True)]
         self._differentiate = vmap(grad_and_value(self._loss))
+        self._beside: tuple[Tensor, ...] = ()  # what else the loss depends on, by row
         self._failure: BaseException | None = None
         # One call for each row is still the fastest way to attention here.
         warnings.filterwarnings("ignore", message="There is a performance drop because")
@@ -134,7 +140,10 @@ class Stack:
         self._model = GPT(self.shape)
         return flat(self._model).repeat(run.replicas, 1)
 
-    def _loss(self, row: Tensor, batch: Tensor) -> Tensor:
+    def _new_model(self) -> nn.Module:
+        return GPT(self.shape)
+
+    def _loss(self, row: Tensor, batch: Tensor, *beside: Tensor) -> Tensor:
         names, shapes = zip(*((name, p.shape) for name, p in self._model.named_parameters()), strict=True)
         values = (part.view(shape) for part, shape in zip(row.split(self._sizes), shapes, strict=True))
         return loss_of(functional_call(self._model, dict(zip(names, values, strict=True)), (batch[:, :-1],)), batch)
@@ -148,7 +157,8 @@ class Stack:
 
     @torch.no_grad()
     def _step(self) -> None:
-        gradients, _ = self._differentiate(self._rows, torch.cat([lane.batch() for lane in self.lanes]))
+        batches = torch.cat([lane.batch() for lane in self.lanes])
+        gradients, _ = self._differentiate(self._rows, batches, *self._beside)
         for lane, part in zip(self.lanes, gradients.split([lane.run.replicas for lane in self.lanes]), strict=True):
             lane.descend(part)
 
@@ -164,7 +174,7 @@ class Stack:
 
     def _follow(self, lane: Lane) -> None:
         try:
-            if lane.run.method in ("alone", "DDP", LOW_RANK):
+            if lane.run.method in ("alone", "DDP", *ROUNDS):
                 for _ in range(self.steps):
                     self._ready.wait()
             else:
@@ -179,7 +189,7 @@ class Stack:
         """Follow one row, whose steps all threads of a lane make together, through the outer loop."""
         for _ in range(lane.run.split):
             self._advance(group, lane)
-        model = GPT(self.shape)
+        model = self._new_model()
         lie_in(model, lane.weights[group.rank])
         inner = self._seen(model, lane, group.rank)
         for recipe, steps in phases(lane.run):
@@ -231,9 +241,7 @@ class Stack:
     @torch.no_grad()
     def judge(self) -> list[dict[str, float]]:
         """Return the held-out loss of each run, by its end and its readouts; of replicas alone, their mean loss."""
-        held_out = texts()[1]
-        starts = torch.linspace(0, len(held_out) - self.shape.context - 1, HELD_OUT_SEQUENCES).long()
-        batches = held_out[starts[:, None] + torch.arange(self.shape.context + 1)].split(64)
+        batches = spread(texts()[1], self.shape.context, HELD_OUT_SEQUENCES)
 
         def loss_by(rows: Tensor) -> float:
             return statistics.mean(self._loss(row, batch).item() for row in rows for batch in batches)
@@ -250,6 +258,12 @@ class Stack:
     def _tuned(self, lane: Lane, loss_by: Callable[[Tensor], float]) -> dict[str, float]:
         context, weights = self.shape.context, lane.readouts.weights
         return tuned(lane.run, weights, self._differentiate, loss_by, self._loss, context)
+
+
+def spread(text: Tensor, context: int, sequences: int) -> tuple[Tensor, ...]:
+    """Return batches `[64, context + 1]` of sequences spread over a text."""
+    starts = torch.linspace(0, len(text) - context - 1, sequences).long()
+    return text[starts[:, None] + torch.arange(context + 1)].split(64)
 
 
 def phases(run: Run) -> list[tuple[farflung.outer.Recipe, int]]:

@@ -69,6 +69,16 @@ class Run:
         return round(self.common * self.steps)
 
     @property
+    def stacked_by(self) -> tuple[Any, ...]:
+        """What runs have in common that can be done together."""
+        return self.size, self.steps, self.batch
+
+    @property
+    def text(self) -> tuple[Tensor, Tensor]:
+        """The bytes to train on and those that are held out."""
+        return texts()
+
+    @property
     def options(self) -> dict[str, Any]:
         return dict(json.loads(self.settings))
 
@@ -102,7 +112,7 @@ def checksum() -> str:
 def draws(run: Run, context: int) -> Tensor:
     """Return `[replicas, steps, batch]`, where each sequence begins; the same for all methods of a seed."""
     starts = []
-    length = len(texts()[0]) // (run.replicas if run.parts else 1)
+    length = len(run.text[0]) // (run.replicas if run.parts else 1)
     for rank in range(run.replicas):
         generator = torch.Generator().manual_seed((run.seed << 20) + rank + 1)
         places = torch.randint(length - context - 1, (run.steps, run.batch), generator=generator)

@@ -29,7 +29,6 @@ from evidence.experiments import (
     RATES,
     READOUTS,
     SCRATCH,
-    TUNED,
     TUNED_AT,
     WITH_FEEDBACK,
     Results,
@@ -46,6 +45,9 @@ from evidence.runs import SHAPES, Run
 from farflung.methods.momentum import rate_of
 
 SEEDS = (0, 1, 2)
+NOT_ON_THE_PAGE = re.compile(  # rows of little news
+    r"\| (`.+(, defaults|\) rank \d|32, 2.+ 4|128, 2.+ 8)`|the last tenth|outer momentum|2 %|34k \| 4 \| falls \| 64 )"
+)
 
 
 @dataclass
@@ -377,19 +379,6 @@ def readout_phrases(results: Results) -> list[str]:
     ]
 
 
-def tuned_phrase(results: Results) -> str:
-    """Return what the page says of fine-tuning at 385k."""
-    found = []
-    for name in ("DDP", MEASURED):
-        runs = [rows(results, TUNED, "385k", seed)[name][0] for seed in SEEDS]
-        losses = [
-            [figures[key] for key in figures if key in ("slow, tuned", "last, tuned")]
-            for figures in map(results.figures.__getitem__, runs)
-        ]
-        found.append(statistics.mean(loss for [loss] in losses))
-    return f"Fine-tuned on another text (385k), DDP ends at {found[0]:.3f}, `diloco(8) e3m0` at {found[1]:.3f}"
-
-
 def readouts_by_size(results: Results) -> list[str]:
     """Experiment 9 with the momenta that are used: the loss by three readouts at each size with all seeds."""
     found: dict[str, dict[str, str]] = {}
@@ -470,21 +459,15 @@ def phrases(results: Results) -> list[str]:
     """Return what the page says in its text of differences in loss."""
     places = (("34k", 4), ("34k", 2), ("34k", 8), ("100k", 4))
     often, seldom = ([outer_rate(results, *place, every) for place in places] for every in (8, 32))
-    muon = collect(results, "4", TUNED_AT)
     slower = sparse_loco(results, 2000, lr=1.0, beta=0.95)
-    early, late = (sparse_loco(results, steps, beta=0.95) for steps in (500, 4000))
     fewer = methods(results, "100k")[MEASURED].fewer_bytes
-    defaults, tuned_pair = (muon[name].losses[0][2] for name in ("Muon, defaults", "Muon"))
     return [
         f"1.0 ends {min(often):.1f} to {max(often):.1f} % higher than 0.7 with H=8, "
         f"and {-max(seldom):.1f} to {-min(seldom):.1f} % lower with H=32",
         f"with H=32 1.0 ends {outer_rate(results, '34k', 4, 32, 'constant'):.1f} % higher than 0.7",
         f"With 1.0 and the paper's decay of 0.95 it ends {slower:.1f} % higher in 2,000 steps",
-        f"With the decay alone it ends {early:.1f} % higher in 500 steps and {-late:.1f} % lower in 4,000",
         f"With the bytes of that tenth it is 1/{1 / (0.1 + 0.9 / fewer):.1f}",
-        f"The recipe's defaults end {100 * (defaults / tuned_pair - 1):.1f} % above the tuned pair",
         *readout_phrases(results),
-        tuned_phrase(results),
     ]
 
 
@@ -521,13 +504,26 @@ def by_size_table(results: Results) -> list[str]:
 def page_tables(results: Results) -> dict[str, list[str]]:
     """Return the tables of docs/evidence.md: without standard errors, sizes side by side, without the tuning."""
     tables = all_tables(results)
-    for title in ("tuning", "defaults", "readouts", "below the look-ahead", *SHAPES):
+    for title in ("tuning", "defaults", "readouts", "below the look-ahead", "lengths of DDP", *SHAPES):
         tables.pop(title, None)
     tables = {title: [re.sub(r" ± [\d.]+", "", line) for line in lines] for title, lines in tables.items()}
-    tables["inner"] = [line for line in tables["inner"] if not line.endswith("| 1 |")]  # a single seed
+    tables["inner"] = [line for line in tables["inner"] if line.endswith(f"| {len(SEEDS)} |")]
     tables["hops"] = hops_table(results)  # whose differences are next to nothing
     tables["by readout"] = [re.sub(r" ± [\d.]+", "", line) for line in readouts_by_size(results)]
-    return tables | {"by size": by_size_table(results)}
+    tables["by size"] = by_size_table(results)
+    tables["two replicas"] = [line for line in tables["two replicas"] if not re.search("sparse|streaming", line)]
+    return {
+        title: without_seeds([line for line in lines if not NOT_ON_THE_PAGE.match(line)])
+        for title, lines in tables.items()
+    }
+
+
+def without_seeds(lines: list[str]) -> list[str]:
+    """Return a table without the column that says how many seeds there are, if each row has all."""
+    head, rule, *rows = lines
+    if head.endswith("| seeds |") and all(row.endswith(f"| {len(SEEDS)} |") for row in rows):
+        return [head.removesuffix(" seeds |"), rule.removesuffix("---|"), *(row[:-4] for row in rows)]
+    return lines
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ FILES = {  # of programs, with the package that each is about
         "open-clip": "open_clip_torch",
         **dict.fromkeys(("torchtune", "torchtune-recipe"), "torchtune"),
     },
+    "with_trl.py": {"trl-sft": "trl", "trl-dpo": "trl"},
     "trainers.py": {
         "composer": "mosaicml",
         **{name: name for name in ("fastai", "speechbrain", "sentence-transformers", "setfit")},
@@ -54,7 +55,16 @@ FILES = {  # of programs, with the package that each is about
     },
 }
 PROGRAMS = {name: (file, package) for file, programs in FILES.items() for name, package in programs.items()}
-ON_ACCELERATE = ("fastai", "sentence-transformers", "setfit", "skorch", "catalyst", "denoising-diffusion")
+ON_ACCELERATE = (
+    "fastai",
+    "sentence-transformers",
+    "setfit",
+    "skorch",
+    "catalyst",
+    "denoising-diffusion",
+    "trl-sft",
+    "trl-dpo",
+)
 OURS = r"(?:farflung\.base\.errors\.)?(?:ConfigError|Unsupported|StateError|CollectiveMismatch)"
 FLAGS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
 
@@ -174,7 +184,12 @@ def main(given=None):
     if flags.table:
         return print(table())
     python = make_environment(flags.env)
-    pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (HERE / "versions.txt").read_text(), re.MULTILINE))
+    files = HERE / "versions.txt", HERE.parents[1] / "constraints.txt"
+    pins = {
+        name: version
+        for file in files
+        for name, version in re.findall(r"^([\w.-]+)==([^;\s]+)", file.read_text(), re.MULTILINE)
+    }
     names = flags.names or list(PROGRAMS)
     with ThreadPoolExecutor(flags.jobs) as pool:
         rows = pool.map(lambda name: measure(python, name, flags.modes, flags.show), names)

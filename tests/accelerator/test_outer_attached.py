@@ -3,6 +3,7 @@
 
 import io
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -221,12 +222,13 @@ def test_a_pass_that_was_left_is_made_up_for_by_what_a_script_calls_and_by_no_lo
 
 @pytest.mark.law("readout-is-slow-weights")
 @on_ranks(2)
-def test_an_evaluation_after_an_epoch_is_of_what_is_saved_and_changes_no_training():
+def test_an_evaluation_is_of_what_is_saved_and_changes_no_training():
+    """After an epoch, and in the middle of one."""
     ended = []
     for evaluates in (False, True):
         accelerator, model, optimizer, loader = prepared(DILOCO)
-        for _ in range(2):
-            one_epoch(accelerator, model, optimizer, loader)
+        for train in (one_epoch, partial(some_steps, 2)) * 2:
+            train(accelerator, model, optimizer, loader)
             trained = weights(accelerator, model)
             if evaluates:
                 model.eval()

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from farflung.base.errors import ConfigError
-from farflung.hosts import frameworks
+from farflung.hosts import elastic, frameworks
 from farflung.hosts.data_parallel import DDPTakeover
 from farflung.methods.arguments import OuterConfig
 from farflung.process.place import FIXED
@@ -190,3 +190,23 @@ def test_messages_have_the_words_of_the_framework_that_a_script_has_loaded(monke
         takeover._about_to_step(torch.optim.SGD(model.parameters()))
     assert frameworks.to_make_a_group() in str(raised.value)
     assert WORDS[name] in frameworks.to_make_ddp(FIXED) != plain
+
+
+def test_an_epoch_of_a_trainer_that_shares_data_begins_in_train_mode(monkeypatch):
+    """Its first batch is fetched then, and a pass that begins in eval mode, as after an evaluation, gets all data."""
+
+    class Handler(CallbackHandler):
+        model = nn.Linear(1, 1).eval()
+
+        def on_epoch_begin(self, args, state, control):
+            return f"{control}, {'train' if self.model.training else 'eval'}"
+
+    place = SimpleNamespace(member="a")
+    there = SimpleNamespace(board=None), {"most": 2, "expected": 2}
+    monkeypatch.setattr(elastic, "_run_of", lambda here: there)
+    monkeypatch.setitem(sys.modules, "transformers.trainer_callback", SimpleNamespace(CallbackHandler=Handler))
+    for _ in range(2):  # Accelerators of one process
+        elastic.slots_of(place, lambda *_, **options: options, None, lambda: True)
+    assert Handler().on_epoch_begin(None, None, "control") == "control, train"
+    with pytest.raises(ConfigError, match=r"load_best_model_at_end=True: .* without --elastic"):
+        Handler().on_epoch_begin(SimpleNamespace(load_best_model_at_end=True), None, "control")

@@ -75,7 +75,7 @@ def test_wrong_uses_are_refused(seen):
 def test_the_launchers_flags_do_it_without_a_line(seen):
     launched = seen["launched"]
     assert apart(launched) == [step for step in range(1, 15) if step not in ROUNDS]
-    assert launched["end"] == 0
+    assert (launched["evaluated"], launched["end"]) == ([0.0] * 4, 0)
     losses = [[entry for entry in seen[way]["logged"] if "loss" in entry] for way in ("callback", "launched")]
     assert losses[0] == losses[1]
 

@@ -97,8 +97,8 @@ class AttachedLoop(Driver):
         self._choose_who_averages()
 
     def mode_changed(self, module: nn.Module, was_training: bool) -> None:
-        """Put the agreed weights, which are saved too, into a model for an evaluation after an epoch."""
-        lends = was_training and self.attempts > 0 and self.epochs is not None and not self.epochs.is_behind
+        """Put the agreed weights, which are saved too, into a model for an evaluation of a run by flags."""
+        lends = was_training and self.attempts > 0 and self.epochs is not None
         for one in self.models:
             if one.holds(module):
                 one.evaluation.change(module.training, one if lends else None)

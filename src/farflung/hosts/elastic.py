@@ -24,6 +24,7 @@ from farflung.comm.recording import uncompiled
 from farflung.config import environ
 from farflung.config.key import run_key
 from farflung.hosts.driver import LoopMembers
+from farflung.hosts.patching import around
 from farflung.hosts.rounds import record_rounds
 from farflung.members.elastic import Elastic
 from farflung.process.failure import MEMBER, has_note, leave_note
@@ -95,9 +96,31 @@ def slots_of(here: Place, make: Callable[..., Any], exchange: Exchange, is_train
         make: `farflung.data.slots.Slots`.
         exchange, is_training: its fields of these names.
     """
+    _follow_trainer()
     transport, settings = _run_of(here)
     bounds = {name: settings[name] for name in ("most", "expected")}
     return make(transport.board, here.member, exchange, **bounds, is_training=is_training)
+
+
+def _follow_trainer() -> None:
+    """Have transformers' Trainer, if it is loaded, train from where an epoch begins, and not from its first step.
+
+    After an evaluation it would fetch a batch in eval mode first, and so all data. ConfigError, before its first step,
+    if each replica were to end with a best model of its own.
+    """
+    handler: Any = getattr(sys.modules.get("transformers.trainer_callback"), "CallbackHandler", None)
+
+    def begin(begun: Callable[..., Any], callbacks: Any, arguments: Any, *args: Any, **options: Any) -> Any:
+        if getattr(arguments, "load_best_model_at_end", False):
+            raise ConfigError(
+                "load_best_model_at_end=True: where replicas come and go, each would evaluate at steps of its own and "
+                "end with another best model. Leave it out, or start a fixed set of processes, without --elastic."
+            )
+        callbacks.model.train()
+        return begun(callbacks, arguments, *args, **options)
+
+    if handler is not None and not hasattr(handler.on_epoch_begin, "__wrapped__"):
+        around(handler, "on_epoch_begin", begin)
 
 
 def expected_of(here: Place) -> int:
