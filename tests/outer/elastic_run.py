@@ -56,6 +56,13 @@ def transport_at(place, patience_s=PATIENCE_S):
     return C10dTransport(("127.0.0.1", place), seal=seal)
 
 
+def begun(play, pipe, place, folder, member, variables, *rest):
+    """Begin a replica in a process of the fork server, which has the variables of the first test that started one."""
+    os.environ.pop(environ.KEY, None)
+    os.environ.update(variables)
+    play(pipe, place, folder, member, variables, *rest)
+
+
 def replica(pipe, place, folder, member, *row):
     """Train as `train` does, in a working folder; an error is said, too."""
     os.chdir(folder)
@@ -67,8 +74,7 @@ def replica(pipe, place, folder, member, *row):
 
 
 def train(pipe, place, member, variables, step_s, numel, dies, recipe, saves, damages, moves, proposals, options):
-    os.environ.pop(environ.KEY, None)  # of the first test that had the fork server start a process
-    os.environ.update(variables, GLOO_SOCKET_IFNAME="lo")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)
     transport = transport_at(*place)
@@ -232,7 +238,7 @@ class ElasticRun:
         (step_s, numel), recipe = self._row, recipe or self._recipe
         row = (given_variables(), slower * step_s, numel, dies, recipe, saves, damages, moves, proposals, self._options)
         row = (there, self._place, self._folder, member, *row)
-        process = self._context.Process(target=self._play, args=row)
+        process = self._context.Process(target=begun, args=(self._play, *row))
         process.start()
         there.close()
         with self._lock:

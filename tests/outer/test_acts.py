@@ -170,10 +170,10 @@ def played_by_threads(folder, recipe, program, fault, grace_s, hop_bytes, monkey
             run.begin(group)
         return begin(group, *args, **options)
 
-    def finishes(group, number, *rest):
+    def finishes(group, reading, rows):
         if isinstance(group._watch, GenerationWatch) and group.size > 1:
-            run.finish(group, number)
-        return finish(group, number, *rest)
+            run.finish(group, reading.number)
+        return finish(group, reading, rows)
 
     with monkeypatch.context() as patch:
         patch.setattr(ObjectGroup, "_begin", begins)

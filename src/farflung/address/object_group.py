@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial, reduce
 from io import BufferedReader
 from typing import Any
@@ -159,26 +160,16 @@ class ObjectGroup(Group):
     def raise_if_broken(self) -> None:
         self._watch.look(Entered("", 0), 0.0)
 
-    def finish(
-        self,
-        number: int,
-        written: ThreadedCall[None] | None,
-        nbytes: int,
-        rows: Mapping[int, Tensor],
-        is_cut: bool = False,
-    ) -> None:
-        """Fill `rows`, by rank, with shares of a collective; RankFailure if the wait can't end.
-
-        Args:
-            is_cut: a share has a part for each other rank, which is all that it reads.
-        """
+    def finish(self, reading: _Reading, rows: Mapping[int, Tensor]) -> None:
+        """Fill `rows`, by rank, with shares of a collective; RankFailure if the wait can't end."""
+        number, written = reading.number, reading.written
         missing, took_s = dict(rows), list[float]()
         num_at_once = _SIDE_BY_SIDE if self._least_s > _SLOW_S else self._board.num_at_once
 
         def look(rank: int) -> bool:
             row, began = missing.pop(rank), time.monotonic()
             with suppress(Unreachable, SealError):  # its author is late until it has written one that opens
-                if self._read(number, rank, row, is_cut):
+                if self._read(number, rank, row, reading.is_cut):
                     took_s.append(time.monotonic() - began)
                     return True
             missing[rank] = row  # which is looked for again after the others
@@ -192,7 +183,7 @@ class ObjectGroup(Group):
             side_by_side([lambda: all(map(look, turn))] * min(len(missing), num_at_once), num_at_once)
             return not missing and (written is None or written.is_over)
 
-        entered = Entered(f"{self._name}#{number}", nbytes)
+        entered = Entered(f"{self._name}#{number}", reading.nbytes)
         try:
             self._wait(entered, is_complete)
         except Unreachable as error:
@@ -332,26 +323,27 @@ class ObjectGroup(Group):
                 self._at_once.put_new("left", reason.encode())
 
 
+@dataclass
 class _Reading:
-    """A collective under way: this rank's share is being written, and those of others are to be read."""
+    """A collective under way: this rank's share is being written, and those of others are to be read.
 
-    def __init__(
-        self,
-        group: ObjectGroup,
-        number: int,
-        written: ThreadedCall[None] | None,
-        nbytes: int,
-        rows: dict[int, Tensor],
-        is_cut: bool = False,
-    ) -> None:
-        self._group, self._number, self._written, self._nbytes = group, number, written, nbytes
-        self._rows: Mapping[int, Tensor] | None = rows  # None: they are filled, and their owner's to change
-        self._is_cut = is_cut
+    Args:
+        nbytes: of all shares.
+        rows: by rank, what is filled; None: it is, and its owner's to change.
+        is_cut: a share has a part for each other rank, which is all that it reads.
+    """
+
+    group: ObjectGroup
+    number: int
+    written: ThreadedCall[None] | None
+    nbytes: int
+    rows: Mapping[int, Tensor] | None
+    is_cut: bool = False
 
     def wait(self) -> None:
-        if self._rows is not None:
-            self._group.finish(self._number, self._written, self._nbytes, self._rows, self._is_cut)
-            self._rows = None
+        if self.rows is not None:
+            self.group.finish(self, self.rows)
+            self.rows = None
 
 
 class _Reducing:
