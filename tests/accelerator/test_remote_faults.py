@@ -19,7 +19,7 @@ from farflung.address.schemes import objects_at
 from farflung.base.checks import Address
 from farflung.base.errors import CheckpointError
 from farflung.checkpoint import paths, remote
-from farflung.checkpoint.remote import Remote
+from farflung.checkpoint.remote import RemoteCheckpoints
 from farflung.testing.ranks import fork_context, run_ranks
 from tests.accelerator.conftest import on_ranks
 from tests.accelerator.weight import Weight, names_at
@@ -80,7 +80,7 @@ def test_killed_at_any_request_the_old_or_the_new_one_is_complete_and_what_is_le
         if is_over:
             break
         old += 2
-        numbers = Remote(Address(f"{bucket}/checkpoints")).numbers()
+        numbers = RemoteCheckpoints(Address(f"{bucket}/checkpoints")).numbers()
         run.accelerator.project_configuration.iteration = 1 + max(numbers, default=0)
         run.save(old, at)
         assert len({name.rpartition("/loop_state")[0] for name in names_at(bucket) if "loop_state" in name}) == 1
@@ -206,7 +206,7 @@ def peaks(bucket):
     accelerator.prepare(torch.nn.Linear(8000, 8000))  # 256 MB
     sent = peak_of(lambda: accelerator.save_state(f"{bucket}/x"))
     with ExitStack() as stack:
-        return sent, peak_of(lambda: Remote(Address(f"{bucket}/x")).newest(stack, None, False))
+        return sent, peak_of(lambda: RemoteCheckpoints(Address(f"{bucket}/x")).newest(stack, None, False))
 
 
 def test_what_is_sent_and_fetched_is_never_in_memory_as_a_whole(bucket, s3):
@@ -231,13 +231,13 @@ def test_a_disk_that_is_full_is_no_fault_of_the_store(bucket, scratch, monkeypat
 def test_files_that_go_while_a_save_is_on_its_way_are_missed_before_it_counts(bucket, monkeypatch):
     run = Weight()
     run.save(1, f"{bucket}/x")
-    complete = Remote.complete
+    complete = RemoteCheckpoints.complete
 
     def after_a_loss(self, folder, manifest, save):
         self._board.delete_names([f"{save}model.safetensors"])
         complete(self, folder, manifest, save)
 
-    monkeypatch.setattr(Remote, "complete", after_a_loss)
+    monkeypatch.setattr(RemoteCheckpoints, "complete", after_a_loss)
     with pytest.raises(CheckpointError, match=r"model\.safetensors was sent, and is gone: another process saves there"):
         run.save(2, f"{bucket}/x")
     assert Weight().load(f"{bucket}/x") == 1
@@ -280,13 +280,13 @@ def test_what_one_rank_can_not_send_fails_the_save_on_all(bucket, s3):
 
 def test_what_a_killed_process_left_in_temporary_folders_goes_and_what_a_live_one_has_stays(scratch, monkeypatch):
     with ExitStack() as live:
-        folders = [remote.ScratchDir("x") for _ in range(2)]
+        folders = [remote.TemporaryStagedDir("x") for _ in range(2)]
         for one in folders:
             one.begin()
             live.callback(one.discard)
         monkeypatch.setattr(remote, "_YOUNG_S", -1.0)
         left = scratch / f"{remote._SCRATCH}left"
         left.mkdir()
-        remote.ScratchDir("y").begin()
+        remote.TemporaryStagedDir("y").begin()
         assert not left.exists()
         assert all(one.folder.is_dir() for one in folders)

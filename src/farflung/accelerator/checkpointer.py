@@ -24,7 +24,7 @@ from farflung.base.optional import installed_version
 from farflung.checkpoint import atomic, paths
 from farflung.checkpoint.checkpoint import Checkpoint, newest, resolve
 from farflung.checkpoint.manager import Busy, CheckpointGroup, CheckpointSaver, SaveRequest
-from farflung.checkpoint.remote import Remote, numbers_in
+from farflung.checkpoint.remote import RemoteCheckpoints, numbers_in
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup
 from farflung.comm.matching import Made, match
@@ -198,7 +198,7 @@ class Checkpointer:
                     return "", False
                 if isinstance(folder, Address):
                     try:
-                        Remote(folder).try_out()
+                        RemoteCheckpoints(folder).try_out()
                     except (CheckpointError, ValueError) as error:
                         raise ConfigError(f"save_on_signal is {folder!r}, which can't be used. {error}") from None
                     return "", bool(numbers_in(folder))
@@ -239,7 +239,9 @@ class Checkpointer:
                 folder, has_several = resolve(input_dir, self.automatic)
                 if isinstance(folder, Address):
                     keep, is_main = self._keep_local, run.world.is_main
-                    there: Checkpoint = _explained(lambda at: at.newest(fetched, keep, is_main), Remote(folder))
+                    there: Checkpoint = _explained(
+                        lambda at: at.newest(fetched, keep, is_main), RemoteCheckpoints(folder)
+                    )
                     return there
                 if has_several:
                     return newest(folder, run.world.is_main)
@@ -261,9 +263,9 @@ class Checkpointer:
             source = Loading(chosen, run.world.rank, run.world.size, strict, self._ranks_here)
             table.load(run, group, doing, source, verify)
         automatic, folder = self.automatic, check_place("load_state", chosen.origin or chosen.folder.resolve())
-        own = [place.resolve() if isinstance(place, Path) else place for place in (automatic, series) if place]
-        if automatic and folder.parent in own and paths.NAMED.fullmatch(folder.name):
-            taken = numbers_in(automatic)  # also by later ones than the one that was loaded
+        numbered = [place.resolve() if isinstance(place, Path) else place for place in (automatic, series) if place]
+        if automatic and folder.parent in numbered and paths.NAMED.fullmatch(folder.name):
+            taken = numbers_in(automatic)  # among them those of later checkpoints, which were not loaded
             self._project.iteration = max([self._project.iteration, *(1 + number for number in taken)])
         self._report(source, made)
 
@@ -275,7 +277,7 @@ class Checkpointer:
         def fetch() -> Checkpoint:
             if exchange.rank != first or group.leads:
                 return chosen
-            return Remote(Address(chosen.origin)).fetch(chosen.save, stack, self._keep_local)
+            return RemoteCheckpoints(Address(chosen.origin)).fetch(chosen.save, stack, self._keep_local)
 
         found: Checkpoint = group.agree(doing, fetch)[first]
         return replace(found, passed=chosen.passed)

@@ -124,7 +124,7 @@ class Checkpointing:
 
         Args:
             input_dir: the checkpoint; or a folder or an address of several, or `latest`, or None with automatic naming:
-                then the newest complete one is taken, and those that were passed over are named.
+                then the newest complete one is loaded, and a line names each newer one that is not complete.
             load_kwargs: nothing but `weights_only=True`.
             load_model_func_kwargs: `strict=False` leaves weights alone that are not there; `map_location` is accepted
                 and needs nothing.

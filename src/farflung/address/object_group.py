@@ -132,7 +132,7 @@ class ObjectGroup(Group):
             return super().all_reduce(x, op)
         padded = x.new_zeros(self.size, -(-x.numel() // self.size))
         padded.view(-1)[: x.numel()] = x.detach().view(-1)
-        return _Reducing(self, x, padded, op)
+        return _AllReduce(self, x, padded, op)
 
     def duplicate(self, in_background: bool = False) -> ObjectGroup:
         self._num_made += 1
@@ -346,7 +346,7 @@ class _Reading:
             self.rows = None
 
 
-class _Reducing:
+class _AllReduce:
     """An all-reduce under way: each rank reduces a part, and then all read the results.
 
     Args:

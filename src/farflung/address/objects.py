@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from io import BufferedReader
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, TypeVar
 from urllib.parse import quote, unquote
@@ -185,10 +184,10 @@ class ObjectBoard(Board):
         """Write contents of one size as one object; `read_one` reads one of them alone."""
         seal, names = self.seal, (f"{self.prefix}{key}/{k}" for k in range(len(several)))
         closed = several if seal is None else [seal.close(name, one) for name, one in zip(names, several, strict=True)]
-        self.write_name(self.name(key), _Chain(closed), is_new=False)
+        self.write_name(self.name(key), [part for one in closed for part in one], is_new=False)
 
     def read_one(self, key: str, k: int, num_bytes: int, act: Callable[[BufferedReader, int], _T]) -> _T | None:
-        """Return what `act` finds in the `k`-th of several contents of so many bytes each, as `read` does."""
+        """Read one of several contents that have `num_bytes` bytes each, and return what `act` finds in it."""
         size = num_bytes if self.seal is None else self.seal.closed_bytes(num_bytes)
         return self.read_name(self.name(key), self._opened(f"{self.prefix}{key}/{k}", act), (k * size, size))
 
@@ -252,16 +251,6 @@ class ObjectBoard(Board):
                 if self.outages.failed_s(act, began) >= self.patience_s or is_final:
                     at = f" ({error.filename})" if error.filename else ""
                     raise self.unreachable(f"{error.strerror or error}{at}") from None
-
-
-@dataclass(frozen=True)
-class _Chain:
-    """Some contents, one after the other. A retry reads them again."""
-
-    several: Sequence[Iterable[bytes | memoryview]]
-
-    def __iter__(self) -> Iterator[bytes | memoryview]:
-        return chain.from_iterable(self.several)
 
 
 def try_out(board: ObjectBoard) -> None:

@@ -37,7 +37,7 @@ def packed(header: Any, tensors: Sequence[Tensor], width: int = 0) -> list[bytes
 
 
 def packed_bytes(width: int, num_bytes: int) -> int:
-    """Return the size of an object with a header of this width, and tensors of so many bytes."""
+    """Return how long the object is that `packed` makes of a header of this width and `num_bytes` bytes of tensors."""
     return len(b"%08x " % 0) + width + len(b"\n") + num_bytes
 
 

@@ -248,7 +248,7 @@ def follow(address: str, target: Path, key: bytes | None, say: Callable[[str], o
 
 @contextmanager
 def _states_at(address: str, key: bytes | None, patience_s: float) -> Iterator[SavedStates]:
-    """Yield the states of the run at an address, for those that may read."""
+    """Yield the saved states of the run at an address. The permission to read is enough."""
     seal = None if key is None else Seal(key)
     try:
         board = objects_at(address, seal).patient(patience_s)

@@ -47,7 +47,7 @@ def transport_of(address: str, patience_s: float = PATIENCE_S, seal: Seal | None
 
 
 def objects_at(address: str, seal: Seal | None = None, retries: int = 0) -> ObjectBoard:
-    """Return what lies at an address, for those that may read; ConfigError if it is no folder and no bucket.
+    """Return the objects at an address, which nothing has been asked of; ConfigError if it is no folder and no bucket.
 
     Args:
         retries: of each request to a bucket, before the whole object is read or written again.

@@ -178,7 +178,7 @@ class Seal:
         return _SealedParts(head, self._of_object(head, name, size), parts, max(0, size - 1) // _PIECE)
 
     def closed_bytes(self, num_bytes: int) -> int:
-        """Return the size of a sealed object of so many bytes."""
+        """Return how many bytes an object of `num_bytes` bytes has once it is sealed."""
         return _HEAD + num_bytes + _TAG * max(1, -(-num_bytes // _PIECE))
 
     def open(self, name: str, file: BufferedReader, size: int, began: float) -> tuple[BufferedReader, int]:

@@ -27,7 +27,7 @@ from farflung.checkpoint.atomic import StagedDir
 from farflung.checkpoint.entries import Entry, Staging
 from farflung.checkpoint.files import sums_of
 from farflung.checkpoint.manifest import FileRecord, Manifest
-from farflung.checkpoint.remote import Remote, ScratchDir, numbers_in
+from farflung.checkpoint.remote import RemoteCheckpoints, TemporaryStagedDir, numbers_in
 from farflung.checkpoint.writer import sync, tensor_bytes
 from farflung.comm import collectives
 from farflung.comm.exchange import Exchange
@@ -88,11 +88,11 @@ class SaveRequest:
         return f"Writing the checkpoint {self.target}"
 
     @cached_property
-    def remote(self) -> Remote | None:
-        """The address of it, or of those that it is numbered among; None: it is a folder."""
+    def remote(self) -> RemoteCheckpoints | None:
+        """Where it goes in a bucket: its own address, or that of its series; None: it is written to a folder."""
         if isinstance(self.target, Path):
             return None
-        return Remote(self.target.parent if self.is_numbered else self.target)
+        return RemoteCheckpoints(self.target.parent if self.is_numbered else self.target)
 
     @property
     def folder(self) -> Path | None:
@@ -115,10 +115,10 @@ class SaveRequest:
                     "delete or move the old checkpoints."
                 )
 
-    def begun(self, leads: bool) -> StagedDir | None:
+    def make_folder(self, leads: bool) -> StagedDir | None:
         """Return the folder in which a rank puts its files, made by it; None: another rank makes it."""
         if self.folder is None:
-            staged: StagedDir = ScratchDir(self.target.name)
+            staged: StagedDir = TemporaryStagedDir(self.target.name)
         elif not leads:
             return None
         else:
@@ -150,24 +150,24 @@ class CheckpointSaver:
         All ranks call this together, as all that follows.
         """
 
-        own: StagedDir | None = None
+        here: StagedDir | None = None
 
         def make() -> StagedDir | None:
-            nonlocal own
+            nonlocal here
             if self.group.leads:
                 request.check()
-            own = request.begun(self.group.leads)
-            return own if self.group.leads else None
+            here = request.make_folder(self.group.leads)
+            return here if self.group.leads else None
 
         try:
             leaders: StagedDir = self.group.agree(request.doing, make)[self.group.leader]
-            staged = own or leaders
-            staged.save, staged.is_ours = leaders.save, own is not None
+            staged = here or leaders
+            staged.save, staged.is_ours = leaders.save, here is not None
             begun = time.perf_counter()
             yield staged
         except BaseException:
-            if own is not None:
-                own.discard()
+            if here is not None:
+                here.discard()
             raise
         if self.group.leads:
             record(Kind.SAVING, level=FILES_ONLY, seconds=time.perf_counter() - begun)

@@ -46,7 +46,7 @@ _BLOCK = 2**20  # bytes that are fetched at a time, to be checked
 _SCRATCH, _YOUNG_S = "farflung-checkpoint-", 60.0  # of temporary folders; its process may be about to lock it
 
 
-class ScratchDir(StagedDir):
+class TemporaryStagedDir(StagedDir):
     """A folder for the files of one checkpoint while this process sends or has fetched them; then it is removed.
 
     It is among the temporary ones of this machine, and locked as long as its process lives: the next one that is made
@@ -88,7 +88,7 @@ def _remove_if_left(folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Remote:
+class RemoteCheckpoints:
     """The checkpoints below an address: one, or several with names."""
 
     address: Address
@@ -177,7 +177,7 @@ class Remote:
         """Return the newest whole save of each checkpoint, the newest first, and whether these are several by name.
 
         Args:
-            inner: a folder in which checkpoints are looked for if there are none with names above it.
+            inner: the folder that is searched if no checkpoint lies directly below the address.
 
         Raises:
             CheckpointError: there is none.
@@ -222,7 +222,7 @@ class Remote:
         within = save.removeprefix(f"{name}/" if name else "")
         if keep_local is not None and (there := _copy_in(keep_local / address.name, manifest)):
             return replace(there, origin=address, save=within)
-        staged: StagedDir = ScratchDir(address.name)
+        staged: StagedDir = TemporaryStagedDir(address.name)
         if keep_local is not None:
             staged = StagedDir(keep_local / address.name, secrets.token_hex(4))
         staged.begin()
@@ -302,7 +302,11 @@ def _copy_in(folder: Path, manifest: Manifest) -> Checkpoint | None:
 
 def numbers_in(place: Path | Address) -> list[int]:
     """Return the numbers of the automatically named checkpoints in a folder or at an address, in order."""
-    return list(map(atomic.number_of, atomic.numbered(place))) if isinstance(place, Path) else Remote(place).numbers()
+    return (
+        list(map(atomic.number_of, atomic.numbered(place)))
+        if isinstance(place, Path)
+        else RemoteCheckpoints(place).numbers()
+    )
 
 
 def whole(keys: Sequence[str]) -> dict[str, list[str]]:

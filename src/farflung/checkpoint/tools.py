@@ -25,7 +25,7 @@ from farflung.checkpoint.checkpoint import Checkpoint, candidates, is_checkpoint
 from farflung.checkpoint.files import is_file, sums_of
 from farflung.checkpoint.manifest import FileRecord, Manifest
 from farflung.checkpoint.reader import read_torch, read_weights
-from farflung.checkpoint.remote import Remote, name_of
+from farflung.checkpoint.remote import RemoteCheckpoints, name_of
 from farflung.checkpoint.sharded import ShardReader
 from farflung.checkpoint.writer import FileWriter, save_object, tensor_bytes
 
@@ -41,13 +41,13 @@ def here(place: Path | Address) -> Iterator[Path]:
         yield place
         return
     with ExitStack() as fetched:
-        yield Remote(place).newest(fetched, None, is_shown=True).folder
+        yield RemoteCheckpoints(place).newest(fetched, None, is_shown=True).folder
 
 
 def ls(folder: Path | Address) -> None:
     """List the checkpoints in a folder or at an address, newest first, or the files of a checkpoint."""
     if isinstance(folder, Address):
-        _ls_remote(Remote(folder))
+        _ls_remote(RemoteCheckpoints(folder))
         return
     if not is_checkpoint(folder):
         for path in _checkpoints(folder):
@@ -61,7 +61,7 @@ def ls(folder: Path | Address) -> None:
         click.echo(_NO_MODEL)
 
 
-def _ls_remote(remote: Remote) -> None:
+def _ls_remote(remote: RemoteCheckpoints) -> None:
     saves, has_several = remote.candidates(paths.CHECKPOINTS)
     for save in saves:
         try:
@@ -77,7 +77,7 @@ def _ls_remote(remote: Remote) -> None:
         click.echo("\n".join(lines))
 
 
-def _verify_remote(remote: Remote) -> None:
+def _verify_remote(remote: RemoteCheckpoints) -> None:
     broken = []
     for save in remote.candidates(paths.CHECKPOINTS)[0]:
         try:
@@ -94,7 +94,7 @@ def _verify_remote(remote: Remote) -> None:
 def verify(folder: Path | Address) -> None:
     """Read a checkpoint, or all those in a place; raise CheckpointError if one is not what was written."""
     if isinstance(folder, Address):
-        _verify_remote(Remote(folder))
+        _verify_remote(RemoteCheckpoints(folder))
         return
     paths = [folder] if is_checkpoint(folder) else _checkpoints(folder)
     broken = []

@@ -24,7 +24,7 @@ else:
     saved_state = LazyModule("farflung.address.saved_state")
 
 
-class _Place(click.Path):
+class _FolderOrAddress(click.Path):
     """A folder that exists, or an address."""
 
     name = "folder"
@@ -37,7 +37,7 @@ class _Place(click.Path):
         return place if isinstance(place, Address) else super().convert(place, param, ctx)
 
 
-_FOLDER = _Place()
+_FOLDER = _FolderOrAddress()
 
 
 @click.command()
