@@ -4,42 +4,34 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
 
 from torch import nn
 
-from farflung.hosts.evaluation import MODE_LISTENERS, FollowedModelHook, LentWeights, follow_modes
+from farflung.hosts.evaluation import MODE_LISTENERS, EvaluatedModel, follow_modes
 from farflung.loop.ema import WeightAverage, means_in
 from farflung.resume.run import Run
 
 
-class EMAModel:
+class EMAModel(EvaluatedModel):
     """A prepared model that has the means of its weights from `eval()` on, until it trains again."""
 
     def __init__(self, model: nn.Module, bare: nn.Module, averages: list[WeightAverage]) -> None:
-        self.model, self._bare, self._averages = model, bare, averages
-        self.evaluation = LentWeights(model)
-        hooked: Any = bare  # whose types are not complete in torch
-        end = FollowedModelHook(lambda one, *_: one.evaluation.end(), self)
-        self._hooks = [self.evaluation.hook, hooked.register_load_state_dict_pre_hook(end)]
+        super().__init__(model, bare)
+        self._averages = averages
         follow_modes(self)
 
     def follow(self, average: WeightAverage) -> None:
         """Train its own weights again before a step of this optimizer."""
-        self._hooks.append(average.optimizer.register_step_pre_hook(lambda *_: self.evaluation.end()))
-
-    def holds(self, module: nn.Module) -> bool:
-        """Whether `module` is the model, maybe unwrapped."""
-        return module is self.model or module is self._bare
+        self.hooks.append(average.optimizer.register_step_pre_hook(lambda *_: self.evaluation.end()))
 
     @property
     def lends(self) -> bool:
         """Whether there are means yet."""
-        return any(average.means_of(self._bare.parameters()) for average in self._averages)
+        return any(average.means_of(self.bare.parameters()) for average in self._averages)
 
     def agreed(self) -> AbstractContextManager[None]:
         """Have the means in the model within a block."""
-        return means_in(self._bare, self._averages)
+        return means_in(self.bare, self._averages)
 
     def mode_changed(self, module: nn.Module, was_training: bool) -> None:
         """Put the means into the model for an evaluation."""
@@ -50,10 +42,10 @@ class EMAModel:
         """Leave the means in the model."""
         self.evaluation.end()
         MODE_LISTENERS.discard(self)
-        for hook in self._hooks:
+        for hook in self.hooks:
             hook.remove()
         for average in self._averages:
-            for weights, mean in average.means_of(self._bare.parameters()):
+            for weights, mean in average.means_of(self.bare.parameters()):
                 weights.copy_(mean)
 
 

@@ -15,7 +15,7 @@ from farflung.base.errors import ConfigError
 from farflung.comm.recording import uncompiled
 from farflung.hosts.driver import Driver, EpochTracker, together
 from farflung.hosts.elastic import members_of
-from farflung.hosts.evaluation import MODE_LISTENERS, FollowedModelHook, LentWeights, agreed_in, follow_modes
+from farflung.hosts.evaluation import MODE_LISTENERS, EvaluatedModel, agreed_in, follow_modes
 from farflung.loop.optimizer import AcceleratedOptimizer, parameters_of
 from farflung.loop.scheduler import planned_updates
 from farflung.loop.state import ActiveLoader, Trace
@@ -25,23 +25,12 @@ from farflung.process.log import get_logger
 from farflung.resume.run import Run
 
 
-class AttachedModel:
-    """A prepared model with an outer loop, which lends it the agreed weights for an evaluation.
-
-    Args:
-        bare: the model unwrapped.
-    """
+class AttachedModel(EvaluatedModel):
+    """A prepared model with an outer loop, which lends it the agreed weights for an evaluation."""
 
     def __init__(self, model: nn.Module, bare: nn.Module, loop: AttachedLoop) -> None:
-        self.model, self._bare, self._loop = model, bare, loop
-        self.evaluation = LentWeights(model)
-        hooked: Any = bare  # whose types are not complete in torch
-        end = FollowedModelHook(lambda one, *_: one.evaluation.end(), self)
-        self.hooks: list[RemovableHandle] = [hooked.register_load_state_dict_pre_hook(end), self.evaluation.hook]
-
-    def holds(self, module: nn.Module) -> bool:
-        """Whether `module` is the model, maybe unwrapped."""
-        return module is self.model or module is self._bare
+        super().__init__(model, bare)
+        self._loop = loop
 
     @property
     def lends(self) -> bool:
@@ -49,7 +38,7 @@ class AttachedModel:
 
     def agreed(self) -> AbstractContextManager[None]:
         """Have the agreed weights in this model within a block, and in no other one of its loop."""
-        return agreed_in(self._bare, self._loop, len(self._loop.models) == 1)
+        return agreed_in(self.bare, self._loop, len(self._loop.models) == 1)
 
 
 class AttachedLoop(Driver):

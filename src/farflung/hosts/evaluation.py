@@ -195,3 +195,23 @@ class FollowedModelHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FollowedModelHook, ()
+
+
+class EvaluatedModel:
+    """A prepared model that may have other weights during an evaluation, which ends before weights are loaded into it.
+
+    Args:
+        model: as it was prepared.
+        bare: the same, unwrapped.
+    """
+
+    def __init__(self, model: nn.Module, bare: nn.Module) -> None:
+        self.model, self.bare = model, bare
+        self.evaluation = LentWeights(model)
+        hooked: Any = bare  # whose types are not complete in torch
+        end = FollowedModelHook(lambda one, *_: one.evaluation.end(), self)
+        self.hooks = [self.evaluation.hook, hooked.register_load_state_dict_pre_hook(end)]
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether `module` is the model, maybe unwrapped."""
+        return module is self.model or module is self.bare

@@ -40,7 +40,7 @@ class LeavingOnSignal:
         silent_s: for how long the run's store has given no answer. Without it there is no round to wait for.
     """
 
-    def __init__(self, within_s: float, island: Group, name: str, silent_s: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(self, within_s: float, island: Group, name: str, silent_s: Callable[[], float]) -> None:
         self._within_s, self._silent_s = min(within_s, _WITHIN_S), silent_s
         self._vote = PreemptionVote(island.rank, island.size, self._hear)
         self._is_ending = False
