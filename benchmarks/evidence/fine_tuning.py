@@ -196,11 +196,16 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"diloco({every})": ("diloco", {"every": every}) for every in (8, 16, 32, 128)},
     **{f"diloco(32) {codec}": ("diloco", {"every": 32, "codec": codec}) for codec in ("int8", "e3m0")},
     "diloco(32) e3m0, no momentum": ("diloco", {"every": 32, "codec": "e3m0", **PLAIN}),
+    **{
+        f"diloco({every}) to {most}": ("diloco", {"every": every, "max_momentum": most})
+        for every, most in product((8, 32), (0.3, 0.5, 0.7))
+    },
     **{f"{name}(32)": (name, {"every": 32}) for name in EXACT},
 }
 FEW = ("alone", "DDP", "local_sgd(32)", "diloco(32)")
 FIRST = (*FEW, "local_sgd(8)", "local_sgd(128)", "diloco(8)", "diloco(128)", "diloco(32) e3m0")
 PAIRS = ("local_sgd(8)", "diloco(8)", "local_sgd(32)", "diloco(32)")
+OFTEN, SELDOM = (tuple(f"diloco({every}) to {most}" for most in (0.3, 0.5, 0.7)) for every in (8, 32))
 EXCHANGED = tuple(f"{name}(32)" for name in EXACT)
 VISIBLE_QUESTION = "Which share of the weights do a few steps change as the forward pass sees them, in bf16?"
 VISIBLE_FILE = "visible.jsonl"
@@ -227,6 +232,10 @@ EXPERIMENTS: dict[str, tuple[tuple[str, ...], tuple[int, ...], dict[str, Any]]] 
     "a tenth of the rate, whole": (PAIRS, (0,), {"lr": 1e-4}),
     "H=16": (("local_sgd(16)", "diloco(16)"), (16,), {}),
     "more codecs": (("diloco(32) int8", "diloco(32) e3m0, no momentum"), RANKS, {}),
+    "momentum": (OFTEN + SELDOM, (16,), {}),
+    "momentum, a tenth of the rate": ((*OFTEN, *SELDOM, *PAIRS[2:]), (16,), {"lr": 1e-3}),
+    "momentum, whole": (OFTEN, (0,), {}),
+    "momentum, whole, a tenth of the rate": (OFTEN, (0,), {"lr": 1e-4}),
     "rank 4": (FEW, (4,), {}),
     "1,024 steps": (FEW, RANKS, {"steps": 1024}),
 }
