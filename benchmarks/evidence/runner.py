@@ -270,15 +270,21 @@ def phases(run: Run) -> list[tuple[farflung.outer.Recipe, int]]:
     """Return the recipes of a run, each with the steps that it is used for."""
     settings, steps = run.options, run.steps - run.split
     last, averages = settings.pop("last", None), settings.pop("average_state", False)
+    first, sooner = settings.pop("first", None), settings.pop("sooner", None)
     if "largest" in settings:
         settings["max_momentum"] = settings.pop("largest")
     make: Callable[..., farflung.outer.Recipe] = getattr(farflung.outer, run.method)
     recipe = make(**settings)
     if averages:
         recipe = dataclasses.replace(recipe, inner=AverageState())
+    if sooner is not None:
+        recipe = dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, sooner=sooner))
+    end = run.steps // 10
+    if first is not None:
+        plain = {**settings, "every": first, "lr": 1.0, "momentum": 0.0}
+        return [(make(**plain), end), (recipe, steps - end)]
     if last is None:
         return [(recipe, steps)]
-    end = run.steps // 10
     return [(recipe, steps - end), (make(**{**settings, "every": last}), end)]
 
 

@@ -32,8 +32,9 @@ class Run:
     Args:
         method: `alone`, `DDP`, or a recipe of `farflung.outer`.
         settings: the recipe's arguments, or those of DDP (`hook`, `rank`, `accumulate`), as sorted JSON. With
-            `average_state` the recipe averages AdamW's moments too; `last` is the interval of the last tenth, `largest`
-            what the outer momentum grows to.
+            `average_state` the recipe averages AdamW's moments too; `last` is the interval of the last tenth, `first`
+            that of plain averages in the first one; `largest` is what the outer momentum grows to, `sooner` how many
+            times faster.
         lr: peak of the inner learning rate.
         batch: sequences of a replica in a step.
         common: the share of the steps, at the start, in which all methods are DDP.

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which changes to `diloco` in four bits end lower from scratch, for about as many bytes?
+
+From `benchmarks`: python -m evidence.frontier [--sizes 34k 100k] [--seeds 0 1 2] [--tables]
+
+Four replicas exchange in two hops. Runs are lines of results/evidence.jsonl, as those of `experiments.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from evidence.experiments import MEASURED, Results, do, from_scratch, spelled
+from evidence.runs import Run
+from evidence.tables import SEEDS, mean_and_error, with_error
+from farflung.methods.momentum import LARGEST, rate_of
+
+SIZES = ("34k", "100k")
+CODED = {"codec": "e3m0", "exchange": "reduce_scatter"}
+OUTER = {  # by H: pairs of the outer learning rate and what its momentum grows to
+    4: ((0.35, 0.95), (0.5, 0.8), (0.5, 0.9), (0.5, 0.95), (0.7, 0.7), (0.7, 0.8), (0.7, 0.9)),
+    8: ((0.5, 0.9), (0.5, 0.95), (0.7, 0.7), (0.7, 0.8), (0.7, 0.95), (0.85, 0.7), (0.85, 0.8)),
+    16: ((0.7, 0.8), (0.85, 0.8), (0.85, 0.9), (1.0, 0.8)),
+    32: ((0.85, 0.8), (1.0, 0.8), (1.0, 0.9)),
+}
+MORE: dict[str, dict[str, Any]] = {  # what else is changed of H=8
+    "momentum grows twice as fast": {"sooner": 2.0},
+    "momentum grows half as fast": {"sooner": 0.5},
+    "AdamW's moments averaged": {"average_state": True},
+    "the mean has the replicas' norms": {"radial": True, "exchange": None},
+    "plain averages each 2 steps in the first tenth": {"first": 2},
+    "plain averages each 4 steps in the first tenth": {"first": 4},
+}
+FACTORS = (0.5, 0.7, 1.4)  # of the inner rate
+
+
+def usual(results: Results, size: str, seed: int, every: int = 8) -> Run:
+    """Return the recipe with its defaults."""
+    run = from_scratch(results, size, seed)[MEASURED][0]
+    return replace(run, settings=spelled(every=every, lr=rate_of(every), **CODED))
+
+
+def rows(results: Results, size: str, seed: int) -> dict[str, Run]:
+    """Return the runs by what is changed."""
+    found = {}
+    for every, pairs in OUTER.items():
+        base = found[f"H={every}"] = usual(results, size, seed, every)
+        for lr, largest in pairs:
+            more = {} if largest == LARGEST else {"largest": largest}
+            settings = spelled(**{**base.options, "lr": lr, **more})
+            found[f"H={every}, outer rate {lr}, momentum to {largest}"] = replace(base, settings=settings)
+    base = usual(results, size, seed)
+    for name, changes in MORE.items():
+        settings = {name: value for name, value in {**base.options, **changes}.items() if value is not None}
+        found[f"H=8, {name}"] = replace(base, settings=spelled(**settings))
+    for factor in FACTORS:
+        found[f"H=8, {factor} times the inner rate"] = replace(base, lr=round(factor * base.lr, 6))
+    return found
+
+
+def table(results: Results) -> list[str]:
+    """Return by how much each change ends below the defaults of its H, and its share of that one's bytes."""
+    lines = [
+        f"| `diloco` e3m0 | {' | '.join(f'{size}: loss | lower by' for size in SIZES)} | bytes |",
+        "|---" * 6 + "|",
+    ]
+    by_size = {size: [rows(results, size, seed) for seed in SEEDS] for size in SIZES}
+    for name in by_size[SIZES[0]][0]:
+        cells, sent = [], math.nan
+        for runs in by_size.values():
+            pairs = [[one[name], one[name.partition(",")[0]]] for one in runs]
+            losses = [[results.loss(run) for run in pair] for pair in pairs]
+            if not all(math.isfinite(loss) for pair in losses for loss in pair):
+                cells += ["-", "-"]
+                continue
+            saved = [other - loss for loss, other in losses]
+            mark = " (=)" if any(saved) and abs(mean_and_error(saved)[0]) < 2 * mean_and_error(saved)[1] else ""
+            cells += [with_error([loss for loss, _ in losses], ".4f"), with_error(saved, ".4f") + mark]
+            ours, other = (results.figures[run]["bytes_sent"] for run in pairs[0])
+            sent = ours / other
+        lines.append(f"| {name} | {' | '.join(cells)} | {sent:.2f} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=SIZES)
+    parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
+    parser.add_argument("--tables", action="store_true", help="print the table of what is there, and train nothing")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    results = Results()
+    if chosen.tables:
+        print("\n".join(table(results)))
+        return
+    for seed in chosen.seeds:
+        for size in chosen.sizes:
+            do(rows(results, size, seed).values(), results)
+
+
+if __name__ == "__main__":
+    main()
