@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 import os
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from farflung.base.optional import is_available
 from farflung.codec import blockwise
 from farflung.codec.blockwise import E3M0, Fp8, Int4, Int8
 from tests.python import run_python
@@ -71,13 +71,13 @@ def check_nan(codec, kernels):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not is_available("triton"), reason="triton is not installed")
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_the_kernels_write_the_bits_of_the_torch_version():
     done = run_python("-m", __name__, cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"})
     assert done.stdout.split() == ["checked", str(len(CODECS))]
 
 
-@pytest.mark.skipif(not is_available("triton"), reason="triton is not installed")
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("is_float", [False, True])

@@ -174,6 +174,7 @@ def collectives(group):
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_collectives_over_objects_have_the_exact_results(place, size, hop_bytes, monkeypatch):
     monkeypatch.setattr(ObjectGroup, "hop_bytes", hop_bytes)
+    monkeypatch.setattr(FolderBoard, "lists_at_once", True)  # as of buckets
     for found, expected in zip(each(place.groups(size), collectives), run_replicas(collectives, size), strict=True):
         assert all(map(torch.equal, found, expected))
 
@@ -225,6 +226,50 @@ def test_a_sum_of_many_values_reads_two_payloads_whatever_the_number_of_ranks(si
         assert torch.equal(found, torch.arange(float(count)) % 1000 * (size * (size + 1) // 2))
     assert sum(came) / size <= 2 * 4 * count
     assert sum(went) / size <= 1.1 * 4 * count
+
+
+@pytest.mark.parametrize("size", [4, 8, 32])
+def test_values_of_many_ranks_that_lie_in_names_are_one_request_to_read(place, size, monkeypatch):
+    monkeypatch.setattr(FolderBoard, "lists_at_once", True)
+    kind, asked = type(place.board), []
+
+    def counted(request, act):
+        def count(board, *arguments, **options):
+            asked.append(request)
+            return act(board, *arguments, **options)
+
+        monkeypatch.setattr(kind, request, count)
+
+    for request in ("find_names", "read_name", "write_name"):
+        counted(request, getattr(kind, request))
+    groups = place.groups(size)
+    outs, mine = torch.empty(size, size, 14).double(), (torch.arange(size)[:, None] + 0.1).double().expand(size, 14)
+    works = [group.all_gather(outs[group.rank], mine[group.rank]) for group in groups]
+    until(lambda: asked.count("write_name") == size and all(work.written.is_over for work in works))
+    asked.clear()
+    for work, out in zip(works, outs, strict=True):
+        work.wait()
+        assert torch.equal(out, mine)
+    assert asked == ["find_names"] * size
+
+
+def test_a_name_that_is_not_of_a_rank_is_no_value(place, monkeypatch):
+    monkeypatch.setattr(FolderBoard, "lists_at_once", True)
+    groups = place.groups(4)
+    for name in ("1/x/AAAA", "1/9/AAAA", "1/-1/AAAA", "2/1", "1/1e400/AAAA", "1/³/AAAA"):
+        place.board.put(f"group/{name}", b"?")
+    found = each(groups, lambda group: group.all_gather_small(torch.tensor([group.rank])))
+    assert [one.tolist() for one in found] == [[[0], [1], [2], [3]]] * 4
+
+
+def test_a_value_in_a_name_opens_with_the_key_alone_and_in_its_own_place(place):
+    board = place.board
+    key = board.key_with("1/3", b"secret")
+    board.put(key, b"1")
+    if board.seal is not None:
+        assert "c2VjcmV0" not in key
+        board.put(key.replace("1/3", "1/4"), b"1")
+    assert [(name, file.read(), size) for name, file, size in board.values_below("1")] == [("3", b"secret", 6)]
 
 
 def test_a_part_opens_in_its_own_place_alone(place):

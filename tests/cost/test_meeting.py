@@ -32,7 +32,7 @@ ASKED, LOCK = Counter(), threading.Lock()
 
 def note(what, key, size):
     """Count a share that was written or read."""
-    if re.search(r"/c0[^/]*/\d+\.\d+$", key):
+    if re.search(r"/c0[^/]*/\d+[./]\d+", key):
         with LOCK:
             ASKED.update({what: 1, f"{what} bytes": size})
 
@@ -92,10 +92,11 @@ RECIPES["streaming_diloco"] = made("streaming_diloco", codec="int8")
 
 
 @pytest.mark.parametrize("hop_bytes", [0, HOP_BYTES_OF_REQUESTS])
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize(("replicas", "address"), [(2, "folder"), (3, "folder"), (2, "s3"), (4, "s3")])
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_requests_of_a_round_are_those_of_a_run_in_a_folder(name, replicas, hop_bytes, tmp_path, monkeypatch):
+def test_the_requests_of_a_round_are_those_of_a_run(name, replicas, address, hop_bytes, tmp_path, monkeypatch):
     """Of shares all, none more and none fewer; in bytes up to 3 % and 1 kB for each of the votes."""
+    monkeypatch.setattr(FolderBoard, "lists_at_once", MeetingPlace(address).lists_at_once)
     monkeypatch.setattr(ObjectGroup, "hop_bytes", hop_bytes)
     monkeypatch.setattr(model, "HOP_BYTES_OF_REQUESTS", hop_bytes)
     recipe, bucket_bytes, rounds = RECIPES[name], 4 * 4096, 6
@@ -104,7 +105,7 @@ def test_the_requests_of_a_round_are_those_of_a_run_in_a_folder(name, replicas, 
     in_a_round = {name: (asked[1][name] - asked[0][name]) / rounds / replicas for name in asked[1]}
     run = Workload(4 * 4096, 4, 0.01, replicas, 1e9, request_s=0.001)
     method = method_of(recipe, run.parameters, name=name, bucket_bytes=bucket_bytes)
-    traffic = MeetingPlace("folder").traffic(run, cost_of(run, method), 1000)
+    traffic = MeetingPlace(address).traffic(run, cost_of(run, method), 1000)
     assert in_a_round["writes"] == traffic.writes_per_round
     assert in_a_round["reads"] == traffic.reads_per_round
     votes, written, read = 1000 * 2 * method.fragments, traffic.bytes_written_per_round, traffic.bytes_read_per_round
@@ -117,10 +118,11 @@ METHOD = Method("plain", every=10, confirmed=True, bucket_bytes=4 * 10**5)
 RUN = Workload(10**6, 1, 1.0, 4, 8e6, request_s=0.05)
 
 
+@pytest.mark.parametrize("lists", [False, True])
 @pytest.mark.parametrize(("replicas", "num_hops", "num_read"), [(4, 2, 1.5), (3, 1, 2), (2, 1, 1)])
-def test_a_round_at_an_address_takes_its_requests_and_payloads_one_after_the_other(replicas, num_hops, num_read):
-    cost = cost_of(replace(RUN, replicas=replicas), METHOD)
-    requests = replicas * (num_hops * 10 + 2)
+def test_a_round_at_an_address_takes_its_requests_and_payloads_one_after_the_other(replicas, num_hops, num_read, lists):
+    cost = cost_of(replace(RUN, replicas=replicas, lists_at_once=lists), METHOD)
+    requests = replicas * num_hops * 10 + 2 * (2 if lists and replicas > 3 else replicas)
     assert cost.seconds_per_step == pytest.approx(1 + (requests * 0.05 + (1 + num_read) * 4.0) / 10)
     assert cost.bytes_sent_per_round == 4e6
     assert cost.bytes_received_per_round == pytest.approx(num_read * 4e6)
@@ -136,10 +138,11 @@ def test_money_is_requests_bytes_moved_and_bytes_kept():
 
     traffic = MeetingPlace("s3").traffic(RUN, cost, 1000)
     assert traffic.usd is None
+    assert traffic.lists_per_round == 2
     assert traffic.records_per_round == pytest.approx(10 * cost.seconds_per_step / 10 + 1 / 4)
     rounds = 100
-    assert usd(1, 0, 0, 0) == pytest.approx(4 * rounds * (22 + traffic.records_per_round) / 1000)
-    assert usd(0, 1, 0, 0) == pytest.approx(4 * rounds * 66 / 1000)
+    assert usd(1, 0, 0, 0) == pytest.approx(4 * rounds * (24 + traffic.records_per_round) / 1000)
+    assert usd(0, 1, 0, 0) == pytest.approx(4 * rounds * 60 / 1000)
     assert usd(0, 0, 1, 0) == pytest.approx(4 * rounds * 6e6 / 1e9)
     assert usd(0, 0, 0, 1) == pytest.approx(traffic.bytes_stored / 1e9 * 1000 * cost.seconds_per_step / (30 * 86400))
     assert usd(1, 2, 3, 4) == pytest.approx(sum(usd(*[n * (n == k) for n in (1, 2, 3, 4)]) for k in (1, 2, 3, 4)))

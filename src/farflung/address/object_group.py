@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial, reduce
 from io import BufferedReader
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,9 +24,12 @@ from farflung.address.seal import SealError
 from farflung.address.transport import Entered, Watch
 from farflung.base.causes import Cause
 from farflung.base.errors import RankFailure, Unreachable
-from farflung.base.sizes import HOP_BYTES_OF_REQUESTS, saves_by_two_hops
+from farflung.base.sizes import HOP_BYTES_OF_REQUESTS, NAMED_BYTES, lie_in_names, saves_by_two_hops
 from farflung.comm.group import COMBINE, SUMMED_IN, Group, Op, Work
 from farflung.comm.threads import ThreadedCall, side_by_side
+
+# Of a share: an object that all read, or one of which each reads a part; or the name of an object, which a listing has.
+_Form: TypeAlias = Literal["whole", "parts", "name"]
 
 _LOOK_PAUSES = 10  # of the board, between two questions of a wait to its watch
 _LOOK_SHARE = 5  # a question that takes long comes after five times as long at the earliest
@@ -98,13 +101,13 @@ class ObjectGroup(Group):
     hop_bytes = HOP_BYTES_OF_REQUESTS
 
     def __init__(self, board: ObjectBoard, name: str, rank: int, size: int, watch: Watch, first: int = 0) -> None:
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.lists_at_once = rank, size, board.lists_at_once
         self._board, self._name, self._watch, self._first = board, name, watch, first
         self._objects, self._at_once = board.part(name), board.part(name).patient(0)
         self._lock = threading.Lock()
         self._num_begun = self._num_said = self._num_made = 0
         self._unread: set[int] = set()  # collectives that this rank has begun and not read
-        self._shares: list[int] = []  # of this rank, which exist
+        self._shares: list[tuple[int, str]] = []  # of this rank, which exist: their collectives and keys
         self._least_s = 0.0  # that the quickest read of the latest collective took
         self._read_by = {one: 0 for one in range(size) if one != rank}  # so many collectives, as far as is known
 
@@ -112,10 +115,12 @@ class ObjectGroup(Group):
         return device == "cpu"  # from elsewhere tensors are copied to the host
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        number, written = self._begin([x])
+        is_named = x.nbytes <= NAMED_BYTES and lie_in_names(self.size, self.lists_at_once)
+        form: _Form = "name" if is_named else "whole"
+        number, written = self._begin([x], form)
         rows = out.detach().view(self.size, -1)
         rows[self.rank].copy_(x.detach().view(-1))
-        return _Reading(self, number, written, out.nbytes, {one: rows[one] for one in self._read_by})
+        return _Reading(self, number, written, out.nbytes, {one: rows[one] for one in self._read_by}, form)
 
     def broadcast(self, x: Tensor, src: int) -> Work:
         number, written = self._begin([x] if src == self.rank else [])
@@ -124,8 +129,8 @@ class ObjectGroup(Group):
     def all_to_all(self, out: Tensor, x: Tensor) -> Work:
         rows, parts = out.detach().view(self.size, -1), x.detach().view(self.size, -1)
         rows[self.rank].copy_(parts[self.rank])
-        number, written = self._begin([parts[one] for one in self._read_by], is_cut=True)
-        return _Reading(self, number, written, out.nbytes, {one: rows[one] for one in self._read_by}, is_cut=True)
+        number, written = self._begin([parts[one] for one in self._read_by], "parts")
+        return _Reading(self, number, written, out.nbytes, {one: rows[one] for one in self._read_by}, "parts")
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
         if not saves_by_two_hops(x.nbytes, self.size, self.hop_bytes):
@@ -169,18 +174,29 @@ class ObjectGroup(Group):
         def look(rank: int) -> bool:
             row, began = missing.pop(rank), time.monotonic()
             with suppress(Unreachable, SealError):  # its author is late until it has written one that opens
-                if self._read(number, rank, row, reading.is_cut):
+                if self._read(number, rank, row, reading.form == "parts"):
                     took_s.append(time.monotonic() - began)
                     return True
             missing[rank] = row  # which is looked for again after the others
             return False
 
+        def look_at_names() -> None:
+            with suppress(Unreachable):
+                for key, file, size in self._at_once.values_below(str(number)):
+                    rank = int(key) if key.isdecimal() else -1
+                    if rank in missing:
+                        self._take(number, rank, missing[rank], file, size)
+                        del missing[rank]
+
         def is_complete() -> bool:
             if written is not None and written.is_over:
                 written.result()
-            turn = iter(list(missing))
-            # Each thread looks until one is late; the next look is soon enough for others that are.
-            side_by_side([lambda: all(map(look, turn))] * min(len(missing), num_at_once), num_at_once)
+            if reading.form == "name":
+                look_at_names()
+            else:
+                turn = iter(list(missing))
+                # Each thread looks until one is late; the next look is soon enough for others that are.
+                side_by_side([lambda: all(map(look, turn))] * min(len(missing), num_at_once), num_at_once)
             return not missing and (written is None or written.is_over)
 
         entered = Entered(f"{self._name}#{number}", reading.nbytes)
@@ -198,30 +214,34 @@ class ObjectGroup(Group):
 
     # ---- shares
 
-    def _begin(self, parts: Sequence[Tensor], is_cut: bool = False) -> tuple[int, ThreadedCall[None] | None]:
+    def _begin(self, parts: Sequence[Tensor], form: _Form = "whole") -> tuple[int, ThreadedCall[None] | None]:
         """Count a collective, and begin to write this rank's share in it, if it has one and there are others.
 
         Args:
-            parts: of the share: one for each other rank if it `is_cut`, else one or none.
+            parts: of the share: one for each other rank if it is read in parts, else one or none.
         """
         has_share = bool(parts) and self.size > 1
         with self._lock:
             self._num_begun += 1
             number = self._num_begun
             self._unread.add(number)
-            self._shares += [number] * has_share
         if not has_share:
             return number, None
         self._num_said = num_read = self._num_read()
         described, host = self._described(number, self.rank, parts[0]), [part.detach().cpu() for part in parts]
-        header, width = {**described, "read": num_read}, self._width(described) if is_cut else 0
+        header, width = {**described, "read": num_read}, self._width(described) if form == "parts" else 0
+        key = f"{number}.{self.rank}"
+        if form == "name":
+            key = self._objects.key_with(f"{number}/{self.rank}", b"".join(packed(header, host)))
+        with self._lock:
+            self._shares.append((number, key))
 
         def write() -> None:
             contents = [packed(header, [part], width) for part in host]
-            if is_cut:
-                self._objects.write_several(f"{number}.{self.rank}", contents)
+            if form == "parts":
+                self._objects.write_several(key, contents)
             else:
-                self._objects.write(f"{number}.{self.rank}", contents[0])
+                self._objects.write(key, contents[0] if form == "whole" else [b"1"])
 
         return number, ThreadedCall(write, "write a share", in_thread=self._board.num_at_once > 1)
 
@@ -282,11 +302,11 @@ class ObjectGroup(Group):
         with self._lock:
             self._read_by[rank] = max(self._read_by[rank], num_read)
             least = min(self._read_by.values())
-            over = [number for number in self._shares if number <= least]
+            over = [key for number, key in self._shares if number <= least]
             over = over if len(over) >= _KEPT else []
-            self._shares = self._shares[len(over) :]
+            self._shares = [one for one in self._shares if one[1] not in over]
         with suppress(Unreachable):
-            self._at_once.delete(*(f"{number}.{self.rank}" for number in over))
+            self._at_once.delete(*over)
 
     def _have_read(self, number: int) -> bool:
         """Return whether all others have read so many collectives."""
@@ -330,7 +350,6 @@ class _Reading:
     Args:
         nbytes: of all shares.
         rows: by rank, what is filled; None: it is, and its owner's to change.
-        is_cut: a share has a part for each other rank, which is all that it reads.
     """
 
     group: ObjectGroup
@@ -338,7 +357,7 @@ class _Reading:
     written: ThreadedCall[None] | None
     nbytes: int
     rows: Mapping[int, Tensor] | None
-    is_cut: bool = False
+    form: _Form = "whole"
 
     def wait(self) -> None:
         if self.rows is not None:

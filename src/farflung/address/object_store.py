@@ -113,6 +113,7 @@ class BucketBoard(ObjectBoard):
     heartbeat_s: ClassVar[float] = 10.0
     grace_s: ClassVar[float] = 60.0
     num_at_once: ClassVar[int] = 8
+    lists_at_once: ClassVar[bool] = True
     missing: ClassVar[str] = ""  # what the store says of an object that doesn't exist, and of nothing else
 
     def delete_names(self, names: Sequence[str]) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import secrets
 import time
 from abc import abstractmethod
+from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from io import BufferedReader
+from io import BufferedReader, BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, TypeVar
 from urllib.parse import quote, unquote
@@ -32,6 +33,7 @@ Act: TypeAlias = Literal["write", "create", "read", "list", "delete"]
 PATIENCE_S = 60.0
 _FIRST_PAUSE_S, _PAUSES = 0.2, 12  # before a failed request is retried; retries within the patience, at least
 _BLOCK = 2**20  # bytes of a file that are read at a time
+_NAME = 200  # characters of one part of a name, which may be a file's
 _APART_S = 2.0  # between two failed requests of one outage, at most
 
 
@@ -100,6 +102,7 @@ class ObjectBoard(Board):
 
     Attributes:
         num_at_once: how many requests are worth being under way at a time, in threads; 1: an answer comes at once.
+        lists_at_once: one request lists what is there now, whatever the number of objects.
     """
 
     root: str
@@ -109,6 +112,7 @@ class ObjectBoard(Board):
     outages: Outages = field(default_factory=Outages, compare=False, repr=False, kw_only=True)
     seal: Seal | None = field(default=None, compare=False, kw_only=True)
     num_at_once: ClassVar[int] = 1
+    lists_at_once: ClassVar[bool] = False
 
     def part(self, name: str) -> Self:
         return replace(self, prefix=f"{self.prefix}{name}/")
@@ -190,6 +194,25 @@ class ObjectBoard(Board):
         """Read one of several contents that have `num_bytes` bytes each, and return what `act` finds in it."""
         size = num_bytes if self.seal is None else self.seal.closed_bytes(num_bytes)
         return self.read_name(self.name(key), self._opened(f"{self.prefix}{key}/{k}", act), (k * size, size))
+
+    def key_with(self, key: str, value: bytes) -> str:
+        """Return the key of an object whose name has a small value, so that `values_below` finds it in a listing."""
+        sealed = value if self.seal is None else b"".join(self.seal.close(self.prefix + key, [value]))
+        text = urlsafe_b64encode(sealed).decode().rstrip("=")
+        return "/".join([key, *(text[start : start + _NAME] for start in range(0, len(text), _NAME))])
+
+    def values_below(self, folder: str) -> Iterator[tuple[str, BufferedReader, int]]:
+        """Yield what was given to `key_with` below a folder: a key, and its value as a file of so many bytes."""
+        began = time.monotonic()
+        for found in self.list(f"{folder}/"):
+            key, _, text = found.removeprefix(f"{folder}/").partition("/")
+            with suppress(ValueError, SealError):  # a stranger's name has no value
+                value = urlsafe_b64decode(text.replace("/", "") + "==")
+                if self.seal is None:
+                    yield key, BufferedReader(BytesIO(value)), len(value)
+                else:
+                    name = f"{self.prefix}{folder}/{key}"
+                    yield key, *self.seal.open(name, BufferedReader(BytesIO(value)), len(value), began)
 
     def _opened(self, name: str, act: Callable[[BufferedReader, int], _T]) -> Callable[[BufferedReader, int], _T]:
         """Return what calls `act` with what was sealed under a name, if there is a key."""

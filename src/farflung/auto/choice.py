@@ -63,10 +63,13 @@ def workload(measured: Measurements) -> Workload:
         replicas=measured.replicas,
         bandwidth_bps=measured.link.bandwidth_bps,
         latency_s=measured.link.turn_s / others if measured.is_direct else 0.0,
-        request_s=None if measured.is_direct else measured.link.turn_s / measured.replicas,
+        request_s=None if measured.is_direct else 0.0,
+        lists_at_once=measured.lists_at_once,
         island_size=measured.island_size,
         buffer_bytes=measured.buffer_bytes,
     )
+    if not measured.is_direct:
+        run = replace(run, request_s=measured.link.turn_s / run.vote_requests)
     return replace(run, step_s=_alone_s(run)) if measured.is_averaged else run
 
 

@@ -71,6 +71,7 @@ class Measurements:
     may_average: bool  # replicas are alike in all, also in the state of their optimizers
     is_fixed: bool = True  # no replica comes or goes; otherwise a faster one does more of the work
     is_rate_constant: bool = False  # each replica's inner learning rates were the same in all steps of the trial
+    lists_at_once: bool = False  # of the address: see `Group`
 
 
 class Tuner(Protocol):
@@ -347,6 +348,7 @@ class RecipeTrial(Chooser):
             may_average=self._recipe.warmup > 0 and self._are_alike,
             is_fixed=quorum.membership.is_fixed,
             is_rate_constant=is_constant,
+            lists_at_once=quorum.group.lists_at_once,
         )
 
     def _decide(self, measured: Measurements) -> Recipe:

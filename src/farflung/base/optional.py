@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import operator
 import re
-from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,12 +19,6 @@ STR_OPERATION_TO_FUNC = {
     "<=": operator.le,
     "<": operator.lt,
 }
-
-
-@cache
-def is_available(module: str) -> bool:
-    """Return whether the top-level module `module` can be imported."""
-    return find_spec(module) is not None
 
 
 def is_installed(module: str, *packages: str) -> bool:

@@ -9,6 +9,8 @@ from farflung.base.errors import ConfigError
 
 CAP_BYTES = 25 * 2**19  # two of them, one copied and one on the wire, are 25 MB
 HOP_BYTES, HOP_BYTES_OF_REQUESTS = 32 * 1024, 512 * 1024  # what a second hop has to save, on a line or at an address
+NAMED_BYTES = 128  # of a share that may lie in the name of an object
+_FEW = 3  # ranks: so few read each other's objects however small they are
 _LEAST_BYTES = 4 * 2**20  # they stay in a cache between copy and wire
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(i?)(B)\s*", re.IGNORECASE)
@@ -43,6 +45,11 @@ def saves_by_two_hops(wire_bytes: float, num_ranks: int, hop_bytes: int = HOP_BY
     ms on a line of 20 Mbit/s; the requests of an address take 0.2 s.
     """
     return wire_bytes * (num_ranks - 1) * (1 - 2 / num_ranks) >= hop_bytes
+
+
+def lie_in_names(num_ranks: int, lists_at_once: bool) -> bool:
+    """Return whether small shares are names of objects, which a listing has: for the price of about a dozen reads."""
+    return lists_at_once and num_ranks > _FEW
 
 
 def num_buffers_among(num_ranks: int) -> int:

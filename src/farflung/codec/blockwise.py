@@ -19,7 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +30,6 @@ from torch.nn.functional import pad
 
 from farflung.base.checks import shown
 from farflung.base.errors import ConfigError
-from farflung.base.optional import is_available
 from farflung.codec.base import piece_size
 from farflung.codec.wire_sizes import blockwise_bytes, scales_bytes
 
@@ -49,7 +50,12 @@ def kernels(x: Tensor, block: int) -> Any:
     is_power = block & (block - 1) == 0 and block <= _LARGEST_FUSED
     if x.device.type != "cuda" or x.dtype != torch.float32 or not is_power or torch.version.hip:
         return None
-    return import_module("farflung.codec.kernels") if is_available("triton") else None
+    return import_module("farflung.codec.kernels") if _has_triton() else None
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from farflung.accelerator.session import flushed, opened_session
 from farflung.base.checks import check_path, check_whole, wrong_type
 from farflung.base.enums import DistributedType
 from farflung.base.errors import CollectiveMismatch, ConfigError, ShapeMismatch, WrongType
-from farflung.base.optional import is_available
 from farflung.base.sizes import num_bytes
 from farflung.base.torch_internals import current_accelerator
 from farflung.base.tree import (
@@ -138,8 +137,6 @@ def GatheredParameters(
 
 def is_peft_model(model: Any) -> bool:
     """Return whether `model`, or what is inside it, is a PeftModel."""
-    if not is_available("peft"):
-        return False
     kinds = type(extract_model_from_parallel(model)).__mro__
     return any(kind.__module__.split(".")[0] == "peft" and kind.__name__ == "PeftModel" for kind in kinds)
 

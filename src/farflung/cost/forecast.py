@@ -187,12 +187,12 @@ class Forecast:
             one = meeting.traffic(self.run, cost, self.steps)
             amounts = (one.bytes_written_per_round, one.bytes_read_per_round, one.bytes_stored)
             usd = "" if one.usd is None else f"{one.usd:,.2f}"
-            writes = f"{one.writes_per_round + one.records_per_round:,.4g}"
+            writes = f"{one.writes_per_round + one.records_per_round + one.lists_per_round:,.4g}"
             table.add_row(cost.method.name, writes, f"{one.reads_per_round:,.4g}", *map(in_bytes, amounts), usd)
         table.caption = (
-            "Writes, reads and bytes are those of a replica in one round, stored is what all replicas have there at "
-            f"most, and USD is for all of them in {counted(self.steps, 'step')}, if --prices are given. Looks for "
-            "values of slower replicas come on top."
+            "Writes (with listings), reads and bytes are those of a replica in one round, stored is what all replicas "
+            f"have there at most, and USD is for all of them in {counted(self.steps, 'step')}, if --prices are given. "
+            "Looks for values of slower replicas come on top."
         )
         return table
 
@@ -303,6 +303,7 @@ def plan(
         raise ConfigError("--request and --prices are of an address where replicas meet: give --meet too.")
     meeting = None if meet is None else MeetingPlace(meet, None if prices is None else Prices(*prices))
     if meeting is not None:
+        settings["lists_at_once"] = meeting.lists_at_once
         settings["request_s"] = meeting.request_s if request is None else parse_seconds(request, "--request")
     bucket_bytes = None if bucket is None else num_bytes(bucket, "--bucket")
     forecast = Forecast(settings, parse_count(steps, "--steps"), bucket_bytes, utilization, meeting)

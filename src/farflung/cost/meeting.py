@@ -10,6 +10,9 @@ word that all has arrived after it. The time is that of reads one after the othe
     r      = M - 1 payloads that it reads, or 2(M-1)/M
     t      = M (h b + 2) * request + (1 + r) * payload / bandwidth
 
+In a bucket more than three replicas put votes and words into the names of objects: one listing has what M - 1 reads
+would, so the 2 becomes 4/M in `t`, and 0 in the reads.
+
 Looks for a share that is not there yet come on top: as many as there are pauses in the wait for slower replicas.
 """
 
@@ -20,6 +23,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from farflung.base.checks import check_number, check_word
+from farflung.base.sizes import lie_in_names
 from farflung.cost.model import Cost, Workload, num_collectives
 
 _MONTH_S = 30 * 86_400.0
@@ -56,6 +60,7 @@ class Traffic:
 
     writes_per_round: float  # by one replica, in the `Method.every` steps in which each fragment is exchanged once
     reads_per_round: float
+    lists_per_round: float  # of small shares, which lie in names
     records_per_round: float  # heartbeats of its launcher, and its part of the looks for newcomers
     bytes_written_per_round: float
     bytes_read_per_round: float
@@ -94,6 +99,10 @@ class MeetingPlace:
         return FORMS[self._form].request_s
 
     @property
+    def lists_at_once(self) -> bool:
+        return self._form != "folder"
+
+    @property
     def flag(self) -> str:
         """The flag of `farflung launch` that names it."""
         form = FORMS.get(self.address)
@@ -104,6 +113,8 @@ class MeetingPlace:
         """Return what a run of so many steps asks, if one replica sends nothing."""
         method, others = cost.method, run.replicas - 1
         writes = float(num_collectives(run, method)) if others else 0.0
+        lists = 2.0 * method.fragments if lie_in_names(run.replicas, self.lists_at_once) else 0.0
+        reads = (writes - lists) * others
         round_s, rounds = method.every * cost.seconds_per_step, steps / method.every
         records = round_s / FORMS[self._form].sign_s + method.fragments / run.replicas
         written, read = cost.bytes_sent_per_round, cost.bytes_received_per_round
@@ -112,8 +123,8 @@ class MeetingPlace:
         stored = min(flying, method.fragments + 1) * run.replicas * written / method.fragments
         usd = None
         if self.prices is not None:
-            requests = (writes + records) * self.prices.writes + writes * others * self.prices.reads
+            requests = (writes + records + lists) * self.prices.writes + reads * self.prices.reads
             a_round = requests / 1000 + read / _GB * self.prices.moved
             kept = stored / _GB * self.prices.stored * steps * cost.seconds_per_step / _MONTH_S
             usd = run.replicas * rounds * a_round + kept
-        return Traffic(writes, writes * others, records, written, read, stored, usd)
+        return Traffic(writes, reads, lists, records, written, read, stored, usd)

@@ -30,6 +30,7 @@ from farflung.base.sizes import (
     CAP_BYTES,
     HOP_BYTES,
     HOP_BYTES_OF_REQUESTS,
+    lie_in_names,
     num_buffers_among,
     saves_by_two_hops,
 )
@@ -55,6 +56,7 @@ class Workload:
     island_size: int = 1  # ranks that train one replica; of several, each keeps a round until all of them have it
     # Seconds of a request, if replicas meet at an address (`meeting.py`); `latency_s` has no effect then.
     request_s: float | None = None
+    lists_at_once: bool = False  # as buckets do, and folders don't: see `Group`
     # Bytes of the model's buffers, such as tables of positions: DDP broadcasts them before each forward pass.
     buffer_bytes: float = 0.0
 
@@ -70,6 +72,11 @@ class Workload:
     def is_direct(self) -> bool:
         """Whether replicas are connected with each other."""
         return self.request_s is None
+
+    @property
+    def vote_requests(self) -> int:
+        """How many requests a vote takes at an address, one after the other: a write, and reads or one listing."""
+        return 2 if lie_in_names(self.replicas, self.lists_at_once) else self.replicas
 
 
 @dataclass(frozen=True)
@@ -235,7 +242,7 @@ def _exposed_s(run: Workload, method: Method) -> float:
     if run.replicas == 1:
         return 0.0
     busy, stalls = 0.0, 0.0
-    meeting_s = _turn_s(run, "gathered")
+    meeting_s = _turn_s(run, "gathered") if run.request_s is None else run.vote_requests * run.request_s
     hidden = (method.delay + (_BACKWARD if method.during_backward else 0)) * run.step_s
     for fragment in range(method.fragments):
         end = (method.voted or not run.is_direct) * meeting_s
