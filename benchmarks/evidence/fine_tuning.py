@@ -45,6 +45,7 @@ SEQUENCES = 256  # of each held-out text
 RANKS = (0, 16)  # 0: all weights train
 RATES = {0: (1e-4, 3e-4, 1e-3), 4: (1e-3, 3e-3, 1e-2), 16: (1e-3, 3e-3, 1e-2)}  # by rank
 CACHE = Path.home() / ".cache" / "farflung-benchmarks"
+MOMENTA = (0.3, 0.5, 0.7)
 PLAIN = {"lr": 1.0, "momentum": 0.0}  # with it `diloco` is `local_sgd` that sends what has changed
 
 
@@ -198,14 +199,14 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "diloco(32) e3m0, no momentum": ("diloco", {"every": 32, "codec": "e3m0", **PLAIN}),
     **{
         f"diloco({every}) to {most}": ("diloco", {"every": every, "max_momentum": most})
-        for every, most in product((8, 32), (0.3, 0.5, 0.7))
+        for every, most in product((8, 32), MOMENTA)
     },
     **{f"{name}(32)": (name, {"every": 32}) for name in EXACT},
 }
 FEW = ("alone", "DDP", "local_sgd(32)", "diloco(32)")
 FIRST = (*FEW, "local_sgd(8)", "local_sgd(128)", "diloco(8)", "diloco(128)", "diloco(32) e3m0")
 PAIRS = ("local_sgd(8)", "diloco(8)", "local_sgd(32)", "diloco(32)")
-OFTEN, SELDOM = (tuple(f"diloco({every}) to {most}" for most in (0.3, 0.5, 0.7)) for every in (8, 32))
+OFTEN, SELDOM = (tuple(f"diloco({every}) to {most}" for most in MOMENTA) for every in (8, 32))
 EXCHANGED = tuple(f"{name}(32)" for name in EXACT)
 VISIBLE_QUESTION = "Which share of the weights do a few steps change as the forward pass sees them, in bf16?"
 VISIBLE_FILE = "visible.jsonl"
@@ -218,6 +219,17 @@ CASES = {  # experiments by the title of a row, which says what is changed
     ", a tenth of the rate": ("a tenth of the rate", "a tenth of the rate, whole"),
     ", a text each": ("uneven", "uneven, whole", "uneven, alone"),
     ", two replicas": ("two replicas",),
+}
+TENTH, SMALL = "a tenth of the rate", "momentum, a tenth of the rate"
+MOMENTUM_ROWS = {  # what trains, how often it is exchanged, and the experiments that have its rows
+    "LoRA, H=8": (16, 8, (FOUR, "momentum")),
+    "LoRA, H=8, a tenth of the rate": (16, 8, (TENTH, SMALL)),
+    "LoRA, H=8, two replicas": (16, 8, ("momentum, two replicas",)),
+    "LoRA, H=8, a text each": (16, 8, ("momentum, a text each",)),
+    "LoRA, H=32": (16, 32, (FOUR, "momentum")),
+    "LoRA, H=32, a tenth of the rate": (16, 32, (SMALL,)),
+    "whole, H=8": (0, 8, (FOUR, "momentum, whole")),
+    "whole, H=8, a tenth of the rate": (0, 8, (f"{TENTH}, whole", "momentum, whole, a tenth of the rate")),
 }
 EXPERIMENTS: dict[str, tuple[tuple[str, ...], tuple[int, ...], dict[str, Any]]] = {  # methods, ranks, what is changed
     FOUR: (FIRST, RANKS, {}),
@@ -236,6 +248,8 @@ EXPERIMENTS: dict[str, tuple[tuple[str, ...], tuple[int, ...], dict[str, Any]]] 
     "momentum, a tenth of the rate": ((*OFTEN, *SELDOM, *PAIRS[2:]), (16,), {"lr": 1e-3}),
     "momentum, whole": (OFTEN, (0,), {}),
     "momentum, whole, a tenth of the rate": (OFTEN, (0,), {"lr": 1e-4}),
+    "momentum, two replicas": (("local_sgd(8)", "diloco(8)", OFTEN[1]), (16,), {"replicas": 2}),
+    "momentum, a text each": (("local_sgd(8)", "diloco(8)", OFTEN[1]), (16,), {"parts": True}),
     "rank 4": (FEW, (4,), {}),
     "1,024 steps": (FEW, RANKS, {"steps": 1024}),
 }
@@ -349,6 +363,17 @@ def cases_table(results: Results) -> list[str]:
     return lines
 
 
+def momentum_table(results: Results) -> list[str]:
+    """Return the loss on the new text by what the outer momentum grows to."""
+    lines = [f"| `diloco`, momentum to | 0 | {' | '.join(map(str, MOMENTA))} | 0.9 |", "|---" * 6 + "|"]
+    for title, (rank, every, experiments) in MOMENTUM_ROWS.items():
+        names = [f"local_sgd({every})", *(f"diloco({every}) to {most}" for most in MOMENTA), f"diloco({every})"]
+        found = [next(filter(None, (losses(results, one, name, rank) for one in experiments)), []) for name in names]
+        if any(found):
+            lines.append(f"| {title} | {' | '.join(spread_of(one) if one else '-' for one in found)} |")
+    return lines
+
+
 def exchanges_table(results: Results) -> list[str]:
     """Return the loss by exchange of LoRA's factors, and how much lower than by today's it is."""
     ways = {"averaged apart": "local_sgd(32)", "with the residual": "residual(32)"}
@@ -412,6 +437,7 @@ def tables() -> dict[str, list[str]]:
     return {
         "methods": methods_table(results),
         "cases": cases_table(results),
+        "momentum": momentum_table(results),
         "exchanges": exchanges_table(results),
     }
 

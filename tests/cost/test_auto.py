@@ -96,6 +96,17 @@ def test_where_the_inner_rate_stays_weights_are_averaged_over_rounds_and_momentu
     assert more.keys().isdisjoint(falling.settings.given())
 
 
+@pytest.mark.parametrize("is_constant", [False, True])
+def test_an_adapter_gets_a_smaller_momentum(is_constant):
+    whole, adapter = (choose(replace(RUN, is_adapter=one, is_rate_constant=is_constant)) for one in (False, True))
+    given = {**whole.settings.given(), "max_momentum": 0.5}
+    assert adapter.settings == OuterSettings("diloco", **given)
+    assert "most weights are frozen" in adapter.reason
+    assert "--outer-max-momentum 0.5" in adapter.reason
+    short = replace(RUN, is_adapter=True, steps=60)  # plain averages
+    assert choose(short).settings == choose(replace(short, is_adapter=False)).settings
+
+
 def test_a_length_that_nobody_states_is_said_to_be_assumed():
     for pass_steps, stated in ((None, "2,000 steps"), (100, "2,000 steps"), (9_000, "9,000 steps of one pass")):
         chosen = choose(replace(RUN, link=Link(MBIT / 4, 1e-3), steps=None, pass_steps=pass_steps))

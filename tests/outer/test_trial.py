@@ -172,11 +172,11 @@ def test_a_model_with_frozen_blocks_takes_the_choice():
         for step in range(30):
             train(model, optimizer, step, group.rank)
         loop.close()
-        return values(model), tuner.measured.layers
+        return values(model), (tuner.measured.layers, tuner.measured.is_adapter)
 
-    weights, layers = zip(*run_replicas(adapted, 2), strict=True)
+    weights, measured = zip(*run_replicas(adapted, 2), strict=True)
     assert same(*weights)
-    assert layers == (2, 2)
+    assert measured == ((2, True),) * 2
 
 
 def averaged_steps(group, stops_at):

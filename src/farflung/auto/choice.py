@@ -8,6 +8,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from farflung.auto.trial import Measurements
 from farflung.base.words import counted, in_rate, in_seconds
@@ -28,6 +29,7 @@ _SHORTEST = 8  # steps of a round: fewer were not measured with each recipe
 _LATEST = 4  # a fragment lands at most a quarter of its interval late, as in the evidence
 # Where the inner learning rate stays, these end lower, and where it falls they don't (docs/evidence.md).
 _AVERAGE, _MAX_MOMENTUM = 5, 0.8
+_MAX_MOMENTUM_OF_ADAPTERS = 0.5  # which ends lowest at the best rate, and below plain averages at smaller ones
 _OTHER = "diloco e3m0"  # stands for what the evidence does not have
 
 
@@ -151,13 +153,20 @@ def choose(measured: Measurements) -> Choice:
 
 
 def _choice(measured: Measurements, settings: OuterSettings, facts: str, why: str) -> Choice:
-    """Return the choice of these settings, with what else suits the inner learning rate."""
-    if measured.is_rate_constant:
-        more = {"average": _AVERAGE} | ({"max_momentum": _MAX_MOMENTUM} if settings.momentum is None else {})
-        known = [option.name for option in RECIPES[settings.recipe]]
-        more = {name: value for name, value in more.items() if name in known}
+    """Return the choice of these settings, with what else suits the inner learning rate, and an adapter."""
+    known = [option.name for option in RECIPES[settings.recipe]]
+    more: dict[str, Any] = {}
+    if measured.is_rate_constant and "average" in known:
+        more["average"] = _AVERAGE
+        why += f"; the inner learning rate stays, so weights are averaged over {_AVERAGE} rounds"
+    if settings.momentum is None and "max_momentum" in known:
+        if measured.is_adapter:
+            more["max_momentum"] = _MAX_MOMENTUM_OF_ADAPTERS
+            why += "; most weights are frozen, so the outer momentum stays small"
+        elif measured.is_rate_constant:
+            more["max_momentum"] = _MAX_MOMENTUM
+    if more:
         settings = OuterSettings(settings.recipe, **settings.given(), **more)
-        why += f"; the inner learning rate stays, so weights are averaged over {_AVERAGE} rounds" * bool(more)
     return Choice(settings, facts, f"{why}. The same by hand: {flags(settings)}")
 
 

@@ -72,6 +72,7 @@ class Measurements:
     is_fixed: bool = True  # no replica comes or goes; otherwise a faster one does more of the work
     is_rate_constant: bool = False  # each replica's inner learning rates were the same in all steps of the trial
     lists_at_once: bool = False  # of the address: see `Group`
+    is_adapter: bool = False  # what trains is less than half of the model
 
 
 class Tuner(Protocol):
@@ -349,6 +350,7 @@ class RecipeTrial(Chooser):
             is_fixed=quorum.membership.is_fixed,
             is_rate_constant=is_constant,
             lists_at_once=quorum.group.lists_at_once,
+            is_adapter=2 * parameters < sum(parameter.numel() for parameter in self._model.parameters()),
         )
 
     def _decide(self, measured: Measurements) -> Recipe:
