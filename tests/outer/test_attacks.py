@@ -19,8 +19,11 @@ from urllib.parse import unquote
 import psutil
 import pytest
 
+from farflung.address.folder import FolderBoard
+from farflung.address.object_group import ObjectGroup
 from farflung.address.schemes import objects_at
 from farflung.address.seal import Seal
+from farflung.base import sizes
 from farflung.base.errors import Unreachable
 from tests.comm import test_keyed_store
 from tests.outer.elastic_run import EVERY, ElasticRun, replica, wrong
@@ -124,15 +127,21 @@ def address(request, tmp_path, tmp_path_factory, monkeypatch):
     return tmp_path.as_uri() if request.param == "folder" else request.getfixturevalue("bucket")
 
 
-def begun(run, address, seed=0, plays=(replica, replica), before=lambda attacker: None):
+def as_of_many(*row):
+    """Be a replica that exchanges values as many do in a bucket: sums in two hops, and votes in names."""
+    ObjectGroup.hop_bytes, sizes._FEW, FolderBoard.lists_at_once = 0, 1, True
+    replica(*row)
+
+
+def begun(run, address, seed=0, plays=3 * (replica,), before=lambda attacker: None):
     """Start two replicas and, once somebody has seen all of that generation, and acted `before`, a third one."""
     members = []
-    for play in plays:
+    for play in plays[:2]:
         run._play = play
         members.append(run.start(len(members)))
     run.until(lambda: run.joined(*members) and run.at(2 * EVERY), 60.0)
     run.board.put("last", b"1000000000")
-    attacker, run._play = Attacker(address, seed), replica
+    attacker, run._play = Attacker(address, seed), plays[2]
     before(attacker)
     members.append(run.start(2))
     run.until(lambda: run.joined(*members), 60.0)
@@ -155,10 +164,10 @@ def ended(run):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(2))
-def test_an_attacked_run_of_three_replicas_ends_with_the_right_weights_and_names_what_was_done(address, seed):
+@pytest.mark.parametrize(("seed", "play"), [(0, replica), (1, as_of_many)])
+def test_an_attacked_run_of_three_replicas_ends_with_the_right_weights_and_names_what_was_done(address, seed, play):
     with ElasticRun(address=address, expected=2, grace_s=5.0) as run:
-        attacker = begun(run, address, seed)
+        attacker = begun(run, address, seed, 3 * (play,))
         num_done, is_over = 0, threading.Event()
 
         def attacks():
@@ -240,7 +249,7 @@ def off(shift_s, *row):
 @pytest.mark.long
 def test_clocks_that_are_minutes_off_let_nothing_be_refused_and_no_older_object_be_taken(address):
     with ElasticRun(address=address, expected=2, grace_s=5.0) as run:
-        attacker = begun(run, address, plays=(partial(off, -600), partial(off, 600)))
+        attacker = begun(run, address, plays=(partial(off, -600), partial(off, 600), replica))
         assert not not_taken(run)
         name = attacker.look()["last"]
         now = attacker.content(name)
