@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -75,27 +76,36 @@ def rows(results: Results, size: str, seed: int) -> dict[str, Run]:
     return found
 
 
-def table(results: Results) -> list[str]:
-    """Return by how much each change ends below the defaults of its H, and its share of that one's bytes."""
-    lines = [
-        f"| `diloco` e3m0 | {' | '.join(f'{size}: loss | lower by' for size in SIZES)} | bytes |",
-        "|---" * 6 + "|",
-    ]
-    by_size = {size: [rows(results, size, seed) for seed in SEEDS] for size in SIZES}
-    for name in by_size[SIZES[0]][0]:
-        cells, sent = [], math.nan
-        for runs in by_size.values():
-            pairs = [[one[name], one[name.partition(",")[0]]] for one in runs]
-            losses = [[results.loss(run) for run in pair] for pair in pairs]
-            if not all(math.isfinite(loss) for pair in losses for loss in pair):
-                cells += ["-", "-"]
-                continue
-            saved = [other - loss for loss, other in losses]
-            mark = " (=)" if any(saved) and abs(mean_and_error(saved)[0]) < 2 * mean_and_error(saved)[1] else ""
-            cells += [with_error([loss for loss, _ in losses], ".4f"), with_error(saved, ".4f") + mark]
-            ours, other = (results.figures[run]["bytes_sent"] for run in pairs[0])
-            sent = ours / other
-        lines.append(f"| {name} | {' | '.join(cells)} | {sent:.2f} |")
+def compared(results: Results) -> dict[str, list[list[float]]]:
+    """Return by what is changed, for each size that has results, by how much each seed ends below the default of its H;
+    at last the share of that one's bytes."""
+    found: dict[str, list[list[float]]] = {}
+    for size in SIZES:
+        by_seed = [rows(results, size, seed) for seed in SEEDS]
+        for name in by_seed[0]:
+            pairs = [(one[name.partition(",")[0]], one[name]) for one in by_seed]
+            saved = [results.loss(base) - results.loss(run) for base, run in pairs]
+            sent = [results.figures.get(one, {}).get("bytes_sent", math.nan) for one in pairs[0]]
+            found.setdefault(name, []).append(saved)
+            if size == SIZES[-1]:
+                found[name].append([sent[1] / sent[0]])
+    return found
+
+
+def said(saved: list[float]) -> str:
+    """Return by how much a change ends lower, with `+` behind more than twice the standard error."""
+    if not all(map(math.isfinite, saved)):
+        return "-"
+    mean, error = mean_and_error(saved)
+    return with_error(saved, ".4f") + " +" * (mean > 2 * error)
+
+
+def table(results: Results, shown: Sequence[str] = ()) -> list[str]:
+    """Return by how much each change ends below the default of its H; `+`: by more than twice the standard error."""
+    lines = [f"| `diloco` e3m0 | {' | '.join(f'{size}: lower by' for size in SIZES)} | bytes |", "|---|---|---|---|"]
+    for name, (*by_size, [share]) in compared(results).items():
+        if name in (shown or [name]) and "," in name:
+            lines.append(f"| {name} | {' | '.join(map(said, by_size))} | {share:.2f} |")
     return lines
 
 

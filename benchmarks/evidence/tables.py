@@ -46,7 +46,8 @@ from farflung.methods.momentum import rate_of
 
 SEEDS = (0, 1, 2)
 NOT_ON_THE_PAGE = re.compile(  # rows of little news
-    r"\| (`.+(, defaults|\) rank \d|32, 2.+ 4|128, 2.+ 8)`|the last tenth|outer momentum|2 %|34k \| 4 \| falls \| 64 )"
+    r"\| (`.+(, defaults|\) rank \d|32, 2.+ 4|128, 2.+ \d+|, no pull)`|the last tenth|outer momentum|2 %"
+    r"|34k \| ([28] |4 \| falls \| (64|128) )|100k \| 4 \| falls \| 128|`one average|`DDP, 32|`diloco\(\d+\) int8)"
 )
 
 
