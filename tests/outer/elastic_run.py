@@ -21,9 +21,12 @@ from torch import nn
 
 from farflung.address import schemes as address
 from farflung.address.c10d_transport import PATIENCE_S, C10dTransport
+from farflung.address.folder import FolderBoard
 from farflung.address.keyed_store import KeyedServer
 from farflung.address.member_store import LauncherNotes
+from farflung.address.object_group import ObjectGroup
 from farflung.address.seal import Seal
+from farflung.base import sizes
 from farflung.base.errors import Unreachable
 from farflung.base.torch_internals import default_store
 from farflung.config import environ
@@ -71,6 +74,12 @@ def replica(pipe, place, folder, member, *row):
     except Exception as error:
         pipe.send({"member": member, "at": time.time(), "error": f"{type(error).__name__}: {error}"})
         raise
+
+
+def as_of_many(*row):
+    """Be a replica that exchanges values as many do in a bucket: sums in two hops, and votes in names."""
+    ObjectGroup.hop_bytes, sizes._FEW, FolderBoard.lists_at_once = 0, 1, True
+    replica(*row)
 
 
 def train(pipe, place, member, variables, step_s, numel, dies, recipe, saves, damages, moves, proposals, options):

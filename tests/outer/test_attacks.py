@@ -19,14 +19,11 @@ from urllib.parse import unquote
 import psutil
 import pytest
 
-from farflung.address.folder import FolderBoard
-from farflung.address.object_group import ObjectGroup
 from farflung.address.schemes import objects_at
 from farflung.address.seal import Seal
-from farflung.base import sizes
 from farflung.base.errors import Unreachable
 from tests.comm import test_keyed_store
-from tests.outer.elastic_run import EVERY, ElasticRun, replica, wrong
+from tests.outer.elastic_run import EVERY, ElasticRun, as_of_many, replica, wrong
 
 KEY, OTHER, NUM_ATTACKS, HELD_S = bytes.fromhex("5" * 64), bytes(32), 40, 0.1
 CHANGED, PLAIN = "it was not sealed under this name, or was changed", "it is not sealed with any key"
@@ -125,12 +122,6 @@ def address(request, tmp_path, tmp_path_factory, monkeypatch):
     monkeypatch.setenv("FARFLUNG_KEY", KEY.hex())
     monkeypatch.chdir(tmp_path_factory.mktemp("work"))
     return tmp_path.as_uri() if request.param == "folder" else request.getfixturevalue("bucket")
-
-
-def as_of_many(*row):
-    """Be a replica that exchanges values as many do in a bucket: sums in two hops, and votes in names."""
-    ObjectGroup.hop_bytes, sizes._FEW, FolderBoard.lists_at_once = 0, 1, True
-    replica(*row)
 
 
 def begun(run, address, seed=0, plays=3 * (replica,), before=lambda attacker: None):

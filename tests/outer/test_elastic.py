@@ -4,6 +4,7 @@
 import re
 import signal
 import time
+from itertools import product
 
 import psutil
 import pytest
@@ -15,18 +16,25 @@ from farflung.outer import diloco, local_sgd, streaming_diloco
 from farflung.testing.patience import patience
 from tests.faults import PHASES, stop
 from tests.outer.conftest import in_turn
-from tests.outer.elastic_run import EVERY, ElasticRun, wrong
+from tests.outer.elastic_run import EVERY, ElasticRun, as_of_many, replica, wrong
 
 TWO_HOPS = diloco(EVERY, lr=1.0, momentum=0.0, codec="e3m0", exchange="reduce_scatter")
-DIES = [(phase, 17 if phase == "local step" else 4) for phase in PHASES if phase not in ("admission", "a state")]
+BEFORE = {"admission", "a state"}
+DIES = [(phase, 17 if phase == "local step" else 4, None, replica) for phase in PHASES if phase not in BEFORE]
 # In the first hop of a bucket or in the second.
-IN_TWO_HOPS = [(phase, number, TWO_HOPS) for phase in ("exchange", "arrival") for number in (4, 5, 6, 7)]
+IN_TWO_HOPS = [(phase, number, TWO_HOPS, replica) for phase in ("exchange", "arrival") for number in (4, 5, 6, 7)]
+AS_OF_MANY = [
+    pytest.param((phase, 4, None, as_of_many), place, marks=pytest.mark.long, id=f"of many, {phase}, {place}")
+    for phase, place in product(
+        ("vote", "after the vote", "confirmation", "confirmed"), ("folder with a key", "bucket")
+    )
+]
 
 
-@pytest.mark.parametrize(("dies", "address"), in_turn([*DIES, *IN_TWO_HOPS]), indirect=["address"])
+@pytest.mark.parametrize(("dies", "address"), [*in_turn([*DIES, *IN_TWO_HOPS]), *AS_OF_MANY], indirect=["address"])
 def test_a_replica_may_die_at_any_time_and_come_back(dies, address):
-    phase, number, *recipe = dies
-    with ElasticRun(address=address, expected=3, grace_s=20.0, recipe=recipe[0] if recipe else None) as run:
+    phase, number, recipe, play = dies
+    with ElasticRun(address=address, expected=3, grace_s=20.0, recipe=recipe, play=play) as run:
         first, second = run.start(0), run.start(1)
         lost = run.start(2, dies=(phase, number), saves=3)
         run.until(lambda: run.has_ended(lost))
