@@ -186,6 +186,21 @@ def test_what_one_leaves_of_an_epoch_after_its_share_is_done_later(num_batches):
     run.expect([0, 1, 2])
 
 
+@pytest.mark.parametrize("num_batches", [16, 64])
+def test_trainers_that_take_len_batches_of_an_epoch_leave_none_though_one_of_them_is_faster(num_batches):
+    run = Run(num_batches, replicas=2)
+    for _ in range(2):
+        left = {one: len(one.loaders[0]) for one in run.live}
+        for turn in range(3 * num_batches):
+            for one in run.live if turn % 3 == 0 else run.live[:1]:
+                one.loaders[0].share.is_counted = True
+                left[one] = left[one] - 1 if left[one] and one.take() else 0
+        run.round()
+        for one in run.live:
+            one.batches = None
+    run.expect([0, 1])
+
+
 @pytest.mark.parametrize("seedable", [False, True])
 def test_an_order_is_drawn_anew_in_each_epoch_and_is_the_same_for_all_whatever_their_seeds(seedable):
     run = Run()

@@ -197,6 +197,7 @@ def test_an_epoch_of_a_trainer_that_shares_data_begins_in_train_mode(monkeypatch
 
     class Handler(CallbackHandler):
         model = nn.Linear(1, 1).eval()
+        train_dataloader = SimpleNamespace(share=SimpleNamespace(is_counted=False))
 
         def on_epoch_begin(self, args, state, control):
             return f"{control}, {'train' if self.model.training else 'eval'}"
@@ -208,5 +209,6 @@ def test_an_epoch_of_a_trainer_that_shares_data_begins_in_train_mode(monkeypatch
     for _ in range(2):  # Accelerators of one process
         elastic.slots_of(place, lambda *_, **options: options, None, lambda: True)
     assert Handler().on_epoch_begin(None, None, "control") == "control, train"
+    assert Handler.train_dataloader.share.is_counted
     with pytest.raises(ConfigError, match=r"load_best_model_at_end=True: .* without --elastic"):
         Handler().on_epoch_begin(SimpleNamespace(load_best_model_at_end=True), None, "control")

@@ -95,8 +95,8 @@ def test_a_trainer_on_accelerate_shares_its_data_out(way, tmp_path):
     check_loss(ends, "trainer.py", tmp_path)
     counts = Counter(sample for end in ends for sample in end["seen"])
     assert max(counts.values()) == 2
-    # Of 128: where replicas come and go, one leaves an epoch after len(loader) batches, the last one too.
-    assert counts.total() >= (128 if way == "fixed" else 112)
+    # Of 128: where replicas come and go, one leaves each epoch after len(loader) batches, maybe within a slot of two.
+    assert counts.total() >= (128 if way == "fixed" else 120)
     assert way == "fixed" or "`import accelerate` is answered by Farflung" in said
 
 

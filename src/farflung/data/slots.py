@@ -99,6 +99,10 @@ class SlotSampler(SamplerView):
     The last batch of an epoch, which may be short, comes last. `len()` is the share of one of the replicas that the run
     begins with, always the same: schedules are planned with it. In an evaluation it is the number of all batches; so it
     is before the first pass if nothing shuffles.
+
+    Attributes:
+        is_counted: the script takes `len()` batches of a pass and no more, as a trainer does, so it claims no slot ahead
+            that it would leave.
     """
 
     def __init__(self, source: Source, claims: Claims, per_round: int) -> None:
@@ -106,6 +110,7 @@ class SlotSampler(SamplerView):
         self.sampler: Any = source.sampler  # which may be replaced
         self.is_shared = not isinstance(self.sampler, SequentialSampler)  # the latest pass is one of training
         self.is_past = self.has_begun = False  # the others were through with the latest pass's epoch; there was a pass
+        self.is_counted = False
         self._source, self._claims, self._per_round = source, claims, per_round
         self._number = -1  # until it is enrolled
         self._board: SlotBoard
@@ -254,7 +259,10 @@ class SlotSampler(SamplerView):
     def _claimed(self) -> Iterator[tuple[Any, Share]]:
         claims, ledger = self._claims, self._claims.ledger
         last: list[tuple[Any, Share]] = []  # batches of their epochs
-        while not self.is_past and (claim := from_first(claims.exchange, self._claim, _NEXT)) is not None:
+        while not self.is_past and not (self.is_counted and self._num_drawn + len(last) >= len(self)):
+            claim = from_first(claims.exchange, self._claim, _NEXT)
+            if claim is None:
+                break
             order, tenure = self._order(claim.epoch), ledger.tenure
             step = num_slots(len(order), claims.most)
             for done, index in enumerate(range(claim.slot + claim.done * step, len(order), step), claim.done + 1):

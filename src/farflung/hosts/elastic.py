@@ -105,8 +105,8 @@ def slots_of(here: Place, make: Callable[..., Any], exchange: Exchange, is_train
 def _follow_trainer() -> None:
     """Have transformers' Trainer, if it is loaded, train from where an epoch begins, and not from its first step.
 
-    After an evaluation it would fetch a batch in eval mode first, and so all data. ConfigError, before its first step,
-    if each replica were to end with a best model of its own.
+    After an evaluation it would fetch a batch in eval mode first, and so all data. Of an epoch it takes len(loader)
+    batches. ConfigError, before its first step, if each replica were to end with a best model of its own.
     """
     handler: Any = getattr(sys.modules.get("transformers.trainer_callback"), "CallbackHandler", None)
 
@@ -117,6 +117,8 @@ def _follow_trainer() -> None:
                 "end with another best model. Leave it out, or start a fixed set of processes, without --elastic."
             )
         callbacks.model.train()
+        if (share := getattr(callbacks.train_dataloader, "share", None)) is not None:
+            share.is_counted = True
         return begun(callbacks, arguments, *args, **options)
 
     if handler is not None and not hasattr(handler.on_epoch_begin, "__wrapped__"):
