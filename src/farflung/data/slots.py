@@ -101,7 +101,7 @@ class SlotSampler(SamplerView):
     is before the first pass if nothing shuffles.
 
     Attributes:
-        is_counted: the script takes `len()` batches of a pass and no more, as a trainer does, so it claims no slot ahead
+        is_counted: the script takes `len()` batches of a pass and no more, as a trainer does, so a pass claims no slot
             that it would leave.
     """
 
