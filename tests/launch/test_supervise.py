@@ -153,6 +153,28 @@ def test_a_first_launcher_serves_until_others_have_ended_and_starts_nothing_once
     assert [event.who for event in lab.events if event.kind is Kind.FAILED] == ["replica 1"]
 
 
+def test_a_first_launcher_serves_for_as_long_as_a_replica_elsewhere_is_to_hear_that_the_run_has_ended(lab, monkeypatch):
+    def beside():
+        until(lambda: lab.pids and not lab.board.list("launchers/mine"), timeout_s=9)
+        for _ in range(3):
+            beat = lab.notes.latest_beat("mine")
+            until(lambda beat=beat: lab.notes.latest_beat("mine") != beat, timeout_s=9)
+        lab.notes.send(Event.now(Kind.NOTE, message="of the other"))
+        until(lambda: not lab.board.list("events/"), timeout_s=9)
+        lab.notes.note_end(waits, "ended with exit code 1")
+
+    monkeypatch.setattr(replicas, "_ASK_S", 0.01)
+    monkeypatch.setattr(replicas, "_PART_WITHIN_S", 0.0)
+    server = served()
+    lab = Lab(C10dTransport(("127.0.0.1", server.port)))
+    lab.board.put("first", b"mine")
+    lab.notes.note_launcher("other", "")
+    lab.notes.beat("other", 100.0)
+    waits = lab.notes.enroll("replica 0 of other", "other")
+    lab.notes.put("process", waits)
+    assert (lab.run(("exit 0", MET), beside=beside), lab.said()) == (DONE, ["of the other"])
+
+
 @pytest.mark.parametrize("stops", ["kill -STOP $$", "sh -c 'kill -STOP $$'"], ids=["it", "what it has started"])
 def test_the_board_has_which_replicas_are_stopped(stops, lab):
     def beside():

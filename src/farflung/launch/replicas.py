@@ -25,13 +25,14 @@ from typing import TYPE_CHECKING
 import psutil  # type: ignore[import-untyped]
 
 from farflung.address import member_store
+from farflung.address.board import numbers_below
 from farflung.address.member_store import LauncherNotes
 from farflung.address.objects import ObjectBoard
 from farflung.base.causes import Cause
 from farflung.base.events import EVENTS, FILES_ONLY, Event, Kind, record
 from farflung.base.lazy import LazyModule
 from farflung.base.signals import WARNINGS, handled
-from farflung.comm.patience import waiting
+from farflung.comm.patience import aloud, waiting
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 from farflung.launch.agent import newest_checkpoint, read_report
@@ -163,13 +164,28 @@ class _Launcher:
         return self._code_after or (DONE if self._is_over else FAILED)
 
     def _part(self) -> None:
-        """Leave. The launcher that serves the store waits a while for others, whose replicas end at the same step."""
+        """Leave. The launcher that serves the store waits for replicas elsewhere that still need it, as to be let in.
+
+        Then it waits a while for their launchers, whose replicas end at the same step.
+        """
         self._store.ask(lambda notes: notes.forget_launcher(self._machine), None)
-        waits = self._tells and self._is_served and self._has_finished
-        for _ in waiting(_ASK_S, _PART_WITHIN_S if waits else 0.0):
+        if not (self._tells and self._is_served and self._has_finished):
+            return
+        until_s = _PART_WITHIN_S
+        for waited_s in waiting(_ASK_S, say=aloud("this launcher", "for others, whose replicas have not ended")):
             self._beat()
             if self._supervisor.signal or not self._store.ask(lambda notes: notes.num_launchers(), 0):
                 return
+            if self._store.ask(self._is_needed, False):
+                until_s = waited_s + _PART_WITHIN_S
+            elif waited_s >= until_s:
+                return
+
+    def _is_needed(self, notes: LauncherNotes) -> bool:
+        """Return whether replicas are at work elsewhere that have not come to the end of their training."""
+        there = [one for one in numbers_below(notes.board, "process") if not notes.get("gone", one)]
+        missing = self._store.heartbeats.missing
+        return any(notes.why_left(one) != member_store.DONE and not missing(one) for one in there)
 
     def _how_to_continue(self) -> str:
         """Say where the state of a run is that a signal has ended here, and what continues it."""
