@@ -34,7 +34,9 @@ def ended(script, way, folder, *flags, code=0, arguments=()):
     outer = () if way == "ddp" else (*OUTER, *PLAIN)
     words = ("launch", "--cpu", *WAYS[way], *place, *outer, *flags, script, *arguments)
     done = run_farflung(*words, cwd=folder, code=code, timeout_s=90)
-    return [torch.load(file) for file in sorted(folder.glob("end-*.pt"))], done.stdout + done.stderr
+    said = done.stdout + done.stderr
+    assert ("2 replicas have ended with equal weights" in said) == (code == 0 and "--elastic" in words)
+    return [torch.load(file) for file in sorted(folder.glob("end-*.pt"))], said
 
 
 def check(ends, samples=None):

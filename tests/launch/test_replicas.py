@@ -174,9 +174,10 @@ def test_a_killed_replica_starts_again_another_launcher_joins_and_all_end_well(h
             end_in_40_steps(home)
             assert (first.ended(), second.ended()) == (0, 0)
         said = sorted(second.lines[1:])  # by the launcher, and by the replica itself
-        assert re.fullmatch(r"farflung: replica 0 of \S+ was let in; 3 replicas train\n", said[1])
+        assert re.fullmatch(r"farflung: replica 0 of \S+ was let in; 3 replicas train\n", said[2])
+        assert said[1] == "farflung: 3 replicas have ended with equal weights\n"
         assert said[0] == "This replica differs from those that it has joined: arguments: '1.5' instead of ''\n"
-        assert len(said) == 2, said
+        assert len(said) == 3, said
 
 
 @pytest.mark.parametrize("kind", ["folder", pytest.param("bucket", marks=pytest.mark.long)])

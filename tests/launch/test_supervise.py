@@ -124,6 +124,26 @@ def test_a_replica_that_fails_once_another_has_finished_fails_no_run(lab):
     assert lab.run(("exit 3", MET), (later + "exit 0", MET)) == FAILED, "its work was not done"
 
 
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ("loop1 7", ["2 replicas have ended with equal weights"]),
+        (
+            "loop1 8",
+            ["warning: replicas have ended with different weights, by digests: A with 8, replica 0 of mine with 7"],
+        ),
+        ("loop2 8", []),
+    ],
+)
+def test_a_launcher_compares_the_weights_that_replicas_have_ended_with(other, says, lab):
+    for name, weights, records in ("A", other, {}), ("B", "loop1 9", {"gone": "ended with exit code 1"}):
+        member = lab.notes.enroll(name)
+        for what, text in {"weights": weights, **records}.items():
+            lab.notes.put(what, member, text)
+    assert lab.run(("exit 0", MET | {"weights": "loop1 7"})) == DONE
+    assert lab.said() == says
+
+
 def test_launchers_under_this_one_report_a_hang_by_their_code(lab):
     codes = [lab.run((f"exit {code}", {}), ranks_per_replica=size) for code, size in ((4, 2), (5, 2), (4, 1))]
     assert codes == [HUNG, FAILED, FAILED]

@@ -97,7 +97,7 @@ def decode(kind: type[_Row], content: bytes) -> _Row:
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()})
 
 
-Note: TypeAlias = Literal["name", "machine", "process", "gone", "stopped", "in", "left"]
+Note: TypeAlias = Literal["name", "machine", "process", "gone", "stopped", "in", "left", "weights"]
 
 
 class LauncherNotes:
@@ -109,6 +109,7 @@ class LauncherNotes:
         in                 there once it has been in a generation
         left               why it no longer takes part: `done` if its process has ended well, `too late` if it asked to
                            be admitted after the run had ended
+        weights            the latest outer loop that has ended on it, and a digest of its weights then
         loop<number>/left  why it no longer takes part in one of its outer loops: `done` if that has ended
         lates              how often it was excluded because it was late
         loops              its outer loops, which are numbered as other members number theirs

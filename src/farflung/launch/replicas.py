@@ -32,6 +32,7 @@ from farflung.base.causes import Cause
 from farflung.base.events import EVENTS, FILES_ONLY, Event, Kind, record
 from farflung.base.lazy import LazyModule
 from farflung.base.signals import WARNINGS, handled
+from farflung.base.words import counted
 from farflung.comm.patience import aloud, waiting
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
@@ -155,6 +156,8 @@ class _Launcher:
                 self._supervisor.add(f"replica {number}{where}")
             self._supervisor.follow({self._beat: self._heartbeat_s})
             self._beat()
+            if self._has_finished:
+                self._compare_ends()
             self._part()
         if self._supervisor.code is not None:
             record(Kind.NOTE, message=self._how_to_continue())
@@ -180,6 +183,22 @@ class _Launcher:
                 until_s = waited_s + _PART_WITHIN_S
             elif waited_s >= until_s:
                 return
+
+    def _compare_ends(self) -> None:
+        """Compare the weights that the replicas at the end of a loop have, by the digests that these have left."""
+
+        def ends(notes: LauncherNotes) -> dict[str, str]:
+            there = [one for one in sorted(numbers_below(notes.board, "weights")) if not notes.get("gone", one)]
+            return {notes.name_of(one): notes.get("weights", one) for one in there}
+
+        nothing: dict[str, str] = {}
+        found = self._store.ask(ends, nothing)
+        loops = {text.partition(" ")[0] for text in found.values()}
+        if len(found) > 1 and len(set(found.values())) == 1:
+            record(Kind.NOTE, message=f"{counted(len(found), 'replica')} have ended with equal weights")
+        elif len(found) > 1 and len(loops) == 1:
+            digests = ", ".join(f"{name} with {text.partition(' ')[2]}" for name, text in found.items())
+            record(Kind.WARNING, message=f"warning: replicas have ended with different weights, by digests: {digests}")
 
     def _is_needed(self, notes: LauncherNotes) -> bool:
         """Return whether replicas are at work elsewhere that have not come to the end of their training."""

@@ -277,6 +277,11 @@ class Elastic:
             if self.island.rank == 0:
                 notes.send(Event.now(kind, notes.name_of(member), **facts))
 
+    def note_weights(self, digest: int) -> None:
+        if self.island.rank == 0:
+            with suppress(Unreachable):
+                self.peers.notes.put("weights", self.member, f"{self.peers.loop} {digest}")
+
     def _note_left(self, reason: str) -> None:
         if not self._admission.is_over:
             notes = self.peers.notes_soon if reason else self.peers.notes  # who is interrupted waits for no store

@@ -333,6 +333,7 @@ class OuterLoop:
             self.flush()
             if self._timetable.recipe.optimizer is not None:  # else these are the weights of the flush
                 self._sync.lend()
+            self._sync.note_weights()
             self._end(is_in_step=True)
 
     def detach(self) -> None:

@@ -100,6 +100,10 @@ class Membership(Protocol):
     def note(self, kind: Kind, member: int, **facts: Any) -> None:
         """Report an event of a member to whoever watches the run. Called on the first member, by all of its ranks."""
 
+    def note_weights(self, digest: int) -> None:
+        """Report a digest of the weights with which this replica's loop ends. Called on all of its ranks."""
+        return None
+
     def leaving(self) -> Leaving | None:
         """Return what ends this process after one more round, on request; None: signals end it at once."""
         return None

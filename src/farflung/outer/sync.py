@@ -211,7 +211,7 @@ class Sync:
             if recipe.has_anchor:
                 is_set = not self._is_adopted()
             else:
-                mark = digest_of(str([one.fingerprint() for one in replica.fragments]))
+                mark = _digest_of(replica)
         tally = self.quorum.vote(sound=not is_set, mark=mark, position=self.timetable.position)
         everything = range(len(replica.fragments))
         for number in everything:
@@ -318,6 +318,13 @@ class Sync:
             if any(count for (count,) in self.quorum.generation.island.gathered(len(moved))):
                 self.quorum.average(moved)
 
+    def note_weights(self) -> None:
+        """Leave a digest of the weights that this replica ends with, where replicas come and go, for launchers."""
+        quorum = self.quorum
+        if not quorum.membership.is_fixed:
+            marks = quorum.generation.island.gathered(float(_digest_of(self.replica)))
+            quorum.membership.note_weights(digest_of(str(marks)))
+
     def _share_buffers(self) -> None:
         """Give all ranks of the island the buffers of the first one: each has averaged its own with its column."""
         island = self.quorum.generation.island
@@ -363,3 +370,7 @@ class Sync:
             self.average(coming)
 
         self.together(average)
+
+
+def _digest_of(replica: Replica) -> int:
+    return digest_of(str([one.fingerprint() for one in replica.fragments]))
