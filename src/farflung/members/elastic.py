@@ -280,7 +280,7 @@ class Elastic:
     def note_weights(self, digest: int) -> None:
         if self.island.rank == 0:
             with suppress(Unreachable):
-                self.peers.notes.put("weights", self.member, f"{self.peers.loop} {digest}")
+                self.peers.notes_soon.put("weights", self.member, f"{self.peers.loop} {digest}")
 
     def _note_left(self, reason: str) -> None:
         if not self._admission.is_over:

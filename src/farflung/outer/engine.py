@@ -149,7 +149,7 @@ class OuterLoop:
         self._warmup = GradientWarmup(recipe.warmup, model, timetable, quorum, self._meter, self._ddp is not None)
         self._sync = Sync(timetable, quorum, self._rounds, self._warmup, self._meter, chooser, replica_of)
         self._sync.enter()
-        self.open_end = OpenEnd()
+        self.open_end = OpenEnd(weakref.WeakMethod(self._sync.note_weights) if island.size == 1 else lambda: None)
         self._finalizer = weakref.finalize(self, self.open_end.report)
         self._leaving = membership.leaving()
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A warning about a loop that the script has not ended: its replicas have different weights."""
+"""Warns of a loop that the script has not ended, if its replicas have different weights, and else notes these."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from farflung.base.events import Kind, record
@@ -14,17 +16,23 @@ class OpenEnd:
     """The state in which a loop would end now.
 
     Attributes:
+        note: returns what leaves a digest of the weights; None if that is not to be done, or the loop is gone.
         steps: since the replicas were last alike.
         is_silent: another object reports them.
     """
 
+    note: Callable[[], Callable[[], None] | None]
     steps: int = 0
     is_silent: bool = False
 
     def report(self) -> None:
-        """Print a line, unless an error ends the process: then no one expects equal weights."""
-        is_by_error = sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None
-        if self.steps and not self.is_silent and not is_by_error:
+        """Print a line, or note equal weights, unless an error ends the process: then no one expects these."""
+        if sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None:
+            return
+        if not self.steps and (note := self.note()) is not None:
+            with suppress(RuntimeError):  # a request may need a thread, and none begins as late as this
+                note()
+        if self.steps and not self.is_silent:
             which = "step was" if self.steps == 1 else f"{self.steps} steps were"
             message = (
                 f"an OuterLoop was not closed. Its last {which} not averaged with any other rank, so ranks "

@@ -41,7 +41,15 @@ else:
 generator, critic = nets
 backward = torch.Tensor.backward if accelerator is None else accelerator.backward
 torch.manual_seed(int(name))
-seen = []
+
+
+def error():
+    """The critic's on real data."""
+    with torch.no_grad():
+        return (getattr(critic, "module", critic)(data.tensors[0]) - 1).square().mean().item()
+
+
+seen, losses = [], [error()]
 for epoch in range(EPOCHS):
     if accelerator is None:
         sampler.set_epoch(epoch)
@@ -65,4 +73,5 @@ if accelerator is None:
 else:
     accelerator.end_training()
 weights = nn.ModuleList(getattr(net, "module", net) for net in nets).state_dict()
-torch.save({"weights": weights, "seen": seen}, f"end-{name}.pt")
+losses.append(error())
+torch.save({"weights": weights, "seen": seen, "losses": losses}, f"end-{name}.pt")
