@@ -15,10 +15,10 @@ import stat
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from farflung.base.events import Event
 
@@ -33,67 +33,49 @@ NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # 
 
 Row = Mapping[str, Any]
 _Read = Callable[[Any], Any]
+_T = TypeVar("_T")
 
 
-def text(value: Any) -> str:
-    """Read a text, without what a terminal would obey."""
-    if type(value) is not str:
-        raise TypeError(value)
-    return value if value.isprintable() else _UNPRINTABLE.sub("\ufffd", value)
-
-
-def _number(most: float) -> Callable[[Any], float]:
-    def read(value: Any) -> float:
-        if type(value) not in (int, float):
-            raise TypeError(value)
-        if not 0 <= value <= most:  # which NaN is not, either
-            raise ValueError(value)
-        return float(value)
-
-    return read
-
-
-def _integer(most: int, least: int = 0) -> Callable[[Any], int]:
-    def read(value: Any) -> int:
-        if type(value) is not int:
-            raise TypeError(value)
-        if not least <= value <= most:
-            raise ValueError(value)
-        return value
-
-    return read
-
-
-def _flag(value: Any) -> bool:
-    if type(value) is not bool:
+def _typed(kind: type[_T], value: Any) -> _T:
+    if type(value) is not kind:
         raise TypeError(value)
     return value
 
 
-def _list(read: _Read) -> _Read:
-    def several(value: Any) -> list[Any]:
-        if type(value) is not list:
-            raise TypeError(value)
-        return [read(item) for item in value]
-
-    return several
+def text(value: Any) -> str:
+    """Read a text, without what a terminal would obey."""
+    value = _typed(str, value)
+    return value if value.isprintable() else _UNPRINTABLE.sub("\ufffd", value)
 
 
-def _object(read: _Read) -> _Read:
-    def fields(value: Any) -> dict[str, Any]:
-        if type(value) is not dict:
-            raise TypeError(value)
-        return {text(name): read(item) for name, item in value.items()}
+def _number(most: float, value: Any) -> float:
+    if type(value) not in (int, float):
+        raise TypeError(value)
+    if not 0 <= value <= most:  # which NaN is not, either
+        raise ValueError(value)
+    return float(value)
 
-    return fields
+
+def _integer(least: int, most: int, value: Any) -> int:
+    if not least <= _typed(int, value) <= most:
+        raise ValueError(value)
+    return int(value)
+
+
+def _list(read: _Read, value: Any) -> list[Any]:
+    return [read(item) for item in _typed(list, value)]
+
+
+def _object(read: _Read, value: Any) -> dict[str, Any]:
+    return {text(name): read(item) for name, item in _typed(dict, value).items()}
 
 
 def _any(value: Any) -> Any:
     """Read what is only shown."""
     if isinstance(value, dict):
-        return _object(_any)(value)
+        return _object(_any, value)
     if isinstance(value, list):
-        return [_any(item) for item in value]
+        return _list(_any, value)
     return text(value) if isinstance(value, str) else value
 
 
@@ -107,7 +89,7 @@ def logged(value: Any) -> Any:
         return math.inf if value > 0 else -math.inf
 
 
-moment, _seconds, _count = _number(_LAST_MOMENT), _number(_LONGEST_S), _integer(_MOST)
+moment, _seconds, _count = partial(_number, _LAST_MOMENT), partial(_number, _LONGEST_S), partial(_integer, 0, _MOST)
 
 
 def optional_count(value: Any) -> int | None:
@@ -122,7 +104,7 @@ def _same(value: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _counts(value: Any) -> tuple[int, ...]:
-    return _same(tuple(_list(_count)(value)))
+    return _same(tuple(_list(_count, value)))
 
 
 _READ: Mapping[str, _Read] = {
@@ -131,15 +113,15 @@ _READ: Mapping[str, _Read] = {
     **dict.fromkeys(("member", "generation", "v", "attempt", "restart"), _count),
     **dict.fromkeys(("host", "call", "at", "why", "script", "name", "message", "strategy", "folder"), text),
     **dict.fromkeys(("event", "git", "identity", "replica", "launcher"), text),
-    **dict.fromkeys(("world", "settings", "versions"), _object(_any)),
+    **dict.fromkeys(("world", "settings", "versions"), partial(_object, _any)),
     **dict.fromkeys(("members", "joined"), _counts),
-    **dict.fromkeys(("arguments", "stack"), _list(text)),
+    **dict.fromkeys(("arguments", "stack"), partial(_list, text)),
     **dict.fromkeys((f"seconds_{part}" for part in ("exposed", "hidden", "voting", "encoding", "landing")), _seconds),
     **dict.fromkeys(("seconds", "seconds_recovering"), _seconds),
-    **dict.fromkeys(("ended", "code"), _integer(255, -255)),
-    "pid": _integer(_LAST_PID),
-    "dropped": _flag,
-    "lost": _object(text),
+    **dict.fromkeys(("ended", "code"), partial(_integer, -255, 255)),
+    "pid": partial(_integer, 0, _LAST_PID),
+    "dropped": partial(_typed, bool),
+    "lost": partial(_object, text),
 }
 _NEEDED = {  # of events; the others are shown by their message, or by their name and facts
     "process": ("member", "name"),
