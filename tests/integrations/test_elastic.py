@@ -99,6 +99,20 @@ def test_a_schedule_may_be_planned_by_the_length_of_a_loader_before_there_is_a_m
     assert [planned._length(DataLoader.__len__, loader) for loader in loaders] == [6, 12]
 
 
+def in_a_run(tmp_path, act, *args):
+    """What a replica returns from `act(address, *args)`: the only one of a run that may have two."""
+    transport_at(tmp_path.as_uri()).board.put("run", json.dumps({"expected": 1, "most": 2}).encode())
+    return run_ranks(act, 1, tmp_path.as_uri(), *args)[0]
+
+
+def enroll(address):
+    """Have this process be a replica of the run; return its id."""
+    environ.export({"FARFLUNG_STORE": address, "FARFLUNG_RUN_DIR": "none"})
+    member = LauncherNotes(transport_at(address).board).enroll("replica")
+    os.environ["FARFLUNG_MEMBER"] = str(member)
+    return member
+
+
 class Fits:
     """Trainings of one model that follow each other in a process, each with an outer loop of its own."""
 
@@ -158,21 +172,17 @@ class Wrapped(Fits):
         self.takeover.close()
 
 
-def fitted(host, address):
+def fitted(address, host):
     """The weight after each of three fits, and what a replica is told that starts meanwhile."""
-    board = transport_at(address).board
-    environ.export({"FARFLUNG_STORE": address, "FARFLUNG_RUN_DIR": "none"})
-    first = LauncherNotes(board).enroll("replica")
-    os.environ["FARFLUNG_MEMBER"] = str(first)
-    fits, weights = host(), []
+    first, fits, weights = enroll(address), host(), []
     for _ in range(3):
         fits.fit()
         weights.append(fits.model.weight.tolist())
     errors = []
     for is_gone in (False, True):
         if is_gone:
-            LauncherNotes(board).note_end(first, "was killed by SIGKILL")
-        os.environ["FARFLUNG_MEMBER"] = str(LauncherNotes(board).enroll("restarted"))
+            LauncherNotes(transport_at(address).board).note_end(first, "was killed by SIGKILL")
+        enroll(address)
         with pytest.raises(RankFailure) as caught:
             OuterLoop(nn.Linear(2, 1, bias=False), diloco(4, lr=1.0, momentum=0.0), membership=launched_membership())
         errors.append(caught.value)
@@ -186,8 +196,7 @@ def fitted(host, address):
 )
 def test_a_process_may_train_several_times_in_one_run(tmp_path, host, cause):
     """A newcomer is told so while others train, and once they have ended; an error if their last loop has not."""
-    transport_at(tmp_path.as_uri()).board.put("run", json.dumps({"expected": 1, "most": 2}).encode())
-    ((weights, told, causes),) = run_ranks(fitted, 1, host, tmp_path.as_uri())
+    weights, told, causes = in_a_run(tmp_path, fitted, host)
     assert weights == [[[-5.0, -5.0]], [[-10.0, -10.0]], [[-15.0, -15.0]]]
     assert "second fit" in told[0]
     assert ("All replicas have ended in a later outer loop" in told[1]) == (cause is Cause.FAULT)
@@ -196,8 +205,7 @@ def test_a_process_may_train_several_times_in_one_run(tmp_path, host, cause):
 
 def adversaries(address):
     """The weights of two nets in an epoch of a replica, as one and then both are evaluated, and after loading."""
-    environ.export({"FARFLUNG_STORE": address, "FARFLUNG_RUN_DIR": "none"})
-    os.environ["FARFLUNG_MEMBER"] = str(LauncherNotes(transport_at(address).board).enroll("replica"))
+    enroll(address)
     takeover = DDPTakeover(CONFIG, Slots, Place.launched())
     takeover.install()
     models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
@@ -234,16 +242,14 @@ def adversaries(address):
 
 @pytest.mark.timeout(30)
 def test_all_ddp_models_of_a_replica_share_a_loop_and_each_is_evaluated_for_itself(tmp_path):
-    transport_at(tmp_path.as_uri()).board.put("run", json.dumps({"expected": 1, "most": 2}).encode())
-    ((loops, weights),) = run_ranks(adversaries, 1, tmp_path.as_uri())
+    loops, weights = in_a_run(tmp_path, adversaries)
     assert loops == 1
     assert weights == [[5.0, -2.0], [5.0, 0.0], [3.0, 0.0], [3.0, -2.0], [-1.0, 5.0]]
 
 
 def scheduled(address, num_epochs):
     """What a replica that trains alone says of a schedule for so many epochs of five batches, and its last rate."""
-    environ.export({"FARFLUNG_STORE": address, "FARFLUNG_RUN_DIR": "none"})
-    os.environ["FARFLUNG_MEMBER"] = str(LauncherNotes(transport_at(address).board).enroll("replica"))
+    enroll(address)
     host = Prepared()
     optimizer = host.optimizer()
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=round(5 * num_epochs))
@@ -264,8 +270,7 @@ def scheduled(address, num_epochs):
 
 @pytest.mark.timeout(30)
 def test_a_line_says_where_a_schedule_ends(tmp_path):
-    transport_at(tmp_path.as_uri()).board.put("run", json.dumps({"expected": 1, "most": 2}).encode())
-    ((said, rate),) = run_ranks(scheduled, 1, tmp_path.as_uri(), 2)
+    said, rate = in_a_run(tmp_path, scheduled, 2)
     assert "training ends after 10 updates of each of 1 replica: 2 epochs." in said
     assert rate < 1e-6
 
@@ -311,8 +316,7 @@ def test_a_replica_whose_model_no_loop_has_is_told_at_its_first_step(words, reci
 
 def prepared_adversaries(address):
     """How many loops two prepared nets have, what is saved of one after an epoch, and the weights at the end."""
-    environ.export({"FARFLUNG_STORE": address, "FARFLUNG_RUN_DIR": "none"})
-    os.environ["FARFLUNG_MEMBER"] = str(LauncherNotes(transport_at(address).board).enroll("replica"))
+    enroll(address)
     accelerator = Accelerator(cpu=True, outer=CONFIG)
     models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
     for model in models:
@@ -338,6 +342,5 @@ def prepared_adversaries(address):
 
 @pytest.mark.timeout(30)
 def test_all_models_of_an_accelerator_share_a_loop_where_replicas_come_and_go(tmp_path):
-    transport_at(tmp_path.as_uri()).board.put("run", json.dumps({"expected": 1, "most": 2}).encode())
-    ((loops, saved, weights),) = run_ranks(prepared_adversaries, 1, tmp_path.as_uri())
+    loops, saved, weights = in_a_run(tmp_path, prepared_adversaries)
     assert (loops, saved, weights) == (1, -6.0, [-6.0, -6.0])

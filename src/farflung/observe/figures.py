@@ -71,7 +71,8 @@ def figures(run: ObservedRun, price_hour: float | None = None, price_gb: float |
     for one in writers(run):
         for span in spans(run, one):
             seconds[span.name] += span.end - span.begin
-    island = _island(run)
+    model = model_of(run)
+    island = 1 if model is None else max(1, int(model["island"]))
     leaders = [one for one in run.ranks if one.row["rank"] % island == 0]
     hours = sum(one.row["time"] - one.row["begun"] for one in leaders) / 3600
     sent, ddp = _bytes(run, leaders)
@@ -176,8 +177,3 @@ def _efficiency(run: ObservedRun, replicas: int) -> Efficiency | None:
     if model is None or name is None or not every:
         return None
     return efficiency(name, every, model["parameters"], replicas)
-
-
-def _island(run: ObservedRun) -> int:
-    model = model_of(run)
-    return 1 if model is None else max(1, int(model["island"]))
