@@ -237,6 +237,21 @@ def test_numbers_that_json_has_no_word_for_and_bars_do_not_spoil_lines(tmp_path,
     assert "10%" in capsys.readouterr().out
 
 
+def test_the_log_of_a_replica_has_the_name_by_which_its_launcher_calls_it_and_goes_on_when_it_starts_again(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("FARFLUNG_RUN_FOLDER", str(tmp_path))
+    monkeypatch.setenv("FARFLUNG_STORE", "node0:29500")
+    monkeypatch.setenv("FARFLUNG_REPLICA", "replica 0 of node0:4501")
+    for rank, member in (0, 1795998728741), (0, 1795998728749), (1, 1795998728749):
+        monkeypatch.setenv("FARFLUNG_MEMBER", str(member))
+        monkeypatch.setenv("RANK", str(rank))
+        with run_files.recorded():
+            print("begins")
+    found = {file.name: file.read_text().count("begins") for file in (tmp_path / "logs").iterdir()}
+    assert found == {"replica-0-of-node0-4501.log": 2, "replica-0-of-node0-4501.rank1.log": 1}
+
+
 def test_a_disk_that_fills_up_does_not_end_a_run_that_went_well(tmp_path, monkeypatch):
     monkeypatch.setenv("FARFLUNG_RUN_FOLDER", str(tmp_path))
     (tmp_path / "logs").mkdir()

@@ -27,7 +27,8 @@ REPORTS = "FARFLUNG_REPORTS"  # the file descriptor to which a launcher under a 
 LAUNCHER = "FARFLUNG_LAUNCHER"  # the process that a rank must not outlive, by its number
 RUN_FOLDER = "FARFLUNG_RUN_FOLDER"  # where ranks write of their run
 RUN_ATTEMPT = "FARFLUNG_RUN_ATTEMPT"  # which one it is in that folder, by its number
-OF_LAUNCHERS = (SHOWS_ATTEMPTS, REPORTS, LAUNCHER, RUN_FOLDER, RUN_ATTEMPT)
+REPLICA = "FARFLUNG_REPLICA"  # how people call the replica that a rank belongs to
+OF_LAUNCHERS = (SHOWS_ATTEMPTS, REPORTS, LAUNCHER, RUN_FOLDER, RUN_ATTEMPT, REPLICA)
 KEY, KEY_FILE = "FARFLUNG_KEY", "FARFLUNG_KEY_FILE"  # of a run: its key, which nothing shows; the file that has it
 MEMBER_VARIABLES = ("FARFLUNG_STORE", "FARFLUNG_MEMBER")  # of a replica that comes and goes: the run's address, its id
 

@@ -239,7 +239,9 @@ class _Launcher:
                 record(Kind.FAILED, name, how="")
             return None
         report = None
-        variables = dict(zip(environ.MEMBER_VARIABLES, (self._where, str(member)), strict=True))
+        variables = dict(zip(environ.MEMBER_VARIABLES, (self._where, str(member)), strict=True)) | {
+            environ.REPLICA: name
+        }
         if not self._has_own_launchers:
             self._num_started += 1
             report = self._reports / "run" / f"attempt_{self._num_started}" / "0" / "error.json"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -315,12 +316,12 @@ class Heartbeat:
             os.close(self._file)
 
 
-def name_of(one: Mapping[str, Any]) -> str:
-    """Return the name that a rank's log and record have: `rank0`, `replica3`, `replica3.rank1`."""
+def name_of(one: Mapping[str, Any], called: str = "") -> str:
+    """Return the name that a rank's record has: `rank0`, `replica3`, `replica3.rank1`; `called`: of its replica."""
     member, rank = one.get("member"), one.get("rank", 0)
     if member is None:
         return f"rank{rank}"
-    return f"replica{member}" + (f".rank{rank}" if rank else "")
+    return (called or f"replica{member}") + (f".rank{rank}" if rank else "")
 
 
 @contextmanager
@@ -336,7 +337,9 @@ def recorded() -> Iterator[None]:
         heartbeat: Heartbeat | None = None
         try:
             (folder / LOGS).mkdir(exist_ok=True)
-            log = kept.enter_context(closing(OutputLog(folder / LOGS / f"{name_of(who())}.log")))
+            # As launchers call the replica: one that is started again continues its log.
+            name = name_of(who(), re.sub(r"\W+", "-", environ.text(environ.REPLICA) or ""))
+            log = kept.enter_context(closing(OutputLog(folder / LOGS / f"{name}.log")))
             sys.stdout, sys.stderr = _Copied(out, log), _Copied(err, log)
             heartbeat = Heartbeat(folder)
         except OSError as error:
