@@ -207,8 +207,8 @@ def test_examples_that_need_more_around_them_are_python_at_least(text):
     compile(text, "page", "exec")
 
 
-# ---- the ways of three readers, docs/start: short, first in docs/README.md, and what they show runs
-WAYS = ("ddp", "accelerate", "machines")
+# ---- the ways of readers, docs/start: short, first in docs/README.md, and what they show runs
+WAYS = ("ddp", "accelerate", "machines", "notebook")
 LONGEST = 600  # words to the first success and what to read next
 ALL_PAGES = 61_000
 
@@ -223,7 +223,7 @@ def test_a_way_is_short_and_says_what_success_is(way):
 
 def test_the_ways_are_the_first_links_of_the_start():
     links = re.findall(r"\]\((.+?)\)", TEXTS["docs/README.md"])
-    assert links[:3] == [f"start/{way}.md" for way in WAYS]
+    assert links[: len(WAYS)] == [f"start/{way}.md" for way in WAYS]
     assert sorted(path.stem for path in (ROOT / "docs" / "start").iterdir()) == sorted(WAYS)
 
 

@@ -106,9 +106,8 @@ def test_a_run_that_is_not_there_is_not_joined_and_one_whose_record_is_gone_is_n
 @pytest.mark.parametrize("way", ["network", "folder", "network with a key"])
 def test_replicas_get_their_variables_and_a_run_without_a_key_says_so(way, home, monkeypatch, capsys):
     followed, has_key = [], way.endswith("key")
-    monkeypatch.setattr(
-        elastic, "supervise", lambda settings, command, variables, *rest: followed.append(variables) or 7
-    )
+    monkeypatch.setattr(elastic, "supervise", lambda settings, start, *rest: start({}))
+    monkeypatch.setattr(elastic, "started", lambda command, variables: followed.append(variables) or 7)
     if way != "folder":  # as if this machine were reached by its name
         monkeypatch.setattr(elastic, "is_loopback", lambda address: False)
         monkeypatch.setattr(elastic, "choose_interface", lambda settings, host: Interface("eth0", "127.0.0.1"))

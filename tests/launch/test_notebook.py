@@ -5,15 +5,22 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import signal
+import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from farflung.base.errors import ConfigError, StateError
+from farflung import Accelerator
+from farflung.base.errors import ConfigError, RankFailure, StateError
 from farflung.config import environ
 from farflung.launch.notebook import debug_launcher, notebook_launcher
 from farflung.launch.plan import usable_cores
+from farflung.observe.run import ObservedRun
+from farflung.outer import local_sgd
+from farflung.process.place import Place
 from tests.python import run_python
 
 # A notebook: a process of its own, functions defined in __main__. Two ranks can see each other only when connected.
@@ -97,6 +104,10 @@ def test_one_process_is_this_one():
         ({"num_processes": 2, "use_port": "http"}, "use_port is 'http'"),
         ({"num_processes": 2, "num_nodes": 2, "master_addr": "not a host"}, "master_addr is 'not a host'"),
         ({"num_processes": 2, "mixed_precision": "half"}, "one of no, fp16, bf16"),
+        ({"num_processes": 2, "meet": "file:///x/run"}, "num_processes is 2, .* this process alone"),
+        ({"num_nodes": 2, "meet": "file:///x/run"}, "num_nodes is 2, .* this process alone"),
+        ({"meet": "file:///missing/run"}, "can't meet in the folder /missing/run"),
+        ({"meet": "file:///x/run", "elastic": "2"}, "elastic"),
     ],
 )
 def test_settings_that_can_not_work_are_refused(said, message):
@@ -111,6 +122,40 @@ def test_settings_that_can_not_work_are_refused(said, message):
     ):
         with pytest.raises(ConfigError, match=why):
             debug_launcher(print, **settings)
+
+
+def test_a_cell_trains_a_replica_of_a_run_and_may_be_interrupted_and_run_again(home, monkeypatch):
+    monkeypatch.delenv("FARFLUNG_RUN_DIR")
+    outer = []
+
+    def train(steps):
+        accelerator, model = Accelerator(cpu=True), torch.nn.Linear(3, 2)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        with accelerator.outer(model, local_sgd(every=4)) as loop:
+            outer.append((loop.position, sys.argv))
+            for _ in range(steps):
+                accelerator.backward(model(torch.ones(1, 3)).sum())
+                optimizer.step()
+            if steps == 24:
+                raise KeyboardInterrupt
+        return model
+
+    address = (home / "run").as_uri()
+    with pytest.raises(KeyboardInterrupt):
+        notebook_launcher(train, (24,), meet=address)
+    model = notebook_launcher(train, (8,), meet=address)
+    assert outer == [(0, ["train"]), (24, ["train"])]
+    assert isinstance(model, torch.nn.Linear)
+    assert Place.launched().member is None
+    seen = ObservedRun(home / "farflung-runs" / "latest")
+    assert [(row.name.partition(" of ")[0], row.state) for row in seen.ranks] == [("replica 0", "finished")]
+    assert len({str(event) for event in seen.events}) == len(seen.events)
+    numbers = [row.number for row in seen.rounds]
+    assert numbers
+    assert numbers == sorted(set(numbers)), "each round once"
+    assert not logging.getLogger("farflung.rounds").isEnabledFor(logging.DEBUG)
+    with pytest.raises(RankFailure, match="The run has ended"):
+        notebook_launcher(train, (8,), meet=address)
 
 
 @pytest.mark.parametrize(
@@ -169,4 +214,5 @@ def test_the_parameters_are_accelerates():
     launchers = pytest.importorskip("accelerate.launchers")
     for each in (notebook_launcher, debug_launcher):
         ours, theirs = (inspect.signature(one).parameters for one in (each, getattr(launchers, each.__name__)))
-        assert [(p.name, p.default) for p in ours.values()] == [(p.name, p.default) for p in theirs.values()]
+        kept = [p for p in ours.values() if p.kind is not p.KEYWORD_ONLY]
+        assert [(p.name, p.default) for p in kept] == [(p.name, p.default) for p in theirs.values()]

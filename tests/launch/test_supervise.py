@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -27,6 +28,7 @@ from tests.outer.elastic_run import served
 from tests.waits import until
 
 SCRIPT = ["sh", "-c", 'until [ -e "do$FARFLUNG_MEMBER" ]; do sleep 0.01; done; . "./do$FARFLUNG_MEMBER"']
+START = partial(replicas.started, SCRIPT)
 WAITS = "until [ -e go ]; do sleep 0.01; done"
 MET, ITS_DONE = {"in": "1"}, {"in": "1", "left": member_store.DONE}
 
@@ -72,7 +74,7 @@ class Lab(Sink):
         with showing(self), ThreadPoolExecutor() as pool:
             thread = pool.submit(beside)
             thread.add_done_callback(lambda _: Path("go").touch())
-            code = replicas.supervise(LaunchSettings(**given), SCRIPT, {}, self.transport, len(pairs), "mine")
+            code = replicas.supervise(LaunchSettings(**given), START, self.transport, len(pairs), "mine")
         thread.result()
         return code
 

@@ -95,6 +95,15 @@ def record_rounds() -> None:
         rounds.propagate = False  # a handler of the script's would print a line for each round
 
 
+def stop_recording() -> None:
+    """Undo `record_rounds` in a process that outlives its run."""
+    rounds = logging.getLogger("farflung.rounds")
+    for handler in [one for one in rounds.handlers if isinstance(one, _RunRounds)]:
+        rounds.removeHandler(handler)
+        rounds.setLevel(logging.NOTSET)
+        rounds.propagate = True
+
+
 class RoundFigures:
     """The figures of a loop's rounds for trackers, by names such as `outer/round`; the second loop's begin `outer1/`.
 

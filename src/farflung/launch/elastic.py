@@ -8,6 +8,7 @@ import json
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -36,7 +37,7 @@ from farflung.launch.plan import (
     one_replica,
     torch_is_loaded,
 )
-from farflung.launch.replicas import new_machine_name, supervise
+from farflung.launch.replicas import new_machine_name, started, supervise
 from farflung.launch.shell import start_of
 from farflung.process.identity import has_ended
 from farflung.process.sockets import listening_socket
@@ -73,7 +74,8 @@ class Replicas:
     def __init__(self, resolved: Resolved, script: Script) -> None:
         self._resolved, self._settings, self._script = resolved, resolved.settings, script
         self._replica = one_replica(self._settings)
-        self._plan = make_plan(self._replica, script.name, script.arguments, reported=True)
+        runs = script.name if script.start is None else __file__  # no command starts what is no process
+        self._plan = make_plan(self._replica, runs, script.arguments, reported=True)
         self._count = num_replicas(self._settings)
         self._machine = new_machine_name()
         self._transport: Transport | None = None  # once it is prepared
@@ -135,7 +137,8 @@ class Replicas:
             start = (*start_of("farflung.launch.main"), "launch", "--stated", stated)
             command = (*start, script.name, *script.arguments)
         variables = {**self._variables, **folder.variables}
-        return supervise(settings, command, variables, self._transport, self._count, self._machine)
+        make = script.start or partial(started, command)
+        return supervise(settings, lambda own: make({**variables, **own}), self._transport, self._count, self._machine)
 
 
 def _join_command(settings: LaunchSettings, where: str, script: str, arguments: Sequence[str]) -> str:

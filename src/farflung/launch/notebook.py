@@ -19,9 +19,18 @@ from farflung.config import environ
 from farflung.config.launch import DEFAULT_PORT, LaunchSettings, check_variables, field_named, rank_variables
 from farflung.config.problems import renamed
 from farflung.launch.agent import run_agent
+from farflung.launch.cell import train_here
 from farflung.launch.events import Screen, showing
 from farflung.launch.network import choose_interface
-from farflung.launch.plan import Meeting, Plan, fit_for_cores, meet, network_variables, one_machine, threads_of_each
+from farflung.launch.plan import (
+    Meeting,
+    Plan,
+    fit_for_cores,
+    meet as meeting_of,
+    network_variables,
+    one_machine,
+    threads_of_each,
+)
 from farflung.launch.report import explain
 from farflung.process.heard import record_signals
 from farflung.process.tether import end_with_launcher
@@ -44,7 +53,10 @@ def notebook_launcher(
     max_restarts: int = 0,
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
-) -> None:
+    *,
+    meet: str | None = None,
+    elastic: str = "1:8",
+) -> Any:
     """Call `function(*args)` in `num_processes` connected processes on this machine, and wait for all of them.
 
     The processes are forked, so the function may be one that the notebook defines. One process alone is this one: no
@@ -60,6 +72,12 @@ def notebook_launcher(
         max_restarts: how often all processes are started again after one failed.
         monitor_interval: seconds between two looks at the processes.
         log_line_prefix_template: put before the processes' lines.
+        meet: the address of a run whose replicas come and go (`farflung launch --meet`). This process is one of them
+            until the function returns or the cell is interrupted; below the cell is what `farflung watch` shows.
+        elastic: how many replicas that run begins with, and has at most, if it begins here.
+
+    Returns:
+        what the function returns, with `meet`; otherwise None.
 
     Raises:
         ConfigError: settings that can't work, or a port in use.
@@ -73,6 +91,13 @@ def notebook_launcher(
     if num_processes is not None:
         check_whole("num_processes", num_processes, least=1)
     check_number("monitor_interval", monitor_interval, above=0)
+    if meet is not None:
+        for name, value in (("num_processes", num_processes or 1), ("num_nodes", num_nodes)):
+            if value != 1:
+                raise ConfigError(
+                    f"{name} is {value}, and meet {meet}, where a replica is this process alone. Leave it out."
+                )
+        return train_here(function, args, {"meet": meet, "elastic": elastic, "mixed_precision": mixed_precision})
     port = int(use_port) if isinstance(use_port, str) and use_port.isdecimal() else use_port
     check_whole("use_port", port, least=0, most=65535)
     gpus = torch.cuda.device_count()
@@ -98,7 +123,7 @@ def notebook_launcher(
             max_restarts=max_restarts,
             monitor_interval=monitor_interval,
         )
-        meeting = meet(settings) if several and not rdzv_endpoint else one_machine()
+        meeting = meeting_of(settings) if several and not rdzv_endpoint else one_machine()
         if rdzv_endpoint:
             interface = choose_interface(settings, master_addr) if num_nodes > 1 else None
             meeting = Meeting(rdzv_backend, rdzv_endpoint, {"rank": node_rank}, rdzv_id, num_nodes, interface=interface)
@@ -108,9 +133,10 @@ def notebook_launcher(
     if not several:
         with environ.patched(rank_variables(settings)):
             function(*args)
-        return
+        return None
     meeting = replace(meeting, conf={**meeting.conf, **(rdzv_conf or {})})
     _fork(function, args, num_local, settings, meeting, log_line_prefix_template)
+    return None
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:

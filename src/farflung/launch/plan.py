@@ -10,7 +10,7 @@ import gc
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec, PathFinder
@@ -66,12 +66,14 @@ class Script:
     Args:
         exec_alone: one process alone takes the place of this one.
         is_inner: this launcher is under that of replicas.
+        start: starts a replica, given its variables, which is no process of its own; None: a Python runs the script.
     """
 
     name: str
     arguments: tuple[str, ...] = ()
     exec_alone: bool = False
     is_inner: bool = False
+    start: Callable[[Mapping[str, str]], Any] | None = None
 
 
 @dataclass(frozen=True)

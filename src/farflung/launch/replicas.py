@@ -16,11 +16,11 @@ import subprocess
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import psutil  # type: ignore[import-untyped]
 
@@ -63,8 +63,7 @@ _LAST = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # at whi
 
 def supervise(
     settings: LaunchSettings,
-    command: Sequence[str],
-    variables: Mapping[str, str],
+    start: Callable[[Mapping[str, str]], Process],
     transport: Transport,
     count: int,
     machine: str,
@@ -72,10 +71,16 @@ def supervise(
     """Supervise the replicas of this machine until all have ended; return the exit code.
 
     Args:
+        start: starts a replica's process, given variables that are this one's alone.
         machine: the name of this launcher in the store.
     """
     with tempfile.TemporaryDirectory(prefix="farflung_") as folder:
-        return _Launcher(settings, command, variables, transport, Path(folder), machine).run(count)
+        return _Launcher(settings, start, transport, Path(folder), machine).run(count)
+
+
+def started(command: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a process that is a world of its own."""
+    return subprocess.Popen(command, env=lone_environment(variables))
 
 
 def new_machine_name() -> str:
@@ -84,6 +89,20 @@ def new_machine_name() -> str:
     What people read ends before the last dot.
     """
     return f"{socket.gethostname()}:{os.getpid()}.{secrets.token_hex(4)}"
+
+
+class Process(Protocol):
+    """What runs a replica: a process, or a thread of this one."""
+
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
+
+    def poll(self) -> int | None:
+        """Return the exit code, -k for signal k; None: it runs."""
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +115,7 @@ class _Replica:
 
     name: str
     member: int
-    process: subprocess.Popen[bytes]
+    process: Process
     report: Path | None
     forwarder: SignalForwarder
 
@@ -123,14 +142,13 @@ class _Launcher:
     def __init__(
         self,
         settings: LaunchSettings,
-        command: Sequence[str],
-        variables: Mapping[str, str],
+        start: Callable[[Mapping[str, str]], Process],
         transport: Transport,
         folder: Path,
         machine: str,
     ) -> None:
         self._store = run_store.RunStore(transport, lambda: self._supervisor.signal != 0)
-        self._command, self._variables, self._where = command, variables, transport.address
+        self._start_process, self._where = start, transport.address
         self._machine = machine
         self._is_served = "://" not in transport.address
         self._lasting = "" if self._is_served else settings.meet or settings.join or transport.address
@@ -248,7 +266,7 @@ class _Launcher:
             report.parent.mkdir(parents=True)
             variables[ERROR_FILE] = str(report)
             variables |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # frameworks want all of a rank's names or none
-        process = subprocess.Popen(self._command, env=lone_environment({**self._variables, **variables}))
+        process = self._start_process(variables)
         self._store.ask(lambda notes: notes.put("process", member, address_of(process.pid) or "unknown"), None)
         record(Kind.PROCESS, level=FILES_ONLY, member=member, name=name, pid=process.pid)
         return _Replica(name, member, process, report, SignalForwarder(self._reports))

@@ -325,13 +325,18 @@ def name_of(one: Mapping[str, Any], called: str = "") -> str:
 
 
 @contextmanager
-def recorded() -> Iterator[None]:
-    """Keep the log of this rank and its heartbeat in the run's folder, if there is one, for a block."""
+def recorded(events: bool = True) -> Iterator[None]:
+    """Keep the log of this rank and its heartbeat in the run's folder, if there is one, for a block.
+
+    Args:
+        events: those of this process too; False: its launcher is in this process, and writes them.
+    """
     folder = run_folder()
     if folder is None:
         yield
         return
-    keep_events()
+    if events:
+        keep_events()
     out, err = sys.stdout, sys.stderr
     with ExitStack() as kept:
         heartbeat: Heartbeat | None = None
