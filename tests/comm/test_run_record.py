@@ -13,8 +13,9 @@ import pytest
 
 from farflung.address.board import Log
 from farflung.address.member_store import LauncherNotes, MemberStore, Record
+from farflung.address.reader import Reader
 from farflung.address.run_record import KeyMismatch, knock
-from farflung.address.saved_state import Saved, SavedStates, pull
+from farflung.address.saved_state import Saved, SavedStates
 from farflung.address.schemes import objects_at, transport_at
 from farflung.address.seal import Seal
 from farflung.base.errors import ConfigError, Unreachable
@@ -84,7 +85,7 @@ def test_a_run_that_begins_where_another_was_deleted_is_not_that_of_a_forgotten_
     new.check()
     assert set(new.board.list("")) == there
     with pytest.raises(ConfigError, match="No state was written there yet"):
-        pull(address, "x.safetensors")
+        Reader(address).newest()
 
 
 def test_launchers_that_begin_at_once_begin_one_run(address):
@@ -126,7 +127,7 @@ def test_a_run_whose_own_record_has_vanished_is_named_and_not_begun_again(addres
     root = transport_at(address).board
     root.delete("run")
     where = f"{address}/{old.address.partition('#')[2]}"
-    for act in (lambda: begun(address), lambda: pull(address, tmp_path / "x.safetensors")):
+    for act in (lambda: begun(address), lambda: Reader(address).newest()):
         with pytest.raises(ConfigError, match=f"has vanished, but states .*Continue with --meet {where}, or delete"):
             act()
     assert saved_positions(begun(where)) == [8]
@@ -148,7 +149,7 @@ def test_a_launcher_with_another_key_is_refused_and_both_sides_know(address, tmp
     with_state(run)
     before = {name: run.board.get(name) for name in run.board.list("")}
     there = transport_at(address, seal=ours and Seal(ours))
-    for act in (lambda: there.of_run(SETTINGS), lambda: pull(address, tmp_path / "x.safetensors", ours)):
+    for act in (lambda: there.of_run(SETTINGS), lambda: Reader(address, ours).newest()):
         with pytest.raises(KeyMismatch, match=f"The record of the run at .* can't be used: {why}. Give the key"):
             act()
     knock(there.board, "node:1")
@@ -162,7 +163,7 @@ def test_a_launcher_with_another_key_is_refused_and_both_sides_know(address, tmp
         assert told == []
         assert (event.kind, notes.strangers()) == (Kind.REFUSED, [])
         assert "events/first/refused%20node%3A1" in str(event)
-        pull(address, tmp_path / "x.safetensors", theirs)
+        Reader(address, theirs).newest()
 
 
 def test_a_run_whose_settings_have_vanished_says_so(address):

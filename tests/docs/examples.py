@@ -37,6 +37,30 @@ with OuterLoop(model, diloco(every=2)) as outer:  # after init_process_group, if
         model(torch.ones(1, 2))
 assert outer.stats().rounds == 2
 """
+EXAMPLES["farflung.elastic.Reader"] = """import tempfile
+
+import torch
+from farflung import Accelerator, notebook_launcher
+from farflung.elastic import Reader
+from farflung.outer import local_sgd
+
+
+def train():
+    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with accelerator.outer(model, local_sgd(every=2)):
+        for _ in range(4):
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
+    return model
+
+
+address = f"file://{tempfile.mkdtemp()}/run"
+trained = notebook_launcher(train, meet=address)
+for version in Reader(address):  # in another process, while the run trains or when it is over
+    assert version.weights.keys() == {"weight", "bias"}
+assert version.is_last and torch.equal(version.weights["weight"], trained.weight)
+"""
 EXAMPLES["farflung.Accelerator"] = """import torch
 from farflung import Accelerator
 from farflung.outer import diloco

@@ -143,6 +143,6 @@ def test_a_browser_finds_words_and_copies_code_without_a_complaint(site, size, t
 
 def test_names_that_people_call_have_an_example():
     called = {f"farflung.outer.{name}" for name in ("OuterLoop", *RECIPES)} | {"farflung.Accelerator"}
-    assert set(EXAMPLES) == called | {f"farflung.elastic.{name}" for name in ("launched_membership", "place")}
+    assert set(EXAMPLES) == called | {f"farflung.elastic.{name}" for name in ("launched_membership", "place", "Reader")}
     entered = {each.own for entries in reference.entries().values() for each in entries if each.there == each.own}
     assert set(EXAMPLES) <= entered

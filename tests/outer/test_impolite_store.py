@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from farflung.address.saved_state import pull
+from farflung.address.reader import Reader
 from farflung.base.errors import ConfigError
-from farflung.config.key import run_key
 from farflung.testing.patience import patience
 from tests.outer.elastic_run import EVERY, START, ElasticRun
 
@@ -157,6 +156,6 @@ def check_sentence(error, said, folder, has_state):
 
 def weight_at(address, target):
     """The step and the weight of the newest state at an address."""
-    step = int(re.search(r"after step (\d+)", pull(address, target, run_key()))[1])
+    step = int(re.search(r"after step (\d+)", Reader(address).newest().save(target))[1])
     (weight,) = {float(one) for tensor in load_file(target).values() for one in tensor.flatten()}
     return step, weight

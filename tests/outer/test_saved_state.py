@@ -26,7 +26,8 @@ from farflung.address.board import Log
 from farflung.address.c10d_transport import PATIENCE_S
 from farflung.address.member_store import LauncherNotes, MemberStore, Record
 from farflung.address.packed import Damaged
-from farflung.address.saved_state import Saved, SavedStates, follow, pull
+from farflung.address.reader import Reader
+from farflung.address.saved_state import Saved, SavedStates
 from farflung.address.schemes import transport_at
 from farflung.address.seal import Seal
 from farflung.base.errors import ConfigError, RankFailure, Unreachable
@@ -41,6 +42,7 @@ from farflung.testing.ranks import run_ranks
 from tests.errors import error_of
 from tests.outer.elastic_run import EVERY, ElasticRun, wrong
 from tests.outer.replicas import same, shift, values
+from tests.python import call_farflung
 from tests.waits import until
 
 RECIPE, LATE = diloco(4, lr=1.0, momentum=0.5), streaming_diloco(4, 1, delay=1, lr=1.0, momentum=0.0)
@@ -148,8 +150,8 @@ def test_a_damaged_part_is_never_taken(board, change):
 
 
 def pulled(address, folder):
-    """The weights in the newest state at an address."""
-    pull(address, folder / "pulled.safetensors")
+    """The weights in the newest state at an address, by way of a file."""
+    Reader(address).newest().save(folder / "pulled.safetensors")
     return load_file(folder / "pulled.safetensors")
 
 
@@ -231,9 +233,8 @@ def test_the_weights_of_a_run_can_be_pulled_while_it_trains_and_when_it_has_ende
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2).bfloat16())
     address = tmp_path.as_uri()
     outer, _ = trained(address, recipe, 9, model)
-    assert "tensors after step" in pull(address, tmp_path / "x.safetensors")
     kinds = {name: (x.shape, x.dtype) for name, x in model.state_dict().items()}
-    assert {name: (x.shape, x.dtype) for name, x in load_file(tmp_path / "x.safetensors").items()} == kinds
+    assert {name: (x.shape, x.dtype) for name, x in pulled(address, tmp_path).items()} == kinds
     if recipe.leaves_alike and recipe.has_anchor:
         with outer.synced():
             assert same(pulled(address, tmp_path), values(model))
@@ -242,42 +243,40 @@ def test_the_weights_of_a_run_can_be_pulled_while_it_trains_and_when_it_has_ende
 
 
 def test_who_follows_a_run_has_each_newer_version_whole_until_that_of_its_end(tmp_path):
-    address, target, said, found = tmp_path.as_uri(), tmp_path / "x.safetensors", [], []
-
-    def say(line):
-        said.append(line)
-        found.append(load_file(target))
-
-    model = nn.Linear(3, 2)
+    address, found, refused, model = tmp_path.as_uri(), [], [], nn.Linear(3, 2)
     outer, _ = trained(address, RECIPE, 9, model)
     with ThreadPoolExecutor(1) as threads:
-        following = threads.submit(follow, address, target, None, say)
-        until(lambda: said)
-        assert same(found[0], pulled(address, tmp_path))
+        following = threads.submit(lambda: found.extend(iter(Reader(address, refused=refused.append))))
+        until(lambda: found)
+        assert same(found[0].weights, pulled(address, tmp_path))
         board = transport_at(address).board.part("loop1")
         step(outer, 8)
-        until(lambda: len(said) > 1)
         newest = next(SavedStates(board).newest())
-        until(lambda: said[-1].endswith(f"after step {newest.position}"))
+        until(lambda: found[-1].step == newest.position)
         key = f"state/{newest.name}/0/0"
         board.put(key, board.get(key)[:-1] + b"?")  # as it was taken before, nobody asks for it again
         outer.close()
         following.result(60)
-    steps = [int(line.rpartition(" ")[2]) for line in said]
-    assert steps == sorted(set(steps))
-    assert same(found[-1], model.state_dict())
+    steps = [version.step for version in found]
+    assert (steps, refused) == (sorted(set(steps)), [])
+    assert [version.is_last for version in found] == [False] * (len(found) - 1) + [True]
+    assert same(found[-1].weights, model.state_dict())
+    assert [version.step for version in Reader(address)] == steps[-1:]  # of a run that is over
 
 
-def test_a_version_that_is_damaged_is_said_and_left_out(tmp_path):
-    address, said = tmp_path.as_uri(), []
+def test_a_version_that_is_damaged_is_said_and_left_out(tmp_path, capsys):
+    address, refused = tmp_path.as_uri(), []
+    outer, _ = trained(address, RECIPE, 9)
+    outer.close()
     board = transport_at(address).board.part("loop1")
-    for name, is_last in [("1.10", False), ("1.20", True)]:
-        SavedStates(board).write(name, 0, TREE)
-        SavedStates(board).finish(replace(saved(name), is_last=is_last))
-    board.put("state/1.20/0/0", b"?")
-    transport_at(address).of_run(b"{}")
-    follow(address, tmp_path / "x.safetensors", None, said.append)
-    assert said == ["The state at step 3 was not taken: it has no header"]
+    newest, before = SavedStates(board).newest()
+    board.put(f"state/{newest.name}/0/0", b"?")
+    sentence = f"The state at step {newest.position} was not taken: it has no header"
+    assert [version.step for version in Reader(address, refused=refused.append)] == [before.position]
+    assert refused == [sentence]
+    call_farflung("checkpoint", "pull", address, tmp_path / "x.safetensors", "--follow")
+    whole = f"{tmp_path / 'x.safetensors'} has 2 tensors after step {before.position}"
+    assert capsys.readouterr().out.splitlines() == [sentence, whole]
 
 
 @pytest.mark.law("readout-is-slow-weights")

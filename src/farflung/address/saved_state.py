@@ -10,32 +10,24 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from io import BufferedReader
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from farflung.address.board import Log, forget
-from farflung.address.objects import PATIENCE_S, ObjectBoard
+from farflung.address.objects import ObjectBoard
 from farflung.address.packed import Damaged, packed, unpack
-from farflung.address.run_record import part_of_run
-from farflung.address.schemes import objects_at
-from farflung.address.seal import Seal, SealError
+from farflung.address.seal import SealError
 from farflung.address.state_transfer import filled, form_of
-from farflung.base.bars import Bar, bar
-from farflung.base.errors import ConfigError, Unreachable
-from farflung.base.events import Kind, record
-from farflung.base.files import atomic_file, utf8_name
-from farflung.comm.patience import aloud, waiting
+from farflung.base.bars import Bar
+from farflung.base.errors import Unreachable
 
 _KEPT = 2
-_PATIENCE_S = 5.0  # of those that read alone
 _HEADER_BYTES = 64 * 1024 * 1024  # of a part, at most
 _RANKS_S, _PAUSES = 600.0, 10  # how long a rank may take longer than another one; pauses of the board between looks
 
@@ -54,11 +46,17 @@ class Saved:
     since: int = 0  # how many fragments' rounds had landed since the state before
 
     @property
+    def order(self) -> list[int]:
+        """The generation's number and the position: a later state has a greater order."""
+        return order_of(self.name)
+
+    @property
     def generation(self) -> int:
-        return _order(self.name)[0]
+        return self.order[0]
 
 
-def _order(name: str) -> list[int]:
+def order_of(name: str) -> list[int]:
+    """Return the order of a state of this name, see `Saved`."""
     return [int(number) for number in name.split(".")[:2]]
 
 
@@ -112,7 +110,7 @@ class SavedStates:
             name = saved.name if content is None else json.loads(content)["name"]
             if content is not None and name == saved.name:
                 return True
-            is_newer = _order(name) <= _order(saved.name)
+            is_newer = order_of(name) <= saved.order
             if is_current is not None and not (is_newer and is_current()):
                 forget(self._board, f"state/{saved.name}/")
                 return False
@@ -121,7 +119,7 @@ class SavedStates:
         kept = {one.name for one in self.newest()}
         there = {key.split("/")[1] for key in self._board.list("state/")}
         for name in there - kept:
-            if _order(name) < _order(saved.name):  # other ranks may be writing the next one
+            if order_of(name) < saved.order:  # other ranks may be writing the next one
                 forget(self._board, f"state/{name}/")
         return True
 
@@ -200,100 +198,3 @@ def tensors_of(parts: Mapping[str, Any]) -> list[str]:
     """Return a line for each tensor of a state, like those of a replica that asks to be admitted."""
     rows = [row for part, tree in parts.items() if part != "place" for kind in tree["names"].values() for row in kind]
     return [f"{name} {dtype} {list(shape)}" for name, dtype, shape, *_ in rows]
-
-
-# ---- as weights of a model
-
-
-def pull(address: str, target: Path, key: bytes | None = None) -> str:
-    """Write the newest agreed weights and buffers of a run to a file of safetensors; return what they are.
-
-    Args:
-        address: of the run, `file:///path` or a bucket's.
-        key: the run's, if it has one.
-
-    Raises:
-        ConfigError: no state can be read there.
-    """
-    why = "No state was written there yet"
-    with _states_at(address, key, _PATIENCE_S) as states:
-        for saved in states.newest():
-            try:
-                return _written(states, saved, target)
-            except Damaged as error:
-                why = f"The newest states are damaged: {error}"
-    raise ConfigError(f"Nothing can be pulled from {address}. {why}.")
-
-
-def follow(address: str, target: Path, key: bytes | None, say: Callable[[str], object]) -> None:
-    """Do what `pull` does for each newer state, from the first that is written to that of the run's end.
-
-    Args:
-        say: called with what was written, and with what was wrong with a state that was not.
-    """
-    known, is_last = "", False
-    with _states_at(address, key, PATIENCE_S) as states:
-        while not is_last:
-            for _ in waiting(states.look_s, say=aloud("this process", f"for newer weights at {address}")):
-                saved = next(states.newest(), None)
-                if saved is not None and saved.name != known:
-                    break
-            assert saved is not None
-            known, is_last = saved.name, saved.is_last
-            try:
-                say(f"{target} has {_written(states, saved, target)}")
-            except Damaged as error:
-                say(f"The state at step {saved.position} was not taken: {error}")
-
-
-@contextmanager
-def _states_at(address: str, key: bytes | None, patience_s: float) -> Iterator[SavedStates]:
-    """Yield the saved states of the run at an address. The permission to read is enough."""
-    seal = None if key is None else Seal(key)
-    try:
-        board = objects_at(address, seal).patient(patience_s)
-        name = part_of_run(board, address)
-        yield SavedStates((board.part(name) if name else board).part("loop1"))
-    except Unreachable as error:
-        raise ConfigError(str(error)) from None
-    finally:
-        for notice in () if seal is None else seal.versions.notices:
-            record(Kind.WARNING, message=notice)
-
-
-def _written(states: SavedStates, saved: Saved, target: Path) -> str:
-    """Write the weights of a state to a file, which others find whole; return what they are."""
-    with bar(f"Reading step {saved.position}", states.num_bytes(saved)) as shown:
-        weights = weights_of([states.read(saved, rank, shown) for rank in range(saved.ranks)])
-    with atomic_file(target) as part, utf8_name(part.parent) as folder:
-        save_file(weights, f"{folder}/{part.name}", metadata={"format": "pt", "step": str(saved.position)})
-    return f"{len(weights)} tensors after step {saved.position}"
-
-
-def weights_of(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Return the whole tensors of a state by their names in the model, given each rank's part of it."""
-    found: dict[str, Tensor] = {}
-    for parts in ranks:
-        rest = parts["place"].get("rest")
-        for tree in [tree for part, tree in parts.items() if part != "place"] + [rest] * (rest is not None):
-            for kind, rows in tree["names"].items():
-                agreed = tree["agreed"][kind]
-                pieces = _evaluated(**agreed) if isinstance(agreed, dict) else [x for bucket in agreed for x in bucket]
-                flat = torch.cat([piece.flatten() for piece in pieces]) if pieces else torch.empty(0)
-                sizes = [prod(shape) for _, _, _, _, shape in rows]
-                for (name, dtype, whole, offset, shape), values in zip(rows, torch.split(flat, sizes), strict=True):
-                    tensor = found.setdefault(name, torch.empty(whole, dtype=getattr(torch, dtype)))
-                    place = tuple(slice(at, at + length) for at, length in zip(offset, shape, strict=True))
-                    tensor[place] = values.view(shape).to(tensor.dtype)
-    return found
-
-
-def _evaluated(
-    chunks: Sequence[Tensor], optimizer: Mapping[str, Any] | None = None, average: Sequence[Tensor] = ()
-) -> Sequence[Tensor]:
-    """Return the values to evaluate: a running mean, or the slow weights of an anchor (`methods.momentum.lead_of`)."""
-    if average or optimizer is None:
-        return average or chunks
-    ahead = optimizer["param_groups"][0].get("look_ahead", 0.0)  # which states of earlier versions don't have
-    momenta = [optimizer["state"].get(k, {}).get("momentum_buffer") for k in range(len(chunks))]
-    return [x if m is None or not ahead else torch.add(x, m, alpha=ahead) for x, m in zip(chunks, momenta, strict=True)]

@@ -17,11 +17,11 @@ from farflung.base.lazy import LazyModule
 from farflung.config.key import run_key
 
 if TYPE_CHECKING:
-    from farflung.address import saved_state
+    from farflung.address import reader
     from farflung.checkpoint import tools
 else:
     tools = LazyModule("farflung.checkpoint.tools")
-    saved_state = LazyModule("farflung.address.saved_state")
+    reader = LazyModule("farflung.address.reader")
 
 
 class _FolderOrAddress(click.Path):
@@ -103,6 +103,6 @@ def pull(address: str, target: Path, key_file: str | None, follow: bool) -> None
     The run may be under way, or over. Reading is enough.
     """
     check_path("TARGET", target)
-    if follow:
-        return saved_state.follow(address, target, run_key(key_file), click.echo)
-    click.echo(f"{target} has {saved_state.pull(address, target, run_key(key_file))}")
+    found = reader.Reader(address, run_key(key_file), click.echo)
+    for version in found if follow else [found.newest()]:
+        click.echo(f"{target} has {version.save(target)}")
