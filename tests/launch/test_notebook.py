@@ -172,6 +172,14 @@ def test_a_process_that_can_not_be_forked_is_not(name, value, why, monkeypatch):
             start(print, num_processes=2)
 
 
+def test_a_cell_in_a_world_already_or_with_launchers_under_it_joins_no_run(home, monkeypatch):
+    with environ.patched({"FARFLUNG_TEE": "3"}), pytest.raises(ConfigError, match=r"one process: leave .* tee"):
+        notebook_launcher(print, meet=(home / "run").as_uri())
+    monkeypatch.setattr("farflung.launch.cell.current_world", lambda: SimpleNamespace(rank=0, size=1))
+    with pytest.raises(StateError, match=r"rank 0 of 1 already, so it can't join"):
+        notebook_launcher(print, meet=(home / "run").as_uri())
+
+
 def test_each_process_needs_a_gpu_where_there_are_some(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(ConfigError, match="num_processes is 2, but this machine has 1 GPU;"):
