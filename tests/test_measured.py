@@ -141,6 +141,18 @@ def test_the_page_of_evidence_has_what_fine_tuning_came_to(benchmark):
         assert said in words("evidence"), said
 
 
+def test_the_page_of_evidence_has_what_was_tried_on_four_bits(benchmark):
+    module = benchmark("evidence.frontier")
+    runs = module.Results()
+    assert "\n".join(module.table(runs, module.SHOWN)) in EVIDENCE
+    assert module.helpful(runs) == [module.HELPS]
+    for size in module.SIZES:
+        short, usual = (
+            sum(runs.loss(module.rows(runs, size, seed)[name]) for seed in (0, 1, 2)) for name in (module.HELPS, "H=8")
+        )
+        assert short > usual
+
+
 def test_the_page_of_evidence_has_the_times_of_rounds_in_one_hop_and_in_two():
     figures = results("hops")[-1]["figures"]
     for replicas, named in ((4, "four"), (8, "eight")):

@@ -3,6 +3,9 @@
 
 From `benchmarks`: python -m evidence.experiments [--experiment tune 1 2 3 4 5 6 7 8] [--sizes 34k 100k] [--seeds 0 1 2]
 
+Experiment 8 is from scratch, 1 and 2 are methods and codecs, 3 single changes, 4 Muon (after `tune`), 5 uneven
+replicas, 6 outer rates, 7 defaults, 9 readouts, 10 fine-tuning, 11 shorter runs of DDP, 12 two replicas, 13 hops.
+
 Each run is a line of results/evidence.jsonl; those that are there already are not done again, so a series can be broken
 off and taken up. Settings are tuned at a quarter of the length first (`tune`), on the smallest size.
 """
@@ -470,7 +473,7 @@ def do(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experiment", nargs="*", default=list(EXPERIMENTS), choices=EXPERIMENTS)
     parser.add_argument("--rows", nargs="*", metavar="ROW", help="of the experiments; all by default")
     parser.add_argument("--sizes", nargs="*", default=["34k"], choices=list(SHAPES))

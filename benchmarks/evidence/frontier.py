@@ -50,6 +50,14 @@ MORE: dict[str, dict[str, Any]] = {  # what else is changed of H=8
     "plain averages each 4 steps in the first tenth": {"first": 4},
 }
 FACTORS = (0.5, 0.7, 1.4)  # of the inner rate
+HELPS = "H=4, outer rate 0.35, momentum to 0.8"  # at both sizes, and no other change
+SHOWN = (  # on the page
+    HELPS,
+    "H=8, outer rate 0.7, momentum to 0.8",
+    "H=16, outer rate 0.85, momentum to 0.9",
+    "H=32, outer rate 1.0, momentum to 0.9",
+    *(f"H=8, {name}" for name in MORE if "half as fast" not in name),
+)
 
 
 def usual(results: Results, size: str, seed: int, every: int = 8) -> Run:
@@ -107,6 +115,15 @@ def table(results: Results, shown: Sequence[str] = ()) -> list[str]:
         if name in (shown or [name]) and "," in name:
             lines.append(f"| {name} | {' | '.join(map(said, by_size))} | {share:.2f} |")
     return lines
+
+
+def helpful(results: Results) -> list[str]:
+    """Return what ends lower at each size."""
+    return [
+        name
+        for name, (*by_size, _) in compared(results).items()
+        if "," in name and all(said(saved).endswith("+") for saved in by_size)
+    ]
 
 
 def main() -> None:

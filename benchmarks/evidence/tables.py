@@ -47,7 +47,8 @@ from farflung.methods.momentum import rate_of
 SEEDS = (0, 1, 2)
 NOT_ON_THE_PAGE = re.compile(  # rows of little news
     r"\| (`.+(, defaults|\) rank \d|32, 2.+ 4|128, 2.+ \d+|, no pull)`|the last tenth|outer momentum|2 %"
-    r"|34k \| ([28] |4 \| falls \| (64|128) )|100k \| 4 \| falls \| 128|`one average|`DDP, 32|`diloco\(\d+\) int8)"
+    r"|34k \| ([28] |4 \| falls \| (64|128) )|100k \| 4 \| falls \| 128|`one average|`DDP, 32|`diloco\(\d+\) int8"
+    r"|`(diloco|local_sgd)\(128\)`|an outer learning|a constant momentum|DDP's inner|30 % of|`alone, a part)"
 )
 
 

@@ -195,7 +195,8 @@ def diloco(
         rounds: planned number of rounds, if known: a constant momentum that needs more of them gets a warning.
         lr: learning rate of the outer optimizer.
         momentum: momentum of the outer optimizer, the same in all rounds. None: it grows with them.
-        max_momentum: what a momentum that grows does so up to: by default 0.9; better 0.8 if the inner rate stays.
+        max_momentum: what a momentum that grows does so up to: by default 0.9; better 0.8 if the inner rate stays, or
+            in rounds of 4 steps.
         nesterov: use Nesterov momentum in the outer optimizer; without momentum it has no effect.
         radial: give the mean of each tensor the mean of the replicas' norms as its length (`RadialMean`), so that one
             `lr` suits any number of replicas; embeddings keep the plain mean.
