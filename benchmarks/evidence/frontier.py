@@ -54,8 +54,6 @@ HELPS = "H=4, outer rate 0.35, momentum to 0.8"  # at both sizes, and no other c
 SHOWN = (  # on the page
     HELPS,
     "H=8, outer rate 0.7, momentum to 0.8",
-    "H=16, outer rate 0.85, momentum to 0.9",
-    "H=32, outer rate 1.0, momentum to 0.9",
     *(f"H=8, {name}" for name in MORE if "half as fast" not in name),
 )
 

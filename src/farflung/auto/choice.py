@@ -29,7 +29,7 @@ _SHORTEST = 8  # steps of a round: fewer were not measured with each recipe
 _LATEST = 4  # a fragment lands at most a quarter of its interval late, as in the evidence
 # Where the inner learning rate stays, these end lower, and where it falls they don't (docs/evidence.md).
 _AVERAGE, _MAX_MOMENTUM = 5, 0.8
-_MAX_MOMENTUM_OF_ADAPTERS = 0.5  # which ends lowest at the best rate, and below plain averages at smaller ones
+_MAX_MOMENTUM_OF_ADAPTERS = 0.5  # ends at most 0.010 above plain averages, where 0.9 has ended 0.166 above
 _OTHER = "diloco e3m0"  # stands for what the evidence does not have
 
 
