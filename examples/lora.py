@@ -37,7 +37,7 @@ def main(given=None):
     loader = DataLoader(blocks, flags.batch_size, shuffle=True, drop_last=True)
     model, optimizer, loader = accelerator.prepare(network, optimizer, loader)
     losses = []
-    with accelerator.outer(model, diloco(every=8)) as outer:
+    with accelerator.outer(model, diloco(every=8, max_momentum=0.5)) as outer:
         for epoch in range(flags.epochs):
             for batch in loader:
                 loss = model(input_ids=batch, labels=batch).loss

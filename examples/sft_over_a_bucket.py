@@ -4,7 +4,7 @@
 Each friend starts this line, whenever there is time for it:
 
     farflung launch --elastic 1:8 --meet hf://NAMESPACE/BUCKET/run7 --as-accelerate --outer diloco --outer-every 8 \
-        sft_over_a_bucket.py
+        --outer-max-momentum 0.5 sft_over_a_bucket.py
 
 The script itself is as for one machine.
 """

@@ -4,8 +4,12 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
-from farflung.hosts.driver import EpochTracker
+from farflung.comm.group import SoloGroup
+from farflung.hosts.driver import Driver, EpochTracker, LoopMembers
+from farflung.outer import diloco
 
 
 class Reading(SimpleNamespace):
@@ -92,3 +96,15 @@ def test_a_pass_that_the_others_are_through_with_is_not_flushed_and_one_that_end
     share.is_past = True
     assert flushed("<>", share) == "<>"
     assert len(ended) == 2
+
+
+@pytest.mark.parametrize(("frozen", "every"), [(True, 8), (False, 8), (True, 32)])
+def test_an_adapter_in_short_rounds_gets_advice_once(frozen, every, capsys):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model[0].requires_grad_(not frozen)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    driver = Driver(model, diloco(every), LoopMembers(SoloGroup()), optimizer, lambda: None, pytest.fail)
+    for _ in range(4):
+        driver.step_attempted(optimizer, True, None)
+    driver.end()
+    assert capsys.readouterr().err.count("max_momentum=0.5") == (frozen and every == 8)

@@ -121,6 +121,14 @@ def test_a_recipe_says_of_itself_whether_a_run_is_short():
     assert re.match("109 steps make 1 round of 8.*: rounds of 1 make twenty", warmed.few_rounds(109))
 
 
+def test_a_recipe_advises_against_a_large_momentum_for_adapters_in_short_rounds_alone():
+    assert "rounds of 8 steps" in diloco(8).advice_for_adapters
+    assert "--outer-max-momentum 0.5" in diloco(8, codec="e3m0").advice_for_adapters
+    others = diloco(32), diloco(8, max_momentum=0.5), diloco(8, momentum=0.0), local_sgd(8), streaming_diloco(8)
+    for recipe in (*others, diloco(seconds=1.0), edit(8)):
+        assert recipe.advice_for_adapters == ""
+
+
 def a_schedule(kind, steps_taken, **options):
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     schedule = kind(optimizer, **options)

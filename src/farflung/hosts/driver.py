@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from farflung.auto.trial import RecipeTrial
 from farflung.auto.tuner import LineTuner
+from farflung.base.events import Kind, record
 from farflung.base.words import counted
 from farflung.comm.group import Group
 from farflung.members.elastic import Elastic
@@ -97,8 +98,9 @@ class Driver:
         self._before_pass = 0  # attempts
         membership = members.membership
         tuner = None
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        self._is_adapter = 2 * trained < sum(parameter.numel() for parameter in model.parameters())
         if recipe.is_undecided:
-            trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
             tuner = LineTuner(planned, self.pass_steps, partial(_rates, inner), trained)
         chooser = None if tuner is None else RecipeTrial(tuner)
         self.loop = OuterLoop(
@@ -188,6 +190,8 @@ class Driver:
                 steps = self._planned()
                 if steps is not None and (advice := self.recipe.few_rounds(steps)):
                     self._warn(advice)
+                if self._is_adapter and self.loop.is_first and (advice := self.recipe.advice_for_adapters):
+                    record(Kind.WARNING, message=advice)
                 if steps is not None and self._data is not None and self.loop.is_first and (each := self.pass_steps()):
                     members = counted(self._data.claims.num_members, "replica")
                     updates = counted(steps, "update")

@@ -21,6 +21,7 @@ from farflung.methods.aggregate import Gossip, RadialMean, ReduceScatterMean, Tr
 from farflung.methods.agreement import Aggregator, Blend, MakeOptimizer, Max, Mean, Merge, Replace, Ways
 from farflung.methods.fragments import Cut, whole
 from farflung.methods.inner import Inner, KeepState
+from farflung.methods.momentum import OuterSGD
 from farflung.methods.schedule import (
     Change,
     ChangingSchedule,
@@ -38,6 +39,8 @@ from farflung.methods.schedule import (
 from farflung.methods.weighting import ByWork, Policy, Screened
 
 Work: TypeAlias = Literal["steps", "items", "items_squared"]
+
+_SELDOM = 32  # steps of a round, from which on adapters take a momentum to 0.9 (docs/evidence.md)
 
 
 @dataclass(frozen=True)
@@ -269,6 +272,20 @@ class Recipe:
         return (
             f"{counted(steps, 'step')} make {counted(trained // self.every, 'round')} of {self.every}. Replicas that "
             f"meet so seldom hardly train together: rounds of {max(1, trained // (2 * FEW_ROUNDS))} make twenty."
+        )
+
+    @property
+    def advice_for_adapters(self) -> str:
+        """A sentence if `diloco`'s momentum may grow too large for a model of which little trains, else empty."""
+        optimizer = self.optimizer
+        if self.is_undecided or not isinstance(optimizer, OuterSGD) or (self.every or _SELDOM) >= _SELDOM:
+            return ""
+        if optimizer.momentum is not None or optimizer.largest is not None or optimizer.sooner != 1.0:
+            return ""
+        return (
+            f"less than half of this model trains, and rounds of {self.every} steps have an outer momentum that grows "
+            "to 0.9. Adapters have ended far above plain averages so, and not with max_momentum=0.5 "
+            "(--outer-max-momentum 0.5)"
         )
 
     @property
