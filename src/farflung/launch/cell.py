@@ -41,7 +41,7 @@ _DRAW_S = 5.0  # between two pictures of the run
 _WIDTH = 100  # of a picture, in characters
 
 
-def train_here(function: Callable[..., _T], args: Sequence[Any], settings: Mapping[str, str]) -> _T:
+def train_in_notebook(function: Callable[..., _T], args: Sequence[Any], settings: Mapping[str, str]) -> _T:
     """Return what `function(*args)` does in this process, as a replica of the run that `settings` name.
 
     Args:
@@ -59,7 +59,7 @@ def train_here(function: Callable[..., _T], args: Sequence[Any], settings: Mappi
     resolved = resolve({**settings, "replicas": "1", "max_restarts": "0"})
     if has_launchers(resolved.settings):
         raise ConfigError("A replica in a notebook is one process: leave ranks_per_replica, tee and log_dir out of it.")
-    replica = _HereReplica(getattr(function, "__name__", "notebook"))
+    replica = _NotebookReplica(getattr(function, "__name__", "notebook"))
     script = Script(replica.name, start=replica.start)
     launcher = ThreadedCall(partial(launch_script, resolved, script), "launch a replica of this notebook")
     with _drawn(replica):
@@ -71,7 +71,7 @@ def train_here(function: Callable[..., _T], args: Sequence[Any], settings: Mappi
             launcher.result()
 
 
-class _HereReplica:
+class _NotebookReplica:
     """The function of a cell, as a launcher sees a process."""
 
     def __init__(self, name: str) -> None:
@@ -80,7 +80,7 @@ class _HereReplica:
         self.variables: Mapping[str, str] = {}
         self._is_started = threading.Event()
 
-    def start(self, variables: Mapping[str, str]) -> _HereReplica:
+    def start(self, variables: Mapping[str, str]) -> _NotebookReplica:
         self.variables = {name: value for name, value in variables.items() if name != ERROR_FILE}  # errors are raised
         self._is_started.set()
         return self
@@ -120,7 +120,7 @@ def _as_script(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _drawn(replica: _HereReplica) -> Iterator[None]:
+def _drawn(replica: _NotebookReplica) -> Iterator[None]:
     """Show in a notebook what `farflung watch` shows of the replica's run, until the block ends and once more."""
     ipython: Any = sys.modules.get("IPython")
     if ipython is None or ipython.get_ipython() is None:

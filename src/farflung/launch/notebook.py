@@ -19,7 +19,7 @@ from farflung.config import environ
 from farflung.config.launch import DEFAULT_PORT, LaunchSettings, check_variables, field_named, rank_variables
 from farflung.config.problems import renamed
 from farflung.launch.agent import run_agent
-from farflung.launch.cell import train_here
+from farflung.launch.cell import train_in_notebook
 from farflung.launch.events import Screen, showing
 from farflung.launch.network import choose_interface
 from farflung.launch.plan import (
@@ -97,7 +97,7 @@ def notebook_launcher(
                 raise ConfigError(
                     f"{name} is {value}, and meet {meet}, where a replica is this process alone. Leave it out."
                 )
-        return train_here(function, args, {"meet": meet, "elastic": elastic, "mixed_precision": mixed_precision})
+        return train_in_notebook(function, args, {"meet": meet, "elastic": elastic, "mixed_precision": mixed_precision})
     port = int(use_port) if isinstance(use_port, str) and use_port.isdecimal() else use_port
     check_whole("use_port", port, least=0, most=65535)
     gpus = torch.cuda.device_count()
