@@ -276,7 +276,7 @@ class Recipe:
 
     @property
     def advice_for_adapters(self) -> str:
-        """A sentence if `diloco`'s momentum may grow too large for a model of which little trains, else empty."""
+        """A sentence if `diloco`'s momentum may grow too large for a model that is mostly frozen, else empty."""
         optimizer = self.optimizer
         if self.is_undecided or not isinstance(optimizer, OuterSGD) or (self.every or _SELDOM) >= _SELDOM:
             return ""
