@@ -185,7 +185,7 @@ class ObjectGroup(Group):
                 for key, file, size in self._at_once.values_below(str(number)):
                     rank = int(key) if key.isdecimal() else -1
                     if rank in missing:
-                        self._take(number, rank, missing[rank], file, size)
+                        self._take(number, rank, missing[rank], f"{number}/{rank}", file, size)
                         del missing[rank]
 
         def is_complete() -> bool:
@@ -247,7 +247,8 @@ class ObjectGroup(Group):
 
     def _read(self, number: int, rank: int, row: Tensor, is_cut: bool) -> bool | None:
         """Read the share of a rank, or this rank's part of it, if it is there."""
-        key, take = f"{number}.{rank}", partial(self._take, number, rank, row)
+        key = f"{number}.{rank}"
+        take = partial(self._take, number, rank, row, key)
         if not is_cut:
             return self._at_once.read(key, take)
         size = packed_bytes(self._width(self._described(number, rank, row)), row.nbytes)
@@ -260,7 +261,7 @@ class ObjectGroup(Group):
     def _described(self, number: int, rank: int, x: Tensor) -> dict[str, Any]:
         return {"share": f"{self._name}/{number}.{rank}", "dtype": str(x.dtype), "numel": x.numel()}
 
-    def _take(self, number: int, rank: int, row: Tensor, file: BufferedReader, size: int) -> bool:
+    def _take(self, number: int, rank: int, row: Tensor, key: str, file: BufferedReader, size: int) -> bool:
         """Read a share of so many bytes into `row`; RankFailure if it is not what its author has to write there."""
         host, num_read, expected = row if row.is_cpu else row.cpu(), 0, self._described(number, rank, row)
 
@@ -274,8 +275,8 @@ class ObjectGroup(Group):
         try:
             unpack(file, size, _HEADER_BYTES, memory)
         except Damaged as error:
-            name = self._objects.name(f"{number}.{rank}")
-            raise self._failure(f"rank {rank} has written a share that can't be used: {error} ({name})", rank) from None
+            named = f"rank {rank} has written a share that can't be used: {error} ({self._objects.name(key)})"
+            raise self._failure(named, rank) from None
         if host is not row:
             row.copy_(host)
         self._note_read(rank, num_read)

@@ -102,7 +102,7 @@ class ObjectBoard(Board):
 
     Attributes:
         num_at_once: how many requests are worth being under way at a time, in threads; 1: an answer comes at once.
-        lists_at_once: one request lists what is there now, whatever the number of objects.
+        lists_at_once: a listing takes one request, and has all objects that are there now.
     """
 
     root: str
@@ -202,7 +202,7 @@ class ObjectBoard(Board):
         return "/".join([key, *(text[start : start + _NAME] for start in range(0, len(text), _NAME))])
 
     def values_below(self, folder: str) -> Iterator[tuple[str, BufferedReader, int]]:
-        """Yield what was given to `key_with` below a folder: a key, and its value as a file of so many bytes."""
+        """Yield each key below a folder that `key_with` was given, its value as a file, and the size in bytes."""
         began = time.monotonic()
         for found in self.list(f"{folder}/"):
             key, _, text = found.removeprefix(f"{folder}/").partition("/")

@@ -111,7 +111,7 @@ class Group(Members):
 
     Attributes:
         is_direct: values travel between the members; otherwise as objects of a store, in requests.
-        lists_at_once: one request lists all objects of that store that are there now.
+        lists_at_once: a listing of that store takes one request, and has all objects that are there now.
         piece_bytes: what is worth being sent at a time if a long transfer must leave the line to others in between.
         hop_bytes: what a second hop of a collective has to save.
     """

@@ -63,7 +63,7 @@ _LAST = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # at whi
 
 def supervise(
     settings: LaunchSettings,
-    start: Callable[[Mapping[str, str]], Process],
+    start: Callable[[Mapping[str, str]], ReplicaProcess],
     transport: Transport,
     count: int,
     machine: str,
@@ -91,7 +91,7 @@ def new_machine_name() -> str:
     return f"{socket.gethostname()}:{os.getpid()}.{secrets.token_hex(4)}"
 
 
-class Process(Protocol):
+class ReplicaProcess(Protocol):
     """What runs a replica: a process, or a thread of this one."""
 
     @property
@@ -115,7 +115,7 @@ class _Replica:
 
     name: str
     member: int
-    process: Process
+    process: ReplicaProcess
     report: Path | None
     forwarder: SignalForwarder
 
@@ -142,7 +142,7 @@ class _Launcher:
     def __init__(
         self,
         settings: LaunchSettings,
-        start: Callable[[Mapping[str, str]], Process],
+        start: Callable[[Mapping[str, str]], ReplicaProcess],
         transport: Transport,
         folder: Path,
         machine: str,
