@@ -27,7 +27,7 @@ def test_signals_that_come_together_are_one_request_and_later_ones_another(numbe
     heard, now = [], [100.0]
     monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
     before = signal.getsignal(number)
-    with handled(heard.append, OTHERS, same_s=3.0):
+    with handled(heard.append, OTHERS):
         for at in (100.0, 100.1, 102.9, 103.1, 104.0, 107.0):
             now[0] = at
             os.kill(os.getpid(), number)

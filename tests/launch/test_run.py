@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -22,7 +21,6 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from farflung.base.signals import handled
 from farflung.config import environ
 from farflung.launch.codes import FAILED, REQUEUE
 from farflung.launch.network import get_free_port
@@ -346,7 +344,7 @@ def test_a_signal_ends_the_launcher_unless_a_rank_is_to_save_at_the_first_one(
 
     (home / "train.py").touch()
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda config, entrypoint: agent)
-    monkeypatch.setattr("farflung.launch.agent.handled", partial(handled, same_s=-1.0))  # each signal is a request
+    monkeypatch.setattr("farflung.base.signals._SAME_S", -1.0)  # each signal is a request
     assert call_farflung("launch", "--cpu", "--num_processes", "2", *flags, "train.py") == code
     assert capsys.readouterr().err == ""
 

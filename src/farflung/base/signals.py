@@ -50,11 +50,11 @@ class Request:
 
 @contextmanager
 def handled(
-    act: Callable[[Request], None], numbers: Collection[int] = (signal.SIGINT, signal.SIGTERM), same_s: float = _SAME_S
+    act: Callable[[Request], None], numbers: Collection[int] = (signal.SIGINT, signal.SIGTERM)
 ) -> Iterator[None]:
     """Call `act` in the main thread at each request by one of `numbers`, for the length of a block.
 
-    Signals of one number within `same_s` of a request belong to it, but for SIGINT: who presses Ctrl-C twice means it.
+    Signals of one number within 3 s of a request belong to it, but for SIGINT: who presses Ctrl-C twice means it.
     What a terminal sends stays ignored if it was. A process that is forked inside the block gets none of it: there a
     warning does nothing, and other signals end it. In other threads than the main one, this does nothing.
     """
@@ -68,7 +68,7 @@ def handled(
         if os.getpid() != process:
             if number not in WARNINGS:
                 end_by(number)
-        elif number == signal.SIGINT or now > began[number] + same_s:
+        elif number == signal.SIGINT or now > began[number] + _SAME_S:
             began[number] = now
             counts[number] += 1
             act(Request(number, counts[number], time.time()))
