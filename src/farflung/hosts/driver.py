@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 from torch import nn
@@ -101,7 +100,9 @@ class Driver:
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self._is_adapter = 2 * trained < sum(parameter.numel() for parameter in model.parameters())
         if recipe.is_undecided:
-            tuner = LineTuner(planned, self.pass_steps, partial(_rates, inner), trained)
+            tuner = LineTuner(
+                planned, self.pass_steps, lambda: tuple(float(group["lr"]) for group in inner.param_groups), trained
+            )
         chooser = None if tuner is None else RecipeTrial(tuner)
         self.loop = OuterLoop(
             model, recipe, members.group, island=members.island, membership=membership, inner=inner, chooser=chooser
@@ -201,10 +202,6 @@ class Driver:
 def together(models: Sequence[nn.Module]) -> nn.Module:
     """Return the model that a loop is over, or a module of all of them."""
     return models[0] if len(models) == 1 else nn.ModuleDict({str(n): one for n, one in enumerate(models)})
-
-
-def _rates(optimizer: Optimizer) -> tuple[float, ...]:
-    return tuple(float(group["lr"]) for group in optimizer.param_groups)
 
 
 class EpochTracker:

@@ -84,22 +84,19 @@ def follow_frameworks(flush: Callable[..., None], is_behind: Callable[[], bool],
             ignite would end an epoch there, in the middle of a pass, so they are not told the length.
     """
 
-    def end(ended: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        flush()
-        return ended(*args, **options)
+    def flushing(**how: bool) -> Callable[..., Any]:
+        def act(ended: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            flush(**how)
+            return ended(*args, **options)
 
-    def end_fit(ended: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        flush(at_end=True)
-        return ended(*args, **options)
+        return act
 
     def validate(begun: Callable[..., Any], strategy: Any) -> Any:
         if strategy.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             flush(if_behind=True)
         return begun(strategy)
 
-    def end_epoch(ended: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        flush(if_behind=True)  # before callbacks save
-        return ended(*args, **options)
+    end_fit, end_epoch = flushing(at_end=True), flushing(if_behind=True)  # before callbacks save
 
     def planned(loader: Any) -> list[DistributedSampler[Any]]:
         parts = [part for part in getattr(loader, "flattened", [loader]) if isinstance(part, DataLoader)]
@@ -127,7 +124,7 @@ def follow_frameworks(flush: Callable[..., None], is_behind: Callable[[], bool],
         ("pytorch_lightning.strategies", "Strategy", "on_train_end", end_fit),
         ("pytorch_lightning.strategies", "Strategy", "on_validation_start", validate),
         ("pytorch_lightning.loops", "_FitLoop", "on_advance_end", end_epoch),
-        ("transformers.trainer_callback", "CallbackHandler", "on_epoch_end", end),
+        ("transformers.trainer_callback", "CallbackHandler", "on_epoch_end", flushing()),
         ("transformers.trainer_callback", "CallbackHandler", "on_train_end", end_fit),
         ("lightning.fabric.utilities.data", "", "sized_len", length),
         ("lightning_fabric.utilities.data", "", "sized_len", length),

@@ -48,7 +48,7 @@ class RoundOutputs:
 
     def listen(self, loop: OuterLoop, number: int, loss: Callable[[], float | None] | None = None) -> None:
         """Report the rounds of a loop, the `number`-th from 0; `loss` returns that of the latest step."""
-        loop.listeners.append(_note_round)
+        loop.listeners.append(lambda _: leave_note(OUTER_ROUND))
         if self._interval is not None:
             loop.listeners.append(RoundReport(loop, number, self._interval, self._member, loss))
 
@@ -60,10 +60,6 @@ def note_attached(model: nn.Module, island: int, ranks: int, is_first: bool) -> 
         trained = [x for x in model.parameters() if x.requires_grad]
         facts = {"strategy": "ddp", "island": island, "parameters": sum(x.numel() for x in trained), "ranks": ranks}
         record(Kind.MODEL, level=FILES_ONLY, bytes=sum(x.numel() * x.element_size() for x in trained), **facts)
-
-
-def _note_round(_: Round) -> None:
-    leave_note(OUTER_ROUND)
 
 
 class _RunRounds(logging.Handler):
@@ -159,12 +155,7 @@ class RoundReport:
     """
 
     def __init__(
-        self,
-        loop: OuterLoop,
-        number: int,
-        interval: float,
-        member: int | None,
-        loss: Callable[[], float | None] | None = None,
+        self, loop: OuterLoop, number: int, interval: float, member: int | None, loss: Callable[[], float | None] | None
     ) -> None:
         self._figures = RoundFigures(loop)
         self._model = f" of model {number}" if number else ""
