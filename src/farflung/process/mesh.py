@@ -36,19 +36,14 @@ class Mesh:
 
     `device_mesh` is torch's mesh of both axes, named `dp_replicate` and `dp_shard`; None if each row is one rank. There
     is an axis `tp` too if ranks hold parts of layers, and `cp` if they take parts of sequences. Both read the same
-    batches; those of `readers` differ.
+    batches; those of `readers`, this rank among them, differ: they share out the data.
     """
 
     everyone: Group
     island: Group
     replicas: Group
+    readers: Group
     device_mesh: DeviceMesh | None = None
-    parallel_readers: Group | None = None
-
-    @property
-    def readers(self) -> Group:
-        """The ranks, this one among them, that share out the data."""
-        return self.everyone if self.parallel_readers is None else self.parallel_readers
 
     @cached_property
     def row(self) -> DeviceMesh:
@@ -108,13 +103,13 @@ def make_mesh(everyone: Group, island_size: int, device_type: str, device_mesh: 
     `device_mesh` is the script's own of these sizes, whose groups are used; it may lack an axis of one rank.
     """
     if island_size == 1:
-        return Mesh(everyone, SoloGroup(), everyone)
+        return Mesh(everyone, SoloGroup(), everyone, everyone)
     assert isinstance(everyone, TorchGroup), "there are several ranks"
     rows = everyone.size // island_size
     device_mesh = device_mesh or init_device_mesh(device_type, (rows, island_size), mesh_dim_names=AXES)
     island = everyone.within(device_mesh.get_group(AXES[1]))
     replicas = everyone.within(device_mesh.get_group(AXES[0])) if rows > 1 else SoloGroup()
-    return Mesh(everyone, island if rows > 1 else everyone, replicas, device_mesh)
+    return Mesh(everyone, island if rows > 1 else everyone, replicas, everyone, device_mesh)
 
 
 def make_parallel_mesh(everyone: TorchGroup, device_mesh: DeviceMesh) -> Mesh:
@@ -126,7 +121,7 @@ def make_parallel_mesh(everyone: TorchGroup, device_mesh: DeviceMesh) -> Mesh:
 
     replicas = along(AXES[0])
     island = along(*_ROW, "tp") if replicas.size > 1 else everyone
-    return Mesh(everyone, island, replicas, device_mesh, along(*AXES))
+    return Mesh(everyone, island, replicas, along(*AXES), device_mesh)
 
 
 def _among(axes: Sequence[str], mesh: DeviceMesh) -> list[str]:
