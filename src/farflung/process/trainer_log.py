@@ -5,17 +5,22 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
 from farflung.process.run_files import Metrics
 
+_TRAINER = "transformers.trainer"
+
 
 def keep_trainer_logs(metrics: Metrics) -> None:
     """Have `Trainer.log` of the main process add to `metrics` from now on, once transformers' Trainer is loaded."""
-    _after_import("transformers.trainer", functools.partial(_watch, metrics))
+    if _TRAINER in sys.modules:
+        _watch(metrics, sys.modules[_TRAINER])
+    else:
+        sys.meta_path.insert(0, _Watcher(metrics))
 
 
 def _watch(metrics: Metrics, module: ModuleType) -> None:
@@ -32,24 +37,16 @@ def _watch(metrics: Metrics, module: ModuleType) -> None:
     trainer.log = functools.update_wrapper(kept, log)
 
 
-def _after_import(name: str, act: Callable[[ModuleType], None]) -> None:
-    """Call `act` with the module `name` as soon as it is loaded: now, if it is."""
-    if name in sys.modules:
-        act(sys.modules[name])
-    else:
-        sys.meta_path.insert(0, _Watcher(name, act))
-
-
 class _Watcher:  # no MetaPathFinder: `importlib.abc` takes longer to load than the rest of a rank's start
-    """Finds a module as Python does, and calls `act` with it when it has been loaded."""
+    """Finds the Trainer's module as Python does, and watches it when it has been loaded."""
 
-    def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
-        self._name, self._act = name, act
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self._name:
+        if fullname != _TRAINER:
             return None
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path, target)
@@ -58,7 +55,7 @@ class _Watcher:  # no MetaPathFinder: `importlib.abc` takes longer to load than 
 
             def loaded(module: ModuleType) -> None:
                 load(module)
-                self._act(module)
+                _watch(self._metrics, module)
 
             spec.loader.exec_module = loaded  # type: ignore[method-assign]
         return spec
