@@ -240,17 +240,14 @@ def _count_processes(settings: LaunchSettings) -> tuple[int, bool]:
             )
         return fit_for_cores(wanted or 1, "--num_processes"), (wanted or 1) * settings.num_machines > 1
     if wanted is not None and wanted > available:
+        visible = environ.text("CUDA_VISIBLE_DEVICES")
+        why = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r})"
         raise ConfigError(
             f"{wanted} processes on this machine need a GPU each, and there {'is' if available == 1 else 'are'} "
-            f"{available}{_visible()}. "
+            f"{available}{why}. "
             f"Use --num_processes {available * settings.num_machines}, or train on the CPU with --cpu."
         )
     return wanted or available, False
-
-
-def _visible() -> str:
-    visible = environ.text("CUDA_VISIBLE_DEVICES")
-    return "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r})"
 
 
 def fit_for_cores(number: int, called: str, noun: str = "process") -> int:

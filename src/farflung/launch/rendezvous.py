@@ -85,7 +85,7 @@ class FreshStores(RendezvousHandler):
                 left = timedelta(seconds=self._timeout_s - waited_s + _LONGER_S)
                 connect = partial(TCPStore, self._host, port, is_master=False, timeout=left)
                 connecting = ThreadedCall(connect, "connect to machine 0")
-            elif connecting is not None and connecting.is_over:
+            elif connecting.is_over:
                 store, connecting = connecting.result(), None
                 with suppress(DistError):  # it ends meanwhile
                     attempt = int(store.get(_ATTEMPT))

@@ -91,15 +91,11 @@ def _followed(engine: Engine, job: Job) -> int:
         return INTERRUPTED
 
 
-def _submitted(name: str) -> Job:
-    return Job.read(named_run(name))
-
-
 @click.command(context_settings=BOTH_SPELLINGS)
 @click.argument("run")
 def follow(run: str) -> None:
     """Show what a run that was submitted prints, until it ends. RUN is its folder, or its name in farflung-runs."""
-    job = _submitted(run)
+    job = Job.read(named_run(run))
     with showing(Screen(job.settings)):
         sys.exit(_followed(_engine_of(job), job))
 
@@ -109,7 +105,7 @@ def follow(run: str) -> None:
 @click.argument("replicas", type=click.IntRange(min=0))
 def scale(run: str, replicas: int) -> None:
     """Make a run that was submitted have this many REPLICAS: more are submitted, or some end and sign out."""
-    job = _submitted(run)
+    job = Job.read(named_run(run))
     least, most = job.settings.bounds
     if not job.is_elastic:
         raise ConfigError(f"{job.name} has a fixed number of processes; only a run with --elastic can be scaled.")
@@ -122,4 +118,4 @@ def scale(run: str, replicas: int) -> None:
 @click.argument("run")
 def cancel(run: str) -> None:
     """End a run that was submitted."""
-    click.echo(_engine_of(_submitted(run)).cancel())
+    click.echo(_engine_of(Job.read(named_run(run))).cancel())
