@@ -161,7 +161,7 @@ def test_a_cell_trains_a_replica_of_a_run_and_may_be_interrupted_and_run_again(h
 @pytest.mark.parametrize(
     ("name", "value", "why"),
     [
-        ("farflung.launch.notebook.current_world", SimpleNamespace(rank=3, size=4), "is rank 3 of 4 already"),
+        ("farflung.launch.cell.current_world", SimpleNamespace(rank=3, size=4), "is rank 3 of 4 already"),
         ("torch.cuda.is_initialized", True, "CUDA is already initialized"),
     ],
 )

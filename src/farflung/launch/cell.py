@@ -51,11 +51,7 @@ def train_in_notebook(function: Callable[..., _T], args: Sequence[Any], settings
         ConfigError: they can't work.
         StateError: this process has joined a world already.
     """
-    if (joined := current_world()) is not None:
-        raise StateError(
-            f"This process is rank {joined.rank} of {joined.size} already, so it can't join another run. Restart the "
-            "notebook and make the `Accelerator` inside the function only."
-        )
+    refuse_joined("join another run")
     resolved = resolve({**settings, "replicas": "1", "max_restarts": "0"})
     if has_launchers(resolved.settings):
         raise ConfigError("A replica in a notebook is one process: leave ranks_per_replica, tee and log_dir out of it.")
@@ -69,6 +65,15 @@ def train_in_notebook(function: Callable[..., _T], args: Sequence[Any], settings
             leave_world()
             stop_recording()
             launcher.result()
+
+
+def refuse_joined(what: str) -> None:
+    """Raise StateError if this process has joined a world already; `what` it can't do then."""
+    if (joined := current_world()) is not None:
+        raise StateError(
+            f"This process is rank {joined.rank} of {joined.size} already, so it can't {what}. Restart the notebook "
+            "and make the `Accelerator` inside the function only."
+        )
 
 
 class _NotebookReplica:

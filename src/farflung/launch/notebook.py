@@ -19,7 +19,7 @@ from farflung.config import environ
 from farflung.config.launch import DEFAULT_PORT, LaunchSettings, check_variables, field_named, rank_variables
 from farflung.config.problems import renamed
 from farflung.launch.agent import run_agent
-from farflung.launch.cell import train_in_notebook
+from farflung.launch.cell import refuse_joined, train_in_notebook
 from farflung.launch.events import Screen, showing
 from farflung.launch.network import choose_interface
 from farflung.launch.plan import (
@@ -34,7 +34,6 @@ from farflung.launch.plan import (
 from farflung.launch.report import explain
 from farflung.process.heard import record_signals
 from farflung.process.tether import end_with_launcher
-from farflung.process.world import current_world
 
 
 def notebook_launcher(
@@ -168,12 +167,7 @@ def _fork(
     line_prefix: str | None = None,
 ) -> None:
     check_variables()
-    joined = current_world()
-    if joined is not None:
-        raise StateError(
-            f"This process is rank {joined.rank} of {joined.size} already, so it can't be forked into others. Restart "
-            "the notebook and make the `Accelerator` inside the function only."
-        )
+    refuse_joined("be forked into others")
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise StateError(
             "CUDA is already initialized in this process, so forked processes can't use it. Restart the notebook and "
