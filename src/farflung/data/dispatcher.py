@@ -65,8 +65,7 @@ class DataLoaderDispatcher(PreparedLoader):
             stateful=use_stateful_dataloader,
             total_batch_size=None if batch_size is None else batch_size * factor,
         )
-        source = Source(base)
-        self._share_out(source, settings, world.group, split_batches, drop_last=_drop_last, slice_fn=slice_fn)
+        self._share_out(Source(base), settings, world.group, split_batches, drop_last=_drop_last, slice_fn=slice_fn)
         self.skip_batches = skip_batches
         self._progress.choose(iteration)
 

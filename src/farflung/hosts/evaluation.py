@@ -86,7 +86,7 @@ class LentWeights:
             self._own = ExitStack()
             self._own.enter_context(driver.agreed())
 
-    def end(self, *_: Any) -> None:
+    def end(self) -> None:
         """Put this rank's own weights back, also before others are loaded in their place."""
         if self._own is not None:
             restoring, self._own = self._own, None
