@@ -71,7 +71,6 @@ foreach_mul_ = taken(torch, "_foreach_mul_", "scale many tensors in one call")
 
 
 def _reads(name: str, use: str) -> Callable[[Any], Any]:
-    """Return a function that reads an attribute of a module."""
     return lambda module: taken(module, name, use)
 
 

@@ -55,7 +55,6 @@ def _filled(record: Any, fields: Iterable[tuple[str, Any]]) -> Any:
 
 
 def _remade(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Build a mapping of the type of `like`."""
     if isinstance(like, defaultdict):
         return type(like)(like.default_factory, items)
     return type(like)(items)  # type: ignore[call-arg]

@@ -125,7 +125,6 @@ def make_parallel_mesh(everyone: TorchGroup, device_mesh: DeviceMesh) -> Mesh:
 
 
 def _among(axes: Sequence[str], mesh: DeviceMesh) -> list[str]:
-    """Return those of `axes` that `mesh` has."""
     return [axis for axis in axes if axis in (mesh.mesh_dim_names or ())]
 
 

@@ -71,7 +71,6 @@ def share_rng_state(
 
 
 def _state_of(kind: RNGType, generator: torch.Generator | None) -> tuple[Callable[[], Tensor], Callable[[Tensor], Any]]:
-    """Return what reads and what writes a random state."""
     if kind is RNGType.TORCH:
         return torch.get_rng_state, torch.set_rng_state
     if kind is RNGType.GENERATOR:
