@@ -265,15 +265,12 @@ class Sink(logging.Handler):
 class Stderr(Sink):
     """Where a process shows its events that has been given no other sink."""
 
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-
     def show(self, event: Event) -> None:
         if sentence := words(event):
             tell(f"farflung: {sentence}")
 
 
-EVENTS.addHandler(Stderr())
+EVENTS.addHandler(Stderr(logging.INFO))
 
 
 def tell(text: str) -> None:
