@@ -131,8 +131,9 @@ WRONG = [
     ("checkpoint diff folder", "Missing argument 'OTHER'"),
     ("demo --processes 100000000", "--processes asks for 100000000 processes"),
     ("demo --data nowhere", "nowhere"),
-    ("demo --output plain.txt --steps 1", "plain.txt"),
-    ("demo --generate x --output nowhere", "nowhere"),
+    ("demo --output plain.txt --steps 1", "plain.txt", "can't be written to"),
+    ("demo --generate x --output nowhere", "nowhere", "Run `farflung demo` first"),
+    ("demo --bandwidth 20", "--bandwidth is '20'"),
     # slips, with the word that is wrong and what was meant
     ("lunch", "'lunch'", "Did you mean `launch`"),
     ("key --hlp", "--hlp", "Did you mean --help"),
