@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from farflung import Accelerator, GradScalerKwargs, OuterConfig, utils
+from farflung import Accelerator, OuterConfig, utils
 from farflung.accelerator.session import opened_session
-from farflung.base.errors import ConfigError, RankFailure, StateError
+from farflung.base.errors import ConfigError, StateError
 from farflung.comm import collectives
 from farflung.methods.arguments import recipe_of
 from farflung.process.world import current_world, joined_world
@@ -108,18 +108,6 @@ def by_setting(config, steps, separately):
     (loop,) = run[0].outer_loops
     run[1].eval()
     return weights(*run[:2]), loop.stats().rounds, loop.stats().steps
-
-
-def calls_step_too():
-    accelerator, model, *_ = prepared()
-    with accelerator.outer(model, "diloco") as outer:
-        outer.step()
-
-
-def test_a_step_is_not_counted_twice():
-    """A plain loop calls step(); in this block the prepared optimizer counts, and rounds came every H/2 steps."""
-    with pytest.raises(RankFailure, match="step: the optimizer's steps are counted already"):
-        run_ranks(calls_step_too, 2)
 
 
 def by_context(config, steps, separately):
@@ -312,20 +300,6 @@ def test_ranks_with_different_numbers_of_batches_come_together(samples, joined, 
     outcomes = run_ranks(uneven, 2, samples, joined)
     assert tuple(found[0] for found in outcomes) == counts
     assert alike([found[1] for found in outcomes])
-
-
-@on_ranks(2, by_rank=[([True, False] * 5, 9), ([True, False] * 5, 10)])
-def test_a_step_that_fp16_skipped_on_one_rank_keeps_all_in_step():
-    precision = {"mixed_precision": "fp16", "kwargs_handlers": [GradScalerKwargs(init_scale=1.0)]}
-    accelerator, model, optimizer, loader = prepared(OuterConfig("local_sgd", every=2), **precision)
-    apart = []
-    for number, batch in enumerate(loader):
-        loss = model(batch[0])
-        accelerator.backward(loss * (float("inf") if number == 2 and accelerator.is_main_process else 1.0))
-        optimizer.step()
-        optimizer.zero_grad()
-        apart.append(not is_equal(accelerator.unwrap_model(model).out.weight))
-    return apart, accelerator.outer_loops[0].stats().steps
 
 
 # ---- warm-up, weights by items
