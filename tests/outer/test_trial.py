@@ -253,21 +253,6 @@ def test_the_steps_of_a_trial_without_averaging_count_in_the_first_round(group):
     assert same(values(one.model), Run(group, slowmo(30, beta=0.0)).steps(*range(30)))
 
 
-@pytest.mark.parametrize("averaging_s", [0.0, 9.0], ids=["averaged", "alone"])
-def test_a_flush_ends_the_trial_on_ranks_with_few_steps(averaging_s):
-    def flushed_early(group):
-        """Rank 1 has few batches, and waits in its flush; the next epoch has the chosen recipe on both."""
-        one = Auto(group, FixedTuner(CHOICES["diloco"], averaging_s))
-        one.train(0, 7 if group.rank else 25)
-        one.loop.flush()
-        one.train(25, 45)
-        one.loop.close()
-        assert one.tuner.measured is not None
-        return values(one.model)
-
-    assert same(*run_replicas(flushed_early, 2))
-
-
 @pytest.mark.parametrize("falls_on", [None, 0, 1])
 def test_the_inner_rate_is_constant_if_it_is_on_each_rank(falls_on):
     def measured(group):
