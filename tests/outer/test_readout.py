@@ -85,20 +85,6 @@ def test_with_an_outer_rate_of_one_it_is_the_mean_of_the_replicas():
 
 
 @pytest.mark.law("readout-is-slow-weights")
-@pytest.mark.parametrize("name", ANCHORED)
-def test_an_evaluation_changes_no_bit_of_the_training(name):
-    def run(group, looks):
-        this = Run(group, RECIPES[name])
-        for number in range(STEPS):
-            this.steps(number)
-            if looks:
-                evaluated(this.outer, this.model)
-        return this.end()
-
-    assert same(*run_replicas(run, 2, False), *run_replicas(run, 2, True))
-
-
-@pytest.mark.law("readout-is-slow-weights")
 @pytest.mark.parametrize("on_cpu", [False, True])
 @pytest.mark.parametrize("make", [partial(torch.optim.SGD, nesterov=True), torch.optim.SGD])
 def test_any_sgd_that_looks_ahead_is_looked_back_from(on_cpu, make):
