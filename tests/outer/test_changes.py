@@ -284,23 +284,6 @@ def test_a_model_that_ddp_has_wrapped_trains_on_with_another_h():
     assert same(*(weights for weights, _ in found))
 
 
-@pytest.mark.law("a-changed-h-is-a-planned-h")
-@pytest.mark.parametrize(
-    "phase", ["landing", *(pytest.param(one, marks=pytest.mark.long) for one in ("vote", "confirmation"))]
-)
-def test_replicas_may_be_killed_and_join_while_h_changes(phase):
-    with ElasticRun(expected=3, grace_s=20.0) as run:
-        members = [run.start(0), run.start(1), run.start(2, dies=(phase, 5), proposals={5: 6, 9: 3})]
-        run.until(lambda: run.has_ended(members[2]))
-        run.joins(2)
-        said = run.finish()
-    ends = [one for one in said if "end" in one]
-    assert not wrong(said)
-    assert len(ends) == 3
-    assert len({str(one["changes"]) for one in ends}) == 1
-    assert ends[0]["changes"][0][1] == 6
-
-
 @pytest.mark.law("a-run-outlives-its-members")
 def test_a_run_continues_from_its_address_with_the_h_that_it_had(tmp_path):
     with ElasticRun(address=tmp_path.as_uri(), expected=2, grace_s=20.0, state_every=2) as run:
