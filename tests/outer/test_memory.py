@@ -111,20 +111,3 @@ def test_weights_in_memory_of_others_are_seen_there(group, recipe, size, tmp_pat
     assert pointers == [p.data_ptr() for model in (first, second) for p in model.parameters()]
     assert array.tolist() == np.fromfile(path, dtype=np.float32).tolist() == [mean(size)] * 8
     assert list(block) == other.tolist() == [mean(size) + 10] * 8
-
-
-def memory_of(model):
-    return [(x.data_ptr(), x.untyped_storage().nbytes()) for x in (*model.parameters(), *model.buffers())]
-
-
-@pytest.mark.law("memory-stays")
-@either
-@among
-@on_replicas()
-def test_no_tensor_gets_other_memory_from_before_the_loop_is_built(group, recipe, size):
-    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 512))
-    before = memory_of(model)
-    with OuterLoop(model, recipe, group) as outer:
-        for _ in range(3):
-            outer.step()
-    assert memory_of(model) == before

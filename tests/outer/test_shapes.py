@@ -3,6 +3,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
@@ -111,6 +112,7 @@ def expected(name, befores, parts):
     return (sum(value.double() for value in values) / len(values)).to(values[0].dtype)
 
 
+@pytest.mark.law("memory-stays")
 @settings(max_examples=25)
 @given(models(), st.sampled_from(MEANS), st.sampled_from([2, 4]), st.integers(4, 200))
 def test_all_that_is_trained_becomes_its_mean_and_counters_their_maximum(parts, recipe, size, bucket_bytes):
