@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import os
 import socket
-import sys
 
 import pytest
 
@@ -15,7 +14,7 @@ from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 from farflung.launch import plan as plans
 from farflung.launch.notebook import notebook_launcher
-from farflung.launch.plan import command_line, lone_environment, make_plan, meet
+from farflung.launch.plan import lone_environment, make_plan, meet
 
 
 @pytest.fixture
@@ -114,15 +113,6 @@ def test_threads_share_the_cores_unless_somebody_says_otherwise(script, monkeypa
     monkeypatch.undo()
     monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
     assert plans.usable_cores() == os.cpu_count()
-
-
-def test_a_script_a_module_and_a_program_are_run(script, home):
-    (home / "package").mkdir()
-    (home / "package" / "train.py").touch()
-    assert command_line(LaunchSettings(), script, ["-x"]) == (sys.executable, "-u", script, "-x")
-    module = command_line(LaunchSettings(module=True), "package.train", [])
-    assert module == (sys.executable, "-u", "-m", "package.train")
-    assert command_line(LaunchSettings(no_python=True), "sh", ["-c", ":"]) == ("sh", "-c", ":")
 
 
 def test_without_a_port_the_processes_of_a_machine_meet_at_a_free_one():
