@@ -100,11 +100,6 @@ def test_a_key_is_found_in_a_file_or_in_the_environment(key_file, monkeypatch):
     assert run_key() == bytes.fromhex(KEY)
 
 
-def test_a_key_without_a_run_of_replicas_is_refused():
-    with pytest.raises(ConfigError, match=r"key_file is x\.key, but there is neither --elastic nor --join"):
-        LaunchSettings(key_file="x.key")
-
-
 @pytest.mark.parametrize("given", ["file", "variable"])
 def test_engines_carry_the_key_unseen_or_say_how_it_gets_there(home, key_file, monkeypatch, given):
     if given == "variable":
