@@ -169,9 +169,6 @@ def test_objects_are_gathered_and_broadcast():
         assert returned is mine
         assert mine == ["y" * length, {"any": (1,)}, 1]
     assert collectives.gather_object(exchange, (rank, str(rank))) == [x for r in range(size) for x in (r, str(r))]
-    for wrong in ({"a": 1}, "text", 3):
-        with pytest.raises(TypeError, match="wants a list"):
-            collectives.gather_object(exchange, wrong)
 
 
 @on_ranks(2)

@@ -94,16 +94,11 @@ def test_one_process_is_this_one():
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"num_processes": 0}, "num_processes is 0"),
-        ({"num_processes": 2, "node_rank": 1}, "node_rank is 1; it must be below num_nodes, which is 1"),
-        *(({name: -1}, f"^{name} is -1") for name in ("node_rank", "num_nodes", "max_restarts", "monitor_interval")),
-        ({"num_processes": 1, "args": 3}, r"^args is 3; it must be a list or a tuple, such as \(3,\)"),
-        ({"num_processes": 1, "use_port": 70000}, "^use_port is 70000"),
+        *(({name: -1}, f"^{name} is -1") for name in ("node_rank", "num_nodes")),
         ({"num_processes": 2, "num_nodes": 2, "use_port": 0}, "^use_port is 0"),
         ({"num_processes": 100_000_000}, "num_processes asks for 100000000 processes on this machine's CPU"),
         ({"num_processes": 2, "use_port": "http"}, "use_port is 'http'"),
         ({"num_processes": 2, "num_nodes": 2, "master_addr": "not a host"}, "master_addr is 'not a host'"),
-        ({"num_processes": 2, "mixed_precision": "half"}, "one of no, fp16, bf16"),
         ({"num_processes": 2, "meet": "file:///x/run"}, "num_processes is 2, .* this process alone"),
         ({"num_nodes": 2, "meet": "file:///x/run"}, "num_nodes is 2, .* this process alone"),
         ({"meet": "file:///missing/run"}, "can't meet in the folder /missing/run"),
@@ -115,13 +110,8 @@ def test_settings_that_can_not_work_are_refused(said, message):
         notebook_launcher(print, **said)
     with environ.patched({"FARFLUNG_EVRY": "1"}), pytest.raises(ConfigError, match="FARFLUNG_EVRY is not a setting"):
         notebook_launcher(print, num_processes=2)
-    for settings, why in (
-        ({"num_processes": 0}, "1 or more"),
-        ({"num_processes": 100_000_000}, "asks for 100000000 processes"),
-        ({"args": 3}, "^args is"),
-    ):
-        with pytest.raises(ConfigError, match=why):
-            debug_launcher(print, **settings)
+    with pytest.raises(ConfigError, match="asks for 100000000 processes"):
+        debug_launcher(print, num_processes=100_000_000)
 
 
 def test_a_cell_trains_a_replica_of_a_run_and_may_be_interrupted_and_run_again(home, monkeypatch):
