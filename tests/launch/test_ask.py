@@ -128,7 +128,8 @@ def test_sharding_is_asked_of_several_processes_and_its_rows_are_the_replicas(ho
     run = {"parameters": 62_000_000, "layers": 24, "step_s": 0.5, "replicas": 4, "latency_s": 0.001}
     assert Forecast({**run, "bandwidth_bps": 60e6}, 20_000).advice() in printed
     settings = settings_of("grid.yaml")
-    assert (settings.num_replicas, settings.num_shards) == (4, 2)
+    assert settings.use_parallelism_config
+    assert (settings.parallelism_config_dp_replicate_size, settings.parallelism_config_dp_shard_size) == (4, 2)
     assert settings.fsdp_transformer_layer_cls_to_wrap == "Block"
     assert settings.outer_recipe is not None
 

@@ -125,16 +125,6 @@ class LayoutSettings:
         "machine. [1]"
     )
 
-    @property
-    def num_replicas(self) -> int:
-        """Rows of the grid that is asked for."""
-        return (self.parallelism_config_dp_replicate_size or 1) if self.use_parallelism_config else 1
-
-    @property
-    def num_shards(self) -> int:
-        """Columns of the grid that is asked for."""
-        return (self.parallelism_config_dp_shard_size or 1) if self.use_parallelism_config else 1
-
 
 def check_layout(
     settings: LayoutSettings, num_processes: int | None, num_machines: int, outer_recipe: str | None
@@ -147,8 +137,11 @@ def check_layout(
     _check_grid(settings, num_processes)
     if settings.use_fsdp:
         _check_plugin(settings)
-    is_sharded = bool(settings.use_fsdp) or settings.num_shards > 1
-    if is_sharded and outer_recipe is not None and settings.num_replicas == 1 and num_processes != 1:
+    rows, columns = settings.parallelism_config_dp_replicate_size or 1, settings.parallelism_config_dp_shard_size or 1
+    if not settings.use_parallelism_config:
+        rows = columns = 1
+    is_sharded = bool(settings.use_fsdp) or columns > 1
+    if is_sharded and outer_recipe is not None and rows == 1 and num_processes != 1:
         half = "N" if num_processes is None else max(1, num_processes // 2)
         raise ConfigError(
             f"--outer {outer_recipe} averages replicas, but with FSDP over all processes there is one copy of the "
