@@ -9,7 +9,6 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -185,8 +184,3 @@ def clock() -> Found:
     now = time.time()
     said = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
     return Found(f"{said}; not known: whether NTP keeps it", {"unix_s": now, "ntp": None})
-
-
-def facts(found: Mapping[str, Found]) -> dict[str, str]:
-    """Return what should be the same on all machines."""
-    return {name: str(fact) for name, fact in found["versions"].figures.items()}

@@ -82,8 +82,9 @@ def examine(asked: Asked, say: Callable[[str], None]) -> Report:
         place, size = asked.place, int(asked.place["size"])
         at = f"{place['host']}:{place['port']}, over {place['interface']}"
         say(f"machine {place['rank']} of {size} waits up to {in_seconds(asked.timeout_s)} for the others at {at}")
+        versions = {name: str(fact) for name, fact in report.found["versions"].figures.items()}
         # It has a limit for each wait.
-        probe("lines", partial(_lines, asked, machine.facts(report.found)), asked.timeout_s * (3 + size**2))
+        probe("lines", partial(_lines, asked, versions), asked.timeout_s * (3 + size**2))
         _plan_for_a_line(report, asked, size)
     elif asked.meet is None:
         report.found["lines"] = unknown("run it on each machine at the same time, with --num_machines 2 and so on")

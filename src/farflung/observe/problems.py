@@ -11,7 +11,6 @@ from farflung.base.words import numbered
 from farflung.observe.run import ObservedRun, Rank
 
 _LATE_S = 10.0  # in one call, before it is called late if nobody waits for it
-_WAITED = 0.2  # of the time
 
 
 def problems(run: ObservedRun) -> list[str]:
