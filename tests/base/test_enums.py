@@ -1,19 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words of settings are Accelerate's: same names, same values, equal to their plain text."""
-
-import pytest
-from accelerate.utils import dataclasses as accelerate
+"""The words of settings are equal to their plain text; `tests/compat` has their names and values."""
 
 from farflung.base import enums
-
-SHARED = ["DistributedType", "PrecisionType", "RNGType", "LoggerType", "DDPCommunicationHookType", "DynamoBackend"]
-
-
-@pytest.mark.parametrize("name", SHARED)
-def test_members_and_values_are_accelerate_s(name):
-    theirs = {member.name: member.value for member in getattr(accelerate, name)}
-    ours = {member.name: member.value for member in getattr(enums, name)}
-    assert ours == theirs
 
 
 def test_a_word_is_its_own_text_and_found_by_it():
