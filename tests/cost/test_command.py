@@ -327,13 +327,6 @@ def test_the_plan_needs_no_torch(tmp_path):
     assert done.stdout == planned(*USUAL).output
 
 
-def test_help_loads_no_more_than_it_needs(home):
-    code = "import sys; from farflung.launch.main import farflung\n"
-    code += "farflung.main(['plan', '--help'], standalone_mode=False)\n"
-    code += "assert 'torch' not in sys.modules and 'rich' not in sys.modules"
-    assert "--step_seconds" in run_python("-c", code).stdout
-
-
 def test_a_method_that_gets_less_far_than_a_replica_alone_is_not_praised():
     short = (*USUAL, "--steps", "20", "--bandwidth", "1Gbit")
     (*_, said, _, _) = planned(*short).output.splitlines()

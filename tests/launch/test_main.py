@@ -27,8 +27,9 @@ from farflung.launch.main import farflung
 for line in ("--help", "checkpoint --help", "launch --help", "launch --help all"):
     farflung.main(line.split(), standalone_mode=False)
     assert not {"torch", "rich", "yaml", "farflung.launch.start"} & sys.modules.keys(), line
-farflung.main(["config", "show"], standalone_mode=False)
-assert not {"torch", "rich"} & sys.modules.keys()
+for line in ("plan --help", "config show"):
+    farflung.main(line.split(), standalone_mode=False)
+    assert not {"torch", "rich"} & sys.modules.keys(), line
 """
 
 
