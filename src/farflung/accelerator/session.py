@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from farflung.base.checks import check_type, check_whole, shown
+from farflung.base.checks import check_optional, check_whole, shown
 from farflung.base.enums import DistributedType
 from farflung.base.errors import ConfigError, StateError, StateReset, Unsupported
 from farflung.comm.exchange import Exchange
@@ -126,12 +126,10 @@ def open_session(
 
 def check_layout(fsdp_plugin: Any, parallelism_config: Any, island_size: Any) -> None:
     """Check the types of the arguments of `Accelerator` that say how ranks share models."""
-    if fsdp_plugin is not None:
-        wanted = "a FullyShardedDataParallelPlugin(...)"
-        check_type("fsdp_plugin", fsdp_plugin, FullyShardedDataParallelPlugin, wanted)
-    if parallelism_config is not None:
-        wanted = "a ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)"
-        check_type("parallelism_config", parallelism_config, ParallelismConfig, wanted)
+    wanted = "a FullyShardedDataParallelPlugin(...)"
+    check_optional("fsdp_plugin", fsdp_plugin, FullyShardedDataParallelPlugin, wanted)
+    wanted = "a ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)"
+    check_optional("parallelism_config", parallelism_config, ParallelismConfig, wanted)
     if island_size is not None and island_size != "host":
         check_whole("island_size", island_size, least=1)
 
