@@ -37,11 +37,9 @@ def choose_strategy(
     strategy: Strategy
     if fsdp is None:
         strategy = Single(mesh) if is_alone else DDP(world.kind, mesh, world.device)
+    elif is_alone:
+        strategy = fsdp_strategy.OneShard(mesh, world.device, fsdp)
     else:
-        strategy = (
-            fsdp_strategy.OneShard(mesh, world.device, fsdp)
-            if is_alone
-            else fsdp_strategy.FSDP(mesh, world.device, fsdp, compute_dtype)
-        )
+        strategy = fsdp_strategy.FSDP(mesh, world.device, fsdp, compute_dtype)
     strategy.ddp_handler = ddp
     return strategy
