@@ -80,19 +80,17 @@ def read_torch(path: Path) -> Any:
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Raise CheckpointError for all that is wrong with a file, or a folder of shards, that is read in this block."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointError(f"{path} does not exist.") from error
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path} was not loaded: {_reason(error)}. Only tensors, numbers, texts and their lists and dictionaries "
-            "are; a class of yours that is safe to build may be named with torch.serialization.add_safe_globals."
-        ) from error
-    except Exception as error:
-        raise CheckpointError(f"{path} can't be read, so it is damaged: {_reason(error)}") from error
+    with damage_as(f"{path} can't be read, so it is damaged"):
+        try:
+            yield
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise CheckpointError(f"{path} does not exist.") from error
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"{path} was not loaded: {_reason(error)}. Only tensors, numbers, texts and their lists and "
+                "dictionaries are; a class of yours that is safe to build may be named with "
+                "torch.serialization.add_safe_globals."
+            ) from error
 
 
 def read_weights(path: Path) -> dict[str, Any]:
