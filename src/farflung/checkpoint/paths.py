@@ -26,12 +26,10 @@ MODEL = re.compile(
     r"|pytorch_model_fsdp(_\d+)?\.bin|pytorch_model_fsdp_\d+/\.metadata"
 )
 KNOWN = re.compile(  # whatever belongs to a checkpoint
-    r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)"
-    r"|(model|pytorch_model)-\d{5}-of-\d{5}\.(safetensors|bin)|(model|pytorch_model)\.(safetensors|bin)\.index\.json"
+    rf"{MODEL.pattern}|{EXPORTED.pattern}|{CUSTOM.pattern}"
     r"|(optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.bin|scaler\.pt|random_states_\d+\.pkl"
-    r"|custom_checkpoint_\d+\.pkl|(loop_state|outer_state)/rank_\d+\.bin"
+    r"|(loop_state|outer_state)/rank_\d+\.bin"
     r"|(pytorch_model_fsdp|optimizer)_\d+/(\.metadata|__\d+_\d+\.distcp|farflung\.json)"
-    r"|pytorch_model_fsdp(_\d+)?\.bin"
 )
 TORCH = (".bin", ".pt", ".pkl")  # endings of what `torch.save` writes
 
