@@ -174,7 +174,9 @@ def aside_of(automatic: Path) -> Path:
 def prune(newest: Path, total_limit: int | None) -> None:
     """Remove the oldest numbered checkpoints, so that `total_limit` are left, and what killed processes have left."""
     aside = aside_of(newest.parent)
-    sweep(aside)
+    for path in aside.glob(f".{paths.PREFIX}*"):
+        if WRITING in path.name or _TRASH in path.name:
+            shutil.rmtree(path, ignore_errors=True)  # it is out of the way already
     old = [path for path in numbered(newest.parent) if path != newest]
     for folder in [] if total_limit is None else old[: max(0, len(old) + 1 - total_limit)]:
         remove(folder, aside)
@@ -201,18 +203,11 @@ def remove(folder: Path, aside: Path) -> None:
         )
 
 
-def sweep(aside: Path) -> None:
-    """Remove what a process left that was killed while it wrote or removed a numbered checkpoint."""
-    for path in aside.glob(f".{paths.PREFIX}*"):
-        if WRITING in path.name or _TRASH in path.name:
-            shutil.rmtree(path, ignore_errors=True)  # it is out of the way already
-
-
 def files_in(folder: Path) -> Iterator[Path]:
     """Yield all files below a folder, but for those of attempts to write a checkpoint into it."""
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.is_symlink():
-            if not (path.name.startswith((WRITING, READY)) or WRITING in path.name):
+            if not path.name.startswith(READY) and WRITING not in path.name:
                 yield from files_in(path)
         else:
             yield path
