@@ -14,7 +14,7 @@ from farflung.base.enums import DistributedType
 from farflung.base.errors import Unsupported
 from farflung.config import environ
 from farflung.config.foreign import foreign_flag
-from farflung.config.launch import DEFAULT_PORT, FIELDS, LaunchSettings, rank_variables
+from farflung.config.launch import DEFAULT_PORT, FIELDS, rank_variables
 from farflung.config.resolve import resolve
 from farflung.config.setting import Field, underscored
 from farflung.launch import main as command
@@ -116,7 +116,7 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
     """Return the command and the environment that run a script in one process; `args` from `launch_command_parser`."""
     settings = resolve(flags_of(args)).settings
     python = [] if settings.no_python else [sys.executable, *(["-m"] if settings.module else [])]
-    return [*python, args.training_script, *args.training_script_args], _environment(settings)
+    return [*python, args.training_script, *args.training_script_args], environ.snapshot() | rank_variables(settings)
 
 
 def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
@@ -132,7 +132,7 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
     if settings.num_machines > 1:
         args.nnodes, args.node_rank = str(settings.num_machines), settings.machine_rank
         args.master_addr = str(settings.main_process_ip)
-    return _environment(settings)
+    return environ.snapshot() | rank_variables(settings)
 
 
 def prepare_extend_env_parallelism_config(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
@@ -143,10 +143,6 @@ def prepare_extend_env_parallelism_config(args: argparse.Namespace, current_env:
     variables = rank_variables(resolve(flags_of(args) | {"use_parallelism_config": True}).settings)
     current_env.update({name: value for name, value in variables.items() if "PARALLELISM_CONFIG" in name})
     return current_env
-
-
-def _environment(settings: LaunchSettings) -> dict[str, str]:
-    return environ.snapshot() | rank_variables(settings)
 
 
 class PrepareForLaunch:

@@ -96,19 +96,15 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
 def _purged(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def purged(*args: Any, **kwargs: Any) -> Any:
-        before = _accelerates()
+        before = environ.named(_OURS)
         try:
             return function(*args, **kwargs)
         finally:
-            environ.remove(*_accelerates())
+            environ.remove(*environ.named(_OURS))
             environ.export(before)
 
     setattr(purged, _PURGED, True)
     return purged
-
-
-def _accelerates() -> dict[str, str]:
-    return environ.named(_OURS)
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
