@@ -133,8 +133,6 @@ class Checkpointing:
             CheckpointError: there is no complete checkpoint, or it is of other objects; the running state is as it was.
             ConfigError: there is no such folder.
         """
-        if input_dir is not None:
-            check_place("load_state: input_dir", input_dir)
         check_optional("load_state: load_kwargs", load_kwargs, dict, "a dictionary")
         strict = bool(load_model_func_kwargs.pop("strict", True))
         load_model_func_kwargs.pop("map_location", None)
