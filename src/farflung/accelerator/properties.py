@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from farflung.accelerator.prepare import Preparer
 from farflung.accelerator.session import Layout, session_in_use
 from farflung.accelerator.settings import resolve_rng_types
-from farflung.accelerator.views import AcceleratorState, Engines, GradientState, nothing
+from farflung.accelerator.views import AcceleratorState, Engines, GradientState
 from farflung.base.checks import check_flag, check_optional, check_whole
 from farflung.base.enums import DistributedType, FP8BackendType
 from farflung.base.errors import ConfigError, StateError, Unsupported
@@ -215,8 +215,8 @@ class AcceleratorProperties(Engines):
     )
     delayed_fp8_autocast = Forward[bool](lambda self: False, "False: that is of TransformerEngine.")
     has_lomo_optimizer = Forward[bool](lambda self: False, "False: LOMO's optimizers are not supported.")
-    te_recipe_handler = Forward[None](nothing, "None: TransformerEngine is not supported.")
-    msamp_recipe_handler = Forward[None](nothing, "None: MS-AMP is not supported.")
+    te_recipe_handler = Forward[None](lambda self: None, "None: TransformerEngine is not supported.")
+    msamp_recipe_handler = Forward[None](lambda self: None, "None: MS-AMP is not supported.")
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
         """Raise Unsupported: LOMO steps inside its backward pass."""

@@ -127,10 +127,6 @@ class PartialState(ProcessControl):
         )
 
 
-def nothing(instance: object) -> None:
-    """Return None, for an unsupported plugin or handler: scripts check it, and continue if it is None."""
-
-
 class Engines:
     """What shards models, as `Accelerator` and `AcceleratorState` both answer: FSDP2, or nothing."""
 
@@ -152,9 +148,9 @@ class Engines:
         """Whether models are sharded over several processes."""
         return self.fsdp_plugin is not None and self._world.size > 1
 
-    deepspeed_plugin = Forward[None](nothing, "None: DeepSpeed is not supported.")
-    megatron_lm_plugin = Forward[None](nothing, "None: Megatron-LM is not supported.")
-    torch_tp_plugin = Forward[None](nothing, "None: tensor parallelism is not supported.")
+    deepspeed_plugin = Forward[None](lambda self: None, "None: DeepSpeed is not supported.")
+    megatron_lm_plugin = Forward[None](lambda self: None, "None: Megatron-LM is not supported.")
+    torch_tp_plugin = Forward[None](lambda self: None, "None: tensor parallelism is not supported.")
 
     @property
     def _device_mesh(self) -> DeviceMesh | None:
