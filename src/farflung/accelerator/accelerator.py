@@ -137,9 +137,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         )
         given = settings.handlers_by_kind(kwargs_handlers)
         self.scaler_handler: handlers.GradScalerKwargs | None = given.get(handlers.GradScalerKwargs)
-        self.init_handler: handlers.InitProcessGroupKwargs | None = settings.check_init(
-            given.get(handlers.InitProcessGroupKwargs)
-        )
+        self.init_handler = settings.check_init(given.get(handlers.InitProcessGroupKwargs))
         self.autocast_handler: handlers.AutocastKwargs | None = given.get(handlers.AutocastKwargs)
         self.profile_handler: handlers.ProfileKwargs | None = given.get(handlers.ProfileKwargs)
         accumulation = settings.resolve_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)

@@ -217,8 +217,7 @@ class Checkpointer:
 
             written = group.agree(doing, write)
             group.agree(doing, look)
-        has_checkpoints: bool = written[0][1]
-        return has_checkpoints
+        return bool(written[0][1])
 
     # ---- loading
 

@@ -170,8 +170,7 @@ def resolve_precision(name: str, device: torch.device, handlers: Mapping[type, A
     """Return the precision of this name, with the arguments that `handlers` has for it, and no others."""
     autocast, scaler = handlers.get(AutocastKwargs), handlers.get(GradScalerKwargs)
     if name == "fp8" and scaler is None:
-        precision: Precision = Float8(device, autocast, handlers.get(AORecipeKwargs))
-        return precision
+        return Float8(device, autocast, handlers.get(AORecipeKwargs))
     if AORecipeKwargs in handlers:
         raise ConfigError(f"An AORecipeKwargs was given, but mixed_precision is {name!r}. Give mixed_precision='fp8'.")
     return choose_precision(name, device, autocast, scaler)

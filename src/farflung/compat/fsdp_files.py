@@ -47,12 +47,11 @@ def save_fsdp_model(
     folder = check_path("save_fsdp_model: output_dir", output_dir)
     bare, group = _chosen(model, adapter_only), _group(accelerator, "save_fsdp_model")
     state = models.model_shards(bare)
-    name = paths.gathered_model(model_index)
     if not _gathers(fsdp_plugin):
         _write_shards(group, folder / paths.model_shards(model_index), {"model": state})
         return
     whole = models.gathered_model(bare, state, accelerator.is_main_process)
-    _write_whole(group, folder / name, whole)
+    _write_whole(group, folder / paths.gathered_model(model_index), whole)
 
 
 def load_fsdp_model(
