@@ -71,11 +71,10 @@ all_tensors = partial(named_module_tensors, remove_duplicate=False)  # a shared 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
     """Return the names of the buffers that are not part of the state dict; with `fqns`, full names from `module` on."""
-    names = set(passing_buffers(module))
-    if recurse:
-        for path, inner in module.named_modules():
-            names |= {f"{path}.{name}" if fqns and path else name for name in passing_buffers(inner)}
-    return names
+    owners = dict(module.named_modules()) if recurse else {"": module}
+    return {
+        f"{path}.{name}" if fqns and path else name for path, one in owners.items() for name in passing_buffers(one)
+    }
 
 
 def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
