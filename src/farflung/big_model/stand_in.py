@@ -40,9 +40,6 @@ class _Source(Protocol):
 
     def fetch(self, stand_in: Tensor) -> Tensor:
         """Return the values where the module that owns the weight would have them for its forward pass."""
-        ...
-
-    def __str__(self) -> str: ...
 
 
 class StandIn(Tensor):
