@@ -41,14 +41,12 @@ class Entry:
                 write_safetensors(self.content, writer)
             else:
                 torch.save(self.content, writer)  # type: ignore[arg-type]
-        if not self.safe:
-            unsafe = unsafe_names(path)
-            if unsafe:
-                raise ConfigError(
-                    f"The state of {self.origin or self.name} holds {', '.join(unsafe)}, which can't be loaded without "
-                    "running code. Have state_dict() return tensors, numbers, strings, lists and dictionaries of them, "
-                    "or allow a class that is safe to build with torch.serialization.add_safe_globals."
-                )
+        if not self.safe and (unsafe := unsafe_names(path)):
+            raise ConfigError(
+                f"The state of {self.origin or self.name} holds {', '.join(unsafe)}, which can't be loaded without "
+                "running code. Have state_dict() return tensors, numbers, strings, lists and dictionaries of them, "
+                "or allow a class that is safe to build with torch.serialization.add_safe_globals."
+            )
         return FileRecord(writer.num_bytes, writer.crc32)
 
     def finish(self, folder: Path, written: Sequence[Any]) -> dict[str, FileRecord]:

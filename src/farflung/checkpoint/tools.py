@@ -201,9 +201,8 @@ def _weights(checkpoint: Checkpoint, index: int) -> dict[str, Any]:
         state: dict[str, Any] = ShardReader(path).read_whole()["model"]
         return state
     weights = read_weights(path)
-    ours = (
-        checkpoint.manifest is not None and checkpoint.manifest.versions
-    )  # no wrapper's names; `convert` knows no versions
+    # No wrapper's names are in ours; `convert` knows no versions.
+    ours = checkpoint.manifest is not None and checkpoint.manifest.versions
     wrapped = not ours and bool(weights) and all(name.startswith("module.") for name in weights)
     return {name.removeprefix("module.") if wrapped else name: value for name, value in weights.items()}
 
