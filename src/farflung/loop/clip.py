@@ -36,7 +36,7 @@ def clip_grad_norm_(
         if listed is None:
             return torch.tensor(float("nan"))
         if max_norm >= 0:
-            return _clip(_listed(listed), max_norm, norm_type)
+            return _clip(listed, max_norm, norm_type)
     except (TypeError, AttributeError, ValueError) as error:
         _explain("clip_grad_norm_", parameters, error, max_norm=max_norm, norm_type=norm_type)
         raise
@@ -76,7 +76,7 @@ def clip_grad_value_(
         if listed is None:
             return
         if clip_value >= 0:
-            listed = [parameter for parameter in _listed(listed) if parameter.grad is not None]
+            listed = [parameter for parameter in listed if parameter.grad is not None]
             align_gradients(listed)
             return torch_clip_grad_value_(listed, clip_value) if listed else None  # torch fails if there is none
     except (TypeError, AttributeError, ValueError) as error:
@@ -112,14 +112,12 @@ def unscale(precision: Precision, optimizers: Iterable[AcceleratedOptimizer]) ->
             precision.unscale_(prepared.optimizer)
 
 
-def _ready(
-    parameters: Tensor | Iterable[Tensor], precision: Precision, state: LoopState
-) -> Tensor | Iterable[Tensor] | None:
+def _ready(parameters: Tensor | Iterable[Tensor], precision: Precision, state: LoopState) -> list[Tensor] | None:
     """Return `parameters` with gradients of their true size; None while the window of their optimizers is open."""
     if parameters is None:
         raise TypeError("None is nothing to go through")  # torch's own functions would clip nothing
     if precision.scaler is None and state.has_one_window:
-        return parameters if state.window.complete else None
+        return _listed(parameters) if state.window.complete else None
     listed = _listed(parameters)
     trained = [parameter for parameter in listed if parameter.grad is not None]
     owners = [optimizer for optimizer in state.optimizers if optimizer.owns(trained)]
