@@ -49,7 +49,7 @@ class DDP(ShardedModels):
 
     @ddp_handler.setter
     def ddp_handler(self, handler: DistributedDataParallelKwargs | None) -> None:
-        if self._has_rows and handler is not None and handler.comm_hook in (Hook.POWER_SGD, Hook.BATCHED_POWER_SGD):
+        if self._has_rows and handler is not None and handler.comm_hook == Hook.POWER_SGD:
             raise ConfigError(f"comm_hook={handler.comm_hook} can't be used with islands. Use fp16, bf16 or none.")
         self._handler = handler
 
@@ -109,7 +109,7 @@ class DDP(ShardedModels):
     @contextmanager
     def _first_unsynced(self, ddp: DistributedDataParallel) -> Iterator[None]:
         """Learn a static graph without averaging: torch wants the first backward pass to be a synchronized one."""
-        if self._handler is not None and self._handler.comm_hook in (Hook.POWER_SGD, Hook.BATCHED_POWER_SGD):
+        if self._handler is not None and self._handler.comm_hook == Hook.POWER_SGD:
             raise ConfigError(
                 f"static_graph=True with comm_hook={self._handler.comm_hook} needs a first backward pass that is "
                 "synchronized, and this one is in no_sync() or an accumulation window. Leave out static_graph."
