@@ -89,11 +89,9 @@ class UnevenDataCheck:
         if not others:
             return
         presence = self._group.presence
-        words = presence.posts("data", one.name, ranks=others)
-        while one.num_batches == 1 and len(words) < len(others):  # no pass has waited for them yet
-            self._group.raise_if_broken()
+        while len(words := presence.posts("data", one.name, ranks=others)) < len(others) and one.num_batches == 1:
+            self._group.raise_if_broken()  # no pass has waited for them yet
             time.sleep(_TICK_S)
-            words = presence.posts("data", one.name, ranks=others)
         gone = {rank: int(word) for rank, word in words.items() if word != _MORE and int(word) < at}
         if gone:
             who = numbered("rank", sorted(gone))
