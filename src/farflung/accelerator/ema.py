@@ -50,11 +50,7 @@ class EMAModel(EvaluatedModel):
 
 
 class EMA:
-    """The means of all that one Accelerator trains.
-
-    Args:
-        size, every: see `WeightAverage`.
-    """
+    """The means of all that one Accelerator trains; for `size` and `every` see `WeightAverage`."""
 
     def __init__(self, size: float, every: int, run: Run) -> None:
         self._size, self._every, self._run = size, every, run

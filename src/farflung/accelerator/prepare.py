@@ -233,12 +233,7 @@ def _refuse_stranger(thing: Any) -> None:
 
 
 def _check_quantized(devices: Set[Any], device: torch.device) -> None:
-    """Raise ConfigError if quantized weights are not where they can be trained.
-
-    Args:
-        devices: those of the model's device map. Several GPUs for one process are fine.
-        device: the one that this process trains on.
-    """
+    """Raise ConfigError if quantized weights can't be trained on `device`; several GPUs for one process are fine."""
     found = {str(one) for one in devices}
     here = {str(device), device.type} if device.type == "cpu" else {str(device), device.type, str(device.index or 0)}
     elsewhere = found - here if len(found) == 1 else found & ({"cpu", "disk"} - here)

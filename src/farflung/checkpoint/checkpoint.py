@@ -191,9 +191,7 @@ def newest(folder: Path, is_shown: bool = True) -> Checkpoint:
 def resolve(given: str | os.PathLike[str] | None, automatic: Path | Address | None) -> tuple[Path | Address, bool]:
     """Return the folder that a script means by `given`, and whether it holds checkpoints rather than being one.
 
-    An address is asked later.
-
-    `automatic` is where automatic naming puts checkpoints; None: it is off.
+    An address is asked later. `automatic` is where automatic naming puts checkpoints; None: it is off.
     """
     if given is not None and (Path(given).is_dir() or str(given) != "latest"):
         folder = check_place("load_state: input_dir", given)
