@@ -51,7 +51,7 @@ class Accumulate:
         if state.advance(window):
             if window.divisor != state.num_steps and window.size > 1 and window.scale is None:
                 # What the earlier micro-batches left was divided for a window of full length.
-                rescale(_gradients(window, state), state.num_steps / window.divisor)
+                _rescale(window, state, state.num_steps / window.divisor)
         elif self._no_sync is not None and not state.sync_each_batch:
             if len(self._models) == 1:
                 self._unsynced = self._no_sync(self._models[0])
@@ -118,7 +118,7 @@ def weighed(loss: Tensor, num_items: float | Tensor, state: LoopState, group: Gr
         total = _summed(total, group, state) / group.size
     scale = 1.0 / total if total > 0 else 0.0
     if window.scale is not None:
-        rescale(_gradients(window, state), scale / window.scale)
+        _rescale(window, state, scale / window.scale)
     window.scale = scale if window.size else None
     return loss * scale
 
@@ -131,17 +131,13 @@ def _summed(value: float, group: Group, state: LoopState) -> float:
     return x.item()
 
 
-def _gradients(window: Window, state: LoopState) -> list[Tensor]:
-    """The gradients that a window has gathered so far, also those that FSDP has not reduced yet."""
+def _rescale(window: Window, state: LoopState, factor: float) -> None:
+    """Multiply by `factor` what a window has gathered of gradients so far, also those that FSDP has not reduced yet."""
     trained = (parameter for optimizer in state.optimizers for parameter in parameters_of(optimizer))
     gradients = [parameter.grad for parameter in (window.parameters() if window.models else trained)]
     for part in sharded_parts(module for model in window.models for module in model.modules()):
         for kept in sharded_parameters(part):
             gradients += [kept.sharded_param.grad, unreduced_gradient(kept)]
-    return list({id(gradient): gradient for gradient in gradients if gradient is not None}.values())
-
-
-def rescale(gradients: list[Tensor], factor: float) -> None:
-    """Multiply `gradients` by `factor`, in place."""
-    if gradients:
-        foreach_mul_([local(gradient) for gradient in gradients], factor)
+    gathered = {id(gradient): local(gradient) for gradient in gradients if gradient is not None}
+    if gathered:
+        foreach_mul_(list(gathered.values()), factor)
