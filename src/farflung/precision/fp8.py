@@ -45,7 +45,10 @@ class Float8(Autocast):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         if not has_ao_layers(model):
-            convert_model_to_fp8_ao(model, self._config(), self.recipe.module_filter_func)
+            from torchao.float8 import Float8LinearConfig
+
+            config = self.recipe.config or Float8LinearConfig(pad_inner_dim=self.recipe.pad_inner_dim is not False)
+            convert_model_to_fp8_ao(model, config, self.recipe.module_filter_func)
             if not has_ao_layers(model):
                 warnings.warn(
                     f"mixed_precision='fp8': no layer of this {type(model).__name__} was converted, so it computes in "
@@ -53,11 +56,6 @@ class Float8(Autocast):
                     stacklevel=2,
                 )
         return super().wrap(model)
-
-    def _config(self) -> Any:
-        from torchao.float8 import Float8LinearConfig
-
-        return self.recipe.config or Float8LinearConfig(pad_inner_dim=self.recipe.pad_inner_dim is not False)
 
 
 def convert_model_to_fp8_ao(model: nn.Module, config: Any = None, module_filter_func: Any = None) -> None:
