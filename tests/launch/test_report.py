@@ -128,7 +128,7 @@ def test_the_newest_checkpoint_and_the_address_of_a_machine_are_named(tmp_path):
     assert title == f"rank 1 failed on {socket.gethostname()} (10.0.0.2): exit code 1"
     newest = "Resume from checkpoint_2, the newest checkpoint of this run"
     assert text.endswith(f"{newest}: load_state('{tmp_path}/checkpoint_2')")
-    (place := tmp_path / "run" / "attempt_0" / "0").mkdir(parents=True)
+    (place := tmp_path / "attempt_0" / "0").mkdir(parents=True)
     (place / CHECKPOINT).write_text("s3://bucket/run/checkpoint_2")
     _, text = explain([failed(1, "ValueError: x")], checkpoint=newest_checkpoint(tmp_path))
     assert text.endswith(f"{newest}: load_state('s3://bucket/run/checkpoint_2')")

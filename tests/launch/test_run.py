@@ -20,11 +20,13 @@ from uuid import uuid4
 
 import psutil
 import pytest
+import torch.distributed.elastic.agent.server.api
 
 from farflung.config import environ
 from farflung.launch.codes import FAILED, REQUEUE
 from farflung.launch.network import get_free_port
 from farflung.launch.shell import start_of
+from farflung.process.failure import PREEMPTED
 from farflung.testing.patience import patience
 from tests.launch.machines import LISTENING
 from tests.python import call_farflung, run_python
@@ -356,18 +358,17 @@ def test_torchs_agent_gets_the_settings_and_each_attempt_that_has_failed_is_show
     (home / "train.py").touch()
     (home / "kept").mkdir()
     variables, log = (environ.SHOWS_ATTEMPTS, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", environ.LAUNCHER), {}
-    agents = logging.getLogger("torch.distributed.elastic.agent.server.api")
+    agents = logging.getLogger(torch.distributed.elastic.agent.server.api.__name__)
     caplog.set_level(logging.INFO, agents.name)
 
     def launch(config, entrypoint):
         log.update(vars(config), level=agents.level, entrypoint=entrypoint)
         log["environ"] = [environ.text(name) for name in variables]
         log["filter"] = config.logs_specs._local_ranks_filter
-        for rank, text in enumerate(("{", json.dumps({"message": {"message": "E: x", "extraInfo": {"exit_code": 7}}}))):
-            place = home / "logs" / "run" / "attempt_0" / str(rank)
-            place.mkdir(parents=True)
-            (place / "error.json").write_text(text)
-            (place / "newest_checkpoint").write_text(str(home / "kept"))
+        report = json.dumps({"message": {"message": "E: x", "extraInfo": {"exit_code": 7}}})
+        for _, file in sorted(config.logs_specs.reify({rank: {} for rank in range(2)}).error_files.items()):
+            Path(file).write_text(report if Path(file).parent.name == "1" else "{")
+            Path(file).with_name("newest_checkpoint").write_text(str(home / "kept"))
         for attempt in (1, 2) if backend == "static" else ():
             config.rdzv_configs["begins"](attempt)
         return lambda *words: None
@@ -376,6 +377,10 @@ def test_torchs_agent_gets_the_settings_and_each_attempt_that_has_failed_is_show
     row = ["--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "127.0.0.1", "--main_process_port", "7"]
     row += ["--num_processes", "4", "--role", "trainer", "--monitor_interval", "0.7", "--max_restarts", "3"]
     row += ["--rdzv_backend", backend, "--log_dir", "logs", *flags]
+    earlier = home / "logs" / "farflung_of_yesterday" / "attempt_9" / "0"  # which was preempted, and failed then
+    earlier.mkdir(parents=True)
+    (earlier / PREEMPTED).touch()
+    (earlier / "error.json").write_text('{"message": "ValueError: of yesterday"}')
     assert call_farflung("launch", "--cpu", *row, "train.py") == 0
     expected = {"min_nodes": 2, "max_nodes": 2, "nproc_per_node": 2, "run_id": "farflung", "role": "trainer"}
     expected |= {"rdzv_endpoint": "127.0.0.1:7", "max_restarts": 3, "monitor_interval": 0.7, "local_addr": "127.0.0.1"}

@@ -18,7 +18,7 @@ from tests.waits import until
 @pytest.fixture
 def rank(tmp_path):
     """This process as the only rank of a launcher; yields how often its handler was called."""
-    folder = tmp_path / "run" / "attempt_0" / "0"
+    folder = tmp_path / "attempt_0" / "0"
     folder.mkdir(parents=True)
     calls = []
     before = signal.signal(signal.SIGUSR2, lambda number, frame: calls.append(number))
@@ -31,7 +31,7 @@ def rank(tmp_path):
 
 @pytest.mark.parametrize("to_all", ["TTT", "FFF", "TFT", "FTF", "FTTF"])
 def test_each_warning_is_heard_once_whoever_it_was_sent_to(to_all, rank, tmp_path):
-    courier = SignalForwarder(tmp_path)
+    courier = SignalForwarder(tmp_path.glob)
     for count, one in enumerate(to_all, 1):
         if one == "T":
             os.kill(os.getpid(), signal.SIGUSR2)
@@ -45,6 +45,6 @@ def test_it_is_passed_on_in_a_moment_and_not_to_processes_that_have_ended(rank, 
     if not child:
         os._exit(0)
     os.waitpid(child, 0)
-    SignalForwarder(tmp_path).pass_on(signal.SIGUSR2, [child, os.getpid()])
+    SignalForwarder(tmp_path.glob).pass_on(signal.SIGUSR2, [child, os.getpid()])
     until(lambda: rank)
     assert rank == [signal.SIGUSR2]

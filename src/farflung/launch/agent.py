@@ -58,6 +58,20 @@ class Outcome:
     is_preempted: bool = False  # ended by a scheduler's signal before it could save
 
 
+@dataclass
+class _RunLogs:
+    """The files of this run's ranks; next to them may lie those of earlier runs, and of other machines.
+
+    Attributes:
+        path: the folder of its attempts, once the agent has made it.
+    """
+
+    path: Path | None = None
+
+    def glob(self, pattern: str) -> Iterator[Path]:
+        return iter(()) if self.path is None else self.path.glob(pattern)
+
+
 def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = None) -> Outcome:
     """Start the plan's processes, wait for them, and return how it ended. None of them is left behind.
 
@@ -80,9 +94,10 @@ def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = No
         around.enter_context(_agent_logs(settings))
         around.enter_context(environ.patched({**plan.variables, **variables, environ.LAUNCHER: str(os.getpid())}))
         log_dir = Path(settings.log_dir or around.enter_context(tempfile.TemporaryDirectory(prefix="farflung_")))
-        heard = around.enter_context(_signals(SignalException, saves, log_dir))
+        logs = _RunLogs()
+        heard = around.enter_context(_signals(SignalException, saves, logs))
         try:
-            agent = elastic_launch(_agent_settings(plan, settings, line_prefix, log_dir), entrypoint)
+            agent = elastic_launch(_agent_settings(plan, settings, line_prefix, log_dir, logs), entrypoint)
             # The agent puts the rank in for `${local_rank}` in texts; a doubled `$` is how it spells one.
             agent(*(word.replace("$", "$$") if isinstance(word, str) else word for word in arguments))
         except ChildFailedError as error:
@@ -92,7 +107,7 @@ def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = No
                 for rank, failure in error.failures.items()
             ]
             if not isinstance(entrypoint, str):  # of several functions that fail, the agent names one
-                failures += [failure for failure in _reported(log_dir, first) if failure.rank not in error.failures]
+                failures += [failure for failure in _reported(logs, first) if failure.rank not in error.failures]
                 return Outcome(tuple(failures))
             for failed in failures:  # what failed programs have left behind: each has a session of its own
                 with suppress(ProcessLookupError):
@@ -100,11 +115,11 @@ def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = No
             finished = tuple(sorted({*range(first, first + num_local)} - {*error.failures}))
             by = -in_order(failures)[0][0].exit_code
             ended_early = saves and by in PREEMPTION and by in heard.passed_on  # before it could hear signals
-            checkpoint = newest_checkpoint(log_dir)
-            return Outcome(tuple(failures), None, finished, _notes(log_dir), checkpoint, is_preempted=ended_early)
+            checkpoint = newest_checkpoint(logs)
+            return Outcome(tuple(failures), None, finished, _notes(logs), checkpoint, is_preempted=ended_early)
         except SignalException:
             first = num_local * int(meeting.conf.get("rank", 0))
-            before = _reported(log_dir, first, heard.end_at)
+            before = _reported(logs, first, heard.end_at)
             too_early = saves and not heard.passed_on and heard.ended_by in PREEMPTION
             return Outcome(before, heard.ended_by, is_preempted=too_early)
         except (RendezvousError, DistNetworkError, DistStoreError) as error:
@@ -115,20 +130,28 @@ def run_agent(plan: Plan, settings: LaunchSettings, line_prefix: str | None = No
                 "that they can reach that port of machine 0.",
                 cause_of_meeting(error),
             ) from error
-        return Outcome(notes=_notes(log_dir))
+        return Outcome(notes=_notes(logs))
 
 
-def _agent_settings(plan: Plan, settings: LaunchSettings, line_prefix: str | None, log_dir: Path) -> Any:
-    """Return torch's `LaunchConfig`."""
+def _agent_settings(
+    plan: Plan, settings: LaunchSettings, line_prefix: str | None, log_dir: Path, logs: _RunLogs
+) -> Any:
+    """Return torch's `LaunchConfig`; the agent will tell `logs` its folder in `log_dir`."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig
+
+    class LogsSpecs(DefaultLogsSpecs):
+        def reify(self, envs: dict[int, dict[str, str]]) -> Any:
+            found = super().reify(envs)
+            logs.path = Path(found.error_files[0]).parents[2]
+            return found
 
     meeting = plan.meeting
     machine = int(meeting.conf.get("rank", 0))
     backend, conf = meeting.backend, dict[str, Any](meeting.conf, rank=machine)
     if backend == "static":
         backend = rendezvous.registered()
-        begins = partial(_show_attempt, log_dir, machine * plan.num_local, settings)
+        begins = partial(_show_attempt, logs, machine * plan.num_local, settings)
         conf |= {"listen": meeting.listen, "begins": begins}
     return LaunchConfig(
         min_nodes=meeting.num_machines,
@@ -144,7 +167,7 @@ def _agent_settings(plan: Plan, settings: LaunchSettings, line_prefix: str | Non
         start_method="fork",
         log_line_prefix_template=line_prefix,
         local_addr=meeting.address,
-        logs_specs=DefaultLogsSpecs(
+        logs_specs=LogsSpecs(
             log_dir=str(log_dir),
             tee=Std.from_str(settings.tee),
             # Ranks of other machines keep torch's filter on.
@@ -154,18 +177,20 @@ def _agent_settings(plan: Plan, settings: LaunchSettings, line_prefix: str | Non
     )
 
 
-def _show_attempt(log_dir: Path, first_rank: int, settings: LaunchSettings, attempt: int) -> None:
+def _show_attempt(logs: _RunLogs, first_rank: int, settings: LaunchSettings, attempt: int) -> None:
     """Show why the attempt before this one failed."""
-    if attempt > 1 and (failures := _reported(log_dir, first_rank)):
-        show(failures, checkpoint=newest_checkpoint(log_dir))
+    if attempt > 1 and (failures := _reported(logs, first_rank)):
+        show(failures, checkpoint=newest_checkpoint(logs))
         restart = {"attempt": attempt, "restart": attempt - 1, "max_restarts": settings.max_restarts}
         record(Kind.RESTARTED, level=logging.ERROR, **restart)
 
 
-def _reported(log_dir: Path, first_rank: int, before_s: float = inf) -> tuple[Failure, ...]:
+def _reported(logs: _RunLogs, first_rank: int, before_s: float = inf) -> tuple[Failure, ...]:
     """Return the failures that stand in the error files of the last attempt and were written before a time."""
-    last_attempt = _last_attempt(log_dir)
-    files = {first_rank + int(file.parent.name): file for file in last_attempt.glob("*/error.json")}
+    attempts = logs.glob("attempt_*")
+    last = max(attempts, key=lambda folder: folder.stat().st_mtime, default=None)
+    found = () if last is None else last.glob("*/error.json")
+    files = {first_rank + int(file.parent.name): file for file in found}
     reports = ((rank, read_report(file)) for rank, file in sorted(files.items()))
     failures = (Failure.of(rank, 1, report) for rank, report in reports if report)
     return tuple(
@@ -173,21 +198,17 @@ def _reported(log_dir: Path, first_rank: int, before_s: float = inf) -> tuple[Fa
     )
 
 
-def _last_attempt(log_dir: Path) -> Path:
-    return max(log_dir.glob("*/attempt_*"), key=lambda folder: folder.stat().st_mtime, default=log_dir)
+def _notes(logs: _RunLogs) -> frozenset[str]:
+    return frozenset(file.name for file in logs.glob("attempt_*/*/*"))
 
 
-def _notes(log_dir: Path) -> frozenset[str]:
-    return frozenset(file.name for file in log_dir.glob("*/attempt_*/*/*"))
-
-
-def newest_checkpoint(log_dir: Path) -> Path | Address | None:
+def newest_checkpoint(logs: Path | _RunLogs) -> Path | Address | None:
     """Return the newest checkpoint that ranks of this machine have written, in any attempt; no folder that is gone.
 
     Args:
-        log_dir: with a folder `<run>/attempt_<number>/<local rank>` for each process, in which it leaves its notes.
+        logs: with a folder `attempt_<number>/<local rank>` for each process, in which it leaves its notes.
     """
-    notes = _last_attempt(log_dir).parent.glob(f"attempt_*/*/{CHECKPOINT}")
+    notes = logs.glob(f"attempt_*/*/{CHECKPOINT}")
     last = max(notes, key=lambda note: note.stat().st_mtime, default=None)
     place = None if last is None else check_place("newest_checkpoint", last.read_text(encoding="utf-8"))
     return place if isinstance(place, Address) or (place is not None and place.is_dir()) else None
@@ -232,14 +253,14 @@ class _Heard:
 
 
 @contextmanager
-def _signals(error: Callable[[str, signal.Signals], Exception], saves: bool, log_dir: Path) -> Iterator[_Heard]:
+def _signals(error: Callable[[str, signal.Signals], Exception], saves: bool, logs: _RunLogs) -> Iterator[_Heard]:
     """Pass warnings on to the ranks, and end these at other signals by the agent's `error`; yields which came.
 
     A rank may be writing a checkpoint, or be stuck in a collective: the user who presses Ctrl-C knows which, so a line
     says if ranks are slow to end. Ranks that save (`saves`) get the first SIGTERM as a warning too, and the time that
     the scheduler gives. A signal that finds no ranks ends the launcher.
     """
-    heard, courier = _Heard(), SignalForwarder(log_dir)
+    heard, courier = _Heard(), SignalForwarder(logs.glob)
     others = {child.pid for child in psutil.Process().children()}  # a notebook's, which are no ranks
     slow = threading.Timer(_PATIENCE_S, record, [Kind.ENDING], {"level": logging.ERROR, "message": _SLOW})
     slow.daemon = True

@@ -262,14 +262,14 @@ class _Launcher:
         }
         if not self._has_own_launchers:
             self._num_started += 1
-            report = self._reports / "run" / f"attempt_{self._num_started}" / "0" / "error.json"
+            report = self._reports / f"attempt_{self._num_started}" / "0" / "error.json"
             report.parent.mkdir(parents=True)
             variables[ERROR_FILE] = str(report)
             variables |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # frameworks want all of a rank's names or none
         process = self._start_process(variables)
         self._store.ask(lambda notes: notes.put("process", member, address_of(process.pid) or "unknown"), None)
         record(Kind.PROCESS, level=FILES_ONLY, member=member, name=name, pid=process.pid)
-        return _Replica(name, member, process, report, SignalForwarder(self._reports))
+        return _Replica(name, member, process, report, SignalForwarder(self._reports.glob))
 
     def _ended(self, replica: _Replica, code: int) -> None:
         """Record the end of a process; restart its replica if it was lost, unless that can't help.

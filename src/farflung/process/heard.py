@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,11 +35,11 @@ class SignalForwarder:
     """Passes signals on to the ranks of this machine that have not heard them.
 
     Args:
-        folder: with a folder `<run>/attempt_<number>/<local rank>` for each of them.
+        glob: finds files by a pattern in a folder with a folder `attempt_<number>/<local rank>` for each of them.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, glob: Callable[[str], Iterable[Path]]) -> None:
+        self._glob = glob
         self._known: dict[tuple[int, int], int] = {}  # how often a process has heard a signal, with those from here
 
     def pass_on(self, number: int, processes: Collection[int]) -> None:
@@ -58,5 +58,5 @@ class SignalForwarder:
             self._known[process, number] = heard
 
     def _count(self, process: int, number: int) -> int:
-        files = self._folder.glob(f"*/attempt_*/*/{_FILE}{process}")
+        files = self._glob(f"attempt_*/*/{_FILE}{process}")
         return sum(file.read_bytes().count(number) for file in files)
