@@ -359,7 +359,7 @@ def test_a_script_that_copies_its_net_gets_its_own_weights_and_a_line_says_what_
     assert same(held_by(target), own)
     assert not same({name: kept[name] for name in own}, own)
     one_step(model, optimizer)
-    later.load_state_dict(kept)  # what was kept is what it was
+    later.load_state_dict(state_dict=kept)  # what was kept is what it was
     assert same(held_by(later), {name: kept[name] for name in own})
     takeover.close()
     said = printed.getvalue().count("between rounds state_dict() has the weights that all replicas last agreed on")

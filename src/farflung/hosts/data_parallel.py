@@ -124,11 +124,13 @@ class DDPTakeover:
             if one.holds(module) or module is one.local.ddp:
                 one.evaluation.change(module.training, one if was_training else None)
 
-    def _load(self, load: Callable[..., Any], module: nn.Module, state: Any, *args: Any, **options: Any) -> Any:
+    def _load(self, load: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        given = inspect.signature(load).bind(*args, **options)
+        module = given.arguments["self"]
         for one in self._followed:
             if one.driver is not None and not (one.holds(module) or module is one.local.ddp):
-                state = one.saved.as_own(state, one.driver.attempts)
-        return load(module, state, *args, **options)
+                given.arguments["state_dict"] = one.saved.as_own(given.arguments["state_dict"], one.driver.attempts)
+        return load(*given.args, **given.kwargs)
 
     def close(self) -> None:
         """End all loops with a last flush: a collective of all ranks."""
