@@ -8,14 +8,18 @@ import json
 import logging
 import signal
 import sys
+import warnings
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from farflung import Accelerator
 from farflung.base.errors import ConfigError, RankFailure, StateError
+from farflung.base.events import Kind, record
 from farflung.config import environ
+from farflung.launch import cell
 from farflung.launch.notebook import debug_launcher, notebook_launcher
 from farflung.launch.plan import usable_cores
 from farflung.observe.run import ObservedRun
@@ -101,6 +105,8 @@ def test_one_process_is_this_one():
         ({"num_processes": 2, "num_nodes": 2, "master_addr": "not a host"}, "master_addr is 'not a host'"),
         ({"num_processes": 2, "meet": "file:///x/run"}, "num_processes is 2, .* this process alone"),
         ({"num_nodes": 2, "meet": "file:///x/run"}, "num_nodes is 2, .* this process alone"),
+        ({"max_restarts": 3, "meet": "file:///x/run"}, "max_restarts is 3, .* this process alone"),
+        ({"elastic": "2:4"}, "elastic is '2:4', without meet, so replicas are fixed"),
         ({"meet": "file:///missing/run"}, "can't meet in the folder /missing/run"),
         ({"meet": "file:///x/run", "elastic": "2"}, "elastic"),
     ],
@@ -123,6 +129,8 @@ def test_a_cell_trains_a_replica_of_a_run_and_may_be_interrupted_and_run_again(h
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         with accelerator.outer(model, local_sgd(every=4)) as loop:
             outer.append((loop.position, sys.argv))
+            record(Kind.NOTE, message="of the cell")
+            warnings.showwarning(f"{steps} steps", UserWarning, __file__, 1)
             for _ in range(steps):
                 accelerator.backward(model(torch.ones(1, 3)).sum())
                 optimizer.step()
@@ -139,13 +147,25 @@ def test_a_cell_trains_a_replica_of_a_run_and_may_be_interrupted_and_run_again(h
     assert Place.launched().member is None
     seen = ObservedRun(home / "farflung-runs" / "latest")
     assert [(row.name.partition(" of ")[0], row.state) for row in seen.ranks] == [("replica 0", "finished")]
-    assert len({str(event) for event in seen.events}) == len(seen.events)
+    said = [event.facts.get("message") for event in seen.events]
+    assert (said.count("of the cell"), said.count("8 steps")) == (1, 1)
     numbers = [row.number for row in seen.rounds]
     assert numbers
     assert numbers == sorted(set(numbers)), "each round once"
     assert not logging.getLogger("farflung.rounds").isEnabledFor(logging.DEBUG)
     with pytest.raises(RankFailure, match="The run has ended"):
         notebook_launcher(train, (8,), meet=address)
+
+
+def test_a_cell_ends_with_its_launcher_and_not_with_its_picture(home, monkeypatch, capsys):
+    monkeypatch.setattr(cell, "launch_script", lambda *_: 5)
+    with pytest.raises(RankFailure, match="The launcher ended with exit code 5 before it started this replica"):
+        notebook_launcher(print, meet=(home / "run").as_uri())
+    monkeypatch.setattr(cell, "_DRAW_S", 0.01)
+    monkeypatch.setitem(sys.modules, "IPython", Mock())
+    with cell._drawn(SimpleNamespace(variables={environ.RUN_FOLDER: str(home / "missing")})):
+        pass
+    assert "the run is not drawn any more: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

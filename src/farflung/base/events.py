@@ -251,7 +251,13 @@ def _of_a_launcher(event: Event) -> str:
 
 
 class Sink(logging.Handler):
-    """Shows events somewhere. Telling never ends the work: a closed pipe or a full disk loses the line alone."""
+    """Shows events somewhere. Telling never ends the work: a closed pipe or a full disk loses the line alone.
+
+    Attributes:
+        is_folder: it writes to the run's folder, where each event of a process shall be once.
+    """
+
+    is_folder = False
 
     def emit(self, log_record: logging.LogRecord) -> None:
         if isinstance(log_record.msg, Event):

@@ -21,10 +21,12 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from farflung.base.errors import ConfigError, StateError
+from farflung.base.events import tell
 from farflung.comm.threads import ThreadedCall
 from farflung.config import environ
 from farflung.config.resolve import resolve
 from farflung.hosts.rounds import stop_recording
+from farflung.launch.codes import EngineFailure
 from farflung.launch.plan import Script, has_launchers
 from farflung.launch.start import launch_script
 from farflung.observe.run import ObservedRun
@@ -101,9 +103,10 @@ class _NotebookReplica:
         code = 1
         try:
             while not self._is_started.wait(_LOOK_S):
-                if launcher.is_over:
-                    launcher.result()
-            with environ.patched(self.variables), recorded(events=False), _as_script(self.name):
+                if launcher.is_over and not self._is_started.is_set():
+                    code = launcher.result()
+                    raise EngineFailure(f"The launcher ended with exit code {code} before it started this replica.")
+            with environ.patched(self.variables), recorded(), _as_script(self.name):
                 result = function(*args)
             code = 0
             return result
@@ -141,8 +144,12 @@ def _drawn(replica: _NotebookReplica) -> Iterator[None]:
             shown.update({"text/html": page, "text/plain": console.export_text()}, raw=True)
 
     def keep_drawing() -> None:
-        while not is_over.wait(_DRAW_S):
+        try:
+            while not is_over.wait(_DRAW_S):
+                draw()
             draw()
+        except Exception as error:  # whatever it is, it must not cost the training's result
+            tell(f"farflung: the run is not drawn any more: {error}")
 
     drawing = ThreadedCall(keep_drawing, "draw the run")
     try:
@@ -150,4 +157,3 @@ def _drawn(replica: _NotebookReplica) -> Iterator[None]:
     finally:
         is_over.set()
         drawing.result()
-        draw()

@@ -56,6 +56,8 @@ class Screen(Sink):
 class FolderSink(Sink):
     """The run's folder, which has the reports of failures as the ranks have written them."""
 
+    is_folder = True
+
     def __init__(self, folder: RunFolder) -> None:
         super().__init__(FILES_ONLY)
         self._folder = folder

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -34,6 +35,8 @@ from farflung.launch.plan import (
 from farflung.launch.report import explain
 from farflung.process.heard import record_signals
 from farflung.process.tether import end_with_launcher
+
+_OF_MEMBERS = {"function", "args", "mixed_precision", "meet", "elastic"}  # arguments of a replica that comes and goes
 
 
 def notebook_launcher(
@@ -84,6 +87,13 @@ def notebook_launcher(
         RankFailure: the function failed in one of the processes; the message names the rank and has its traceback.
     """
     _check(function, args)
+    given = {**locals(), "num_processes": None if num_processes == 1 else num_processes}
+    usual = inspect.signature(notebook_launcher).parameters
+    idle = {"elastic"} if meet is None else usual.keys() - _OF_MEMBERS
+    for name in sorted(name for name in idle if given[name] != usual[name].default):
+        where = "without meet, so replicas are" if meet is None else f"and meet {meet}, where a replica is"
+        kind = "fixed" if meet is None else "this process alone"
+        raise ConfigError(f"{name} is {given[name]!r}, {where} {kind}. Leave it out.")
     check_whole("num_nodes", num_nodes, least=1)
     check_whole("node_rank", node_rank, least=0)
     check_whole("max_restarts", max_restarts, least=0)
@@ -91,11 +101,6 @@ def notebook_launcher(
         check_whole("num_processes", num_processes, least=1)
     check_number("monitor_interval", monitor_interval, above=0)
     if meet is not None:
-        for name, value in (("num_processes", num_processes or 1), ("num_nodes", num_nodes)):
-            if value != 1:
-                raise ConfigError(
-                    f"{name} is {value}, and meet {meet}, where a replica is this process alone. Leave it out."
-                )
         return train_in_notebook(function, args, {"meet": meet, "elastic": elastic, "mixed_precision": mixed_precision})
     port = int(use_port) if isinstance(use_port, str) and use_port.isdecimal() else use_port
     check_whole("use_port", port, least=0, most=65535)

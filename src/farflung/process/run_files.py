@@ -62,15 +62,21 @@ def who() -> dict[str, Any]:
 class _RunEvents(Sink):
     """Writes the events of this process to the run's folder, if there is one."""
 
+    is_folder = True
+
     def show(self, event: Event) -> None:
         if (folder := run_folder()) is not None:
             add_lines(folder / EVENTS, [event.row() | who()])
 
 
 def keep_events() -> None:
-    """Write the events of this process, and the warnings it shows, to the run's folder from now on."""
-    if not any(isinstance(sink, _RunEvents) for sink in SINKS.handlers):
+    """Write the events of this process, and the warnings it shows, to the run's folder from now on.
+
+    In a notebook the launcher is in this process, and writes the events.
+    """
+    if not any(isinstance(sink, Sink) and sink.is_folder for sink in SINKS.handlers):
         SINKS.addHandler(_RunEvents())
+    if getattr(warnings.showwarning, "func", None) is not _show_warning:
         warnings.showwarning = partial(_show_warning, warnings.showwarning)
 
 
@@ -325,18 +331,13 @@ def name_of(one: Mapping[str, Any], called: str = "") -> str:
 
 
 @contextmanager
-def recorded(events: bool = True) -> Iterator[None]:
-    """Keep the log of this rank and its heartbeat in the run's folder, if there is one, for a block.
-
-    Args:
-        events: those of this process too; False: its launcher is in this process, and writes them.
-    """
+def recorded() -> Iterator[None]:
+    """Keep the log of this rank, its events and its heartbeat in the run's folder, if there is one, for a block."""
     folder = run_folder()
     if folder is None:
         yield
         return
-    if events:
-        keep_events()
+    keep_events()
     out, err = sys.stdout, sys.stderr
     with ExitStack() as kept:
         heartbeat: Heartbeat | None = None
