@@ -211,9 +211,6 @@ class RadialMean(Aggregator):
         """Return the mean that it lengthens."""
         return in_fewer_bytes(mean_of(codec), codec)
 
-    def lengths(self, buckets: Buckets, embeddings: Sequence[bool]) -> Lengths:
-        return Lengths(buckets, embeddings)
-
 
 class Lengths:
     """The squared norms of each tensor in one round, by which `RadialMean` lengthens the mean.

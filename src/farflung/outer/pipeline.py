@@ -65,7 +65,7 @@ class Pipeline:
         self._lengths: Lengths | None = None
         if isinstance(fragment.weights.aggregator, RadialMean) and group.size > 1:
             embeddings = [place.is_embedding for place in fragment.cut.parameters]
-            self._lengths = fragment.weights.aggregator.lengths(fragment.weights.buckets, embeddings)
+            self._lengths = Lengths(fragment.weights.buckets, embeddings)
         self.mean_square: float | None = None
 
     @property
