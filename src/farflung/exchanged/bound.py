@@ -193,15 +193,6 @@ class BoundFragment:
     def parameters(self) -> list[Tensor]:
         return [place.get() for place in self.cut.parameters]
 
-    def buffer_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return this rank's floating buffers and its integer ones, as the model has them now."""
-        averages, counters = self.cut.averages, self.cut.counters
-        return [local(place.get()) for place in averages], [local(place.get()) for place in counters]
-
-    def floats(self) -> list[Tensor]:
-        """Return this rank's weights and floating buffers, as the model has them now."""
-        return [local(place.get()) for place in (*self.cut.parameters, *self.cut.averages)]
-
     def kept(self) -> dict[str, dict[int, Tensor]]:
         """Return the state of each tensor between rounds, `[numel]`, by its kind and by the tensor's id."""
         found: dict[str, dict[int, Tensor]] = {}

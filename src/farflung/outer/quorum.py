@@ -22,6 +22,7 @@ from torch import Tensor
 from farflung.base.errors import ConfigError, RankFailure, Unreachable
 from farflung.base.events import Kind, record
 from farflung.comm.group import Group
+from farflung.comm.shards import local
 from farflung.exchanged.bound import BoundFragment
 from farflung.exchanged.comparison import FINGERPRINT_BYTES, compare_frozen
 from farflung.exchanged.replica import Replica
@@ -475,7 +476,7 @@ class Quorum:
 
     def average_buffers(self, fragment: BoundFragment) -> None:
         """Average a fragment's buffers though no rank made a step: a forward pass is enough to change them."""
-        floats, counters = fragment.buffer_tensors()
+        floats, counters = ([local(place.get()) for place in places] for places in fragment.cut.kinds[1:])
         if floats:
             self.average(floats)
         if counters:

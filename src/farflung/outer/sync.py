@@ -288,8 +288,8 @@ class Sync:
             CollectiveMismatch: the model has changed since the last round, and not on all ranks alike.
         """
         coming = self.agree() if coming is None else coming
-        floats = [tensor for fragment in self.replica.fragments for tensor in fragment.floats()]
-        self.quorum.average(floats + [local(place.get()) for place in coming])
+        bound = [place for one in self.replica.fragments for place in (*one.cut.parameters, *one.cut.averages)]
+        self.quorum.average([local(place.get()) for place in (*bound, *coming)])
 
     def agree(self) -> list[TensorPlace]:
         """Agree on what is averaged outside of rounds: a collective.
