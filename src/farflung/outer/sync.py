@@ -297,19 +297,14 @@ class Sync:
         Returns:
             What any rank has trained, in addition to what is exchanged.
         """
-        self.agree_on_changes()
-        wish, generation = self.replica.trained.wish(), self.quorum.generation
-        tally = self.quorum.vote(trained=wish.digest)
-        return self.replica.trained.coming(wish.agreed(tally, generation.island.voters.group, self.quorum.group) or ())
-
-    def agree_on_changes(self) -> None:
-        """Adopt the model's current structure, as a round would: a collective outside of rounds."""
-        change = self.replica.change()
-        if change is not None:
+        if (change := self.replica.change()) is not None:  # adopted as by a round
             if change.must_agree:
                 self.quorum.describe(change.vote, change.tensors)
                 self.quorum.vote()
             self.rounds.follow(change)
+        wish, generation = self.replica.trained.wish(), self.quorum.generation
+        tally = self.quorum.vote(trained=wish.digest)
+        return self.replica.trained.coming(wish.agreed(tally, generation.island.voters.group, self.quorum.group) or ())
 
     def _average_moved(self) -> None:
         """Give what no round sends and the script has changed its mean: a collective, outside of rounds."""
