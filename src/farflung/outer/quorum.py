@@ -362,7 +362,7 @@ class Quorum:
             self.replica.synchronize(giver, takes=joins or not generation.newcomers)
             self._meter.add("bytes_voting", (self.group.size - 1) * FINGERPRINT_BYTES)
         if generation.may_lose:  # each rank of an island has met a column of its own, and may have lost it alone
-            generation.island.meet()
+            generation.island.gathered(0.0)
         if joins:
             if not generation.keeps:
                 self._meter.add("steps_lost", self.replica.fragments[0].pending_weight[0])

@@ -229,10 +229,6 @@ class Island:
                         f"(DDP's process_group=), or freeze it. {_STAGES}"
                     )
 
-    def meet(self) -> None:
-        """Return once all ranks have come here: a collective."""
-        self.gathered(0.0)
-
     def squares(self, mine: Sequence[float]) -> list[float]:
         """Return the squares of several norms, from each rank's part of them: one collective of as many on all ranks.
 
