@@ -150,13 +150,8 @@ def could_train(model: nn.Module) -> tuple[dict[str, TensorPlace], dict[int, str
 
 def _only(one: Fragment, ids: set[int], wanted: bool) -> Fragment:
     """Keep the parameters whose ids are among `ids`, or the others and all buffers."""
-
-    def kept(places: tuple[TensorPlace, ...]) -> tuple[TensorPlace, ...]:
-        return tuple(place for place in places if (id(place.get()) in ids) == wanted)
-
-    if wanted:
-        return Fragment(parameters=kept(one.parameters), averages=(), counters=())
-    return replace(one, parameters=kept(one.parameters))
+    parameters = tuple(place for place in one.parameters if (id(place.get()) in ids) == wanted)
+    return Fragment(parameters, averages=(), counters=()) if wanted else replace(one, parameters=parameters)
 
 
 def _check(model: object, count: object) -> None:
