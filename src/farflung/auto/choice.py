@@ -14,7 +14,7 @@ from farflung.auto.trial import Measurements
 from farflung.base.words import counted, in_rate, in_seconds
 from farflung.config.outer import FEW_ROUNDS, OuterSettings
 from farflung.config.recipes import RECIPES
-from farflung.cost.methods import Row, Rows, efficiency, gradients, measurements, name_of
+from farflung.cost.methods import Row, Rows, efficiency, flags_of, gradients, measurements, name_of
 from farflung.cost.model import Workload
 
 ROUNDS = 20  # that a run has at least
@@ -148,7 +148,12 @@ def choose(measured: Measurements) -> Choice:
         settings = OuterSettings("diloco", every=every, lr=1.0, momentum=0.0, codec="e3m0")
         why = f"few steps, so {counted(steps // every, 'plain average')}"
     else:
-        settings, why = _settings(found[0]), _why(found[0])
+        best = found[0]
+        assert best.outer is not None
+        options = {name: value for name, value in best.outer.given().items() if name != "steps"}
+        settings = OuterSettings(best.outer.recipe, **options)
+        goodput = f"{best.efficiency.said(best.cost.utilization)}, by our tests of {best.efficiency.tests}"
+        why = f"{best.method.name} should wait {1 - best.cost.utilization:.1%} of the time: {goodput}"
     return _choice(measured, settings, facts, why)
 
 
@@ -167,25 +172,7 @@ def _choice(measured: Measurements, settings: OuterSettings, facts: str, why: st
             more["max_momentum"] = _MAX_MOMENTUM
     if more:
         settings = OuterSettings(settings.recipe, **settings.given(), **more)
-    return Choice(settings, facts, f"{why}. The same by hand: {flags(settings)}")
-
-
-def _settings(row: Row) -> OuterSettings:
-    assert row.outer is not None
-    return OuterSettings(
-        row.outer.recipe, **{name: value for name, value in row.outer.given().items() if name != "steps"}
-    )
-
-
-def _why(row: Row) -> str:
-    goodput = f"{row.efficiency.said(row.cost.utilization)}, by our tests of {row.efficiency.tests}"
-    return f"{row.method.name} should wait {1 - row.cost.utilization:.1%} of the time: {goodput}"
-
-
-def flags(settings: OuterSettings) -> str:
-    """Return the flags of `farflung launch` that select the same by hand."""
-    options = "".join(f" --outer-{name.replace('_', '-')} {value}" for name, value in settings.given().items())
-    return f"--outer {settings.recipe}{options}"
+    return Choice(settings, facts, f"{why}. The same by hand: {flags_of(settings)}")
 
 
 @dataclass(frozen=True)

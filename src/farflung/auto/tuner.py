@@ -14,11 +14,12 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from farflung.auto.choice import Interval, IntervalController, averages, choose, flags, workload
+from farflung.auto.choice import Interval, IntervalController, averages, choose, workload
 from farflung.auto.trial import Link, Measurements
 from farflung.base.events import Kind, record
 from farflung.base.files import atomic_file
 from farflung.config.outer import OuterSettings
+from farflung.cost.methods import flags_of
 from farflung.methods.schedule import Every, Streaming
 from farflung.outer.engine import OuterLoop
 from farflung.outer.stats import Round
@@ -64,7 +65,7 @@ class LineTuner:
     def chosen(self, settings: OuterSettings, measured: Measurements | None, steps: int | None, is_first: bool) -> None:
         self._corrector = IntervalController(steps, settings, self._parameters)
         if measured is None:
-            _note(Kind.CHOSEN, f"continues with {flags(settings)}, which the run has chosen.", **_facts(settings))
+            _note(Kind.CHOSEN, f"continues with {flags_of(settings)}, which the run has chosen.", **_facts(settings))
             return
         if not is_first:
             return

@@ -76,10 +76,13 @@ class Row:
     @property
     def flags(self) -> str:
         """The flags of `farflung launch` that select it; empty if it is what happens without any."""
-        if self.outer is None:
-            return ""
-        options = {"outer": self.outer.recipe, **{f"outer-{name}": value for name, value in self.outer.given().items()}}
-        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
+        return "" if self.outer is None else flags_of(self.outer)
+
+
+def flags_of(settings: OuterSettings) -> str:
+    """Return the flags of `farflung launch` that select an outer loop."""
+    options = "".join(f" --outer-{name.replace('_', '-')} {value}" for name, value in settings.given().items())
+    return f"--outer {settings.recipe}{options}"
 
 
 def _fp32(n: int) -> int:
