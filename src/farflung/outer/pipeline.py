@@ -176,10 +176,9 @@ class Pipeline:
     def state_dict(self) -> list[tuple[Any, ...]]:
         """Return copies of the buckets that have arrived, without parameters that can come with the next round too."""
         there = [one for one in self.arrived if one.kind != COMING]
-        rows = [(one.kind, one.k, one.payload, one.result, one.divisor) for one in there]
         return [
-            (kind, k, payload.weight, payload.values.clone(), result.clone(), divisor)
-            for kind, k, payload, result, divisor in rows
+            (one.kind, one.k, one.payload.weight, one.payload.values.clone(), one.result.clone(), one.divisor)
+            for one in there
         ]
 
     def load_state_dict(self, state: list[tuple[Any, ...]], mean_square: float | None) -> None:
