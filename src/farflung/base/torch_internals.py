@@ -57,7 +57,6 @@ without_overrides = taken(
 # ---- many tensors in one call: 500 copies of 100 numbers take 0.25 ms, one by one 0.45 ms
 
 foreach_add = taken(torch, "_foreach_add", "add many tensors in one call")
-foreach_add_ = taken(torch, "_foreach_add_", "add many tensors in one call")
 foreach_copy_ = taken(torch, "_foreach_copy_", "copy many tensors in one call")
 foreach_div_ = taken(torch, "_foreach_div_", "divide many tensors in one call")
 foreach_lerp = taken(torch, "_foreach_lerp", "blend many tensors in one call")

@@ -9,6 +9,7 @@ are.
 
 from __future__ import annotations
 
+import functools
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from farflung.base.checks import check_number, shown, wrong_type
 from farflung.base.errors import ConfigError, FarflungError, WrongType
-from farflung.base.torch_internals import foreach_add, foreach_add_, foreach_div_, foreach_maximum, foreach_mul_
+from farflung.base.torch_internals import foreach_add, foreach_div_, foreach_maximum, foreach_mul_
 from farflung.base.tree import flatten, unflatten
 from farflung.comm import payloads
 from farflung.comm.exchange import MAX_CAPACITY, Exchange, Packets
@@ -306,13 +307,8 @@ def _reduced(packets: Packets, dtypes: list[torch.dtype], op: Op) -> list[Tensor
 
     if not dtypes:
         return []
-    total = foreach_add(computed(0), computed(1)) if op == "sum" else foreach_maximum(computed(0), computed(1))
-    for rank in range(2, len(packets.headers)):
-        if op == "sum":
-            foreach_add_(total, computed(rank))
-        else:
-            total = foreach_maximum(total, computed(rank))
-    return list(total)
+    combine = foreach_add if op == "sum" else foreach_maximum
+    return list(functools.reduce(combine, map(computed, range(len(packets.headers)))))
 
 
 def _padded(x: Tensor, dim: int, length: int, pad_index: float, pad_first: bool) -> Tensor:
