@@ -39,8 +39,8 @@ from _measure import report
 from bench_slow_network import judge
 from evidence.efficiency import steps_to
 
-from farflung.auto.choice import choose
-from farflung.auto.trial import Measurements, RecipeTrial
+from farflung.auto.choice import Measurements, choose
+from farflung.auto.trial import RecipeTrial
 from farflung.auto.tuner import LineTuner
 from farflung.config.outer import OuterSettings
 from farflung.demo.gpt import GPT, loss_per_sequence

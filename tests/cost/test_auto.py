@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from farflung.auto.choice import FOREVER, Interval, IntervalController, averages, choose, workload
-from farflung.auto.trial import Link, Measurements
+from farflung.auto.choice import FOREVER, Interval, IntervalController, Link, Measurements, averages, choose, workload
 from farflung.config.outer import OuterSettings
 from farflung.cost.methods import Rows, efficiency, gradients, name_of
 from farflung.cost.model import cost_of

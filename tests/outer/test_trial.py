@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from farflung import OuterConfig
-from farflung.auto.trial import Link, Measurements, RecipeTrial
+from farflung.auto.choice import Link, Measurements
+from farflung.auto.trial import RecipeTrial
 from farflung.base.errors import ConfigError, RankFailure
 from farflung.comm.group import SoloGroup
 from farflung.config.outer import OuterSettings

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from farflung.auto.trial import Measurements
 from farflung.base.words import counted, in_rate, in_seconds
 from farflung.config.outer import FEW_ROUNDS, OuterSettings
 from farflung.config.recipes import RECIPES
@@ -31,6 +30,36 @@ _LATEST = 4  # a fragment lands at most a quarter of its interval late, as in th
 _AVERAGE, _MAX_MOMENTUM = 5, 0.8
 _MAX_MOMENTUM_OF_ADAPTERS = 0.5  # ends at most 0.010 above plain averages, where 0.9 has ended 0.166 above
 _OTHER = "diloco e3m0"  # stands for what the evidence does not have
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a collective of all members takes."""
+
+    bandwidth_bps: float  # of each member's line, while all of them use theirs
+    turn_s: float  # of one without bytes: at an address a few requests
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """What a recipe is chosen from, the same on all ranks."""
+
+    link: Link
+    step_s: tuple[float, ...]  # of each replica, or of the fastest and the slowest
+    replicas: int
+    parameters: int
+    layers: int
+    buffer_bytes: int
+    island_size: int
+    steps: int | None  # of the whole run; None: unknown
+    pass_steps: int | None  # of a pass over the data, likewise
+    is_direct: bool  # the members are connected with each other
+    is_averaged: bool  # gradients were, in the steps that were timed, whose seconds include the exchange
+    may_average: bool  # replicas are alike in all, also in the state of their optimizers
+    is_fixed: bool = True  # no replica comes or goes; otherwise a faster one does more of the work
+    is_rate_constant: bool = False  # each replica's inner learning rates were the same in all steps of the trial
+    lists_at_once: bool = False  # of the address: see `Group`
+    is_adapter: bool = False  # what trains is less than half of the model
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,16 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
+from farflung.auto.choice import Link, Measurements
+from farflung.auto.tuner import LineTuner
 from farflung.config.outer import OuterSettings
 from farflung.methods.arguments import recipe_of
 from farflung.methods.fragments import num_blocks
@@ -45,75 +47,6 @@ _ALONE, _AVERAGED = "", "averaged"  # gradients in the steps of the trial
 _FIRST_STEPS = 2  # which compile, allocate and warm up caches
 
 
-@dataclass(frozen=True)
-class Link:
-    """What a collective of all members takes."""
-
-    bandwidth_bps: float  # of each member's line, while all of them use theirs
-    turn_s: float  # of one without bytes: at an address a few requests
-
-
-@dataclass(frozen=True)
-class Measurements:
-    """What a recipe is chosen from, the same on all ranks."""
-
-    link: Link
-    step_s: tuple[float, ...]  # of each replica, or of the fastest and the slowest
-    replicas: int
-    parameters: int
-    layers: int
-    buffer_bytes: int
-    island_size: int
-    steps: int | None  # of the whole run; None: unknown
-    pass_steps: int | None  # of a pass over the data, likewise
-    is_direct: bool  # the members are connected with each other
-    is_averaged: bool  # gradients were, in the steps that were timed, whose seconds include the exchange
-    may_average: bool  # replicas are alike in all, also in the state of their optimizers
-    is_fixed: bool = True  # no replica comes or goes; otherwise a faster one does more of the work
-    is_rate_constant: bool = False  # each replica's inner learning rates were the same in all steps of the trial
-    lists_at_once: bool = False  # of the address: see `Group`
-    is_adapter: bool = False  # what trains is less than half of the model
-
-
-class Tuner(Protocol):
-    """Chooses recipes: all ranks must choose the same from the same.
-
-    Attributes:
-        planned: returns the steps of the whole run, None if unknown.
-        pass_steps: returns those of a pass over the data, None if unknown.
-        rates: returns the inner learning rates of the latest step.
-    """
-
-    planned: Callable[[], int | None]
-    pass_steps: Callable[[], int | None]
-    rates: Callable[[], tuple[float, ...]]
-
-    def remembered(self, parameters: int, replicas: int) -> tuple[Link, float, float, bool] | None:
-        """Return the line, the seconds of the fastest and the slowest replica's step, and whether learning rates were
-        constant, as an earlier start of this run measured them; the first member's count."""
-
-    def averages(self, measured: Measurements) -> bool:
-        """Return whether averaging gradients in each step could be the best; `step_s` is empty before the first."""
-
-    def choose(self, measured: Measurements) -> OuterSettings:
-        """Return the recipe for a run."""
-
-    def chosen(self, settings: OuterSettings, measured: Measurements | None, steps: int | None, is_first: bool) -> None:
-        """Called on each rank with what was chosen.
-
-        Args:
-            measured: None if another replica has chosen, or an earlier start of the run.
-            steps: of the whole run; None: unknown.
-            is_first: this rank is of the first member.
-        """
-
-    def alone(self) -> None:
-        """Called if there is nothing to choose, as this process will always train alone."""
-
-    def follow(self, loop: Any) -> None:
-        """Correct the recipe of this `OuterLoop` from now on."""
-
-
 class RecipeTrial(Chooser):
     """A loop's trial: what it has measured so far.
 
@@ -127,7 +60,7 @@ class RecipeTrial(Chooser):
     _model: nn.Module
     _recipe: Recipe  # of the trial, which has an anchor
 
-    def __init__(self, tuner: Tuner) -> None:
+    def __init__(self, tuner: LineTuner) -> None:
         self._tuner = tuner
         # Of the latest steps, without waits: a replica that comes and goes may be on trial alone for days.
         self._times: deque[float] = deque(maxlen=2 * TrialSchedule.every)

@@ -14,8 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from farflung.auto.choice import Interval, IntervalController, averages, choose, workload
-from farflung.auto.trial import Link, Measurements
+from farflung.auto.choice import Interval, IntervalController, Link, Measurements, averages, choose, workload
 from farflung.base.events import Kind, record
 from farflung.base.files import atomic_file
 from farflung.config.outer import OuterSettings
@@ -30,7 +29,14 @@ _KEYS = ("parameters", "replicas")  # by which a measurement is this run's
 
 
 class LineTuner:
-    """Chooses the recipe of one loop, and corrects it; see `farflung.auto.trial.Tuner`."""
+    """Chooses the recipe of one loop, the same on all ranks from the same measurements, and corrects it.
+
+    Args:
+        planned: returns the steps of the whole run, None if unknown.
+        pass_steps: returns those of a pass over the data, None if unknown.
+        rates: returns the inner learning rates of the latest step.
+        parameters: how many the model trains.
+    """
 
     def __init__(
         self,
@@ -45,6 +51,8 @@ class LineTuner:
         self._landed_at = time.perf_counter()
 
     def remembered(self, parameters: int, replicas: int) -> tuple[Link, float, float, bool] | None:
+        """Return the line, the seconds of the fastest and the slowest replica's step, and whether learning rates were
+        constant, as an earlier start of this run measured them; the first member's count."""
         folder = run_folder()
         with suppress(OSError, ValueError, KeyError, TypeError):
             row = json.loads((folder / _FILE).read_text()) if folder is not None else {}
@@ -63,6 +71,13 @@ class LineTuner:
         _note(Kind.NOTE, "this process trains alone, so there is nothing to decide.")
 
     def chosen(self, settings: OuterSettings, measured: Measurements | None, steps: int | None, is_first: bool) -> None:
+        """Report what was chosen: on each rank.
+
+        Args:
+            measured: None if another replica has chosen, or an earlier start of the run.
+            steps: of the whole run; None: unknown.
+            is_first: this rank is of the first member.
+        """
         self._corrector = IntervalController(steps, settings, self._parameters)
         if measured is None:
             _note(Kind.CHOSEN, f"continues with {flags_of(settings)}, which the run has chosen.", **_facts(settings))
@@ -81,6 +96,7 @@ class LineTuner:
             path.write_text(json.dumps(row))
 
     def follow(self, loop: OuterLoop) -> None:
+        """Correct the recipe of this loop from now on."""
         self._loop = weakref.ref(loop)
         loop.listeners.append(self._round_ended)
 

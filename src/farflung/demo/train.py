@@ -20,8 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from farflung import Accelerator
-from farflung.auto.choice import Choice, choose
-from farflung.auto.trial import Link, Measurements
+from farflung.auto.choice import Choice, Link, Measurements, choose
 from farflung.checkpoint.writer import FileWriter, write_safetensors
 from farflung.comm.ddp_hook import average_hook
 from farflung.config.outer import AUTO
