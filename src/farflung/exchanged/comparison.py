@@ -25,7 +25,7 @@ from farflung.comm.group import Group
 from farflung.comm.shards import is_sharded, local
 from farflung.comm.tensor_memory import bytes_of, fingerprint
 from farflung.methods.agreement import Averaged
-from farflung.votes.ballot import Voters, digest_of
+from farflung.votes.ballot import Voters, digest_of, odd_among
 
 _logger = logging.getLogger(__name__)
 
@@ -73,10 +73,7 @@ class Comparison:
         mine = self._checksums(weights)
         everyone = voters.group.all_gather_small(torch.tensor(mine, dtype=torch.float64))
         for column, name in enumerate(self.names):
-            values = everyone[:, column].tolist()
-            usual = max(set(values), key=values.count)
-            odd = [rank for rank, value in enumerate(values) if value != usual]
-            if odd:
+            if odd := odd_among(everyone[:, column].tolist()):
                 where = numbered(voters.noun, odd)
                 return f"The replicas no longer agree on {name}: its value on {where} is not that of the others"
         return (

@@ -25,7 +25,7 @@ def digest_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
 
 
-def odd_among(digests: Sequence[int]) -> list[int]:
+def odd_among(digests: Sequence[float]) -> list[int]:
     """Return the ranks whose digest is not that of the majority; of two, the one that joined later."""
     usual = max(digests, key=digests.count)  # of equally frequent ones the first: members are in the order of coming
     return [rank for rank, digest in enumerate(digests) if digest != usual]
