@@ -22,7 +22,7 @@ from farflung.exchanged.comparison import FINGERPRINT_BYTES
 from farflung.exchanged.replica import Replica
 from farflung.methods.fragments import TensorPlace
 from farflung.methods.recipe import Recipe
-from farflung.methods.schedule import Action, Apply, Change, Launch
+from farflung.methods.schedule import Action, Change, Launch
 from farflung.outer.chooser import Chooser
 from farflung.outer.gradients import GradientWarmup
 from farflung.outer.quorum import Quorum
@@ -128,13 +128,19 @@ class Sync:
         self.timetable.follow(recipe)
         self.quorum.restart(recipe, replica)
 
-    def _apply(self, fragment: int) -> None:
-        num_landed = self.rounds.num_landed
-        self.rounds.apply(fragment)
-        if self.rounds.num_landed > num_landed:
-            self.replace(self.chooser.landed())
-
     # ---- rounds
+
+    def _do(self, action: Action, finished: bool) -> None:
+        """Do what is due; this rank has `finished` if it has no more data."""
+        if isinstance(action, Launch):
+            self.rounds.launch(action, self.timetable.position, finished)
+        elif isinstance(action, Change):
+            self.quorum.follow(action)
+        else:
+            num_landed = self.rounds.num_landed
+            self.rounds.apply(action.fragment)
+            if self.rounds.num_landed > num_landed:
+                self.replace(self.chooser.landed())
 
     def run(self, due: Sequence[Action]) -> None:
         """Launch and apply the rounds that are due; first admit replicas that wait, which take part in them."""
@@ -146,14 +152,8 @@ class Sync:
         while left or self._has_joined:
             if self._has_joined:
                 left = self._due_to_newcomers()
-                continue
-            action = left.popleft()
-            if isinstance(action, Launch):
-                self.rounds.launch(action, self.timetable.position, finished=False)
-            elif isinstance(action, Apply):
-                self._apply(action.fragment)
             else:
-                self.quorum.follow(action)
+                self._do(left.popleft(), finished=False)
 
     @property
     def _has_joined(self) -> bool:
@@ -263,15 +263,10 @@ class Sync:
                 step += 1
                 left.extend(timetable.due(step, math.inf))
             action = left.popleft()
-            if isinstance(action, Apply):
-                self._apply(action.fragment)
+            self._do(action, finished=True)
+            if not isinstance(action, Launch) or action.level:
                 continue
-            if isinstance(action, Change):
-                self.quorum.follow(action)
-                continue
-            rounds.launch(action, timetable.position, finished=True)
-            is_last = action.level == 0 and rounds.is_last(action.fragment)
-            if is_last and not self._has_joined:
+            if rounds.is_last(action.fragment) and not self._has_joined:
                 return action.fragment
         return None
 
