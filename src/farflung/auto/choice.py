@@ -13,7 +13,7 @@ from typing import Any
 from farflung.base.words import counted, in_rate, in_seconds
 from farflung.config.outer import FEW_ROUNDS, OuterSettings
 from farflung.config.recipes import RECIPES
-from farflung.cost.methods import Row, Rows, efficiency, flags_of, gradients, measurements, name_of
+from farflung.cost.methods import LATEST, Row, Rows, efficiency, flags_of, gradients, measurements, name_of
 from farflung.cost.model import Workload
 
 ROUNDS = 20  # that a run has at least
@@ -25,7 +25,6 @@ _AVERAGING_S = 1.5  # an exchange of gradients that takes longer is not tried
 _GAIN = 1.02  # times the goodput that a change must bring
 _WINDOW, _REST = 10, 40  # rounds
 _SHORTEST = 8  # steps of a round: fewer were not measured with each recipe
-_LATEST = 4  # a fragment lands at most a quarter of its interval late, as in the evidence
 # Where the inner learning rate stays, these end lower, and where it falls they don't (docs/evidence.md).
 _AVERAGE, _MAX_MOMENTUM = 5, 0.8
 _MAX_MOMENTUM_OF_ADAPTERS = 0.5  # ends at most 0.010 above plain averages, where 0.9 has ended 0.166 above
@@ -286,7 +285,7 @@ class IntervalController:
         least = max(now.fragments, min(now.every, *measurements(self._name(now), self._parameters, self._members)[1]))
         most = max(now.every, self._steps // ROUNDS)
         for every in range(max(least, math.ceil(now.every / 2)), min(most, 2 * now.every) + 1):
-            latest = max(now.delay and 1, every // _LATEST)
+            latest = max(now.delay and 1, every // LATEST)
             for delay in sorted({now.delay, min(now.delay + math.ceil(stall), 2 * now.delay)}):
                 yield replace(now, every=every, delay=min(delay, latest))
 

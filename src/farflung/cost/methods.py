@@ -25,7 +25,7 @@ _MIB = 2**20
 _DDP_BUCKET_BYTES = 25 * _MIB  # torch's own
 _FP32_BYTES = 4
 _LONGEST = 500  # steps of a round, in the papers
-_LATEST = 4  # a fragment lands at most a quarter of its interval late, as in the evidence
+LATEST = 4  # a fragment lands at most a quarter of its interval late, as in the evidence
 _LONGER = 1.1  # by which the next interval that is tried is longer, at least
 
 
@@ -163,7 +163,7 @@ class Rows:
         # Of three layers, as in arXiv:2501.18512; small models were measured layer by layer (benchmarks/).
         layers = self._run.layers
         fragments = min(layers // 3 if layers >= 6 else 3, layers, every)
-        late = range(2, every // _LATEST + 1)
+        late = range(2, every // LATEST + 1)
         if not late:
             return [self._with(kind, every, fragments, 1)]
         most = self._with(kind, every, fragments, late[-1]).cost.utilization
