@@ -151,7 +151,13 @@ class RecipeTrial(Chooser):
             self._until += TrialSchedule.every
         if measured is None:
             return None
-        return self._alone_unless_averaged(measured) if is_look else self._decide(measured)
+        if not is_look:
+            return self._decide(measured)
+        if self._tuner.averages(measured):
+            return None
+        self._times.clear()
+        self._until = TrialSchedule.every
+        return self._on_trial(_ALONE)
 
     def landed(self) -> Recipe | None:
         """If a member is lost meanwhile, the others find the recipe that any of them has chosen already."""
@@ -188,13 +194,6 @@ class RecipeTrial(Chooser):
         if self._link is None:
             self._measure_line()
         return self._measured([*filter(math.isfinite, times)], [steps[0] for steps in planned], not any(changing))
-
-    def _alone_unless_averaged(self, measured: Measurements) -> Recipe | None:
-        if self._tuner.averages(measured):
-            return None
-        self._times.clear()
-        self._until = TrialSchedule.every
-        return self._on_trial(_ALONE)
 
     def _step_s(self) -> tuple[float, bool]:
         """Return how long a step takes here, infinite if there was none, and whether enough were timed.
