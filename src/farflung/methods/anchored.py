@@ -218,7 +218,7 @@ class Anchored(Evaluated):
             self._optimizer.load_state_dict(deepcopy(state["optimizer"]))
         self.load_averages(state.get("average"))
 
-    def state_dict(self) -> dict[str, Any] | None:
+    def state_dict(self) -> dict[str, Any]:
         return {"anchor": self.replicated(), "residuals": [residual.clone() for residual in self._residuals]}
 
     def load_state_dict(self, state: Any) -> None:

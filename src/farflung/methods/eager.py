@@ -97,9 +97,8 @@ class Eager(Anchored):
         for sent in self._sent:
             sent.zero_()
 
-    def state_dict(self) -> dict[str, Any] | None:
-        state = super().state_dict() or {}
-        return state | {"sent": [sent.clone() for sent in self._sent], "share": self._share}
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"sent": [sent.clone() for sent in self._sent], "share": self._share}
 
     def load_state_dict(self, state: Any) -> None:
         super().load_state_dict(state)
