@@ -77,12 +77,10 @@ class Tally:
 
     def too_large(self, factors: Sequence[float], limit: float) -> tuple[int, ...]:
         """Return the ranks whose values would not be finite once summed under a codec's `limit`."""
-        if math.isinf(limit):
-            return ()
         parts = [factor * value for factor, value in zip(factors, self.largest, strict=True)]
-        return (
-            () if sum(parts) <= limit else tuple(rank for rank, part in enumerate(parts) if part > limit / len(parts))
-        )
+        if sum(parts) <= limit:
+            return ()
+        return tuple(rank for rank, part in enumerate(parts) if part > limit / len(parts))
 
     def usable_norms(self, limit: float) -> tuple[float, ...]:
         """Return the norms; infinite ones for ranks whose values would spoil the sum under a codec's `limit`."""
