@@ -190,11 +190,10 @@ class OuterLoop:
                 continue
             with self._meter.timed("exposed"), unrecorded():
                 self._sync.run(due)
-            if self._timetable.recipe.leaves_alike and any(
-                isinstance(action, Launch) and action.level == 0 for action in due
-            ):
+            launches = [action for action in due if isinstance(action, Launch)]
+            if self._timetable.recipe.leaves_alike and any(launch.level == 0 for launch in launches):
                 self.open_end.steps = 0
-            if any(isinstance(action, Launch) for action in due):
+            if launches:
                 self._timetable.begin_round()  # not before the wait for slower ranks, which would grow with each round
         if self._leaving is not None and self._leaving.is_due():
             self._leave_after_a_round(self._leaving)
