@@ -92,9 +92,8 @@ class SteppedParameters:
         _FOLLOWING.discard(self)
 
 
-_FOLLOWING: weakref.WeakSet[SteppedParameters] = (
-    weakref.WeakSet()
-)  # hooks can't be registered in hooks, where loops may begin
+# Hooks can't be registered in hooks, where loops may begin.
+_FOLLOWING: weakref.WeakSet[SteppedParameters] = weakref.WeakSet()
 
 
 @uncompiled

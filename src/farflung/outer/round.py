@@ -234,9 +234,8 @@ class OpenRound:
         if self.phase >= Phase.CONFIRMED or self.is_dropped or self.is_empty:
             return
         pipeline.lengthen(island, self.decision)
-        if (
-            self._recipe.changes_norm
-        ):  # whoever has to apply it without the others must know the norm before anyone applies
+        # Whoever has to apply it without the others must know the norm before anyone applies.
+        if self._recipe.changes_norm:
             (self._square,) = island.squares([pipeline.square])
         if pipeline.arrived and self.group.size > (1 if may_lose or island.size > 1 else 2):
             mark = torch.zeros(1)
