@@ -48,11 +48,7 @@ _FIRST_STEPS = 2  # which compile, allocate and warm up caches
 
 
 class RecipeTrial(Chooser):
-    """A loop's trial: what it has measured so far.
-
-    Args:
-        tuner: chooses.
-    """
+    """A loop's trial: what it has measured so far."""
 
     sets_options = True
     _quorum: Quorum

@@ -38,15 +38,12 @@ _WATCHED = 8  # and in how many after newcomers have come each one is checked
 class Comparison:
     """Compares the weights of one fragment.
 
-    Args:
-        names: of its parameters.
-
     Attributes:
         digest: of what the last round agreed on, if it is to be compared with that of other ranks; else -1.
         is_unseen: no round has landed yet of these parameters.
     """
 
-    names: Sequence[str]
+    names: Sequence[str]  # of its parameters
     digest: int = -1
     is_unseen: bool = True
     _num_watched: int = 0  # rounds that are still to be checked, as newcomers have come

@@ -15,13 +15,9 @@ _ROUNDS = 3  # in which two replicas bring the same
 
 @dataclass(eq=False)
 class Twins:
-    """Compares the replicas' weights in the first rounds in which they move, by the fingerprints in their ballots.
+    """Compares the replicas' weights in the first rounds in which they move, by the fingerprints in their ballots."""
 
-    Args:
-        are_allowed: nothing is compared.
-    """
-
-    are_allowed: bool
+    are_allowed: bool  # so nothing is compared
     _latest: dict[tuple[int, int], int] = field(default_factory=dict)  # fingerprints, by fragment and replica
     _alike: dict[tuple[int, int], int] = field(default_factory=dict)  # rounds in which two were alike; -1: not any more
 

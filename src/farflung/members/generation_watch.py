@@ -19,13 +19,7 @@ _MEASURED_BYTES = 1_000_000  # at least: smaller ones say little of a line
 
 
 class GenerationWatch:
-    """Checks whether a wait in a generation must end: a member is gone, or late, or values never come.
-
-    Args:
-        member: this replica's id.
-        island: the ranks that train this replica.
-        connect_s: see `Watch`.
-    """
+    """Checks whether a wait in a generation must end: a member is gone, or late, or values never come."""
 
     def __init__(self, peers: Peers, member: int, island: Group, record: Record, connect_s: float) -> None:
         self.connect_s = connect_s

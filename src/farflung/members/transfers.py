@@ -28,9 +28,7 @@ class Transfers:
     """The transfers of one replica: to newcomers, or to itself.
 
     Args:
-        member: this replica's id.
-        island: the ranks that train it.
-        share_group: the same ranks.
+        share_group: the ranks of `island`.
         saver: finds what lies at the run's address, which a newcomer takes first; None: nothing does.
     """
 

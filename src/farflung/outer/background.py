@@ -54,7 +54,6 @@ class BackgroundWorker:
     """Runs jobs one after the other, in the order in which they are given.
 
     Args:
-        device: where the jobs' tensors are.
         group: the group through which the jobs communicate, in a thread of their own. None: a job runs at once, on the
             caller's thread, and its `wait` raises its error.
     """

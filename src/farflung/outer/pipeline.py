@@ -41,10 +41,6 @@ class Bucket:
 class Pipeline:
     """The buckets of one fragment in one round.
 
-    Args:
-        number: of the round.
-        meter: counts their costs.
-
     Attributes:
         under_way: on the wire.
         arrived: in the buffers, and not in the model yet.

@@ -125,9 +125,7 @@ class Quorum:
     """The current members, and this rank's way into their generation.
 
     Args:
-        membership: decides which replicas take part.
         timetable: this rank's position in its schedule; a newcomer continues at that of the members.
-        meter: counts the costs of rounds.
 
     Attributes:
         generation: this rank's.

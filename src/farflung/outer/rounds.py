@@ -44,10 +44,7 @@ class Rounds:
     """The rounds of all fragments of a model.
 
     Args:
-        quorum: the current members, and the actions after a loss.
-        meter: counts the costs of rounds.
         listeners: called with every round that has ended.
-        twins: whether replicas see the same batches.
 
     Attributes:
         is_awaited: newcomers wait, as the votes have said.

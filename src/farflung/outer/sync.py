@@ -40,8 +40,6 @@ class Sync:
     """Goes along the schedule, with the other members.
 
     Args:
-        timetable: where this rank is, and the recipe.
-        rounds: of this rank's model.
         warmup: the steps in which gradients are averaged, and no rounds are due.
         chooser: may replace the recipe.
         replica_of: binds what is exchanged of the model as another recipe does.
