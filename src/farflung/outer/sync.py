@@ -62,10 +62,6 @@ class Sync:
     flushed_at: int = 0
 
     @property
-    def recipe(self) -> Recipe:
-        return self.timetable.recipe
-
-    @property
     def replica(self) -> Replica:
         return self.rounds.replica
 
@@ -202,7 +198,7 @@ class Sync:
         Returns:
             the furthest step of any of them.
         """
-        replica, rounds, recipe = self.replica, self.rounds, self.recipe
+        replica, rounds, recipe = self.replica, self.rounds, self.timetable.recipe
         rounds.apply_all()
         is_set, mark = False, 0
         if recipe.leaves_alike and rounds.void(last) is Void.LAST_EMPTY:
@@ -330,7 +326,7 @@ class Sync:
     def lent(self) -> Iterator[None]:
         """Have the values to evaluate in the model within the block; see `OuterLoop.synced`."""
         replica = self.replica
-        is_common, has_anchor = self.warmup.makes_alike(), self.recipe.has_anchor
+        is_common, has_anchor = self.warmup.makes_alike(), self.timetable.recipe.has_anchor
         must_average = not (is_common or has_anchor) and self.quorum.group.size > 1
         with unrecorded():
             coming = (self.together(self.agree) or []) if must_average else replica.trained.moved()
@@ -348,7 +344,7 @@ class Sync:
             coming: see `average`.
             own: tensors of this rank, and their values before.
         """
-        if self.recipe.has_anchor or self.quorum.group.size == 1:
+        if self.timetable.recipe.has_anchor or self.quorum.group.size == 1:
             return self.replica.lend()
 
         def average() -> None:
