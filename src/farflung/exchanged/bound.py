@@ -72,7 +72,6 @@ class BoundFragment:
         averages = buckets_of(self.cut.averages, cap_bytes, num_buffers, island_size)
         # The objects, which tell when one is replaced.
         self._objects = [[place.owner[place.key] for place in places] for places in self.cut.kinds]
-        self._bound = list(zip(self.cut.kinds, (parameters, averages, counters), strict=True))
         self.weights = Averaged(parameters, recipe.exchange, recipe.codec)
         if recipe.optimizer is not None:
             rule = (recipe.exchange, recipe.codec, recipe.optimizer, recipe.merge)
@@ -120,8 +119,8 @@ class BoundFragment:
 
     def rebind(self) -> None:
         """Find tensors again that were moved since the last round, in a model that still has the same ones."""
-        for places, buckets in self._bound:
-            buckets.rebind([place.owner[place.key] for place in places])
+        for places, agreement in zip(self.cut.kinds, self.agreements.values(), strict=True):
+            agreement.buckets.rebind([place.owner[place.key] for place in places])
 
     def load(self, must_look: bool) -> tuple[float, float, bool]:
         """Fill the buffers; return, for a ballot, norm, largest magnitude, and whether floating buffers are finite."""
