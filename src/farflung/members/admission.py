@@ -182,12 +182,12 @@ class Admission:
 
     # ---- of members
 
-    def waiting(self, record: Record | None, description: str, needs: Needs) -> dict[str, Ask]:
+    def waiting(self, record: Record, description: str, needs: Needs) -> dict[str, Ask]:
         """Return the replicas that ask and may be admitted to a generation, by the name of their question."""
         found, heartbeats = {}, self._peers.heartbeats
         for name, one in self._members.asks().items():
-            is_in = record is not None and one.member in record.ids
-            if heartbeats.ended(one.member) or (is_in and record is not None and one.last < record.number):
+            is_in = one.member in record.ids
+            if heartbeats.ended(one.member) or (is_in and one.last < record.number):
                 self._members.close(name)
             elif (
                 not is_in

@@ -140,7 +140,7 @@ def _check_layout(model: nn.Module, island: Group) -> None:
         )
 
 
-def _check_statistics(model: nn.Module, island: Group | None) -> None:
+def _check_statistics(model: nn.Module, island: Group) -> None:
     """Raise Unsupported for a SyncBatchNorm over other ranks than the island's: it sends in each forward pass."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return
