@@ -223,8 +223,6 @@ class IntervalController:
     Args:
         steps: of the whole run. It has at least `ROUNDS` rounds, and nothing changes within its last tenth. None:
             unknown, so it is taken to be half over at each step.
-        settings: the recipe that was chosen.
-        parameters: of the model.
     """
 
     def __init__(self, steps: int | None, settings: OuterSettings, parameters: int) -> None:

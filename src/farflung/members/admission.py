@@ -38,7 +38,6 @@ class Admission:
     """Both sides of an admission: replicas that ask for it, and the members that grant it.
 
     Args:
-        member: this replica's id.
         saver: finds what lies at the run's address; None: nothing outlives the replicas.
         expected, least, most: see `Elastic`.
     """

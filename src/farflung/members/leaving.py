@@ -35,7 +35,6 @@ class LeavingOnSignal:
 
     Args:
         within_s: seconds after which the process ends, however far the round is.
-        island: the ranks that train this replica.
         name: of the loop, the same on these ranks.
         silent_s: for how long the run's store has given no answer. Without it there is no round to wait for.
     """
@@ -50,15 +49,12 @@ class LeavingOnSignal:
             start_until_exit(partial(self._watch, store), "hear who is asked to end", self._halt.set)
 
     def is_due(self) -> bool:
-        """Return whether this replica leaves now; called after each step. Its ranks all get the same answer."""
         return self._vote.passes()
 
     def leave(self) -> None:
-        """End this process as SIGTERM would have ended it; in the main thread."""
         end_by(signal.SIGTERM)
 
     def stop(self) -> None:
-        """Restore the signals' default action."""
         self._vote.release()
         self._halt.set()
 

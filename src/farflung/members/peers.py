@@ -39,7 +39,6 @@ class Peers:
     """The members of one outer loop, as one of them sees them.
 
     Args:
-        transport: the run's.
         loop: the name of the outer loop, whose own keys begin with it.
         grace_s: see `Elastic`.
 

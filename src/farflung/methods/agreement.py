@@ -274,11 +274,7 @@ class Evaluated(Averaged):
 
 
 class AgreedBuffers(Evaluated):
-    """Buffers, to be evaluated with weights of the same round.
-
-    Args:
-        has_mean: a running mean is kept.
-    """
+    """Buffers, to be evaluated with weights of the same round."""
 
     def __init__(self, buckets: Buckets, aggregator: Aggregator, codec: Codec, has_mean: bool) -> None:
         super().__init__(buckets, aggregator, codec)

@@ -139,8 +139,6 @@ class GradientWarmup:
     """The first steps of a recipe, which all replicas make with the same gradients.
 
     Args:
-        steps: how many there are.
-        timetable: has the number of the next step.
         is_done_by_ddp: torch's DDP averages gradients, in the backward pass.
 
     Attributes:

@@ -118,11 +118,7 @@ class Membership(Protocol):
 
 
 class FixedMembership(Membership):
-    """The same ranks in every round.
-
-    Args:
-        group, island: see `OuterLoop`.
-    """
+    """The same ranks in every round."""
 
     is_fixed = True
 

@@ -59,7 +59,6 @@ class OpenRound:
     """A round of one fragment that has not been applied yet.
 
     Args:
-        generation: the members that take part.
         ballot: of this rank; of its island, once that has met.
         claimed: the work done since the last round, by level.
         seen: the values that ranks of an island hold alike, to compare these.
