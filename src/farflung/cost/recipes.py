@@ -11,7 +11,7 @@ from farflung.base.sizes import bucket_bytes_for
 from farflung.codec.feedback import ErrorFeedback
 from farflung.cost.methods import bits_on_the_wire
 from farflung.cost.model import Exchange, Method
-from farflung.methods.aggregate import Gossip, QuantizedMean, RadialMean, ReduceScatterMean
+from farflung.methods.aggregate import GatherMean, Gossip, RadialMean, ReduceScatterMean, mean_of
 from farflung.methods.agreement import Mean
 from farflung.methods.inner import AverageState
 from farflung.methods.recipe import Recipe
@@ -71,10 +71,10 @@ def method_of(
 def _exchange(recipe: Recipe) -> Exchange:
     aggregator = recipe.exchange
     if isinstance(aggregator, RadialMean):
-        aggregator = aggregator.mean(recipe.codec)
+        aggregator = mean_of(recipe.codec)
     if isinstance(aggregator, (Mean, ReduceScatterMean)):
         return "reduced"
-    if isinstance(aggregator, QuantizedMean):
+    if isinstance(aggregator, GatherMean) and aggregator.takes_two(recipe.codec):
         return "either"
     return "paired" if isinstance(aggregator, Gossip) else "gathered"
 

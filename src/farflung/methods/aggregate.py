@@ -49,8 +49,8 @@ class GatherMean(_Gathering):
     """The weighted mean of the decoded wires, which every rank gathers whole and sums in rank order in fp32.
 
     Args:
-        hops: 1: do so in any case. None: of pseudo-gradients that more than two ranks exchange, each rank sums a part,
-            as `ReduceScatterMean` does, if that sends less.
+        hops: 1: do so in any case. None: of quantized pseudo-gradients that more than two ranks exchange, each rank
+            sums a part of a bucket, as `ReduceScatterMean` does, if that saves bytes that are worth a hop.
     """
 
     hops: int | None = None
@@ -61,6 +61,21 @@ class GatherMean(_Gathering):
 
     def __repr__(self) -> str:
         return "GatherMean()" if self.hops is None else "GatherMean(hops=1)"
+
+    def takes_two(self, codec: Codec) -> bool:
+        """Return whether it may take two hops. The sum of sparse values is not encoded again: its cost is unknown."""
+        inside = codec.codec if isinstance(codec, ErrorFeedback) else codec
+        return self.hops is None and not codec.linear and not isinstance(inside, TopK)
+
+    def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
+        if self.takes_two(codec) and saves_by_two_hops(codec.wire_bytes(x.numel()), group.size, group.hop_bytes):
+            return ReduceScatterMean().prepare(x, codec, group, residual)
+        return super().prepare(x, codec, group, residual)
+
+    def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
+        if payload.num_parts > 1:
+            return ReduceScatterMean().start(payload, codec, group, number)
+        return super().start(payload, codec, group, number)
 
     def _combined(self, wires: list[Tensor], codec: Codec, out: Tensor, decision: Decision) -> tuple[Tensor, float]:
         out.zero_()
@@ -116,23 +131,6 @@ class ReduceScatterMean(Aggregator):
             return payload.out, decision.total
 
         return Pending(first, decode, 2 * (group.size - 1) * len(payload.wire) // group.size)
-
-
-@dataclass(frozen=True)
-class QuantizedMean(Aggregator):
-    """The weighted mean of quantized values, in one hop or in two: bucket by bucket by what sends less.
-
-    That is `ReduceScatterMean` among more than two ranks, if the bytes are worth a hop, and else `GatherMean`.
-    """
-
-    def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
-        is_worth_it = saves_by_two_hops(codec.wire_bytes(x.numel()), group.size, group.hop_bytes)
-        way = ReduceScatterMean() if is_worth_it else GatherMean()
-        return way.prepare(x, codec, group, residual)
-
-    def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
-        way = ReduceScatterMean() if payload.num_parts > 1 else GatherMean()
-        return way.start(payload, codec, group, number)
 
 
 @dataclass(frozen=True)
@@ -201,15 +199,11 @@ class RadialMean(Aggregator):
     """
 
     def prepare(self, x: Tensor, codec: Codec, group: Group, residual: Tensor | None) -> Payload:
-        return self.mean(codec).prepare(x, codec, group, residual)
+        return mean_of(codec).prepare(x, codec, group, residual)
 
     def start(self, payload: Payload, codec: Codec, group: Group, number: int) -> Pending:
         """Send what the mean needs; a round lengthens that by `Lengths`."""
-        return self.mean(codec).start(payload, codec, group, number)
-
-    def mean(self, codec: Codec) -> Aggregator:
-        """Return the mean that it lengthens."""
-        return in_fewer_bytes(mean_of(codec), codec)
+        return mean_of(codec).start(payload, codec, group, number)
 
 
 class Lengths:
@@ -327,16 +321,6 @@ class Gossip(Aggregator):
 def mean_of(codec: Codec) -> Aggregator:
     """Return the plainest mean that can carry `codec`: summed on the way if that is possible."""
     return Mean() if codec.linear else GatherMean()
-
-
-def in_fewer_bytes(aggregator: Aggregator, codec: Codec) -> Aggregator:
-    """Return how pseudo-gradients are exchanged: in one hop or in two, unless `aggregator` says it.
-
-    The sum of sparse values is not encoded again: what that costs was not measured.
-    """
-    inside = codec.codec if isinstance(codec, ErrorFeedback) else codec
-    is_dense = not codec.linear and not isinstance(inside, TopK)
-    return QuantizedMean() if is_dense and aggregator == GatherMean() else aggregator
 
 
 def _encoded(x: Tensor, codec: Codec, residual: Tensor | None) -> Payload:

@@ -17,7 +17,7 @@ from farflung.codec.feedback import ErrorFeedback
 from farflung.codec.named import codec_of
 from farflung.comm.group import SoloGroup
 from farflung.config.outer import FEW_ROUNDS
-from farflung.methods.aggregate import Gossip, RadialMean, ReduceScatterMean, TrimmedMax, TrimmedMean, in_fewer_bytes
+from farflung.methods.aggregate import GatherMean, Gossip, RadialMean, ReduceScatterMean, TrimmedMax, TrimmedMean
 from farflung.methods.agreement import Aggregator, Blend, MakeOptimizer, Max, Mean, Merge, Replace, Ways
 from farflung.methods.fragments import Cut, whole
 from farflung.methods.inner import Inner, KeepState
@@ -175,9 +175,9 @@ class Recipe:
 
     @property
     def exchange(self) -> Aggregator:
-        """How weights are exchanged: `aggregator`, or what gives the same mean in fewer bytes."""
-        is_rounded_once = self.eager or self.optimizer is None
-        return self.aggregator if is_rounded_once else in_fewer_bytes(self.aggregator, self.codec)
+        """How weights are exchanged: as `aggregator` says, but in one hop where a value may be rounded once only."""
+        is_rounded_once = (self.eager or self.optimizer is None) and self.aggregator == GatherMean()
+        return GatherMean(hops=1) if is_rounded_once else self.aggregator
 
     @property
     def is_whole(self) -> bool:
