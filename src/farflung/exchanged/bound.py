@@ -86,10 +86,9 @@ class BoundFragment:
 
     def enter(self, before: Sequence[int], ids: Sequence[int]) -> None:
         """Continue in a generation of other members: the memory of a replica follows its id."""
-        known = dict(zip(before, range(len(before)), strict=True))
-        seen, self.num_ranks = self.history, len(ids)
-        ranks = [(rank, known[one]) for rank, one in enumerate(ids) if one in known]
-        self.history = {rank: seen[old] for rank, old in ranks if old in seen}
+        seen = {one: self.history[rank] for rank, one in enumerate(before) if rank in self.history}
+        self.history = {rank: seen[one] for rank, one in enumerate(ids) if one in seen}
+        self.num_ranks = len(ids)
         if isinstance(self.weights, Eager):
             self.weights.num_ranks = len(ids)
 
