@@ -70,12 +70,8 @@ class Transfers:
 
     def finish(self, record: Record, state: Callable[[bool], Mapping[str, Any]]) -> None:
         """Send those that have been admitted all that is left, in the background."""
-        missing = [
-            newcomer
-            for newcomer in record.newcomers
-            if newcomer not in self._senders or self._senders[newcomer].is_over
-        ]
-        self._begin(missing, state)
+        there = {newcomer for newcomer, sender in self._senders.items() if not sender.is_over}
+        self._begin([newcomer for newcomer in record.newcomers if newcomer not in there], state)
         place = state(False)
         for newcomer in record.newcomers:
             self._senders[newcomer].finish(place)
