@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
+from itertools import count
 from typing import Any
 
 import torch.distributed as dist
@@ -39,7 +40,7 @@ class PresenceStore:
         self._has_checked_alive = False
         self._read: list[tuple[str, int]] = []  # keys, and how often each rank has left once nobody reads them again
         self.hosts: dict[int, str] = {}  # names and addresses of the ranks' machines, as far as they are known
-        self._num_loaders = 0
+        self.loader_numbers = count(1)  # one for each loader, the same on all ranks that have as many
         self._clone = default_store().clone() if own_connection else None
 
     # ---- what each rank says, under a name of one or more words
@@ -56,11 +57,6 @@ class PresenceStore:
     def publish(self, name: str, text: str) -> None:
         """Publish something of the whole run, which any rank may replace; `published` returns it."""
         self._store.set(self._key(name), text)
-
-    def next_loader(self) -> int:
-        """Return a number for one more loader, the same on all ranks that have as many."""
-        self._num_loaders += 1
-        return self._num_loaders
 
     def answer_to(self, name: str, number: int, rank: int, text: str) -> None:
         """Publish what `rank` waits for in `answer`."""

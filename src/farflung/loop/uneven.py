@@ -41,7 +41,7 @@ class UnevenDataCheck:
 
     def add(self, loader: Any) -> None:
         """Take in a loader that all ranks prepare now."""
-        loader._progress.run_number = self._group.presence.next_loader()
+        loader._progress.run_number = next(self._group.presence.loader_numbers)
 
     def publish(self, one: Any) -> None:
         """Publish what is known of an iteration that hands out a batch, or ends without one."""
