@@ -76,6 +76,17 @@ def test_figures_are_the_sums_of_what_the_files_say(run):
     assert re.fullmatch(f"{shares}; 0.167 replica-hours; sent 110 MB, DDP would have sent 16.1 GB", str(found))
 
 
+def test_a_replica_that_was_started_again_counts_with_its_earlier_life(tmp_path):
+    signs = [sign(1, 1280, 201, ended=0), sign(3, 480, 85), sign(4, 600, 201, ended=0)]
+    write_run(tmp_path / "one", signs)
+    run = ObservedRun(tmp_path / "one", clock=lambda: T0 + 300)
+    assert [one.row["member"] for one in run.ranks] == [1, 4]
+    found = figures(run)
+    assert sum(found.seconds.values()) == found.replica_hours * 3600 == pytest.approx(2 * 200 + 84)
+    many = (15 * 3 + 10 * 2 + 15 * 3) / 40
+    assert found.bytes_ddp == pytest.approx(2 * (many - 1) / many * 4e6 * (1280 + 480 + 600))
+
+
 @pytest.mark.parametrize(
     ("settings", "options", "said"),
     [

@@ -73,7 +73,7 @@ def figures(run: ObservedRun, price_hour: float | None = None, price_gb: float |
             seconds[span.name] += span.end - span.begin
     model = model_of(run)
     island = 1 if model is None else max(1, int(model["island"]))
-    leaders = [one for one in run.ranks if one.row["rank"] % island == 0]
+    leaders = [one for one in run.lives if one.row["rank"] % island == 0]
     hours = sum(one.row["time"] - one.row["begun"] for one in leaders) / 3600
     sent, ddp = _bytes(run, leaders)
     usd = None
@@ -97,8 +97,8 @@ def figures(run: ObservedRun, price_hour: float | None = None, price_gb: float |
 
 
 def writers(run: ObservedRun) -> list[Rank]:
-    """Return the ranks that write about rounds: the first one of each replica that comes and goes, else rank 0."""
-    return [one for one in run.ranks if one.row["rank"] == 0]
+    """Return the ranks that write about rounds: the first one of each replica's life, else rank 0."""
+    return [one for one in run.lives if one.row["rank"] == 0]
 
 
 def spans(run: ObservedRun, one: Rank) -> list[Span]:

@@ -204,7 +204,7 @@ def draw(runs: Sequence[ObservedRun], costs: Sequence[Figures], target: Path) ->
     except ImportError:
         raise ConfigError("A picture needs matplotlib. Install farflung[plot].") from None
     figure = Figure(figsize=(10, 6), layout="constrained")
-    axes = figure.subplots(2, 2).flat
+    axes = [*figure.subplots(2, 2).flat]
     for run, cost in zip(runs, costs, strict=True):
         data = data_of(run, cost)
         loss, waited = run.curves.loss, data["curves"].get("share of time waiting")

@@ -104,7 +104,8 @@ class ObservedRun:
         models: what its replicas said of their models first, by member.
         curves: what the script has logged, in all attempts; steps that were made again count once.
         rounds: a line for each round and replica that writes here, since the ranks have started.
-        ranks: those that have given a sign, in order of their replicas' ids.
+        lives: the ranks that have given a sign in this attempt, in order of their replicas' ids.
+        ranks: those of them that no other life of their replica follows.
         state: `running`, `finished`, `saved at a signal`, `failed (1)`, or `dead`: nobody gives a sign any more.
         code: the exit code; None while the run has none.
 
@@ -148,7 +149,11 @@ class ObservedRun:
             file.look(until)
         for path in sorted((self.path / RANKS).glob("*.json")):
             self._look_at_sign(path)
-        self.ranks = self._ranks()
+        number = self.attempts.latest.number
+        self.lives = [self._rank(row, since) for row, since in self._signs.values() if self._life_of(row)[0] == number]
+        self.lives.sort(key=lambda one: (one.row.get("member") or 0, one.row["rank"]))
+        latest = {one.name: one for one in self.lives}  # a replica that was started again is a new member of its name
+        self.ranks = [one for one in self.lives if latest[one.name] is one or not (one.is_lost or one.ended)]
         self.state, self.code = self._state()
 
     def _look_at_sign(self, path: Path) -> None:
@@ -238,13 +243,6 @@ class ObservedRun:
         return float(line["time"])
 
     # ---- ranks
-
-    def _ranks(self) -> list[Rank]:
-        number = self.attempts.latest.number
-        found = [self._rank(row, since) for row, since in self._signs.values() if self._life_of(row)[0] == number]
-        found.sort(key=lambda one: (one.row.get("member") or 0, one.row["rank"]))
-        latest = {one.name: one for one in found}  # a replica that was started again is a new member of its name
-        return [one for one in found if latest[one.name] is one or not (one.is_lost or one.ended)]
 
     def _life_of(self, row: Row) -> Life:
         return self.attempts.life(row.get("attempt"), row.get("restart"), row["begun"])
