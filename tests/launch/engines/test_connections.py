@@ -166,8 +166,9 @@ def test_replicas_fail_each_in_a_box_and_the_others_go_on(home, capfd):
     assert follow(home, capfd, {"c": ["Timeout"]}, {"c": GONE}, elastic="1:4")[0] == FAILED
 
 
-def test_a_replica_that_is_lost_once_the_work_is_done_is_not_started_again(home, capfd):
-    ends = {"a": f"echo '{END}' >&2", "b": f"until [ -e done ]; do sleep 0.1; done; echo Timeout >&2; exit {GONE}"}
+@pytest.mark.parametrize(("code", "how"), [(GONE, "b is gone: Timeout"), (137, "b ended with exit code 137")])
+def test_a_replica_that_is_lost_once_the_work_is_done_is_not_started_again(code, how, home, capfd):
+    ends = {"a": f"echo '{END}' >&2", "b": f"until [ -e done ]; do sleep 0.1; done; echo Timeout >&2; exit {code}"}
     given, started = LaunchSettings(elastic="1:2"), []
 
     def connect(name):
@@ -177,5 +178,5 @@ def test_a_replica_that_is_lost_once_the_work_is_done_is_not_started_again(home,
     run = Connections(given, TOKEN, connect, ends, max_restarts=1)
     with showing(Screen(given)):
         assert run.follow(lambda: run.is_done and (home / "done").touch()) == DONE
-    assert "b is gone: Timeout; the others continue" in capfd.readouterr().err
+    assert f"{how}; the others continue" in capfd.readouterr().err
     assert started == ["a", "b"]

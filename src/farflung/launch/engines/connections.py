@@ -206,7 +206,7 @@ class Connections(Generic[L]):
         elif connection.is_gone or code > BY_SIGNAL:
             how = f"is gone: {connection.last_line}" if connection.is_gone else f"ended with exit code {code}"
             restarts = not self.is_done and self.supervisor.restart(connection.name, how)
-            if connection.is_gone and not restarts:
+            if not restarts and (connection.is_gone or self.is_done):
                 message = f"{connection.host} {how}; the others continue"
                 record(Kind.LOST, level=logging.ERROR, message=message, host=connection.host)
 
@@ -217,6 +217,8 @@ class Connections(Generic[L]):
         connections = list(self.all.values())
         codes = [connection.code for connection in connections if not connection.is_gone]
         if self._is_elastic:
+            if self.is_done:  # the others have done the work of those that were killed
+                codes = [code for code in codes if code is None or code <= BY_SIGNAL]
             return next(filter(None, codes), DONE if codes else FAILED)
         failures = [(event, connection) for connection in connections for event in connection.failures]
 
