@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup
 from farflung.data import slot_board
 from farflung.data.prepare import skip_first_batches
+from farflung.data.slot_board import digest_of
 from farflung.data.slots import Slots
 from farflung.data.torch_loaders import Source
 from farflung.outer.stats import Round
@@ -635,6 +637,13 @@ def test_loaders_that_can_t_be_cut_are_refused(loader, says):
     slots = Slots(StoreBoard(LocalLine(dist.HashStore())), 1, Exchange(SoloGroup()), most=2)
     with pytest.raises(ConfigError, match=says):
         slots.shared(Source(loader), 1)
+
+
+def test_an_order_of_numpys_integers_is_the_same_as_one_of_pythons():
+    orders = [[[3, 1], [2, 0]], [[np.int64(3), np.int64(1)], [np.int32(2), 0]]]
+    assert len({digest_of(order) for order in orders}) == 1
+    assert digest_of([[1, 3], [2, 0]]) != digest_of(orders[0])
+    assert digest_of([{object}]) == digest_of([{object}])
 
 
 def test_what_has_no_meaning_among_replicas_that_come_and_go_is_refused():

@@ -72,7 +72,11 @@ def agreed_order(batches: Iterable[Any], source: Source, seed: int, epoch: int) 
 
 def digest_of(order: list[Any]) -> int:
     """Return a digest of an order, which differs if replicas have drawn different ones."""
-    return crc32(repr(order[:_COMPARED]).encode())
+    try:  # releases of numpy write their integers in different ways
+        text = json.dumps(order[:_COMPARED], default=int)
+    except (TypeError, ValueError, RuntimeError):  # indices that are objects of the script's
+        text = repr(order[:_COMPARED])
+    return crc32(text.encode())
 
 
 class Claim(NamedTuple):
