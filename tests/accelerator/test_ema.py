@@ -20,6 +20,7 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.norm, self.second = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)
+        self.module = "net"  # is no module inside this one
 
     def forward(self, x):
         return self.second(torch.tanh(self.norm(self.first(x)))).square().mean()

@@ -142,7 +142,8 @@ class _BeforeForward:
     def __call__(self, module: nn.Module, *_: Any) -> None:
         if torch.compiler.is_compiling() or self._lent is None:
             return
-        inner: Any = getattr(module, "module", module)  # Lightning leaves DDP's own mode as it was in the evaluation
+        inner = getattr(module, "module", None)  # Lightning leaves DDP's own mode as it was in the evaluation
+        inner = inner if isinstance(inner, nn.Module) else module
         if inner.training and (lent := self._lent()) is not None:
             lent.end()
             lent.trains()
