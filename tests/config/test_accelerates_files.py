@@ -193,7 +193,7 @@ FILES: dict[str, tuple[Any, ...]] = {
         FSDP_1.replace("FSDP", "MULTI_GPU", 1) + "deepspeed_config: {zero_stage: 3}\n",
         {"use_fsdp": False, "multi_gpu": True},
         "`deepspeed_config` is not read, as distributed_type is MULTI_GPU",
-        "does not ask for FSDP",
+        "does not ask for it",
     ),
     "numbers left to the command line": ("distributed_type: MULTI_CPU\nnum_processes: -1\n", {"num_processes": 3}),
 }

@@ -195,7 +195,7 @@ def _check_plugin(said: LayoutSettings) -> None:
 def _check_islands(
     size: str, is_sharded: bool, num_processes: int | None, num_machines: int, outer_recipe: str | None
 ) -> None:
-    if size != HOST and not (size.isdigit() and int(size) > 0):
+    if size != HOST and not (size.isdecimal() and int(size) > 0):
         raise ConfigError(
             f"is {size!r}; use a number of processes, or `{HOST}` for those of one machine.", "island_size"
         )

@@ -339,7 +339,7 @@ class LaunchSettings(LayoutSettings, EngineSettings):
         least, most = self.bounds
         if least > most:
             raise ConfigError(f"is {self.elastic!r}: the least, {least}, is more than the most, {most}.", "elastic")
-        if self.replicas is not None and self.replicas > most:
+        if self.elastic is not None and self.replicas is not None and self.replicas > most:
             raise ConfigError(f"is {self.replicas}, but elastic is {self.elastic}: at most {most}.", "replicas")
         host, _, port = (self.join or "host:1").rpartition(":")
         if not port.isdecimal() or not 0 < int(port) < 65536 or not _is_host(host.strip("[]")):

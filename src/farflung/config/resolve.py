@@ -223,8 +223,8 @@ def _check_used(settings: Mapping[str, Stated]) -> list[str]:
         what = f"{where.place} ({stated[0]})" if where.kind == "file" else where.place
         if asked.value is None or (not asked.value and asked.kind == "file" != where.kind):
             raise ConfigError(f"{what} is read only with --{switch}, which is not set. Set it too.")
-        if not asked.value and asked.kind == "file":
-            notes.append(f"{what} is not read, as {asked.place} does not ask for FSDP.")
+        if not asked.value:
+            notes.append(f"{what} is not read, as {asked.place} does not ask for it.")
     return notes
 
 

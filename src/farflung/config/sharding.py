@@ -322,7 +322,7 @@ def _word(value: Any, numbered: tuple[str, ...] = ()) -> str:
     """Return a word in capitals: a text, the number of one, or the name of a member of torch's enumeration."""
     word = value.name if isinstance(value, Enum) else str(value)
     word = word.upper().removeprefix("_")
-    return numbered[int(word) - 1] if word.isdigit() and 0 < int(word) <= len(numbered) else word
+    return numbered[int(word) - 1] if word.isdecimal() and 0 < int(word) <= len(numbered) else word
 
 
 def _reshards(version: int, strategy: Any, given: Any) -> bool | int:
@@ -367,7 +367,7 @@ def parse_reshard(version: int, value: Any, called: str) -> bool | int:
     """Return what `fully_shard` takes for a `reshard_after_forward` of version 1 or 2, named `called` in errors."""
     if isinstance(value, bool):
         return value
-    is_number = isinstance(value, int) or (isinstance(value, str) and value.isdigit())
+    is_number = isinstance(value, int) or (isinstance(value, str) and value.isdecimal())
     if isinstance(value, str) and (version == 2 or not is_number):
         word = value.strip().lower()
         if word in environ.TRUE_WORDS + environ.FALSE_WORDS:

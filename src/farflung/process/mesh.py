@@ -82,7 +82,7 @@ def stated_island_size(
                     f"{sorted(set(map(int, sizes)))}. Start equally many on each, or give a number."
                 )
         return local_size
-    size = int(size) if isinstance(size, str) and size.isdigit() else size
+    size = int(size) if isinstance(size, str) and size.isdecimal() else size
     check_whole("island_size", size, least=1)
     if everyone is not None and everyone.size % size:
         raise ConfigError(
