@@ -6,21 +6,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from farflung.address.difference import DTYPES, HeldWeights, assembled, weights_in
 from farflung.address.objects import PATIENCE_S
 from farflung.address.packed import Damaged
 from farflung.address.run_record import part_of_run
 from farflung.address.saved_state import Saved, SavedStates
 from farflung.address.schemes import objects_at
 from farflung.address.seal import Seal
-from farflung.base.bars import bar
+from farflung.base.bars import Bar, bar
 from farflung.base.errors import ConfigError, Unreachable
 from farflung.base.events import Kind, record, tell
 from farflung.base.files import atomic_file, utf8_name
@@ -38,11 +37,13 @@ class Version:
         step: in the schedule of the run.
         weights: the trained parameters and the buffers, on the CPU, by their names in the model.
         is_last: the run has come to its end with them.
+        num_bytes: that were read at the address for it.
     """
 
     step: int
     weights: Mapping[str, Tensor]
     is_last: bool
+    num_bytes: int
 
     def save(self, path: Path) -> str:
         """Write the weights to a file of safetensors, which others find whole; return what they are."""
@@ -60,18 +61,34 @@ class Reader:
     An iteration yields the newest version, each newer one that is found when the caller asks again, and ends with that
     of the run's end. Each is whole, and its bytes are checked; versions that are not are refused.
 
+    Without a `dtype` each version is read as a whole state, which has the outer momentum too. With one, only the first
+    three are, and those after a break, such as another first member or a damaged difference; of others this reads by
+    how much they differ from the version before. The bits are the same. The first member writes differences as long as
+    someone reads them: this process leaves a note at the address with each version, if it may write there.
+
     Args:
         address: of the run, as `farflung launch --meet` has it.
         key: the run's, if it has one. None: that of `FARFLUNG_KEY` or `FARFLUNG_KEY_FILE`.
         refused: called with a sentence about each version that is refused; by default it is printed.
+        dtype: `torch.bfloat16`, `torch.float16` or `torch.float32`: of floating weights, as in `model.to(dtype)`. None:
+            as the model has them, and each version is read whole.
 
     Raises:
-        ConfigError: nothing can be read there.
+        ConfigError: nothing can be read there, or the dtype is another one.
     """
 
-    def __init__(self, address: str, key: bytes | None = None, refused: Callable[[str], object] = tell) -> None:
+    def __init__(
+        self,
+        address: str,
+        key: bytes | None = None,
+        refused: Callable[[str], object] = tell,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if dtype not in (None, *DTYPES.values()):
+            raise ConfigError(f"is {dtype}. Give torch.{', torch.'.join(DTYPES)} or None.", "dtype")
         self.address = address
-        self._key, self._refused = key or run_key(), refused
+        self._key, self._refused, self._dtype = key or run_key(), refused, dtype
 
     def newest(self) -> Version:
         """Return the newest version; ConfigError if there is none that is whole."""
@@ -79,7 +96,7 @@ class Reader:
         with self._states(_PATIENCE_S) as states:
             for saved in states.newest():
                 try:
-                    return _read(states, saved)
+                    return _Following(states, self._dtype, self._refused).whole(saved)
                 except Damaged as error:
                     why = f"The newest states are damaged: {error}"
         raise ConfigError(f"Nothing can be pulled from {self.address}. {why}.")
@@ -87,6 +104,7 @@ class Reader:
     def __iter__(self) -> Iterator[Version]:
         order, refused = [0], set[str]()  # of the last one, and names since
         with self._states(PATIENCE_S) as states:
+            following = _Following(states, self._dtype, self._refused)
             while True:
                 for _ in waiting(states.look_s, say=aloud("this process", f"for newer weights at {self.address}")):
                     there = list(states.newest())
@@ -96,7 +114,7 @@ class Reader:
                 if not newer:
                     return
                 try:
-                    version = _read(states, newer[0])
+                    version = following.read(newer[0])
                 except Damaged as error:
                     refused.add(newer[0].name)
                     self._refused(f"The state at step {newer[0].position} was not taken: {error}")
@@ -119,37 +137,59 @@ class Reader:
                 record(Kind.WARNING, message=notice)
 
 
-def _read(states: SavedStates, saved: Saved) -> Version:
-    """Return the version of a state; Damaged if it isn't whole."""
-    with bar(f"Reading step {saved.position}", states.num_bytes(saved)) as shown:
-        weights = _weights_of([states.read(saved, rank, shown) for rank in range(saved.ranks)])
-    return Version(saved.position, weights, saved.is_last)
+class _Following:
+    """Reads one version after another: by differences, if there are any to the one before."""
 
+    def __init__(self, states: SavedStates, dtype: torch.dtype | None, say: Callable[[str], object]) -> None:
+        self._states, self._dtype, self._say = states, dtype, say
+        self._part = str(dtype).removeprefix("torch.")
+        self._held: list[HeldWeights] = []  # of each rank
+        self._follows = self._has_warned = False
 
-def _weights_of(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Return the whole tensors of a state by their names in the model, given each rank's part of it."""
-    found: dict[str, Tensor] = {}
-    for parts in ranks:
-        rest = parts["place"].get("rest")
-        for tree in [tree for part, tree in parts.items() if part != "place"] + [rest] * (rest is not None):
-            for kind, rows in tree["names"].items():
-                agreed = tree["agreed"][kind]
-                pieces = _evaluated(**agreed) if isinstance(agreed, dict) else [x for bucket in agreed for x in bucket]
-                flat = torch.cat([piece.flatten() for piece in pieces]) if pieces else torch.empty(0)
-                sizes = [prod(shape) for _, _, _, _, shape in rows]
-                for (name, dtype, whole, offset, shape), values in zip(rows, torch.split(flat, sizes), strict=True):
-                    tensor = found.setdefault(name, torch.empty(whole, dtype=getattr(torch, dtype)))
-                    place = tuple(slice(at, at + length) for at, length in zip(offset, shape, strict=True))
-                    tensor[place] = values.view(shape).to(tensor.dtype)
-    return found
+    def read(self, saved: Saved) -> Version:
+        """Return the version of a state; Damaged if it isn't whole."""
+        if self._dtype is None:
+            return self.whole(saved)
+        version = self._by_differences(saved) or self.whole(saved)
+        try:
+            self._states.note_reader(self._part, saved.name)
+        except Unreachable as error:
+            if not self._has_warned:
+                self._say(f"Versions are read whole, as no note that asks for differences can be left: {error}")
+            self._has_warned = True
+        return version
 
+    def whole(self, saved: Saved) -> Version:
+        self._held = []
+        with bar(f"Reading step {saved.position}", self._states.num_bytes(saved)) as shown:
+            parts = (self._states.read(saved, rank, shown) for rank in range(saved.ranks))
+            pairs = (weights_in(one, self._dtype) for one in parts)
+            if self._dtype is None:
+                return Version(saved.position, assembled(pairs), saved.is_last, shown.num_done)
+            held = [HeldWeights.of(saved.name, self._dtype, one) for one in pairs]
+            version = self._version(saved, held, shown)
+        self._held = held
+        return version
 
-def _evaluated(
-    chunks: Sequence[Tensor], optimizer: Mapping[str, Any] | None = None, average: Sequence[Tensor] = ()
-) -> Sequence[Tensor]:
-    """Return the values to evaluate: a running mean, or the slow weights of an anchor (`methods.momentum.lead_of`)."""
-    if average or optimizer is None:
-        return average or chunks
-    ahead = optimizer["param_groups"][0].get("look_ahead", 0.0)  # which states of earlier versions don't have
-    momenta = [optimizer["state"].get(k, {}).get("momentum_buffer") for k in range(len(chunks))]
-    return [x if m is None or not ahead else torch.add(x, m, alpha=ahead) for x, m in zip(chunks, momenta, strict=True)]
+    def _by_differences(self, saved: Saved) -> Version | None:
+        """Return the version of a state; None if it must be read whole."""
+        names, held = list(saved.chains.get(self._part, ())), self._held
+        is_there = len(held) == saved.ranks and held[0].name in names
+        try:
+            if self._follows and not is_there:
+                self._say(f"Step {saved.position} is read whole, as there are no differences to it.")
+            self._follows = is_there
+            if not is_there:
+                return None
+            with bar(f"Reading step {saved.position}", 0) as shown:
+                for name in names[names.index(held[0].name) + 1 :]:
+                    for rank, one in enumerate(held):
+                        one.apply(name, self._states.read_part(name, rank, self._part, shown))
+                return self._version(saved, held, shown)
+        except Damaged as error:
+            self._say(f"Step {saved.position} is read whole, as a difference to it can't be used: {error}.")
+            return None
+
+    def _version(self, saved: Saved, held: Sequence[HeldWeights], shown: Bar) -> Version:
+        weights = assembled(one.pairs() for one in held)
+        return Version(saved.position, weights, saved.is_last, shown.num_done)

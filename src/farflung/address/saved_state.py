@@ -2,14 +2,15 @@
 """The state that replicas share, as it lies at the address of their run: whole, and for whoever comes later.
 
 Each rank of a replica writes its own part. A state counts once all of them are there, which a log says; the last two
-are kept. Objects are JSON and plain bytes, each with a checksum.
+are kept. Objects are JSON and plain bytes, each with a checksum. For processes that read each state a replica adds by
+how much the weights to evaluate differ from those of the state before it: see `difference`.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from io import BufferedReader
@@ -27,7 +28,7 @@ from farflung.address.state_transfer import filled, form_of
 from farflung.base.bars import Bar
 from farflung.base.errors import Unreachable
 
-_KEPT = 2
+_KEPT, _READERS = 2, "readers/"
 _HEADER_BYTES = 64 * 1024 * 1024  # of a part, at most
 _RANKS_S, _PAUSES = 600.0, 10  # how long a rank may take longer than another one; pauses of the board between looks
 
@@ -44,6 +45,8 @@ class Saved:
     description: str = ""  # of the replica, as it describes itself when it asks to be admitted
     is_last: bool = False  # the run has come to its end with it
     since: int = 0  # how many fragments' rounds had landed since the state before
+    # Names of states, this one the last, by dtype: each but the first has the difference to the one before it.
+    chains: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def order(self) -> list[int]:
@@ -117,10 +120,13 @@ class SavedStates:
             if self._log.append(number, json.dumps(asdict(saved)).encode()):
                 break
         kept = {one.name for one in self.newest()}
-        there = {key.split("/")[1] for key in self._board.list("state/")}
-        for name in there - kept:
-            if order_of(name) < saved.order:  # other ranks may be writing the next one
-                forget(self._board, f"state/{name}/")
+        chained = {(name, dtype) for dtype, names in saved.chains.items() for name in names[1:]}
+        doomed = []
+        for key in self._board.list("state/"):
+            name, part = key.split("/")[1], key.rpartition("/")[2]
+            if name not in kept and (name, part) not in chained and order_of(name) < saved.order:
+                doomed.append(key)  # unlike a later one, which other ranks may be writing
+        self._board.delete(*doomed)
         return True
 
     @property
@@ -142,7 +148,27 @@ class SavedStates:
 
     def read(self, saved: Saved, rank: int, bar: Bar | None = None) -> dict[str, Any]:
         """Return a rank's part of a state; Damaged if it is not what was written. `bar` counts what is read."""
-        return {part: self._read_part(_key(saved.name, rank, part), bar) for part in saved.parts}
+        return {part: self.read_part(saved.name, rank, part, bar) for part in saved.parts}
+
+    def note_reader(self, dtype: str, name: str) -> None:
+        """Note up to which state a process has read, unless another one has read a later one; Unreachable if refused.
+
+        Args:
+            dtype: of the differences that it reads.
+        """
+        if order_of(name) > self.readers([dtype]).get(dtype, [-1]):
+            self._board.patient(0).put(f"{_READERS}{dtype}", name.encode())
+
+    def readers(self, dtypes: Iterable[str] | None = None) -> dict[str, list[int]]:
+        """Return the order of the latest state that `note_reader` was told of, by dtype; None: of all that are there."""
+        found = {}
+        for dtype in (key.removeprefix(_READERS) for key in self._board.list(_READERS)) if dtypes is None else dtypes:
+            with suppress(ValueError):  # a stranger's
+                found[dtype] = order_of((self._board.get(f"{_READERS}{dtype}") or b"").decode())
+        return found
+
+    def forget_readers(self, dtype: str) -> None:
+        self._board.delete(f"{_READERS}{dtype}")
 
     def num_bytes(self, saved: Saved) -> int:
         """Return how many bytes the parts of all ranks have."""
@@ -151,7 +177,9 @@ class SavedStates:
             return sum(self._board.read(key, lambda _, size: size) or 0 for key in keys)
         return 0
 
-    def _read_part(self, key: str, bar: Bar | None) -> Any:
+    def read_part(self, name: str, rank: int, part: str, bar: Bar | None = None) -> Any:
+        """Return one part of a rank's, as `read` does."""
+        key = _key(name, rank, part)
         tensors: dict[str, Tensor] = {}
         form: Any = None
 

@@ -97,12 +97,17 @@ def convert(source: Path | Address, target: Path, form: str, model: int) -> None
 @click.argument("target", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--key_file", "--key-file", help="The file with the run's key, if it has one. [the key in FARFLUNG_KEY]")
 @click.option("--follow", is_flag=True, help="Write each newer version over it, until the run ends.")
-def pull(address: str, target: Path, key_file: str | None, follow: bool) -> None:
+@click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float16", "float32"]),
+    help="Of floating weights; with --follow, versions are read by how much they differ. [as the model has them]",
+)
+def pull(address: str, target: Path, key_file: str | None, follow: bool, dtype: str | None) -> None:
     """Write the newest agreed weights of the run at ADDRESS (see `launch --meet`) to the safetensors file TARGET.
 
     The run may be under way, or over. Reading is enough.
     """
     check_path("TARGET", target)
-    found = reader.Reader(address, run_key(key_file), click.echo)
+    found = reader.Reader(address, run_key(key_file), click.echo, dtype=dtype and reader.DTYPES[dtype])
     for version in found if follow else [found.newest()]:
         click.echo(f"{target} has {version.save(target)}")

@@ -28,6 +28,7 @@ from farflung.base.words import counted
 from farflung.comm.collectives import from_first, gather_object
 from farflung.comm.exchange import Exchange
 from farflung.comm.threads import ThreadedCall
+from farflung.members.differences import Differences
 from farflung.votes.generation import Needs
 
 _logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class Saver:
         self.landed_in: Callable[[bytes], tuple[int, int]] = lambda _: (0, 0)
         self.description, self.has_kept = "", False
         self._run, self._loop, self._states = run, loop, SavedStates(loop)
-        self._members = MemberStore(loop)
+        self._members, self._differences = MemberStore(loop), Differences(self._states)
         self._share_group, self._every = share_group, max(1, every // 2)
         self._place: dict[str, Any] = {}  # in the schedule, after the latest round
         self._num_fragments, self._has_warned = 1, False
@@ -147,10 +148,11 @@ class Saver:
         self, generation: int, needs: Needs, since: int, word: str = "", is_last: bool = False
     ) -> ThreadedCall[bool]:
         """Begin to write a state. Given a `word` for its name, no rank waits for another, and the last one finishes."""
-        name = word or from_first(self._share_group, lambda: secrets.token_hex(4))
+        named = partial(from_first, self._share_group, lambda: (secrets.token_hex(4), self._differences.wanted))
+        name, wanted = (word, ()) if word else named()
         saved, parts = self._state(generation, needs, name)
         saved = replace(saved, is_last=is_last, since=since)
-        return ThreadedCall(partial(self._write, self._landed, saved, parts, waits=not word), "write a state")
+        return ThreadedCall(partial(self._write, self._landed, saved, parts, wanted, waits=not word), "write a state")
 
     def _state(self, generation: int, needs: Needs, word: str) -> tuple[Saved, dict[str, Any]]:
         found = needs.state(True)
@@ -160,22 +162,30 @@ class Saver:
         name = f"{generation}.{position}.{word}"
         return Saved(name, position, self._share_group.size, tuple(parts), description=self.description), parts
 
-    def _write(self, landed: tuple[int, int], saved: Saved, parts: Mapping[str, Any], waits: bool) -> bool:
+    def _write(
+        self, landed: tuple[int, int], saved: Saved, parts: Mapping[str, Any], wanted: Sequence[str], waits: bool
+    ) -> bool:
         """Write the state after a round, unless this replica was excluded meanwhile; return False if that failed."""
 
         def is_current() -> bool:
             return self._members.current().number == saved.generation
 
         try:
-            self._states.write(saved.name, self._share_group.rank, parts, is_current)
+            differences = self._differences.to(saved.name, parts, wanted)
+            self._states.write(saved.name, self._share_group.rank, {**parts, **differences}, is_current)
             if self._share_group.rank == 0 if waits else self._states.is_whole(saved):
                 # Read now, as the others have recorded their part of the round meanwhile.
                 logs = self._values_at(landed)
-                self._states.finish(replace(saved, logs=logs), is_current)
+                saved = replace(saved, logs=logs, chains=self._differences.chains())
+                if self._states.finish(saved, is_current):
+                    self._differences.look()
+                else:
+                    self._differences.clear()
                 if landed == self._landed:
                     self._loop.put(f"g{landed[0]}/landings", b"0")
             return True
         except Unreachable as error:
+            self._differences.clear()
             self._since, self._is_due = self._since + saved.since, True  # the next round tries again
             _logger.warning(f"The state at step {saved.position} was not written: {error}")
             return False
