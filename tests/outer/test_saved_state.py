@@ -7,7 +7,6 @@ import re
 import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,8 +41,6 @@ from farflung.testing.ranks import run_ranks
 from tests.errors import error_of
 from tests.outer.elastic_run import EVERY, ElasticRun, wrong
 from tests.outer.replicas import same, shift, values
-from tests.python import call_farflung
-from tests.waits import until
 
 RECIPE, LATE = diloco(4, lr=1.0, momentum=0.5), streaming_diloco(4, 1, delay=1, lr=1.0, momentum=0.0)
 TREE = {
@@ -221,72 +218,6 @@ def test_replicas_that_begin_when_all_have_died_go_on_from_the_newest_state_that
     again.close()
     with pytest.raises(Exception, match="The run has ended"):
         trained(address, diloco(4), 0)
-
-
-@pytest.mark.law("readout-is-slow-weights")
-@pytest.mark.parametrize(
-    "recipe",
-    [diloco(4), diloco(4, average=3), local_sgd(4), streaming_diloco(4, 2, delay=1)],
-    ids=["diloco", "average", "local_sgd", "streaming"],
-)
-def test_the_weights_of_a_run_can_be_pulled_while_it_trains_and_when_it_has_ended(tmp_path, recipe):
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2).bfloat16())
-    address = tmp_path.as_uri()
-    outer, _ = trained(address, recipe, 9, model)
-    kinds = {name: (x.shape, x.dtype) for name, x in model.state_dict().items()}
-    assert {name: (x.shape, x.dtype) for name, x in pulled(address, tmp_path).items()} == kinds
-    if recipe.leaves_alike and recipe.has_anchor:
-        with outer.synced():
-            assert same(pulled(address, tmp_path), values(model))
-    outer.close()
-    assert same(pulled(address, tmp_path), model.state_dict())
-
-
-def test_who_follows_a_run_has_each_newer_version_whole_until_that_of_its_end(tmp_path):
-    address, found, refused, model = tmp_path.as_uri(), [], [], nn.Linear(3, 2)
-    outer, _ = trained(address, RECIPE, 9, model)
-    with ThreadPoolExecutor(1) as threads:
-        following = threads.submit(lambda: found.extend(iter(Reader(address, refused=refused.append))))
-        until(lambda: found)
-        assert same(found[0].weights, pulled(address, tmp_path))
-        board = transport_at(address).board.part("loop1")
-        step(outer, 8)
-        newest = next(SavedStates(board).newest())
-        until(lambda: found[-1].step == newest.position)
-        key = f"state/{newest.name}/0/0"
-        board.put(key, board.get(key)[:-1] + b"?")  # as it was taken before, nobody asks for it again
-        outer.close()
-        following.result(60)
-    steps = [version.step for version in found]
-    assert (steps, refused) == (sorted(set(steps)), [])
-    assert [version.is_last for version in found] == [False] * (len(found) - 1) + [True]
-    assert same(found[-1].weights, model.state_dict())
-    assert [version.step for version in Reader(address)] == steps[-1:]  # of a run that is over
-
-
-def test_a_version_that_is_damaged_is_said_and_left_out(tmp_path, capsys):
-    address, refused = tmp_path.as_uri(), []
-    outer, _ = trained(address, RECIPE, 9)
-    outer.close()
-    board = transport_at(address).board.part("loop1")
-    newest, before = SavedStates(board).newest()
-    board.put(f"state/{newest.name}/0/0", b"?")
-    sentence = f"The state at step {newest.position} was not taken: it has no header"
-    assert [version.step for version in Reader(address, refused=refused.append)] == [before.position]
-    assert refused == [sentence]
-    call_farflung("checkpoint", "pull", address, tmp_path / "x.safetensors", "--follow")
-    whole = f"{tmp_path / 'x.safetensors'} has 2 tensors after step {before.position}"
-    assert capsys.readouterr().out.splitlines() == [sentence, whole]
-
-
-@pytest.mark.law("readout-is-slow-weights")
-def test_a_run_goes_on_from_the_anchor_whatever_is_pulled(tmp_path):
-    outer, member = trained(tmp_path.as_uri(), diloco(4), 8, model := nn.Linear(3, 2))
-    anchor = values(model)
-    assert not same(pulled(tmp_path.as_uri(), tmp_path), anchor)
-    kill(outer, member, tmp_path.as_uri())
-    trained(tmp_path.as_uri(), diloco(4), 0, again := nn.Linear(3, 2))
-    assert same(values(again), anchor)
 
 
 def test_a_state_that_can_not_be_written_is_written_after_the_next_round_and_a_line_says_so(tmp_path, caplog):
@@ -584,11 +515,11 @@ def test_a_last_state_whose_loop_has_vanished_is_kept_here(address_here, monkeyp
     assert re.search(rf"have vanished(.|\n)* lies in \S+, from step {outer.position if is_first else 8}\.", caplog.text)
 
 
-def in_shards(address, member, every, patience_s=PATIENCE_S):
+def in_shards(address, member, every, patience_s=PATIENCE_S, state_every=100):
     """The loop of a replica of two ranks."""
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    membership = Elastic(transport_at(address, patience_s), member, state_every=100, island=TorchGroup())
+    membership = Elastic(transport_at(address, patience_s), member, state_every=state_every, island=TorchGroup())
     return OuterLoop(model, diloco(every, lr=1.0, momentum=0.0), membership=membership)
 
 

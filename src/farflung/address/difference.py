@@ -3,7 +3,7 @@
 
 The bits of two floats, as integers, differ by little if the values do, and in most values of 16 bits not at all at the
 rates of fine-tuning. So a piece is: the gaps between values that have changed, and by how much, each byte of these
-numbers in a plane of its own, deflated. Half as long again is a piece of plain differences where few have changed.
+numbers in a plane of its own, deflated. Where 5 % have changed, all differences without gaps are 1.8 times as long.
 
 Source: PULSESync (arXiv:2602.03839) sends the few values of bfloat16 that change in a step of reinforcement learning.
 """
@@ -24,9 +24,9 @@ from farflung.comm.checksum import crc32
 from farflung.comm.tensor_memory import bytes_of
 
 try:
-    from isal.isal_zlib import compress as compress, decompressobj as decompressobj  # 10 times as fast as zlib
+    from isal.isal_zlib import compress, decompressobj  # 10 times as fast as zlib
 except ImportError:
-    from zlib import compress as compress, decompressobj as decompressobj
+    from zlib import compress, decompressobj  # type: ignore[assignment]  # other names of arguments
 
 Row: TypeAlias = "tuple[str, str, Sequence[int], Sequence[int], Sequence[int]]"  # name, dtype, whole, offset, shape
 
@@ -190,17 +190,19 @@ def _decode(piece: Mapping[str, Any], held: Tensor) -> None:
     count, width = piece["changed"], held.itemsize
     if not 0 <= count <= len(held) == piece["size"]:
         raise Damaged(f"it changes {count} of {piece['size']} values, of which {len(held)} are there")
-    num_bytes, inflating = (4 + width) * count, decompressobj()
+    if not count:
+        return
+    num_bytes = (4 + width) * count
     try:
-        plain = bytearray(inflating.decompress(_memory(piece["data"]), max(1, num_bytes)))
+        plain = bytearray(decompressobj().decompress(_memory(piece["data"]), num_bytes))
     except Exception as error:  # isal has an error of its own
         raise Damaged(f"it can't be inflated: {error}") from None
     if len(plain) != num_bytes:
         raise Damaged(f"{len(plain)} of {num_bytes} bytes are in it")
-    planes = torch.frombuffer(plain, dtype=torch.uint8) if plain else torch.empty(0, dtype=torch.uint8)
+    planes = torch.frombuffer(plain, dtype=torch.uint8)
     gaps, folded = _numbers(planes[: 4 * count], torch.int32), _numbers(planes[4 * count :], held.dtype)
     at = (gaps + 1).cumsum(0) - 1
-    if count and not 0 <= int(at.min()) <= int(at.max()) < len(held):
+    if not 0 <= int(at.min()) <= int(at.max()) < len(held):
         raise Damaged("it changes values that are not there")
     held[at] += ((folded >> 1) & torch.iinfo(held.dtype).max) ^ -(folded & 1)
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from farflung.address.difference import DTYPES, HeldWeights, assembled, weights_in
+from farflung.address.difference import DTYPES as DTYPES, HeldWeights, assembled, weights_in
 from farflung.address.objects import PATIENCE_S
 from farflung.address.packed import Damaged
 from farflung.address.run_record import part_of_run

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from io import BufferedReader
@@ -156,16 +156,17 @@ class SavedStates:
         Args:
             dtype: of the differences that it reads.
         """
-        if order_of(name) > self.readers([dtype]).get(dtype, [-1]):
+        if order_of(name) > self._noted(f"{_READERS}{dtype}"):
             self._board.patient(0).put(f"{_READERS}{dtype}", name.encode())
 
-    def readers(self, dtypes: Iterable[str] | None = None) -> dict[str, list[int]]:
-        """Return the order of the latest state that `note_reader` was told of, by dtype; None: of all that are there."""
-        found = {}
-        for dtype in (key.removeprefix(_READERS) for key in self._board.list(_READERS)) if dtypes is None else dtypes:
-            with suppress(ValueError):  # a stranger's
-                found[dtype] = order_of((self._board.get(f"{_READERS}{dtype}") or b"").decode())
-        return found
+    def readers(self) -> dict[str, list[int]]:
+        """Return the order of the latest state that `note_reader` has noted, by dtype."""
+        return {key.removeprefix(_READERS): self._noted(key) for key in self._board.list(_READERS)}
+
+    def _noted(self, key: str) -> list[int]:
+        with suppress(ValueError):  # of no note of ours
+            return order_of((self._board.get(key) or b"").decode())
+        return []
 
     def forget_readers(self, dtype: str) -> None:
         self._board.delete(f"{_READERS}{dtype}")

@@ -108,6 +108,6 @@ def pull(address: str, target: Path, key_file: str | None, follow: bool, dtype: 
     The run may be under way, or over. Reading is enough.
     """
     check_path("TARGET", target)
-    found = reader.Reader(address, run_key(key_file), click.echo, dtype=dtype and reader.DTYPES[dtype])
+    found = reader.Reader(address, run_key(key_file), click.echo, dtype=reader.DTYPES[dtype] if dtype else None)
     for version in found if follow else [found.newest()]:
         click.echo(f"{target} has {version.save(target)}")
