@@ -46,3 +46,8 @@ def test_two_launchers_save_equal_adapters_which_peft_loads_and_a_reader_finds(h
     pulled = load_file("pulled.safetensors")
     assert len(pulled) == len(one), "adapters alone travel"
     assert all(torch.equal(loaded[name], value) for name, value in pulled.items())
+    (home / "folder").mkdir()
+    run_farflung("checkpoint", "pull", hub, "folder")
+    network, _ = load("sft_over_a_bucket").load(None)
+    again = PeftModel.from_pretrained(network, home / "folder").state_dict()
+    assert all(torch.equal(again[name], value) for name, value in loaded.items())

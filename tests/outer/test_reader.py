@@ -329,3 +329,33 @@ def test_a_replica_of_several_ranks_is_read_by_differences_too(tmp_path):
     member = LauncherNotes(transport_at(address).board).enroll("replica")
     sizes, _ = run_ranks(followed_in_shards, 2, address, member)
     assert max(sizes[4:]) < min(sizes[:3])
+
+
+@pytest.mark.package("peft")
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_peft_loads_the_adapter_of_a_run_from_a_folder(tmp_path, dtype):
+    import peft  # which takes seconds
+
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+
+    def network():
+        return nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 40), nn.Linear(40, 20))
+
+    settings = peft.LoraConfig(r=2, target_modules=["0", "1"], modules_to_save=["2"])
+    model = peft.get_peft_model(network(), settings)
+    outer, _ = trained(tmp_path.as_uri(), diloco(4), 5, model)
+    versions = iter(Reader(tmp_path.as_uri(), dtype=dtype))
+    first = next(versions)
+    for _ in range(3):
+        step(outer, 4)
+        next(versions)
+    outer.close()
+    version = next(versions)
+    assert version.is_last
+    assert dtype is None or version.num_bytes * 5 < first.num_bytes
+    assert version.save(folder).startswith("6 tensors after step")
+    found = peft.PeftModel.from_pretrained(network(), folder)
+    trainable = [name for name, one in model.named_parameters() if one.requires_grad]
+    mine, theirs = model.state_dict(), found.state_dict()
+    assert all(torch.equal(mine[name].to(dtype or torch.float32).float(), theirs[name].float()) for name in trainable)

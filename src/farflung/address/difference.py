@@ -189,7 +189,7 @@ def _decode(piece: Mapping[str, Any], held: Tensor) -> None:
     """Add what `_encoded` has encoded to integers; Damaged if that can't be."""
     count, width = piece["changed"], held.itemsize
     if not 0 <= count <= len(held) == piece["size"]:
-        raise Damaged(f"it changes {count} of {piece['size']} values, of which {len(held)} are there")
+        raise Damaged(f"it changes {count} of {piece['size']} values, and {len(held)} are there")
     if not count:
         return
     num_bytes = (4 + width) * count

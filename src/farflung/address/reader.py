@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -38,17 +39,30 @@ class Version:
         weights: the trained parameters and the buffers, on the CPU, by their names in the model.
         is_last: the run has come to its end with them.
         num_bytes: that were read at the address for it.
+        adapter: of an adapter of peft, its settings as JSON, and how its file names each tensor, by name.
     """
 
     step: int
     weights: Mapping[str, Tensor]
     is_last: bool
     num_bytes: int
+    adapter: Mapping[str, Any] | None = None
 
     def save(self, path: Path) -> str:
-        """Write the weights to a file of safetensors, which others find whole; return what they are."""
+        """Write the weights to a file of safetensors, which others find whole; return what they are.
+
+        Args:
+            path: of the file, or of a folder that exists: from it peft loads an adapter.
+        """
+        weights = dict(self.weights)
+        if path.is_dir() and self.adapter is not None:
+            weights = {own: weights[name] for name, own in self.adapter["names"].items() if name in weights}
+            with atomic_file(path / "adapter_config.json") as part:
+                part.write_text(self.adapter["settings"], encoding="utf-8")
+        if path.is_dir():
+            path /= "model.safetensors" if self.adapter is None else "adapter_model.safetensors"
         with atomic_file(path) as part, utf8_name(part.parent) as folder:
-            save_file(dict(self.weights), f"{folder}/{part.name}", metadata={"format": "pt", "step": str(self.step)})
+            save_file(weights, f"{folder}/{part.name}", metadata={"format": "pt", "step": str(self.step)})
         return f"{len(self.weights)} tensors after step {self.step}"
 
 
@@ -144,6 +158,7 @@ class _Following:
         self._states, self._dtype, self._say = states, dtype, say
         self._part = str(dtype).removeprefix("torch.")
         self._held: list[HeldWeights] = []  # of each rank
+        self._adapter: Mapping[str, Any] | None = None
         self._follows = self._has_warned = False
 
     def read(self, saved: Saved) -> Version:
@@ -162,14 +177,18 @@ class _Following:
     def whole(self, saved: Saved) -> Version:
         self._held = []
         with bar(f"Reading step {saved.position}", self._states.num_bytes(saved)) as shown:
-            parts = (self._states.read(saved, rank, shown) for rank in range(saved.ranks))
-            pairs = (weights_in(one, self._dtype) for one in parts)
+            pairs = (weights_in(self._parts(saved, rank, shown), self._dtype) for rank in range(saved.ranks))
             if self._dtype is None:
-                return Version(saved.position, assembled(pairs), saved.is_last, shown.num_done)
+                return self._version(saved, assembled(pairs), shown)
             held = [HeldWeights.of(saved.name, self._dtype, one) for one in pairs]
-            version = self._version(saved, held, shown)
+            version = self._version(saved, assembled(one.pairs() for one in held), shown)
         self._held = held
         return version
+
+    def _parts(self, saved: Saved, rank: int, shown: Bar) -> dict[str, Any]:
+        parts = self._states.read(saved, rank, shown)
+        self._adapter = parts["place"].get("adapter")
+        return parts
 
     def _by_differences(self, saved: Saved) -> Version | None:
         """Return the version of a state; None if it must be read whole."""
@@ -185,11 +204,10 @@ class _Following:
                 for name in names[names.index(held[0].name) + 1 :]:
                     for rank, one in enumerate(held):
                         one.apply(name, self._states.read_part(name, rank, self._part, shown))
-                return self._version(saved, held, shown)
+                return self._version(saved, assembled(one.pairs() for one in held), shown)
         except Damaged as error:
             self._say(f"Step {saved.position} is read whole, as a difference to it can't be used: {error}.")
             return None
 
-    def _version(self, saved: Saved, held: Sequence[HeldWeights], shown: Bar) -> Version:
-        weights = assembled(one.pairs() for one in held)
-        return Version(saved.position, weights, saved.is_last, shown.num_done)
+    def _version(self, saved: Saved, weights: Mapping[str, Tensor], shown: Bar) -> Version:
+        return Version(saved.position, weights, saved.is_last, shown.num_done, self._adapter)

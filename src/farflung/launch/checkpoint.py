@@ -94,7 +94,7 @@ def convert(source: Path | Address, target: Path, form: str, model: int) -> None
 
 @click.command()
 @click.argument("address")
-@click.argument("target", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path))
 @click.option("--key_file", "--key-file", help="The file with the run's key, if it has one. [the key in FARFLUNG_KEY]")
 @click.option("--follow", is_flag=True, help="Write each newer version over it, until the run ends.")
 @click.option(
@@ -105,7 +105,7 @@ def convert(source: Path | Address, target: Path, form: str, model: int) -> None
 def pull(address: str, target: Path, key_file: str | None, follow: bool, dtype: str | None) -> None:
     """Write the newest agreed weights of the run at ADDRESS (see `launch --meet`) to the safetensors file TARGET.
 
-    The run may be under way, or over. Reading is enough.
+    If TARGET is a folder, peft loads an adapter from it. The run may be under way, or over. Reading is enough.
     """
     check_path("TARGET", target)
     found = reader.Reader(address, run_key(key_file), click.echo, dtype=reader.DTYPES[dtype] if dtype else None)

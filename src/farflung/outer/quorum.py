@@ -387,6 +387,7 @@ class Quorum:
         place["layout"] = self.replica.layout
         if is_whole:
             place |= {"frozen": self.replica.frozen(), "rest": self.replica.trained.shared()}
+            place["adapter"] = self.replica.adapter
         return {"place": place} | _parts(self.replica, range(len(self.replica.fragments) * is_whole))
 
     def offer(self, *numbers: int) -> None:
