@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.layout_cost import ModelSize, RankLayout, estimate
+from farflung.address.reader import Reader
 from farflung.base.words import in_bytes, in_rate, in_seconds
 from farflung.cost.model import Workload, cost_of
 from farflung.cost.recipes import method_of
@@ -445,3 +446,20 @@ def test_a_picture_can_be_drawn_and_that_of_layouts_shows_each(name, tmp_path):
     assert [titles] * 2 == (named if name == "layouts" else [[], []])
     script["draw"](tmp_path / "drawn.png")
     assert (tmp_path / "drawn.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_reader_of_differences_takes_the_bytes_that_were_measured():
+    runs = [run for run in results("reader") if run["question"] == "reader"]
+    found = {(run["dtype"], run["rate"], run["steps"]): run["figures"] for run in runs}
+    for dtype in ("bfloat16", "float32"):
+        cells = [
+            ", ".join(f"{found[dtype, rate, steps]['kilobytes'] / 1e3:.1f}" for steps in (8, 160))
+            for rate in (1e-6, 1e-5, 1e-3)
+        ]
+        assert f"| `{dtype}` | {' | '.join(cells)} |" in TEXTS["docs/meet.md"]
+    assert {run["versions"] for run in runs if run["dtype"] == "bfloat16" and run["steps"] == 8} == {1000}
+    low, high = ([found[dtype, rate, 8]["times_fewer"] for dtype in ("bfloat16", "float32")] for rate in (1e-6, 1e-3))
+    said = f"1/{low[0]:.0f} of their bytes in bfloat16 and 1/{low[1]:.1f} in float32 at a learning rate of 1e-6"
+    assert f"{said}, and 1/{high[0]:.1f} and 1/{high[1]:.1f} at 1e-3" in " ".join(Reader.__doc__.split())
+    lags = {(run["dtype"], run["rate"]): run["figures"] for run in results("reader") if run["question"] == "reader_lag"}
+    assert {figures["mb"] for (dtype, _), figures in lags.items() if dtype is None} == {112.0}

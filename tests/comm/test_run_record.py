@@ -26,10 +26,10 @@ KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
 SETTINGS = json.dumps({"expected": 1}).encode()
 
 
-@pytest.fixture(params=["folder", pytest.param("bucket", marks=pytest.mark.long)])
+@pytest.fixture(params=["folder", *(pytest.param(one, marks=pytest.mark.long) for one in ("bucket", "hub"))])
 def address(request, tmp_path):
-    if request.param == "bucket":
-        return request.getfixturevalue("bucket")
+    if request.param != "folder":
+        return request.getfixturevalue(request.param)
     (tmp_path / "run").mkdir()
     return (tmp_path / "run").as_uri()
 

@@ -30,6 +30,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="ut
 ONE_MACHINE, TWO_MACHINES = re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 MEGABITS = 20
 SMALL = ("--parameters", "1M")
+WORDS = {"Put": "write", "List": "list", "Delete": "delete"}  # which a gateway's keys may lack
 RUN = "from farflung.launch.main import main; import sys; main(sys.argv[1:])"
 # Faults of a machine, as what its Python does first.
 OLDER = "import platform; platform.python_version = lambda: '3.9.0'"
@@ -282,6 +283,22 @@ def test_a_bucket_that_overwrites_what_is_to_be_created_once_is_something_to_do(
     found = doctor("--json", "--meet", bucket, *SMALL, "--timeout", 60)
     assert found["meet"]["creates_once"] is False
     assert "Use another store" in advice(found, "meet")
+
+
+@pytest.mark.parametrize(
+    ("place", "act", "why"),
+    [
+        *(("bucket", act, f"may lack a permission: s3:{act}Object") for act in ("Put", "Get", "Delete")),
+        ("bucket", "List", "may lack a permission: s3:ListBucket"),
+        *(("hub", act, f"of a token that may not {word} objects here") for act, word in WORDS.items()),
+        ("hub", "Get", r"GET \S+: 403 Forbidden: Access Denied"),
+    ],
+)
+def test_each_permission_that_keys_lack_is_something_to_do(s3, request, place, act, why):
+    address = request.getfixturevalue(place)
+    s3.set(denied=[act])
+    found = doctor("--json", "--meet", address, *SMALL, "--timeout", 4)
+    assert re.search(why, advice(found, "meet"))
 
 
 def test_an_address_without_an_answer_is_something_to_do(bucket, s3, tmp_path):

@@ -4,7 +4,7 @@
 import pytest
 
 PLACES, KEYED = ("store", "folder", "bucket"), ("folder with a key", "store with a key")
-LONG = "bucket", *KEYED
+LONG = "bucket", "hub", *KEYED
 
 
 def in_turn(values):
@@ -24,6 +24,6 @@ def address(request, tmp_path, monkeypatch):
     """The address of a run in a folder or in a bucket; None: its replicas meet at a store."""
     if request.param.endswith("key"):
         monkeypatch.setenv("FARFLUNG_KEY", "5" * 64)
-    if request.param == "bucket":
-        return request.getfixturevalue("bucket")
+    if request.param in ("bucket", "hub"):
+        return request.getfixturevalue(request.param)
     return tmp_path.as_uri() if request.param.startswith("folder") else None

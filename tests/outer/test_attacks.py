@@ -117,11 +117,11 @@ class Attacker:
             self.put(name, content or b"")
 
 
-@pytest.fixture(params=["folder", "bucket"])
+@pytest.fixture(params=["folder", "bucket", "hub"])
 def address(request, tmp_path, tmp_path_factory, monkeypatch):
     monkeypatch.setenv("FARFLUNG_KEY", KEY.hex())
     monkeypatch.chdir(tmp_path_factory.mktemp("work"))
-    return tmp_path.as_uri() if request.param == "folder" else request.getfixturevalue("bucket")
+    return tmp_path.as_uri() if request.param == "folder" else request.getfixturevalue(request.param)
 
 
 def begun(run, address, seed=0, plays=3 * (replica,), before=lambda attacker: None):
@@ -206,7 +206,7 @@ KINDS = {
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("kind", "address"), [*zip(KINDS, 3 * ["folder", "bucket"], strict=True)], indirect=["address"]
+    ("kind", "address"), [*zip(KINDS, 2 * ["folder", "bucket", "hub"], strict=True)], indirect=["address"]
 )
 def test_what_is_deleted_costs_a_run_nothing_or_ends_it_with_a_line(address, kind):
     with ElasticRun(address=address, expected=2, grace_s=2.0) as run:

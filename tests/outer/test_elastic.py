@@ -29,9 +29,15 @@ AS_OF_MANY = [
         ("vote", "after the vote", "confirmation", "confirmed"), ("folder with a key", "bucket")
     )
 ]
+AT_A_GATEWAY = [
+    pytest.param((phase, 4, None, replica), "hub", marks=pytest.mark.long, id=f"{phase}, hub")
+    for phase in ("vote", "exchange")
+]
 
 
-@pytest.mark.parametrize(("dies", "address"), [*in_turn([*DIES, *IN_TWO_HOPS]), *AS_OF_MANY], indirect=["address"])
+@pytest.mark.parametrize(
+    ("dies", "address"), [*in_turn([*DIES, *IN_TWO_HOPS]), *AS_OF_MANY, *AT_A_GATEWAY], indirect=["address"]
+)
 def test_a_replica_may_die_at_any_time_and_come_back(dies, address):
     phase, number, recipe, play = dies
     with ElasticRun(address=address, expected=3, grace_s=20.0, recipe=recipe, play=play) as run:
@@ -229,8 +235,9 @@ def test_one_that_is_told_to_end_takes_part_in_a_round_before_but_does_not_wait_
     [{"error_s": 2.0}, {"loses": 10}, pytest.param({"late_s": 0.3}, marks=pytest.mark.long)],
     ids=["503", "loses", "late"],
 )
-def test_no_replica_is_lost_while_the_server_fails(bucket, s3, faults):
-    with ElasticRun(address=bucket, expected=2, grace_s=30.0) as run:
+@pytest.mark.parametrize("address", ["bucket", pytest.param("hub", marks=pytest.mark.long)], indirect=True)
+def test_no_replica_is_lost_while_the_server_fails(address, s3, faults):
+    with ElasticRun(address=address, expected=2, grace_s=30.0) as run:
         members = [run.start(name) for name in range(2)]
         run.until(lambda: run.joined(*members) and run.at(3 * EVERY))
         s3.set(**faults)

@@ -91,7 +91,7 @@ def kept(said, starts):
 @pytest.mark.long
 @pytest.mark.law("a-run-outlives-its-members")
 @pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("address", ["folder", "bucket"], indirect=True)
+@pytest.mark.parametrize("address", ["folder", "bucket", "hub"], indirect=True)
 def test_each_sample_counts_though_all_are_killed_at_random_and_at_most_one_round_twice_a_restart(address, replicas):
     draw = random.Random(replicas)
     options = {"expected": replicas, "least": 1, "most": 4, "grace_s": 20.0, "state_every": 2}

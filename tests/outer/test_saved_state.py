@@ -49,9 +49,9 @@ TREE = {
 }
 
 
-@pytest.fixture(params=["folder", pytest.param("bucket", marks=pytest.mark.long)])
+@pytest.fixture(params=["folder", *(pytest.param(one, marks=pytest.mark.long) for one in ("bucket", "hub"))])
 def board(request, tmp_path):
-    address = tmp_path.as_uri() if request.param == "folder" else request.getfixturevalue("bucket")
+    address = tmp_path.as_uri() if request.param == "folder" else request.getfixturevalue(request.param)
     return transport_at(address).board.part("loop1")
 
 
@@ -604,9 +604,10 @@ def test_a_rank_that_fails_waits_for_no_other_and_the_last_one_finishes_their_st
         (diloco(EVERY, lr=1.0, momentum=0.0), "folder", 4),
         (streaming_diloco(EVERY, 2, delay=1, lr=1.0, momentum=0.0, alpha=0.0), "folder", 3),
         pytest.param(diloco(EVERY, lr=1.0, momentum=0.0), "bucket", 10, marks=pytest.mark.long),
+        pytest.param(diloco(EVERY, lr=1.0, momentum=0.0), "hub", 3, marks=pytest.mark.long),
     ],
     indirect=["address"],
-    ids=["folder", "streaming", "bucket"],
+    ids=["folder", "streaming", "bucket", "hub"],
 )
 def test_all_may_be_killed_at_any_moment_and_started_again(address, recipe, times):
     every = 8

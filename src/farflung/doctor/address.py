@@ -45,6 +45,7 @@ def measure(address: str, timeout_s: float) -> Found:
 
 def _measure(board: ObjectBoard, address: str) -> Found:
     small, large = b"1" * 100, secrets.token_bytes(LARGE_BYTES)
+    todo = []
     keys = [*(f"small/{number}" for number in range(_TIMES)), "large", "once"]
     try:
         put_s = median(_seconds(lambda key=key: board.put(key, small)) for key in keys[:_TIMES])  # type: ignore[misc]
@@ -55,10 +56,11 @@ def _measure(board: ObjectBoard, address: str) -> Found:
         is_whole = board.get("large") == large
         creates_once = board.put_new("once", b"1") and not board.put_new("once", b"2")
     finally:
-        for key in keys:
-            with suppress(Unreachable):
+        try:
+            for key in keys:
                 board.patient(0).delete(key)
-    todo = []
+        except Unreachable as error:  # after which the others would fail too
+            todo.append(f"meet: {error} Replicas delete what they have read.")
     if not creates_once:
         why = f"meet: {address} overwrites objects that are to be created only if there are none"
         todo.append(f"{why}, so several replicas would take themselves for the one that decides. Use another store.")

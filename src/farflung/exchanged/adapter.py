@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the files of an adapter have beside its values, so that peft loads them: the settings, and names of its own."""
+"""What an adapter's files need in addition to its values, so that peft loads them: the settings, and peft's names."""
 
 from __future__ import annotations
 

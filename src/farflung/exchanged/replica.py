@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.recording import unrecorded
 from farflung.comm.shards import local, model_has_dtensor, reshard
-from farflung.exchanged.adapter import adapter_in
 from farflung.exchanged.bound import BoundFragment
 from farflung.exchanged.comparison import frozen_fingerprints, moved, synchronize
 from farflung.exchanged.structure import described, line_of, structure_of, text_of
@@ -47,7 +46,6 @@ class Replica:
         description: all that must be the same on all ranks: recipe, shapes, cut; `parts` has it one by one.
         tensors: a line for each tensor that is exchanged; the description has only a digest of them.
         could: the same of each tensor that may be exchanged at some time.
-        adapter: see `adapter_in`.
         trained: which parameters are exchanged, and which have been trained since the last round.
         fragments: bound to memory.
 
@@ -69,7 +67,6 @@ class Replica:
     def _read(self, cut: list[Fragment]) -> None:
         """Take over the model's current structure, and what is exchanged of it."""
         self._structure = structure_of(self._model)
-        self.adapter = adapter_in(self._model)
         self.trained.read(self._model, self._structure[1][0])
         self._lay_out(cut)
 

@@ -21,6 +21,7 @@ from farflung.base.errors import CollectiveMismatch
 from farflung.comm.group import Group
 from farflung.comm.recording import uncompiled
 from farflung.comm.shards import local
+from farflung.exchanged.adapter import adapter_in
 from farflung.exchanged.bound import row_of
 from farflung.exchanged.structure import buckets_of, line_of
 from farflung.methods.agreement import Aggregator, NewParameters
@@ -129,6 +130,7 @@ class TrainedSet:
         places: the parameters that could be, by name.
         moves: which have trained since they were last sent.
         ever: the names of all that were exchanged at some time.
+        adapter: see `adapter_in`.
     """
 
     keeps: bool
@@ -137,6 +139,7 @@ class TrainedSet:
     places: dict[str, TensorPlace] = field(default_factory=dict)
     moves: SteppedParameters = field(init=False)
     ever: set[str] = field(default_factory=set)
+    adapter: dict[str, Any] | None = None
     _names_of: dict[int, str] = field(default_factory=dict)
     _before: dict[str, Tensor] = field(default_factory=dict)  # the first step of what is not exchanged yet
 
@@ -155,6 +158,7 @@ class TrainedSet:
         new = known.keys() - before.keys() if before else set()  # unseen until now
         self.moves.follow(known, self.moves.ids | new)
         self.places, self._names_of = could_train(model)
+        self.adapter = adapter_in(model)
 
     def as_exchanged(self, model: nn.Module) -> AbstractContextManager[None]:
         """Within the block exactly what is exchanged requires gradients, which is the same on all ranks."""

@@ -386,8 +386,8 @@ class Quorum:
         place["flushes"] = timetable.flushes
         place["layout"] = self.replica.layout
         if is_whole:
-            place |= {"frozen": self.replica.frozen(), "rest": self.replica.trained.shared()}
-            place["adapter"] = self.replica.adapter
+            trained = self.replica.trained
+            place |= {"frozen": self.replica.frozen(), "rest": trained.shared(), "adapter": trained.adapter}
         return {"place": place} | _parts(self.replica, range(len(self.replica.fragments) * is_whole))
 
     def offer(self, *numbers: int) -> None:
