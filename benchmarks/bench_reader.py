@@ -2,10 +2,11 @@
 """How few bytes does a reader need that follows a run by differences, and how late is it?
 
 14M weights move by AdamW on random gradients, from N(0, 0.02), at a rate of fine-tuning or of pretraining. Each version
-is the weights after some more steps. `bytes` is how often the median difference goes into the whole weights in the same
-dtype, `encode_s` and `apply_s` the medians of the first member's and of the reader's work on it, by one thread. After
-each of them the reader's bits are compared with the weights of the version; `peak_mb` is how far the memory of the
-first member's process grows as it encodes one.
+is the weights after some more steps. `times_fewer` is how often the median difference goes into the whole weights in
+the same dtype, `changed` the share of values in it (all of a piece, if more than half have changed), `encode_s` and
+`apply_s` the medians of the first member's and of the reader's work on it, by one thread. The reader's bits are
+compared with the weights of each version; `peak_mb` is how far the memory of the first member's process grows as it
+encodes one, in addition to the weights before it.
 
 `lag` writes states to an S3 server of another process on this machine, as a run does, with a reader of each kind in
 turn: seconds from when a state begins to be written until the reader has the version, and MB read for it.

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, strategies as st
+from safetensors.torch import load_file
 from torch import nn
 
 from farflung.address.difference import HeldWeights
@@ -75,11 +76,12 @@ def test_the_weights_of_a_run_can_be_pulled_while_it_trains_and_when_it_has_ende
     assert same(pulled(address, tmp_path), model.state_dict())
 
 
-def test_who_follows_a_run_has_each_newer_version_whole_until_that_of_its_end(tmp_path):
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_who_follows_a_run_has_each_newer_version_whole_until_that_of_its_end(tmp_path, dtype):
     address, found, refused, model = tmp_path.as_uri(), [], [], nn.Linear(3, 2)
     outer, _ = trained(address, RECIPE, 9, model)
     with ThreadPoolExecutor(1) as threads:
-        following = threads.submit(lambda: found.extend(iter(Reader(address, refused=refused.append))))
+        following = threads.submit(lambda: found.extend(iter(Reader(address, refused=refused.append, dtype=dtype))))
         until(lambda: found)
         assert same(found[0].weights, pulled(address, tmp_path))
         board = transport_at(address).board.part("loop1")
@@ -110,6 +112,8 @@ def test_a_version_that_is_damaged_is_said_and_left_out(tmp_path, capsys):
     call_farflung("checkpoint", "pull", address, tmp_path / "x.safetensors", "--follow")
     whole = f"{tmp_path / 'x.safetensors'} has 2 tensors after step {before.position}"
     assert capsys.readouterr().out.splitlines() == [sentence, whole]
+    call_farflung("checkpoint", "pull", address, tmp_path / "x.safetensors", "--dtype", "bfloat16")
+    assert {x.dtype for x in load_file(tmp_path / "x.safetensors").values()} == {torch.bfloat16}
 
 
 @pytest.mark.law("readout-is-slow-weights")
@@ -158,9 +162,10 @@ def test_a_difference_leads_to_the_bits_of_the_next_weights_whatever_they_are(dt
 
 
 @pytest.mark.parametrize("dtype", KINDS[::2])
-@pytest.mark.parametrize("key", [None, KEY])
-def test_who_reads_each_version_reads_what_changes_and_has_equal_bits(tmp_path, dtype, key):
-    address, said = tmp_path.as_uri(), []
+@pytest.mark.parametrize("key", [None, KEY], ids=["open", "sealed"])
+@pytest.mark.parametrize("place", ["folder", *(pytest.param(one, marks=pytest.mark.long) for one in ("bucket", "hub"))])
+def test_who_reads_each_version_reads_what_changes_and_has_equal_bits(tmp_path, request, place, dtype, key):
+    address, said = tmp_path.as_uri() if place == "folder" else request.getfixturevalue(place), []
     outer, _ = trained(transport_at(address, seal=key and Seal(key)), RECIPE, 5, network())
     versions = iter(Reader(address, key, said.append, dtype=dtype))
     sizes = followed(outer, versions, 8, address, dtype, key)
