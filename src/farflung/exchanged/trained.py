@@ -21,9 +21,8 @@ from farflung.base.errors import CollectiveMismatch
 from farflung.comm.group import Group
 from farflung.comm.recording import uncompiled
 from farflung.comm.shards import local
-from farflung.exchanged.adapter import adapter_in
 from farflung.exchanged.bound import row_of
-from farflung.exchanged.structure import buckets_of, line_of
+from farflung.exchanged.structure import adapter_in, buckets_of, line_of
 from farflung.methods.agreement import Aggregator, NewParameters
 from farflung.methods.fragments import TensorPlace, could_train, training
 from farflung.votes.ballot import Tally, digest_of
