@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial, reduce
 from io import BufferedReader
+from itertools import islice
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -34,7 +35,8 @@ _Form: TypeAlias = Literal["whole", "parts", "name"]
 _LOOK_PAUSES = 10  # of the board, between two questions of a wait to its watch
 _LOOK_SHARE = 5  # a question that takes long comes after five times as long at the earliest
 _LEAST_PAUSES, _MOST_PAUSES = 0.05, 2.5  # of the board, between two looks for a share
-_SIDE_BY_SIDE, _SLOW_S = 8, 0.003  # shares that are read at a time where each read takes longer than that
+_SIDE_BY_SIDE, _SLOW_S = 8, 0.003  # shares that are read at a time where each read takes longer than that, at least
+_AT_ONCE_BYTES = 2 * 2**20  # more of them if they are small: a slow line has to bring them before requests time out
 _HEADER_BYTES = 2048  # of a share, at most
 _SAYS_BYTES = 32  # of the header of a part, for what its author has read
 _KEPT = 6  # shares that all have read, until they are deleted by one request: those of two rounds, as a rule
@@ -169,7 +171,8 @@ class ObjectGroup(Group):
         """Fill `rows`, by rank, with shares of a collective; RankFailure if the wait can't end."""
         number, written = reading.number, reading.written
         missing, took_s = dict(rows), list[float]()
-        num_at_once = _SIDE_BY_SIDE if self._least_s > _SLOW_S else self._board.num_at_once
+        few = _SIDE_BY_SIDE if self._board.num_at_once > 1 or self._least_s > _SLOW_S else 1
+        many = max(few, min(self._board.num_at_once, _AT_ONCE_BYTES // max(1, reading.nbytes // self.size)))
 
         def look(rank: int) -> bool:
             row, began = missing.pop(rank), time.monotonic()
@@ -194,9 +197,12 @@ class ObjectGroup(Group):
             if reading.form == "name":
                 look_at_names()
             else:
-                turn = iter(list(missing))
-                # Each thread looks until one is late; the next look is soon enough for others that are.
-                side_by_side([lambda: all(map(look, turn))] * min(len(missing), num_at_once), num_at_once)
+                num_missing, turn = len(missing), iter(list(missing))
+                if few < many:
+                    side_by_side([partial(look, rank) for rank in islice(turn, few)], few)
+                if few == many or len(missing) < num_missing:
+                    # Each thread looks until one is late; the next look is soon enough for others that are.
+                    side_by_side([lambda: all(map(look, turn))] * min(len(missing), many), many)
             return not missing and (written is None or written.is_over)
 
         entered = Entered(f"{self._name}#{number}", reading.nbytes)

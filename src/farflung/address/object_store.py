@@ -112,7 +112,7 @@ class BucketBoard(ObjectBoard):
     pause_s: ClassVar[float] = 0.2
     heartbeat_s: ClassVar[float] = 10.0
     grace_s: ClassVar[float] = 60.0
-    num_at_once: ClassVar[int] = 8
+    num_at_once: ClassVar[int] = 32
     lists_at_once: ClassVar[bool] = True
     missing: ClassVar[str] = ""  # what the store says of an object that doesn't exist, and of nothing else
 
