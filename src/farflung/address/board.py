@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Sequence
-from typing import ClassVar, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar, Protocol, TypeVar
 
 from farflung.address.seal import Seal
 from farflung.base.errors import Unreachable
+
+_Item = TypeVar("_Item")
+_Found = TypeVar("_Found")
 
 _FORGET_EVERY = 8  # decisions
 _LATE_S, _PAUSES = 10.0, 5  # how late a listing may be; pauses of the board between two
@@ -66,6 +69,13 @@ class Board(Protocol):
 
     def list(self, prefix: str) -> Sequence[str]:
         """Return the keys that begin with a prefix."""
+
+    def map(self, ask: Callable[[_Item], _Found], items: Iterable[_Item]) -> Sequence[_Found]:
+        """Return what `ask`, which makes requests, returns for each item; where answers take long, for many at a time.
+
+        What it takes to ask about a member thus does not grow with their number.
+        """
+        return [ask(item) for item in items]
 
 
 def vanished(key: str) -> Unreachable:

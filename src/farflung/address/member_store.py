@@ -20,6 +20,7 @@ from farflung.base.words import in_seconds
 
 DONE, LATE = "done", "too late"  # why a member has left: its work is done, or that of the others was before it came
 _HEARTBEATS_LOST, _LEAST_LOST_S = 2.5, 2.5  # intervals without a heartbeat of a launcher; minimum in seconds
+_OF_QUESTION = re.compile(r"(\d+)\.(\d+)")
 _OF_GENERATION = re.compile(r"g(\d+)/")
 # What is written once and needed for as long as the run lasts.
 _OF_LOG = re.compile(r"(ends|loops/\d+|place/\d+|loop\d+/(?:generation|saved)|data/\d+/epochs)/\d+")
@@ -172,6 +173,10 @@ class LauncherNotes:
         if left := self.get("left", member):
             return left
         return self.read(f"{loop or f'loop{self._loops_of(member).last()[0]}'}/left/{member}")
+
+    def have_left(self, loop: str) -> set[int]:
+        """Return the members that may no longer take part in an outer loop: records say why."""
+        return {*numbers_below(self.board, "left"), *numbers_below(self.board, f"{loop}/left")}
 
     def is_done_with(self, member: int, loop: str) -> bool:
         """Return whether a member's work in an outer loop is done, or it has continued from there to a later one."""
@@ -378,9 +383,17 @@ class MemberStore:
     def has_asks(self) -> bool:
         return bool(self.board.list("ask/"))
 
+    def askers(self) -> dict[str, tuple[int, int]]:
+        """Return who asks by each question: the member, and the number of the generation that it was in before."""
+        found = {
+            name: _OF_QUESTION.fullmatch(name) for name in (key.removeprefix("ask/") for key in self.board.list("ask/"))
+        }
+        return {name: (int(one[1]), int(one[2])) for name, one in found.items() if one}
+
     def asks(self) -> dict[str, Ask]:
-        found = {key.removeprefix("ask/"): self.board.get(key) for key in self.board.list("ask/")}
-        return {name: decode(Ask, content) for name, content in found.items() if content is not None}
+        keys = self.board.list("ask/")
+        found = zip(keys, self.board.map(self.board.get, keys), strict=True)
+        return {key.removeprefix("ask/"): decode(Ask, content) for key, content in found if content is not None}
 
     def tensors(self, name: str) -> tuple[list[str], list[str]]:
         """Return what a replica that asks exchanges, and what it could exchange; nothing if its question is closed."""
@@ -433,8 +446,9 @@ class MemberStore:
         return self.board.has(f"g{generation}/{what}/{member}" for member in members)
 
     def get(self, generation: int, what: str, members: Iterable[int]) -> dict[int, str]:
-        found = {member: self.board.get(f"g{generation}/{what}/{member}") for member in members}
-        return {member: content.decode() for member, content in found.items() if content is not None}
+        members = [*members]
+        found = self.board.map(self.board.get, [f"g{generation}/{what}/{member}" for member in members])
+        return {one: content.decode() for one, content in zip(members, found, strict=True) if content is not None}
 
     def mark_broken(self, generation: int, reason: str) -> None:
         self.board.put_new(f"g{generation}/broken", reason.encode())

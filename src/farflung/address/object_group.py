@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -207,7 +207,7 @@ class ObjectGroup(Group):
 
         entered = Entered(f"{self._name}#{number}", reading.nbytes)
         try:
-            self._wait(entered, is_complete)
+            self._wait(entered, is_complete, missing)
         except Unreachable as error:
             raise self._failure(str(error)) from None
         self._least_s = min(took_s, default=self._least_s)
@@ -323,7 +323,7 @@ class ObjectGroup(Group):
 
     # ---- waiting
 
-    def _wait(self, entered: Entered, is_over: Callable[[], bool]) -> None:
+    def _wait(self, entered: Entered, is_over: Callable[[], bool], missing: Iterable[int] = ()) -> None:
         began, unit_s = time.monotonic(), self._board.pause_s
         pause_s, look_s = _LEAST_PAUSES * unit_s, _LOOK_PAUSES * unit_s
         look_at = began + look_s
@@ -332,7 +332,8 @@ class ObjectGroup(Group):
                 with suppress(Unreachable):
                     if left := self._at_once.get("left"):
                         raise self._watch.break_off(left.decode(errors="replace"))
-                self._watch.look(entered, now - began)
+                absent = tuple(sorted(self._first + rank for rank in missing))
+                self._watch.look(entered._replace(missing=absent), now - began)
                 look_at = time.monotonic() + max(look_s, _LOOK_SHARE * (time.monotonic() - now))
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _MOST_PAUSES * unit_s)

@@ -13,8 +13,9 @@ from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from io import BufferedReader, BytesIO
+from os.path import commonpath
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, TypeVar
 from urllib.parse import quote, unquote
@@ -22,12 +23,15 @@ from urllib.parse import quote, unquote
 from farflung.address.board import Board
 from farflung.address.seal import Seal, SealError
 from farflung.base.errors import Unreachable
+from farflung.base.sizes import lie_in_names
 from farflung.comm.patience import aloud, waiting
+from farflung.comm.threads import side_by_side
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 _T = TypeVar("_T")
+_Item = TypeVar("_Item")
 Act: TypeAlias = Literal["write", "create", "read", "list", "delete"]
 
 PATIENCE_S = 60.0
@@ -101,7 +105,7 @@ class ObjectBoard(Board):
         seal: of the run's key; None: it has none.
 
     Attributes:
-        num_at_once: how many requests are worth being under way at a time, in threads; 1: an answer comes at once.
+        num_at_once: how many small requests are worth being under way at a time, in threads; 1: answers come at once.
         lists_at_once: a listing takes one request, and has all objects that are there now.
     """
 
@@ -161,9 +165,18 @@ class ObjectBoard(Board):
         return found
 
     def has(self, keys: Iterable[str]) -> bool:
+        keys = [*keys]
+        if lie_in_names(len(keys), self.lists_at_once):
+            return set(keys) <= set(self.list(f"{commonpath(keys)}/".lstrip("/")))
         with suppress(SealError):
             return all(self.read(key, lambda file, size: True) for key in keys)
         return False
+
+    def map(self, ask: Callable[[_Item], _T], items: Iterable[_Item]) -> Sequence[_T]:
+        rows = [*enumerate(items)]
+        found: dict[int, _T] = {}
+        side_by_side([partial(lambda k, item: found.update({k: ask(item)}), *row) for row in rows], self.num_at_once)
+        return [found[k] for k, _ in rows]
 
     def delete(self, *keys: str) -> None:
         self.delete_names([self.name(key) for key in keys])

@@ -11,10 +11,15 @@ from farflung.comm.group import Group
 
 
 class Entered(NamedTuple):
-    """A collective that this rank has started: which one, of how many bytes."""
+    """A collective that this rank has started: which one, of how many bytes.
+
+    Attributes:
+        missing: the ranks in the generation that have not come; empty if that is not known.
+    """
 
     place: str
     nbytes: int
+    missing: tuple[int, ...] = ()
 
 
 class Watch(Protocol):

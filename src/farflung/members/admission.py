@@ -75,30 +75,35 @@ class Admission:
                 question = self._members.ask(mine, needs.tensors, needs.could)
             if now >= looked_at + _ASK_S:
                 peers.check()
-                looked_at, asks = now, self._members.asks()
+                looked_at, askers = now, self._members.askers()
                 self._heed(question)
-                if question and question not in asks:  # it was admitted, and left out as it did not come
+                if question and question not in askers:  # it was admitted, and left out as it did not come
                     self._members.ask(mine, needs.tensors, needs.could)
-                holders = {} if record is None else self._holders(record, asks.values(), now - began)
+                holders = {} if record is None else self._holders(record, askers.values(), now - began)
                 quiet_since = quiet_since if holders and all(holders.values()) else now
                 if now - quiet_since > peers.grace_s and self._found() is not None:
                     holders = {}  # there is what those have written of whom nothing is heard
                 few = ""
                 if not holders:
                     pause_s = 0.0
-                    few = self._begin(record, asks, now - began)
+                    few = self._begin(record, self._members.asks(), now - began)
                 elif now - began > peers.grace_s:
                     told = self._tell_wait(holders, told)
                 peers.await_holders(holders, now - quiet_since if holders else 0.0)
 
-    def _holders(self, record: Record, asks: Iterable[Ask], waited_s: float) -> dict[int, str]:
+    def _holders(self, record: Record, askers: Iterable[tuple[int, int]], waited_s: float) -> dict[int, str]:
         """Return members that may hold the trained state or begin now, and why they are silent; RankFailure at the end.
 
-        If launchers start at the same moment, one replica begins and is not ready yet when others ask.
+        If launchers start at the same moment, one replica begins and is not ready yet when others ask. One that is not
+        silent is enough: then no more is asked.
+
+        Args:
+            askers: members that ask, each with the generation that it was in before.
         """
-        heartbeats = self._peers.heartbeats
-        came_back = {ask.member for ask in asks if ask.last >= record.number} | {self._member}
-        if any(self._notes.is_done_with(one, self._peers.loop) for one in record.ids):
+        heartbeats, ask_each = self._peers.heartbeats, self._notes.board.map
+        came_back = {member for member, last in askers if last >= record.number} | {self._member}
+        have_left = self._notes.have_left(self._peers.loop)
+        if any(self._notes.is_done_with(one, self._peers.loop) for one in record.ids if one in have_left):
             self.is_over = True
             self._notes.put("left", self._member, LATE)
             are_gone = all(self._notes.get("gone", one) or heartbeats.unheard(one) for one in record.ids)
@@ -106,16 +111,22 @@ class Admission:
                 raise RankFailure(_ENDED_LATER, Cause.FAULT)
             raise RankFailure(_RUN_ENDED, Cause.RUN_ENDED)
         begins = record.is_fresh and waited_s < self._peers.grace_s
-        there = [
-            one
-            for one in record.ids
-            if one not in came_back and (self._peers.may_hold(record, one) or (begins and not heartbeats.missing(one)))
-        ]
-        holders = {one: heartbeats.missing(one) for one in there if not heartbeats.ended(one)}
-        for ask in asks:  # it has state, and can't begin with us
-            if ask.has_state and not heartbeats.ended(ask.member) and (why := heartbeats.unheard(ask.member)):
-                holders[ask.member] = why
-        return holders
+
+        def why_missing(one: int) -> str | None:
+            may_hold = self._peers.may_hold(record, one) or (begins and not heartbeats.missing(one))
+            return heartbeats.missing(one) if may_hold and not heartbeats.ended(one) else None
+
+        def why_unheard(one: int) -> str:  # it has state, and can't begin with us
+            return "" if heartbeats.ended(one) else heartbeats.unheard(one)
+
+        there, holders = [one for one in record.ids if one not in came_back], dict[int, str]()
+        for some in (there[:1], there[1:]):
+            holders |= {one: why for one, why in zip(some, ask_each(why_missing, some), strict=True) if why is not None}
+            if not all(holders.values()):  # the first one lives, as a rule
+                return holders
+        with_state = [ask.member for ask in self._members.asks().values() if ask.has_state]
+        unheard = zip(with_state, ask_each(why_unheard, with_state), strict=True)
+        return holders | {one: why for one, why in unheard if why}
 
     def _begin(self, record: Record | None, asks: Mapping[str, Ask], waited_s: float) -> str:
         """Make a generation of those that ask, as soon as there are enough: no other replica holds a trained state.
@@ -123,15 +134,17 @@ class Admission:
         Returns how many there are, in words, if they are too few.
         """
         heartbeats = self._peers.heartbeats
-        there = [(name, one) for name, one in asks.items() if not heartbeats.ended(one.member)]
-        there = [(name, one) for name, one in there if not heartbeats.unheard(one.member)]
+        ask_each = self._notes.board.map
+        absent = ask_each(lambda one: heartbeats.ended(one.member) or heartbeats.unheard(one.member), asks.values())
+        there = [row for row, why in zip(asks.items(), absent, strict=True) if not why]
         there.sort(key=lambda row: (not row[1].has_state, -row[1].last, row[1].member))
         saved = None if any(one.has_state for _, one in there) else self._found()
         mine = there[0][1].description if there else ""
         trained, could = self._members.tensors(there[0][0]) if there else ([], [])
         if saved is not None and self._saver is not None:  # which is the run's, whoever asks first
             mine, trained = saved.description or mine, self._saver.lines()
-        fit = {one.member: name for name, one in there if self._fits(name, one, mine, trained, could)}
+        are_fit = ask_each(lambda row: self._fits(*row, mine, trained, could), there)
+        fit = {one.member: name for (name, one), is_fit in zip(there, are_fit, strict=True) if is_fit}
         if len(fit) < self._least or (len(fit) < self._expected and waited_s <= self._peers.grace_s):
             wanted = self._least if waited_s > self._peers.grace_s else self._expected
             return f"{counted(len(fit), 'replica')} of {wanted} {'is' if len(fit) == 1 else 'are'} there to begin"
@@ -147,8 +160,7 @@ class Admission:
             if not self._saver.restore_logs(saved, lambda: self._members.record() == record):
                 return ""
         if self._members.append(new):
-            for name in fit.values():
-                self._members.close(name)
+            ask_each(self._members.close, fit.values())
             self._notes.send(Event.now(Kind.BEGAN, "", number, replicas=len(ids), **state))
         return ""
 
@@ -183,23 +195,25 @@ class Admission:
 
     def waiting(self, record: Record, description: str, needs: Needs) -> dict[str, Ask]:
         """Return the replicas that ask and may be admitted to a generation, by the name of their question."""
-        found, heartbeats = {}, self._peers.heartbeats
-        for name, one in self._members.asks().items():
+        heartbeats, asks = self._peers.heartbeats, self._members.asks()
+
+        def may_come(row: tuple[str, Ask]) -> bool:
+            name, one = row
             is_in = one.member in record.ids
             if heartbeats.ended(one.member) or (is_in and one.last < record.number):
                 self._members.close(name)
-            elif (
-                not is_in
-                and self._fits(name, one, description, needs.tensors, needs.could)
-                and not heartbeats.unheard(one.member)
-            ):
-                found[name] = one
-        return found
+                return False
+            fits = not is_in and self._fits(name, one, description, needs.tensors, needs.could)
+            return fits and not heartbeats.unheard(one.member)
+
+        found = zip(asks.items(), self._notes.board.map(may_come, asks.items()), strict=True)
+        return {name: one for (name, one), comes in found if comes}
 
     def admit(self, record: Record, description: str, needs: Needs) -> Record:
         """Return the next generation, which admits the waiting replicas. One member decides; all members call this."""
         there = self.waiting(record, description, needs)
-        waiting = {name: one for name, one in there.items() if self._members.is_ready(name)}
+        are_ready = self._notes.board.map(self._members.is_ready, there)
+        waiting = {name: one for (name, one), is_ready in zip(there.items(), are_ready, strict=True) if is_ready}
         newcomers = tuple(sorted({one.member for one in waiting.values()}))[: self._most - len(record.ids)]
         new = replace(
             Record(record.number + 1, self._member, record.ids + newcomers, newcomers),
@@ -212,14 +226,16 @@ class Admission:
             self._members.answer("differs", name, why)
         if not self._members.append(new):
             return self._members.current()
-        for name in names:
-            self._members.close(name)
+        self._notes.board.map(self._members.close, names)
         name_of, count = self._notes.name_of, len(new.ids)
         for name, why in differs.items():
             self._notes.send(Event.now(Kind.DIFFERS, name_of(names[name].member), why=why))
-        for member in newcomers:
+
+        def send_joined(member: int) -> None:
             self._notes.send(Event.now(Kind.JOINED, name_of(member), new.number, replicas=count))
             self._notes.send_to_launcher(member, Event.now(Kind.JOINED, name_of(member), replicas=count))
+
+        self._notes.board.map(send_joined, newcomers)
         return new
 
     def _fits(self, question: str, one: Ask, mine: str, trained: Sequence[str], could: Sequence[str]) -> bool:

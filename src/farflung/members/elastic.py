@@ -228,7 +228,8 @@ class Elastic:
         if self._decided is None and self.record is not None:
             self._end_island_waits()
             has_state = needs.has_state and self.member not in self.record.newcomers
-            self._decided = self._settled(Post(needs.num_votes, has_state))
+            # Nobody has come out of a generation that did not come about, or trains in it.
+            self._decided = self._settled(Post(needs.num_votes, has_state), trains=self._generation is not None)
             if self._decided.is_fresh and from_first(self._share_group, self._has_saved):
                 self.peers.record, self._decided = self._decided, None  # it asks, and begins with what was saved
             elif has_state and self.member not in self._decided.ids:
@@ -325,8 +326,8 @@ class Elastic:
     def _has_saved(self) -> bool:
         return self.saver is not None and self.saver.found() is not None
 
-    def _settled(self, post: Post) -> Record:
-        record = from_first(self._share_group, lambda: settle(self.peers, self.member, post))
+    def _settled(self, post: Post, trains: bool = True) -> Record:
+        record = from_first(self._share_group, lambda: settle(self.peers, self.member, post, trains))
         if record.disputes >= _DISPUTES and post.odd:
             names = " and ".join(map(self.peers.notes.name_of, sorted({self.member, *post.odd})))
             raise CollectiveMismatch(

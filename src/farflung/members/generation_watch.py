@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 
 from farflung.address.member_store import Record
@@ -10,7 +11,7 @@ from farflung.address.transport import Entered
 from farflung.base.errors import RankFailure, Unreachable
 from farflung.base.words import in_seconds
 from farflung.comm.group import Group
-from farflung.members.peers import Peers
+from farflung.members.peers import Awaited, Peers
 from farflung.votes.generation import OddMembers
 
 _LOOK_S = 1.0  # how long a wait lasts before it asks who is late
@@ -39,6 +40,9 @@ class GenerationWatch:
 
     def _why_over(self, entered: Entered, waited_s: float) -> str:
         peers, number = self._peers, self._record.number
+        missing = [self._record.ids[rank] for rank in entered.missing]
+        if missing:
+            peers.awaited = Awaited(entered.place, self._what, missing, time.monotonic() - waited_s)
         if why := peers.members_soon.broken(number):
             return why
         if entered.place:
@@ -47,16 +51,21 @@ class GenerationWatch:
             return ""
         if peers.members_soon.current().number > number:
             return "the others have entered a later generation"
-        places = peers.members_soon.get(number, self._what, self._record.ids)
-        late = [one for one in self._record.ids if places.get(one) != entered.place]
+        missing = missing or [*self._record.ids]
+        ask_each = peers.notes_soon.board.map
         num_ends, before = peers.notes_soon.num_ends(), self._num_ends
         self._num_ends = num_ends
-        for one in self._record.ids if num_ends != before else ():
-            if ended := peers.notes_soon.get("gone", one):
+        ids = self._record.ids if num_ends != before else ()
+        for one, ended in zip(ids, ask_each(lambda one: peers.notes_soon.get("gone", one), ids), strict=True):
+            if ended:
                 return f"{peers.notes_soon.name_of(one)}: {ended}"
-        for one in self._record.ids:
-            if silent_s := peers.heartbeats_soon.silent_s(one):
+        for one, silent_s in zip(missing, ask_each(peers.heartbeats_soon.silent_s, missing), strict=True):
+            if silent_s:
                 return f"{peers.notes_soon.name_of(one)}: its machine gave no sign for {in_seconds(silent_s)}"
+        if waited_s <= min(map(peers.limit_s, missing)):
+            return ""
+        places = peers.members_soon.get(number, self._what, missing)
+        late = [one for one in missing if places.get(one) != entered.place]
         if late and waited_s > (limit_s := max(map(peers.limit_s, late))):
             for one in late:
                 peers.members_soon.put(number, "late", one)
@@ -70,6 +79,7 @@ class GenerationWatch:
         return self._peers.grace_s + entered.nbytes / self._peers.slowest_bps
 
     def note_end(self, entered: Entered, waited_s: float) -> None:
+        self._peers.awaited = None
         if entered.nbytes >= _MEASURED_BYTES:
             self._peers.slowest_bps = entered.nbytes / waited_s / _SLOWER
 

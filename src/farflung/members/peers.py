@@ -9,9 +9,9 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +24,7 @@ from farflung.exchanged.structure import text_of
 from farflung.votes.generation import Needs
 
 _GAPS = 2  # times between two rounds, for which a late one is awaited by default: a machine 3 times slower is kept
+_NOTICE_PAUSES = 20  # of the board, after which one that has come knows that the generation has broken
 _SOON_S = 2.0  # for an answer
 _READY_S = 5.0  # a newcomer that is admitted looks for it many times a second
 _HOLDER_GRACES = 20  # how long replicas without a state wait for the one that holds the trained state
@@ -33,6 +34,15 @@ _PROTOCOL = 5  # of what replicas say to each other; other numbers don't underst
 _SETTINGS = ("protocol", "processes in a replica", "outer loop", "data")
 _TENSORS_SHOWN = 5
 _PARTS = "parts"  # of a description: those of its settings
+
+
+class Awaited(NamedTuple):
+    """Members that had not come to a collective when this replica last looked: which one, and since when it waits."""
+
+    place: str
+    note: str  # by which each member records its own place
+    members: Sequence[int]
+    since: float
 
 
 class Peers:
@@ -48,6 +58,7 @@ class Peers:
         needs_store: rounds can't continue without the run's store, as values travel through it.
         at_once: `members`, for questions that training must not wait for.
         members_soon, notes_soon, heartbeats_soon: the same for waits that have a limit of their own, and ask again.
+        awaited: whom this replica waits for, or waited for when the generation broke.
         is_admitting: newcomers of this generation may still be on their way into it.
         slowest_bps: values that arrive at fewer bytes per second count as lost, after `grace_s`.
     """
@@ -64,6 +75,7 @@ class Peers:
         self.pause_s = board.pause_s
         self.record: Record | None = None
         self.is_admitting = False
+        self.awaited: Awaited | None = None
         self.slowest_bps = float(_SLOWEST_BPS)
         self._grace_s = grace_s
         self._last_round_at, self._gap_s = time.monotonic(), 0.0
@@ -86,8 +98,12 @@ class Peers:
         """Return how many seconds others wait for a member that is late."""
         return min(self.grace_s, _READY_S) if self._is_on_its_way(member) else self.grace_s
 
-    def cause(self, member: int, waited_s: float) -> str:
-        """Return why the others stop waiting for a member that has not come; empty while they wait."""
+    def cause(self, member: int, waited_s: float, trains: bool = True) -> str:
+        """Return why the others stop waiting for a member that has not come; empty while they wait.
+
+        Args:
+            trains: it may be on its way to its next round, and know nothing of the wait before.
+        """
         if ended := self.heartbeats.ended(member):
             return ended
         if silent_s := self.heartbeats.silent_s(member):
@@ -97,9 +113,27 @@ class Peers:
             return f"it was late by more than {in_seconds(self.limit_s(member))}"
         if waited_s > self.grace_s and self.notes.get("stopped", member):
             return f"its process is stopped, and {in_seconds(self.grace_s)} are over"
-        if waited_s > self.limit_s(member) + (0 if self._is_on_its_way(member) else self._gap_s):
+        more_s = self._gap_s if trains else _NOTICE_PAUSES * self.pause_s
+        if waited_s > self.limit_s(member) + (0 if self._is_on_its_way(member) else more_s):
             return f"it did not come within {in_seconds(waited_s)}"
         return ""
+
+    def mark_late(self) -> None:
+        """Record who was late when the generation broke, and has had the time that it would have had without that."""
+        if self.record is None or self.awaited is None:
+            return
+        number, waited_s = self.record.number, time.monotonic() - self.awaited.since
+        notice_s = _NOTICE_PAUSES * self.pause_s
+        late = [one for one in self.awaited.members if waited_s > self.limit_s(one) + notice_s]
+        places = self.members.get(number, self.awaited.note, late)
+        for one in late:
+            if places.get(one) != self.awaited.place:
+                self.members.put(number, "late", one)
+
+    def causes(self, waited_s: Mapping[int, float], trains: bool = True) -> dict[int, str]:
+        """Return the `cause` of each member that others have waited for."""
+        found = self.notes.board.map(lambda row: self.cause(*row, trains), waited_s.items())
+        return dict(zip(waited_s, found, strict=True))
 
     def _is_on_its_way(self, member: int) -> bool:
         """Return whether a newcomer was admitted a moment ago, and has made no round yet."""

@@ -17,8 +17,12 @@ from farflung.votes.generation import ALL
 _CAUSES = 4  # pauses of the board, after which those that wait ask why some have not come
 
 
-def settle(peers: Peers, member: int, post: Post) -> Record:
-    """Meet the survivors of a generation, and return the next one; Unreachable without a board to decide on."""
+def settle(peers: Peers, member: int, post: Post, trains: bool = True) -> Record:
+    """Meet the survivors of a generation, and return the next one; Unreachable without a board to decide on.
+
+    Args:
+        trains: see `Peers.cause`.
+    """
     record, members = peers.record, peers.members
     assert record is not None
     began, asked, was_told = time.monotonic(), 0.0, False
@@ -32,8 +36,10 @@ def settle(peers: Peers, member: int, post: Post) -> Record:
         if is_complete or time.monotonic() > asked + _CAUSES * peers.pause_s:
             asked = time.monotonic()
             said = members.get(record.number, "post", record.ids)
-            posts = {one: decode(Post, text.encode()) for one, text in said.items()}
-            absent = {one: peers.cause(one, asked - began) for one in record.ids if one not in posts}
+            # Its own may be forgotten, if the others have decided in this moment.
+            posts = {member: post} | {one: decode(Post, text.encode()) for one, text in said.items()}
+            peers.mark_late()
+            absent = peers.causes({one: asked - began for one in record.ids if one not in posts}, trains)
             holders = _absent_holders(peers, record, posts, absent)
             if all(absent.values()) and not holders:
                 new = decide(record, member, posts, absent)
@@ -66,7 +72,8 @@ def await_ready(peers: Peers, member: int, record: Record) -> None:
             if progress.get(one, ("", 0.0))[0] != text:
                 progress[one] = text, asked
         absent = [one for one in record.ids if one not in come]
-        causes = {one: peers.cause(one, asked - progress.get(one, ("", began))[1]) for one in absent}
+        waited_s = {one: asked - progress.get(one, ("", began))[1] for one in absent}
+        causes = peers.causes(waited_s, trains=False)  # all have agreed on the generation, or on its members
         found = [f"{peers.notes.name_of(one)}: {why}" for one, why in causes.items() if why]
         if members.current().number > record.number:
             found.append("the others have entered a later generation")

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many members of an elastic run at an address: what they wait for does not grow with them, and nothing gets lost."""
+
+import time
+
+import pytest
+
+from farflung.address.member_store import MemberStore, Record
+from tests.outer.storm import Storm, storm
+from tests.outer.test_elastic_laws import Members, settled
+from tests.virtual_time import virtual_time
+
+ROUND_S = 30.0
+
+
+def two_rounds(num_members, *kinds):
+    """How long two rounds take, in the first of which something befalls members while they train."""
+    with virtual_time() as clock:
+        run = Storm(clock, num_members)
+        run.until(lambda: len(run.landings) == num_members, 200.0)
+        time.sleep(ROUND_S / 2)
+        for kind in kinds:
+            run.befall(kind)
+        run.until(lambda: len(run.rounds()) == 3, 400.0)
+        before, _, after = run.rounds()
+        run.finish()
+        return after - before
+
+
+@pytest.mark.parametrize("kind", ["kill", "join"])
+def test_what_befalls_one_of_24_members_costs_what_it_costs_among_4(kind):
+    assert two_rounds(24, kind) < two_rounds(4, kind) + 1.0
+
+
+def test_of_two_that_do_not_come_each_has_the_grace_however_long_rounds_are():
+    assert two_rounds(4, "kill", "stop") < 2 * ROUND_S + 15.0
+
+
+def test_one_that_waits_for_admission_asks_of_one_member_whether_it_lives():
+    with virtual_time() as clock:
+        run = Storm(clock, 24, step_s=10.0)
+        run.until(lambda: len(run.landings) == 24, 200.0)
+        time.sleep(10.0)
+        run.befall("join")
+        time.sleep(10.0)
+        run.board.counts.clear()
+        time.sleep(20.0)
+        assert run.board.counts["read"] < 20 * 25, run.board.counts
+        run.finish()
+
+
+@pytest.mark.long
+@pytest.mark.law("acts-end-alike")
+@pytest.mark.parametrize(("every_s", "least"), [(1.0, 1), (10.0, 4)])
+def test_in_a_storm_no_step_is_lost_or_counted_twice_and_all_end_alike(every_s, least):
+    with virtual_time() as clock:
+        run, num_rounds = storm(clock, 200.0, every_s, num_members=16)
+        run.finish()
+        assert num_rounds >= least
+        assert run.num_refused
+
+
+def test_one_that_looks_for_posts_that_the_others_have_decided_on_and_forgotten_follows_them(monkeypatch):
+    members = Members(Record(1, 1, (1, 2, 3)))
+    later = Record(2, 2, (1, 2, 3))
+    for one in later.ids:
+        members.notes.note_end(one, "was killed by SIGKILL")
+
+    def all_put(store, *_):
+        if members.board.append(later):
+            members.board.forget_before(2)
+        return True
+
+    monkeypatch.setattr(MemberStore, "all_put", all_put)
+    assert settled(members.member(1), True) == later
+
+
+def test_one_that_has_not_come_out_of_a_generation_has_the_grace_alone():
+    members = Members(Record(1, 1, (1, 2)))
+    peers = members.member(1).peers
+    peers.expect_round(100.0)
+    assert peers.causes({2: 1.0}) == {2: ""}
+    assert peers.causes({2: 1.0}, trains=False) == {2: "it did not come within 1 s"}
