@@ -11,6 +11,7 @@ from farflung.address.object_group import ObjectGroup
 from tests.comm.test_objects import Watch
 from tests.memory_bucket import memory_board
 from tests.virtual_time import virtual_time
+from tests.waits import until
 
 LATE_S = 0.1  # each answer
 
@@ -45,6 +46,34 @@ def waits_of_a_sum(size):
 
     with virtual_time():
         return max(each(size, summed))
+
+
+def test_each_of_16_ranks_that_swap_writes_one_share_and_reads_one():
+    size, board = 16, memory_board()
+    groups = [ObjectGroup(board, "group", rank, size, Watch()) for rank in range(size)]
+    outs, mine = torch.empty(size, 300_000), torch.arange(float(size))[:, None].expand(size, 300_000)
+    works = [one.swap(outs[one.rank], mine[one.rank], (one.rank + 3) % size, (one.rank - 3) % size) for one in groups]
+    until(lambda: all(work.written.is_over for work in works))
+    assert board.counts == {"write": size}
+    for work in works:
+        work.wait()
+    assert torch.equal(outs, mine.roll(3, 0))
+    assert board.counts == {"write": size, "read": size}
+
+
+def test_ranks_that_only_swap_wait_for_others_that_lag_and_leave_few_objects():
+    size, board = 4, memory_board()
+
+    def swapped(rank):
+        group, out = ObjectGroup(board, "group", rank, size, Watch()), torch.empty(1)
+        for number in range(100):
+            to, source = (rank + number) % size, (rank - number) % size
+            group.swap(out, torch.tensor([100.0 * rank + number]), to, source).wait()
+            assert out == 100 * source + number
+        return len(board.list(""))
+
+    with virtual_time():
+        assert max(each(size, swapped)) < 40 * size
 
 
 @pytest.mark.parametrize("hop_bytes", [0, ObjectGroup.hop_bytes])

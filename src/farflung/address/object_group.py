@@ -29,8 +29,8 @@ from farflung.base.sizes import HOP_BYTES_OF_REQUESTS, NAMED_BYTES, lie_in_names
 from farflung.comm.group import COMBINE, SUMMED_IN, Group, Op, Work
 from farflung.comm.threads import ThreadedCall, side_by_side
 
-# Of a share: an object that all read, or one of which each reads a part; or the name of an object, which a listing has.
-_Form: TypeAlias = Literal["whole", "parts", "name"]
+# Of a share: an object that all read, or one rank, or each its part; or the name of an object, which a listing has.
+_Form: TypeAlias = Literal["whole", "swapped", "parts", "name"]
 
 _LOOK_PAUSES = 10  # of the board, between two questions of a wait to its watch
 _LOOK_SHARE = 5  # a question that takes long comes after five times as long at the earliest
@@ -134,6 +134,13 @@ class ObjectGroup(Group):
         number, written = self._begin([parts[one] for one in self._read_by], "parts")
         return _Reading(self, number, written, out.nbytes, {one: rows[one] for one in self._read_by}, "parts")
 
+    def swap(self, out: Tensor, x: Tensor, to: int, source: int) -> Work:
+        is_own = source == self.rank
+        number, written = self._begin([] if is_own else [x], "swapped")
+        if is_own:
+            out.copy_(x)
+        return _Reading(self, number, written, x.nbytes, {} if is_own else {source: out.detach()}, "swapped")
+
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
         if not saves_by_two_hops(x.nbytes, self.size, self.hop_bytes):
             return super().all_reduce(x, op)
@@ -213,7 +220,7 @@ class ObjectGroup(Group):
         self._least_s = min(took_s, default=self._least_s)
         with self._lock:
             self._unread.discard(number)
-        if not rows and self.size > 1:
+        if (not rows or reading.form == "swapped") and self.size > 1:
             self._wait(entered, lambda: self._have_read(number - _MOST_UNREAD))
         if self.size > 1 and self._num_read() >= self._num_said + _MOST_UNREAD // 2:
             self._say_read()
@@ -233,7 +240,8 @@ class ObjectGroup(Group):
             self._unread.add(number)
         if not has_share:
             return number, None
-        self._num_said = num_read = self._num_read()
+        num_read = self._num_read()
+        self._num_said = self._num_said if form == "swapped" else num_read
         described, host = self._described(number, self.rank, parts[0]), [part.detach().cpu() for part in parts]
         header, width = {**described, "read": num_read}, self._width(described) if form == "parts" else 0
         key = f"{number}.{self.rank}"
@@ -247,7 +255,7 @@ class ObjectGroup(Group):
             if form == "parts":
                 self._objects.write_several(key, contents)
             else:
-                self._objects.write(key, contents[0] if form == "whole" else [b"1"])
+                self._objects.write(key, contents[0] if form != "name" else [b"1"])
 
         return number, ThreadedCall(write, "write a share", in_thread=self._board.num_at_once > 1)
 
@@ -300,9 +308,11 @@ class ObjectGroup(Group):
             self._at_once.put(f"read.{self.rank}", str(num_read).encode())
 
     def _ask_read(self) -> None:
-        for rank in self._read_by:
+        def ask(rank: int) -> None:
             with suppress(Unreachable, ValueError):
                 self._note_read(rank, int(self._at_once.get(f"read.{rank}") or 0))
+
+        self._at_once.map(ask, self._read_by)
 
     def _note_read(self, rank: int, num_read: int) -> None:
         """Record how many collectives another rank has read, and delete the shares that all have."""
