@@ -96,6 +96,10 @@ def measure():
     return {name: on_the_wire(name) for name in RECIPES} | {"FSDP": on_the_wire_of_a_row()}
 
 
+def measure_four_bits():
+    return on_the_wire("diloco e3m0")
+
+
 def main(act, ranks):
     print(json.dumps(run_ranks(act, ranks)))
 
@@ -131,6 +135,16 @@ def test_bytes_at_the_interface_are_those_of_the_cost_model(measured, name):
     messages = ROUNDS * RANKS * rounds * (buckets * hops(method.exchange, RANKS) + meetings)
     seen = max(rank[name][0] for rank in measured)
     assert forecast <= seen <= 1.01 * forecast + messages * OVERHEAD_BYTES_A_MESSAGE
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8, 16, 32])
+def test_each_rank_sends_at_most_two_payloads_in_four_bits(ranks):
+    at_interface, counted, _ = map(max, zip(*found_by(measure_four_bits, ranks), strict=True))
+    payloads = ROUNDS * RECIPES["diloco e3m0"].codec.wire_bytes(LAYERS * WIDTH**2)
+    buckets = math.ceil(4 * LAYERS * WIDTH**2 / BUCKET_BYTES)
+    overhead = ROUNDS * (ranks - 1) * (2 + 2 * buckets) * OVERHEAD_BYTES_A_MESSAGE
+    assert counted <= 2 * payloads
+    assert at_interface / ranks <= 2.02 * payloads + overhead
 
 
 @pytest.mark.law("forecast-is-sent")
