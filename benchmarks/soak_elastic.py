@@ -6,6 +6,7 @@ waited, whether any step was lost or counted twice, and what has grown (memory, 
 
     --storm admission    newcomers are killed and stopped on their way in, at each phase and at any moment
     --storm alternate    of two replicas each is killed as soon as the other one is back
+    --storm many         `--members` of a bucket in memory, as threads on a virtual clock: ten minutes in rounds of one
     --storm launcher     two launchers, of which the one that joined is killed, and started again
     --storm recipes      kills under each of twelve recipes
 
@@ -15,6 +16,7 @@ weights begin anew counts as `fresh_weights`.
 
 import argparse
 import itertools
+import logging
 import os
 import random
 import re
@@ -35,6 +37,8 @@ from farflung import outer
 from farflung.config.key import run_key
 from tests.faults import PHASES, kill, stop
 from tests.outer.elastic_run import ElasticRun, wrong
+from tests.outer.storm import storm
+from tests.virtual_time import virtual_time
 
 REPLICAS = 4
 DYING = [one for one in PHASES if one not in ("local step", "saving", "a state")]  # which a newcomer may never write
@@ -341,7 +345,23 @@ def launcher(asked):
     }
 
 
-STORMS = {None: soak, "admission": soak, "alternate": alternate, "launcher": launcher, "recipes": recipes}
+def many(asked):
+    """Let something happen to one of many members at an address every so many seconds, in virtual time."""
+    figures, usual_s = {}, 0.0
+    logging.disable(logging.CRITICAL)
+    for every_s in (0.0, 30.0, 10.0, 3.0, 1.0):
+        with virtual_time() as clock:
+            run, landed = storm(clock, 60 * (asked.minutes or 10.0), every_s, num_members=asked.members, step_s=6.0)
+            run.finish()
+        round_s = (landed[-1] - landed[0]) / (len(landed) - 1)
+        usual_s = usual_s or round_s
+        row = {"round_s": round(round_s, 2), "share_of_rounds": round(usual_s / round_s, 3), "left": len(run.ends)}
+        figures[f"a fault in {every_s:g} s" if every_s else "no faults"] = row
+        print(figures, flush=True)
+    return {"rounds": figures}
+
+
+STORMS = {None: soak, "many": many, "admission": soak, "alternate": alternate, "launcher": launcher, "recipes": recipes}
 
 
 def main():
@@ -349,13 +369,14 @@ def main():
     parser.add_argument("--storm", choices=[one for one in STORMS if one])
     parser.add_argument("--events", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=0.0)
+    parser.add_argument("--members", type=int, default=32, help="of the storm `many`")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--grace-s", type=float, default=1.0)
     parser.add_argument("--meet", help="the address of a folder or a bucket; without it replicas meet at a port")
     parser.add_argument("--key_file")
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
-    if asked.meet and asked.storm in ("launcher", "recipes"):
+    if asked.meet and asked.storm in ("launcher", "many", "recipes"):
         parser.error(f"--meet: the storm {asked.storm} makes its runs itself")
     if asked.key_file:
         os.environ["FARFLUNG_KEY"] = run_key(asked.key_file).hex()
@@ -368,6 +389,7 @@ def main():
         write_to=("elastic_storms.jsonl" if asked.storm else "elastic_soak.jsonl") if asked.write else None,
         grace_s=asked.grace_s,
         meet=(asked.meet or "tcp").partition(":")[0] + " with a key" * bool(asked.key_file),
+        **({"members": asked.members, "request_ms": 20} if asked.storm == "many" else {}),
         **({"storm": asked.storm} if asked.storm else {"events": figures.pop("events")}),
     )
 

@@ -352,7 +352,7 @@ def test_a_rank_that_can_not_write_its_share_ends_the_generation_and_says_why(tm
         group.all_gather(torch.empty(2), torch.ones(1)).wait()
     assert ["No such file" in reason for reason in group._watch.reasons] == [True]
     group.raise_if_broken()
-    assert group._watch.looks == [("", 0, False)]
+    assert group._watch.looks == [("", 0, (), False)]
 
 
 def damaged(content):
@@ -424,7 +424,8 @@ def test_a_wait_asks_its_watch(place):
         until(lambda: first._watch.looks)
         second.barrier()
         waiting.result(60)
-    assert set(first._watch.looks) == set(first._watch.ends) == {("group#1", 8, True)}
+    assert set(first._watch.looks) == {("group#1", 8, (1,), True)}
+    assert set(first._watch.ends) == {("group#1", 8, (), True)}
 
 
 def test_a_look_ends_at_the_first_share_that_is_late(tmp_path, monkeypatch):

@@ -87,7 +87,7 @@ def asked_of_a_folder(folder, recipe, replicas, steps, bucket_bytes):
     return Counter(ASKED)
 
 
-RECIPES = {name: made(name, every=4) for name in ("diloco", "local_sgd", "sparse_loco")}
+RECIPES = {name: made(name, every=4) for name in ("diloco", "local_sgd", "sparse_loco", "gossip")}
 RECIPES["streaming_diloco"] = made("streaming_diloco", codec="int8")
 
 

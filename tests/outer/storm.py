@@ -166,11 +166,15 @@ class Storm:
 
 
 def storm(clock, seconds, every_s, kinds=KINDS, **options):
-    """Return a run, to which something has happened every so many seconds for so long, and how many rounds it made."""
+    """Return a run, to which something has happened every so many seconds for so long, and when its rounds landed.
+
+    `every_s` is 0 if nothing happens.
+    """
     run = Storm(clock, **options)
     run.until(lambda: len(run.landings) >= run.num_members, 600.0)
-    end, num_before, happens = clock.now + seconds, len(run.rounds()), itertools.cycle(kinds)
+    end, happens = clock.now + seconds, itertools.cycle(kinds)
     while clock.now < end:
-        time.sleep(every_s)
-        run.befall(next(happens))
-    return run, len(run.rounds()) - num_before
+        time.sleep(every_s or seconds)
+        if every_s:
+            run.befall(next(happens))
+    return run, run.rounds()

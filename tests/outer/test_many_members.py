@@ -54,9 +54,9 @@ def test_one_that_waits_for_admission_asks_of_one_member_whether_it_lives():
 @pytest.mark.parametrize(("every_s", "least"), [(1.0, 1), (10.0, 4)])
 def test_in_a_storm_no_step_is_lost_or_counted_twice_and_all_end_alike(every_s, least):
     with virtual_time() as clock:
-        run, num_rounds = storm(clock, 200.0, every_s, num_members=16)
+        run, rounds = storm(clock, 200.0, every_s, num_members=16)
         run.finish()
-        assert num_rounds >= least
+        assert len(rounds) > least
         assert run.num_refused
 
 

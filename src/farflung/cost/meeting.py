@@ -114,7 +114,8 @@ class MeetingPlace:
         method, others = cost.method, run.replicas - 1
         writes = float(num_collectives(run, method)) if others else 0.0
         lists = 2.0 * method.fragments if lie_in_names(run.replicas, self.lists_at_once) else 0.0
-        reads = (writes - lists) * others
+        swaps = max(0.0, writes - 2 * method.fragments) if method.exchange == "paired" else 0.0
+        reads = (writes - lists - swaps) * others + swaps
         round_s, rounds = method.every * cost.seconds_per_step, steps / method.every
         records = round_s / FORMS[self._form].sign_s + method.fragments / run.replicas
         written, read = cost.bytes_sent_per_round, cost.bytes_received_per_round

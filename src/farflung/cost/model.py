@@ -225,7 +225,7 @@ def _way(run: Workload, method: Method) -> Exchange:
     """Return which of two exchanges a method takes, if it takes either. At an address all read all, unless two save."""
     if method.exchange == "either" or (method.exchange == "reduced" and not run.is_direct):
         return "reduced" if _two_hops_save(run, method, method.bits) else "gathered"
-    return method.exchange if run.is_direct else "gathered"
+    return method.exchange
 
 
 def _way_of_state(run: Workload, method: Method) -> Exchange:
@@ -296,10 +296,11 @@ def _waits(run: Workload, method: Method, exchange: Exchange, values: float) -> 
 
 
 def _turn_s(run: Workload, exchange: Exchange) -> float:
-    """Seconds of a collective without its bytes: at an address a write, and a read of each other replica's share."""
+    """Seconds of a collective without its bytes: at an address a write, and a read of each share that it gets."""
     if run.request_s is None:
         return hops(exchange, run.replicas) * run.latency_s
-    return (1 + (exchange == "reduced")) * run.replicas * run.request_s
+    num_requests = 2 if exchange == "paired" else (1 + (exchange == "reduced")) * run.replicas
+    return num_requests * run.request_s
 
 
 def _passes(run: Workload, exchange: Exchange) -> float:
