@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long does a round of encoded values take in one hop and in two, next to what its bytes need on the line?
 
-Namespaces on a bridge, the egress of each shaped by `tc tbf`; 14M values in four bits (E3M0), a replica a namespace. As
-root.
+With `--bucket`, how long does a round of few values take among many replicas at an address, each of whose answers takes
+20 ms? They are threads in virtual time: neither processors nor a server limit them.
 
-python benchmarks/bench_hops.py [--replicas 4 8] [--megabits 20] [--write]
+Otherwise namespaces on a bridge, the egress of each shaped by `tc tbf`; 14M values in four bits (E3M0), a replica a
+namespace. As root.
+
+python benchmarks/bench_hops.py [--replicas 4 8] [--megabits 20] [--bucket] [--write]
 """
 
 from __future__ import annotations
@@ -14,19 +17,29 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from _measure import report, seeded
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from farflung.address.object_group import ObjectGroup
 from farflung.cost.model import copies
 from farflung.outer import OuterLoop, diloco
+from tests.comm.test_objects import Watch
+from tests.memory_bucket import memory_board
+from tests.virtual_time import virtual_time
 
+BUCKET_ROUNDS = 9
 VALUES, ROUNDS, DEVICE, HUB = 14_000_000, 3, "hops", "farflung-hops"
 WAYS = {"gather": "gathered", "reduce_scatter": "reduced"}  # and what the cost model calls each
 
@@ -35,6 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--replicas", type=int, nargs="*", default=[4, 8])
     parser.add_argument("--megabits", type=float, default=20.0)
+    parser.add_argument("--bucket", action="store_true")
     parser.add_argument("--write", action="store_true", help="append to benchmarks/results/hops.jsonl")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -43,6 +57,13 @@ def main() -> None:
         os._exit(0)
     seeded(0)
     figures: dict[str, Any] = {}
+    write_to = ("hops_at_address.jsonl" if options.bucket else "hops.jsonl") if options.write else None
+    if options.bucket:
+        for size in options.replicas:
+            for way, hop_bytes in (("one hop", ObjectGroup.hop_bytes), ("two hops", 0)):
+                figures[f"{size} replicas, {way}"] = round(median(at_bucket(size, hop_bytes)), 3)
+        report("How many seconds does a round at an address take?", figures, seed=0, write_to=write_to, request_ms=20)
+        return
     for size in options.replicas:
         with bridge(size, options.megabits) as spaces:
             took = measured(spaces)
@@ -51,7 +72,6 @@ def main() -> None:
             needed_s = copies(WAYS[way], size) * payload * 8 / options.megabits / 1e6
             row = {"seconds": round(median(seconds), 2), "of_what_its_bytes_need": round(median(seconds) / needed_s, 3)}
             figures[f"{size} replicas, {way}"] = row
-    write_to = "hops.jsonl" if options.write else None
     report(__doc__.splitlines()[0], figures, seed=0, write_to=write_to, megabits=options.megabits)
 
 
@@ -73,6 +93,27 @@ def rounds() -> dict[str, list[float]]:
             if number:
                 took[way].append(time.perf_counter() - began)
     return took
+
+
+def at_bucket(size: int, hop_bytes: int) -> list[float]:
+    """Return the seconds of each round, on the replica that takes longest, with 256 values."""
+    board, took = memory_board(0.02), [[0.0] * BUCKET_ROUNDS for _ in range(size)]
+
+    def train(rank: int) -> None:
+        model = torch.nn.Linear(16, 16, bias=False)
+        with OuterLoop(model, diloco(1), ObjectGroup(board, "group", rank, size, Watch())) as outer:
+            for number in range(BUCKET_ROUNDS):
+                began = time.monotonic()
+                outer.step()
+                took[rank][number] = time.monotonic() - began
+
+    with virtual_time(), mock.patch.object(ObjectGroup, "hop_bytes", hop_bytes):
+        ranks = [threading.Thread(target=train, args=(rank,)) for rank in range(size)]
+        for one in ranks:
+            one.start()
+        for one in ranks:
+            one.join()
+    return [max(row) for row in zip(*took, strict=True)]
 
 
 @contextmanager

@@ -363,6 +363,8 @@ def many(asked):
 
 STORMS = {None: soak, "many": many, "admission": soak, "alternate": alternate, "launcher": launcher, "recipes": recipes}
 
+WRITE_TO = {None: "elastic_soak.jsonl", "many": "elastic_many.jsonl"}
+
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -382,13 +384,15 @@ def main():
         os.environ["FARFLUNG_KEY"] = run_key(asked.key_file).hex()
     begun = time.time()
     figures = STORMS[asked.storm](asked)
+    place = (asked.meet or "tcp").partition(":")[0] + " with a key" * bool(asked.key_file)
+    place = "a bucket in memory" if asked.storm == "many" else place
     report(
         "Do replicas that are killed, stopped and started lose steps, and what do the others wait and hold?",
         {"minutes": round((time.time() - begun) / 60, 1), **figures},
         seed=asked.seed,
-        write_to=("elastic_storms.jsonl" if asked.storm else "elastic_soak.jsonl") if asked.write else None,
+        write_to=WRITE_TO.get(asked.storm, "elastic_storms.jsonl") if asked.write else None,
         grace_s=asked.grace_s,
-        meet=(asked.meet or "tcp").partition(":")[0] + " with a key" * bool(asked.key_file),
+        meet=place,
         **({"members": asked.members, "request_ms": 20} if asked.storm == "many" else {}),
         **({"storm": asked.storm} if asked.storm else {"events": figures.pop("events")}),
     )
