@@ -366,6 +366,13 @@ def test_the_page_of_elastic_runs_has_the_waits_and_losses_that_were_measured():
     early, last = soak["figures"]["held_at_event_20_and_last"]
     assert last["rss_mb"] < 1.02 * early["rss_mb"]
     assert all(last[name] <= early[name] for name in ("descriptors", "threads", "keys"))
+    many = results("elastic_many")[-1]["figures"]["rounds"]
+    shares = (100 * many[f"a fault in {seconds} s"]["share_of_rounds"] for seconds in (30, 1))
+    assert "{:.0f} % of their rounds if one is killed, stopped, late, new or refused every 30 s, and {:.0f} %".format(
+        *shares
+    ) in " ".join(page.split())
+    few, many = (results("hops_at_address")[-1]["figures"][f"{size} replicas, two hops"] for size in (4, 32))
+    assert f"{few} s among 4 replicas and {many} s among 32" in TEXTS["docs/meet.md"]
     storms = {run["storm"]: run["figures"] for run in results("elastic_storms")}
     assert not any(one["fresh_weights"] or one.get("steps_lost_or_counted_twice") for one in storms.values())
     assert not storms["recipes"]["unlike_at_the_end"]
