@@ -149,9 +149,9 @@ def test_waits_ask_their_watch_and_end_with_a_rank_that_leaves():
         until(lambda: watches[0].looks)
         second.broadcast(torch.zeros(3), 1).wait()
         waiting.result()
-    assert watches[0].looks[-1] == watches[0].ends[-1] == ("g1#2", 12, True)
+    assert watches[0].looks[-1] == watches[0].ends[-1] == ("g1#2", 12, (), True)
     first.raise_if_broken()
-    assert watches[0].looks[-1] == ("", 0, False)
+    assert watches[0].looks[-1] == ("", 0, (), False)
     second.leave("enough")
     until(first.closed_by)
     first.supported = {"cpu", "cuda"}  # as on each build with NCCL, where the host waits in another way
