@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from farflung.base.errors import RankFailure, Unsupported
+from farflung.base.errors import CollectiveMismatch, RankFailure, Unsupported
 from farflung.base.torch_internals import default_store, num_groups
 from farflung.comm.torch_group import TorchGroup
 from farflung.outer import OuterLoop, diloco, local_sgd, streaming_diloco
@@ -67,6 +67,27 @@ def of_several_dtypes():
 @pytest.mark.law("equal-at-the-end")
 def test_replicas_end_with_the_same_bits():
     assert same(*run_ranks(of_several_dtypes, 3))
+
+
+def in_phases():
+    """Two loops one after the other, and between them one that was never made, on a model and on DDP around it."""
+    ends = []
+    for wrap in (lambda model: model, DistributedDataParallel):
+        model = wrap(linear())
+        optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-3)
+        for phase in range(2):
+            with OuterLoop(model, diloco(2)).attach(optimizer):
+                for step in range(4):
+                    train(model, optimizer, 4 * phase + step, dist.get_rank())
+            with suppress(CollectiveMismatch):
+                OuterLoop(model, diloco(2 + dist.get_rank()))
+        ends.append([value.tolist() for value in model.parameters()])
+    return ends
+
+
+def test_loops_follow_each_other_on_a_ddp_model_as_on_any_other():
+    ends = [end for ranks in run_ranks(in_phases, 2) for end in ranks]
+    assert ends == [ends[0]] * 4
 
 
 def all_leave_and_begin_anew():

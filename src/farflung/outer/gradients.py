@@ -29,9 +29,11 @@ from farflung.outer.quorum import Quorum
 from farflung.outer.stats import Meter
 from farflung.outer.timetable import Timetable
 
+_LATEST: weakref.WeakKeyDictionary[DistributedDataParallel, list[LocalDDP]] = weakref.WeakKeyDictionary()
+
 
 class LocalDDP:
-    """Keeps a DDP model from sending.
+    """Keeps a DDP model from sending, in place of the one that did so before.
 
     Args:
         averages: returns, before each exchange, whether to average the gradients of all ranks, as in a warm-up.
@@ -40,7 +42,7 @@ class LocalDDP:
 
     Raises:
         ConfigError: DDP was made over other ranks: neither all of them nor the island.
-        Unsupported: DDP has a communication hook already.
+        Unsupported: DDP has a communication hook of somebody else, or `--outer` follows it.
     """
 
     def __init__(self, ddp: DistributedDataParallel, averages: Callable[[], bool], island: Group | None = None) -> None:
@@ -49,17 +51,23 @@ class LocalDDP:
         self.module: nn.Module = ddp.module
         self._averages = averages
         self._ddp = weakref.ref(ddp)  # which holds the hook, and so this object
+        latest = _LATEST.get(ddp, [])
+        if not latest or "register_comm_hook" in vars(ddp):  # torch takes one for good; --outer refuses any other
+            try:
+                ddp.register_comm_hook(None, average_hook(lambda: latest[0]._ranks()))
+            except RuntimeError as error:
+                raise Unsupported(
+                    "This DDP has a communication hook already, which compresses gradients. An outer loop sends none "
+                    "of them: remove the hook, and set codec= of the recipe to compress what is sent."
+                ) from error
+        for one in latest:
+            one.end()
+        latest[:] = [self]
+        _LATEST[ddp] = latest
         self._sends_buffers = ddp.broadcast_buffers
-        try:
-            ddp.register_comm_hook(None, average_hook(self._ranks))
-        except RuntimeError as error:
-            raise Unsupported(
-                "This DDP has a communication hook already, which compresses gradients. An outer loop sends none of "
-                "them: remove the hook, and set codec= of the recipe to compress what is sent."
-            ) from error
         self._keeps_graph = False
-        self._ranks()
         self._hooks: list[RemovableHandle] = []
+        self._ranks()
         if self._island is None:  # a script may set the flag by itself before each pass
             this = weakref.ref(self)
 
