@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The outer loop over gloo: the same as DDP where it must be, and one clear error where a rank is gone."""
 
+import gc
 import os
 import time
 from contextlib import suppress
@@ -15,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from farflung.base.errors import CollectiveMismatch, RankFailure, Unsupported
 from farflung.base.torch_internals import default_store, num_groups
 from farflung.comm.torch_group import TorchGroup
-from farflung.outer import OuterLoop, diloco, local_sgd, streaming_diloco
+from farflung.outer import OuterLoop, diloco, local_sgd, post_local_sgd, streaming_diloco
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
 from tests.errors import error_of
-from tests.outer.replicas import linear, same, shift, train, values
+from tests.outer.replicas import batch, linear, same, shift, train, values
 
 
 def random_linear():
@@ -88,6 +89,36 @@ def in_phases():
 def test_loops_follow_each_other_on_a_ddp_model_as_on_any_other():
     ends = [end for ranks in run_ranks(in_phases, 2) for end in ranks]
     assert ends == [ends[0]] * 4
+
+
+def back_in_the_warmup(is_loaded):
+    """Gradients of two passes, the first in no_sync(), after a loop without a warm-up is loaded or dropped."""
+    model, rank = DistributedDataParallel(linear()), dist.get_rank()
+    outer = OuterLoop(model, post_local_sgd(2))
+    state = outer.state_dict()
+    outer.count()
+    outer.count()
+    outer.sync_if_due()
+    model(batch(0, rank)[0]).sum().backward()
+    alone = model.module.weight.grad.tolist()
+    if is_loaded:
+        outer.load_state_dict(state)
+    else:
+        del outer
+        gc.collect()
+    for _ in range(2):
+        model.zero_grad()
+        with model.no_sync():
+            model(batch(1, rank)[0]).sum().backward()
+        model(batch(2, rank)[0]).sum().backward()
+    return alone, model.module.weight.grad.tolist()
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_ddp_averages_again_where_a_loop_is_back_in_its_warmup_or_gone(is_loaded):
+    (first, both), (second, others) = run_ranks(back_in_the_warmup, 2, is_loaded)
+    assert first != second
+    assert both == others
 
 
 def all_leave_and_begin_anew():

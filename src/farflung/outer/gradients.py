@@ -65,15 +65,15 @@ class LocalDDP:
         latest[:] = [self]
         _LATEST[ddp] = latest
         self._sends_buffers = ddp.broadcast_buffers
-        self._keeps_graph = False
+        self._keeps_graph = self._stops = False
         self._hooks: list[RemovableHandle] = []
         self._ranks()
         if self._island is None:  # a script may set the flag by itself before each pass
             this = weakref.ref(self)
 
             def before_forward(*_: object) -> None:  # a function, which copies of the model share
-                if not torch.compiler.is_compiling() and (one := this()) is not None:
-                    one._ranks()
+                if not torch.compiler.is_compiling() and (one := this()) is not None and one._ranks() is not None:
+                    one._resume()
 
             self._hooks.append(ddp.register_forward_pre_hook(before_forward))
 
@@ -91,7 +91,7 @@ class LocalDDP:
         if not averages:
             # DDP would meet the other ranks in the second pass to order its buckets, and with unused parameters in each
             # pass; a rank that skips a step, or has no second batch, is elsewhere then.
-            ddp.require_backward_grad_sync = False
+            ddp.require_backward_grad_sync, self._stops = False, True
             self._keeps_graph |= keep_static_graph(ddp)
             if is_joining(ddp):
                 raise ConfigError(
@@ -99,6 +99,12 @@ class LocalDDP:
                     "without data stay in the rounds until all have come to flush() or close()."
                 )
         return ddp.process_group if averages else None
+
+    def _resume(self) -> None:
+        """Let DDP send again; once more, if the end of a `no_sync()` block has put back what was before it."""
+        if self._stops and (ddp := self._ddp()) is not None:
+            self._stops = not ddp.require_backward_grad_sync
+            ddp.require_backward_grad_sync = True
 
     def end(self) -> None:
         for hook in self._hooks:
