@@ -127,6 +127,9 @@ def test_complex_buffers_are_averaged_where_they_are(group):
     loop.step()
     assert model.frequencies is memory
     assert memory.tolist() == [1.5 - 0.5j] * 3
+    model.frequencies = torch.full((3,), complex(group.rank, 1))  # anew, as some forward passes do
+    loop.step()
+    assert model.frequencies.tolist() == [0.5 + 1j] * 3
 
 
 def test_complex_numbers_and_several_devices_are_refused():

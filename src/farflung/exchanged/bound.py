@@ -119,7 +119,7 @@ class BoundFragment:
     def rebind(self) -> None:
         """Find tensors again that were moved since the last round, in a model that still has the same ones."""
         for places, agreement in zip(self.cut.kinds, self.agreements.values(), strict=True):
-            agreement.buckets.rebind([place.owner[place.key] for place in places])
+            agreement.buckets.rebind([place.get() for place in places])
 
     def load(self, must_look: bool) -> tuple[float, float, bool]:
         """Fill the buffers; return, for a ballot, norm, largest magnitude, and whether floating buffers are finite."""
