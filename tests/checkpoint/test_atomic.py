@@ -262,6 +262,18 @@ def test_the_oldest_go_beyond_the_limit_and_what_attempts_have_left_goes_too(tmp
         assert atomic.aside_of(folder) == folder, "what is next to it is on another disk"
 
 
+def test_series_next_to_each_other_leave_each_others_attempts_alone(tmp_path):
+    begun = []
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        begun.append(atomic.StagedDir(tmp_path / name / "checkpoint_1", name, atomic.aside_of(tmp_path / name)))
+        begun[-1].begin()
+    atomic.prune(tmp_path / "c" / "checkpoint_1", None)
+    assert all(staged.folder.is_dir() for staged in begun)
+    atomic.prune(tmp_path / "a" / "checkpoint_1", None)
+    assert [staged.folder.is_dir() for staged in begun] == [False, True]
+
+
 def test_a_file_system_that_cannot_sync_folders_gets_a_checkpoint_and_a_warning(tmp_path, monkeypatch):
     def sync(file: int) -> None:
         if os.path.isdir(f"/proc/self/fd/{file}"):

@@ -44,9 +44,8 @@ class StagedDir:
         self.target = target
         self._is_fresh = not target.exists()
         self._aside = aside or target.parent
-        self._shell = (
-            self._aside / f".{target.name}{WRITING}{token}" if self._is_fresh else target / f"{WRITING}{token}"
-        )
+        self._name = f".{target.name}" if aside is None else f"{_series(target.parent)}{target.name}"
+        self._shell = self._aside / f"{self._name}{WRITING}{token}" if self._is_fresh else target / f"{WRITING}{token}"
         self.folder = self._shell / target.name
         self.is_ours = True
         self.save = ""  # below which key its files go, if they are sent to an address too
@@ -54,7 +53,7 @@ class StagedDir:
     def begin(self) -> None:
         """Make the folder, once what earlier attempts have left is gone."""
         self._aside.mkdir(parents=True, exist_ok=True)
-        left = list(self._aside.glob(f".{glob.escape(self.target.name)}{WRITING}*"))
+        left = list(self._aside.glob(f"{glob.escape(self._name)}{WRITING}*"))
         if not self._is_fresh:
             finish(self.target)
             left += self.target.glob(f"{WRITING}*")
@@ -171,10 +170,17 @@ def aside_of(automatic: Path) -> Path:
     return outside
 
 
+def _series(automatic: Path) -> str:
+    """Return how names begin of what is written outside of such a folder, where those of other runs may be too."""
+    return f".{Path(os.path.abspath(automatic)).name}."
+
+
 def prune(newest: Path, total_limit: int | None) -> None:
     """Remove the oldest numbered checkpoints, so that `total_limit` are left, and what killed processes have left."""
     aside = aside_of(newest.parent)
-    for path in aside.glob(f".{paths.PREFIX}*"):
+    names = [glob.escape(_series(newest.parent))]
+    names += ["."] if newest.parent.name == paths.CHECKPOINTS else []  # as earlier releases named them
+    for path in [path for name in names for path in aside.glob(f"{name}{paths.PREFIX}*")]:
         if WRITING in path.name or _TRASH in path.name:
             shutil.rmtree(path, ignore_errors=True)  # it is out of the way already
     old = [path for path in numbered(newest.parent) if path != newest]
@@ -187,7 +193,7 @@ def remove(folder: Path, aside: Path) -> None:
 
     A folder of an image's lower layer can't be renamed: overlayfs says that it is on another device.
     """
-    trash = aside / f".{folder.name}{_TRASH}{secrets.token_hex(4)}"
+    trash = aside / f"{_series(folder.parent)}{folder.name}{_TRASH}{secrets.token_hex(4)}"
     try:
         try:
             os.rename(folder, trash)
