@@ -164,6 +164,8 @@ def test_project_directories():
     assert (accelerator.project_dir, accelerator.logging_dir) == ("here", "here")
     config = ProjectConfiguration(project_dir="there", logging_dir="logs")
     assert Accelerator(project_config=config).logging_dir == "logs"
+    with pytest.raises(ConfigError, match="project_dir is here, and that of project_config is there"):
+        Accelerator(project_dir="here", project_config=config)
 
 
 def test_save_writes_both_forms_for_everyone_to_read(tmp_path, caplog):

@@ -203,6 +203,10 @@ def test_other_forms_can_be_loaded(folder, tmp_path):
     assert "it can't be verified without a manifest" in said("verify", tmp_path / "theirs")
     said("convert", tmp_path / "theirs", tmp_path / "ours", "--to", "farflung")
     assert said("verify", tmp_path / "ours").endswith(": complete\n")
+    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(2, 1)
+    accelerator.prepare(model)
+    accelerator.load_state(tmp_path / "ours")
+    assert model.weight.tolist() == [[1.0, 1.0]]
     said("convert", tmp_path / "ours", tmp_path / "w.pt", "--to", "state-dict")
     assert torch.load(tmp_path / "w.pt", weights_only=True)["weight"].tolist() == [[1.0, 1.0]]
     with pytest.raises(ConfigError, match="already exists"):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import TensorDataset
 
 from farflung import Accelerator
 from farflung.base.errors import ConfigError, StateError, Unsupported
@@ -224,6 +225,10 @@ def shares():
         for name, value in whole.items():
             with state.split_between_processes(value, padded) as part:
                 parts[name, padded] = part.tolist() if hasattr(value, "tolist") else part
+    rows = TensorDataset(torch.arange(5), -torch.arange(5))  # whose slices are columns
+    with state.split_between_processes(rows) as part:
+        assert all(sum(row) == 0 for row in part)
+        assert len(part) in (1, 2)
     with state.split_between_processes({"a": "xyz", "b": [1, 2, 3]}) as part:
         return parts, part
 

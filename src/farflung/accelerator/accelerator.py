@@ -146,9 +146,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         averages = settings.resolve_ema(ema, ema_every, asked is not None)
         if skip_nonfinite is not None:
             check_whole("skip_nonfinite", skip_nonfinite, least=1)
-        self.project_configuration = project_config or handlers.ProjectConfiguration()
-        if project_dir is not None and self.project_configuration.project_dir is None:
-            self.project_configuration.set_directories(os.fspath(project_dir))
+        self.project_configuration = settings.resolve_project(project_dir, project_config)
         self._tracking = None if log_with is None else lazy.tracking.Tracking(log_with, self.logging_dir)
         self.dataloader_config = settings.resolve_data(dataloader_config, split_batches)
         world = join_world(cpu, self.init_handler, given.get(handlers.WatchdogKwargs))
@@ -446,6 +444,8 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
     def free_memory(self, *objects: Any) -> list[None]:
         """Release everything that was prepared, and free unused memory; returns None for each of `objects`."""
         self._controller.drop()
+        if self._finite is not None:
+            self._finite.forget()
         self._run.clear()
         self._loop.reset()
         return release_memory(*objects)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from farflung.accelerator.session import flushed
 from farflung.base.checks import check_callable, check_whole, wrong_type
@@ -138,6 +139,8 @@ def _share(inputs: Any, rank: int, size: int, padded: bool) -> Any:
     rows = [*range(start, stop), *[len(inputs) - 1] * missing]
     if hasattr(inputs, "select") and not isinstance(inputs, Tensor):
         return inputs.select(rows)  # a Hugging Face data set, whose slices are columns
+    if isinstance(inputs, Dataset):  # slices of some are columns, too
+        return [inputs[row] for row in rows]
     share, last = inputs[start:stop], inputs[-1:]
     if not missing:
         return share

@@ -156,6 +156,7 @@ class OuterController:
         for attached in self._detach():
             attached.drop()
             _advise(attached)
+        self._averages = self._last = None  # which have models and optimizers
 
     def _detach(self) -> list[AttachedLoop]:
         ended = [attached for attached in self.attached if attached.epochs is not None]

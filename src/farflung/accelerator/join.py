@@ -21,6 +21,7 @@ from farflung.base.causes import cause_of
 from farflung.base.checks import check_type
 from farflung.base.errors import ConfigError, RankFailure
 from farflung.base.forward import Forward
+from farflung.base.tree import send_to_device
 from farflung.comm import collectives
 from farflung.comm.shards import model_has_dtensor
 from farflung.comm.torch_group import TorchGroup
@@ -147,7 +148,7 @@ def _catch_up(probe: _JoinProbe, run: Run) -> None:
         scheduler for scheduler in run.schedulers if any(other in optimizers for other in scheduler.optimizers)
     ]
     keepers: list[Any] = [*optimizers, *schedulers, *([] if run.precision.scaler is None else [run.precision.scaler])]
-    states = [keeper.state_dict() for keeper in keepers]
+    states = send_to_device([keeper.state_dict() for keeper in keepers], "cpu")  # else all receive on the giver's GPU
     giver = max(rank for rank, came in enumerate(last) if came)
     collectives.broadcast_object_list(run.world.exchange, states, giver, "join_uneven_inputs")
     if not probe.came_last:

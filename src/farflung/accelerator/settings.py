@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -164,6 +165,16 @@ def resolve_ema(ema: float | None, every: int, has_outer: bool) -> tuple[float, 
             f"is {ema}, but an outer loop trains the replicas. Use its average= (--outer-average), in rounds.", "ema"
         )
     return ema, every
+
+
+def resolve_project(folder: str | os.PathLike[str] | None, given: ProjectConfiguration | None) -> ProjectConfiguration:
+    """Return the configuration of a project, whose folder may be given apart from it; ConfigError if these differ."""
+    project = given or ProjectConfiguration()
+    if folder is not None and project.project_dir is None:
+        project.set_directories(os.fspath(folder))
+    elif folder is not None and str(project.project_dir) != os.fspath(folder):
+        raise ConfigError(f"is {folder}, and that of project_config is {project.project_dir}: set one.", "project_dir")
+    return project
 
 
 def resolve_precision(name: str, device: torch.device, handlers: Mapping[type, Any]) -> Precision:

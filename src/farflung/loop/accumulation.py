@@ -126,9 +126,7 @@ def weighed(loss: Tensor, num_items: float | Tensor, state: LoopState, group: Gr
 def _summed(value: float, group: Group, state: LoopState) -> float:
     if state.joined is not None:
         return state.joined.sum(value)
-    x = torch.tensor([value], dtype=torch.float64)
-    group.all_reduce(x).wait()
-    return x.item()
+    return group.all_gather_small(torch.tensor([value], dtype=torch.float64)).sum().item()
 
 
 def _rescale(window: Window, state: LoopState, factor: float) -> None:

@@ -37,6 +37,10 @@ class SkipNonfinite:
         self._norm: tuple[set[int], Tensor] = set(), torch.zeros(())
         self._buffers: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
 
+    def forget(self) -> None:
+        """Let go of all models."""
+        self._buffers.clear()
+
     def follow(self, model: nn.Module) -> None:
         """Give the buffers of a model back what they had, when a step is skipped whose forward passes changed them."""
         before_calls(model, self._keep_buffers)

@@ -101,7 +101,7 @@ class LocalDDP:
         return ddp.process_group if averages else None
 
     def _resume(self) -> None:
-        """Let DDP send again; once more, if the end of a `no_sync()` block has put back what was before it."""
+        """Have DDP send again; once more, if the end of a `no_sync()` block has put back what was before it."""
         if self._stops and (ddp := self._ddp()) is not None:
             self._stops = not ddp.require_backward_grad_sync
             ddp.require_backward_grad_sync = True

@@ -248,8 +248,9 @@ def _store(info: RankInfo, init_method: str | None, timeout: timedelta) -> Store
     if by_variables and info.rank == 0 and not environ.flag("TORCHELASTIC_USE_AGENT_STORE"):
         with suppress(OSError):
             if info.local_size == info.size or not ip_address(gethostbyname(host)).is_loopback:
-                shared = {"timeout": timeout, "multi_tenant": True, "wait_for_workers": False}
-                served: Store = serve_store(host, port, world_size=info.size, **shared)
+                served: Store = serve_store(
+                    host, port, world_size=info.size, timeout=timeout, multi_tenant=True, wait_for_workers=False
+                )
                 return served
     meet = partial(rendezvous, init_method or "env://", info.rank, info.size, timeout=timeout)
     store: Store = interruptible(lambda: next(meet())[0], "connect to the store of the run")

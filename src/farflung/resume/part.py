@@ -14,6 +14,7 @@ from farflung.base.words import counted, numbered
 from farflung.checkpoint import paths
 from farflung.checkpoint.checkpoint import Checkpoint
 from farflung.checkpoint.entries import Entry, Staging
+from farflung.checkpoint.manifest import Manifest
 from farflung.resume.run import Run
 
 
@@ -38,15 +39,22 @@ class Loading:
     ranks_here: Sequence[int] | None = None  # whose own states the folder has, if all ranks wrote it; None: all
     notes: list[str] = field(default_factory=list)  # what could not be the same, for people
 
+    @cached_property
+    def _manifest(self) -> Manifest | None:
+        """The checkpoint's, unless no rank wrote its own state: then it is another program's, and may be converted."""
+        found = self.checkpoint.manifest
+        has_own = found is not None and any(paths.loop_state(rank) in found.files for rank in range(found.world_size))
+        return found if has_own else None
+
     @property
     def old_size(self) -> int:
         """How many ranks wrote it; as many as here, if it does not say."""
-        return self.size if self.checkpoint.manifest is None else self.checkpoint.manifest.world_size
+        return self.size if self._manifest is None else self._manifest.world_size
 
     @cached_property
     def known(self) -> list[int]:
         """The ranks that wrote their own states into it: all but those that did not call `save_state`."""
-        manifest = self.checkpoint.manifest
+        manifest = self._manifest
         ranks = range(self.old_size)
         return [rank for rank in ranks if manifest is None or paths.loop_state(rank) in manifest.files]
 
