@@ -154,6 +154,14 @@ def test_the_page_of_evidence_has_what_was_tried_on_four_bits(benchmark):
         assert short > usual
 
 
+def test_the_page_of_evidence_has_what_runs_of_other_lengths_keep(benchmark):
+    module = benchmark("evidence.rounds")
+    found = {row.split(" | ")[1]: row.split(" | ") for row in module.table(module.Results()) if row.startswith("| 2 |")}
+    cells = found["500"][4], found["1,000"][5], found["4,000"][6]
+    said = "H=16 has {} in 500 steps of two replicas, H=32 {} in 1,000. In 4,000 H=64 has {};".format(*cells)
+    assert said in words("evidence")
+
+
 def test_the_page_of_evidence_has_the_times_of_rounds_in_one_hop_and_in_two():
     figures = results("hops")[-1]["figures"]
     for replicas, named in ((4, "four"), (8, "eight")):

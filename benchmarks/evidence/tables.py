@@ -47,8 +47,9 @@ from farflung.methods.momentum import rate_of
 SEEDS = (0, 1, 2)
 NOT_ON_THE_PAGE = re.compile(  # rows of little news
     r"\| (`.+(, defaults|\) rank \d|32, 2.+ 4|128, 2.+ \d+|, no pull)`|the last tenth|outer momentum|2 %"
-    r"|34k \| ([28] |4 \| falls \| (64|128) )|100k \| 4 \| falls \| 128|`one average|`DDP, 32|`diloco\(\d+\) int8"
-    r"|`(diloco|local_sgd)\(128\)`|an outer learning|a constant momentum|DDP's inner|30 % of|`alone, a part)"
+    r"|34k \| ([28] |4 \| (falls \| (64|128)|stays \| 16) )|100k \| 4 \| falls \| 128|`one average|`DDP, 32"
+    r"|`diloco\(\d+\) int8|`(diloco|local_sgd)\(128\)`|`(slowmo|edit|eager_diloco)\(32\)|an outer learning"
+    r"|a constant momentum|DDP's inner|30 % of|`alone, a part)"
 )
 
 
@@ -175,15 +176,15 @@ def lengths_table(results: Results) -> list[str]:
 
 
 def pairs_table(results: Results) -> list[str]:
-    """Experiments 12 and 8: the efficiency with two replicas, and with four."""
-    lines = ["| method | two replicas | four |", "|---|---|---|"]
+    """Experiments 12 and 8: the efficiency with two replicas, with four, and with two of a larger model."""
+    lines = ["| method | two replicas | four | two of 385k |", "|---|---|---|---|"]
     for name in (name for name in COMPARED if name != "DDP"):
         cells = []
-        for experiment in (PAIRS, SCRATCH):
-            runs = {seed: rows(results, experiment, "100k", seed)[name] for seed in SEEDS}
+        for experiment, size in ((PAIRS, "100k"), (SCRATCH, "100k"), (PAIRS, "385k")):
+            runs = {seed: rows(results, experiment, size, seed)[name] for seed in SEEDS}
             if all(math.isfinite(results.loss(run)) for [run] in runs.values()):
-                cells.append(as_efficiency(results, "100k", runs))
-        if len(cells) == 2:
+                cells.append(as_efficiency(results, size, runs))
+        if len(cells) == 3:
             lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return lines
 
@@ -506,7 +507,15 @@ def by_size_table(results: Results) -> list[str]:
 def page_tables(results: Results) -> dict[str, list[str]]:
     """Return the tables of docs/evidence.md: without standard errors, sizes side by side, without the tuning."""
     tables = all_tables(results)
-    for title in ("tuning", "defaults", "readouts", "below the look-ahead", "lengths of DDP", *SHAPES):
+    for title in (
+        "tuning",
+        "defaults",
+        "readouts",
+        "below the look-ahead",
+        "lengths of DDP",
+        "rates from scratch",
+        *SHAPES,
+    ):
         tables.pop(title, None)
     tables = {title: [re.sub(r" ± [\d.]+", "", line) for line in lines] for title, lines in tables.items()}
     tables["inner"] = [line for line in tables["inner"] if line.endswith(f"| {len(SEEDS)} |")]

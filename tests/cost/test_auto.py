@@ -51,7 +51,7 @@ def test_a_recipe_for_each_line(rate, steps, changes, expected):
 def test_what_is_chosen_has_the_most_goodput_and_twenty_rounds(rate, step_s, parameters, replicas, steps):
     measured = replace(RUN, link=Link(rate * MBIT, 1e-3), step_s=(step_s,) * replicas, replicas=replicas)
     measured = replace(measured, parameters=parameters, steps=steps)
-    settings, rows = choose(measured).settings, Rows(workload(measured), 10 * (steps // 20)).chosen
+    settings, rows = choose(measured).settings, Rows(workload(measured), steps, longest=steps // 20).chosen
     assert (settings.every or 1) <= max(1, steps // 20)
     best = next(row for row in rows if row.outer is not None)
     assert settings.recipe == best.outer.recipe

@@ -14,7 +14,7 @@ from farflung.base.sizes import num_bytes
 from farflung.base.words import in_bytes, in_rate, in_seconds
 from farflung.config.outer import OuterSettings
 from farflung.cost import forecast
-from farflung.cost.evidence import EFFICIENCY
+from farflung.cost.evidence import EFFICIENCY, STEPS
 from farflung.cost.methods import Rows, efficiency, name_of
 from farflung.cost.model import Method, Workload, cost_of
 from farflung.cost.recipes import method_of
@@ -160,7 +160,7 @@ def test_the_first_row_has_the_most_goodput_of_the_evidence(run, steps):
     for name in {name for by_name in EFFICIENCY.values() for name in by_name} - {"alone"}:
         for every in (1,) if name.startswith("DDP") else (8, 16, 32, 64, 128):
             if name.startswith("DDP") or steps >= 10 * every:
-                goodput = efficiency(name, every, run.parameters, run.replicas).mean
+                goodput = efficiency(name, every, run.parameters, run.replicas, steps).mean
                 goodput *= cost_of(run, measured(run, name, every)).utilization
                 assert first.goodput >= goodput - 0.01, (name, every)
 
@@ -260,6 +260,15 @@ def test_what_lies_between_intervals_is_between_their_figures_and_beyond_it_is_s
     means = [one.mean for one in beyond]
     assert means == sorted(means, reverse=True)
     assert means[-1] == pytest.approx(min(means[0], alone), abs=0.005)
+
+
+@pytest.mark.parametrize("name", ["diloco e3m0", "local_sgd"])
+def test_a_run_of_half_the_steps_wants_rounds_of_half_the_length_and_a_longer_one_those_of_our_tests(name):
+    for every in (16, 32, 100):
+        whole = efficiency(name, every, 100_000, 2)
+        assert efficiency(name, every // 2, 100_000, 2, STEPS // 2) == whole
+        assert efficiency(name, every, 100_000, 2, 50 * STEPS) == whole
+        assert efficiency(name, every, 100_000, 2, STEPS // 2).mean < whole.mean
 
 
 @pytest.mark.parametrize(("replicas", "measured"), [(1, 2), (2, 2), (3, 4), (4, 4), (100, 4)])

@@ -124,10 +124,10 @@ def _longest(measured: Measurements) -> int:
 def _rows(measured: Measurements) -> list[Row]:
     """Return what may be chosen, best first; nothing if plain averages are best."""
     run, longest = workload(measured), _longest(measured)
-    rows = Rows(run, FEW_ROUNDS * longest).chosen  # a round is at most a tenth of what it is given
+    rows = Rows(run, _steps(measured), longest=longest).chosen
     found = [row for row in rows if not row.script and (row.outer is not None or measured.may_average)]
     if longest < _SHORTEST:  # too few steps for a momentum
-        plain = efficiency("local_sgd", longest, run.parameters, run.replicas).mean
+        plain = efficiency("local_sgd", longest, run.parameters, run.replicas, _steps(measured)).mean
         return [row for row in found if row.outer is None and row.goodput > plain]
     return found
 
@@ -290,7 +290,8 @@ class IntervalController:
     def _goodput(self, interval: Interval, stall: float) -> float:
         """Return the goodput of an interval whose fragments wait for `stall` steps each."""
         utilization = interval.every / (interval.every + interval.fragments * max(stall, 0.0))
-        return efficiency(self._name(interval), interval.every, self._parameters, self._members).mean * utilization
+        kept = efficiency(self._name(interval), interval.every, self._parameters, self._members, self._steps)
+        return kept.mean * utilization
 
     def _name(self, interval: Interval) -> str:
         return name_of(self._settings.recipe, self._settings.codec, interval.delay) or _OTHER

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 Measured: TypeAlias = Mapping[int, tuple[float, float]]
 
-TESTS = "1,000 steps, three seeds"
+STEPS = 1_000  # of each run
 EFFICIENCY: Mapping[tuple[int, int], Mapping[str, Measured]] = {
     (100_000, 2): {
         "alone": {1: (0.651, 0.062)},

@@ -16,7 +16,7 @@ from farflung.base.sizes import num_bytes
 from farflung.base.words import counted, in_bytes, in_rate, in_seconds
 from farflung.config.outer import FEW_ROUNDS
 from farflung.config.setting import BOTH_SPELLINGS
-from farflung.cost.evidence import TESTS
+from farflung.cost.evidence import STEPS
 from farflung.cost.meeting import MeetingPlace, Prices
 from farflung.cost.methods import Row, Rows, efficiency
 from farflung.cost.model import Workload, needed_bandwidth
@@ -215,7 +215,7 @@ def _cell(value: Any) -> str:
 
 def _tests(*rows: Row) -> str:
     tests = dict.fromkeys(row.efficiency.tests for row in rows)
-    return f"our tests of {' and '.join(tests)} ({TESTS})"
+    return f"our tests of {' and '.join(tests)} ({STEPS:,} steps, three seeds)"
 
 
 _FAR_LARGER = 10_000_000  # parameters; our tests have 385,000 at most

@@ -18,7 +18,7 @@ from farflung.base.sizes import bucket_bytes_for
 from farflung.base.words import counted
 from farflung.codec.wire_sizes import blockwise_bytes, top_k_bytes
 from farflung.config.outer import FEW_ROUNDS, OuterSettings
-from farflung.cost.evidence import EFFICIENCY, Measured
+from farflung.cost.evidence import EFFICIENCY, STEPS, Measured
 from farflung.cost.model import Cost, Method, Workload, cost_of
 
 _MIB = 2**20
@@ -37,7 +37,7 @@ class Efficiency:
     error: float  # its standard error
     parameters: int  # of the model in these tests
     replicas: int
-    is_extrapolated: bool = False  # our tests had no rounds of this length, or another number of replicas
+    is_extrapolated: bool = False  # our tests had more rounds, or another number of replicas
 
     def said(self, utilization: float) -> str:
         """Say what a run's goodput is that spends this share of its time computing."""
@@ -128,17 +128,18 @@ class Rows:
     Args:
         steps: of the whole run; a round is at most a tenth of them.
         bucket_bytes: for all rows; each method's own by default.
+        longest: the most steps that a round may have; a tenth of the run by default.
 
     Attributes:
         chosen: a row for each method, that with the most goodput first.
         left_out: the names of methods that had fewer than ten rounds of the shortest interval that was measured.
     """
 
-    def __init__(self, run: Workload, steps: int, bucket_bytes: int | None = None) -> None:
+    def __init__(self, run: Workload, steps: int, bucket_bytes: int | None = None, longest: int | None = None) -> None:
         self._run, self._steps, self._given = run, steps, bucket_bytes
         self._bucket_bytes = bucket_bytes or bucket_bytes_for(_FP32_BYTES * run.parameters)
         kinds = [kind for kind in _KINDS if kind.recipe != _STREAMING or run.layers > 1]
-        longest = min(steps // FEW_ROUNDS, _LONGEST)
+        longest = min(longest or steps // FEW_ROUNDS, _LONGEST)
         enough = [kind for kind in kinds if self._measured(kind)[0] <= longest]
         self.left_out = tuple(kind.name for kind in kinds if kind not in enough)
         by_gradients = gradients(run, bucket_bytes) if run.is_direct else ()  # an address takes rounds alone
@@ -188,7 +189,7 @@ class Rows:
         steps, size = self._steps, self._given
         config = OuterSettings(kind.recipe, every=every, codec=kind.flag, steps=steps, bucket_bytes=size, **options)
         run, name = self._run, name_of(kind.recipe, kind.flag, delay) or kind.name
-        return Row(cost_of(run, method), config, efficiency(name, every, run.parameters, run.replicas))
+        return Row(cost_of(run, method), config, efficiency(name, every, run.parameters, run.replicas, steps))
 
 
 def synchronizations(run: Workload) -> dict[str, float]:
@@ -219,20 +220,25 @@ def measurements(name: str, parameters: int, replicas: int) -> tuple[tuple[int, 
     return found, EFFICIENCY[found][name]
 
 
-def efficiency(name: str, every: int, parameters: int, replicas: int) -> Efficiency:
+def efficiency(name: str, every: int, parameters: int, replicas: int, steps: int = STEPS) -> Efficiency:
     """Return a method's efficiency with rounds of `every` steps.
 
     Between two intervals that were measured it is on the straight line over the logarithm of the interval. Beyond them,
     what it is above that of a replica alone falls as rounds get longer.
+
+    Args:
+        steps: of the run. In one that is shorter than our tests a round counts as longer by as much: half the steps
+            have as many rounds of half the length, and keep as much. In longer ones it counts as it is.
     """
     numbers, measured = measurements(name, parameters, replicas)
-    near = min(max(every, min(measured)), max(measured))
+    length = every * max(1.0, STEPS / max(steps, 1))
+    near = min(max(length, min(measured)), max(measured))
     below, above = max(one for one in measured if one <= near), min(one for one in measured if one >= near)
     part = math.log(near / below) / math.log(above / below) if above > below else 0.0
     mean, error = (a + part * (b - a) for a, b in zip(measured[below], measured[above], strict=True))
     alone, _ = EFFICIENCY[numbers]["alone"][1]
-    mean = min(mean, alone + (mean - alone) * near / every) if every > near else mean
-    return Efficiency(mean, error, *numbers, is_extrapolated=every != near or replicas != numbers[1])
+    mean = min(mean, alone + (mean - alone) * near / length) if length > near else mean
+    return Efficiency(mean, error, *numbers, is_extrapolated=length != near or replicas != numbers[1])
 
 
 def gradients(run: Workload, bucket_bytes: int | None) -> tuple[Row, Row]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from farflung.base.events import Kind
 from farflung.base.words import in_bytes
+from farflung.cost.evidence import STEPS
 from farflung.cost.methods import Efficiency, efficiency, name_of
 from farflung.observe.records import RoundLine, Row, is_setting
 from farflung.observe.run import ObservedRun, Rank
@@ -167,13 +168,16 @@ def model_of(run: ObservedRun) -> Row | None:
 
 def _efficiency(run: ObservedRun, replicas: int) -> Efficiency | None:
     """Return what our tests say of the recipe that a run has now."""
-    given = {name: run.facts["settings"].get(f"outer_{name}") for name in ("recipe", "every", "codec", "delay")}
+    names = ("recipe", "every", "codec", "delay", "steps")
+    given = {name: run.facts["settings"].get(f"outer_{name}") for name in names}
     now = {name: setting["value"] for name, setting in given.items() if is_setting(setting)}
     for event in run.events:
         if event.kind is Kind.CHOSEN and isinstance(options := event.facts.get("options"), dict):
-            now |= {name: event.facts[name] for name in ("recipe",) if name in event.facts} | options
-    every, delay = (int(text) if (text := str(now.get(name))).isdecimal() else 0 for name in ("every", "delay"))
+            now |= {name: event.facts[name] for name in ("recipe", "steps") if name in event.facts} | options
+    numbers = (str(now.get(name)) for name in ("every", "delay", "steps"))
+    every, delay, planned = (int(text) if text.isdecimal() else 0 for text in numbers)
     model, name = model_of(run), name_of(now.get("recipe"), now.get("codec"), delay)
     if model is None or name is None or not every:
         return None
-    return efficiency(name, every, model["parameters"], replicas)
+    steps = planned or max(STEPS, *(one.step for one in run.ranks))
+    return efficiency(name, every, model["parameters"], replicas, steps)
