@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Accelerator(ema=)`: a running mean of the weights, which is evaluated, saved, resumed and left at the end."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -125,3 +128,19 @@ def test_what_can_not_work_is_refused():
     model = nn.Linear(2, 2).bfloat16()
     with pytest.raises(Unsupported, match="would hardly move"):
         Accelerator(cpu=True, ema=0.9).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("options", [{"skip_nonfinite": 3}, {"ema": 0.75}])
+def test_models_are_let_go_of_when_memory_is_freed_and_the_next_ones_have_means(options):
+    run = prepared("one", **options)
+    trained(run, range(2))
+    run[1](torch.ones(2, 4))  # of a step that ran out of memory
+    accelerator, left = run[0], weakref.ref(run[1])
+    del run
+    accelerator.free_memory()
+    gc.collect()
+    assert left() is None
+    model = Net()
+    run = accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    trained(run, range(3))
+    assert alike(evaluated(run), weights(run)) == ("ema" not in options)

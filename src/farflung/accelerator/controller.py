@@ -156,7 +156,9 @@ class OuterController:
         for attached in self._detach():
             attached.drop()
             _advise(attached)
-        self._averages = self._last = None  # which have models and optimizers
+        self._last = None  # which has a model, as the means have
+        if self._averages is not None:
+            self._averages.drop()
 
     def _detach(self) -> list[AttachedLoop]:
         ended = [attached for attached in self.attached if attached.epochs is not None]

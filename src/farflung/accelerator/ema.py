@@ -38,12 +38,16 @@ class EMAModel(EvaluatedModel):
         if self.holds(module):
             self.evaluation.change(module.training, self if was_training else None)
 
-    def end(self) -> None:
-        """Leave the means in the model."""
+    def drop(self) -> None:
+        """Let go of the model, which has its own weights."""
         self.evaluation.end()
         MODE_LISTENERS.discard(self)
         for hook in self.hooks:
             hook.remove()
+
+    def end(self) -> None:
+        """Leave the means in the model."""
+        self.drop()
         for average in self._averages:
             for weights, mean in average.means_of(self.bare.parameters()):
                 weights.copy_(mean)
@@ -69,6 +73,12 @@ class EMA:
             self._kept.append(WeightAverage(optimizer, self._size, self._every))
             for one in self.models:
                 one.follow(self._kept[-1])
+
+    def drop(self) -> None:
+        """Forget all models and their means: what is prepared afterwards has others."""
+        for one in self.models:
+            one.drop()
+        self.models, self._kept = [], []
 
     def end(self) -> None:
         """Leave the means in the models, and keep none from now on."""
