@@ -2,7 +2,6 @@
 """What is made of the replicas' values: means that agree with each other, outliers that count for nothing, gossip."""
 
 import math
-import threading
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +14,6 @@ from torch import nn
 from farflung.base.errors import ConfigError
 from farflung.codec.base import Cast, Identity
 from farflung.codec.blockwise import Int4, Int8
-from farflung.comm.bucket import Buckets
 from farflung.methods.aggregate import GatherMean, ReduceScatterMean, TrimmedMean
 from farflung.methods.recipes import diloco, edit, gossip
 from farflung.methods.schedule import Every, Levels
@@ -241,23 +239,6 @@ def test_a_mean_that_is_too_long_is_shortened_however_it_was_cut(size, bucket_by
     )
     assert torch.allclose(whole.norm(), torch.tensor(0.5))
     assert torch.equal(whole, cut)
-
-
-@pytest.mark.law("same-bits")
-@pytest.mark.parametrize("size", [2, 3])
-def test_where_one_machine_sums_otherwise_all_shorten_the_mean_alike(size, monkeypatch):
-    square, odd = Buckets.square, set()
-
-    def rounded(self, k, flat):
-        return square(self, k, flat) * (1 + 2.0**-20 * (threading.get_ident() in odd))
-
-    def on_one(group):
-        odd.update([threading.get_ident()] if group.rank == 1 else [])
-        return moved(group, edit(1, lr=1.0, momentum=0.0, max_norm=0.5), (3.0,) * size)
-
-    monkeypatch.setattr(Buckets, "square", rounded)
-    first, *others = run_replicas(on_one, size)
-    assert others == [first] * (size - 1)
 
 
 def surprised(group, recipe, ways):

@@ -40,7 +40,7 @@ MIDDLE = ("exchange", 12)
 # In "unevenly" one survivor has received two buckets less than the other when it hears of the loss.
 CASES = {
     "summed": OFTEN | {"unevenly": MIDDLE},
-    "whole": {"collectives": MIDDLE, "norm": ("confirmed", 1), "confirm after that": ("confirmed", 2)},
+    "whole": {"collectives": MIDDLE, "confirm": ("confirmed", 1)},
     "lengthened": {"collectives": MIDDLE, "lengthen": ("confirmed", 1), "confirm after that": ("confirmed", 2)},
     "two in the air": OFTEN | {"collectives": MIDDLE},
 }

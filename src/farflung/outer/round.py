@@ -236,17 +236,12 @@ class OpenRound:
         # Whoever has to apply it without the others must know the norm before anyone applies.
         if self._recipe.changes_norm:
             (self._square,) = island.squares([pipeline.square])
-        if self._recipe.policy.max_norm < math.inf:  # one rank's, as machines may differ in the last bits of a sum
-            mine = torch.tensor([self._square], dtype=torch.float64)
-            self._square = float(self.group.all_gather_small(mine)[0])
-            self.meter.add("bytes_voting", (self.group.size - 1) * mine.nbytes)
         if pipeline.arrived and self.group.size > (1 if may_lose or island.size > 1 else 2):
             mark = torch.zeros(1)
             self.group.all_gather_small(mark)
             self.meter.add("bytes_voting", (self.group.size - 1) * mark.nbytes)
         if island.size > 1:
-            (square,) = island.squares([pipeline.square])
-            self._square = square if self._square is None else self._square
+            (self._square,) = island.squares([pipeline.square])
         self.phase = Phase.CONFIRMED
 
     def apply(self) -> None:
