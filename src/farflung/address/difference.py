@@ -214,4 +214,4 @@ def _planes(x: Tensor) -> Tensor:
 
 def _numbers(planes: Tensor, kind: torch.dtype) -> Tensor:
     """Undo `_planes`."""
-    return planes.view(kind.itemsize, -1).t().contiguous().view(kind).flatten()
+    return planes.view(kind.itemsize, -1).t().reshape(-1).view(kind)
