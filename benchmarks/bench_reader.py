@@ -29,12 +29,12 @@ import torch
 from _measure import peak_bytes, report, seeded
 from torch import Tensor
 
-from farflung.address.difference import DTYPES, HeldWeights, weights_in
+from farflung.address.difference import DTYPES, ReferenceWeights, weights_in
 from farflung.address.reader import Reader
 from farflung.address.saved_state import Saved, SavedStates
 from farflung.address.schemes import objects_at
 from farflung.config import environ
-from farflung.members.differences import Differences
+from farflung.members.differences import DifferenceWriter
 
 sys.path.append(str(Path(__file__).parents[1]))
 from tests.s3_server import BUCKET, s3_server
@@ -71,7 +71,7 @@ def chain(rate: float, steps: int, versions: int, dtype: str) -> dict[str, Any]:
     kind, coming = DTYPES[dtype], trained(rate, steps)
     for _ in range(2 * ROUND // steps + 1):  # until the moments have settled
         first = next(coming)
-    writer, reader = (HeldWeights.of("0", kind, weights_in(parts(first), kind)) for _ in range(2))
+    writer, reader = (ReferenceWeights.of("0", kind, weights_in(parts(first), kind)) for _ in range(2))
     rows: dict[str, list[float]] = {"bytes": [], "changed": [], "encode_s": [], "apply_s": []}
     peak = 0.0
     for number in range(1, versions + 1):
@@ -109,7 +109,7 @@ def lag(rate: float, dtype: str | None, versions: int) -> dict[str, Any]:
         environ.export(server.variables)
         address = f"s3://{BUCKET}/run"
         states = SavedStates(objects_at(address).part("loop1"))
-        differences, goes_on = Differences(states), threading.Semaphore(1)
+        differences, goes_on = DifferenceWriter(states), threading.Semaphore(1)
 
         def write() -> None:
             for number in range(1, versions + 1):

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
-from farflung.address.difference import HeldWeights
+from farflung.address.difference import ReferenceWeights
 from farflung.address.folder import FolderBoard
 from farflung.address.member_store import LauncherNotes
 from farflung.address.packed import Damaged
@@ -149,7 +149,7 @@ def test_a_difference_leads_to_the_bits_of_the_next_weights_whatever_they_are(dt
         row = (f"{number}", str(kind).removeprefix("torch."), [size], [0], [size])
         for into, plain in ((pairs, old), (after, new)):
             into.append((row, plain.view(kind)))
-    writer, reader, late = (HeldWeights.of("1.1", dtype, pairs) for _ in range(3))
+    writer, reader, late = (ReferenceWeights.of("1.1", dtype, pairs) for _ in range(3))
     difference = writer.advance("1.2", after)
     reader.apply("1.2", difference)
     for (_, one), (_, other), (_, held) in zip(reader.pairs(), after, writer.pairs(), strict=True):

@@ -264,7 +264,7 @@ class Checkpointer:
         automatic, folder = self.automatic, check_place("load_state", chosen.origin or chosen.folder.resolve())
         numbered = [place.resolve() if isinstance(place, Path) else place for place in (automatic, series) if place]
         if automatic and folder.parent in numbered and paths.NAMED.fullmatch(folder.name):
-            taken = numbers_in(automatic)  # checkpoints newer than the loaded one have numbers too
+            taken = numbers_in(automatic)  # newer checkpoints than the loaded one keep theirs
             self._project.iteration = max([self._project.iteration, *(1 + number for number in taken)])
         self._report(source, made)
 

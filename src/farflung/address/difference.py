@@ -86,7 +86,7 @@ def assembled(ranks: Iterable[Iterable[tuple[Row, Tensor]]]) -> dict[str, Tensor
 
 
 @dataclass
-class HeldWeights:
+class ReferenceWeights:
     """A rank's part of the weights to evaluate of one state, as the next one's differ from them.
 
     Attributes:
@@ -101,7 +101,7 @@ class HeldWeights:
     bits: Tensor
 
     @classmethod
-    def of(cls, name: str, dtype: torch.dtype, pairs: Iterable[tuple[Row, Tensor]]) -> HeldWeights:
+    def of(cls, name: str, dtype: torch.dtype, pairs: Iterable[tuple[Row, Tensor]]) -> ReferenceWeights:
         rows, bits = [], [torch.empty(0, dtype=_kind(dtype))]
         for row, values in pairs:
             rows.append(row)
@@ -123,7 +123,7 @@ class HeldWeights:
         """Take over the weights of the next state; return the difference, or None if there are other tensors in it."""
         before, rows, pieces = self.name, iter(self.rows), []
         changed: list[Tensor] = []  # differences that are not encoded yet
-        start = first = 0  # of the next values, and of those that are not encoded yet
+        start = first = 0  # where the next values begin, and where those that are not encoded yet do
         for row, values in pairs:
             if next(rows, None) != row:
                 return None

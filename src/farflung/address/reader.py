@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from farflung.address.difference import DTYPES as DTYPES, HeldWeights, assembled, weights_in
+from farflung.address.difference import DTYPES as DTYPES, ReferenceWeights, assembled, weights_in
 from farflung.address.objects import PATIENCE_S
 from farflung.address.packed import Damaged
 from farflung.address.run_record import part_of_run
@@ -113,7 +113,7 @@ class Reader:
         with self._states(_PATIENCE_S) as states:
             for saved in states.newest():
                 try:
-                    return _Following(states, self._dtype, self._refused).whole(saved)
+                    return _VersionReader(states, self._dtype, self._refused).whole(saved)
                 except Damaged as error:
                     why = f"The newest states are damaged: {error}"
         raise ConfigError(f"Nothing can be pulled from {self.address}. {why}.")
@@ -121,7 +121,7 @@ class Reader:
     def __iter__(self) -> Iterator[Version]:
         order, refused = [0], set[str]()  # of the last one, and names since
         with self._states(PATIENCE_S) as states:
-            following = _Following(states, self._dtype, self._refused)
+            following = _VersionReader(states, self._dtype, self._refused)
             while True:
                 for _ in waiting(states.look_s, say=aloud("this process", f"for newer weights at {self.address}")):
                     there = list(states.newest())
@@ -154,13 +154,13 @@ class Reader:
                 record(Kind.WARNING, message=notice)
 
 
-class _Following:
+class _VersionReader:
     """Reads one version after another: by differences, if there are any to the one before."""
 
     def __init__(self, states: SavedStates, dtype: torch.dtype | None, say: Callable[[str], object]) -> None:
         self._states, self._dtype, self._say = states, dtype, say
         self._part = str(dtype).removeprefix("torch.")
-        self._held: list[HeldWeights] = []  # of each rank
+        self._held: list[ReferenceWeights] = []  # of each rank
         self._adapter: Mapping[str, Any] | None = None
         self._follows = self._has_warned = False
 
@@ -183,7 +183,7 @@ class _Following:
             pairs = (weights_in(self._parts(saved, rank, shown), self._dtype) for rank in range(saved.ranks))
             if self._dtype is None:
                 return self._version(saved, assembled(pairs), shown)
-            held = [HeldWeights.of(saved.name, self._dtype, one) for one in pairs]
+            held = [ReferenceWeights.of(saved.name, self._dtype, one) for one in pairs]
             version = self._version(saved, assembled(one.pairs() for one in held), shown)
         self._held = held
         return version

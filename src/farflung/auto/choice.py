@@ -41,7 +41,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Measurements:
-    """What a recipe is chosen from, the same on all ranks."""
+    """The measurements by which `auto` chooses a recipe, the same on all ranks."""
 
     link: Link
     step_s: tuple[float, ...]  # of each replica, or of the fastest and the slowest

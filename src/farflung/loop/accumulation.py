@@ -130,7 +130,7 @@ def _summed(value: float, group: Group, state: LoopState) -> float:
 
 
 def _rescale(window: Window, state: LoopState, factor: float) -> None:
-    """Multiply by `factor` what a window has gathered of gradients so far, also those that FSDP has not reduced yet."""
+    """Scale the gradients that a window has accumulated, including those that FSDP has not reduced yet."""
     trained = (parameter for optimizer in state.optimizers for parameter in parameters_of(optimizer))
     gradients = [parameter.grad for parameter in (window.parameters() if window.models else trained)]
     for part in sharded_parts(module for model in window.models for module in model.modules()):

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from farflung.address.difference import DTYPES, HeldWeights, weights_in
+from farflung.address.difference import DTYPES, ReferenceWeights, weights_in
 from farflung.address.saved_state import SavedStates, order_of
 from farflung.base.errors import Unreachable
 
 _MOST = 64  # states of a chain
 
 
-class Differences:
+class DifferenceWriter:
     """A chain of differences for each dtype in which readers have the weights.
 
     A chain goes back as far as its differences together are shorter than the weights. It ends, and its memory is freed,
@@ -27,7 +27,7 @@ class Differences:
     def __init__(self, states: SavedStates) -> None:
         self._states = states
         self.wanted: Sequence[str] = ()
-        self._held: dict[str, HeldWeights] = {}
+        self._held: dict[str, ReferenceWeights] = {}
         self._sizes: dict[str, dict[str, int]] = {}  # bytes of differences, by dtype and by state
 
     def to(self, name: str, parts: Mapping[str, Any], wanted: Sequence[str]) -> dict[str, Any]:
@@ -42,7 +42,7 @@ class Differences:
             own, before = held.pop(dtype, None), sizes.get(dtype, {})
             difference = None if own is None else own.advance(name, weights_in(parts, DTYPES[dtype]))
             if own is None or difference is None:
-                own, before = HeldWeights.of(name, DTYPES[dtype], weights_in(parts, DTYPES[dtype])), {name: 0}
+                own, before = ReferenceWeights.of(name, DTYPES[dtype], weights_in(parts, DTYPES[dtype])), {name: 0}
             else:
                 found[dtype] = difference
                 before[name] = sum(piece["data"].nbytes for piece in difference["pieces"])

@@ -11,7 +11,7 @@ from farflung.address.transport import Entered
 from farflung.base.errors import RankFailure, Unreachable
 from farflung.base.words import in_seconds
 from farflung.comm.group import Group
-from farflung.members.peers import Awaited, Peers
+from farflung.members.peers import MissingMembers, Peers
 from farflung.votes.generation import OddMembers
 
 _LOOK_S = 1.0  # how long a wait lasts before it asks who is late
@@ -42,7 +42,7 @@ class GenerationWatch:
         peers, number = self._peers, self._record.number
         missing = [self._record.ids[rank] for rank in entered.missing]
         if missing:
-            peers.awaited = Awaited(entered.place, self._what, missing, time.monotonic() - waited_s)
+            peers.awaited = MissingMembers(entered.place, self._what, missing, time.monotonic() - waited_s)
         if why := peers.members_soon.broken(number):
             return why
         if entered.place:

@@ -36,7 +36,7 @@ _TENSORS_SHOWN = 5
 _PARTS = "parts"  # of a description: those of its settings
 
 
-class Awaited(NamedTuple):
+class MissingMembers(NamedTuple):
     """Members that had not come to a collective when this replica last looked: which one, and since when it waits."""
 
     place: str
@@ -75,7 +75,7 @@ class Peers:
         self.pause_s = board.pause_s
         self.record: Record | None = None
         self.is_admitting = False
-        self.awaited: Awaited | None = None
+        self.awaited: MissingMembers | None = None
         self.slowest_bps = float(_SLOWEST_BPS)
         self._grace_s = grace_s
         self._last_round_at, self._gap_s = time.monotonic(), 0.0

@@ -28,7 +28,7 @@ from farflung.base.words import counted
 from farflung.comm.collectives import from_first, gather_object
 from farflung.comm.exchange import Exchange
 from farflung.comm.threads import ThreadedCall
-from farflung.members.differences import Differences
+from farflung.members.differences import DifferenceWriter
 from farflung.votes.generation import Needs
 
 _logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Saver:
         self.landed_in: Callable[[bytes], tuple[int, int]] = lambda _: (0, 0)
         self.description, self.has_kept = "", False
         self._run, self._loop, self._states = run, loop, SavedStates(loop)
-        self._members, self._differences = MemberStore(loop), Differences(self._states)
+        self._members, self._differences = MemberStore(loop), DifferenceWriter(self._states)
         self._share_group, self._every = share_group, max(1, every // 2)
         self._place: dict[str, Any] = {}  # in the schedule, after the latest round
         self._num_fragments, self._has_warned = 1, False

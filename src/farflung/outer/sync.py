@@ -125,7 +125,7 @@ class Sync:
     # ---- rounds
 
     def _do(self, action: Action, finished: bool) -> None:
-        """Do what is due; this rank has `finished` if it has no more data."""
+        """Launch and apply the rounds that are due; `finished`: this rank has no more data."""
         if isinstance(action, Launch):
             self.rounds.launch(action, self.timetable.position, finished)
         elif isinstance(action, Change):

@@ -217,7 +217,7 @@ class Connections(Generic[L]):
         connections = list(self.all.values())
         codes = [connection.code for connection in connections if not connection.is_gone]
         if self._is_elastic:
-            if self.is_done:  # the others have done the work of those that were killed
+            if self.is_done:  # killed replicas are no failure: the others have done their work
                 codes = [code for code in codes if code is None or code <= BY_SIGNAL]
             return next(filter(None, codes), DONE if codes else FAILED)
         failures = [(event, connection) for connection in connections for event in connection.failures]
