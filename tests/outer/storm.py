@@ -38,6 +38,7 @@ class Storm:
 
     Attributes:
         there: the processes of the run that have not ended, each with its owner.
+        without_data: those of them that have no more of it from the next round on, and end once the others do.
         landings: when each member had come how far: `(time, member, position)`.
         wrong: what members have found that had a step too many or too few.
         ends, errors: the position and weights with which members have ended, or the error.
@@ -55,6 +56,7 @@ class Storm:
         self.board = memory_board(self.late_s)
         self.transport, self.notes = ObjectTransport(self.board, "memory"), LauncherNotes(self.board)
         self.draw, self.there, self.landings, self.wrong = random.Random(self.seed), {}, [], []
+        self.without_data = set()
         self.late, self.ends, self.errors, self.num_refused, self.events = Counter(), {}, {}, 0, []
         self.is_over, self.num_started, self.threads = False, 0, []
         for _ in range(self.num_members):
@@ -106,7 +108,7 @@ class Storm:
         outer = Mock()
         try:
             with OuterLoop(model, recipe, membership=membership) as outer:
-                while not self.is_over:
+                while not self.is_over and (member not in self.without_data or outer.position % self.every):
                     time.sleep(self.step_s + self.late.pop(member, 0) * self.grace_s / 2)
                     with torch.no_grad():
                         model.weight -= 1

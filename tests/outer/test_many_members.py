@@ -6,7 +6,8 @@ import time
 import pytest
 
 from farflung.address.member_store import MemberStore, Record
-from tests.outer.storm import Storm, storm
+from farflung.base.events import Kind
+from tests.outer.storm import STOPS, Storm, storm
 from tests.outer.test_elastic_laws import Members, settled
 from tests.virtual_time import virtual_time
 
@@ -34,6 +35,34 @@ def test_what_befalls_one_of_24_members_costs_what_it_costs_among_4(kind):
 
 def test_of_two_that_do_not_come_each_has_the_grace_however_long_rounds_are():
     assert two_rounds(4, "kill", "stop") < 2 * ROUND_S + 15.0
+
+
+def test_a_newcomer_comes_in_with_the_round_that_a_member_misses():
+    with virtual_time() as clock:
+        run = Storm(clock, 4)
+        run.until(lambda: len(run.landings) == 4, 200.0)
+        last = max(run.there)
+        newcomer = run.start()
+        run.until(lambda: len(run.rounds()) == 2, 100.0)  # which has shown that it waits
+        run.there[last].stopped_until = clock.now + ROUND_S + STOPS * run.grace_s
+        run.until(lambda: len(run.rounds()) == 3, 100.0)
+        run.finish()
+        assert any(f"{run.notes.name_of(last)} is out" in str(event) for _, event in run.events)
+        assert newcomer in run.ends and last not in run.ends
+
+
+@pytest.mark.parametrize("giver_has_data", [False, True])
+def test_a_newcomer_comes_in_while_a_member_without_data_waits_for_the_others(giver_has_data):
+    with virtual_time() as clock:
+        run = Storm(clock, 3, grace_s=2 * ROUND_S)
+        run.until(lambda: len(run.landings) == 3, 200.0)
+        run.without_data.add((max if giver_has_data else min)(run.there))
+        newcomer = run.start()
+        run.until(lambda: newcomer in {member for _, member, _ in run.landings}, 200.0)
+        run.finish()
+        kinds = [event.kind for _, event in run.events if event.kind is not Kind.WAITS]
+        assert kinds == [Kind.BEGAN, Kind.JOINED]
+        assert min(position for _, member, position in run.landings if member == newcomer) == 4 * run.every
 
 
 def test_one_that_waits_for_admission_asks_of_one_member_whether_it_lives():

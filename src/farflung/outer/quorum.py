@@ -152,7 +152,7 @@ class Quorum:
             num_votes=1,
             admits=True,
             has_state=False,
-            state=partial(self._shared_state, ()),
+            state=partial(self._shared_state, (), None),
             **_needs_of(recipe, replica),
         )
         self.welcome: Welcome | None = None
@@ -294,14 +294,15 @@ class Quorum:
 
     # ---- generations
 
-    def enter(self, due: Sequence[Action] = ()) -> None:
+    def enter(self, due: Sequence[Action] = (), step: int | None = None) -> None:
         """Enter the current generation, into which newcomers may come: a collective, while no round is under way.
 
         Args:
             due: what members do next.
+            step: the one at which it is due, if this rank has come there without training.
         """
         self._state = _State.ENTERING
-        self.needs = replace(self.needs, admits=True, state=partial(self._shared_state, due))
+        self.needs = replace(self.needs, admits=True, state=partial(self._shared_state, due, step))
         self.run(self._enter)
 
     def _enter(self) -> None:
@@ -377,11 +378,12 @@ class Quorum:
         if generation.newcomers:
             self.replica.note_newcomers()
 
-    def _shared_state(self, due: Sequence[Action], is_whole: bool) -> dict[str, Any]:
+    def _shared_state(self, due: Sequence[Action], step: int | None, is_whole: bool) -> dict[str, Any]:
         """Return the place in the schedule, and copies of all else that a newcomer needs, fragment by fragment."""
         actions = [(type(one).__name__, asdict(one)) for one in due]
         timetable = self._timetable
-        position = min(timetable.position, timetable.synced)  # of several steps that were not synced yet, the one now
+        # Of several steps that were not synced yet, the one now.
+        position = min(timetable.position, timetable.synced) if step is None else step
         place = {"position": position, "began": timetable.began, "due": actions, **timetable.changes_dict()}
         place["flushes"] = timetable.flushes
         place["layout"] = self.replica.layout

@@ -139,15 +139,21 @@ class Sync:
     def run(self, due: Sequence[Action]) -> None:
         """Launch and apply the rounds that are due; first admit replicas that wait, which take part in them."""
         left = deque(due)
-        if self.rounds.is_awaited and any(isinstance(action, Launch) and action.level == 0 for action in due):
-            self.rounds.apply_all()
-            self.rounds.is_awaited = False
-            self.quorum.enter(due)
+        self._admit(due)
         while left or self._has_joined:
             if self._has_joined:
                 left = self._due_to_newcomers()
             else:
                 self._do(left.popleft(), finished=False)
+
+    def _admit(self, due: Sequence[Action], step: int | None = None) -> None:
+        """Admit replicas that wait, if rounds of all are to be launched now; see `Quorum.enter`."""
+        if self.rounds.is_awaited and any(isinstance(action, Launch) and action.level == 0 for action in due):
+            self.rounds.apply_all()
+            self.rounds.is_awaited = False
+            self.quorum.together(lambda: None)  # whoever is missing now would take newcomers out with it
+            if not self._has_joined:
+                self.quorum.enter(due, step)
 
     @property
     def _has_joined(self) -> bool:
@@ -256,6 +262,9 @@ class Sync:
             while not left:
                 step += 1
                 left.extend(timetable.due(step, math.inf))
+                self._admit([*left], step)
+            if self._has_joined:
+                continue
             action = left.popleft()
             self._do(action, finished=True)
             if not isinstance(action, Launch) or action.level:
