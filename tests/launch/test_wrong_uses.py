@@ -200,6 +200,7 @@ WRONG = [
     (f"{DILOCO} --outer-log a.jsonl train.py", "--outer_log is no longer an option: rounds.jsonl in the run's"),
     (f"{DILOCO} --outer-robust trimmed train.py", "needs 4 replicas, so that the others outvote any one of them"),
     ("launch --elastic 1:3 --outer diloco --outer-robust trimmed train.py", "needs 4 replicas", "3"),
+    ("launch --elastic 4:8 --outer hierarchical --outer-levels 4:2,64:all train.py", "hierarchical averages blocks"),
     ("launch --dry-run --elastic 1:3 --outer diloco --outer-robust trimmed train.py", "needs 4 replicas", "3"),
     (f"{AVERAGED} --outer-robust clip train.py", "--outer_robust is 'clip', but weights that are averaged have"),
     # settings that exclude each other

@@ -48,7 +48,8 @@ def test_a_newcomer_comes_in_with_the_round_that_a_member_misses():
         run.until(lambda: len(run.rounds()) == 3, 100.0)
         run.finish()
         assert any(f"{run.notes.name_of(last)} is out" in str(event) for _, event in run.events)
-        assert newcomer in run.ends and last not in run.ends
+        assert newcomer in run.ends
+        assert last not in run.ends
 
 
 @pytest.mark.parametrize("giver_has_data", [False, True])

@@ -17,14 +17,23 @@ import torch
 from torch import nn
 
 from farflung.address import c10d_transport
-from farflung.base.errors import CollectiveMismatch, RankFailure, Unreachable
+from farflung.base.errors import CollectiveMismatch, ConfigError, RankFailure, Unreachable
 from farflung.comm.collectives import broadcast_object_list
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import SoloGroup
 from farflung.members.elastic import Elastic
 from farflung.methods.anchored import Anchored
 from farflung.methods.inner import AverageState, ResetState
-from farflung.methods.recipes import diloco, eager_diloco, edit, gossip, local_sgd, quadratic, streaming_diloco
+from farflung.methods.recipes import (
+    diloco,
+    eager_diloco,
+    edit,
+    gossip,
+    hierarchical,
+    local_sgd,
+    quadratic,
+    streaming_diloco,
+)
 from farflung.outer import OuterLoop
 from farflung.outer.membership import Membership
 from farflung.testing.patience import patience
@@ -290,6 +299,12 @@ def names_the_odd(group):
         for _ in range(STEPS):
             outer.step()
     return noted
+
+
+@on_replicas(4)
+def test_blocks_of_neighbours_are_refused_where_replicas_come_and_go(group):
+    with pytest.raises(ConfigError, match="hierarchical averages blocks"):
+        OuterLoop(Two(), hierarchical({2: 2, 4: None}), membership=ChangingMembership(group, [0, 1, 2, 3]))
 
 
 def test_what_a_newcomer_got_is_compared_in_its_first_vote(monkeypatch):

@@ -151,6 +151,19 @@ def test_statistics_and_counters_of_one_member_spoil_no_model(group, rule):
     assert (model[1].running_mean[0], model[1].num_batches_tracked) == (2.0, 3)
 
 
+@pytest.mark.parametrize("rule", RULES)
+@on_replicas(4)
+def test_statistics_that_are_finite_on_no_member_are_left_as_they_are(group, rule):
+    model = net()
+    outer = OuterLoop(model, robust(diloco(1), rule), group)
+    shift(model.parameters(), 0.25)
+    model[1].running_mean[1] = math.inf
+    model[1].running_var.fill_(3.0)
+    outer.step()
+    assert model[1].running_mean[1] == math.inf
+    assert model[1].running_var.unique().tolist() == [3.0]
+
+
 def judged(rule, memory, *norms, weights=None):
     return rule(weights or (1.0,) * len(norms), norms, memory)
 

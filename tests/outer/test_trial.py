@@ -16,7 +16,7 @@ from torch import nn
 from farflung import OuterConfig
 from farflung.auto.choice import Link, Measurements
 from farflung.auto.trial import RecipeTrial
-from farflung.base.errors import ConfigError, RankFailure
+from farflung.base.errors import ConfigError, RankFailure, Unreachable
 from farflung.comm.group import SoloGroup
 from farflung.config.outer import OuterSettings
 from farflung.members.elastic import Elastic
@@ -326,7 +326,7 @@ def test_a_plain_loop_names_what_chooses_recipes():
 class AgreeingMembership(ChangingMembership):
     """Replicas that keep the first text that one of them gives."""
 
-    def agreed(self, text):
+    def agreed(self, text, waits=True):
         door = door_of(self.group)
         door.text = getattr(door, "text", "") or text
         return door.text
@@ -365,10 +365,33 @@ def test_a_replica_may_be_lost_at_any_phase_of_a_trial(lost):
 def test_a_choice_that_a_checkpoint_brings_to_another_address_is_kept_there_for_newcomers():
     kept = []
     trial = RecipeTrial(FixedTuner(CHOICES["diloco"]))
-    trial.first(chosen_recipe("auto"), SimpleNamespace(agreed=lambda text: kept.append(text) or text, is_fixed=False))
+    trial.first(
+        chosen_recipe("auto"),
+        SimpleNamespace(agreed=lambda text, waits=True: kept.append(text) or text, is_fixed=False),
+    )
     trial.resumed({"auto": (spec := json.dumps({"recipe": "diloco", "every": 8}))})
     assert [trial.landed(), trial.landed(), trial.known()] == [None] * 3
     assert kept == ["", spec, ""]
+
+
+@pytest.mark.law("a-run-outlives-its-members")
+def test_a_trial_goes_on_while_the_store_gives_no_answer_and_asks_again():
+    answers = iter(["", Unreachable("no answer"), Unreachable("no answer"), "", Unreachable("no answer"), "kept"])
+
+    def agreed(text, waits=True):
+        answer = next(answers)
+        if isinstance(answer, Unreachable):
+            assert not waits
+            raise answer
+        return answer
+
+    trial = RecipeTrial(FixedTuner(CHOICES["diloco"]))
+    trial.first(chosen_recipe("auto"), SimpleNamespace(agreed=agreed, is_fixed=False))
+    trial.bind(net(), SimpleNamespace(group=SoloGroup()))
+    assert [trial.landed() for _ in range(3)] == [None] * 3
+    trial.resumed({"auto": json.dumps({"recipe": "diloco", "every": 8})})
+    assert [trial.landed() for _ in range(3)] == [None] * 3
+    assert not [*answers]
 
 
 def in_islands(averaging_s):

@@ -19,6 +19,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -29,6 +30,7 @@ from torch import nn
 
 from farflung.auto.choice import Link, Measurements
 from farflung.auto.tuner import LineTuner
+from farflung.base.errors import Unreachable
 from farflung.config.outer import OuterSettings
 from farflung.methods.arguments import recipe_of
 from farflung.methods.fragments import num_blocks
@@ -90,8 +92,8 @@ class RecipeTrial(Chooser):
         self._spec = _ALONE
         return self._recipe
 
-    def known(self) -> Recipe | None:
-        text = self._membership.agreed("")
+    def known(self, waits: bool = True) -> Recipe | None:
+        text = self._membership.agreed("", waits)
         return self._take(text, None) if text and self.is_measuring else None
 
     def met(self) -> Recipe | None:
@@ -160,8 +162,9 @@ class RecipeTrial(Chooser):
         if self._membership.is_fixed:
             return None
         if not self.is_measuring:
-            if not self._is_kept:  # nor is it, where a checkpoint continues at another address
-                self._is_kept = bool(self._membership.agreed(self._spec))
+            with suppress(Unreachable):
+                if not self._is_kept:  # nor is it, where a checkpoint continues at another address
+                    self._is_kept = bool(self._membership.agreed(self._spec, waits=False))
             return None
         found: list[Recipe] = []
 
@@ -172,7 +175,9 @@ class RecipeTrial(Chooser):
 
         if self._quorum.group.size > 1:
             self._quorum.together(choose)
-        return found[0] if found else self.known()
+        with suppress(Unreachable):  # training continues, and asks again after the next round
+            return found[0] if found else self.known(waits=False)
+        return None
 
     def _measure(self, is_early: bool = False) -> Measurements | None:
         """Return what all members have measured, None if some have trained too few steps: a collective.

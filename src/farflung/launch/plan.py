@@ -364,5 +364,5 @@ def check_recipe(resolved: Resolved, variables: Mapping[str, str], most: int) ->
     except ConfigError as error:
         raise explained(error, resolved.file, resolved.origins) from None
     recipe = outer_arguments.recipe_of(settings, local_size=2)
-    if most < recipe.least:
-        raise ConfigError(outer_arguments.too_few(recipe, most))
+    if why := outer_arguments.unfit(recipe, most, is_fixed=not (resolved.settings.elastic or resolved.settings.join)):
+        raise ConfigError(why)

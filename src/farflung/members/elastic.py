@@ -241,8 +241,9 @@ class Elastic:
     def expect_round(self, seconds: float) -> None:
         self.peers.expect_round(seconds)
 
-    def agreed(self, text: str) -> str:
+    def agreed(self, text: str, waits: bool = True) -> str:
         board = self._transport.board.part(self.peers.loop)
+        board = board if waits else board.patient(0)
 
         def first() -> str:
             if text:

@@ -158,7 +158,7 @@ class TrimmedMean(_Gathering):
         rows = [
             codec.decode(wire, torch.empty_like(out)).nan_to_num_(math.inf, math.inf, -math.inf) for wire in present
         ]
-        trim = min(self.trim, (len(rows) - 1) // 2)
+        trim = min(self.trim, max(len(rows) - 1, 0) // 2)
         for k in range(trim):  # bubbles the extremes to both ends: 7 times faster than to sort 8 rows
             for low in (*range(k, len(rows) - 1 - k), *reversed(range(k, len(rows) - 2 - k))):
                 least = torch.minimum(rows[low], rows[low + 1])

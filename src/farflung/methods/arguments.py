@@ -23,7 +23,7 @@ from farflung.base.checks import (
 from farflung.base.errors import ConfigError
 from farflung.config.outer import AUTO, MACHINE, OuterSettings
 from farflung.methods.inner import AverageState, Inner, KeepState, ResetState
-from farflung.methods.recipe import Recipe, too_few as too_few
+from farflung.methods.recipe import Recipe, unfit as unfit
 from farflung.methods.robustness import robust
 from farflung.methods.schedule import TrialSchedule
 

@@ -53,7 +53,7 @@ class Eager(Anchored):
         self._means[k] = result / divisor
         self._next_share = payload.weight / divisor
 
-    def finish(self, has_worked: bool, has_arrived: bool, island: Island) -> None:
+    def finish(self, has_worked: bool, island: Island) -> None:
         """Move the anchor by the mean that has arrived and by this rank's own steps, at the end of a round's time.
 
         If neither is new, momentum alone would move it, so it stays. It also stays if this rank's weights are not
@@ -61,11 +61,10 @@ class Eager(Anchored):
 
         Args:
             has_worked: this rank has done something since the last round.
-            has_arrived: something has come back.
             island: the ranks that train this replica, which must all move or all stay: a collective of theirs.
         """
         means, self._means = self._means, {}
-        if not has_worked and (not has_arrived or self.num_ranks == 1):
+        if not has_worked and (not means or self.num_ranks == 1):
             self._send_nothing()
             return
         share = self._next_share if means else self._share or 1 / self.num_ranks

@@ -295,8 +295,15 @@ class Recipe:
         return inside.groups if isinstance(inside, Levels) else ()
 
 
-def too_few(recipe: Recipe, most: int) -> str:
-    """Return the text of an error for a recipe that has too few replicas for its aggregation."""
+def unfit(recipe: Recipe, most: int, is_fixed: bool) -> str:
+    """Return why a recipe does not fit the replicas that there are: at most so many, or such that come and go."""
+    if recipe.levels and not is_fixed:
+        return (
+            "hierarchical averages blocks of neighbouring ranks, which change where replicas come and go. Use islands "
+            "(--ranks_per_replica) with any other recipe, or fixed ranks (without --elastic)."
+        )
+    if most >= recipe.least:
+        return ""
     return (
         f"{recipe.aggregator} with {recipe.policy} needs {counted(recipe.least, 'replica')}, so that the others "
         f"outvote any one of them, and there are at most {most}. Add replicas, or leave out the rule (robust)."

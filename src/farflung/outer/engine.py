@@ -32,7 +32,7 @@ from farflung.exchanged.states import check_form, check_state, identity_of
 from farflung.exchanged.twins import Twins
 from farflung.methods.arguments import OuterConfig, chosen_recipe
 from farflung.methods.inner import hooks_of
-from farflung.methods.recipe import Recipe, too_few
+from farflung.methods.recipe import Recipe, unfit
 from farflung.methods.schedule import Change, Launch, Schedule
 from farflung.outer.checks import check_arguments, check_attached, checked_items, default_bucket_bytes, groups_of
 from farflung.outer.chooser import Chooser
@@ -127,8 +127,8 @@ class OuterLoop:
         on_cpu = all(parameter.is_cpu for parameter in model.parameters())
         membership = membership or fixed_membership(group, island, on_cpu)
         island = membership.island
-        if membership.most < recipe.least:
-            raise ConfigError(too_few(recipe, membership.most))
+        if why := unfit(recipe, membership.most, membership.is_fixed):
+            raise ConfigError(why)
         self._chooser = chooser = chooser or Chooser()
         recipe = chooser.first(recipe, membership)
         self._meter = Meter()

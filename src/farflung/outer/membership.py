@@ -90,10 +90,11 @@ class Membership(Protocol):
         """Called before the first round, with how long a round should take: nobody is late before that."""
         return None
 
-    def agreed(self, text: str) -> str:
+    def agreed(self, text: str, waits: bool = True) -> str:
         """Return the first text, not an empty one, that a replica of this run has given for this loop, ever.
 
-        The same members give the same text, at the same time.
+        The same members give the same text, at the same time. Unreachable where the store is gone, at once unless one
+        `waits` for it.
         """
         return text
 

@@ -155,8 +155,7 @@ class Rounds:
                 self._after(number, this)
         if isinstance(fragment.weights, Eager):
             self.replica.rebind(number)
-            has_arrived = this is not None and not this.is_dropped and not this.is_empty
-            fragment.weights.finish(fragment.pending_weight[0] > 0, has_arrived, self.quorum.generation.island)
+            fragment.weights.finish(fragment.pending_weight[0] > 0, self.quorum.generation.island)
         self.quorum.offer(number)
         if this is None:
             return False
@@ -217,7 +216,10 @@ class Rounds:
             self._note_round(number, this)
             assert this.tally is not None
             self.twins.look(number, self.quorum.generation.ids, this.tally.marks)
-        if self.quorum.group.rank in this.decision.left_out:
+        self._adopt_if_left_out(this)
+
+    def _adopt_if_left_out(self, this: OpenRound) -> None:
+        if this.group.rank in this.decision.left_out:
             self.replica.adopt()  # also where weights are blended, and in fragments that this one would spoil again
 
     def _share_state(self, fragment: BoundFragment, this: OpenRound) -> None:
@@ -264,8 +266,10 @@ class Rounds:
             if this.abort(common.get(this.ballot.number, 0)):
                 if this.is_dropped:
                     self._count_again(number)
-                if this.level == 0 and not this.is_dropped and not this.is_empty:
-                    self._note_round(number, this)
+                elif not this.is_empty:
+                    if this.level == 0:
+                        self._note_round(number, this)
+                    self._adopt_if_left_out(this)
                 self._close(number, this)
                 landed.append(this)
             elif this.phase is not Phase.LOADED and not this.request.in_act:
