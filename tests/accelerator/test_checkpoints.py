@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from farflung import Accelerator
 from farflung.base.tree import leaves_of
@@ -62,8 +62,9 @@ class Training(Program):
 
     def __init__(self, kind="shuffled", dispatch=None, n=10, **settings):
         super().__init__(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch), **settings)
-        data = {"shuffled": Noisy, "stream": NoisyStream, "stateful": Stateful}[kind](n)
-        (self.loader,) = self.prepare(DataLoader(data, 2, shuffle=kind == "shuffled"), model=Net())
+        data = {"stream": NoisyStream, "stateful": Stateful}.get(kind, Noisy)(n)
+        sampler = SubsetRandomSampler(range(n)) if kind == "subset" else None
+        (self.loader,) = self.prepare(DataLoader(data, 2, kind == "shuffled", sampler), model=Net())
 
     def loss(self, x):
         return super().loss(x / 10 + torch.randn(())) * (1 + random.random()) + np.random.rand()
@@ -288,9 +289,10 @@ def test_replicas_are_joined_at_their_anchor_and_its_momentum_stays(folder):
             assert weights == after[0][2]
 
 
-def test_one_rank_becomes_two_with_each_sample_once(folder):
-    ((first, *_),) = run_ranks(written, 1, folder, {}, 4, None)
-    after = run_ranks(taken_up, 2, folder, {})
+@pytest.mark.parametrize("kind", ["shuffled", "subset"])
+def test_one_rank_becomes_two_with_each_sample_once(folder, kind):
+    ((first, *_),) = run_ranks(written, 1, folder, {"kind": kind}, 4, None)
+    after = run_ranks(taken_up, 2, folder, {"kind": kind})
     rest = [sample for epochs, *_ in after for sample in epochs[0]]
     assert sorted([*itertools.chain(*first), *rest]) == [float(k) for k in range(24)]
     said = "".join(printed for *_, printed in after)
@@ -303,6 +305,29 @@ def test_new_ranks_and_a_pass_that_was_over_are_told_in_words(folder):
     said = "".join(printed for *_, printed in run_ranks(taken_up, 4, folder, {}))
     assert said.count("ranks 2 and 3 are new: their random numbers begin streams of their own") == 1
     assert said.count("continues after the last batch of epoch 0: the first loop over it ends immediately") == 1
+
+
+def test_a_pass_over_a_stream_that_was_over_ends_at_once_on_other_ranks(folder):
+    settings = {"kind": "stream", "dispatch": False}
+    run_ranks(written, 2, folder, settings, 6, None)
+    ((epochs, *_),) = run_ranks(taken_up, 1, folder, settings)
+    assert [len(epoch) for epoch in epochs] == [0, 24]
+
+
+def test_a_loop_that_loads_a_checkpoint_continues_with_its_own_batches(folder, capsys):
+    accelerator, seen = Accelerator(cpu=True), []
+    loader = accelerator.prepare(DataLoader(torch.arange(6)))
+    for batch in loader:
+        seen += batch.tolist()
+        if seen == [0, 1]:
+            accelerator.save_state(folder / "back")
+        elif seen == [0, 1, 2, 3]:
+            accelerator.load_state(folder / "back")
+            accelerator.save_state(folder / "forth")
+    assert "prepared loader 0 that is under way continues where it is" in capsys.readouterr().err
+    assert [batch.item() for batch in loader] == [*range(6)]
+    accelerator.load_state(folder / "forth")
+    assert seen + [batch.item() for batch in loader] == [*range(6), 4, 5]
 
 
 def stopped(folder, size, after):

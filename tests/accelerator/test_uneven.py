@@ -97,16 +97,27 @@ def test_uneven_data_is_an_error_on_all_ranks_at_once(layout, data, more):
     assert max(seconds for _, seconds in told) < patience(20)
 
 
-def asked_of_the_store(even, train_it):
-    """Iterate once, and return how often a loader's end was published and asked for."""
+def none_for_ones(rows):
+    return None if rows[0].min() == 1 else torch.stack(rows)
+
+
+def asked_of_the_store(even, train_it, is_none=False):
+    """Iterate once, and return how often a loader's end was published and asked for.
+
+    `is_none`: its first and its last batch are None.
+    """
     calls = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PresenceStore, "post", lambda _, text, kind, *name: calls.append(("published", kind)))
         patch.setattr(PresenceStore, "posts", lambda _, kind, *name, ranks: calls.append(("asked", kind)) or {})
         config = DataLoaderConfiguration(even_batches=even)
         accelerator = Accelerator(cpu=True, dataloader_config=config)
-        model, loader = accelerator.prepare(nn.Linear(4, 4), DataLoader(torch.ones(8, 4), 1))
+        data = torch.ones(8, 4) * torch.tensor([1, 1, 2, 2, 2, 2, 1, 1])[:, None]
+        loader = DataLoader(data, 1, collate_fn=none_for_ones if is_none else None)
+        model, loader = accelerator.prepare(nn.Linear(4, 4), loader)
         for batch in loader:
+            if batch is None:
+                continue
             if train_it:
                 accelerator.backward(model(batch).sum())
             else:
@@ -118,3 +129,4 @@ def asked_of_the_store(even, train_it):
 def test_the_store_is_asked_once_an_epoch_and_only_where_ranks_may_be_uneven_and_wait():
     asked = [run_ranks(asked_of_the_store, 2, even, way)[0] for even in (True, False) for way in (True, False)]
     assert asked == [[], [], ["published", "published", "asked"], ["published"] * 2]
+    assert run_ranks(asked_of_the_store, 2, False, False, True)[0] == ["published"] * 2

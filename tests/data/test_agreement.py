@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
+from farflung.comm import collectives
+from farflung.comm.exchange import Exchange
 from farflung.testing.ranks import run_ranks
 from tests.accelerator.conftest import on_ranks
 from tests.data.support import gathered, prepared, values, walk, world
@@ -54,6 +57,26 @@ def test_all_ranks_draw_the_order_of_rank_0(size):
         orders = [gathered([rank[k][epoch] for rank in ranks]) for epoch in range(2)]
         assert all(sorted(order) == list(range(11)) for order in orders), case
         assert orders[0] != orders[1], case
+
+
+class Drawn(Sampler):
+    """A sampler that draws with numpy."""
+
+    def __init__(self):
+        self.generator = np.random.default_rng(0)
+
+    def __iter__(self):
+        return iter(self.generator.permutation(8).tolist())
+
+    def __len__(self):
+        return 8
+
+
+@on_ranks(2)
+def test_a_sampler_may_have_a_generator_of_another_kind():
+    loader = prepared(DataLoader(range(8), 2, sampler=Drawn()), world())
+    mine = walk(loader)
+    assert sorted(gathered(collectives.gather_object(Exchange(world()), [mine]))) == list(range(8))
 
 
 def share_torch_states():

@@ -22,6 +22,9 @@ def batch(start, stop):
         "x": numbers.view(-1, 1),
         "text": [f"t{k}" for k in range(start, stop)],
         "pair": Pair(numbers, tuple(range(start, stop))),
+        "ids": numbers.numpy(),
+        "meta": [{"file": f"f{k}", "tags": [k, k]} for k in range(start, stop)],
+        "labels": [[k] * k for k in range(start, stop)],
         "scale": torch.tensor(2.0),
         "weights": torch.ones(99),
         "kind": "train",
@@ -33,7 +36,11 @@ def same(one, other):
     assert one.keys() == other.keys()
     assert torch.equal(one["x"], other["x"])
     assert torch.equal(one["pair"].x, other["pair"].x)
-    return all(one[key] == other[key] for key in ("text", "kind", "shape")) and one["pair"].names == other["pair"].names
+    assert np.array_equal(one["ids"], other["ids"])
+    return (
+        all(one[key] == other[key] for key in ("text", "kind", "shape", "meta", "labels"))
+        and one["pair"].names == other["pair"].names
+    )
 
 
 def test_cutting_takes_entries_of_samples_and_keeps_what_belongs_to_all_and_joining_undoes_it():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from farflung.base.errors import ConfigError, RankFailure
 from farflung.comm import collectives
@@ -71,6 +71,33 @@ def test_other_ranks_read_nothing_and_random_numbers_stay_aligned():
     assert sorted(first) == sorted(second) == list(range(9))
     assert first != second
     assert len(set(collectives.gather_object(Exchange(group), [torch.rand(1).item()]))) == 1
+
+
+@on_ranks(2)
+def test_random_numbers_stay_aligned_where_workers_persist():
+    torch.manual_seed(2)
+    loader = DataLoader(range(9), 2, num_workers=1, persistent_workers=True, multiprocessing_context="fork")
+    loader = dispatched(loader, world())
+    for _ in range(3):
+        assert sorted(of_all_ranks(walk(loader))) == list(range(9))
+        assert len(set(collectives.gather_object(Exchange(world()), [torch.rand(1).item()]))) == 1
+
+
+@on_ranks(2)
+def test_a_stream_that_workers_share_out_has_as_many_rounds_as_it_says():
+    loader = dispatched(DataLoader(Sized(30), 4, num_workers=3, multiprocessing_context="fork"), world())
+    assert len(loader) == sum(1 for _ in loader)
+
+
+class Sized(Stream):
+    """A stream with a length, which workers share out sample by sample."""
+
+    def __len__(self):
+        return 30
+
+    def __iter__(self):
+        worker = get_worker_info()
+        return iter(range(worker.id, 30, worker.num_workers))
 
 
 @on_ranks(2)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -12,11 +13,21 @@ import torch
 from torch import Tensor
 
 from farflung.base.errors import WrongType
-from farflung.base.tree import batch_size_of, flatten, is_container, is_namedtuple, recursively_apply, unflatten
+from farflung.base.tree import (
+    batch_size_of,
+    flatten,
+    is_container,
+    is_namedtuple,
+    leaves_of,
+    recursively_apply,
+    unflatten,
+)
+
+_ARRAYS = (Tensor, np.ndarray)
 
 
 class _ListLeaf:
-    """A list or tuple of plain values, such as strings: one leaf, with an entry a sample."""
+    """A list or tuple of values without tensors, such as strings or dicts of them: one leaf, with an entry a sample."""
 
     def __init__(self, items: Sequence[Any]) -> None:
         self.items = items
@@ -32,8 +43,9 @@ class BatchView:
     """A batch of `length` samples, taken apart: each leaf has an entry a sample, or belongs to all. None: not known."""
 
     def __init__(self, batch: Any) -> None:
-        self._leaves, self._spec = flatten(recursively_apply(_ListLeaf, batch, test_type=_is_plain_list))
-        size = batch_size_of(self._leaves)
+        size = length_of_arrays(batch)
+        is_leaf = partial(_is_list_leaf, size)
+        self._leaves, self._spec = flatten(recursively_apply(_ListLeaf, batch, test_type=is_leaf))
         of_texts = (len(leaf) for leaf in self._leaves if isinstance(leaf, _ListLeaf))
         self.length = next(of_texts, None) if size is None else size
 
@@ -48,14 +60,15 @@ class BatchView:
         return self._spec == other._spec and all(map(self._fit, self._leaves, other._leaves))
 
     def _has_entries(self, leaf: Any) -> bool:
-        if isinstance(leaf, Tensor):
-            return leaf.dim() > 0 and leaf.shape[0] == self.length
+        if isinstance(leaf, _ARRAYS):
+            return leaf.ndim > 0 and leaf.shape[0] == self.length
         return isinstance(leaf, _ListLeaf) and len(leaf) == self.length
 
     def _fit(self, mine: Any, other: Any) -> bool:
-        if isinstance(mine, Tensor) and isinstance(other, Tensor):
-            return mine.shape[1:] == other.shape[1:] and mine.dtype == other.dtype
-        return isinstance(mine, Tensor) == isinstance(other, Tensor)
+        kinds = [next((kind for kind in _ARRAYS if isinstance(leaf, kind)), None) for leaf in (mine, other)]
+        if kinds[0] is None or kinds[1] is None:
+            return kinds[0] is kinds[1]
+        return kinds[0] is kinds[1] and mine.shape[1:] == other.shape[1:] and mine.dtype == other.dtype
 
     def _with(self, leaves: list[Any]) -> Any:
         batch = unflatten(self._spec, leaves)
@@ -66,8 +79,15 @@ class BatchView:
 
 def length_of(batch: Any) -> int | None:
     """Return how many samples a batch has; None if nothing in it shows that."""
-    size = batch_size_of(batch)
+    size = length_of_arrays(batch)
     return BatchView(batch).length if size is None else size
+
+
+def length_of_arrays(batch: Any) -> int | None:
+    """Return the first dimension of the first tensor that has one, or of the first numpy array."""
+    size = batch_size_of(batch)
+    arrays = (leaf for leaf in leaves_of(batch) if isinstance(leaf, np.ndarray) and leaf.ndim)
+    return next((len(array) for array in arrays), None) if size is None else size
 
 
 def concatenated(parts: Sequence[BatchView]) -> BatchView:
@@ -81,6 +101,8 @@ def concatenated(parts: Sequence[BatchView]) -> BatchView:
             leaves.append(column[0])
         elif isinstance(column[0], Tensor):
             leaves.append(torch.cat(column))
+        elif isinstance(column[0], np.ndarray):
+            leaves.append(np.concatenate(column))
         else:
             kind = type(column[0].items)
             leaves.append(_ListLeaf(kind(item for texts in column for item in texts.items)))
@@ -99,9 +121,15 @@ def extended(batch: BatchView, source: BatchView, count: int) -> BatchView:
     return concatenated(parts)
 
 
-def _is_plain_list(node: Any) -> bool:
-    is_list = isinstance(node, (list, tuple)) and len(node) > 0 and not is_namedtuple(node)
-    return is_list and not any(isinstance(item, Tensor) or is_container(item) for item in node)
+def _is_list_leaf(size: int | None, node: Any) -> bool:
+    """Return whether a list has an entry a sample: it holds plain values, or one value without arrays a sample."""
+    if not isinstance(node, (list, tuple)) or len(node) == 0 or is_namedtuple(node):
+        return False
+    if not any(isinstance(item, _ARRAYS) or is_container(item) for item in node):
+        return True
+    are_columns = all(isinstance(item, (list, tuple)) and _is_list_leaf(None, item) for item in node)
+    are_columns = are_columns and all(len(item) == size for item in node)
+    return len(node) == size and not are_columns and not any(isinstance(leaf, _ARRAYS) for leaf in leaves_of(node))
 
 
 def plain_or_none(batch: Any) -> Any:

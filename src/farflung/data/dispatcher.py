@@ -104,7 +104,7 @@ class DataLoaderDispatcher(PreparedLoader):
         super().__init__(source, settings, changes, progress=Progress(reads=group.rank == 0, pack=pack_rounds))
 
     def __len__(self) -> int:
-        whole, left = divmod(len(self.base_dataloader), self._per_round)
+        whole, left = divmod(self.base_source.num_batches(), self._per_round)
         return max(0, whole + (left > 0 and not self._drop_last) - self.skip_batches)
 
     def _stream(self, one: Iteration) -> Iterator[tuple[Any, bool, int]]:
@@ -114,9 +114,11 @@ class DataLoaderDispatcher(PreparedLoader):
                 yield part if move is None else move(part), kind == _LAST_PART, real
 
     def _received(self, one: Iteration) -> Iterator[tuple[int, Any, int]]:
-        # A loader draws its workers' seed when its iteration starts: draw it here too, so that ranks whose random
-        # numbers are alike stay alike.
-        torch.empty((), dtype=torch.int64).random_(generator=self.base_dataloader.generator)
+        # A loader draws its workers' seed when they start: draw it here too, so that ranks whose random numbers are
+        # alike stay alike.
+        if not one.has_workers:
+            torch.empty((), dtype=torch.int64).random_(generator=self.base_dataloader.generator)
+        self._progress.workers.were_started |= self.base_source.keeps_workers
         if one.resumed_at is not None:
             one.arrive()
         more = True

@@ -319,7 +319,7 @@ def _shared_generator(source: Source) -> torch.Generator | None:
     if sampler.generator is None:
         sampler.generator = torch.Generator()
         sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    return sampler.generator  # type: ignore[no-any-return]
+    return sampler.generator if isinstance(sampler.generator, torch.Generator) else None
 
 
 def _num_files(dataset: Any) -> int:

@@ -13,6 +13,8 @@ from farflung.base.forward import Forward
 from farflung.base.tree import batch_size_of
 from farflung.loop.uneven import JoinedRanks, UnevenDataCheck
 
+_NO_BATCH: Any = object()
+
 
 class ActiveLoader(Protocol):
     """What the loop needs to know of an iteration of a loader that is under way."""
@@ -252,7 +254,7 @@ class LoopState:
             self.at_boundary()
             self._beginning, self._is_between = None, False
 
-    def enter(self, loader: ActiveLoader, batch: Any = None, *, again: bool = False) -> None:
+    def enter(self, loader: ActiveLoader, batch: Any = _NO_BATCH, *, again: bool = False) -> None:
         """Take `loader` as the current one: it starts, or it hands out a batch.
 
         Args:
@@ -260,10 +262,10 @@ class LoopState:
         """
         self._handed_out += 1
         self._starts.setdefault(id(loader), self._handed_out)
-        if self.counts_samples and batch is not None:
+        if self.counts_samples and batch is not _NO_BATCH:
             self._samples[id(loader)] = self.samples_of(loader) + (batch_size_of(batch) or 0)
         self._latest[id(loader)] = 0 if again else self._handed_out  # the first one is no sign of its loop
-        if self.ends is not None and batch is not None:
+        if self.ends is not None and batch is not _NO_BATCH:
             self.ends.publish(loader)
         if len(self.loaders) > 1:
             start, others = self._starts[id(loader)], [id(other) for other in self.loaders if other is not loader]

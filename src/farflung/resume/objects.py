@@ -136,7 +136,13 @@ class Loaders(Part):
                 )
             return
         for k, (state, one) in enumerate(zip(self._states, loaders, strict=False)):
-            if source.is_other or _has_other_batches(state, one):
+            if any(iteration.loader.base_dataloader is one.base_dataloader for iteration in self.run.loop.loaders):
+                self._states[k] = {}
+                source.notes.append(
+                    f"the loop over prepared loader {k} that is under way continues where it is: leave it before "
+                    "load_state to continue its data from the checkpoint"
+                )
+            elif source.is_other or _has_other_batches(state, one):
                 self._states[k] = _redistributed(state, one, source)
         saved, here = len(self._states), len(loaders)
         written = f"it was written with {counted(saved, 'prepared loader')}"
@@ -148,8 +154,9 @@ class Loaders(Part):
 
     def load(self, undo: ExitStack) -> None:
         for loader, state in zip(self.run.loaders, self._states, strict=False):
-            undo.callback(loader.keep())
-            loader.load_state_dict(state)
+            if state:
+                undo.callback(loader.keep())
+                loader.load_state_dict(state)
 
 
 def _nesting(loop: LoopState, states: Sequence[dict[str, Any]]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from farflung.base.errors import ConfigError
 from farflung.base.events import Kind, record
@@ -50,7 +50,10 @@ class RandomStates:
         own = source.generators
         if own and not self.generators:  # one process drew its order in this way, several share a generator
             torch.empty((), dtype=torch.int64).random_()  # the seed of workers
-            own[0].manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+            if any(isinstance(sampler, RandomSampler) for sampler in source.samplers):
+                own[0].manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+            else:  # others draw from torch's own generator where they have none
+                own[0].set_state(torch.get_rng_state())
             rng.write(self.host)
 
 
@@ -205,7 +208,7 @@ def _reopened(one: Iteration, source: Source, position: Position) -> Iterator[An
     """Start a stream, and continue where it was left."""
     if position.dataset is None:
         batches = opened(one, source.loader)
-        replay(batches, position.batches)
+        replay(batches, position.batches, to_the_end=position.ended)
         return batches
     if position.is_read:
         return iter(())

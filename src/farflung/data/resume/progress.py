@@ -116,7 +116,7 @@ class Progress:
         # What a loop does before the one in it is done again, and may draw random numbers again.
         is_inner = bool(around) and inner.base_dataloader is loader.base_dataloader
         return {
-            "host": rng.read_host() if is_inner else None,
+            "host": rng.read_host() if is_inner else self.host,
             "epoch": self.number,
             "under_way": self.under_way,
             "position": None if position is None else position.to_dict(),
