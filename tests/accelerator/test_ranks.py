@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 from farflung import Accelerator, DDPCommunicationHookType as Hook
-from farflung.base.errors import ConfigError
+from farflung.base.errors import ConfigError, StateError
 from farflung.state import AcceleratorState
 from farflung.utils import AutocastKwargs, DataLoaderConfiguration, DistributedDataParallelKwargs, DistributedType
 from tests.accelerator.conftest import on_ranks
@@ -134,6 +134,30 @@ def test_no_sync_takes_a_model_that_was_compiled_or_unwrapped_after_it_was_prepa
         found.append(model.weight.grad[0, 0].item())
         model.zero_grad()
     return found
+
+
+@pytest.mark.parametrize("is_wholly_frozen", [True, False])
+@on_ranks(2)
+def test_weights_that_are_unfrozen_after_prepare_are_refused_before_they_differ_between_ranks(is_wholly_frozen):
+    accelerator = Accelerator()
+    bare = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    bare[slice(None) if is_wholly_frozen else slice(1)].requires_grad_(False)
+    model, optimizer = accelerator.prepare(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
+    x = torch.full((1, 1), 1.0 + accelerator.process_index)
+    if not is_wholly_frozen:
+        accelerator.backward(model(x).sum())
+        optimizer.step()
+    bare.requires_grad_(True)
+    accelerator.backward(model(x).sum())
+    with pytest.raises(StateError, match=r"\(0\.weight, 0\.bias.* required no gradient.*unwrap_model"):
+        optimizer.step()
+    bare = accelerator.unwrap_model(model)
+    accelerator.free_memory()
+    model, optimizer = accelerator.prepare(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
+    accelerator.backward(model(x).sum())
+    optimizer.step()
+    first, second = accelerator.gather(bare[0].weight.detach())
+    assert first == second
 
 
 @on_ranks(2, by_rank=[(1.0, 16.5), (2.0, 16.5)])

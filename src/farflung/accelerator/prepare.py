@@ -109,6 +109,7 @@ class Preparer:
             named = [*model.named_parameters(), *model.named_buffers()]
             check_exchangeable(named, takes_float8=self.run.world.device.type != "cpu")
         prepared = self.run.strategy.prepare(model, owners) if is_wrapped else model
+        self.run.unaveraged += self.run.strategy.unaveraged(prepared) if is_wrapped else []
         if is_wrapped and self.run.loop.ends is not None:
             before_calls(prepared, EvenCheck(self.run.loop, self.run.strategy.awaited))
         if is_wrapped and self.finite is not None:
@@ -140,7 +141,7 @@ class Preparer:
         prepared = AcceleratedOptimizer(
             _bare(optimizer), self._placed(place), state=self.run.loop, precision=self.run.precision
         )
-        prepared.finite = self.finite
+        prepared.finite, prepared.unaveraged = self.finite, self.run.unaveraged
         return self.run.add(self.run.optimizers, optimizer, prepared)
 
     def scheduler(self, scheduler: Any, new: Sequence[DataLoader[Any]] = ()) -> AcceleratedScheduler:

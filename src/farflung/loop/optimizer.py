@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from farflung.base.errors import StateError
 from farflung.base.forward import Forward, unchecked
 from farflung.base.tree import send_to_device
+from farflung.base.words import counted
 from farflung.comm.recording import uncompiled
 from farflung.loop.finite import SkipNonfinite
 from farflung.loop.state import LoopState, Window
@@ -60,6 +62,7 @@ class AcceleratedOptimizer(Optimizer):
         self.in_lockstep = False
         self.is_own = False  # its state differs from that of other ranks, since it has trained a replica alone
         self.finite: SkipNonfinite | None = None  # decides whether a step is made
+        self.unaveraged: Sequence[tuple[str, Tensor]] = ()  # which must not train; see `Strategy.unaveraged`
         self.finished = state.backwards  # passes that there had been at its last attempted step or clearing
         self.completed_steps: int | None = 0  # over resumes too; None: a checkpoint was loaded that does not say them
         state.adopt(self)
@@ -74,6 +77,8 @@ class AcceleratedOptimizer(Optimizer):
     def _step(self, closure: Closure) -> Any:
         if not self.window_is_complete:
             return None
+        if self.unaveraged and not self.in_lockstep:
+            self._refuse_unaveraged()
         self.finished = self.loop_state.backwards
         losses: list[Any] = []
 
@@ -95,6 +100,16 @@ class AcceleratedOptimizer(Optimizer):
             step_attempted(done)
         self.loop_state.step_attempted()
         return losses[0] if losses else None
+
+    def _refuse_unaveraged(self) -> None:
+        there = [(name, one) for name, one in self.unaveraged if one.requires_grad and one.grad is not None]
+        names = [name for name, one in there if self.owns([one])]
+        if names:
+            raise StateError(
+                f"step: {counted(len(names), 'parameter')} ({', '.join(names[:3])}{', ...' * (len(names) > 3)}) "
+                "required no gradient when the model was prepared, so each rank would now train its own values. "
+                "Unfreeze them before `prepare`; or call free_memory(), and prepare again what unwrap_model() returns."
+            )
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients when the window is complete, else do nothing; None: as the optimizer does by itself."""
@@ -171,7 +186,7 @@ class AcceleratedOptimizer(Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "attached": []}
+        return {**self.__dict__, "attached": [], "unaveraged": ()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # torch's wants parameters
         self.__dict__.update(state)

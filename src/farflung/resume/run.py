@@ -33,8 +33,9 @@ _T = TypeVar("_T")
 class Run:
     """What one Accelerator was made with, what it has prepared, in order, and which wrapper stands for which original.
 
-    `evaluated` are those of `models` that were prepared for evaluation alone; `slots` are the shares of a replica that
-    comes and goes, None if the replicas of the run are fixed.
+    `evaluated` are those of `models` that were prepared for evaluation alone; `unaveraged` are parameters that must not
+    train, see `Strategy.unaveraged`; `slots` are the shares of a replica that comes and goes, None if the replicas of
+    the run are fixed.
     """
 
     world: World
@@ -46,6 +47,7 @@ class Run:
     slots: Slots | None = None
     models: list[nn.Module] = field(default_factory=list)
     evaluated: list[nn.Module] = field(default_factory=list)
+    unaveraged: list[tuple[str, nn.Parameter]] = field(default_factory=list)
     optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
     schedulers: list[AcceleratedScheduler] = field(default_factory=list)
     loaders: list[PreparedLoader] = field(default_factory=list)
@@ -75,7 +77,7 @@ class Run:
         return prepared
 
     def clear(self) -> None:
-        for listed in (self.models, self.evaluated, self.optimizers, self.schedulers, self.loaders):
+        for listed in (self.models, self.evaluated, self.unaveraged, self.optimizers, self.schedulers, self.loaders):
             listed.clear()
         self._known.clear()
 

@@ -36,6 +36,10 @@ class Strategy:
         """Wrap `model`, given with the optimizers that own its parameters."""
         return model
 
+    def unaveraged(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters of a model that was just prepared whose gradients would stay on each rank."""
+        return []
+
     def adopt(self, optimizer: Optimizer) -> None:
         """Make an optimizer that was made before its models were prepared train what they have become."""
 

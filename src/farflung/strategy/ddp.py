@@ -78,6 +78,11 @@ class DDP(ShardedModels):
         atexit.register(_let_go, weakref.ref(ddp))
         return ddp
 
+    def unaveraged(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """Return those that are frozen: torch's DDP averages what requires a gradient when it is made, and no other."""
+        named = [] if model_has_dtensor(model) else self.unwrap(model).named_parameters()
+        return [(name, parameter) for name, parameter in named if not parameter.requires_grad]
+
     def _register_hook(self, ddp: DistributedDataParallel, handler: DistributedDataParallelKwargs) -> None:
         """Register what the handler asks for, averaging over the ranks that average a model's gradients now."""
         casts = {Hook.FP16: torch.float16, Hook.BF16: torch.bfloat16}
