@@ -175,6 +175,17 @@ def test_gradients_of_forward_passes_inside_no_sync_can_be_synchronized_in_their
     return alone, model.weight.grad.item()
 
 
+@on_ranks(2)
+def test_what_torch_can_not_synchronize_in_a_backward_is_refused_before_it():
+    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+    wrapped = accelerator.prepare(nn.Linear(1, 1))
+    with accelerator.no_sync(wrapped):
+        loss = wrapped(torch.ones(1, 1)).sum()
+    with pytest.raises(ConfigError, match="find_unused_parameters"), accelerator.trigger_sync_in_backward(wrapped):
+        accelerator.backward(loss)
+    accelerator.backward(loss)  # which nothing has used up
+
+
 @pytest.mark.parametrize(
     ("even_batches", "is_compiled", "counts"), [(False, False, (3, 2)), (None, False, (3, 3)), (False, True, (3, 2))]
 )

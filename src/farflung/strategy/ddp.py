@@ -137,7 +137,15 @@ class DDP(ShardedModels):
 
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         if isinstance(model, DistributedDataParallel):
-            return nullcontext() if self.averaged_over(model) is None else self._ddp_synchronized(model)
+            if self.averaged_over(model) is None:
+                return nullcontext()
+            if model.find_unused_parameters and not model.static_graph:
+                raise ConfigError(
+                    "trigger_sync_in_backward with find_unused_parameters=True: torch looks for unused parameters when "
+                    "a forward pass ends that is to be synchronized, so it can't synchronize another one. Leave out "
+                    "find_unused_parameters, or run the forward pass outside of no_sync()."
+                )
+            return self._ddp_synchronized(model)
         return super().sync_in_backward(model)
 
     @contextmanager
