@@ -6,7 +6,9 @@ import os
 import random
 import signal
 import time
+import warnings
 from contextlib import suppress
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -172,6 +174,32 @@ def ends_at_once():
 def test_ranks_that_end_at_once_do_not_leave_a_slow_one_behind():
     for _ in range(4):
         assert run_ranks(ends_at_once, 4, connect=False) == [4] * 4
+
+
+HOUR, HALF = timedelta(hours=1), timedelta(minutes=30)
+UNUSED = ["InitProcessGroupKwargs: {'timeout': '1:00:00'} has no effect"]
+
+
+def asks_again(first, later):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for asked in (first, {}, later):
+            join_world(cpu=True, init=InitProcessGroupKwargs(**asked))
+    return [str(one.message).partition(",")[0] for one in found]
+
+
+@pytest.mark.parametrize(
+    ("is_scripts", "first", "later", "said"),
+    [
+        (False, {"timeout": HOUR}, {"timeout": HOUR, "backend": "gloo"}, []),
+        (False, {}, {"timeout": HALF}, []),  # as torch allows by default
+        (False, {}, {"timeout": HOUR}, UNUSED),
+        (True, {}, {"timeout": HOUR, "backend": "gloo"}, UNUSED),
+        (True, {"timeout": HOUR}, {}, UNUSED),
+    ],
+)
+def test_arguments_for_a_group_that_was_made_without_them_are_named(is_scripts, first, later, said):
+    assert run_ranks(asks_again, 2, first, later, connect=is_scripts) == [said] * 2
 
 
 def uses_the_scripts_group():

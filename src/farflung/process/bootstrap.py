@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import warnings
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -115,6 +116,7 @@ def join_world(
     if here is not None:
         if cpu and here.device.type != "cpu":
             raise ConfigError(f"cpu=True, but this process already uses device {here.device}.")
+        _warn_unused(here, init)
         _watch(here, watchdog)
         return here
     for variable, engine in _ENGINES.items():
@@ -138,12 +140,30 @@ def join_world(
         place=place,
         backend=dist.get_backend() if info.size > 1 else None,
         owns_group=owns,
+        init=(init or InitProcessGroupKwargs()) if owns else None,
         watchdog=Watchdog(torch_group) if torch_group else None,
     )
     if owns:
         atexit.register(leave_world)
+    _warn_unused(world, init)
     _watch(world, watchdog, init)
     return set_world(world)
+
+
+def _warn_unused(world: World, init: InitProcessGroupKwargs | None) -> None:
+    """Warn of arguments for a process group that was made without them."""
+    given = init.to_kwargs() if init is not None and world.size > 1 else {}
+    if "backend" in given:
+        given["backend"] = _backend(world.device, given["backend"])
+    used = {} if world.init is None else {"timeout": _MEET_WITHIN} | world.init.to_kwargs()
+    used["backend"] = world.backend
+    unused = {name: str(value) for name, value in given.items() if value != used.get(name)}
+    if unused:
+        warnings.warn(
+            f"InitProcessGroupKwargs: {unused} has no effect, as this process has its process group already. Give it "
+            "to the first Accelerator or PartialState of the script, or to its init_process_group.",
+            stacklevel=4,
+        )
 
 
 def leave_world() -> None:

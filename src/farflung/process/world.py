@@ -15,6 +15,7 @@ from farflung.base.errors import StateError
 from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group
 from farflung.comm.torch_group import TorchGroup
+from farflung.config.handlers import InitProcessGroupKwargs
 from farflung.process.place import Place
 from farflung.process.watchdog import Watchdog
 
@@ -39,6 +40,7 @@ class World(RankInfo):
     place: Place  # the replica that these processes train, where several come and go
     backend: str | None = None  # how the processes talk (`gloo`, `cpu:gloo,cuda:nccl` ...), None when there is one
     owns_group: bool = False  # Farflung initialized torch.distributed, so Farflung destroys it
+    init: InitProcessGroupKwargs | None = None  # with which Farflung did so
     watchdog: Watchdog | None = None  # finds ranks that do not come, once it is started; None: there is one process
 
     def __reduce__(self) -> tuple[Callable[[], World], tuple[()]]:
