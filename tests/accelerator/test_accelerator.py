@@ -146,6 +146,19 @@ def test_a_freed_model_is_gone():
     assert watched() is None
 
 
+def test_an_optimizer_that_is_prepared_again_after_memory_was_freed_steps_on_unscaled_gradients():
+    precision = {"mixed_precision": "fp16", "kwargs_handlers": [GradScalerKwargs(init_scale=64.0)]}
+    accelerator = Accelerator(cpu=True, **precision)
+    optimizer = torch.optim.SGD((layer := nn.Linear(1, 1)).parameters(), 1.0)
+    for _ in range(2):
+        model, prepared = accelerator.prepare(layer, optimizer)
+        prepared.zero_grad()
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+        accelerator.unscale_gradients(prepared)
+        accelerator.free_memory()
+    assert layer.weight.grad.item() == 1.0
+
+
 def test_views_need_a_session_and_read_it():
     with pytest.raises(StateError, match="Accelerator"):
         GradientState().num_steps  # noqa: B018

@@ -446,6 +446,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         self._controller.drop()
         if self._finite is not None:
             self._finite.forget()
+        self._precision.forget()
         self._run.clear()
         self._loop.reset()
         return release_memory(*objects)

@@ -97,6 +97,11 @@ class ScaledFp16(Autocast):
             self._unscaled.clear()
             self._stepped.clear()
 
+    def forget(self) -> None:
+        self._unscaled.clear()
+        self._stepped.clear()
+        scaler_stages(self.scaler).clear()
+
     def state_dict(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         return {
             "after_update": self._state_after_update(),
@@ -108,9 +113,7 @@ class ScaledFp16(Autocast):
         """Take over what `state_dict` returned; or, of a checkpoint that another program wrote, the scaler's alone."""
         per_optimizer = state.get("optimizers", [])
         self.scaler.load_state_dict(state["scaler"])
-        self._unscaled.clear()
-        self._stepped.clear()
-        scaler_stages(self.scaler).clear()
+        self.forget()
         for optimizer, saved in zip(optimizers, per_optimizer, strict=False):
             if saved["unscaled"]:
                 self._unscaled.add(id(optimizer))

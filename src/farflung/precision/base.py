@@ -47,6 +47,9 @@ class Precision:
         optimizer.step(*([] if closure is None else [closure]))  # not every optimizer takes one
         return True
 
+    def forget(self) -> None:
+        """Forget all optimizers, whose ids others may get."""
+
     def state_dict(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         """Return what a later process needs to continue, plain data; optimizers are identified by their index."""
         return {}
