@@ -2,6 +2,7 @@
 """Loading weights into models: whole or sharded, to the CPU or to the disk; what is missing is never left empty."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch import nn
 
 from farflung.base.errors import CheckpointError, ConfigError, Unsupported
 from farflung.big_modeling import load_checkpoint_and_dispatch, load_checkpoint_in_model
+from farflung.checkpoint import export
 from farflung.checkpoint.export import save_sharded
+from farflung.checkpoint.writer import save_object
 from farflung.hooks import remove_hook_from_submodules
 from farflung.utils.modeling import find_tied_parameters, load_offloaded_weights, load_state_dict
 from farflung.utils.offload import offload_weight
@@ -155,6 +158,40 @@ def test_offloaded_weights_come_back_into_a_model(model, expected, tmp_path):
     load_offloaded_weights(loaded, index, tmp_path)
     remove_hook_from_submodules(loaded)
     assert torch.equal(output(loaded), expected)
+
+
+@pytest.mark.parametrize("num_written", [0, 1, 2])
+def test_a_save_that_was_killed_over_an_earlier_one_is_not_loaded_as_a_whole(num_written, tmp_path, monkeypatch):
+    model = nn.Sequential(*[nn.Linear(2, 1, bias=False) for _ in range(3)])
+    save_sharded({name: torch.zeros(1, 2) for name in model.state_dict()}, tmp_path, 8)
+
+    def killed(shard, path, safe):
+        if shard.keys() == {f"{num_written}.weight"}:
+            raise KeyboardInterrupt
+        save_object(shard, path, safe)
+
+    monkeypatch.setattr(export, "save_object", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save_sharded({name: torch.ones(1, 2) for name in model.state_dict()}, tmp_path, 8)
+    with pytest.raises(CheckpointError, match="has 0 files"):
+        load_checkpoint_in_model(model, tmp_path)
+
+
+@on_ranks(2)
+def test_what_the_first_rank_can_not_read_for_all_is_an_error_on_all(tmp_path):
+    model = nn.Linear(3, 2)
+    for folder, act in (("none", os.mkdir), ("damaged", damaged)):
+        if dist.get_rank() == 0:
+            act(tmp_path / folder)
+        words = f"^{tmp_path / folder}" if dist.get_rank() == 0 else f"Rank 0 .*CheckpointError: {tmp_path / folder}"
+        with pytest.raises(CheckpointError, match=words):
+            load_checkpoint_in_model(model, tmp_path / folder, broadcast_from_rank0=True)
+
+
+def damaged(folder):
+    """Save weights in two files, the second of which is damaged."""
+    save_sharded({"bias": torch.zeros(2), "weight": torch.zeros(2, 3)}, folder, 8)
+    (folder / "model-00002-of-00002.safetensors").write_bytes(b"?")
 
 
 @on_ranks(2)

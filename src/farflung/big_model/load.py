@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from farflung.checkpoint.files import inside
 from farflung.checkpoint.reader import damage_as, read_weights
 
 _log = logging.getLogger("farflung.utils.modeling")
+_T = TypeVar("_T")
 
 
 def load_state_dict(
@@ -123,33 +124,60 @@ def load_checkpoint_in_model(
     tensors.warn_if_untied(model, ties)
     if device_map is not None:
         tensors.check_tied_parameters_on_same_device(ties, device_map)
-    files, names = _files_of(check_path("checkpoint", checkpoint))
-    is_reader = not broadcast_from_rank0 or dist.get_rank() == 0
-    sources: Iterable[dict[str, Tensor]] = map(_read, files)  # one file at a time
-    if is_reader:
-        if names is None:
-            sources = [_read(files[0])]
-            names = set(sources[0])
-        _check_names(model, checkpoint, names, ties, strict)
     is_sharded = dist.is_available() and dist.is_initialized() and device_map is None and dtype is None
+    if not is_sharded and (broadcast_from_rank0 or not full_state_dict):
+        raise ConfigError(
+            "full_state_dict=False and broadcast_from_rank0 are for models that are sharded over a process group; "
+            "they go with neither device_map nor dtype."
+        )
+    sources: Iterator[dict[str, Tensor]] = iter(())
+
+    def find() -> tuple[set[str], int]:
+        nonlocal sources
+        files, names = _files_of(check_path("checkpoint", checkpoint))
+        sources = map(_read, files)  # one file at a time
+        if names is None:
+            sources = iter([weights := _read(files[0])])
+            names = set(weights)
+        _check_names(model, checkpoint, names, ties, strict)
+        return names, len(files)
+
+    names, num_files = _on_first(find, broadcast_from_rank0)
     if is_sharded:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
         options = StateDictOptions(
             full_state_dict=full_state_dict, strict=False, broadcast_from_rank0=broadcast_from_rank0
         )
-        for weights in sources if is_reader else [{}] * len(files):
-            set_model_state_dict(model, dict(weights), options=options)
-    elif broadcast_from_rank0 or not full_state_dict:
-        raise ConfigError(
-            "full_state_dict=False and broadcast_from_rank0 are for models that are sharded over a process group; "
-            "they go with neither device_map nor dtype."
-        )
+        own: dict[str, Tensor] = {}
+        for _ in range(num_files):
+            own.clear()
+            _on_first(lambda: own.update(next(sources)), broadcast_from_rank0)
+            set_model_state_dict(model, dict(own), options=options)
     else:
         kind, keep = tensors.as_dtype(dtype), keep_in_fp32_modules or ()
-        _load_each(model, sources, names or set(), device_map, offload_folder, kind, offload_buffers, keep)
-    read = names or set()  # their dtype is the one that was asked for
-    tensors.retie_parameters(model, [sorted(group, key=lambda name: name not in read) for group in ties])
+        _load_each(model, sources, names, device_map, offload_folder, kind, offload_buffers, keep)
+    # Their dtype is the one that was asked for.
+    tensors.retie_parameters(model, [sorted(group, key=lambda name: name not in names) for group in ties])
+
+
+def _on_first(act: Callable[[], _T], for_all: bool) -> _T:
+    """Do something: on each rank, or on rank 0 `for_all`, which then raise an error if it does."""
+    if not for_all:
+        return act()
+    found: list[Any] = [None, ""]
+    try:
+        if dist.get_rank() == 0:
+            found[0] = act()
+    except BaseException as error:
+        found[1] = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        dist.broadcast_object_list(found)
+    if found[1]:
+        raise CheckpointError(f"Rank 0 could not load the checkpoint for all ranks: {found[1]}")
+    result: _T = found[0]
+    return result
 
 
 def _check_names(

@@ -41,9 +41,11 @@ def save_sharded(
     names = [f"{stem}-{k + 1:05d}-of-{len(shards):05d}.{ending}" for k in range(len(shards))]
     if len(shards) == 1:
         names = [paths.model(0, safe)]
+    index = directory / paths.model_index(safe)
+    if any((directory / name).exists() for name in names):
+        index.unlink(missing_ok=True)  # or a process that is killed would leave it over files of two saves
     for name, shard in zip(names, shards, strict=True):
         save_object(shard, directory / name, safe)
-    index = directory / paths.model_index(safe)
     if len(shards) > 1:
         where = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         total = tensor_bytes(kept)
