@@ -91,6 +91,8 @@ def configs(draw):
         names -= {"robust"}
     elif "robust" in names:
         names -= {"inner", "radial"}
+    if recipe in ("edit", "gossip", "noloco") or "robust" in names:
+        names -= {"weigh_by"}  # they do not weight replicas by their work
     if recipe in WITHOUT_ANCHOR:
         names -= {"anchor_on_cpu"}
     assert names <= VALUES.keys(), f"VALUES of this file has no row for {names - VALUES.keys()} of {recipe}"

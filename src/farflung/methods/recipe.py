@@ -36,7 +36,7 @@ from farflung.methods.schedule import (
     check_schedule,
     streaming,
 )
-from farflung.methods.weighting import ByWork, Policy, Screened
+from farflung.methods.weighting import ByWork, Policy, Screened, WithoutOutliers
 
 Work: TypeAlias = Literal["steps", "items", "items_squared"]
 
@@ -113,6 +113,13 @@ class Recipe:
                 f"{self.schedule} with an outer optimizer: rounds in smaller groups would leave each group an anchor "
                 "of its own. Leave the optimizer out, so that weights are averaged."
             )
+        for part in (self.aggregator, self.policy) if self.weighs_items else ():
+            if isinstance(part, (Gossip, TrimmedMean, WithoutOutliers)):
+                raise ConfigError(
+                    f"is {self.weigh_by!r}, but {part} does not weight replicas by their work. Leave it out, or use a "
+                    "recipe that does, such as diloco.",
+                    "weigh_by",
+                )
         # Refuses now what the aggregator would refuse in the first round.
         residual = torch.zeros(1) if isinstance(self.codec, ErrorFeedback) else None
         self.aggregator.prepare(torch.zeros(1), self.codec, SoloGroup(), residual)
