@@ -22,8 +22,9 @@ from farflung.cost.units import parse_count, parse_rate, parse_seconds
 from farflung.methods.arguments import recipe_of
 from tests.python import run_python
 
-FLAGS = "--steps 20k --parameters 124M --step_seconds 0.5 --bandwidth 1Gbit --replicas 4 --latency 1ms"
-USUAL = FLAGS.split()
+FLAGS = "--steps 20k --parameters 124M --step_seconds 0.5 --bandwidth 1Gbit --replicas 4"
+AT_AN_ADDRESS = FLAGS.split()
+USUAL = [*AT_AN_ADDRESS, "--latency", "1ms"]
 RUN = Workload(124_000_000, 24, 0.5, replicas=4, bandwidth_bps=1e9, latency_s=0.001)
 
 
@@ -31,9 +32,13 @@ def planned(*arguments):
     return CliRunner().invoke(forecast.plan, arguments, catch_exceptions=False)
 
 
+def usual(more):
+    return AT_AN_ADDRESS if "--meet" in more else USUAL
+
+
 def methods(*arguments):
     """The rows of the usual plan with some more arguments, by method, as JSON has them."""
-    found = json.loads(planned(*USUAL, *arguments, "--json").output)
+    found = json.loads(planned(*usual(arguments), *arguments, "--json").output)
     return {row["method"]: row for row in found["methods"]}
 
 
@@ -323,7 +328,7 @@ def test_both_spellings_are_one_flag_and_more_utilization_needs_more_bandwidth()
 )
 def test_what_cannot_be_is_refused(arguments, message, home):
     with pytest.raises(ConfigError, match=message):
-        planned(*USUAL, *arguments)
+        planned(*usual(arguments), *arguments)
 
 
 def test_the_plan_needs_no_torch(tmp_path):
@@ -346,7 +351,7 @@ def test_a_method_that_gets_less_far_than_a_replica_alone_is_not_praised():
 
 @pytest.mark.parametrize("more", [(), ("--meet", "s3", "--prices", "0.005", "0.0004", "0.09", "0.023")])
 def test_the_rows_for_scripts_are_those_of_json(more):
-    heading, *lines = planned(*USUAL, *more, "--table").output.splitlines()
+    heading, *lines = planned(*usual(more), *more, "--table").output.splitlines()
     rows = methods(*more).values()
     assert len(lines) == len(rows) > 3
     for line, row in zip(lines, rows, strict=True):

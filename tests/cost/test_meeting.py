@@ -17,6 +17,7 @@ from torch import nn
 from farflung.address.folder import FolderBoard, FolderTransport
 from farflung.address.member_store import LauncherNotes
 from farflung.address.object_group import ObjectGroup
+from farflung.base.errors import ConfigError
 from farflung.base.sizes import HOP_BYTES_OF_REQUESTS
 from farflung.cost import forecast, model
 from farflung.cost.meeting import MeetingPlace, Prices
@@ -168,3 +169,11 @@ def test_plan_shows_what_the_address_is_asked_and_the_line_that_meets_there():
     command = "farflung launch --elastic 1:4 --meet s3://mine/run7 --outer"
     assert all(words in shown for words in ("10 ms a request", "at s3://mine/run7", command))
     assert "--meet file:///shared/run --outer" in planned("--meet", "folder").output
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--latency", "25ms"), ("--buffers", "50MB")])
+def test_plan_refuses_what_an_address_has_no_use_for(flag, value):
+    with pytest.raises(ConfigError, match=f"{flag} is {value}, which has no effect with --meet s3"):
+        planned("--meet", "s3", flag, value)
+    assert planned(flag, value).exit_code == 0
+    assert CliRunner().invoke(forecast.plan, [*PLAN, "--meet", "s3"], default_map={flag[2:]: value}).exit_code == 0

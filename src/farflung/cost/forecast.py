@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from farflung.base.errors import ConfigError
 from farflung.base.sizes import num_bytes
@@ -299,6 +300,10 @@ def plan(
         "latency_s": parse_seconds(latency, "--latency"),
         "buffer_bytes": 0 if buffers is None else num_bytes(buffers, "--buffers"),
     }
+    for name, value, instead in (("latency", latency, "give --request"), ("buffers", buffers, "leave it out")):
+        is_given = click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
+        if meet is not None and is_given:  # a latency of `--from` is of the line that the run had
+            raise ConfigError(f"--{name} is {value}, which has no effect with --meet {meet}: {instead}.")
     if meet is None and (request is not None or prices is not None):
         raise ConfigError("--request and --prices are of an address where replicas meet: give --meet too.")
     meeting = None if meet is None else MeetingPlace(meet, None if prices is None else Prices(*prices))
