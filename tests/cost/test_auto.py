@@ -179,6 +179,12 @@ def test_fragments_land_later_before_they_are_sent_less_often(shares, now, expec
     assert after(shares, now, settings=STREAMING) == expected
 
 
+@pytest.mark.parametrize(("share", "every"), [(0.6, 64), (0.0, 16)])
+def test_eager_rounds_are_as_late_as_they_are_long_also_after_a_correction(share, every):
+    eager = OuterSettings("eager_diloco", every=32)
+    assert after([share] * 10, Interval(32, 1, 32), settings=eager)[1] == Interval(every, 1, every)
+
+
 def test_nothing_changes_alone_or_within_the_last_tenth_and_a_run_keeps_twenty_rounds():
     assert after([0.8] * 20, Interval(32), members=1) is None
     assert after([0.8] * 20, Interval(32), steps=1_000, at=901) is None

@@ -283,9 +283,10 @@ class IntervalController:
         least = max(now.fragments, min(now.every, *measurements(self._name(now), self._parameters, self._members)[1]))
         most = max(now.every, self._steps // ROUNDS)
         for every in range(max(least, math.ceil(now.every / 2)), min(most, 2 * now.every) + 1):
-            latest = max(now.delay and 1, every // LATEST)
-            for delay in sorted({now.delay, min(now.delay + math.ceil(stall), 2 * now.delay)}):
-                yield replace(now, every=every, delay=min(delay, latest))
+            latest, later = max(now.delay and 1, every // LATEST), min(now.delay + math.ceil(stall), 2 * now.delay)
+            is_eager = self._settings.recipe == "eager_diloco"  # whose delay is its interval
+            for delay in [every] if is_eager else sorted({min(now.delay, latest), min(later, latest)}):
+                yield replace(now, every=every, delay=delay)
 
     def _goodput(self, interval: Interval, stall: float) -> float:
         """Return the goodput of an interval whose fragments wait for `stall` steps each."""
