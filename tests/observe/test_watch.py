@@ -12,6 +12,7 @@ import runpy
 import shlex
 import shutil
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -86,6 +87,20 @@ def test_the_page_shows_the_screens_that_there_are_and_the_one_that_others_wait_
     assert said in " ".join(text.split()), "as the report has it"
     said = "replica 2 on node1 has given no sign for 40 s; replica 0 and replica 1 wait in step at step 1,216"
     assert problems(run) == [said]
+
+
+def test_a_replica_that_rounds_had_left_and_taken_in_again_is_named_when_it_is_lost_once_more(tmp_path):
+    here, pid = socket.gethostname(), 2**31 - 1  # of no process
+    signs = [sign(1, 1216, 200), sign(2, 430, 160, host=here, pid=pid)]
+    run = made(tmp_path / "run", signs, rounds=0)
+    left = a_round(1, 1, [1], 20, lost={"2": "it was late by more than 3 s"})
+    back = [a_round(2, member, [1, 2], 30, joined=[2] if member == 1 else []) for member in (1, 2)]
+    add_lines(run.path / "rounds.jsonl", back[1], left, back[0])  # in the order in which they were written
+    run.look()
+    assert problems(run) == [f"replica 1 on {here} is gone: process {pid} ended without a word"]
+    add_lines(run.path / "rounds.jsonl", a_round(3, 1, [1], 40, lost={"2": "it was killed by SIGKILL"}))
+    run.look()
+    assert problems(run) == []
 
 
 def test_the_recording_shows_the_run_that_was_kept_and_the_screens_that_there_are(tmp_path):

@@ -8,6 +8,7 @@ from collections.abc import Sequence, Set
 from farflung.base.events import Kind
 from farflung.base.signals import REQUEUE
 from farflung.base.words import numbered
+from farflung.observe.records import RoundLine
 from farflung.observe.run import ObservedRun, Rank
 
 _LATE_S = 10.0  # in one call, before it is called late if nobody waits for it
@@ -28,7 +29,7 @@ def problems(run: ObservedRun) -> list[str]:
             if run.code in (0, REQUEUE) or failed
             else [f"it ended with exit code {run.code}; see {run.path / 'logs'}"]
         )
-    left = {member for this in run.rounds for member in this.lost} if lost else set()
+    left = _left_out(run.rounds) if lost else set()
     said = [f"{one.name} on {one.row['host']} {_fate(one)}{_waits(waiting)}" for one in lost if not _is_out(one, left)]
     if lost:
         return said
@@ -46,8 +47,16 @@ def problems(run: ObservedRun) -> list[str]:
     return said
 
 
+def _left_out(rounds: Sequence[RoundLine]) -> Set[str]:
+    """Return the ids of replicas that rounds lost, and that have taken part in none since."""
+    left = set[str]()
+    for this in sorted(rounds, key=lambda one: one.number):  # a slow replica writes its lines later
+        left = (left | this.lost.keys()) - {str(member) for member in this.members}
+    return left
+
+
 def _is_out(one: Rank, left: Set[str]) -> bool:
-    """Return whether the others continue without a replica that is gone; `left`: the ids of those that rounds lost."""
+    """Return whether the others continue without a replica that is gone, by the ids of those that rounds have left."""
     return one.status == "gone" and str(one.row.get("member")) in left
 
 
