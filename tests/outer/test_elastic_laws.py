@@ -11,7 +11,7 @@ from unittest.mock import Mock, call
 
 import pytest
 
-from farflung.address import member_store
+from farflung.address import c10d_transport, member_store
 from farflung.address.c10d_transport import C10dTransport
 from farflung.address.member_store import Ask, LauncherNotes, MemberStore, Post, Record, encode
 from farflung.address.transport import Entered
@@ -472,6 +472,21 @@ def test_a_line_that_was_faster_leaves_values_less_time_and_a_slower_one_more(wa
     look(3.05)
     with pytest.raises(RankFailure, match="no values came"):
         look(3.15)
+
+
+def test_a_line_is_as_fast_as_it_was_since_values_were_sent_and_not_since_they_are_waited_for(waiting, monkeypatch):
+    peers, watch, look = waiting
+    peers.members.put(1, "wait0", 2, "c0#7")
+    now = [0.0]
+    monkeypatch.setattr(c10d_transport, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    group = C10dTransport(served()).connect("c0", 0, 2, watch)
+    sent = group.enter("all_gather", 12_500_000)
+    now[0] = 10.0  # in which this rank waits for the values before these, on the same line
+    with group.watching(sent):
+        now[0] += 0.01
+    look(3.9)  # at 1 Mbit/s they take a second
+    with pytest.raises(RankFailure, match="no values came"):
+        look(4.1)
 
 
 def test_who_waits_for_one_that_is_elsewhere_gives_up_after_the_grace(waiting):

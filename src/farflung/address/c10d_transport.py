@@ -123,15 +123,15 @@ class GenerationGroup(C10dGroup):
         group: dist.ProcessGroup = self._held[0]
         return group
 
-    def enter(self, kind: str, nbytes: int) -> Entered:
+    def enter(self, kind: str, nbytes: int) -> tuple[Entered, float]:
         self._num_entered += 1
-        return Entered(f"{self._name}#{self._num_entered}", nbytes)
+        return Entered(f"{self._name}#{self._num_entered}", nbytes), time.monotonic()
 
     @contextmanager
-    def watching(self, entered: Entered) -> Iterator[Callable[[], None]]:
-        began = time.monotonic()
-        yield lambda: self._watch.look(entered, time.monotonic() - began)
-        self._watch.note_end(entered, time.monotonic() - began)
+    def watching(self, entered: tuple[Entered, float]) -> Iterator[Callable[[], None]]:
+        (collective, started), began = entered, time.monotonic()
+        yield lambda: self._watch.look(collective, time.monotonic() - began)
+        self._watch.note_end(collective, time.monotonic() - started)  # values may have travelled before the wait
 
     def failure(self, error: RuntimeError | OSError) -> RankFailure:
         self.abort()

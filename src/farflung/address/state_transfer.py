@@ -228,7 +228,7 @@ class TransferWatch:
             if why := why or self._heartbeats.ended(self._other) or self._heartbeats.unheard(self._other):
                 raise RankFailure(why)
 
-    def note_end(self, entered: Entered, waited_s: float) -> None:
+    def note_end(self, entered: Entered, took_s: float) -> None:
         return None
 
     def break_off(self, reason: str, author: int | None = None) -> RankFailure:

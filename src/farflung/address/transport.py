@@ -30,8 +30,8 @@ class Watch(Protocol):
     def look(self, entered: Entered, waited_s: float) -> None:
         """Raise RankFailure if this wait can't end."""
 
-    def note_end(self, entered: Entered, waited_s: float) -> None:
-        """Record a completed wait."""
+    def note_end(self, entered: Entered, took_s: float) -> None:
+        """Record a completed collective, and at least how long its values took."""
 
     def break_off(self, reason: str, author: int | None = None) -> RankFailure:
         """Tell all members that the generation is over, and return an error that says so.

@@ -78,10 +78,10 @@ class GenerationWatch:
         """Return how long a wait may last while no cause is known."""
         return self._peers.grace_s + entered.nbytes / self._peers.slowest_bps
 
-    def note_end(self, entered: Entered, waited_s: float) -> None:
+    def note_end(self, entered: Entered, took_s: float) -> None:
         self._peers.awaited = None
         if entered.nbytes >= _MEASURED_BYTES:
-            self._peers.slowest_bps = entered.nbytes / waited_s / _SLOWER
+            self._peers.slowest_bps = entered.nbytes / took_s / _SLOWER
 
     def break_off(self, reason: str, author: int | None = None) -> RankFailure:
         with suppress(Unreachable):
