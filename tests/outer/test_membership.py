@@ -41,7 +41,7 @@ from farflung.testing.sim import SimGroup, run_replicas
 from farflung.votes.generation import open_generation
 from tests.faults import IN_A_ROUND, fail_at
 from tests.outer.elastic_run import served
-from tests.outer.replicas import on_replicas, shift
+from tests.outer.replicas import on_replicas, same, shift, values
 
 EVERY, LR, MOMENTUM, STEPS = 3, 0.5, 0.5, 12
 DILOCO = diloco(EVERY, lr=LR, momentum=MOMENTUM)
@@ -268,6 +268,29 @@ def flush_and_load(group, first):
 def test_a_newcomer_that_waits_in_a_flush_and_then_loads_has_what_all_have_in_common_now():
     found = run_replicas(flush_and_load, 3, [0, 1])
     assert found == found[:1] * 3
+
+
+def loads_what_exchanged_more(group, first):
+    """Train one of two nets; a newcomer first loads the state of a loop that has exchanged both."""
+    model, is_new = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), group.rank not in first
+    outer = OuterLoop(model, DILOCO, SoloGroup())
+    saved = outer.state_dict()
+    outer.detach()
+    model[0].requires_grad_(False)
+    with OuterLoop(model, DILOCO, membership=ChangingMembership(group, first)) as outer:
+        began = outer.position
+        if is_new:
+            outer.load_state_dict(saved)
+        while outer.position < 4 * EVERY:
+            shift(model[1].parameters(), -(group.rank + 1))
+            outer.step()
+    return began > 0, values(model[1])
+
+
+def test_a_newcomer_that_loads_exchanges_what_the_members_do():
+    (*_, (is_late, _)) = found = run_replicas(loads_what_exchanged_more, 3, [0, 1])
+    assert is_late
+    assert same(*(end for _, end in found))
 
 
 class MayLose(ChangingMembership):

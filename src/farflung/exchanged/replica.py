@@ -95,7 +95,7 @@ class Replica:
             self._lay_out([Fragment(*(tuple(here[name] for name in kind) for kind in one)) for one in layout])
             if self.fragments:
                 known = {place.name: place.name in kept for one in self._cut for place in one.averages}
-                self._bind_again([without_masks(one, known) for one in self._cut], {})
+                self._bind_again([without_masks(one, known) for one in self._cut], {}, keeps_digest=True)
         return self.description, self.tensors
 
     def retrain(self, names: Collection[str], anchors: Mapping[int, Tensor]) -> None:

@@ -340,6 +340,8 @@ class Rounds:
         except ConfigError:
             self.replica.align(before)
             raise
+        if self.quorum.welcome is not None:  # a newcomer continues with what the members exchange
+            self.replica.align(before)
         self.quorum.describe(self.replica.description, self.replica.tensors)
 
     def forget(self) -> None:
