@@ -21,6 +21,7 @@ import farflung.data_loader
 import farflung.optimizer
 import farflung.scheduler
 import farflung.state
+from farflung import Accelerator
 from farflung.base.errors import ConfigError, StateError, Unsupported
 from farflung.data_loader import DataLoaderDispatcher, DataLoaderShard, prepare_data_loader
 from farflung.optimizer import AcceleratedOptimizer
@@ -204,6 +205,16 @@ def test_optimizers_and_schedulers_are_constructed_as_accelerates_are():
     AcceleratedOptimizer(torch.optim.SGD([weight])).train()  # which most need not be told
     with pytest.raises(Unsupported, match="mesh"):
         DataLoaderDispatcher([], torch_device_mesh=type("Mesh", (), {"mesh_dim_names": ("tp",)})())
+
+
+def test_the_state_of_an_optimizer_moves_to_its_parameters_and_its_counts_of_steps_stay(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "meta")  # which stands for a GPU
+    weight = nn.Parameter(torch.zeros(2, device="meta"))
+    optimizer = torch.optim.Adam([weight])
+    optimizer.state[weight] = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)}
+    Accelerator().prepare(optimizer)
+    kinds = {name: value.device.type for name, value in optimizer.state[weight].items()}
+    assert kinds == {"step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
 
 
 def test_a_sampler_can_be_read_and_replaced():

@@ -13,13 +13,11 @@ from torch.optim import Optimizer
 
 from farflung.base.errors import StateError
 from farflung.base.forward import Forward, unchecked
-from farflung.base.tree import send_to_device
 from farflung.base.words import counted
 from farflung.comm.recording import uncompiled
 from farflung.loop.finite import SkipNonfinite
 from farflung.loop.state import LoopState, Window
 from farflung.precision.base import Closure, GivenScaler, Precision
-from farflung.process.world import current_world
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -32,7 +30,7 @@ class AcceleratedOptimizer(Optimizer):
 
     Args:
         optimizer: the one that does the work, and has what is not here.
-        device_placement: move the optimizer's state to this process's device, if that is known.
+        device_placement: move the optimizer's state to where its parameters are.
         scaler: scales the losses that this optimizer steps on, and is updated after each step.
         state: the loop whose windows it follows; None: there are none, and each step counts.
         precision: what it steps through; None: `scaler`, if there is one.
@@ -48,7 +46,6 @@ class AcceleratedOptimizer(Optimizer):
         precision: Precision | None = None,
     ) -> None:
         # Not Optimizer.__init__: this one has no parameters of its own, it only passes for an optimizer.
-        world = current_world()
         state = LoopState() if state is None else state
         self.optimizer = optimizer
         self.loop_state = state
@@ -66,8 +63,8 @@ class AcceleratedOptimizer(Optimizer):
         self.finished = state.backwards  # passes that there had been at its last attempted step or clearing
         self.completed_steps: int | None = 0  # over resumes too; None: a checkpoint was loaded that does not say them
         state.adopt(self)
-        if device_placement and world is not None and optimizer.state:
-            optimizer.load_state_dict(send_to_device(optimizer.state_dict(), world.device))
+        if device_placement and optimizer.state:  # moves it to the parameters, but for counts of steps on the host
+            optimizer.load_state_dict(optimizer.state_dict())
 
     def step(self, closure: Closure = None) -> Any:
         """Step when the window is complete, else do nothing. As in torch, return the loss of `closure`'s first call."""
