@@ -48,7 +48,7 @@ class Stats:
     replicas_lost: int = 0  # that others continued without, since this one came
     replicas_joined: int = 0  # that came after it
     seconds_recovering: float = 0.0  # from when a loss was noticed until those that were left had met again
-    steps_lost: float = 0.0  # of this replica's own, made while the others continued without it
+    steps_lost: float = 0.0  # of this replica's own, in the unit of `weigh_by`, while the others continued without it
 
     @property
     def waiting(self) -> float:
@@ -86,7 +86,9 @@ class Round:
     """What happened in one round of one fragment, as one rank saw it. By rank: by island, if these are replicas."""
 
     number: int  # of the vote
-    members: tuple[int, ...]  # who took part, by rank: the ids of replicas that come and go, else the ranks
+    # Who took part, by rank: the ids of replicas that come and go, else the ranks. In a narrower round of
+    # `hierarchical` these are all ranks, and what is by rank below is of those that meet with this one.
+    members: tuple[int, ...]
     step: int  # of this rank, when the fragment was sent off
     fragment: int
     dropped: bool  # some rank's values were not finite; nothing came of it
