@@ -41,7 +41,7 @@ SAID = {
     "dynamo_use_regional_compilation": ("true", "0", True),
     "rdzv_backend": ("c10d", "static", "c10d"),
     "rdzv_conf": ("timeout=1", "timeout=2", "timeout=3"),
-    "log_dir": ("no", "null", "~"),
+    "log_dir": ("no", "null", "off"),
     "tee": ("1", "2", "0:3"),
     "role": ("a", "b: c", "# d"),
     "use_cpu": ("true", "no", True),

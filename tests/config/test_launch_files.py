@@ -47,6 +47,36 @@ def test_files_are_looked_up_in_order(home, monkeypatch):
     assert accelerate_files()[0] == home / "hub/accelerate/default_config.yaml"
 
 
+def test_a_file_where_nobody_may_look_is_not_there(home, monkeypatch):
+    def stat(path, *args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("pathlib.Path.stat", stat)
+    monkeypatch.setattr("os.stat", stat)
+    assert find_file() is None
+
+
+def test_a_flag_for_replicas_overrules_the_number_of_ranks_that_accelerate_writes_into_its_file(home):
+    put(home / "farflung.yaml", "num_processes: 1\nnum_machines: 2\nmachine_rank: 1\n")
+    found = resolve({"elastic": "1:8"})
+    assert (found.settings.num_processes, found.settings.num_machines, found.settings.machine_rank) == (None, 1, 0)
+    (note,) = [one for one in found.notes if "overrules" in one]
+    assert "num_machines is 2" in note
+    with pytest.raises(ConfigError, match="num_processes"):
+        resolve({"elastic": "1:8", "num_processes": "2"})
+    put(home / "farflung.yaml", "num_processes: 2\nelastic: '1:8'\n")
+    with pytest.raises(ConfigError, match="num_processes"):
+        resolve({})
+
+
+def test_folders_in_a_home_are_there(home):
+    put(home / "farflung.yaml", "log_dir: ~/logs\nsave_on_signal: ~/saved\n")
+    found = resolve({"run_dir": "~/runs/a"}).settings
+    assert [found.run_dir, found.log_dir, found.save_on_signal] == [
+        str(home / name) for name in ("runs/a", "logs", "saved")
+    ]
+
+
 def test_blocks_whose_questions_were_answered_with_no_ask_for_nothing(home):
     idle = "ipex_config:\n  ipex: no\n  use_xpu: False\nmpirun_config: {mpirun_hostfile: ''}\nfp8_config: {margin: }\n"
     assert stated(f"{idle}num_processes: 2\n", home) == {"num_processes": 2}

@@ -6,13 +6,15 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import sys
+from importlib.machinery import PathFinder
 
 import pytest
 
 from farflung.base.errors import ConfigError
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
-from farflung.launch import plan as plans
+from farflung.launch import elastic, plan as plans
 from farflung.launch.notebook import notebook_launcher
 from farflung.launch.plan import lone_environment, make_plan, meet
 
@@ -62,6 +64,49 @@ def test_too_few_gpus_are_explained_by_the_variable_that_hides_others(script, mo
     monkeypatch.setattr(plans, "count_gpus", lambda: 1)
     with pytest.raises(ConfigError, match="2 processes on this machine need a GPU each, and there is 1"):
         make_plan(LaunchSettings(num_processes=2), script, [])
+
+
+def test_a_gpu_that_is_not_there_is_refused_by_its_number(script, monkeypatch):
+    monkeypatch.setattr(plans, "count_gpus", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(ConfigError, match="gpu_ids is 1,2, but there are numbers 0 to 1 alone"):
+        make_plan(LaunchSettings(gpu_ids="1,2"), script, [])
+    with environ.patched({"CUDA_VISIBLE_DEVICES": "1,2"}):
+        assert make_plan(LaunchSettings(gpu_ids="1,2"), script, []).num_local == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "shown", "gpus"),
+    [
+        ({}, None, ["0", "1", "2"]),
+        ({}, "4,5,6,7", ["4", "5", "6"]),
+        ({"gpu_ids": "1,3"}, None, ["1", "3", "1"]),
+        ({"ranks_per_replica": 2}, None, ["0,1", "2,3", "0,1"]),
+        ({"use_cpu": True}, None, [None] * 3),
+    ],
+)
+def test_each_replica_of_a_machine_has_gpus_of_its_own_as_far_as_there_are_enough(said, shown, gpus, monkeypatch):
+    monkeypatch.setattr(elastic, "count_gpus", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with environ.patched({} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}):
+        places = elastic._gpus_of_each(LaunchSettings(elastic="1:8", **said), 3)
+    assert [place.get("CUDA_VISIBLE_DEVICES") for place in places] == gpus
+
+
+def test_a_module_that_a_finder_of_an_editable_install_knows_is_found(script, home, monkeypatch):
+    (home / "elsewhere" / "project").mkdir(parents=True)
+    for name in ("__init__.py", "train.py"):
+        (home / "elsewhere" / "project" / name).touch()
+
+    class Finder:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            return PathFinder.find_spec(name, [str(home / "elsewhere")]) if name == "project" else None
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    assert make_plan(LaunchSettings(use_cpu=True, module=True), "project.train", []).num_local == 1
+    with pytest.raises(ConfigError, match=r"There is no module 'project\.other'"):
+        make_plan(LaunchSettings(use_cpu=True, module=True), "project.other", [])
 
 
 def test_one_process_needs_no_agent_unless_it_is_watched(script):

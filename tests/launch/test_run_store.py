@@ -87,7 +87,7 @@ def test_a_launcher_that_waits_for_its_address_still_ends_when_it_is_asked_to(nu
     launcher = replicas._Launcher(LaunchSettings(use_cpu=True), lambda own: None, transport, tmp_path, "mine")
     monkeypatch.setattr(launcher._store, "ask", lambda act, otherwise: otherwise)  # no answer comes
     threading.Timer(0.5, os.kill, (os.getpid(), number)).start()
-    assert launcher.run(1) == (REQUEUE if number == signal.SIGUSR1 else BY_SIGNAL + number)
+    assert launcher.run([{}]) == (REQUEUE if number == signal.SIGUSR1 else BY_SIGNAL + number)
 
 
 def test_a_launcher_that_is_to_end_leaves_a_request_that_gets_no_answer(said):

@@ -74,7 +74,7 @@ class Lab(Sink):
         with showing(self), ThreadPoolExecutor() as pool:
             thread = pool.submit(beside)
             thread.add_done_callback(lambda _: Path("go").touch())
-            code = replicas.supervise(LaunchSettings(**given), START, self.transport, len(pairs), "mine")
+            code = replicas.supervise(LaunchSettings(**given), START, self.transport, [{}] * len(pairs), "mine")
         thread.result()
         return code
 

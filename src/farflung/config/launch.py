@@ -281,7 +281,8 @@ class LaunchSettings(LayoutSettings, EngineSettings):
         if self.only_rank is not None and self.rdzv_backend == "c10d" and self.num_machines > 1:
             raise ConfigError("needs --rdzv_backend static: c10d numbers the machines when they meet.", "only_rank")
         for name in filter(self.value, ("run_dir", "log_dir", "save_on_signal", "key_file")):
-            (check_place if name == "save_on_signal" else check_path)(name, self.value(name))
+            check = check_place if name == "save_on_signal" else check_path
+            object.__setattr__(self, name, str(check(name, self.value(name))))
         self._check_rendezvous()
         self._check_elastic()
         self.check_engine(join=self.join, log_dir=self.log_dir, only_rank=self.only_rank)
@@ -336,8 +337,7 @@ class LaunchSettings(LayoutSettings, EngineSettings):
             raise ConfigError("Both --elastic and --join are given: the run that is joined has its bounds already.")
         if self.elastic is not None and not re.fullmatch(r"[1-9]\d{0,3}:[1-9]\d{0,3}", self.elastic):
             raise ConfigError(f"is {self.elastic!r}; use the least and the most replicas, such as 2:8.", "elastic")
-        least, most = self.bounds
-        if least > most:
+        if (least := self.bounds[0]) > (most := self.bounds[1]):
             raise ConfigError(f"is {self.elastic!r}: the least, {least}, is more than the most, {most}.", "elastic")
         if self.elastic is not None and self.replicas is not None and self.replicas > most:
             raise ConfigError(f"is {self.replicas}, but elastic is {self.elastic}: at most {most}.", "replicas")

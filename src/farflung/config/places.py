@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,11 +35,11 @@ def find_file(named: str | None = None) -> Path | None:
         return None
     if named is not None:
         path = check_path("--config_file", named)
-        if not path.is_file():
+        if not os.path.isfile(path):  # as `Path.is_file` raises an error where nobody may look
             there = "is not a file" if path.exists() else "does not exist"
             raise ConfigError(f"The configuration file {named} {there}. `farflung config` writes one.")
         return path
-    return next((path for path in (LOCAL_FILE, own_file(), *accelerate_files()) if path.is_file()), None)
+    return next((path for path in (LOCAL_FILE, own_file(), *accelerate_files()) if os.path.isfile(path)), None)
 
 
 def _expanded(path: str) -> Path:

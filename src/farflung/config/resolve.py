@@ -13,7 +13,7 @@ from farflung.base.lazy import LazyModule
 from farflung.base.words import counted
 from farflung.config import environ
 from farflung.config.engines import LOCAL
-from farflung.config.launch import DEFAULT_PORT, FIELDS, LaunchSettings, check_variables
+from farflung.config.launch import DEFAULT_PORT, FIELDS, LaunchSettings, check_variables, field_named
 from farflung.config.places import find_file
 from farflung.config.problems import renamed
 from farflung.config.setting import Field, Stated
@@ -71,7 +71,14 @@ def resolve(flags: Mapping[str, str | bool]) -> Resolved:
     path = find_file(None if named is None else str(named))
     stated, read = files.read_file(path) if path is not None else ({}, ())  # YAML's reader is loaded only for a file
     found = {entry.name: _first(entry, flags, stated) for entry in FIELDS}
-    notes = [*read, *_choose_the_device(found), *_take_place(found), *_check_used(found), *_without_effect(found)]
+    notes = [
+        *read,
+        *_choose_the_device(found),
+        *_choose_replicas(found),
+        *_take_place(found),
+        *_check_used(found),
+        *_without_effect(found),
+    ]
     notes += _arrange_hybrid(found)
     notes += [one.note for one in found.values() if one.note]
     try:
@@ -111,6 +118,30 @@ def _choose_the_device(settings: dict[str, Stated]) -> list[str]:
             elif _STRENGTH[gpu.kind] > _STRENGTH[cpu.kind]:
                 settings["use_cpu"] = replace(gpu, value=False)
     return notes
+
+
+def _choose_replicas(settings: dict[str, Stated]) -> list[str]:
+    """Let a flag or variable for replicas that come and go overrule a file's fixed number of ranks; return notes.
+
+    Accelerate writes a number of ranks into each of its files. If both are equally strong the settings refuse them.
+    """
+    chosen = max((settings[name] for name in ("elastic", "join") if settings[name].value), key=_strength, default=None)
+    if chosen is None:
+        return []
+    notes = []
+    for name in ("num_processes", "num_machines", "machine_rank", "island_size"):
+        fixed, default = settings[name], field_named(name).default
+        if fixed.value != default and _strength(fixed) < _strength(chosen):
+            settings[name] = Stated(default, "default")
+            if fixed.value != 1:
+                notes.append(
+                    f"{_written(name, fixed)} is {fixed.value}, which {_written('elastic', chosen)} overrules."
+                )
+    return notes
+
+
+def _strength(one: Stated) -> int:
+    return _STRENGTH[one.kind]
 
 
 def _take_place(settings: dict[str, Stated]) -> list[str]:

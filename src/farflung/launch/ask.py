@@ -5,6 +5,7 @@ origins, and `farflung env`, which shows what to put into a bug report.
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -41,7 +42,7 @@ def config(ctx: click.Context, config_file: str | None) -> None:
             raise click.UsageError(f"--config_file must come after `{ctx.invoked_subcommand}`.")
         return
     path = check_path("--config_file", config_file or own_file())
-    if path.exists():
+    if os.path.exists(path):
         click.confirm(f"{path} exists. Replace it?", abort=True)
     write_file(path, ask())
     click.echo(f"Written to {path}.")

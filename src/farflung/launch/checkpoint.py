@@ -6,6 +6,7 @@ What the commands do needs torch, which is loaded when the arguments have been r
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +95,7 @@ def convert(source: Path | Address, target: Path, form: str, model: int) -> None
 
 @click.command()
 @click.argument("address")
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("target")
 @click.option("--key_file", "--key-file", help="The file with the run's key, if it has one. [the key in FARFLUNG_KEY]")
 @click.option("--follow", is_flag=True, help="Write each newer version over it, until the run ends.")
 @click.option(
@@ -102,12 +103,15 @@ def convert(source: Path | Address, target: Path, form: str, model: int) -> None
     type=click.Choice(["bfloat16", "float16", "float32"]),
     help="Of floating weights; with --follow, versions are read by how much they differ. [as the model has them]",
 )
-def pull(address: str, target: Path, key_file: str | None, follow: bool, dtype: str | None) -> None:
+def pull(address: str, target: str, key_file: str | None, follow: bool, dtype: str | None) -> None:
     """Write the newest agreed weights of the run at ADDRESS (see `launch --meet`) to the safetensors file TARGET.
 
     If TARGET is a folder, peft loads an adapter from it. The run may be under way, or over. Reading is enough.
     """
-    check_path("TARGET", target)
+    path = check_path("TARGET", target)
+    folder = path if target.endswith("/") else path.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"is {target}, but there is no folder {folder} that can be written.", "TARGET")
     found = reader.Reader(address, run_key(key_file), click.echo, dtype=reader.DTYPES[dtype] if dtype else None)
     for version in found if follow else [found.newest()]:
-        click.echo(f"{target} has {version.save(target)}")
+        click.echo(f"{target} has {version.save(path)}")

@@ -19,7 +19,9 @@ from farflung.address.seal import Seal
 from farflung.base.errors import ConfigError, Unreachable
 from farflung.base.events import Kind, record
 from farflung.base.lazy import LazyModule
+from farflung.base.words import counted
 from farflung.comm.patience import aloud, waiting
+from farflung.config import environ
 from farflung.config.key import key_variables, run_key
 from farflung.config.launch import LaunchSettings, flags_for
 from farflung.config.resolve import Resolved
@@ -29,6 +31,7 @@ from farflung.launch.network import NAME_WAIT_S, choose_interface, is_loopback, 
 from farflung.launch.plan import (
     Script,
     check_recipe,
+    count_gpus,
     has_launchers,
     make_plan,
     network_variables,
@@ -132,13 +135,26 @@ class Replicas:
             )
             record(Kind.NOTE, message=message)
         if has_launchers(settings):
-            replica = folder.with_logs(self._replica)
+            replica = dataclasses.replace(folder.with_logs(self._replica), gpu_ids="all")  # of those that it is given
             stated = json.dumps(dataclasses.asdict(replica))  # whatever files and variables say
             start = (*start_of("farflung.launch.main"), "launch", "--stated", stated)
             command = (*start, script.name, *script.arguments)
         variables = {**self._variables, **folder.variables}
         make = script.start or partial(started, command)
-        return supervise(settings, lambda own: make({**variables, **own}), self._transport, self._count, self._machine)
+        places = _gpus_of_each(settings, self._count)
+        return supervise(settings, lambda own: make({**variables, **own}), self._transport, places, self._machine)
+
+
+def _gpus_of_each(settings: LaunchSettings, count: int) -> list[dict[str, str]]:
+    """Return for each replica of this machine the variable that gives it GPUs of its own; if too few, they share."""
+    size, shown = settings.ranks_per_replica, environ.text("CUDA_VISIBLE_DEVICES")
+    found = 0 if settings.use_cpu or (count == 1 and not settings.gpu_list) else count_gpus()
+    visible = settings.gpu_list or (shown or ",".join(map(str, range(found)))).split(",")[:found]
+    parts = [visible[at : at + size] for at in range(0, len(visible) - size + 1, size)] if found else []
+    if 0 < len(parts) < count:
+        message = f"{counted(count, 'replica')} share {counted(len(visible), 'GPU')}: start fewer for one GPU a rank"
+        record(Kind.NOTE, message=message)
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(parts[k % len(parts)])} if parts else {} for k in range(count)]
 
 
 def _join_command(settings: LaunchSettings, where: str, script: str, arguments: Sequence[str]) -> str:

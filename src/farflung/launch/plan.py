@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -187,6 +188,8 @@ def _check_module(name: str) -> None:
     parts = name.split(".")
     for k, part in enumerate(parts):
         spec = PathFinder.find_spec(".".join(parts[: k + 1]), where) if part and where is not None else None
+        if spec is None and part and k == 0:  # a finder of an editable install may know it
+            spec = find_spec(part)
         if spec is None:
             break
         where = spec.submodule_search_locations
@@ -239,8 +242,12 @@ def _count_processes(settings: LaunchSettings) -> tuple[int, bool]:
                 f"GPUs are requested ({asked}), but torch finds none on this machine. Use --cpu to train without."
             )
         return fit_for_cores(wanted or 1, "--num_processes"), (wanted or 1) * settings.num_machines > 1
+    visible = environ.text("CUDA_VISIBLE_DEVICES")
+    missing = [one for one in settings.gpu_list if visible is None and one.isdecimal() and int(one) >= found]
+    if missing:
+        numbers = "number 0" if found == 1 else f"numbers 0 to {found - 1}"
+        raise ConfigError(f"gpu_ids is {settings.gpu_ids}, but there {'is' if found == 1 else 'are'} {numbers} alone.")
     if wanted is not None and wanted > available:
-        visible = environ.text("CUDA_VISIBLE_DEVICES")
         why = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r})"
         raise ConfigError(
             f"{wanted} processes on this machine need a GPU each, and there {'is' if available == 1 else 'are'} "

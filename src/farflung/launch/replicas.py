@@ -65,22 +65,23 @@ def supervise(
     settings: LaunchSettings,
     start: Callable[[Mapping[str, str]], ReplicaProcess],
     transport: Transport,
-    count: int,
+    places: Sequence[Mapping[str, str]],
     machine: str,
 ) -> int:
     """Supervise the replicas of this machine until all have ended; return the exit code.
 
     Args:
         start: starts a replica's process, given variables that are this one's alone.
+        places: variables of each replica's place on this machine, such as its GPUs.
         machine: the name of this launcher in the store.
     """
     with tempfile.TemporaryDirectory(prefix="farflung_") as folder:
-        return _Launcher(settings, start, transport, Path(folder), machine).run(count)
+        return _Launcher(settings, start, transport, Path(folder), machine).run(places)
 
 
 def started(command: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a process that is a world of its own."""
-    return subprocess.Popen(command, env=lone_environment(variables))
+    """Start a process that is a world of its own; what a terminal sends reaches it through its launcher alone."""
+    return subprocess.Popen(command, env=lone_environment(variables), start_new_session=True)
 
 
 def new_machine_name() -> str:
@@ -156,6 +157,7 @@ class _Launcher:
         self._tells = transport.board.get("first") == self._machine.encode()  # and so prints all events
         self._supervisor = Supervisor(self._start, self._ended, _END_WITHIN_S, max_restarts(settings), _LAST)
         self._members: defaultdict[str, list[int]] = defaultdict(list)  # ids of each replica's last two processes
+        self._places: dict[str, Mapping[str, str]] = {}  # variables of each replica's place
         self._stopped: set[int] = set()  # of these ids
         self._reports, self._num_started = folder, 0
         self._has_own_launchers = has_launchers(settings)
@@ -165,13 +167,15 @@ class _Launcher:
         self._unrecorded: dict[int, tuple[int, str]] = {}  # ends of members' processes, while the store is away
         self._renew_at = time.monotonic() + _RENEW_S
 
-    def run(self, count: int) -> int:
-        """Start `count` replicas; return the exit code once all have ended."""
+    def run(self, places: Sequence[Mapping[str, str]]) -> int:
+        """Start a replica at each place; return the exit code once all have ended."""
         self._store.ask(lambda notes: notes.note_launcher(self._machine, address_of(os.getpid())), None)
         where = "" if self._tells else f" of {self._machine.rsplit('.', 1)[0]}"
         with handled(self._supervisor.hear, SUPERVISED):
-            for number in range(count):
-                self._supervisor.add(f"replica {number}{where}")
+            for number, place in enumerate(places):
+                name = f"replica {number}{where}"
+                self._places[name] = place
+                self._supervisor.add(name)
             self._supervisor.follow({self._beat: self._heartbeat_s})
             self._beat()
             if self._has_finished:
@@ -257,9 +261,8 @@ class _Launcher:
                 record(Kind.FAILED, name, how="")
             return None
         report = None
-        variables = dict(zip(environ.MEMBER_VARIABLES, (self._where, str(member)), strict=True)) | {
-            environ.REPLICA: name
-        }
+        of_member = zip(environ.MEMBER_VARIABLES, (self._where, str(member)), strict=True)
+        variables = {**self._places[name], **dict(of_member), environ.REPLICA: name}
         if not self._has_own_launchers:
             self._num_started += 1
             report = self._reports / f"attempt_{self._num_started}" / "0" / "error.json"
