@@ -17,10 +17,11 @@ from torch import nn
 from farflung.address.folder import FolderBoard, FolderTransport
 from farflung.address.member_store import LauncherNotes
 from farflung.address.object_group import ObjectGroup
+from farflung.address.object_store import BucketBoard, HubBoard
 from farflung.base.errors import ConfigError
 from farflung.base.sizes import HOP_BYTES_OF_REQUESTS
 from farflung.cost import forecast, model
-from farflung.cost.meeting import MeetingPlace, Prices
+from farflung.cost.meeting import FORMS, MeetingPlace, Prices
 from farflung.cost.model import Method, Workload, cost_of
 from farflung.cost.recipes import method_of
 from farflung.members.elastic import Elastic
@@ -177,3 +178,8 @@ def test_plan_refuses_what_an_address_has_no_use_for(flag, value):
         planned("--meet", "s3", flag, value)
     assert planned(flag, value).exit_code == 0
     assert CliRunner().invoke(forecast.plan, [*PLAN, "--meet", "s3"], default_map={flag[2:]: value}).exit_code == 0
+
+
+def test_launchers_write_heartbeats_as_often_as_it_counts():
+    for name, board in {"folder": FolderBoard, "s3": BucketBoard, "hf": HubBoard}.items():
+        assert FORMS[name].sign_s == board.heartbeat_s

@@ -11,6 +11,7 @@ from hypothesis import given, strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
+from farflung.address import reader
 from farflung.address.difference import ReferenceWeights
 from farflung.address.folder import FolderBoard
 from farflung.address.member_store import LauncherNotes
@@ -22,6 +23,7 @@ from farflung.address.seal import Seal
 from farflung.base.errors import ConfigError, Unreachable
 from farflung.members import differences
 from farflung.outer import diloco, local_sgd, streaming_diloco
+from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
 from tests.outer.replicas import same, values
 from tests.outer.test_saved_state import RECIPE, in_shards, kill, pulled, step, trained
@@ -97,6 +99,51 @@ def test_who_follows_a_run_has_each_newer_version_whole_until_that_of_its_end(tm
     assert [version.is_last for version in found] == [False] * (len(found) - 1) + [True]
     assert same(found[-1].weights, model.state_dict())
     assert [version.step for version in Reader(address)] == steps[-1:]  # of a run that is over
+
+
+def test_who_follows_before_the_run_begins_waits_for_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(reader, "_LOOK_S", 0.01)
+    looked, address = threading.Event(), tmp_path.as_uri()
+    find = reader.part_of_run
+
+    def part_of_run(board, address):
+        found = find(board, address)
+        looked.set()
+        return found
+
+    monkeypatch.setattr(reader, "part_of_run", part_of_run)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(lambda: next(iter(Reader(address))))
+        assert looked.wait(patience(20.0))
+        run = transport_at(address).of_run(b"{}")
+        outer, _ = trained(run, RECIPE, 5, network())
+        assert same(first.result(patience(20.0)).weights, Reader(address).newest().weights)
+        outer.close()
+
+
+def test_a_state_that_is_replaced_while_it_is_read_is_no_damage(tmp_path, monkeypatch):
+    outer, _ = trained(tmp_path.as_uri(), RECIPE, 5, network())
+    read, calls = reader._VersionReader.whole, []
+
+    def slowly(self, saved):
+        calls.append(saved.position)
+        if len(calls) == 1:
+            step(outer, 12)  # three states, of which two stay
+        return read(self, saved)
+
+    monkeypatch.setattr(reader._VersionReader, "whole", slowly)
+    assert Reader(tmp_path.as_uri()).newest().step == calls[-1] > calls[0]
+    outer.close()
+
+
+def test_a_file_that_can_not_be_written_is_an_error_that_names_it_and_known_before_anything_is_read(tmp_path, capsys):
+    version = reader.Version(3, {"x": torch.ones(2)}, False, 8)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"after step 3 can't be written to .*file/x"):
+        version.save(tmp_path / "file" / "x")
+    for target in ("nowhere/x.safetensors", "nowhere/"):
+        assert call_farflung("checkpoint", "pull", tmp_path.as_uri(), f"{tmp_path}/{target}") == 2
+        assert "there is no folder" in capsys.readouterr().err
 
 
 def test_a_version_that_is_damaged_is_said_and_left_out(tmp_path, capsys):

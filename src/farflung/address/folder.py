@@ -136,6 +136,9 @@ class FolderBoard(ObjectBoard):
             try:
                 with open(aside, "wb") as file:
                     file.writelines(parts)
+                    if is_new:  # what is decided outlives a machine that loses its power
+                        file.flush()
+                        os.fsync(file.fileno())
                 for attempt in range(_ATTEMPTS):
                     try:
                         place(aside, path)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from farflung.comm.patience import aloud, waiting
 from farflung.config.key import run_key
 
 _PATIENCE_S = 5.0  # for one version alone
+_LOOK_S = 1.0  # between two looks for a run that has not begun
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,9 @@ class Version:
 
         Args:
             path: of the file, or of a folder that exists: from it peft loads an adapter.
+
+        Raises:
+            ConfigError: it can't be written there.
         """
         weights = dict(self.weights)
         if path.is_dir() and self.adapter is not None:
@@ -61,8 +66,11 @@ class Version:
                 part.write_text(self.adapter["settings"], encoding="utf-8")
         if path.is_dir():
             path /= "model.safetensors" if self.adapter is None else "adapter_model.safetensors"
-        with atomic_file(path) as part, utf8_name(part.parent) as folder:
-            save_file(weights, f"{folder}/{part.name}", metadata={"format": "pt", "step": str(self.step)})
+        try:
+            with atomic_file(path) as part, utf8_name(part.parent) as folder:
+                save_file(weights, f"{folder}/{part.name}", metadata={"format": "pt", "step": str(self.step)})
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"The weights after step {self.step} can't be written to {path}: {error}") from None
         return f"{len(self.weights)} tensors after step {self.step}"
 
 
@@ -109,18 +117,19 @@ class Reader:
 
     def newest(self) -> Version:
         """Return the newest version; ConfigError if there is none that is whole."""
-        why = "No state was written there yet"
+        why, tried = "No state was written there yet", set[str]()
         with self._states(_PATIENCE_S) as states:
-            for saved in states.newest():
+            while left := [saved for saved in states.newest() if saved.name not in tried]:  # there may be new ones
+                tried.add(left[0].name)
                 try:
-                    return _VersionReader(states, self._dtype, self._refused).whole(saved)
+                    return _VersionReader(states, self._dtype, self._refused).whole(left[0])
                 except Damaged as error:
-                    why = f"The newest states are damaged: {error}"
+                    why = f"The newest states are damaged, or were replaced while they were read: {error}"
         raise ConfigError(f"Nothing can be pulled from {self.address}. {why}.")
 
     def __iter__(self) -> Iterator[Version]:
         order, refused = [0], set[str]()  # of the last one, and names since
-        with self._states(PATIENCE_S) as states:
+        with self._states(PATIENCE_S, waits=True) as states:
             following = _VersionReader(states, self._dtype, self._refused)
             while True:
                 for _ in waiting(states.look_s, say=aloud("this process", f"for newer weights at {self.address}")):
@@ -140,12 +149,14 @@ class Reader:
                     yield version
 
     @contextmanager
-    def _states(self, patience_s: float) -> Iterator[SavedStates]:
-        """Yield the saved states of the run."""
+    def _states(self, patience_s: float, waits: bool = False) -> Iterator[SavedStates]:
+        """Yield the saved states of the run, if it `waits` once it has begun."""
         seal = None if self._key is None else Seal(self._key)
         try:
             board = objects_at(self.address, seal).patient(patience_s)
-            name = part_of_run(board, self.address)
+            looks = waiting(_LOOK_S, say=aloud("this process", f"for a run to begin at {self.address}"))
+            while (name := part_of_run(board, self.address)) is None and waits:
+                next(looks)
             yield SavedStates((board.part(name) if name else board).part("loop1"))
         except Unreachable as error:
             raise ConfigError(str(error)) from None

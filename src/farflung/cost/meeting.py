@@ -37,7 +37,7 @@ class _Form(NamedTuple):
 
 
 FORMS = {
-    "folder": _Form("file", 0.005, 0.5),
+    "folder": _Form("file", 0.005, 1.0),
     "s3": _Form("s3", 0.05, 10.0),
     "gs": _Form("gs", 0.05, 10.0),
     "az": _Form("az", 0.05, 10.0),

@@ -347,7 +347,7 @@ class _SimulatedReplica:
         before = self.clock.now
         self.outer.average_gradients()
         self.waited += self.clock.now - before
-        self.losses.append(loss.detach())
+        self.losses.append(loss.detach().reshape(()))
         if task.max_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), task.max_norm)
         self._optimizer.step()
@@ -405,13 +405,11 @@ class _SimulatedReplica:
 class _Members(FixedMembership):
     """The replicas that are still there: a membership that gets smaller."""
 
-    is_fixed = False
-
     def __init__(self, group: SimGroup, task: SimulateArguments, clock: VirtualClock) -> None:
         super().__init__(group, SoloGroup())
         self.failures: list[str] = []
         self._task, self._clock = task, clock
-        self._number = 0
+        self._number, self.is_fixed = 0, not task.lost
         self._meet(group)
 
     def _meet(self, group: SimGroup) -> None:
