@@ -35,7 +35,7 @@ def find_file(named: str | None = None) -> Path | None:
         return None
     if named is not None:
         path = check_path("--config_file", named)
-        if not os.path.isfile(path):  # as `Path.is_file` raises an error where nobody may look
+        if not os.path.isfile(path):  # `Path.is_file` fails in folders that may not be read
             there = "is not a file" if path.exists() else "does not exist"
             raise ConfigError(f"The configuration file {named} {there}. `farflung config` writes one.")
         return path

@@ -121,7 +121,7 @@ def _choose_the_device(settings: dict[str, Stated]) -> list[str]:
 
 
 def _choose_replicas(settings: dict[str, Stated]) -> list[str]:
-    """Let a flag or variable for replicas that come and go overrule a file's fixed number of ranks; return notes.
+    """Drop a file's fixed number of ranks for replicas of a flag or variable, which come and go; return notes.
 
     Accelerate writes a number of ranks into each of its files. If both are equally strong the settings refuse them.
     """

@@ -303,7 +303,7 @@ class Recipe:
 
 
 def unfit(recipe: Recipe, most: int, is_fixed: bool) -> str:
-    """Return why a recipe does not fit the replicas that there are: at most so many, or such that come and go."""
+    """Return why a recipe does not fit a run of at most so many replicas, which are fixed or come and go."""
     if recipe.levels and not is_fixed:
         return (
             "hierarchical averages blocks of neighbouring ranks, which change where replicas come and go. Use islands "
