@@ -90,6 +90,31 @@ def test_without_trackers_log_does_nothing():
     accelerator.get_tracker("wandb").log({"loss": 0.5})
 
 
+@pytest.mark.parametrize("how", ["append", "set"])
+def test_trackers_that_a_script_adds_record_and_end_with_the_run(how):
+    accelerator, keeping, asked = Accelerator(cpu=True), Keeping(), Keeping()
+    if how == "append":
+        accelerator.trackers.append(keeping)
+    else:
+        accelerator.trackers = [keeping]
+    accelerator.log({"loss": 0.5}, step=1)
+    assert keeping.calls == [("log", {"loss": 0.5}, 1, {})]
+    accelerator.log_with = [asked]
+    accelerator.init_trackers("project")
+    assert accelerator.trackers == [keeping, asked]
+    accelerator.log({"loss": 0.25}, log_kwargs={"keeping": {}})
+    accelerator.end_training()
+    assert asked.calls == [("start",), ("log", {"loss": 0.25}, None, {}), ("finish",)]
+    assert [call[0] for call in keeping.calls] == ["log", "start", "log", "finish"]
+
+
+def test_the_trackers_to_start_are_checked_where_a_script_sets_them():
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ConfigError, match=r"log_with is 'wandbb'"):
+        accelerator.log_with = ["wandbb"]
+    assert accelerator.log_with == []
+
+
 def test_logging_before_the_run_has_begun_is_said_once():
     accelerator = Accelerator(cpu=True, log_with=Keeping())
     with pytest.warns(UserWarning, match="before init_trackers"):

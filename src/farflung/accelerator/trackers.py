@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from farflung.accelerator import lazy
 from farflung.base.checks import check_text, check_type
 from farflung.base.errors import ConfigError
 from farflung.base.forward import Forward
@@ -24,17 +25,31 @@ class TrackerMethods:
     _tracking: Tracking | None
     _metrics: Metrics | None
     _controller: OuterController
+    logging_dir: Forward[str | None]
     _world: Forward[World]
+
+    @property
+    def _added(self) -> Tracking:
+        self._tracking = self._tracking or lazy.tracking.Tracking(None, self.logging_dir)
+        return self._tracking
 
     @property
     def log_with(self) -> list[Any]:
         """The trackers that were asked for, by name or as objects."""
-        return [] if self._tracking is None else self._tracking.asked
+        return self._added.asked
+
+    @log_with.setter
+    def log_with(self, value: Any) -> None:
+        self._added.asked = lazy.tracking.filter_trackers(value, self.logging_dir)
 
     @property
     def trackers(self) -> list[Any]:
-        """The trackers of the run, or of the last one; none but on the main process."""
-        return [] if self._tracking is None else self._tracking.started
+        """The trackers of the run, or of the last one; on the main process alone, unless a script adds its own."""
+        return self._added.started
+
+    @trackers.setter
+    def trackers(self, value: list[Any]) -> None:
+        self._added.started, self._added.is_over = list(value), False
 
     def init_trackers(
         self, project_name: str | None, config: Mapping[str, Any] | None = None, init_kwargs: Arguments | None = None
@@ -85,14 +100,14 @@ class TrackerMethods:
             return
         check_type("log: values", values, Mapping, "a dictionary, such as {'loss': 0.5}")
         self._tracking.check_names("log: a name in log_kwargs", log_kwargs or {})
-        rounds = self._controller.figures() if self._tracking.is_running else {}
+        rounds = self._controller.figures() if self._tracking.records else {}
         self._tracking.log({**rounds, **values}, step, log_kwargs or {})
 
     def _finish_trackers(self) -> None:
-        if self._tracking is None:
+        if self._tracking is None or not self._world.is_main:
             return
         rounds = self._controller.figures()
-        if self._tracking.is_running and rounds:
+        if self._tracking.records and rounds:
             self._tracking.log(rounds, self._tracking.step, {})
         self._tracking.finish()
 

@@ -137,21 +137,28 @@ class Tracking:
         self.started: list[Any] = []
         self.lost: Counter[str] = Counter()
         self.step: int | None = None
-        self.is_running = False
+        self.is_running = False  # from `start` to `finish`
+        self.is_over = False  # `started` are those of a run that has ended
         self._has_warned = False
         self._logging_dir = logging_dir
 
     def check_names(self, called: str, arguments: Arguments) -> None:
         """Refuse arguments for a tracker that does not exist. Those for one that is not asked for are left unread."""
-        own = [asked.name for asked in self.asked if not isinstance(asked, str)]
+        own = [known.name for known in (*self.asked, *self.started) if not isinstance(known, str)]
         for name in arguments:
             if name == "all" or (name not in LOGGER_TYPE_TO_CLASS and name not in LoggerType):
                 check_word(called, name, [*LOGGER_TYPE_TO_CLASS, *_plugins(), *own])
 
+    @property
+    def records(self) -> bool:
+        """Whether trackers record: those of `start`, or that a script added itself, until `finish`."""
+        return bool(self.started) and not self.is_over
+
     def start(self, project: str | None, config: Any, arguments: Arguments) -> None:
         """Make the trackers that are named, start all, and have them store `config` if there is one."""
-        self.started.clear()
-        self.is_running = True
+        if self.is_over:
+            self.started.clear()
+        self.is_running, self.is_over = True, False
         for asked in self.asked:
             if isinstance(asked, str):
                 kind: Any = LOGGER_TYPE_TO_CLASS[str(asked)]
@@ -164,8 +171,8 @@ class Tracking:
                 self._attempt(tracker, "store_init_configuration", config)
 
     def log(self, values: Mapping[str, Any], step: int | None, arguments: Arguments) -> None:
-        if not self.is_running:
-            if self.asked and not self._has_warned:
+        if not self.records:
+            if (self.asked or self.started) and not self._has_warned:
                 self._has_warned = True
                 warnings.warn("log() records nothing before init_trackers() and after end_training().", stacklevel=3)
             return
@@ -175,9 +182,9 @@ class Tracking:
 
     def finish(self) -> None:
         """Finish the trackers, and say what they lost."""
-        for tracker in self.started if self.is_running else ():
+        for tracker in self.started if self.records else ():
             self._attempt(tracker, "finish")
-        self.is_running = False
+        self.is_running, self.is_over = False, bool(self.started)
         for name, number in self.lost.items():
             warnings.warn(f"The tracker {name} lost {counted(number, 'event')} of this run.", stacklevel=3)
         self.lost.clear()
