@@ -112,6 +112,54 @@ def test_preparing_twice_gives_the_same_object_and_registers_once():
     assert [len(kind) for kind in kinds] == [1] * 4
 
 
+def test_scripts_may_set_the_lists_of_what_is_prepared():
+    accelerator = Accelerator(cpu=True)
+    model, *_ = accelerator.prepare(*parts())
+    accelerator.register_for_checkpointing(scheduler := parts()[3])
+    assert accelerator._custom_objects == [scheduler]
+    for name in ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects"):
+        setattr(accelerator, name, [])
+        assert getattr(accelerator, name) == []
+    accelerator._models = [model]
+    assert accelerator._run.trained == [model]  # what checkpoints and hooks read
+
+
+def test_scripts_may_set_where_the_loop_stands():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer, *_ = accelerator.prepare(*parts())
+    with accelerator.accumulate(model):
+        assert not accelerator.sync_gradients
+    accelerator.gradient_state.sync_gradients = True
+    assert accelerator.sync_gradients
+    assert optimizer.window_is_complete
+    accelerator.step = 1
+    with accelerator.accumulate(model):
+        assert accelerator.sync_gradients
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_script_may_turn_autocast_off(precision):
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    model, x = accelerator.prepare(nn.Linear(4, 4)), torch.randn(8, 4)
+    exact = nn.functional.linear(x, model.weight, model.bias)
+    accelerator.native_amp = True  # as it is
+    assert not torch.equal(model(x), exact)
+    accelerator.native_amp = False
+    assert not accelerator.native_amp
+    with accelerator.autocast():
+        assert torch.equal(model(x), exact)
+    accelerator.scaler = accelerator.scaler
+    with pytest.raises(ConfigError, match=r"scaler was set to .*GradScalerKwargs"):
+        accelerator.scaler = torch.amp.GradScaler("cpu")
+
+
+def test_autocast_can_not_be_turned_on_without_mixed_precision():
+    accelerator = Accelerator(cpu=True)
+    accelerator.native_amp = False
+    with pytest.raises(ConfigError, match="mixed_precision is 'no'"):
+        accelerator.native_amp = True
+
+
 def test_unwrapping_undoes_precision_and_compilation_as_asked():
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model = nn.Linear(2, 2)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -12,7 +12,7 @@ from farflung.accelerator.prepare import Preparer
 from farflung.accelerator.session import Layout, session_in_use
 from farflung.accelerator.settings import resolve_rng_types
 from farflung.accelerator.views import AcceleratorState, Engines, GradientState
-from farflung.base.checks import check_flag, check_optional, check_whole
+from farflung.base.checks import check_flag, check_optional, check_whole, shown
 from farflung.base.enums import DistributedType, FP8BackendType
 from farflung.base.errors import ConfigError, StateError, Unsupported
 from farflung.base.forward import Forward, unchecked
@@ -32,10 +32,19 @@ from farflung.process.world import World
 from farflung.resume.run import Run
 from farflung.strategy.base import Strategy
 
+_T = TypeVar("_T")
+
 
 def _joined(run: Run) -> World:
     session_in_use()
     return run.world
+
+
+class Listed(Forward[list[_T]]):
+    """A list of the `Run`, which keeps the list when a script sets it: to these elements."""
+
+    def __set__(self, instance: Any, value: list[_T]) -> None:
+        self.__get__(instance)[:] = value
 
 
 class AcceleratorProperties(Engines):
@@ -60,10 +69,32 @@ class AcceleratorProperties(Engines):
         return session_in_use().named_kind or self._strategy.kind
 
     mixed_precision = Forward[str]("_precision.name", "`no`, `bf16`, `fp16` or `fp8`.")
-    scaler = Forward[Any]("_precision.scaler", "The loss scaler of fp16, else None.")
-    native_amp = Forward[bool](
-        lambda self: self.mixed_precision != "no", "Whether forward passes compute in a half precision."
-    )
+
+    @property
+    def scaler(self) -> Any:
+        """The loss scaler of fp16, else None."""
+        return self._precision.scaler
+
+    @scaler.setter
+    def scaler(self, value: Any) -> None:
+        if value is not self.scaler:
+            raise ConfigError(
+                f"accelerator.scaler was set to {shown(value)}, but mixed_precision={self.mixed_precision!r} decides "
+                "it. Give Accelerator(kwargs_handlers=[GradScalerKwargs(...)]) its settings."
+            )
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether forward passes compute in a half precision; a script may turn that off."""
+        return self._precision.autocasts
+
+    @native_amp.setter
+    def native_amp(self, value: bool) -> None:
+        check_flag("native_amp", value)
+        if value and self.mixed_precision == "no":
+            raise ConfigError("native_amp is True, but mixed_precision is 'no'. Give Accelerator(mixed_precision=...).")
+        self._precision.autocasts = value
+
     fp8_enabled = Forward[bool](lambda self: self.mixed_precision == "fp8", "Whether linear layers multiply in fp8.")
     fp8_backend = Forward[FP8BackendType](
         lambda self: FP8BackendType.AO if self.fp8_enabled else FP8BackendType.NO,
@@ -168,10 +199,11 @@ class AcceleratorProperties(Engines):
 
     # ---- what was prepared, under Accelerate's private names, which libraries read
 
-    _models = Forward[list[nn.Module]]("_run.models", "Prepared models.")
-    _optimizers = Forward[list[AcceleratedOptimizer]]("_run.optimizers", "Prepared optimizers.")
-    _schedulers = Forward[list[AcceleratedScheduler]]("_run.schedulers", "Prepared schedulers.")
-    _dataloaders = Forward[list[PreparedLoader]]("_run.loaders", "Prepared loaders.")
+    _models = Listed[nn.Module]("_run.models", "Prepared models.")
+    _optimizers = Listed[AcceleratedOptimizer]("_run.optimizers", "Prepared optimizers.")
+    _schedulers = Listed[AcceleratedScheduler]("_run.schedulers", "Prepared schedulers.")
+    _dataloaders = Listed[PreparedLoader]("_run.loaders", "Prepared loaders.")
+    _custom_objects = Listed[Any]("_run.custom", "Objects that were registered for checkpoints.")
 
     # ---- its position on each axis of the grid, and the axes and engines that Farflung lacks
 

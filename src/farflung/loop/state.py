@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from farflung.base.forward import Forward
+from farflung.base.forward import Forward, unchecked
 from farflung.base.tree import batch_size_of
 from farflung.loop.uneven import JoinedRanks, UnevenDataCheck
 
@@ -386,7 +386,7 @@ class LoopView:
     """Where a training loop stands, under the names by which scripts and trainers read it; it owns nothing."""
 
     sync_gradients = Forward[bool](
-        "_loop.sync_gradients", "Whether the current micro-batch completes its accumulation window."
+        "_loop.sync_gradients", "Whether the current micro-batch completes its accumulation window.", unchecked
     )
     num_steps = Forward[int]("_loop.num_steps", "Micro-batches in one accumulation window.")
     sync_with_dataloader = Forward[bool](

@@ -27,7 +27,7 @@ class Autocast(Precision):
     """Forward passes in a half precision (`bf16` or `fp16`), weights and gradients in fp32."""
 
     def __init__(self, name: str, device_type: str, handler: AutocastKwargs | None = None) -> None:
-        self.name = name
+        self.name, self.autocasts = name, True
         self.dtype = torch.bfloat16 if name == "bf16" else torch.float16
         self._device_type = device_type
         self._handler = handler or AutocastKwargs()
@@ -35,7 +35,10 @@ class Autocast(Precision):
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         chosen = handler or self._handler
         return torch.autocast(
-            self._device_type, dtype=self.dtype, enabled=chosen.enabled, cache_enabled=chosen.cache_enabled
+            self._device_type,
+            dtype=self.dtype,
+            enabled=self.autocasts and chosen.enabled,
+            cache_enabled=chosen.cache_enabled,
         )
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -55,7 +58,7 @@ class Autocast(Precision):
         def forward(*args: Any, **kwargs: Any) -> Any:
             with self.autocast():
                 outputs = plain(*args, **kwargs)
-            return convert_to_fp32(outputs) if self._handler.outputs_to_fp32 else outputs
+            return convert_to_fp32(outputs) if self.autocasts and self._handler.outputs_to_fp32 else outputs
 
         return forward
 

@@ -25,6 +25,7 @@ class Precision:
 
     name = "no"  # or `bf16`, `fp16`, `fp8`
     dtype: torch.dtype | None = None  # what forward passes compute in, if that is not what the model is in
+    autocasts = False  # forward passes compute in `dtype`; a script may set it to False
     scaler: Any = None  # the `torch.amp.GradScaler`, or None
 
     def wrap(self, model: nn.Module) -> nn.Module:
