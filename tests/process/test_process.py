@@ -302,7 +302,7 @@ def logs():
     logging.getLogger("t").addFilter(lambda record: lines.append(record.getMessage()))
     with pytest.raises(StateError):
         get_logger("t").info("too early")
-    PartialState(cpu=True)
+    state = PartialState(cpu=True)
     logger = get_logger("t", log_level="info")
     logger.info("once")
     logger.info("each %d", 7, main_process_only=False)
@@ -310,10 +310,14 @@ def logs():
     logger.debug("unheard", main_process_only=False)
     for _ in range(3):
         logger.warning_once("careful")
+    state.destroy_process_group()
+    logger.info("saved")
+    logger.info("left", in_order=True)
     return lines
 
 
 def test_a_logger_knows_its_rank():
     first, second = run_ranks(logs, 2)
-    assert first == ["[RANK 0] once", "[RANK 0] each 7", "[RANK 0] in turn", "[RANK 0] careful"]
-    assert second == ["[RANK 1] each 7", "[RANK 1] in turn"]
+    after = ["[RANK 0] saved", "[RANK 0] left"]
+    assert first == ["[RANK 0] once", "[RANK 0] each 7", "[RANK 0] in turn", "[RANK 0] careful", *after]
+    assert second == ["[RANK 1] each 7", "[RANK 1] in turn", "[RANK 1] left"]

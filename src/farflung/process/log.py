@@ -10,7 +10,7 @@ from typing import Any
 from farflung.base.checks import check_word
 from farflung.comm.collectives import wait_for_everyone
 from farflung.config import environ
-from farflung.process.world import joined_world
+from farflung.process.world import current_world, known_rank
 
 
 class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]  # Python 3.10 knows no such arguments
@@ -27,22 +27,23 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]  # P
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         """Put the rank in front of the message."""
         kwargs.setdefault("stacklevel", 2)
-        return f"[RANK {joined_world().rank}] {msg}", kwargs
+        return f"[RANK {known_rank().rank}] {msg}", kwargs
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """Log `msg % args` on the processes that the arguments choose; StateError before an `Accelerator` is made."""
-        world = joined_world()
+        known, world = known_rank(), current_world()
         main_process_only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
         enabled = self.isEnabledFor(level)
         message, kwargs = self.process(msg, kwargs)  # type: ignore[assignment]
         if not in_order:
-            if enabled and (world.is_main or not main_process_only):
+            if enabled and (known.rank == 0 or not main_process_only):
                 self.logger.log(level, message, *args, **kwargs)
             return
-        for turn in range(world.size):
-            if turn == world.rank and enabled:
+        for turn in range(known.size):
+            if turn == known.rank and enabled:
                 self.logger.log(level, message, *args, **kwargs)
-            wait_for_everyone(world.exchange, "a logger, in_order=True")
+            if world is not None:  # after `end_training` nobody waits
+                wait_for_everyone(world.exchange, "a logger, in_order=True")
 
     def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
         """Log a warning the first time that this logger is given this message."""

@@ -67,6 +67,7 @@ class World(RankInfo):
 
 
 _world: World | None = None
+_last: RankInfo | None = None  # of the world that this process has left
 _num_left = 0
 _stores: dict[Any, Any] = {}  # the one that this process meets others in, by its address and more
 _readers: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -84,6 +85,11 @@ def joined_world() -> World:
             "The rank of this process is not known yet. Create an `Accelerator()` or a `PartialState()` first."
         )
     return _world
+
+
+def known_rank() -> RankInfo:
+    """Return the rank of this process in its world, or in the one that it has left; raise StateError before both."""
+    return joined_world() if _last is None else _world or _last
 
 
 def _joined_group() -> Any:
@@ -107,9 +113,11 @@ def set_world(world: World) -> World:
 
 def clear_world() -> World | None:
     """Forget the world of this process, and return it."""
-    global _num_left, _world
+    global _last, _num_left, _world
     world, _world = _world, None
-    _num_left += world is not None and world.owns_group
+    if world is not None:
+        _last = RankInfo(world.rank, world.size, world.local_rank, world.local_size)
+        _num_left += world.owns_group
     return world
 
 
