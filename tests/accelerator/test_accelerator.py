@@ -19,6 +19,7 @@ from farflung.state import AcceleratorState, GradientState
 from farflung.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
+    GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     ProfileKwargs,
@@ -135,6 +136,37 @@ def test_scripts_may_set_where_the_loop_stands():
     accelerator.step = 1
     with accelerator.accumulate(model):
         assert accelerator.sync_gradients
+
+
+@pytest.mark.parametrize("how", ["item", "update", "dictionary", "plugin"])
+def test_what_a_script_sets_in_the_gradient_state_holds_in_the_loop(how):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, _, loader, _ = accelerator.prepare(*parts())
+    state = accelerator.gradient_state
+    accelerator.gradient_accumulation_steps = 3
+    assert state.plugin_kwargs == {"num_steps": 3}
+    if how == "item":
+        state.plugin_kwargs["sync_with_dataloader"] = False
+    elif how == "update":
+        state.plugin_kwargs.update(sync_with_dataloader=False)
+    elif how == "dictionary":
+        state.plugin_kwargs = {"num_steps": 3, "sync_with_dataloader": False}
+    else:
+        GradientState(GradientAccumulationPlugin(num_steps=3, sync_with_dataloader=False))
+    complete = []
+    for _ in loader:
+        with accelerator.accumulate(model):
+            complete.append(accelerator.sync_gradients)
+    assert complete == [False, False, True, False]  # the fourth batch is the last
+    state.plugin_kwargs["num_steps"] = 1
+    assert accelerator.gradient_accumulation_steps == 1
+    assert not state.sync_with_dataloader
+
+
+def test_a_name_that_no_plugin_has_is_refused_in_the_gradient_state():
+    state = Accelerator(cpu=True).gradient_state
+    with pytest.raises(ConfigError, match=r"plugin_kwargs is 'num_step'.*`num_steps`"):
+        state.plugin_kwargs["num_step"] = 2
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

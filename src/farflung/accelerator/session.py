@@ -81,6 +81,11 @@ class Session:
     vote: PreemptionVote | None = None
     controllers: WeakKeyDictionary[OuterController, None] = field(default_factory=WeakKeyDictionary)
 
+    def accumulate(self, plugin: GradientAccumulationPlugin) -> None:
+        """Accumulate gradients as `plugin` says from now on, in the loop that is open."""
+        self.plugin, self.loop.num_steps = plugin, plugin.num_steps or 1
+        self.loop.sync_with_dataloader, self.loop.sync_each_batch = plugin.sync_with_dataloader, plugin.sync_each_batch
+
 
 _session: Session | None = None
 

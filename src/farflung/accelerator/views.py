@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from farflung.config.parallelism import ParallelismConfig
 from farflung.config.sharding import FullyShardedDataParallelPlugin
 from farflung.loop.state import LoopState, LoopView
 from farflung.process.bootstrap import join_world, leave_world
-from farflung.process.world import World, current_world, joined_world
+from farflung.process.world import World, current_world, forget_rank, joined_world
 
 
 class _SharedState:
@@ -118,6 +119,7 @@ class PartialState(ProcessControl):
     @staticmethod
     def _reset_state() -> None:
         leave_world()
+        forget_rank()
 
     def __repr__(self) -> str:
         return (
@@ -231,10 +233,23 @@ class AcceleratorState(Engines, PartialState):
     def _reset_state(reset_partial_state: bool = False) -> None:
         close_session()
         if reset_partial_state:
-            leave_world()
+            PartialState._reset_state()
 
     def __repr__(self) -> str:
         return super().__repr__() + f"Mixed precision type: {self.mixed_precision}\n"
+
+
+class _PluginKwargs(dict[str, Any]):
+    """Fields of a plugin that differ from their defaults; the loop accumulates by what a script sets in it."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.update({name: value})
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        super().update(*args, **kwargs)
+        for name in self:
+            check_word("A name in plugin_kwargs", name, vars(GradientAccumulationPlugin()))
+        opened_session().accumulate(GradientAccumulationPlugin(**self))
 
 
 class GradientState(LoopView):
@@ -244,7 +259,8 @@ class GradientState(LoopView):
         if gradient_accumulation_plugin is not None:
             wanted = "a GradientAccumulationPlugin(num_steps=...)"
             check_type("gradient_accumulation_plugin", gradient_accumulation_plugin, GradientAccumulationPlugin, wanted)
-            open_session(joined_world(), None, gradient_accumulation_plugin)
+            session = open_session(joined_world(), None, None)
+            session.accumulate(gradient_accumulation_plugin)
 
     initialized = Forward[bool](
         lambda self: current_session() is not None, "Whether an `Accelerator` has been made in this process."
@@ -255,9 +271,15 @@ class GradientState(LoopView):
     adjust_scheduler = Forward[bool](
         lambda self: opened_session().plugin.adjust_scheduler, "The plugin's field of that name."
     )
-    plugin_kwargs = Forward[dict[str, Any]](
-        lambda self: opened_session().plugin.to_kwargs(), "The plugin's fields that differ from their defaults."
-    )
+
+    @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """The plugin's fields that differ from their defaults. What a script sets in it holds from then on."""
+        return _PluginKwargs(replace(opened_session().plugin, num_steps=self.num_steps).to_kwargs())
+
+    @plugin_kwargs.setter
+    def plugin_kwargs(self, value: dict[str, Any]) -> None:
+        _PluginKwargs().update(value)
 
     @staticmethod
     def _reset_state() -> None:

@@ -121,6 +121,12 @@ def clear_world() -> World | None:
     return world
 
 
+def forget_rank() -> None:
+    """Forget the rank that this process had in the world that it has left."""
+    global _last
+    _last = None
+
+
 def num_worlds_left() -> int:
     """Return how many worlds of several processes this one has made and left, as all ranks of a run do together."""
     return _num_left
