@@ -133,6 +133,20 @@ def test_clipping_inside_a_window_changes_nothing_and_says_so():
     assert torch.equal(model.weight.grad, torch.tensor([[30.0, 40.0]]))
 
 
+def test_gradients_are_unscaled_after_a_step_that_the_script_left_out():
+    precision = ScaledFp16("cpu", scaler=GradScalerKwargs(init_scale=1024.0))
+    model, optimizer, state = made(precision=precision)
+    norms = []
+    for _ in range(3):
+        precision.scale(model(torch.tensor([[3.0, 4.0]])).sum()).backward()
+        norms.append(clip_grad_norm_(model.parameters(), 100.0, 2, state=state, precision=precision).item())
+        if len(norms) != 1:
+            optimizer.step()
+        optimizer.zero_grad()
+    assert norms == [5.0, 5.0, 5.0]
+    assert torch.equal(model.weight, torch.tensor([[-5.0, -7.0]]))
+
+
 def test_only_the_optimizers_that_own_the_clipped_parameters_are_unscaled():
     precision = ScaledFp16("cpu", scaler=GradScalerKwargs(init_scale=1024.0))
     first, one, state = made(precision=precision)

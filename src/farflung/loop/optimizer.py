@@ -112,6 +112,7 @@ class AcceleratedOptimizer(Optimizer):
         """Clear the gradients when the window is complete, else do nothing; None: as the optimizer does by itself."""
         if self.window_is_complete:
             self.finished = self.loop_state.backwards
+            self.precision.forget(self.optimizer)
             if set_to_none is None:
                 self.optimizer.zero_grad()
             else:

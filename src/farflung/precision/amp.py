@@ -93,17 +93,21 @@ class ScaledFp16(Autocast):
         # A fused optimizer's step is called even after an overflow, so the call itself says nothing.
         return not overflowed(self.scaler, optimizer)
 
+    def forget(self, optimizer: Optimizer | None = None) -> None:
+        if optimizer is None:
+            self._unscaled.clear()
+            self._stepped.clear()
+            scaler_stages(self.scaler).clear()
+        elif id(optimizer) not in self._stepped:  # else the scale is still to be updated by what the step found
+            self._unscaled.discard(id(optimizer))
+            scaler_stages(self.scaler).pop(id(optimizer), None)
+
     def _update_if_stepped(self) -> None:
         """Update the scale between two losses, never between two optimizers that step on gradients of one scale."""
         if self._stepped:
             self.scaler.update()
             self._unscaled.clear()
             self._stepped.clear()
-
-    def forget(self) -> None:
-        self._unscaled.clear()
-        self._stepped.clear()
-        scaler_stages(self.scaler).clear()
 
     def state_dict(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         return {

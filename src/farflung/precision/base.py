@@ -48,8 +48,11 @@ class Precision:
         optimizer.step(*([] if closure is None else [closure]))  # not every optimizer takes one
         return True
 
-    def forget(self) -> None:
-        """Forget all optimizers, whose ids others may get."""
+    def forget(self, optimizer: Optimizer | None = None) -> None:
+        """Forget that gradients of `optimizer` were unscaled, if no step has used them; None: forget all optimizers.
+
+        Others may get the ids of those that are gone.
+        """
 
     def state_dict(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         """Return what a later process needs to continue, plain data; optimizers are identified by their index."""
