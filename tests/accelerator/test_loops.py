@@ -279,6 +279,35 @@ def test_a_second_accelerator_trains_beside_the_first_and_leaves_nothing_behind(
     assert third.gradient_accumulation_steps == 3  # as the session has it
 
 
+def windows_of(accelerator, model, optimizer, number=4):
+    """Return for each micro-batch of `model` whether it completes the window that the optimizer follows."""
+    complete = []
+    for _ in range(number):
+        with accelerator.accumulate(model):
+            complete.append(optimizer.window_is_complete)
+    return complete
+
+
+def test_optimizers_follow_new_windows_after_memory_was_freed():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer = accelerator.prepare(layer := nn.Linear(1, 1), torch.optim.SGD(layer.parameters(), 1.0))
+    assert windows_of(accelerator, model, optimizer, 1) == [False]
+    accelerator.free_memory()
+    assert windows_of(accelerator, model, optimizer) == [False, True, False, True]
+
+
+def test_freeing_the_memory_of_one_accelerator_keeps_the_optimizers_of_another():
+    first, second = (Accelerator(cpu=True, gradient_accumulation_steps=2) for _ in range(2))
+    layers = nn.Linear(1, 1), nn.Linear(1, 1)
+    model, optimizer = first.prepare(layers[0], torch.optim.SGD(layers[0].parameters(), 1.0))
+    second.prepare(layers[1], torch.optim.SGD(layers[1].parameters(), 1.0))
+    assert windows_of(first, model, optimizer, 1) == [False]
+    second.free_memory()
+    assert windows_of(first, model, optimizer) == [False, True, False, True]
+    with first.accumulate(nn.Linear(1, 1)):  # the open window of another model
+        assert optimizer.window_is_complete
+
+
 class Tied(nn.Module):
     """A layer that goes out where it came in, and one that shares its bias."""
 

@@ -447,8 +447,8 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         if self._finite is not None:
             self._finite.forget()
         self._precision.forget()
+        self._loop.reset(freed=self._run.optimizers)
         self._run.clear()
-        self._loop.reset()
         return release_memory(*objects)
 
     clear = free_memory

@@ -97,6 +97,7 @@ class LoopState:
         self.loss: tuple[Tensor, float | Tensor] | None = None  # of the latest `backward`, with its number of items
         self.at_boundary: Callable[[], None] | None = None  # may raise SystemExit to end the loop there
         self._steps = Trace()
+        self.optimizers: list[Any] = []  # each an `AcceleratedOptimizer`, in the order they were made
         self.reset()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -122,7 +123,11 @@ class LoopState:
         self._observers = WeakKeyDictionary(dict.fromkeys(state["_observers"]))
         self._windows: dict[tuple[int, ...], Window] = {tuple(map(id, one.models)): one for one in state["_windows"]}
 
-    def reset(self) -> None:
+    def reset(self, freed: Sequence[Any] = ()) -> None:
+        """Forget all windows and iterations, and the optimizers in `freed`. Others follow the windows to come."""
+        for optimizer in self.optimizers:
+            optimizer.window = None
+        self.optimizers = [one for one in self.optimizers if all(one is not other for other in freed)]
         self.window = Window(divisor=self._num_steps)  # the one that was entered last
         self._windows = {(): self.window}
         self.loaders: list[ActiveLoader] = []
@@ -137,7 +142,6 @@ class LoopState:
         self._samples: dict[int, int] = {}  # that it has handed out
         self._seen = 0  # how many there were at the last micro-batch
         self.stepped_in: ActiveLoader | None = None  # the iteration of the steps since the last boundary
-        self.optimizers: list[Any] = []  # each an `AcceleratedOptimizer`, in the order they were made
 
     @property
     def num_steps(self) -> int:
