@@ -103,6 +103,22 @@ def test_prepare_keeps_the_order_and_passes_on_what_it_does_not_know():
     assert ours[0].optimizers == [ours[3]]
 
 
+def test_a_scheduler_that_is_prepared_before_its_optimizer_follows_it():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer, _, scheduler = parts()
+    stranger = SimpleNamespace(last_epoch=0, step=lambda: rates.append(1))  # which does not say what it was made for
+    rates, prepared = [], [accelerator.prepare_scheduler(one) for one in (scheduler, stranger)]
+    other, optimizer, model = accelerator.prepare(parts()[1], optimizer, model)
+    assert prepared[0].optimizers == [optimizer]
+    assert prepared[1].optimizers == [other, optimizer]
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            optimizer.step()
+            for one in prepared:
+                one.step()
+    assert (scheduler.last_epoch, len(rates)) == (2, 2)
+
+
 def test_preparing_twice_gives_the_same_object_and_registers_once():
     accelerator = Accelerator(cpu=True)
     things = parts()

@@ -142,6 +142,9 @@ class Preparer:
             _bare(optimizer), self._placed(place), state=self.run.loop, precision=self.run.precision
         )
         prepared.finite, prepared.unaveraged = self.finite, self.run.unaveraged
+        for scheduler in self.run.schedulers:  # that were prepared before it
+            if _bare(getattr(scheduler, "optimizer", None)) is prepared.optimizer:
+                scheduler.optimizers = [prepared]
         return self.run.add(self.run.optimizers, optimizer, prepared)
 
     def scheduler(self, scheduler: Any, new: Sequence[DataLoader[Any]] = ()) -> AcceleratedScheduler:
