@@ -202,6 +202,25 @@ def test_reduce_on_plateau_ticks_once_an_update():
     assert AcceleratedScheduler(inner, [optimizer]).state_dict() == scheduler.state_dict()
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_an_optimizer_returns_to_the_window_of_an_earlier_set_of_models(resumed):
+    model, optimizer, state = made(num_steps=2)
+    other = nn.Linear(1, 1)
+    for models in (model, other), (model,):
+        with Accumulate(state, models, None):
+            assert not optimizer.window_is_complete
+    if resumed:
+        state.advance(state.window_of((model, other)))
+        saved = state.state_dict([model, other])
+        model, optimizer, state = made(num_steps=2)
+        state.load_state_dict(saved, [model, other])
+        assert optimizer.window_is_complete
+        assert not state.advance(state.window_of((model, other)))
+        assert not optimizer.window_is_complete
+    with Accumulate(state, (model, other), None):
+        assert optimizer.window_is_complete
+
+
 def test_setting_the_flag_by_hand_reaches_every_window():
     model, optimizer, state = made(num_steps=2)
     with Accumulate(state, (model,), None):

@@ -319,6 +319,8 @@ class LoopState:
             window.source = None  # the loop around the next micro-batch is another one
             if one["is_latest"]:
                 self.window = window
+        for optimizer in self.optimizers:
+            optimizer.follow(self.window)
 
     def window_of(self, models: tuple[nn.Module, ...]) -> Window:
         """Return the window that `models` accumulate in; the optimizers that train them follow it from now on."""
@@ -328,14 +330,14 @@ class LoopState:
         window = self._windows.get(key)
         if window is None:
             window = self._windows[key] = Window(models, self._num_steps)
-            for optimizer in self.optimizers:
-                optimizer.follow(window)
+        for optimizer in self.optimizers:
+            optimizer.follow(window)
         return window
 
     def adopt(self, optimizer: Any) -> None:
         """Take an optimizer into the loop; it follows the windows of the models that it trains."""
         self.optimizers.append(optimizer)
-        for window in self._windows.values():
+        for window in (*self._windows.values(), self.window):
             optimizer.follow(window)
 
     def advance(self, window: Window | None = None) -> bool:
