@@ -8,9 +8,10 @@ import torch
 
 from farflung import LocalSGD
 from farflung.base.errors import RankFailure, StateError
+from farflung.methods.recipes import local_sgd
 from farflung.testing.ranks import run_ranks
 from tests.accelerator.conftest import on_ranks
-from tests.accelerator.test_outer_attached import Net, alike, differs, one_step, prepared, weights
+from tests.accelerator.test_outer_attached import Net, alike, differs, is_equal, one_step, prepared, weights
 
 
 def trained(step_of=one_step, **options):
@@ -80,6 +81,38 @@ def test_a_model_that_was_compiled_or_unwrapped_after_it_was_prepared_trains_alo
     return apart
 
 
+@on_ranks(2, each=[True, False, True, False] * 2)
+def test_a_block_can_be_entered_again():
+    accelerator, model, optimizer, loader = prepared()
+    averaging, apart = LocalSGD(accelerator, model, 2), []
+    for _ in range(2):
+        with averaging:
+            for _, batch in zip(range(3), loader, strict=False):
+                one_step(accelerator, model, optimizer, batch)
+                averaging.step()
+                apart.append(differs(accelerator, model))
+        apart.append(differs(accelerator, model))
+    return apart
+
+
+@on_ranks(2, each=[True, False, True, False])
+def test_an_optimizer_that_is_prepared_inside_a_block_is_counted():
+    accelerator, model, first, _ = prepared()
+    apart, torch_optimizer = [], torch.optim.SGD([scale := torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    accelerator.unwrap_model(model).scale = scale
+    torch.manual_seed(accelerator.process_index)
+    with accelerator.outer(model, local_sgd(2)):
+        second = accelerator.prepare(torch_optimizer)
+        for _ in range(4):
+            accelerator.backward(model(torch.randn(4, 3)) * scale.sum())
+            first.step()
+            second.step()
+            first.zero_grad()
+            second.zero_grad()
+            apart.append(not is_equal(scale))
+    return apart
+
+
 def one_rank_raises():
     def step(accelerator, model, optimizer, batch):
         if accelerator.process_index == 1 and next(steps) == 3:
@@ -115,4 +148,5 @@ def test_step_outside_the_block_is_refused():
     accelerator, model, *_ = prepared()
     with pytest.raises(StateError, match="with"):
         LocalSGD(accelerator, model, 2).step()
-    LocalSGD(accelerator, model, 2, enabled=False).step()
+    for number in (2, 0, None):
+        LocalSGD(accelerator, model, number, enabled=False).step()

@@ -74,10 +74,10 @@ class OuterController:
         """
         if self._averages is not None:
             self._averages.attach()
-        if self._config is None:
-            return
         for attached in self.attached:
             attached.follow_optimizers()
+        if self._config is None:
+            return
         new = []
         for model in self._run.models:
             owners = [optimizer for optimizer in self._run.optimizers if optimizer.owns(model.parameters())]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -30,23 +32,29 @@ class LocalSGD:
         enabled: False makes the context manager do nothing.
 
     Raises:
-        ConfigError: `local_sgd_steps` is no whole number above zero, or no prepared optimizer trains `model`.
+        ConfigError: `local_sgd_steps` is no whole number above zero, or no prepared optimizer trains `model`, if
+            `enabled`.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         check_type("accelerator", accelerator, Accelerator, "the Accelerator that prepared the model")
         lazy.arguments.check_model(model)
-        check_whole("local_sgd_steps", local_sgd_steps, least=1)
         check_flag("enabled", enabled)
-        recipe = lazy.recipes.local_sgd(local_sgd_steps)
+        if enabled:
+            check_whole("local_sgd_steps", local_sgd_steps, least=1)
         self.enabled = enabled and accelerator.use_distributed
         self.local_sgd_steps = local_sgd_steps
-        self._outer = accelerator._controller.outer(model, recipe, each_step=False) if self.enabled else None
+        self._block: AbstractContextManager[OuterLoop, bool | None] | None = None
         self._loop: OuterLoop | None = None
+        if self.enabled:
+            recipe = lazy.recipes.local_sgd(local_sgd_steps)
+            self._outer = partial(accelerator._controller.outer, model, recipe, each_step=False)
+            self._outer()  # raises for a model that can't be averaged
 
     def __enter__(self) -> LocalSGD:
-        if self._outer is not None:
-            self._loop = self._outer.__enter__()
+        if self.enabled:
+            self._block = self._outer()
+            self._loop = self._block.__enter__()
         return self
 
     def step(self) -> None:
@@ -63,6 +71,6 @@ class LocalSGD:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._loop = None
-        if self._outer is not None:
-            self._outer.__exit__(kind, error, trace)
+        block, self._block, self._loop = self._block, None, None
+        if block is not None:
+            block.__exit__(kind, error, trace)
