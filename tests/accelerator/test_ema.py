@@ -130,6 +130,18 @@ def test_what_can_not_work_is_refused():
         Accelerator(cpu=True, ema=0.9).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+def test_a_mean_is_taken_once_a_step_after_memory_was_freed():
+    accelerator, model, optimizer = prepared("one", ema=0.75)
+    steps = []
+    for _ in range(2):
+        model, optimizer = accelerator.prepare(model, getattr(optimizer, "optimizer", optimizer))
+        trained((accelerator, model, optimizer), range(2))
+        steps.append(optimizer.param_groups[0]["ema_steps"])
+        accelerator.free_memory()
+    trained((accelerator, model, optimizer.optimizer), range(2))  # without the Accelerator's means
+    assert [*steps, optimizer.param_groups[0]["ema_steps"]] == [2, 4, 4]
+
+
 @pytest.mark.parametrize("options", [{"skip_nonfinite": 3}, {"ema": 0.75}])
 def test_models_are_let_go_of_when_memory_is_freed_and_the_next_ones_have_means(options):
     run = prepared("one", **options)

@@ -78,10 +78,12 @@ class EMA:
         """Forget all models and their means: what is prepared afterwards has others."""
         for one in self.models:
             one.drop()
+        for average in self._kept:
+            average.hook.remove()
         self.models, self._kept = [], []
 
     def end(self) -> None:
         """Leave the means in the models, and keep none from now on."""
-        models, self.models = self.models, []
-        for one in models:
+        for one in self.models:
             one.end()
+        self.drop()

@@ -40,7 +40,7 @@ class WeightAverage:
                 f"ema={size} over weights in {narrow.pop()}: such a mean would hardly move. Keep them in fp32, and "
                 "compute in 16 bits with mixed_precision."
             )
-        optimizer.register_step_post_hook(self._stepped)
+        self.hook = optimizer.register_step_post_hook(self._stepped)
 
     @torch.no_grad()
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
