@@ -3,6 +3,7 @@
 
 import gc
 import weakref
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -84,6 +85,18 @@ def test_handlers_refuse_what_nothing_would_read():
         DistributedDataParallelKwargs(comm_state_option={"matrix_approximation_rank": 2})
     assert DistributedDataParallelKwargs(find_unused_parameters=True).to_kwargs() == {"find_unused_parameters": True}
     assert InitProcessGroupKwargs().to_kwargs() == {}
+
+
+def test_a_handler_of_a_class_of_your_own_is_read():
+    @dataclass(frozen=True)
+    class Scaled(GradScalerKwargs):
+        init_scale: float = 32.0
+
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[handler := Scaled()])
+    assert accelerator.scaler_handler is handler
+    assert accelerator.scaler.get_scale() == 32.0
+    with pytest.raises(ConfigError, match="two GradScalerKwargs"):
+        Accelerator(mixed_precision="fp16", kwargs_handlers=[handler, GradScalerKwargs()])
 
 
 def parts():

@@ -188,7 +188,7 @@ def resolve_precision(name: str, device: torch.device, handlers: Mapping[type, A
 
 
 def handlers_by_kind(handlers: Sequence[KwargsHandler] | None) -> dict[type, Any]:
-    """Return the handlers by their class; raise ConfigError for what is none, and for two of one class."""
+    """Return the handlers by which of `_HANDLERS` they are; raise ConfigError for others, and for two of one kind."""
     found: dict[type, Any] = {}
     names = " or ".join(f"{kind.__name__}()" for kind in _HANDLERS)
     if handlers is not None and not isinstance(handlers, (list, tuple)):
@@ -196,9 +196,10 @@ def handlers_by_kind(handlers: Sequence[KwargsHandler] | None) -> dict[type, Any
         raise wrong_type("kwargs_handlers", handlers, wanted)
     for handler in handlers or ():
         check_type("Each of kwargs_handlers", handler, _HANDLERS, f"one of {names}")
-        if type(handler) in found:
-            raise ConfigError(f"kwargs_handlers has two {type(handler).__name__}; give one.")
-        found[type(handler)] = handler
+        kind = next(kind for kind in _HANDLERS if isinstance(handler, kind))
+        if kind in found:
+            raise ConfigError(f"kwargs_handlers has two {kind.__name__}; give one.")
+        found[kind] = handler
     return found
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -36,9 +36,10 @@ class KwargsHandler:
         return copy.deepcopy(self.__dict__)
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults."""
-        defaults = type(self)().__dict__
-        return {name: value for name, value in self.to_dict().items() if defaults[name] != value}
+        """Return the fields that differ from the defaults of the handler, not from those of a script's subclass."""
+        kinds: list[type] = [type(self), *(kind for kind in type(self).__mro__ if is_dataclass(kind))]
+        defaults = kinds[-1]().__dict__
+        return {name: value for name, value in self.to_dict().items() if defaults.get(name, self) != value}
 
 
 class _CheckedKwargs(KwargsHandler):
