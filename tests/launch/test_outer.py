@@ -236,6 +236,23 @@ def test_an_error_in_a_script_is_told_to_the_other_ranks(farflung, home):
     assert "bad sample" in done.stderr
 
 
+FAILS_AT_THE_END = """
+from farflung.outer import OuterLoop
+def close(self):
+    raise ValueError("the last flush failed")
+OuterLoop.close = close
+sys.exit(0)
+"""
+
+
+@pytest.mark.usefixtures("warm")
+def test_an_error_of_the_last_flush_is_shown_where_a_script_ends_by_an_exit_too(farflung, home):
+    (home / "train.py").write_text(PLAIN.partition("END")[0] + "import sys" + FAILS_AT_THE_END)
+    done = farflung("launch", "--cpu", "--num_processes", "2", "--outer", "diloco", "train.py", code=FAILED)
+    assert "ValueError: the last flush failed" in done.stderr
+    assert "left no traceback" not in done.stderr
+
+
 # As torch's tutorials and hifi-gan start their ranks; `destroy` flushes before the weights are written.
 SPAWNS = """
 import multiprocessing, os, sys

@@ -64,12 +64,20 @@ def run(arguments: list[str]) -> None:
             elastic.require_loop()
         code, main = _loaded_module(arguments[1:]) if arguments[0] == "-m" else _loaded_script(arguments)
         sys.modules["__main__"] = main
-        exec(code, main.__dict__)
+        ended: SystemExit | None = None
+        try:
+            exec(code, main.__dict__)
+        except SystemExit as end:
+            if end.code:
+                raise
+            ended = end
         if outer is not None:
             outer.close()
+        if ended is not None:
+            raise ended
     except SystemExit as end:
-        if outer is not None:
-            outer.leave(end) if end.code else outer.close()
+        if outer is not None and end.code:
+            outer.leave(end)
         if has_agent and has_note(PREEMPTED):  # the launcher knows by it; after a failure it would end the other ranks
             sys.exit(0)
         record_exit(end.code, end.__traceback__)
