@@ -5,6 +5,8 @@ import errno
 import fcntl
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -292,3 +294,25 @@ def test_an_old_checkpoint_of_an_images_lower_layer_is_removed(tmp_path, monkeyp
     monkeypatch.setattr(os, "rename", mock.Mock(side_effect=OSError(errno.EXDEV, "Invalid cross-device link")))
     atomic.remove(tmp_path / "a", tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+SAVES = """
+import sys
+from pathlib import Path
+from farflung import Accelerator
+from farflung.utils import ProjectConfiguration
+accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(sys.argv[1], automatic_checkpoint_naming=True))
+for _ in range(2):
+    accelerator.save_state()
+"""
+
+
+@pytest.mark.namespace
+def test_numbered_checkpoints_go_to_a_folder_of_the_same_disk_that_is_mounted(tmp_path):
+    out, disk = tmp_path / "my out", tmp_path / "disk"
+    (out / "checkpoints").mkdir(parents=True)
+    disk.mkdir()
+    mounts = 'mount --bind "$1" "$2/checkpoints" && exec "$0" -c "$3" "$2"'
+    subprocess.run(["unshare", "-m", "sh", "-c", mounts, sys.executable, disk, out, SAVES], check=True)
+    assert sorted(path.name for path in disk.iterdir()) == ["checkpoint_0", "checkpoint_1"]
+    assert [path.name for path in out.iterdir()] == ["checkpoints"]

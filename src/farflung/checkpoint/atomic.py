@@ -13,6 +13,7 @@ import errno
 import fcntl
 import glob
 import os
+import re
 import secrets
 import shutil
 import warnings
@@ -165,9 +166,18 @@ def aside_of(automatic: Path) -> Path:
     """Return where numbered checkpoints are written: outside of their folder, where others look for numbers alone."""
     outside = automatic.parent
     is_other_disk = os.path.exists(automatic) and automatic.stat().st_dev != outside.stat().st_dev
-    if is_other_disk or not os.access(outside, os.W_OK):
+    if is_other_disk or _is_mounted(automatic) or not os.access(outside, os.W_OK):
         return automatic
     return outside
+
+
+def _is_mounted(folder: Path) -> bool:
+    """Return whether something is mounted at a folder: nothing is renamed into it then, even on the same disk."""
+    point = re.sub(r"[ \t\n\\]", lambda found: f"\\{ord(found[0]):03o}", os.path.realpath(folder))
+    with suppress(OSError):  # other systems than Linux mount other disks alone
+        mounts = Path("/proc/self/mountinfo").read_text("utf-8", "surrogateescape").splitlines()
+        return any(line.split(" ")[4] == point for line in mounts)
+    return False
 
 
 def _series(automatic: Path) -> str:
