@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import platform
@@ -20,7 +21,8 @@ from farflung.base.errors import ConfigError
 from farflung.config import environ
 from farflung.config.engines import Host, parse_hosts
 from farflung.launch.codes import DONE, ENGINE, USAGE, EngineFailure
-from farflung.launch.engines.probe import probe
+from farflung.launch.engines import ssh
+from farflung.launch.engines.probe import pack, probe
 from farflung.launch.engines.ssh import SshClient, table_of_differences
 from tests.launch.engines.launchers import ENDS, make_python
 from tests.launch.engines.test_engine import submitted
@@ -323,3 +325,23 @@ def test_a_host_that_gives_nothing_back_is_a_reason_and_no_error(flags, why, for
     (home / "there" / "engine.json").touch()  # the folder of this machine, on the same disk
     for there in ("there", "gone"):
         assert foreign().collect(Host("a", None), str(home / there), home / "here") == ""
+
+
+def test_what_a_second_run_in_a_folder_has_written_comes_back_too_and_nothing_twice(tmp_path):
+    there, here = tmp_path / "there", tmp_path / "here"
+    (there / "logs").mkdir(parents=True)
+    here.mkdir()
+
+    def collect():
+        out = io.BytesIO()
+        pack(there, "submitted.json", ["logs"], out)
+        ssh._unpack(io.BytesIO(out.getvalue()), here)
+
+    for attempt in range(2):
+        with (there / "rounds.jsonl").open("a") as rounds:
+            rounds.write(f"{attempt}\n")
+        (there / "logs" / "rank0.log").write_text(f"attempt {attempt}\n" * (attempt + 1))
+        for _ in range(2):  # as two hosts with one disk do
+            collect()
+        assert (here / "rounds.jsonl").read_text() == "0\n1\n"[: 2 * (attempt + 1)]
+        assert (here / "logs" / "rank0.log").read_text() == (there / "logs" / "rank0.log").read_text()

@@ -68,15 +68,16 @@ def _hash(path: Path | None) -> str:
 
 
 def pack(folder: Path, submitted: str, folders: Sequence[str], out: BinaryIO) -> None:
-    """Write the lines and logs of a run's folder as a tar, an empty one if the reader has them.
+    """Write the lines and logs of a run's folder as a tar: what the reader has not got yet of each file.
 
     Args:
         submitted: a file that only the reader's own folder has. Hosts may also share a disk that the reader does not
-            see: the first one leaves a mark.
+            see: each leaves a mark of how much of each file was sent, as the next run in the folder does.
         folders: those inside whose files are wanted. Nothing else is read: checkpoints may be large.
     """
     mark = folder / ".copied"
-    is_there = not folder.is_dir() or (folder / submitted).exists() or mark.exists()
+    is_there = not folder.is_dir() or (folder / submitted).exists()
+    sent = json.loads(mark.read_text() or "{}") if mark.exists() else {}
     files = (
         [] if is_there else [*folder.glob("*.jsonl"), *(path for name in folders for path in folder.glob(f"{name}/*"))]
     )
@@ -84,10 +85,14 @@ def pack(folder: Path, submitted: str, folders: Sequence[str], out: BinaryIO) ->
         for path in filter(Path.is_file, files):
             with path.open("rb") as file:
                 entry = tarfile.TarInfo(path.relative_to(folder).as_posix())  # never a link, whatever names it has
-                entry.size = os.fstat(file.fileno()).st_size
-                packed.addfile(entry, file)
+                before, size = sent.get(entry.name), os.fstat(file.fileno()).st_size
+                begin = 0 if "/" in entry.name else min(before or 0, size)  # lines are appended to the reader's
+                if before != size:
+                    file.seek(begin)
+                    entry.size, sent[entry.name] = size - begin, size
+                    packed.addfile(entry, file)
     if not is_there:
-        mark.touch()
+        mark.write_text(json.dumps(sent))
 
 
 if __name__ == "__main__":
