@@ -52,6 +52,18 @@ def test_a_newcomer_comes_in_with_the_round_that_a_member_misses():
         assert last not in run.ends
 
 
+def test_nobody_comes_in_where_no_member_has_data_any_more():
+    with virtual_time() as clock:
+        run = Storm(clock, 2, grace_s=2 * ROUND_S)
+        run.until(lambda: len(run.landings) == 2, 200.0)
+        run.without_data |= {*run.there}
+        newcomer = run.start()
+        run.until(lambda: len(run.ends) == 2, 100.0)
+        assert len(run.rounds()) == 2  # which has shown that it waits
+        run.finish()
+        assert "The run has ended" in str(run.errors[newcomer])
+
+
 @pytest.mark.parametrize("giver_has_data", [False, True])
 def test_a_newcomer_comes_in_while_a_member_without_data_waits_for_the_others(giver_has_data):
     with virtual_time() as clock:

@@ -147,12 +147,15 @@ class Sync:
                 self._do(left.popleft(), finished=False)
 
     def _admit(self, due: Sequence[Action], step: int | None = None) -> None:
-        """Admit replicas that wait, if rounds of all are to be launched now; see `Quorum.enter`."""
+        """Admit replicas that wait, if rounds of all are to be launched now and some rank has data; see `Quorum.enter`.
+
+        All meet before, as whoever is missing would take the newcomers out with it.
+        """
         if self.rounds.is_awaited and any(isinstance(action, Launch) and action.level == 0 for action in due):
             self.rounds.apply_all()
             self.rounds.is_awaited = False
-            self.quorum.together(lambda: None)  # whoever is missing now would take newcomers out with it
-            if not self._has_joined:
+            tally = self.quorum.together(partial(self.quorum.vote, finished=step is not None))
+            if tally is not None and not tally.finished:
                 self.quorum.enter(due, step)
 
     @property
