@@ -296,7 +296,7 @@ def test_optimizers_follow_new_windows_after_memory_was_freed():
     assert windows_of(accelerator, model, optimizer) == [False, True, False, True]
 
 
-def test_freeing_the_memory_of_one_accelerator_keeps_the_optimizers_of_another():
+def test_the_optimizers_of_one_accelerator_follow_new_windows_after_another_has_freed_its_memory():
     first, second = (Accelerator(cpu=True, gradient_accumulation_steps=2) for _ in range(2))
     layers = nn.Linear(1, 1), nn.Linear(1, 1)
     model, optimizer = first.prepare(layers[0], torch.optim.SGD(layers[0].parameters(), 1.0))
@@ -304,8 +304,6 @@ def test_freeing_the_memory_of_one_accelerator_keeps_the_optimizers_of_another()
     assert windows_of(first, model, optimizer, 1) == [False]
     second.free_memory()
     assert windows_of(first, model, optimizer) == [False, True, False, True]
-    with first.accumulate(nn.Linear(1, 1)):  # the open window of another model
-        assert optimizer.window_is_complete
 
 
 class Tied(nn.Module):

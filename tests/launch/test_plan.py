@@ -69,7 +69,7 @@ def test_too_few_gpus_are_explained_by_the_variable_that_hides_others(script, mo
 def test_a_gpu_that_is_not_there_is_refused_by_its_number(script, monkeypatch):
     monkeypatch.setattr(plans, "count_gpus", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(ConfigError, match="gpu_ids is 1,2, but there are numbers 0 to 1 alone"):
+    with pytest.raises(ConfigError, match="gpu_ids is 1,2, but this machine has only GPUs 0 to 1"):
         make_plan(LaunchSettings(gpu_ids="1,2"), script, [])
     with environ.patched({"CUDA_VISIBLE_DEVICES": "1,2"}):
         assert make_plan(LaunchSettings(gpu_ids="1,2"), script, []).num_local == 2

@@ -334,17 +334,6 @@ def test_a_second_ctrl_c_kills_what_a_replica_that_did_not_heed_the_first_has_st
         until(lambda: not psutil.pid_exists(int((home / "up").read_text())))
 
 
-def test_a_ctrl_c_of_a_terminal_which_all_processes_of_its_group_get_reaches_a_replica_once(home):
-    (home / "train.sh").write_text("trap 'echo >> heard' INT; touch up; while [ ! -e end ]; do sleep 0.1; done")
-    with launcher("--elastic", "1:2", "--no_python", "sh", "train.sh") as run:
-        until((home / "up").exists)
-        os.killpg(run.process.pid, signal.SIGINT)
-        until((home / "heard").exists)
-        (home / "end").touch()
-        run.ended()
-    assert (home / "heard").read_text() == "\n"
-
-
 @pytest.mark.namespace
 @pytest.mark.timeout(240)
 def test_a_machine_that_is_cut_off_comes_back_with_the_line_and_one_that_is_gone_is_out(far):

@@ -143,7 +143,7 @@ def test_a_file_that_can_not_be_written_is_an_error_that_names_it_and_known_befo
         version.save(tmp_path / "file" / "x")
     for target in ("nowhere/x.safetensors", "nowhere/"):
         assert call_farflung("checkpoint", "pull", tmp_path.as_uri(), f"{tmp_path}/{target}") == 2
-        assert "there is no folder" in capsys.readouterr().err
+        assert "is no folder that can be written to" in capsys.readouterr().err
 
 
 def test_a_version_that_is_damaged_is_said_and_left_out(tmp_path, capsys):

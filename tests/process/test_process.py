@@ -177,7 +177,7 @@ def test_ranks_that_end_at_once_do_not_leave_a_slow_one_behind():
 
 
 HOUR, HALF = timedelta(hours=1), timedelta(minutes=30)
-UNUSED = ["InitProcessGroupKwargs: {'timeout': '1:00:00'} has no effect"]
+UNUSED = ["InitProcessGroupKwargs: {'timeout': '1:00:00'} has no effect on collectives"]
 
 
 def asks_again(first, later):

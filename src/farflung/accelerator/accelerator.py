@@ -332,7 +332,7 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
             check_type("unscale_gradients: optimizer", one, Optimizer, "a torch optimizer")
         if self._precision.scaler is None:
             return
-        clip.unscale(self._precision, [self.prepare_optimizer(one) for one in listed])
+        clip.unscale(self._precision, [self._run.find(one) or self.prepare_optimizer(one) for one in listed])
 
     def join_uneven_inputs(
         self, joinables: list[Any], even_batches: bool | None = None
@@ -447,8 +447,8 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
         if self._finite is not None:
             self._finite.forget()
         self._precision.forget()
-        self._loop.reset(freed=self._run.optimizers)
         self._run.clear()
+        self._loop.reset()
         return release_memory(*objects)
 
     clear = free_memory

@@ -32,8 +32,8 @@ class LocalSGD:
         enabled: False makes the context manager do nothing.
 
     Raises:
-        ConfigError: `local_sgd_steps` is no whole number above zero, or no prepared optimizer trains `model`, if
-            `enabled`.
+        ConfigError: if `enabled`: `local_sgd_steps` is no whole number above zero, or no prepared optimizer trains
+            `model`.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:

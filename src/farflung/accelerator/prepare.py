@@ -108,8 +108,8 @@ class Preparer:
         if is_wrapped and self.run.world.size > 1:
             named = [*model.named_parameters(), *model.named_buffers()]
             check_exchangeable(named, takes_float8=self.run.world.device.type != "cpu")
+        self.run.unaveraged += self.run.strategy.unaveraged(model) if is_wrapped else []
         prepared = self.run.strategy.prepare(model, owners) if is_wrapped else model
-        self.run.unaveraged += self.run.strategy.unaveraged(prepared) if is_wrapped else []
         if is_wrapped and self.run.loop.ends is not None:
             before_calls(prepared, EvenCheck(self.run.loop, self.run.strategy.awaited))
         if is_wrapped and self.finite is not None:
@@ -143,8 +143,11 @@ class Preparer:
         )
         prepared.finite, prepared.unaveraged = self.finite, self.run.unaveraged
         for scheduler in self.run.schedulers:  # that were prepared before it
-            if _bare(getattr(scheduler, "optimizer", None)) is prepared.optimizer:
+            made_for = _bare(getattr(scheduler, "optimizer", None))
+            if made_for is prepared.optimizer:
                 scheduler.optimizers = [prepared]
+            elif made_for is None:
+                scheduler.optimizers = [*scheduler.optimizers, prepared]
         return self.run.add(self.run.optimizers, optimizer, prepared)
 
     def scheduler(self, scheduler: Any, new: Sequence[DataLoader[Any]] = ()) -> AcceleratedScheduler:

@@ -41,7 +41,7 @@ def _joined(run: Run) -> World:
 
 
 class Listed(Forward[list[_T]]):
-    """A list of the `Run`, which keeps the list when a script sets it: to these elements."""
+    """A list of the `Run`. Setting it replaces its elements; the list stays the same object."""
 
     def __set__(self, instance: Any, value: list[_T]) -> None:
         self.__get__(instance)[:] = value

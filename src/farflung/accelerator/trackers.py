@@ -69,7 +69,7 @@ class TrackerMethods:
                 have been started already.
             TypeError: a tracker does not have an argument of `init_kwargs`.
         """
-        if self._tracking is None or not self._world.is_main:
+        if self._tracking is None or not self._world.is_main or not (self.log_with or self.trackers):
             return
         if project_name is not None:
             check_text("init_trackers: project_name", project_name)

@@ -240,7 +240,7 @@ class AcceleratorState(Engines, PartialState):
 
 
 class _PluginKwargs(dict[str, Any]):
-    """Fields of a plugin that differ from their defaults; the loop accumulates by what a script sets in it."""
+    """Fields of a plugin that differ from their defaults; setting one changes how the loop accumulates."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         self.update({name: value})
@@ -250,6 +250,9 @@ class _PluginKwargs(dict[str, Any]):
         for name in self:
             check_word("A name in plugin_kwargs", name, vars(GradientAccumulationPlugin()))
         opened_session().accumulate(GradientAccumulationPlugin(**self))
+
+    def __reduce__(self) -> tuple[type, tuple[Any]]:  # a copy is a plain one
+        return dict, (dict(self),)
 
 
 class GradientState(LoopView):

@@ -136,7 +136,7 @@ class FolderBoard(ObjectBoard):
             try:
                 with open(aside, "wb") as file:
                     file.writelines(parts)
-                    if is_new:  # what is decided outlives a machine that loses its power
+                    if is_new:  # what others act on is no empty file after a power cut
                         file.flush()
                         os.fsync(file.fileno())
                 for attempt in range(_ATTEMPTS):

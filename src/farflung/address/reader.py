@@ -29,6 +29,7 @@ from farflung.comm.patience import aloud, waiting
 from farflung.config.key import run_key
 
 _PATIENCE_S = 5.0  # for one version alone
+_ATTEMPTS = 5
 _LOOK_S = 1.0  # between two looks for a run that has not begun
 
 
@@ -60,13 +61,13 @@ class Version:
             ConfigError: it can't be written there.
         """
         weights = dict(self.weights)
-        if path.is_dir() and self.adapter is not None:
-            weights = {own: weights[name] for name, own in self.adapter["names"].items() if name in weights}
-            with atomic_file(path / "adapter_config.json") as part:
-                part.write_text(self.adapter["settings"], encoding="utf-8")
-        if path.is_dir():
-            path /= "model.safetensors" if self.adapter is None else "adapter_model.safetensors"
         try:
+            if path.is_dir() and self.adapter is not None:
+                weights = {own: weights[name] for name, own in self.adapter["names"].items() if name in weights}
+                with atomic_file(path / "adapter_config.json") as part:
+                    part.write_text(self.adapter["settings"], encoding="utf-8")
+            if path.is_dir():
+                path /= "model.safetensors" if self.adapter is None else "adapter_model.safetensors"
             with atomic_file(path) as part, utf8_name(part.parent) as folder:
                 save_file(weights, f"{folder}/{part.name}", metadata={"format": "pt", "step": str(self.step)})
         except (OSError, SafetensorError) as error:
@@ -119,7 +120,8 @@ class Reader:
         """Return the newest version; ConfigError if there is none that is whole."""
         why, tried = "No state was written there yet", set[str]()
         with self._states(_PATIENCE_S) as states:
-            while left := [saved for saved in states.newest() if saved.name not in tried]:  # there may be new ones
+            # There may be new ones, each of which is replaced while it is read.
+            while len(tried) < _ATTEMPTS and (left := [one for one in states.newest() if one.name not in tried]):
                 tried.add(left[0].name)
                 try:
                     return _VersionReader(states, self._dtype, self._refused).whole(left[0])
@@ -150,7 +152,7 @@ class Reader:
 
     @contextmanager
     def _states(self, patience_s: float, waits: bool = False) -> Iterator[SavedStates]:
-        """Yield the saved states of the run, if it `waits` once it has begun."""
+        """Yield the saved states of the run, once it has begun if one `waits` for that."""
         seal = None if self._key is None else Seal(self._key)
         try:
             board = objects_at(self.address, seal).patient(patience_s)

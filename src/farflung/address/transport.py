@@ -31,7 +31,7 @@ class Watch(Protocol):
         """Raise RankFailure if this wait can't end."""
 
     def note_end(self, entered: Entered, took_s: float) -> None:
-        """Record a completed collective, and at least how long its values took."""
+        """Record a completed collective, and how long its values took at most."""
 
     def break_off(self, reason: str, author: int | None = None) -> RankFailure:
         """Tell all members that the generation is over, and return an error that says so.

@@ -157,12 +157,12 @@ def load_checkpoint_in_model(
     else:
         kind, keep = tensors.as_dtype(dtype), keep_in_fp32_modules or ()
         _load_each(model, sources, names, device_map, offload_folder, kind, offload_buffers, keep)
-    # Their dtype is the one that was asked for.
+    # Names in the checkpoint first: they have the dtype that was asked for.
     tensors.retie_parameters(model, [sorted(group, key=lambda name: name not in names) for group in ties])
 
 
 def _on_first(act: Callable[[], _T], for_all: bool) -> _T:
-    """Do something: on each rank, or on rank 0 `for_all`, which then raise an error if it does."""
+    """Call `act` on each rank; or, `for_all`, on rank 0 alone: all ranks get its result, or raise."""
     if not for_all:
         return act()
     found: list[Any] = [None, ""]

@@ -39,7 +39,7 @@ class KwargsHandler:
         """Return the fields that differ from the defaults of the handler, not from those of a script's subclass."""
         kinds: list[type] = [type(self), *(kind for kind in type(self).__mro__ if is_dataclass(kind))]
         defaults = kinds[-1]().__dict__
-        return {name: value for name, value in self.to_dict().items() if defaults.get(name, self) != value}
+        return {name: value for name, value in self.to_dict().items() if name in defaults and defaults[name] != value}
 
 
 class _CheckedKwargs(KwargsHandler):

@@ -36,7 +36,7 @@ def find_file(named: str | None = None) -> Path | None:
     if named is not None:
         path = check_path("--config_file", named)
         if not os.path.isfile(path):  # `Path.is_file` fails in folders that may not be read
-            there = "is not a file" if path.exists() else "does not exist"
+            there = "is not a file" if os.path.exists(path) else "does not exist"
             raise ConfigError(f"The configuration file {named} {there}. `farflung config` writes one.")
         return path
     return next((path for path in (LOCAL_FILE, own_file(), *accelerate_files()) if os.path.isfile(path)), None)

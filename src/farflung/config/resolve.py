@@ -121,15 +121,16 @@ def _choose_the_device(settings: dict[str, Stated]) -> list[str]:
 
 
 def _choose_replicas(settings: dict[str, Stated]) -> list[str]:
-    """Drop a file's fixed number of ranks for replicas of a flag or variable, which come and go; return notes.
+    """Drop a fixed number of ranks where a stronger setting asks for replicas that come and go; return notes.
 
-    Accelerate writes a number of ranks into each of its files. If both are equally strong the settings refuse them.
+    Accelerate writes a number of ranks into each of its files. If it is not weaker the settings refuse both.
     """
     chosen = max((settings[name] for name in ("elastic", "join") if settings[name].value), key=_strength, default=None)
     if chosen is None:
         return []
     notes = []
-    for name in ("num_processes", "num_machines", "machine_rank", "island_size"):
+    places = ("main_process_ip", "main_process_port") if settings["meet"].value else ()
+    for name in ("num_processes", "num_machines", "machine_rank", "island_size", *places):
         fixed, default = settings[name], field_named(name).default
         if fixed.value != default and _strength(fixed) < _strength(chosen):
             settings[name] = Stated(default, "default")

@@ -27,7 +27,7 @@ _ARRAYS = (Tensor, np.ndarray)
 
 
 class _ListLeaf:
-    """A list or tuple of values without tensors, such as strings or dicts of them: one leaf, with an entry a sample."""
+    """A list or tuple of values without arrays, such as strings or dicts of them: one leaf, with an entry a sample."""
 
     def __init__(self, items: Sequence[Any]) -> None:
         self.items = items
@@ -85,9 +85,9 @@ def length_of(batch: Any) -> int | None:
 
 def length_of_arrays(batch: Any) -> int | None:
     """Return the first dimension of the first tensor that has one, or of the first numpy array."""
-    size = batch_size_of(batch)
-    arrays = (leaf for leaf in leaves_of(batch) if isinstance(leaf, np.ndarray) and leaf.ndim)
-    return next((len(array) for array in arrays), None) if size is None else size
+    if (size := batch_size_of(batch)) is not None:
+        return size
+    return next((len(leaf) for leaf in leaves_of(batch) if isinstance(leaf, np.ndarray) and leaf.ndim), None)
 
 
 def concatenated(parts: Sequence[BatchView]) -> BatchView:
@@ -122,13 +122,14 @@ def extended(batch: BatchView, source: BatchView, count: int) -> BatchView:
 
 
 def _is_list_leaf(size: int | None, node: Any) -> bool:
-    """Return whether a list has an entry a sample: it holds plain values, or one value without arrays a sample."""
+    """Return whether a list has an entry a sample: plain values, or as many others, without arrays, as samples."""
     if not isinstance(node, (list, tuple)) or len(node) == 0 or is_namedtuple(node):
         return False
     if not any(isinstance(item, _ARRAYS) or is_container(item) for item in node):
         return True
-    are_columns = all(isinstance(item, (list, tuple)) and _is_list_leaf(None, item) for item in node)
-    are_columns = are_columns and all(len(item) == size for item in node)
+    are_columns = all(isinstance(item, (list, tuple)) and len(item) == size for item in node) and all(
+        _is_list_leaf(None, item) for item in node
+    )
     return len(node) == size and not are_columns and not any(isinstance(leaf, _ARRAYS) for leaf in leaves_of(node))
 
 

@@ -109,9 +109,9 @@ def pull(address: str, target: str, key_file: str | None, follow: bool, dtype: s
     If TARGET is a folder, peft loads an adapter from it. The run may be under way, or over. Reading is enough.
     """
     path = check_path("TARGET", target)
-    folder = path if target.endswith("/") else path.parent
+    folder = path if path.is_dir() or target.endswith("/") else path.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"is {target}, but there is no folder {folder} that can be written.", "TARGET")
+        raise ConfigError(f"is {target}, but {folder} is no folder that can be written to.", "TARGET")
     found = reader.Reader(address, run_key(key_file), click.echo, dtype=reader.DTYPES[dtype] if dtype else None)
     for version in found if follow else [found.newest()]:
         click.echo(f"{target} has {version.save(path)}")

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from farflung.base.errors import ConfigError, FarflungError, did_you_mean
+from farflung.base.errors import ConfigError, did_you_mean
 from farflung.config.resolve import resolve
 from farflung.launch.plan import Script
 from farflung.launch.start import launch_script
@@ -57,10 +57,7 @@ def parsed_command(
             raise click.UsageError(f"Unexpected arguments: {' '.join(unknown)}.{near}", click.get_current_context())
         try:
             run(args)
-        except FarflungError:
-            raise
-        # A file that is not there, or is there already; a package that is missing; a model that nothing can read.
-        except (OSError, ImportError, RuntimeError, ValueError) as error:
+        except (OSError, ImportError) as error:  # a file that is not there, or is there already; a missing package
             raise ConfigError(str(error)) from error
 
     return click.Command(

@@ -134,26 +134,27 @@ class Replicas:
                 "`farflung key run7.key`, then --key_file run7.key on each machine"
             )
             record(Kind.NOTE, message=message)
+        places = _gpus_of_each(settings, self._count)
         if has_launchers(settings):
-            replica = dataclasses.replace(folder.with_logs(self._replica), gpu_ids="all")  # of those that it is given
+            gpus = "all" if any(places) else self._replica.gpu_ids  # of those that it is given
+            replica = dataclasses.replace(folder.with_logs(self._replica), gpu_ids=gpus)
             stated = json.dumps(dataclasses.asdict(replica))  # whatever files and variables say
             start = (*start_of("farflung.launch.main"), "launch", "--stated", stated)
             command = (*start, script.name, *script.arguments)
         variables = {**self._variables, **folder.variables}
         make = script.start or partial(started, command)
-        places = _gpus_of_each(settings, self._count)
         return supervise(settings, lambda own: make({**variables, **own}), self._transport, places, self._machine)
 
 
 def _gpus_of_each(settings: LaunchSettings, count: int) -> list[dict[str, str]]:
     """Return for each replica of this machine the variable that gives it GPUs of its own; if too few, they share."""
     size, shown = settings.ranks_per_replica, environ.text("CUDA_VISIBLE_DEVICES")
-    found = 0 if settings.use_cpu or (count == 1 and not settings.gpu_list) else count_gpus()
+    found = 0 if settings.use_cpu or count == 1 else count_gpus()
     visible = settings.gpu_list or (shown or ",".join(map(str, range(found)))).split(",")[:found]
     parts = [visible[at : at + size] for at in range(0, len(visible) - size + 1, size)] if found else []
     if 0 < len(parts) < count:
-        message = f"{counted(count, 'replica')} share {counted(len(visible), 'GPU')}: start fewer for one GPU a rank"
-        record(Kind.NOTE, message=message)
+        enough = f"start {len(parts)} for GPUs of their own"
+        record(Kind.NOTE, message=f"{counted(count, 'replica')} share {counted(len(visible), 'GPU')}: {enough}")
     return [{"CUDA_VISIBLE_DEVICES": ",".join(parts[k % len(parts)])} if parts else {} for k in range(count)]
 
 

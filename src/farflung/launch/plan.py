@@ -245,8 +245,8 @@ def _count_processes(settings: LaunchSettings) -> tuple[int, bool]:
     visible = environ.text("CUDA_VISIBLE_DEVICES")
     missing = [one for one in settings.gpu_list if visible is None and one.isdecimal() and int(one) >= found]
     if missing:
-        numbers = "number 0" if found == 1 else f"numbers 0 to {found - 1}"
-        raise ConfigError(f"gpu_ids is {settings.gpu_ids}, but there {'is' if found == 1 else 'are'} {numbers} alone.")
+        there = "GPU 0" if found == 1 else f"GPUs 0 to {found - 1}"
+        raise ConfigError(f"gpu_ids is {settings.gpu_ids}, but this machine has only {there}.")
     if wanted is not None and wanted > available:
         why = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r})"
         raise ConfigError(

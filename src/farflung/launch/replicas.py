@@ -80,8 +80,8 @@ def supervise(
 
 
 def started(command: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a process that is a world of its own; what a terminal sends reaches it through its launcher alone."""
-    return subprocess.Popen(command, env=lone_environment(variables), start_new_session=True)
+    """Start a process that is a world of its own."""
+    return subprocess.Popen(command, env=lone_environment(variables))
 
 
 def new_machine_name() -> str:

@@ -105,7 +105,8 @@ class AcceleratedOptimizer(Optimizer):
             raise StateError(
                 f"step: {counted(len(names), 'parameter')} ({', '.join(names[:3])}{', ...' * (len(names) > 3)}) "
                 "required no gradient when the model was prepared, so each rank would now train its own values. "
-                "Unfreeze them before `prepare`; or call free_memory(), and prepare again what unwrap_model() returns."
+                "Unfreeze them before `prepare`; or call free_memory() and prepare everything again, the model as "
+                "unwrap_model() returns it."
             )
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -147,10 +148,6 @@ class AcceleratedOptimizer(Optimizer):
     def window_items(self) -> float:
         """How many items `backward(num_items=)` has counted on this process in its accumulation window."""
         return (self.window or self.loop_state.window).items
-
-    def follow(self, window: Window) -> None:
-        if window.models and self.owns(window.parameters()):
-            self.window = window
 
     def owns(self, parameters: Iterable[Tensor]) -> bool:
         mine = set(map(id, parameters_of(self)))

@@ -39,7 +39,7 @@ class AcceleratedScheduler:
     """A scheduler that follows its optimizers.
 
     Args:
-        optimizers: the prepared optimizers to follow, or the one; a list may grow later.
+        optimizers: the prepared optimizers to follow, or the one.
         step_with_optimizer: False ticks on each call, whatever the optimizers did.
         split_batches: an update ticks once; otherwise as often as there are processes.
         ticks: how often an update ticks, or what returns that in each; None: as `split_batches` says.
@@ -60,7 +60,7 @@ class AcceleratedScheduler:
             world = current_world()
             ticks = 1 if split_batches or world is None else world.size
         self.scheduler = scheduler
-        self.optimizers = [optimizers] if isinstance(optimizers, AcceleratedOptimizer) else optimizers
+        self.optimizers = [optimizers] if isinstance(optimizers, AcceleratedOptimizer) else list(optimizers)
         self.step_with_optimizer = step_with_optimizer
         self._ticks = 1 if isinstance(scheduler, ReduceLROnPlateau) else ticks
         self._total = getattr(scheduler, "total_steps", None)

@@ -60,6 +60,7 @@ class Window(Trace):
     def __init__(self, models: tuple[nn.Module, ...] = (), divisor: int = 1) -> None:
         super().__init__()
         self.models = models  # that accumulate together; none stands for all
+        self.optimizers: list[Any] = []  # that train these models
         self.step = 0  # micro-batches since the data began, counted on through broken-off loops
         self.size = 0  # micro-batches in the window so far
         self.complete = True  # the current micro-batch is the window's last
@@ -123,11 +124,11 @@ class LoopState:
         self._observers = WeakKeyDictionary(dict.fromkeys(state["_observers"]))
         self._windows: dict[tuple[int, ...], Window] = {tuple(map(id, one.models)): one for one in state["_windows"]}
 
-    def reset(self, freed: Sequence[Any] = ()) -> None:
-        """Forget all windows and iterations, and the optimizers in `freed`. Others follow the windows to come."""
+    def reset(self) -> None:
+        """Forget all windows, iterations and optimizers; one that is still used follows the window entered last."""
         for optimizer in self.optimizers:
             optimizer.window = None
-        self.optimizers = [one for one in self.optimizers if all(one is not other for other in freed)]
+        self.optimizers = []
         self.window = Window(divisor=self._num_steps)  # the one that was entered last
         self._windows = {(): self.window}
         self.loaders: list[ActiveLoader] = []
@@ -319,8 +320,8 @@ class LoopState:
             window.source = None  # the loop around the next micro-batch is another one
             if one["is_latest"]:
                 self.window = window
-        for optimizer in self.optimizers:
-            optimizer.follow(self.window)
+        for optimizer in self.window.optimizers:
+            optimizer.window = self.window
 
     def window_of(self, models: tuple[nn.Module, ...]) -> Window:
         """Return the window that `models` accumulate in; the optimizers that train them follow it from now on."""
@@ -330,15 +331,20 @@ class LoopState:
         window = self._windows.get(key)
         if window is None:
             window = self._windows[key] = Window(models, self._num_steps)
-        for optimizer in self.optimizers:
-            optimizer.follow(window)
+            window.optimizers = [one for one in self.optimizers if one.owns(window.parameters())]
+        for optimizer in window.optimizers:
+            optimizer.window = window
         return window
 
     def adopt(self, optimizer: Any) -> None:
         """Take an optimizer into the loop; it follows the windows of the models that it trains."""
         self.optimizers.append(optimizer)
-        for window in (*self._windows.values(), self.window):
-            optimizer.follow(window)
+        for window in self._windows.values():
+            if optimizer.owns(window.parameters()):
+                window.optimizers.append(optimizer)
+                optimizer.window = window
+        if optimizer in self.window.optimizers:
+            optimizer.window = self.window
 
     def advance(self, window: Window | None = None) -> bool:
         """Count one micro-batch of `window` (of the one entered last when None); return whether it completes it."""

@@ -93,8 +93,8 @@ class Membership(Protocol):
     def agreed(self, text: str, waits: bool = True) -> str:
         """Return the first text, not an empty one, that a replica of this run has given for this loop, ever.
 
-        The same members give the same text, at the same time. Unreachable where the store is gone, at once unless one
-        `waits` for it.
+        The same members give the same text, at the same time. Unreachable where the store is gone, at once unless the
+        caller `waits` for it.
         """
         return text
 

@@ -299,7 +299,7 @@ class Quorum:
 
         Args:
             due: what members do next.
-            step: the one at which it is due, if this rank has come there without training.
+            step: at which it is due, if this rank has reached that without training.
         """
         self._state = _State.ENTERING
         self.needs = replace(self.needs, admits=True, state=partial(self._shared_state, due, step))
@@ -382,8 +382,8 @@ class Quorum:
         """Return the place in the schedule, and copies of all else that a newcomer needs, fragment by fragment."""
         actions = [(type(one).__name__, asdict(one)) for one in due]
         timetable = self._timetable
-        # Of several steps that were not synced yet, the one now.
-        position = min(timetable.position, timetable.synced) if step is None else step
+        position = min(timetable.position, timetable.synced)  # of several steps that were not synced yet, the one now
+        position = max(position, step or 0)
         place = {"position": position, "began": timetable.began, "due": actions, **timetable.changes_dict()}
         place["flushes"] = timetable.flushes
         place["layout"] = self.replica.layout

@@ -238,7 +238,8 @@ class Rounds:
         """Count the cost of a round, and notify the listeners."""
         if this.level == 0:
             self._ends[number] = RoundEnd(this.ballot.number, this.is_last, this.void)
-        self.is_awaited |= this.level == 0 and this.tally is not None and this.tally.awaited
+        if this.level == 0 and this.void is None and this.tally is not None:  # all have the votes of an applied round
+            self.is_awaited |= this.tally.awaited
         self.meter.absorb(this.meter)
         self.meter.add("seconds_hidden", 0.0 if this.job is None else this.job.hidden_s)
         if this.tally is None or this.is_empty:
@@ -279,6 +280,7 @@ class Rounds:
         self._retrain()
         for this in landed:
             self._follow_trained(this)
+        self.is_awaited = False  # members that have closed the latest round may know it, and others not
 
     def relaunch(self) -> None:
         lost, self._lost = self._lost, []

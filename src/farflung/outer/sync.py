@@ -136,25 +136,30 @@ class Sync:
             if self.rounds.num_landed > num_landed:
                 self.replace(self.chooser.landed())
 
-    def run(self, due: Sequence[Action]) -> None:
-        """Launch and apply the rounds that are due; first admit replicas that wait, which take part in them."""
+    def run(self, due: Sequence[Action], step: int | None = None) -> None:
+        """Launch and apply the rounds that are due; first admit replicas that wait, which take part in them.
+
+        `step` is that of `Quorum.enter`.
+        """
         left = deque(due)
-        self._admit(due)
+        self._admit(due, step)
         while left or self._has_joined:
             if self._has_joined:
                 left = self._due_to_newcomers()
             else:
                 self._do(left.popleft(), finished=False)
 
-    def _admit(self, due: Sequence[Action], step: int | None = None) -> None:
+    def _admit(self, due: Sequence[Action], step: int | None = None, finished: bool = False) -> None:
         """Admit replicas that wait, if rounds of all are to be launched now and some rank has data; see `Quorum.enter`.
 
-        All meet before, as whoever is missing would take the newcomers out with it.
+        All meet before: a generation breaks if one is missing, and newcomers would be out with it.
         """
         if self.rounds.is_awaited and any(isinstance(action, Launch) and action.level == 0 for action in due):
             self.rounds.apply_all()
+            if self._has_joined:
+                return
             self.rounds.is_awaited = False
-            tally = self.quorum.together(partial(self.quorum.vote, finished=step is not None))
+            tally = self.quorum.together(partial(self.quorum.vote, finished=finished))
             if tally is not None and not tally.finished:
                 self.quorum.enter(due, step)
 
@@ -182,7 +187,7 @@ class Sync:
             timetable.synced += 1
             due = timetable.due(timetable.synced, math.inf)
             timetable.began = min(timetable.began, timetable.position)  # it is launched now
-            self.run(due)
+            self.run(due, timetable.synced)
 
     def flush(self) -> None:
         """Stay in the rounds until every rank has come here; see `OuterLoop.flush`."""
@@ -265,7 +270,7 @@ class Sync:
             while not left:
                 step += 1
                 left.extend(timetable.due(step, math.inf))
-                self._admit([*left], step)
+                self._admit([*left], step, finished=True)
             if self._has_joined:
                 continue
             action = left.popleft()

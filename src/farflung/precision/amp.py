@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -34,11 +34,10 @@ class Autocast(Precision):
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         chosen = handler or self._handler
+        if not self.autocasts:
+            return nullcontext()
         return torch.autocast(
-            self._device_type,
-            dtype=self.dtype,
-            enabled=self.autocasts and chosen.enabled,
-            cache_enabled=chosen.cache_enabled,
+            self._device_type, dtype=self.dtype, enabled=chosen.enabled, cache_enabled=chosen.cache_enabled
         )
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -95,6 +94,7 @@ class ScaledFp16(Autocast):
 
     def forget(self, optimizer: Optimizer | None = None) -> None:
         if optimizer is None:
+            self._update_if_stepped()
             self._unscaled.clear()
             self._stepped.clear()
             scaler_stages(self.scaler).clear()

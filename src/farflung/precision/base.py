@@ -51,7 +51,7 @@ class Precision:
     def forget(self, optimizer: Optimizer | None = None) -> None:
         """Forget that gradients of `optimizer` were unscaled, if no step has used them; None: forget all optimizers.
 
-        Others may get the ids of those that are gone.
+        An optimizer made later may get the id of one that is gone.
         """
 
     def state_dict(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:

@@ -153,15 +153,15 @@ def join_world(
 def _warn_unused(world: World, init: InitProcessGroupKwargs | None) -> None:
     """Warn of arguments for a process group that was made without them."""
     given = init.to_kwargs() if init is not None and world.size > 1 else {}
-    if "backend" in given:
-        given["backend"] = _backend(world.device, given["backend"])
-    used = {} if world.init is None else {"timeout": _MEET_WITHIN} | world.init.to_kwargs()
-    used["backend"] = world.backend
+    used = {"timeout": _MEET_WITHIN, **({} if world.init is None else world.init.to_kwargs())}
+    if str(given.get("backend")) in str(world.backend):  # one may name a part, as in `cpu:gloo,cuda:nccl`
+        used["backend"] = given.get("backend")
     unused = {name: str(value) for name, value in given.items() if value != used.get(name)}
     if unused:
         warnings.warn(
-            f"InitProcessGroupKwargs: {unused} has no effect, as this process has its process group already. Give it "
-            "to the first Accelerator or PartialState of the script, or to its init_process_group.",
+            f"InitProcessGroupKwargs: {unused} has no effect on collectives, as this process has its process group "
+            "already. Give it to the first Accelerator or PartialState of the script, or to the script's own "
+            "init_process_group.",
             stacklevel=4,
         )
 

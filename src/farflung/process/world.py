@@ -88,7 +88,7 @@ def joined_world() -> World:
 
 
 def known_rank() -> RankInfo:
-    """Return the rank of this process in its world, or in the one that it has left; raise StateError before both."""
+    """Return the rank of this process in its world, or in the one that it has left; StateError without either."""
     return joined_world() if _last is None else _world or _last
 
 

@@ -136,7 +136,10 @@ class Loaders(Part):
                 )
             return
         for k, (state, one) in enumerate(zip(self._states, loaders, strict=False)):
-            if any(iteration.loader.base_dataloader is one.base_dataloader for iteration in self.run.loop.loaders):
+            under_way = [
+                iteration for iteration in self.run.loop.loaders if iteration.num_batches > 1
+            ]  # more than a look
+            if any(iteration.loader.base_dataloader is one.base_dataloader for iteration in under_way):
                 self._states[k] = {}
                 source.notes.append(
                     f"the loop over prepared loader {k} that is under way continues where it is: leave it before "

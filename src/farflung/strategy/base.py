@@ -37,7 +37,7 @@ class Strategy:
         return model
 
     def unaveraged(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters of a model that was just prepared whose gradients would stay on each rank."""
+        """Return the parameters of a model, as it comes to be prepared, whose gradients would stay on each rank."""
         return []
 
     def adopt(self, optimizer: Optimizer) -> None:

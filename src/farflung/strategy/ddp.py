@@ -80,8 +80,9 @@ class DDP(ShardedModels):
 
     def unaveraged(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """Return those that are frozen: torch's DDP averages what requires a gradient when it is made, and no other."""
-        named = [] if model_has_dtensor(model) else self.unwrap(model).named_parameters()
-        return [(name, parameter) for name, parameter in named if not parameter.requires_grad]
+        if isinstance(model, DistributedDataParallel) or model_has_dtensor(model):  # the script's own
+            return []
+        return [(name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad]
 
     def _register_hook(self, ddp: DistributedDataParallel, handler: DistributedDataParallelKwargs) -> None:
         """Register what the handler asks for, averaging over the ranks that average a model's gradients now."""
@@ -141,8 +142,8 @@ class DDP(ShardedModels):
                 return nullcontext()
             if model.find_unused_parameters and not model.static_graph:
                 raise ConfigError(
-                    "trigger_sync_in_backward with find_unused_parameters=True: torch looks for unused parameters when "
-                    "a forward pass ends that is to be synchronized, so it can't synchronize another one. Leave out "
+                    "trigger_sync_in_backward with find_unused_parameters=True: torch looks for unused parameters at "
+                    "the end of a forward pass that is to be synchronized, so it can't synchronize another. Leave out "
                     "find_unused_parameters, or run the forward pass outside of no_sync()."
                 )
             return self._ddp_synchronized(model)

@@ -71,8 +71,8 @@ def pack(folder: Path, submitted: str, folders: Sequence[str], out: BinaryIO) ->
     """Write the lines and logs of a run's folder as a tar: what the reader has not got yet of each file.
 
     Args:
-        submitted: a file that only the reader's own folder has. Hosts may also share a disk that the reader does not
-            see: each leaves a mark of how much of each file was sent, as the next run in the folder does.
+        submitted: a file that only the reader's own folder has. For hosts that share another disk, and for later runs
+            in the folder, a mark there says how much of each file was sent.
         folders: those inside whose files are wanted. Nothing else is read: checkpoints may be large.
     """
     mark = folder / ".copied"
@@ -86,7 +86,8 @@ def pack(folder: Path, submitted: str, folders: Sequence[str], out: BinaryIO) ->
             with path.open("rb") as file:
                 entry = tarfile.TarInfo(path.relative_to(folder).as_posix())  # never a link, whatever names it has
                 before, size = sent.get(entry.name), os.fstat(file.fileno()).st_size
-                begin = 0 if "/" in entry.name else min(before or 0, size)  # lines are appended to the reader's
+                # Lines are appended to the reader's, unless the file is a new one.
+                begin = 0 if before is None or before > size or "/" in entry.name else before
                 if before != size:
                     file.seek(begin)
                     entry.size, sent[entry.name] = size - begin, size
