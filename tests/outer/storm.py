@@ -108,7 +108,8 @@ class Storm:
         outer = Mock()
         try:
             with OuterLoop(model, recipe, membership=membership) as outer:
-                while not self.is_over and (member not in self.without_data or outer.position % self.every):
+                # Each ends with a round, so that nobody makes fewer steps of it than the others.
+                while not (self.is_over or member in self.without_data) or outer.position % self.every:
                     time.sleep(self.step_s + self.late.pop(member, 0) * self.grace_s / 2)
                     with torch.no_grad():
                         model.weight -= 1
