@@ -40,7 +40,7 @@ def _joined(run: Run) -> World:
     return run.world
 
 
-class Listed(Forward[list[_T]]):
+class _RunList(Forward[list[_T]]):
     """A list of the `Run`. Setting it replaces its elements; the list stays the same object."""
 
     def __set__(self, instance: Any, value: list[_T]) -> None:
@@ -199,11 +199,11 @@ class AcceleratorProperties(Engines):
 
     # ---- what was prepared, under Accelerate's private names, which libraries read
 
-    _models = Listed[nn.Module]("_run.models", "Prepared models.")
-    _optimizers = Listed[AcceleratedOptimizer]("_run.optimizers", "Prepared optimizers.")
-    _schedulers = Listed[AcceleratedScheduler]("_run.schedulers", "Prepared schedulers.")
-    _dataloaders = Listed[PreparedLoader]("_run.loaders", "Prepared loaders.")
-    _custom_objects = Listed[Any]("_run.custom", "Objects that were registered for checkpoints.")
+    _models = _RunList[nn.Module]("_run.models", "Prepared models.")
+    _optimizers = _RunList[AcceleratedOptimizer]("_run.optimizers", "Prepared optimizers.")
+    _schedulers = _RunList[AcceleratedScheduler]("_run.schedulers", "Prepared schedulers.")
+    _dataloaders = _RunList[PreparedLoader]("_run.loaders", "Prepared loaders.")
+    _custom_objects = _RunList[Any]("_run.custom", "Objects that were registered for checkpoints.")
 
     # ---- its position on each axis of the grid, and the axes and engines that Farflung lacks
 

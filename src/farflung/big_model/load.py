@@ -149,11 +149,11 @@ def load_checkpoint_in_model(
         options = StateDictOptions(
             full_state_dict=full_state_dict, strict=False, broadcast_from_rank0=broadcast_from_rank0
         )
-        own: dict[str, Tensor] = {}
+        weights_here: dict[str, Tensor] = {}  # of one file; empty on ranks that get them from rank 0
         for _ in range(num_files):
-            own.clear()
-            _on_first(lambda: own.update(next(sources)), broadcast_from_rank0)
-            set_model_state_dict(model, dict(own), options=options)
+            weights_here.clear()
+            _on_first(lambda: weights_here.update(next(sources)), broadcast_from_rank0)
+            set_model_state_dict(model, dict(weights_here), options=options)
     else:
         kind, keep = tensors.as_dtype(dtype), keep_in_fp32_modules or ()
         _load_each(model, sources, names, device_map, offload_folder, kind, offload_buffers, keep)

@@ -136,7 +136,7 @@ class Replicas:
             record(Kind.NOTE, message=message)
         places = _gpus_of_each(settings, self._count)
         if has_launchers(settings):
-            gpus = "all" if any(places) else self._replica.gpu_ids  # of those that it is given
+            gpus = "all" if any(places) else self._replica.gpu_ids  # all that CUDA_VISIBLE_DEVICES shows it
             replica = dataclasses.replace(folder.with_logs(self._replica), gpu_ids=gpus)
             stated = json.dumps(dataclasses.asdict(replica))  # whatever files and variables say
             start = (*start_of("farflung.launch.main"), "launch", "--stated", stated)

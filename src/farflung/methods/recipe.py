@@ -303,7 +303,12 @@ class Recipe:
 
 
 def unfit(recipe: Recipe, most: int, is_fixed: bool) -> str:
-    """Return why a recipe does not fit a run of at most so many replicas, which are fixed or come and go."""
+    """Return why a recipe can't be used in a run; empty if it can.
+
+    Args:
+        most: how many replicas there may be.
+        is_fixed: no replica comes or goes.
+    """
     if recipe.levels and not is_fixed:
         return (
             "hierarchical averages blocks of neighbouring ranks, which change where replicas come and go. Use islands "

@@ -56,7 +56,7 @@ def _left_out(rounds: Sequence[RoundLine]) -> Set[str]:
 
 
 def _is_out(one: Rank, left: Set[str]) -> bool:
-    """Return whether the others continue without a replica that is gone, by the ids of those that rounds have left."""
+    """Return whether the others continue without a replica that is gone; `left` is what `_left_out` returns."""
     return one.status == "gone" and str(one.row.get("member")) in left
 
 

@@ -86,8 +86,8 @@ class Round:
     """What happened in one round of one fragment, as one rank saw it. By rank: by island, if these are replicas."""
 
     number: int  # of the vote
-    # Who took part, by rank: the ids of replicas that come and go, else the ranks. In a narrower round of
-    # `hierarchical` these are all ranks, and what is by rank below is of those that meet with this one.
+    # Who took part, by rank: the ids of replicas that come and go, else the ranks. A round of one block of
+    # `hierarchical` has all ranks here, and only those of the block in what is by rank below.
     members: tuple[int, ...]
     step: int  # of this rank, when the fragment was sent off
     fragment: int

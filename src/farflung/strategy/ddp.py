@@ -79,7 +79,7 @@ class DDP(ShardedModels):
         return ddp
 
     def unaveraged(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        """Return those that are frozen: torch's DDP averages what requires a gradient when it is made, and no other."""
+        """Return the frozen parameters: torch's DDP averages only those that require a gradient when it is made."""
         if isinstance(model, DistributedDataParallel) or model_has_dtensor(model):  # the script's own
             return []
         return [(name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad]

@@ -144,7 +144,7 @@ class Tracking:
 
     def check_names(self, called: str, arguments: Arguments) -> None:
         """Refuse arguments for a tracker that does not exist. Those for one that is not asked for are left unread."""
-        own = [known.name for known in (*self.asked, *self.started) if not isinstance(known, str)]
+        own = [tracker.name for tracker in (*self.asked, *self.started) if not isinstance(tracker, str)]
         for name in arguments:
             if name == "all" or (name not in LOGGER_TYPE_TO_CLASS and name not in LoggerType):
                 check_word(called, name, [*LOGGER_TYPE_TO_CLASS, *_plugins(), *own])
