@@ -444,15 +444,15 @@ def field_named(name: str) -> Field:
 
 
 def flags_for(settings: LaunchSettings, without: Collection[str] = ()) -> list[str]:
-    """Return the words of a command line that ask for what `settings` have other than by default."""
+    """Return the words of a command line that ask for what `settings` have other than by default, or by a variable."""
     words: list[str] = []
     for entry in FIELDS:
         value = settings.value(entry.name)
-        if value in (None, entry.default) or entry.name in without:
+        is_default = value == entry.default and entry.from_environment() in (None, value)
+        if value is None or is_default or entry.name in without:
             continue
         flag = min(entry.flags, key=len)
-        if entry.name.startswith("outer_"):
-            flag = flag.replace("_", "-")
+        flag = flag.replace("_", "-") if entry.name.startswith("outer_") else flag
         if not entry.is_switch:
             words += [flag, entry.text(value)]
         else:
