@@ -18,6 +18,7 @@ from farflung.address.folder import FolderBoard, FolderTransport
 from farflung.address.member_store import LauncherNotes
 from farflung.address.object_group import ObjectGroup
 from farflung.address.object_store import BucketBoard, HubBoard
+from farflung.address.saved_state import SavedStates
 from farflung.base.errors import ConfigError
 from farflung.base.sizes import HOP_BYTES_OF_REQUESTS
 from farflung.cost import forecast, model
@@ -112,6 +113,8 @@ def test_the_requests_of_a_round_are_those_of_a_run(name, replicas, address, hop
     assert in_a_round["reads"] == traffic.reads_per_round
     votes, written, read = 1000 * 2 * method.fragments, traffic.bytes_written_per_round, traffic.bytes_read_per_round
     headers = 300 * traffic.reads_per_round
+    states = SavedStates(FolderTransport(tmp_path / "32").board.part("loop1"))
+    assert traffic.state_bytes <= states.num_bytes(next(states.newest())) <= traffic.state_bytes + 10_000
     assert written <= in_a_round["writes bytes"] <= 1.03 * written + votes + headers
     assert read <= in_a_round["reads bytes"] <= 1.03 * read + (replicas - 1) * votes + headers
 

@@ -183,17 +183,17 @@ class Forecast:
 
     def address_table(self, meeting: MeetingPlace) -> Table:
         """Lay out what each method asks of the address where replicas meet."""
-        table = _table(f"at {meeting.address}", "writes", "reads", "written", "read", "stored", "USD")
+        table = _table(f"at {meeting.address}", "writes", "reads", "written", "read", "state", "stored", "USD")
         for cost in (row.cost for row in self.rows):
             one = meeting.traffic(self.run, cost, self.steps)
-            amounts = (one.bytes_written_per_round, one.bytes_read_per_round, one.bytes_stored)
+            amounts = (one.bytes_written_per_round, one.bytes_read_per_round, one.state_bytes, one.bytes_stored)
             usd = "" if one.usd is None else f"{one.usd:,.2f}"
             writes = f"{one.writes_per_round + one.records_per_round + one.lists_per_round:,.4g}"
             table.add_row(cost.method.name, writes, f"{one.reads_per_round:,.4g}", *map(in_bytes, amounts), usd)
         table.caption = (
-            "Writes (with listings), reads and bytes are those of a replica in one round, stored is what all replicas "
-            f"have there at most, and USD is for all of them in {counted(self.steps, 'step')}, if --prices are given. "
-            "Looks for values of slower replicas come on top."
+            "Writes (with listings), reads and bytes are those of a replica in a round. The first one also writes the "
+            "state every few rounds. Stored is what all have there at most, and USD is for all of them in "
+            f"{counted(self.steps, 'step')}, if --prices are given. Looks for values of slower replicas come on top."
         )
         return table
 

@@ -13,7 +13,8 @@ word that all has arrived after it. The time is that of reads one after the othe
 In a bucket more than three replicas put votes and words into the names of objects: one listing has what M - 1 reads
 would, so the 2 becomes 4/M in `t`, and 0 in the reads.
 
-Looks for a share that is not there yet come on top: as many as there are pauses in the wait for slower replicas.
+Looks for a share that is not there yet come on top: as many as there are pauses in the wait for slower replicas. So
+does the shared state, weights and what the outer optimizer keeps, which the first member writes beside its steps.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from farflung.cost.model import Cost, Workload, num_collectives
 
 _MONTH_S = 30 * 86_400.0
 _GB = 1e9
+_STATES = 3  # that lie there at most: two, and the next one while it is written
 
 
 class _Form(NamedTuple):
@@ -64,7 +66,8 @@ class Traffic:
     records_per_round: float  # heartbeats of its launcher, and its part of the looks for newcomers
     bytes_written_per_round: float
     bytes_read_per_round: float
-    bytes_stored: float  # of all replicas, at most
+    state_bytes: float  # of the shared state, which the first member writes every few rounds (half of `--state_every`)
+    bytes_stored: float  # of all replicas, with their states, at most
     usd: float | None  # of all replicas, in the whole run; None without prices
 
 
@@ -121,11 +124,12 @@ class MeetingPlace:
         written, read = cost.bytes_sent_per_round, cost.bytes_received_per_round
         # A share is deleted once its author sees that all have read it, in the round after its own.
         flying = 1 + max(1, math.ceil(method.delay * method.fragments / method.every))
-        stored = min(flying, method.fragments + 1) * run.replicas * written / method.fragments
+        state = 4.0 * run.parameters * (1 + method.outer_state) + run.buffer_bytes
+        stored = min(flying, method.fragments + 1) * run.replicas * written / method.fragments + _STATES * state
         usd = None
         if self.prices is not None:
             requests = (writes + records + lists) * self.prices.writes + reads * self.prices.reads
             a_round = requests / 1000 + read / _GB * self.prices.moved
             kept = stored / _GB * self.prices.stored * steps * cost.seconds_per_step / _MONTH_S
             usd = run.replicas * rounds * a_round + kept
-        return Traffic(writes, reads, lists, records, written, read, stored, usd)
+        return Traffic(writes, reads, lists, records, written, read, state, stored, usd)
