@@ -40,7 +40,7 @@ def test_a_run_is_served_with_its_settings_and_others_join_with_the_line_that_it
     line = f"farflung launch --join {where} --cpu --ranks_per_replica 2 {__file__} 'a b'"
     assert facts == {"replicas": 2, "address": where, "join": f"more join with `{line}`"}
     board = transport_at(where, seal=Seal(bytes.fromhex(key)) if key else None).board
-    run = {"expected": 2, "least": 2, "most": 4, "grace_s": 7.0, "state_every": 10}
+    run = {"expected": 2, "least": 2, "most": 4, "grace_s": 7.0, "state_every": None}
     first = until(lambda: board.get("run") and board.get("first"))  # nothing is answered to what is written
     assert json.loads(board.get("run")) == run
     assert prepared(join=where, replicas=100)[1] == {"replicas": 100, "address": where, "join": ""}
@@ -64,7 +64,7 @@ def test_launchers_of_the_same_line_find_the_run_and_print_how_its_settings_diff
         assert facts["address"] == meet.removeprefix("tcp://")
         assert (facts["join"], said) == ("the same line on any machine adds more", [])
         prepared(elastic="1:3", replicas=3, meet=meet, grace_s=7.0, state_every=5)
-    differences = "most is 4, not 3, grace_s is 9.0, not 7.0, state_every is 10, not 5"
+    differences = "most is 4, not 3, grace_s is 9.0, not 7.0, state_every is not set, not 5"
     assert said == [f"the run at {meet} has settings of its own: {differences}"]
 
 

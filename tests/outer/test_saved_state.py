@@ -160,11 +160,11 @@ def unreachable(*_):
     raise Unreachable("no more disk")
 
 
-def trained(place, recipe, steps, model=None, logs=(), **options):
+def trained(place, recipe, steps, model=None, logs=(), state_every=2, **options):
     """Train a replica that moves by -1 in each step, as if its process ended afterwards; return its loop and its id."""
     transport = transport_at(place) if isinstance(place, str) else place
     member = LauncherNotes(transport.board).enroll("replica")
-    membership = Elastic(transport, member, grace_s=5.0, state_every=2)
+    membership = Elastic(transport, member, grace_s=5.0, state_every=state_every)
     membership.keep_logs(logs, lambda value: (int(value), 0))
     outer = OuterLoop(model or nn.Linear(3, 2), recipe, membership=membership, **options)
     step(outer, steps)
@@ -241,6 +241,28 @@ def test_a_state_that_takes_too_long_to_write_is_reported_once(tmp_path, caplog)
     step(outer, 8)
     why = "A state of this run takes longer to write than 1 round, so more than 2 are lost if all replicas die. "
     assert caplog.messages == [why + "Give --state_every a larger number."]
+    outer.close()
+
+
+def test_states_that_take_long_to_write_are_written_in_a_tenth_of_the_time(tmp_path, caplog, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("farflung.members.saver.time", SimpleNamespace(monotonic=lambda: now[0]))
+    outer, _ = trained(tmp_path.as_uri(), diloco(4), 0, state_every=None)
+    saver = outer._quorum.membership.saver
+    write, written = saver._states.write, []
+
+    def slow(name, *arguments):
+        written.append(int(name.split(".")[1]))
+        now[0] += 30.0
+        write(name, *arguments)
+
+    saver._states.write = slow
+    for _ in range(30):
+        now[0] += 10.0  # of a round
+        step(outer, 4)
+    assert written == [4, 4 * 28]  # of a state's 270 s of rest 27 rounds take all
+    why = "takes 30 s to write, so one is written every 300 s and not every 5 rounds. "
+    assert caplog.messages == [f"A state of this run {why}Give --state_every to lose less if all replicas die."]
     outer.close()
 
 

@@ -170,7 +170,8 @@ class LaunchSettings(LayoutSettings, EngineSettings):
     )
     state_every: int | None = setting(
         None,
-        "With --meet, rounds lost at most if all replicas die: the address gets their state twice as often. [10]",
+        "With --meet, rounds lost at most if all replicas die: the address gets their state twice as often. [10; "
+        "more if states take long]",
     )
     key_file: str | None = setting(None, "File with the run's key, with --elastic or --join. [the key in FARFLUNG_KEY]")
     outer_options: Mapping[str, Value] = field(default_factory=dict)  # by name: `outer_*` in every other form
@@ -486,11 +487,8 @@ def launched_outer(make: Callable[..., Outer] = OuterSettings) -> Outer | None: 
 
 def rank_variables(settings: LaunchSettings) -> dict[str, str]:
     """Return the environment variables that tell the ranks what was set; what was left open is left out."""
-    variables = {}
-    for entry in FIELDS:
-        value = settings.value(entry.name)
-        if entry.told_as is not None and value is not None:
-            variables[entry.told_as] = entry.text(value)
+    values = ((entry, settings.value(entry.name)) for entry in FIELDS)
+    variables = {entry.told_as: entry.text(value) for entry, value in values if entry.told_as and value is not None}
     if settings.use_fsdp:
         variables.setdefault("FSDP_VERSION", "2")  # Accelerate, in a script of its, would take version 1
     if settings.quiet and settings.outer_recipe:

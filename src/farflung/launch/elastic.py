@@ -55,7 +55,6 @@ else:
 
 _ASK_S = 0.5
 _FIND_WITHIN_S = 60.0  # torch loads, where all launchers start together
-_STATE_EVERY = 10
 # Flags of the launcher that serves the store, or of this machine alone.
 _OF_THE_FIRST = (
     *("elastic", "replicas", "grace_s", "join", "meet", "main_process_ip", "main_process_port", "network_interface"),
@@ -216,9 +215,9 @@ def _tell_differences(settings: LaunchSettings, transport: Transport, count: int
     theirs = json.loads(transport.board.get("run") or b"{}")
     mine = json.loads(_described(settings, count))
     del mine["expected"]  # each launcher has as many replicas as it likes
-    differ = {name: value for name, value in mine.items() if theirs.get(name, value) != value}
+    differ = {name: value for name, value in mine.items() if value is not None and theirs.get(name, value) != value}
     if differ:
-        differences = ", ".join(f"{name} is {theirs[name]}, not {value}" for name, value in differ.items())
+        differences = ", ".join(f"{name} is {theirs[name] or 'not set'}, not {value}" for name, value in differ.items())
         record(Kind.NOTE, message=f"the run at {settings.meet} has settings of its own: {differences}")
 
 
@@ -226,7 +225,7 @@ def _described(settings: LaunchSettings, count: int) -> bytes:
     """Return the settings that all replicas of a run share."""
     least, most = settings.bounds
     run = {"expected": max(count, least), "least": least, "most": most, "grace_s": settings.grace_s}
-    run |= {"state_every": settings.state_every or _STATE_EVERY}
+    run |= {"state_every": settings.state_every}
     return json.dumps(run).encode()
 
 

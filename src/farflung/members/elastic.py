@@ -50,7 +50,7 @@ class Elastic:
         most: how many there will be at most.
         grace_s: how many seconds the others wait for a replica that is late before they continue without it. None: 30,
             or twice the time between the latest two rounds if that is longer.
-        state_every: rounds lost at most if all replicas die, provided that records outlive them.
+        state_every: rounds lost at most if all replicas die, provided that records outlive them. None: see `Saver`.
         island: the ranks that train this replica.
 
     Attributes:
@@ -71,7 +71,7 @@ class Elastic:
         least: int = 1,
         most: int = 64,
         grace_s: float | None = None,
-        state_every: int = 10,
+        state_every: int | None = None,
         island: Group | None = None,
     ) -> None:
         self.island, self.member, self.most = island or SoloGroup(), member, most

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -24,7 +25,7 @@ from farflung.address.saved_state import Saved, SavedStates, tensors_of
 from farflung.address.state_transfer import form_of
 from farflung.base.errors import ConfigError, RankFailure, Unreachable
 from farflung.base.events import Event, Kind
-from farflung.base.words import counted
+from farflung.base.words import counted, in_seconds
 from farflung.comm.collectives import from_first, gather_object
 from farflung.comm.exchange import Exchange
 from farflung.comm.threads import ThreadedCall
@@ -33,6 +34,7 @@ from farflung.votes.generation import Needs
 
 _logger = logging.getLogger(__name__)
 
+_EVERY, _REST = 10, 9  # rounds; times as long as a state took to write, no other one is begun
 _KEEP_WITHIN_S = 20.0  # how long a rank waits for those that keep the rest of the state
 _LOG_KEEPS = 128  # as many records as the logs of a run keep at most
 
@@ -44,7 +46,7 @@ class Saver:
         run, loop: the boards of the run and of the outer loop.
         share_group: the ranks that train this replica.
         every: rounds, each of all fragments, lost at most if all replicas die, provided that a state is written
-            within half as many.
+            within half as many. None: 10, or more where states would take more than a tenth of the time.
 
     Attributes:
         logs: names of the run's logs whose values belong to a state.
@@ -53,13 +55,14 @@ class Saver:
         has_kept: the address is gone, and the state lies in a folder of this process.
     """
 
-    def __init__(self, run: Board, loop: ObjectBoard, share_group: Exchange, every: int) -> None:
+    def __init__(self, run: Board, loop: ObjectBoard, share_group: Exchange, every: int | None) -> None:
         self.logs: Sequence[str] = ()
         self.landed_in: Callable[[bytes], tuple[int, int]] = lambda _: (0, 0)
         self.description, self.has_kept = "", False
         self._run, self._loop, self._states = run, loop, SavedStates(loop)
         self._members, self._differences = MemberStore(loop), DifferenceWriter(self._states)
-        self._share_group, self._every = share_group, max(1, every // 2)
+        self._share_group, self._every, self._may_rest = share_group, max(1, (every or _EVERY) // 2), every is None
+        self._took_s, self._rests_until = 0.0, 0.0
         self._place: dict[str, Any] = {}  # in the schedule, after the latest round
         self._num_fragments, self._has_warned = 1, False
         self._since, self._is_due = 0, True  # landings; one that has become the first member writes a state at once
@@ -84,17 +87,29 @@ class Saver:
             self._since, self._is_due = min(self._since, every), True  # the first member has written one since
             return
         is_free = self._saving is None or self._saving.is_over
-        if from_first(self._share_group, lambda: (self._is_due or self._since >= every) and is_free):
+        if from_first(
+            self._share_group, lambda: is_free and (self._is_due or (self._since >= every and self._has_rested))
+        ):
             since, self._since, self._is_due = self._since, 0, False
             self._saving = self._begin(landed[0], needs, since)
         elif self._since >= 2 * every and not self._has_warned:
-            self._has_warned = True
-            _logger.warning(
-                f"A state of this run takes longer to write than {counted(self._every, 'round')}, so more than "
-                f"{2 * self._every} are lost if all replicas die. Give --state_every a larger number."
-            )
+            self._warn()
         if self._share_group.rank == 0 and (self._noting is None or self._noting.is_over):
             self._noting = ThreadedCall(partial(self._note, landed, self._since), "note a round")
+
+    @property
+    def _has_rested(self) -> bool:
+        return not self._may_rest or time.monotonic() >= self._rests_until
+
+    def _warn(self) -> None:
+        if not self._may_rest:
+            why = f"takes longer to write than {counted(self._every, 'round')}, so more than {2 * self._every} are lost"
+            _logger.warning(f"A state of this run {why} if all replicas die. Give --state_every a larger number.")
+        elif self._took_s:
+            took, each = in_seconds(self._took_s), in_seconds((1 + _REST) * self._took_s)
+            why = f"takes {took} to write, so one is written every {each} and not every {counted(self._every, 'round')}"
+            _logger.warning(f"A state of this run {why}. Give --state_every to lose less if all replicas die.")
+        self._has_warned = not self._may_rest or self._took_s > 0
 
     def finish(self, generation: int, member: int, needs: Needs, is_last: bool, is_alone: bool) -> None:
         """Write the last state, and wait until it is whole.
@@ -170,6 +185,7 @@ class Saver:
         def is_current() -> bool:
             return self._members.current().number == saved.generation
 
+        began = time.monotonic()
         try:
             differences = self._differences.to(saved.name, parts, wanted)
             self._states.write(saved.name, self._share_group.rank, {**parts, **differences}, is_current)
@@ -183,6 +199,8 @@ class Saver:
                     self._differences.clear()
                 if landed == self._landed:
                     self._loop.put(f"g{landed[0]}/landings", b"0")
+                self._took_s = time.monotonic() - began
+                self._rests_until = time.monotonic() + _REST * self._took_s
             return True
         except Unreachable as error:
             self._differences.clear()
