@@ -306,6 +306,16 @@ def test_the_optimizers_of_one_accelerator_follow_new_windows_after_another_has_
     assert windows_of(first, model, optimizer) == [False, True, False, True]
 
 
+def test_fp16_gradients_are_clipped_at_their_size_after_another_accelerator_has_freed_its_memory():
+    first, second = (Accelerator(cpu=True, mixed_precision="fp16") for _ in range(2))
+    model, optimizer = first.prepare(layer := nn.Linear(2, 1, bias=False), torch.optim.SGD(layer.parameters(), 1.0))
+    second.free_memory()
+    first.backward(model(torch.tensor([[3.0, 4.0]])).sum() / 8)
+    assert first.clip_grad_norm_(model.parameters(), 100.0).item() == 5 / 8
+    optimizer.step()
+    assert not optimizer.step_was_skipped
+
+
 class Tied(nn.Module):
     """A layer that goes out where it came in, and one that shares its bias."""
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,14 +25,23 @@ from farflung.precision.base import Precision
 
 
 def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float, *, precision: Precision, state: LoopState
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float,
+    *,
+    precision: Precision,
+    state: LoopState,
+    optimizers: Sequence[AcceleratedOptimizer],
 ) -> Tensor:
     """Clip the gradients' common norm to `max_norm` and return the norm that they had.
 
     Inside an accumulation window nothing is clipped, because the gradient is not whole yet; NaN is returned then.
+
+    Args:
+        optimizers: whose gradients `precision` scales.
     """
     try:
-        listed = _ready(parameters, precision, state)
+        listed = _ready(parameters, precision, state, optimizers)
         if listed is None:
             return torch.tensor(float("nan"))
         if max_norm >= 0:
@@ -68,11 +77,16 @@ def _norm(kind: list[Tensor], norm_type: float) -> Tensor:
 
 
 def clip_grad_value_(
-    parameters: Tensor | Iterable[Tensor], clip_value: float, *, precision: Precision, state: LoopState
+    parameters: Tensor | Iterable[Tensor],
+    clip_value: float,
+    *,
+    precision: Precision,
+    state: LoopState,
+    optimizers: Sequence[AcceleratedOptimizer],
 ) -> None:
     """Clip each gradient's elements to `[-clip_value, clip_value]`; inside an accumulation window do nothing."""
     try:
-        listed = _ready(parameters, precision, state)
+        listed = _ready(parameters, precision, state, optimizers)
         if listed is None:
             return
         if clip_value >= 0:
@@ -112,7 +126,12 @@ def unscale(precision: Precision, optimizers: Iterable[AcceleratedOptimizer]) ->
             precision.unscale_(prepared.optimizer)
 
 
-def _ready(parameters: Tensor | Iterable[Tensor], precision: Precision, state: LoopState) -> list[Tensor] | None:
+def _ready(
+    parameters: Tensor | Iterable[Tensor],
+    precision: Precision,
+    state: LoopState,
+    optimizers: Sequence[AcceleratedOptimizer],
+) -> list[Tensor] | None:
     """Return `parameters` with gradients of their true size; None while the window of their optimizers is open."""
     if parameters is None:
         raise TypeError("None is nothing to go through")  # torch's own functions would clip nothing
@@ -120,7 +139,7 @@ def _ready(parameters: Tensor | Iterable[Tensor], precision: Precision, state: L
         return _listed(parameters) if state.window.complete else None
     listed = _listed(parameters)
     trained = [parameter for parameter in listed if parameter.grad is not None]
-    owners = [optimizer for optimizer in state.optimizers if optimizer.owns(trained)]
+    owners = [optimizer for optimizer in optimizers if optimizer.owns(trained)]
     if not all(owner.window_is_complete for owner in owners) or not (owners or state.window.complete):
         return None
     unscale(precision, owners)
