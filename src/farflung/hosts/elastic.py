@@ -150,13 +150,21 @@ def place() -> tuple[int, int]:
         return rank, size
     transport, settings = _run_of(here)
     notes, mine = LauncherNotes(transport.board), str(here.member).encode()
-    for number in count():
-        holders = Log(transport.board, f"place/{number}")
-        after, holder = holders.last()
-        is_free = holder is None or bool(notes.get("gone", int(holder)) or notes.get("left", int(holder)))
-        if holder == mine or (is_free and holders.append(after, mine)):
-            break
+
+    def holders(number: int) -> Log:
+        return Log(transport.board, f"place/{number}")
+
+    number = next(one for one in count() if holders(one).last()[1] in (None, mine))
+    if holders(number).last()[1] != mine:
+        number = next(one for one in count() if _takes(holders(one), mine, notes))
     return number * size + rank, max(settings["expected"], number + 1) * size
+
+
+def _takes(holders: Log, mine: bytes, notes: LauncherNotes) -> bool:
+    """Take a place, if no living replica has it."""
+    after, holder = holders.last()
+    is_free = holder is None or bool(notes.get("gone", int(holder)) or notes.get("left", int(holder)))
+    return holder == mine or (is_free and holders.append(after, mine))
 
 
 def _run_of(here: Place) -> tuple[Transport, dict[str, Any]]:
