@@ -154,6 +154,22 @@ def test_a_step_whose_gradients_were_not_averaged_is_an_error(group):
 
 
 @on_replicas(2)
+def test_in_a_warm_up_what_no_rank_has_used_stays_as_it_is(group):
+    heads = nn.ModuleList([nn.Linear(2, 1, bias=False) for _ in range(3)])
+    optimizer = torch.optim.AdamW(heads.parameters(), lr=0.1, weight_decay=0.5)
+    outer = OuterLoop(heads, post_local_sgd(2, 2), group).attach(optimizer)
+    before = heads[2].weight.detach().clone()
+    for step in range(2):
+        used = heads[: 1 + group.rank] if step == 0 else [heads[2 * group.rank]]
+        sum(head(torch.ones(2)) for head in used).backward()
+        optimizer.step()
+        assert [head.weight.grad is None for head in heads] == [False, step == 1, step == 0]
+        assert torch.equal(before, heads[2].weight) == (step == 0)
+        optimizer.zero_grad()
+    outer.close()
+
+
+@on_replicas(2)
 def test_a_closure_in_a_warm_up_is_refused(group):
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -229,9 +229,11 @@ class GradientWarmup:
         """
         group = self.quorum.group
         numel = sum(parameter.numel() for parameter in self._trained_by(-1))
+        lacks = number is not None and any(parameter.grad is None for parameter in self._trained_by(number))
         with self.meter.timed("exposed"), unrecorded():
-            mine = torch.tensor([number is not None, -1 if number is None else number, numel], dtype=torch.float64)
-            flags, numbers, numels = group.all_gather_small(mine).T.tolist()
+            said = [number is not None, -1 if number is None else number, numel, lacks]
+            mine = torch.tensor(said, dtype=torch.float64)
+            flags, numbers, numels, lacking = group.all_gather_small(mine).T.tolist()
             self.meter.add("bytes_voting", (group.size - 1) * mine.nbytes)
             decision = in_proportion(flags)
             if not decision.total:
@@ -245,6 +247,12 @@ class GradientWarmup:
                 )
             self.are_alike = self.are_alike and all(flags)
             trained = self._trained_by(stepping.pop())
+            if any(lacking):  # what no rank has used stays without a gradient
+                has = torch.tensor(
+                    [number is not None and one.grad is not None for one in trained], dtype=torch.float64
+                )
+                used = group.all_gather_small(has).any(0).tolist()
+                trained = [parameter for parameter, is_used in zip(trained, used, strict=True) if is_used]
             if number is None:
                 gradients = [torch.zeros_like(parameter) for parameter in trained]
             else:
