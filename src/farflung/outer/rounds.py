@@ -280,7 +280,6 @@ class Rounds:
         self._retrain()
         for this in landed:
             self._follow_trained(this)
-        self.is_awaited = False  # members that have closed the latest round may know it, and others not
 
     def relaunch(self) -> None:
         lost, self._lost = self._lost, []
