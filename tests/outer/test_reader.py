@@ -22,7 +22,8 @@ from farflung.address.schemes import transport_at
 from farflung.address.seal import Seal
 from farflung.base.errors import ConfigError, Unreachable
 from farflung.members import differences
-from farflung.outer import diloco, local_sgd, streaming_diloco
+from farflung.members.elastic import Elastic
+from farflung.outer import OuterLoop, diloco, local_sgd, streaming_diloco
 from farflung.testing.patience import patience
 from farflung.testing.ranks import run_ranks
 from tests.outer.replicas import same, values
@@ -99,6 +100,31 @@ def test_who_follows_a_run_has_each_newer_version_whole_until_that_of_its_end(tm
     assert [version.is_last for version in found] == [False] * (len(found) - 1) + [True]
     assert same(found[-1].weights, model.state_dict())
     assert [version.step for version in Reader(address)] == steps[-1:]  # of a run that is over
+
+
+def test_states_of_a_first_member_that_waits_for_others_to_end_are_followed_and_deleted(tmp_path):
+    """Its own place in the schedule is the same in all of them."""
+    address, found = tmp_path.as_uri(), []
+    members = [LauncherNotes(transport_at(address).board).enroll("replica") for _ in range(2)]
+
+    def train(member, goes_on):
+        membership = Elastic(transport_at(address), member, expected=2, grace_s=patience(60.0), state_every=2)
+        outer, rounds = OuterLoop(nn.Linear(3, 2), diloco(4), membership=membership), 0
+        while rounds < 1 or (goes_on() and rounds < 300):
+            step(outer, 4)
+            rounds += 1
+        outer.close()
+        return rounds
+
+    with ThreadPoolExecutor(3) as threads:
+        waiting = threads.submit(train, members[0], lambda: False)
+        training = threads.submit(train, members[1], lambda: len(found) < 5)
+        threads.submit(lambda: found.extend(iter(Reader(address)))).result(patience(120.0))
+    assert waiting.result() == 1 < training.result() < 300
+    assert len({version.step for version in found[:5]}) < 4
+    assert [version.is_last for version in found] == [False] * (len(found) - 1) + [True]
+    board = board_of(address)
+    assert {key.split("/")[1] for key in board.list("state/")} == {one.name for one in SavedStates(board).newest()}
 
 
 def test_who_follows_before_the_run_begins_waits_for_it(tmp_path, monkeypatch):

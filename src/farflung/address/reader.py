@@ -130,13 +130,15 @@ class Reader:
         raise ConfigError(f"Nothing can be pulled from {self.address}. {why}.")
 
     def __iter__(self) -> Iterator[Version]:
-        order, refused = [0], set[str]()  # of the last one, and names since
+        taken, refused = "", set[str]()  # names
         with self._states(PATIENCE_S, waits=True) as states:
             following = _VersionReader(states, self._dtype, self._refused)
             while True:
                 for _ in waiting(states.look_s, say=aloud("this process", f"for newer weights at {self.address}")):
                     there = list(states.newest())
-                    newer = [one for one in there if one.order > order and one.name not in refused]
+                    names = [one.name for one in there]
+                    since = there[: names.index(taken)] if taken in names else there
+                    newer = [one for one in since if one.name not in refused]
                     if newer or (there and there[0].is_last):
                         break
                 if not newer:
@@ -147,7 +149,7 @@ class Reader:
                     refused.add(newer[0].name)
                     self._refused(f"The state at step {newer[0].position} was not taken: {error}")
                 else:
-                    order = newer[0].order
+                    taken = newer[0].name
                     yield version
 
     @contextmanager

@@ -120,11 +120,13 @@ class SavedStates:
             if self._log.append(number, json.dumps(asdict(saved)).encode()):
                 break
         kept = {one.name for one in self.newest()}
+        content = self._log.get(number + 1 - _KEPT) if number >= _KEPT else None
+        replaced = json.loads(content or b"{}").get("name")  # while its writer waits in a flush, it has the same order
         chained = {(name, dtype) for dtype, names in saved.chains.items() for name in names[1:]}
         doomed = []
         for key in self._board.list("state/"):
             name, part = key.split("/")[1], key.rpartition("/")[2]
-            if name not in kept and (name, part) not in chained and order_of(name) < saved.order:
+            if name not in kept and (name, part) not in chained and (name == replaced or order_of(name) < saved.order):
                 doomed.append(key)  # unlike a later one, which other ranks may be writing
         self._board.delete(*doomed)
         return True
