@@ -2,6 +2,7 @@
 """`save_state` and `load_state` on some processes: they work where replicas are alike, and say so where they can't."""
 
 import json
+import os
 import shutil
 import time
 from contextlib import nullcontext, redirect_stderr
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from farflung import Accelerator, LocalSGD
 from farflung.base.errors import CheckpointError, CollectiveMismatch, StateError
+from farflung.checkpoint.checkpoint import Checkpoint
 from farflung.comm import matching
 from farflung.config import environ
 from farflung.methods.arguments import OuterConfig
@@ -208,6 +210,26 @@ def test_the_first_process_of_each_machine_saves_there(tmp_path):
     for machine in (0, 1):
         assert own_states(tmp_path / f"machine{machine}") == [f"rank_{2 * machine}.bin"]
         assert json.loads((tmp_path / f"machine{machine}" / "farflung.json").read_text())["world_size"] == 4
+
+
+def all_of_two_machines(folder):
+    rank = int(environ.text("RANK"))
+    environ.export({"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"})
+    here = folder / f"machine{rank // 2}"
+    here.mkdir(exist_ok=True)
+    os.chdir(here)
+    run = Run(project_config=ProjectConfiguration(save_on_each_node=True))
+    run.steps(1)
+    run.accelerator.save_state("it")
+    run.accelerator.load_state("it")
+
+
+def test_each_machine_has_a_whole_checkpoint_of_its_ranks(tmp_path):
+    run_ranks(all_of_two_machines, 4, tmp_path, connect=False)
+    for machine in (0, 1):
+        folder = tmp_path / f"machine{machine}" / "it"
+        Checkpoint.open(folder).verify()
+        assert own_states(folder) == [f"rank_{rank}.bin" for rank in (2 * machine, 2 * machine + 1)]
 
 
 RECIPES = {

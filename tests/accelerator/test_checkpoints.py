@@ -19,11 +19,14 @@ from torch import nn
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from farflung import Accelerator
+from farflung.base.checks import Address
 from farflung.base.tree import leaves_of
+from farflung.checkpoint import checkpoint
 from farflung.testing.ranks import run_ranks
 from farflung.utils import DataLoaderConfiguration
 from tests.accelerator.conftest import on_ranks
 from tests.accelerator.program import Program, rows_of
+from tests.accelerator.weight import Weight
 from tests.data.test_position import Noisy, NoisyStream, Stateful
 from tests.integrations.takeover import is_the_same
 from tests.recipes import made
@@ -360,3 +363,48 @@ def test_a_run_trains_on_after_a_load_in_inference_mode(folder):
     with torch.inference_mode():
         training.accelerator.load_state(folder / "saved")
     training.epochs()
+
+
+def test_a_save_in_inference_mode_leaves_later_ones_their_memory(tmp_path):
+    run = Weight()
+    with torch.inference_mode():
+        run.accelerator.save_state(tmp_path / "first", block=False)
+    run.save(2, tmp_path / "second", block=False)
+    run.accelerator.end_training()
+    assert Weight().load(tmp_path / "second") == 2
+
+
+def test_a_numbered_checkpoint_that_is_a_link_is_followed_by_the_next_number(tmp_path):
+    project = {"project_dir": str(tmp_path / "project"), "automatic_checkpoint_naming": True}
+    Weight(**project).save(1)
+    there = tmp_path / "project" / "checkpoints" / "checkpoint_0"
+    there.rename(tmp_path / "elsewhere")
+    there.symlink_to(tmp_path / "elsewhere")
+    run = Weight(**project)
+    assert run.load() == 1
+    assert Path(run.save(2)).name == "checkpoint_1"
+
+
+def test_a_folder_that_can_not_be_read_does_not_hide_checkpoints(tmp_path, monkeypatch):
+    Weight().save(1, tmp_path / "checkpoint_0")
+    (tmp_path / "lost+found").mkdir()
+    is_checkpoint = checkpoint.is_checkpoint
+
+    def may_not(folder):
+        if folder.name == "lost+found":
+            raise PermissionError(13, "Permission denied", str(folder))
+        return is_checkpoint(folder)
+
+    monkeypatch.setattr(checkpoint, "is_checkpoint", may_not)
+    assert Weight().load(tmp_path) == 1
+
+
+@pytest.mark.parametrize("kind", ["folder", "bucket"])
+def test_weights_beside_the_checkpoints_that_a_signal_saves_are_not_resumed_from(kind, tmp_path, request):
+    place = tmp_path if kind == "folder" else Address(request.getfixturevalue("bucket"))
+    Weight().save(2, place / "checkpoint_0")
+    Weight().save(1, place)
+    accelerator = Accelerator(cpu=True, save_on_signal=place)
+    model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+    assert accelerator.resume()
+    assert model.weight.item() == 2

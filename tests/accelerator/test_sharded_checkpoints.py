@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils.data import DataLoader
 
 from farflung import Accelerator
-from farflung.base.errors import CheckpointError, CollectiveMismatch
+from farflung.base.errors import CheckpointError, CollectiveMismatch, ConfigError
 from farflung.checkpoint.sharded import merge_shards
 from farflung.config.sharding import FullyShardedDataParallelPlugin
 from farflung.outer import diloco
@@ -213,7 +213,10 @@ def write(folder):
     accelerator.save_model(run.model, folder / "whole")
     accelerator.save_model(run.model, folder / "cut", max_shard_size=64)
     if accelerator.is_main_process:
-        merge_shards(folder / "at_once" / "pytorch_model_fsdp_0", folder / "merged")
+        shards = folder / "at_once" / "pytorch_model_fsdp_0"
+        with pytest.raises(ConfigError, match=r"/whole lies in .*, which is to be removed\. Name another folder"):
+            merge_shards(shards, shards / "whole", remove=True)
+        merge_shards(shards, folder / "merged")
     assert all(models == [run.model] and weights == [] for models, weights in calls)
     assert state.get("tied.weight") is state.get("last.weight")  # gathered once
     state = {name: value.clone() for name, value in state.items()}

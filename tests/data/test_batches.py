@@ -79,5 +79,6 @@ def test_missing_samples_come_from_the_source_or_else_from_the_batch():
 def test_a_checkpoint_holds_tensors_numbers_and_texts_in_plain_containers_alone():
     plain = [{"a": (1, 2.5, True, None), 3: "text"}, b"bytes", 1j]
     assert plain_or_none([*plain, np.arange(3)])[:3] == plain
+    assert plain_or_none(torch.arange(1000)[:3]).untyped_storage().nbytes() == 24
     for other in (Pair(torch.ones(1), []), {"x": object()}, np.array([object()]), np.float64(1)):
         assert plain_or_none([other]) is None

@@ -7,6 +7,7 @@ import os
 import re
 from contextlib import redirect_stderr
 from io import StringIO
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from farflung.methods.arguments import OuterConfig
 from farflung.outer import OuterLoop, diloco
 from farflung.process.place import Place
 from farflung.testing.ranks import run_ranks
+from farflung.utils import ProjectConfiguration
 from tests.outer.elastic_run import served
 from tests.python import run_python
 
@@ -111,6 +113,19 @@ def enroll(address):
     member = LauncherNotes(transport_at(address).board).enroll("replica")
     os.environ["FARFLUNG_MEMBER"] = str(member)
     return member
+
+
+def save_after_others(address, folder):
+    enroll(address)
+    project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    accelerator.prepare(nn.Linear(1, 1))
+    return [Path(accelerator.save_state()).name for _ in range(2)]
+
+
+def test_a_replica_numbers_its_checkpoints_after_those_of_replicas_before_it(tmp_path):
+    (tmp_path / "project" / "checkpoints" / "checkpoint_7").mkdir(parents=True)
+    assert in_a_run(tmp_path, save_after_others, tmp_path / "project") == ["checkpoint_8", "checkpoint_9"]
 
 
 class Fits:

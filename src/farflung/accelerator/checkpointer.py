@@ -79,6 +79,8 @@ class Checkpointer:
         if series is not None:
             folder: Path | Address = series / paths.checkpoint(1 + max(numbers_in(series), default=-1))
         elif automatic is not None:
+            if run.slots is not None:  # replicas write one after another, each counting its own saves
+                project.iteration = max([project.iteration, *(1 + number for number in numbers_in(automatic))])
             folder = automatic / paths.checkpoint(project.iteration)
         elif output_dir is not None:
             folder = check_place("save_state: output_dir", output_dir)
@@ -113,7 +115,8 @@ class Checkpointer:
         # The script may change its directory meanwhile.
         target = folder if isinstance(folder, Address) else Path(os.path.abspath(folder))
         limit, shown = project.total_limit, run.world.is_main
-        request = SaveRequest(target, self._facts(), automatic is not None, limit, shown, self._keep_local)
+        keeps = self._keep_local if run.world.rank == run.world.local_rank else None  # on the leader's machine
+        request = SaveRequest(target, self._facts(), automatic is not None, limit, shown, keeps)
         with saver.begin(request) as staged:
             saving = Saving(staged.folder, safe, saver.group.leads, self._writes)
             saver.write(request, staged, table.collect(run, saver.group, request.doing, saving), block)
@@ -237,12 +240,12 @@ class Checkpointer:
                     return None
                 folder, has_several = resolve(input_dir, self.automatic)
                 if isinstance(folder, Address):
-                    keep, is_main = self._keep_local, run.world.is_main
+                    keep, is_main, is_series = self._keep_local, run.world.is_main, series is not None
                     there: Checkpoint = _explained(
-                        lambda at: at.newest(fetched, keep, is_main), RemoteCheckpoints(folder)
+                        lambda at: at.newest(fetched, keep, is_main, is_series), RemoteCheckpoints(folder)
                     )
                     return there
-                if has_several:
+                if has_several or series is not None:
                     return newest(folder, run.world.is_main)
                 found: Checkpoint = _explained(Checkpoint.open, folder)
                 look = partial(Checkpoint.verify, is_shown=run.world.is_main)
@@ -261,9 +264,11 @@ class Checkpointer:
                 chosen = self._on_this_machine(group, doing, chosen, fetched)
             source = Loading(chosen, run.world.rank, run.world.size, strict, self._ranks_here)
             table.load(run, group, doing, source, verify)
-        automatic, folder = self.automatic, check_place("load_state", chosen.origin or chosen.folder.resolve())
+        named = chosen.folder.parent.resolve() / chosen.folder.name  # which may be a link, as `latest` may
+        places = [Address(chosen.origin)] if chosen.origin else [named, named.resolve()]
+        automatic = self.automatic
         numbered = [place.resolve() if isinstance(place, Path) else place for place in (automatic, series) if place]
-        if automatic and folder.parent in numbered and paths.NAMED.fullmatch(folder.name):
+        if automatic and any(one.parent in numbered and paths.NAMED.fullmatch(one.name) for one in places):
             taken = numbers_in(automatic)  # newer checkpoints than the loaded one keep theirs
             self._project.iteration = max([self._project.iteration, *(1 + number for number in taken)])
         self._report(source, made)

@@ -154,10 +154,17 @@ def is_checkpoint(folder: Path) -> bool:
     return any(paths.KNOWN.fullmatch(path.name) or paths.SHARDS.fullmatch(path.name) for path in folder.iterdir())
 
 
+def _may_be_checkpoint(folder: Path) -> bool:
+    try:
+        return is_checkpoint(folder)
+    except OSError:  # it may not be read, or was just removed
+        return False
+
+
 def candidates(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, the newest first: by their numbers if all have one, else by their age."""
     folders = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
-    folders = [path for path in folders if is_checkpoint(path) or path.name.startswith(paths.PREFIX)]
+    folders = [path for path in folders if path.name.startswith(paths.PREFIX) or _may_be_checkpoint(path)]
     return [
         folder / name for name in in_order([path.name for path in folders], lambda name: _written_at(folder / name))
     ]
@@ -180,7 +187,7 @@ def newest(folder: Path, is_shown: bool = True) -> Checkpoint:
     for candidate in candidates(folder):
         try:
             checkpoint = Checkpoint.open(candidate).verify(is_shown)
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             passed.append(str(error))
             continue
         return replace(checkpoint, passed=tuple(passed))

@@ -18,6 +18,7 @@ from farflung.base.errors import ConfigError
 from farflung.checkpoint.manifest import FileRecord
 from farflung.checkpoint.reader import unsafe_names
 from farflung.checkpoint.writer import FileWriter, write_safetensors
+from farflung.comm.recording import lasting
 from farflung.comm.tensor_memory import memory_of
 
 _LEAST_PINNED = 2**20  # bytes; smaller memory may share its pages with other memory
@@ -61,6 +62,7 @@ class Staging:
         self._buffers: dict[tuple[str, int], Tensor] = {}
         self._devices: set[torch.device] = set()  # GPUs whose tensors were copied
 
+    @lasting()
     def copied(self, entries: Sequence[Entry]) -> list[Entry]:
         """Return copies of the entries, in the memory of those before; tensors that share memory still do."""
         copies = [replace(entry, content=self._copied(entry.content, entry.name, {})) for entry in entries]

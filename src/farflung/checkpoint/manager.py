@@ -105,15 +105,13 @@ class SaveRequest:
         """Raise ConfigError if nothing may be written there."""
         if self.folder is not None and self.folder.exists() and not self.folder.is_dir():
             raise ConfigError(f"{self.folder} is a file. Name a folder for the checkpoint.")
-        places: set[Path | Address] = {self.target, self.folder or self.target} if self.is_numbered else set()
-        for place in places:
-            others = numbers_in(place.parent)
-            if others and others[-1] >= atomic.number_of(place):
-                raise ConfigError(
-                    f"{place.parent} already has {paths.checkpoint(others[-1])} of another run, and {place.name} would "
-                    "be mixed up with its checkpoints. Resume it with load_state(), use another project_dir, or "
-                    "delete or move the old checkpoints."
-                )
+        others = numbers_in(self.target.parent) if self.is_numbered else []
+        if others and others[-1] >= atomic.number_of(self.target):
+            raise ConfigError(
+                f"{self.target.parent} already has {paths.checkpoint(others[-1])} of another run, and "
+                f"{self.target.name} would be mixed up with its checkpoints. Resume it with load_state(), use another "
+                "project_dir, or delete or move the old checkpoints."
+            )
 
     def make_folder(self, leads: bool) -> StagedDir | None:
         """Return the folder in which a rank puts its files, made by it; None: another rank makes it."""
@@ -230,11 +228,12 @@ def _write(
 ) -> None:
     remote = request.remote
 
-    def write() -> dict[str, Any]:
+    def write() -> tuple[int, dict[str, Any]]:
         found = _write_all(parts, staged.folder, at_once, request.is_shown)
-        return found if request.folder is not None else found | _others(found, staged.folder)
+        return group.leader, found if request.folder is not None else found | _others(found, staged.folder)
 
-    written = group.agree(request.doing, write)
+    all_written = group.agree(request.doing, write)
+    written = [found if leader == group.leader else {} for leader, found in all_written]  # of one machine, or of all
     sent: list[str] = []
     if remote is not None:
         before = {name for found in written[: group.exchange.rank] for name in found}

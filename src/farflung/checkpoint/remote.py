@@ -173,19 +173,20 @@ class RemoteCheckpoints:
 
     # ---- loading
 
-    def candidates(self, inner: str = "") -> tuple[list[str], bool]:
+    def candidates(self, inner: str = "", is_series: bool = False) -> tuple[list[str], bool]:
         """Return the newest whole save of each checkpoint, the newest first, and whether these are several by name.
 
         Args:
             inner: the folder that is searched if no checkpoint lies directly below the address.
+            is_series: only checkpoints with names count.
 
         Raises:
             CheckpointError: there is none.
         """
         found = {name: saves[-1] for name, saves in whole(self._names()).items()}
-        if "" in found:
+        if "" in found and not is_series:
             return [found[""]], False
-        named = {name: save for name, save in found.items() if "/" not in name}
+        named = {name: save for name, save in found.items() if name and "/" not in name}
         if inner and not named:
             named = {name: save for name, save in found.items() if name.rpartition("/")[0] == inner}
         if not named:
@@ -236,9 +237,9 @@ class RemoteCheckpoints:
         found = Checkpoint.open(staged.folder if keep_local is None else staged.target)
         return replace(found, origin=address, save=within)
 
-    def newest(self, stack: ExitStack, keep_local: Path | None, is_shown: bool) -> Checkpoint:
+    def newest(self, stack: ExitStack, keep_local: Path | None, is_shown: bool, is_series: bool = False) -> Checkpoint:
         """Fetch the checkpoint that is here, or the newest of several that is whole, as `fetch` does."""
-        saves, has_several = self.candidates()
+        saves, has_several = self.candidates(is_series=is_series)
         passed: list[str] = []
         for save in saves:
             try:

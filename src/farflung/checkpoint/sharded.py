@@ -247,6 +247,8 @@ def merge_shards(folder: Path, target: Path, safe: bool = True, remove: bool = F
         inner = [name for name in (paths.model_shards(0), paths.optimizer_shards(0)) if (folder / name).is_dir()]
         where = f" Name {' or '.join(str(folder / name) for name in inner)} instead." if inner else ""
         raise ConfigError(f"There are no shards in {folder}.{where}")
+    if remove and target.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(f"{target} lies in {folder}, which is to be removed. Name another folder for the result.")
     reader = ShardReader(folder)
     whole = reader.read_whole()
     if isinstance(whole, dict) and len(whole) == 1:  # {"model": {...}}

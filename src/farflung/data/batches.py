@@ -144,7 +144,9 @@ def plain_or_none(batch: Any) -> Any:
 def _plain(node: Any) -> Any:
     kind = type(node)
     if kind is Tensor:
-        return node.detach().cpu()
+        value = node.detach().cpu()
+        is_part = value.layout is torch.strided and value.untyped_storage().nbytes() > value.nbytes
+        return value.clone() if is_part else value  # torch.save would write all that it is a view of
     if kind is dict:
         return {_plain(key): _plain(value) for key, value in node.items()}
     if kind is list or kind is tuple:

@@ -30,15 +30,12 @@ class _FolderOrAddress(click.Path):
 
     name = "folder"
 
-    def __init__(self) -> None:
-        super().__init__(exists=True, file_okay=False, path_type=Path)
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         place = check_place(param.human_readable_name if param else "FOLDER", value)
         return place if isinstance(place, Address) else super().convert(place, param, ctx)
 
 
-_FOLDER = _FolderOrAddress()
+_FOLDER = _FolderOrAddress(exists=True, file_okay=False, path_type=Path)
 
 
 @click.command()

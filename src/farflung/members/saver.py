@@ -71,6 +71,7 @@ class Saver:
         self._landed = 0, 0  # the latest round
         self._values: dict[str, str] = {}  # of the logs, with nothing of later rounds
         self._read: tuple[str, dict[str, Any]] = "", {}
+        self._damaged = set[str]()  # names
 
     # ---- of the first member
 
@@ -235,11 +236,14 @@ class Saver:
         for saved in self._states.newest():
             if self._read[0] == saved.name:
                 return saved
+            if saved.name in self._damaged:
+                continue
             try:
                 found, *_ = [self._states.read(saved, rank) for rank in range(saved.ranks)]
                 self._read = saved.name, found
                 return saved
             except Damaged as error:
+                self._damaged.add(saved.name)
                 message = f"the state at step {saved.position} is damaged ({error})"
                 LauncherNotes(self._run).send(Event.now(Kind.NOTE, message=message))
         return None
