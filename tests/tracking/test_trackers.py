@@ -5,6 +5,7 @@ import json
 import math
 import sqlite3
 import sys
+from collections import UserDict
 from pathlib import Path
 from unittest.mock import MagicMock, call, patch
 
@@ -81,6 +82,25 @@ def test_json_lines_are_in_the_layout_of_a_runs_folder(tmp_path):
     (kept,), (logged,) = lines_of(tmp_path / "metrics.jsonl"), lines_of(tracker.path)
     assert [*logged] == [*kept]
     assert logged | {"time": kept["time"]} == kept
+
+
+def test_steps_are_any_whole_number_and_values_those_of_their_moment_in_any_mapping(tmp_path):
+    step, norms, groups = torch.tensor(3), np.ones(2), UserDict({"head": [0.5]})
+    with environ.patched({environ.RUN_FOLDER: str(tmp_path)}):
+        metrics, tracker = Metrics.of_run(), JSONLTracker("run", tmp_path)
+    tracker.start()
+    for add in (metrics.add, tracker.log):
+        add({"norms": norms, "groups": groups}, step)
+        add({"deep": [{"norms": norms}]}, np.int64(4))
+    step += 1
+    norms += 1
+    groups["head"].append(2.0)
+    metrics.write()
+    tracker.finish()
+    for path in (tmp_path / "metrics.jsonl", tracker.path):
+        first, second = lines_of(path)
+        assert (first["step"], first["values"]) == (3, {"norms": [1.0, 1.0], "groups": {"head": [0.5]}})
+        assert (second["step"], second["values"]) == (4, {"deep": [{"norms": [1.0, 1.0]}]})
 
 
 def test_a_full_disk_ends_neither_a_step_nor_the_run(tmp_path):

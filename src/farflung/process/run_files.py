@@ -19,6 +19,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
+from copy import copy
 from functools import partial
 from io import BufferedWriter, FileIO, StringIO, TextIOWrapper
 from math import inf
@@ -110,7 +111,7 @@ def plain(value: Any) -> Any:
         return value
     if hasattr(value, "tolist"):  # a tensor, or an array or a number of NumPy's
         value = value.tolist()
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
@@ -126,10 +127,14 @@ def json_line(row: Any) -> str:
 
 
 def _kept(value: Any) -> Any:
-    """Return a value that stays: of a tensor a copy, unless that is as quick to read, so that nobody waits for it."""
-    if not hasattr(value, "detach"):
-        return value
-    return value.tolist() if value.is_cpu and value.numel() == 1 else value.detach().clone()
+    """Return a value that stays: a copy of what may change, unless that is as quick to read, so that nobody waits."""
+    if isinstance(value, Mapping):
+        return {name: _kept(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_kept(item) for item in value]
+    if hasattr(value, "detach"):
+        return value.tolist() if value.is_cpu and value.numel() == 1 else value.detach().clone()
+    return copy(value) if hasattr(value, "tolist") else value
 
 
 class Metrics:
@@ -141,7 +146,7 @@ class Metrics:
 
     def __init__(self, folder: Path) -> None:
         self._path, self._who = folder / METRICS, who()
-        self._rows: list[tuple[float, int | None, dict[str, Any]]] = []
+        self._rows: list[dict[str, Any]] = []
         self._lock = threading.Lock()
         self._writer: threading.Timer | None = None
         atexit.register(self.write)
@@ -157,9 +162,9 @@ class Metrics:
 
     def add(self, values: Mapping[str, Any], step: int | None) -> None:
         """Write values, of the step `step` if that is known."""
-        kept = {name: _kept(x) for name, x in values.items()}
+        row = {"time": time.time(), **self._who, "step": _kept(step), "values": _kept(values)}
         with self._lock:
-            self._rows.append((time.time(), step, kept))
+            self._rows.append(row)
             if self._writer is None:
                 self._writer = threading.Timer(_LOOK_S, self.write)
                 self._writer.daemon = True
@@ -170,10 +175,7 @@ class Metrics:
         with self._lock:
             rows, self._rows, self._writer = self._rows, [], None
         if rows:
-            add_lines(
-                self._path,
-                [{"time": at, **self._who, "step": step, "values": plain(values)} for at, step, values in rows],
-            )
+            add_lines(self._path, [plain(row) for row in rows])
 
 
 class OutputLog:

@@ -68,6 +68,6 @@ class JSONLTracker(ClientTracker):
 
     def _write(self, step: int | None, **fields: Any) -> None:
         try:
-            self._file.write(json_line({"time": time.time(), **self._who, "step": step, **plain(fields)}))
+            self._file.write(json_line(plain({"time": time.time(), **self._who, "step": step, **fields})))
         except OSError as error:
             warnings.warn(f"{self.path} can't be written: {error.strerror}. Training continues without.", stacklevel=2)
