@@ -7,6 +7,7 @@ import random
 import signal
 import time
 import warnings
+from collections import UserDict
 from contextlib import suppress
 from datetime import timedelta
 
@@ -258,7 +259,11 @@ def shares():
         assert all(sum(row) == 0 for row in part)
         assert len(part) in (1, 2)
     with state.split_between_processes({"a": "xyz", "b": [1, 2, 3]}) as part:
-        return parts, part
+        pass
+    with state.split_between_processes(UserDict(a="xyz", b=[1, 2, 3])) as of_mapping:  # as tokenizers return
+        assert type(of_mapping) is UserDict
+        assert of_mapping == part
+    return parts, part
 
 
 def test_inputs_are_split_and_padded():

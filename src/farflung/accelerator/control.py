@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from farflung.base.checks import check_callable, check_whole, wrong_type
 from farflung.base.enums import DistributedType
 from farflung.base.errors import ConfigError
 from farflung.base.forward import Forward
+from farflung.base.tree import rebuilt
 from farflung.comm import collectives
 from farflung.process.world import World
 
@@ -120,18 +121,18 @@ def _only(name: str, function: Callable[..., Any] | None, chosen: Callable[[], b
 
 
 def _share(inputs: Any, rank: int, size: int, padded: bool) -> Any:
-    if not isinstance(inputs, dict) and not (hasattr(inputs, "__len__") and hasattr(inputs, "__getitem__")):
+    if not (hasattr(inputs, "__len__") and hasattr(inputs, "__getitem__")):
         raise wrong_type(
             "split_between_processes: inputs", inputs, "a list, tuple, tensor or data set, or a dictionary of such"
         )
-    if isinstance(inputs, dict):
+    if isinstance(inputs, Mapping):
         lengths = {key: len(value) for key, value in inputs.items()}
         if len(set(lengths.values())) > 1:
             raise ConfigError(f"split_between_processes: the values differ in length: {lengths}.")
     if size == 1:
         return inputs
-    if isinstance(inputs, dict):
-        return {key: _share(value, rank, size, padded) for key, value in inputs.items()}
+    if isinstance(inputs, Mapping):
+        return rebuilt(inputs, functools.partial(_share, rank=rank, size=size, padded=padded))
     count, extra = divmod(len(inputs), size)
     start = rank * count + min(rank, extra)
     stop = start + count + (rank < extra)
