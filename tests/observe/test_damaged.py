@@ -11,13 +11,15 @@ from click.testing import CliRunner
 
 from farflung.base.errors import ConfigError
 from farflung.cost.forecast import plan
+from farflung.cost.methods import efficiency
 from farflung.doctor import address, machine
 from farflung.launch.doctor import doctor
 from farflung.observe import planned, watch as watching
+from farflung.observe.figures import figures
 from farflung.observe.report import report
 from farflung.observe.run import ObservedRun
 from farflung.observe.watch import watch
-from tests.observe.made import T0, add_lines, sign, write_lines, write_run
+from tests.observe.made import T0, a_round, add_lines, sign, write_lines, write_run
 
 assert planned  # which gives `plan` its flag --from
 FILES = ("run.json", "events.jsonl", "rounds.jsonl", "metrics.jsonl", "steps.jsonl", "ranks/replica1.json")
@@ -102,6 +104,17 @@ def test_what_can_not_be_read_is_counted_and_the_rest_is_shown(tmp_path):
     for command, *more in ((watch,), (report,), (report, "--json"), (plan, "--parameters", "1M", "--from")):
         done = CliRunner().invoke(command, [*more, str(tmp_path / "run")])
         assert "2 of events.jsonl, 2 of rounds.jsonl, replica2.json" in " ".join(done.output.split()), command.name
+
+
+def test_a_run_without_ranks_and_a_round_without_members_have_figures(tmp_path):
+    write_run(tmp_path / "run", [])
+    launched = json.loads((tmp_path / "run" / "run.json").read_text())
+    launched["settings"] = {f"outer_{name}": {"value": value} for name, value in (("recipe", "diloco"), ("every", "8"))}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(launched))
+    add_lines(tmp_path / "run" / "rounds.jsonl", a_round(40, 1, [1], 190) | {"members": []})
+    run = ObservedRun(tmp_path / "run")
+    assert (run.unread, figures(run).rounds) == ("not shown, as this release can't read it: 1 of rounds.jsonl", 40)
+    assert figures(run).efficiency == efficiency("diloco", 8, 1_000_000, 3)
 
 
 @pytest.mark.parametrize("with_steps", [True, False])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parse and format numbers with units, as people write them: `1.1B`, `100Mbit`, `50ms`."""
+"""Parse numbers with units, as people write them: `1.1B`, `100Mbit`, `50ms`."""
 
 from __future__ import annotations
 

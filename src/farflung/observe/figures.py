@@ -179,5 +179,5 @@ def _efficiency(run: ObservedRun, replicas: int) -> Efficiency | None:
     model, name = model_of(run), name_of(now.get("recipe"), now.get("codec"), delay)
     if model is None or name is None or not every:
         return None
-    steps = planned or max(STEPS, *(one.step for one in run.ranks))
+    steps = planned or max([STEPS, *(one.step for one in run.ranks)])
     return efficiency(name, every, model["parameters"], replicas, steps)

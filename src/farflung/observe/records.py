@@ -173,7 +173,10 @@ class RoundLine(NamedTuple):
 
 def logged_round(row: Any) -> RoundLine:
     """Read a line of `rounds.jsonl`; TypeError for one that lacks what has no default."""
-    return RoundLine(**{name: read(row[name]) for name, read in _OF_ROUNDS if row.get(name) is not None})
+    line = RoundLine(**{name: read(row[name]) for name, read in _OF_ROUNDS if row.get(name) is not None})
+    if not line.members:
+        raise ValueError("it is a round of no members")
+    return line
 
 
 _OF_ROUNDS = [(name, _READ[name]) for name in RoundLine._fields]
