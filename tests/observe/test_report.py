@@ -230,6 +230,8 @@ def test_the_command_writes_a_page_a_picture_a_trace_or_figures(run, ddp, tmp_pa
     rows = json.loads(told(run.path, ddp.path, "--json", "--price-hour", 1).output)
     assert [row["run"] for row in rows] == [str(run.path), str(ddp.path)]
     assert rows[1]["bytes_sent"] == 8e8
+    with pytest.raises(ConfigError, match=r"--out and --json were given, and a report is one of them\. Give one\."):
+        told("no such run", "--json", "--out", tmp_path / "b.html")
     for out, why in (
         ("x.doc", "--out is x.doc; use a name that ends with .html, .png"),
         (tmp_path / "nowhere" / "x.html", r"x.html can't be written: No such file"),

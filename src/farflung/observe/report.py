@@ -247,6 +247,9 @@ def report(
 
     RUN is a folder of a run, or its name in farflung-runs. [the newest]
     """
+    given = [flag for flag, value in {"--out": out, "--trace": trace_file, "--json": as_json}.items() if value]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} were given, and a report is one of them. Give one.")
     runs = [ObservedRun(named_run(one)) for one in run or (None,)]
     costs = [figures(one, price_hour, price_gb) for one in runs]
     if as_json:
