@@ -156,9 +156,17 @@ def test_a_tracker_that_does_not_start_does_not_end_training_but_a_wrong_argumen
     accelerator = Accelerator(cpu=True, log_with=Keeping("start"))
     with pytest.warns(UserWarning, match="failed in start"):
         accelerator.init_trackers("project")
-    accelerator = Accelerator(cpu=True, log_with=Keeping("start", error=TypeError))
-    with pytest.raises(TypeError, match="no server for start"):
-        accelerator.init_trackers("project")
+    first, failing = Keeping(), Keeping("start", error=TypeError)
+    accelerator = Accelerator(cpu=True, log_with=[first, failing])
+    for _ in range(2):
+        with pytest.raises(TypeError, match="no server for start"):
+            accelerator.init_trackers("project")
+        assert accelerator.trackers == []
+    failing.failing = ()
+    accelerator.init_trackers("project")
+    assert accelerator.trackers == [first, failing]
+    assert first.calls == [("start",), ("finish",)] * 2 + [("start",)]
+    accelerator.end_training()
 
 
 @on_ranks(2)

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -155,20 +156,25 @@ class Tracking:
         return bool(self.started) and not self.is_over
 
     def start(self, project: str | None, config: Any, arguments: Arguments) -> None:
-        """Make the trackers that are named, start all, and have them store `config` if there is one."""
-        if self.is_over:
-            self.started.clear()
-        self.is_running, self.is_over = True, False
+        """Make the trackers that are named, start all, and have them store `config` if there is one.
+
+        If it raises, nothing has begun: those that were started are finished.
+        """
+        trackers = [] if self.is_over else [*self.started]
         for asked in self.asked:
             if isinstance(asked, str):
                 kind: Any = LOGGER_TYPE_TO_CLASS[str(asked)]
                 place = (self._logging_dir,) if kind.requires_logging_directory else ()
                 asked = kind(project, *place, **arguments.get(str(asked), {}))
-            self.started.append(asked)
-        for tracker in self.started:
-            self._attempt(tracker, "start")
-            if config is not None:
-                self._attempt(tracker, "store_init_configuration", config)
+            trackers.append(asked)
+        with ExitStack() as begun:
+            for tracker in trackers:
+                self._attempt(tracker, "start")
+                begun.callback(self._attempt, tracker, "finish")
+                if config is not None:
+                    self._attempt(tracker, "store_init_configuration", config)
+            begun.pop_all()
+        self.started[:], self.is_running, self.is_over = trackers, True, False
 
     def log(self, values: Mapping[str, Any], step: int | None, arguments: Arguments) -> None:
         if not self.records:
