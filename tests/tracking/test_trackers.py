@@ -6,6 +6,7 @@ import math
 import sqlite3
 import sys
 from collections import UserDict
+from enum import Enum
 from pathlib import Path
 from unittest.mock import MagicMock, call, patch
 
@@ -112,13 +113,16 @@ def test_a_full_disk_ends_neither_a_step_nor_the_run(tmp_path):
     tracker.finish()
 
 
-def test_tensorboard_reads_back_what_was_logged(tmp_path):
+def test_tensorboard_reads_back_what_was_logged(tmp_path, monkeypatch):
     accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed"
     )
-    tracker = TensorBoardTracker("run", tmp_path, flush_secs=1)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tracker = TensorBoardTracker("run", "~", flush_secs=1)
     tracker.start()
-    tracker.store_init_configuration({**CONFIG, "betas": [0.9, 0.95], "none": None})
+    kind = Enum("Kind", {"ADAM": "adam"}, type=str).ADAM
+    odd = {"decay": np.float64(0.1), "seed": np.int64(3), "kind": kind, "width": torch.tensor([2])}
+    tracker.store_init_configuration({**CONFIG, "betas": [0.9, 0.95], "none": None, **odd})
     values = {"loss": torch.tensor(0.5), "small": np.float32(2), "note": "warm", "two": {"a": 1.0, "b": 2.0}}
     tracker.log(values, step=3)
     with pytest.warns(UserWarning, match="tensorboard does not record 'odd' of type list"):
@@ -134,7 +138,8 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path):
     assert {"note/text_summary"} <= set(found.Tags()["tensors"])
     assert found.Tags()["images"]
     (hparams,) = (tmp_path / "run").rglob("hparams.yml")
-    assert yaml.safe_load(hparams.read_text()) == {**CONFIG, "betas": "[0.9, 0.95]", "none": "None"}
+    kept = {"betas": "[0.9, 0.95]", "none": "None", "decay": 0.1, "seed": 3, "kind": "adam", "width": 2}
+    assert yaml.safe_load(hparams.read_text()) == {**CONFIG, **kept}
 
 
 @pytest.mark.package

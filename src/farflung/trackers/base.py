@@ -7,7 +7,6 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
-from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from farflung.base.errors import Unsupported
@@ -101,11 +100,6 @@ class ClientTracker(GeneralTracker):
     @property
     def _client(self) -> Any:
         return __import__(self.name)
-
-
-def is_number(value: Any) -> bool:
-    """Whether `value` is one number of Python's or NumPy's."""
-    return isinstance(value, Real)
 
 
 def taken(

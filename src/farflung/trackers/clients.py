@@ -7,17 +7,19 @@ import json
 import os
 import time
 from itertools import islice
+from numbers import Real
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 
 from farflung.base.checks import is_address
 from farflung.base.tree import listify
 from farflung.config import environ
-from farflung.trackers.base import ClientTracker, is_number, taken
+from farflung.trackers.base import ClientTracker, taken
 
 
 class TensorBoardTracker(ClientTracker):
@@ -36,7 +38,7 @@ class TensorBoardTracker(ClientTracker):
             from torch.utils import tensorboard
         except ModuleNotFoundError:
             import tensorboardX as tensorboard  # type: ignore[no-redef]
-        self.logging_dir = os.path.join(self.logging_dir_param, self.run_name)
+        self.logging_dir = os.path.expanduser(os.path.join(self.logging_dir_param, self.run_name))
         self.writer = tensorboard.SummaryWriter(self.logging_dir, **self.init_kwargs)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -44,15 +46,14 @@ class TensorBoardTracker(ClientTracker):
 
         torch writes events to a bucket too; if `logging_dir` is the address of one, there is no such file.
         """
-        plain = {key: value if _is_hyperparameter(value) else str(value) for key, value in values.items()}
+        plain = {key: _hyperparameter(value) for key, value in values.items()}
         self.writer.add_hparams(plain, metric_dict={})
         self.writer.flush()
         if is_address(self.logging_dir):
             return
         folder = Path(self.logging_dir) / str(time.time())
         folder.mkdir(parents=True, exist_ok=True)
-        numbers = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in plain.items()}
-        (folder / "hparams.yml").write_text(yaml.safe_dump(numbers), encoding="utf-8")
+        (folder / "hparams.yml").write_text(yaml.safe_dump(plain), encoding="utf-8")
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record numbers, texts and dictionaries of numbers, by `add_scalar`, `add_text` and `add_scalars`."""
@@ -76,14 +77,19 @@ class TensorBoardTracker(ClientTracker):
         self.writer.close()
 
 
-def _is_hyperparameter(value: Any) -> bool:
-    return isinstance(value, (bool, int, float, str)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+def _hyperparameter(value: Any) -> float | str:
+    """Return a number or a text of Python's own kinds, as YAML has no form for others, such as NumPy's and enums."""
+    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        value = value.item()
+    for kind in (bool, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    return str.__str__(value) if isinstance(value, str) else str(value)
 
 
 def _is_loggable(value: Any) -> bool:
-    return (
-        is_number(value) or isinstance(value, str) or (isinstance(value, dict) and all(map(is_number, value.values())))
-    )
+    is_numbers = isinstance(value, dict) and all(isinstance(number, Real) for number in value.values())
+    return is_numbers or isinstance(value, (Real, str))
 
 
 class MLflowTracker(ClientTracker):
@@ -154,7 +160,9 @@ class MLflowTracker(ClientTracker):
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record numbers; keyword arguments are those of `mlflow.log_metrics`."""
-        self._client.log_metrics(taken(self, listify(values), is_number, "numbers"), step=step, **kwargs)
+        self._client.log_metrics(
+            taken(self, listify(values), lambda value: isinstance(value, Real), "numbers"), step=step, **kwargs
+        )
 
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
         """Record a figure, of Matplotlib or Plotly, as the artifact `artifact_file`."""
