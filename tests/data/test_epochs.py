@@ -72,6 +72,9 @@ def test_an_epoch_chosen_by_hand_wins():
         loader.set_epoch(3)
     list(loader)
     assert data.epochs == [7, 7, 8, 3, 3, 3, 3]
+    loader.iteration = 9  # said when it begins
+    list(loader)
+    assert (data.epochs[7:], loader.iteration) == ([9], 10)
 
 
 @pytest.mark.parametrize("size", [1, 2])

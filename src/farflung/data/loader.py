@@ -91,6 +91,10 @@ class PreparedLoader(LoaderView):
         """The number of the epoch that is under way, or of the next one when none is."""
         return self._progress.epoch
 
+    @iteration.setter
+    def iteration(self, number: int) -> None:
+        self._progress.choose(number)
+
     @property
     def total_dataset_length(self) -> int:
         """Samples in the data set, over all ranks."""
