@@ -18,6 +18,7 @@ from farflung.base.errors import ConfigError, StateError, StateReset, Unsupporte
 from farflung.config import environ
 from farflung.state import AcceleratorState, GradientState
 from farflung.utils import (
+    AutocastKwargs,
     DistributedDataParallelKwargs,
     DistributedType,
     GradientAccumulationPlugin,
@@ -25,7 +26,10 @@ from farflung.utils import (
     InitProcessGroupKwargs,
     ProfileKwargs,
     ProjectConfiguration,
+    TorchDynamoPlugin,
     extract_model_from_parallel,
+    get_mixed_precision_context_manager,
+    is_compiled_module,
 )
 
 
@@ -88,7 +92,7 @@ def test_handlers_refuse_what_nothing_would_read():
 
 
 def test_a_handler_of_a_class_of_your_own_is_read():
-    @dataclass(frozen=True)
+    @dataclass
     class Scaled(GradScalerKwargs):
         init_scale: float = 32.0
 
@@ -97,6 +101,39 @@ def test_a_handler_of_a_class_of_your_own_is_read():
     assert accelerator.scaler.get_scale() == 32.0
     with pytest.raises(ConfigError, match="two GradScalerKwargs"):
         Accelerator(mixed_precision="fp16", kwargs_handlers=[handler, GradScalerKwargs()])
+
+
+def test_what_a_script_sets_in_a_handler_counts_and_is_checked_where_it_is_used():
+    scaler, autocast, profile = GradScalerKwargs(), AutocastKwargs(), ProfileKwargs()
+    dynamo, accumulation = TorchDynamoPlugin(backend="no"), GradientAccumulationPlugin(num_steps=2)
+    given = {"cpu": True, "mixed_precision": "fp16", "kwargs_handlers": [scaler, autocast, profile]}
+    given |= {"dynamo_plugin": dynamo, "gradient_accumulation_plugin": accumulation}
+    scaler.growth_interval = 7
+    accelerator = Accelerator(**given)
+    assert accelerator.scaler.get_growth_interval() == 7
+    accumulation.num_steps = 3
+    assert (accelerator.gradient_accumulation_steps, Accelerator(**given).gradient_accumulation_steps) == (2, 3)
+    autocast.outputs_to_fp32, dynamo.backend = False, "eager"
+    model = accelerator.prepare(nn.Linear(2, 1))
+    assert is_compiled_module(model)
+    assert model(torch.ones(1, 2)).dtype == torch.float16
+    profile.activities = ["cpu"]
+    assert profile.build().activities == {torch.profiler.ProfilerActivity.CPU}
+    for handler, name, wrong, use in (
+        (scaler, "init_scale", -1.0, lambda: Accelerator(**given)),
+        (accumulation, "num_steps", 0, lambda: Accelerator(**given)),
+        (accumulation, "num_steps", 0, lambda: GradientState(accumulation)),
+        (autocast, "enabled", "no", accelerator.autocast),
+        (autocast, "cache_enabled", 3, lambda: accelerator.prepare(nn.Linear(2, 1))),
+        (autocast, "enabled", "no", lambda: get_mixed_precision_context_manager(True, autocast)),
+        (dynamo, "backend", "inductr", lambda: accelerator.prepare(nn.Linear(2, 1))),
+        (profile, "activities", ["cpuu"], accelerator.profile().__enter__),
+    ):
+        before = getattr(handler, name)
+        setattr(handler, name, wrong)
+        with pytest.raises(ConfigError, match=name):
+            use()
+        setattr(handler, name, before)
 
 
 def parts():

@@ -47,7 +47,11 @@ def test_what_is_set_on_an_accelerator_counts_for_what_is_prepared_afterwards():
     for name in ("ddp_handler", "device_placement", "step_scheduler_with_optimizer", "rng_types"):
         with pytest.raises(ConfigError, match=name):
             setattr(accelerator, name, 3)
-    accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+    accelerator.ddp_handler = DistributedDataParallelKwargs(bucket_cap_mb=2)
+    accelerator.ddp_handler.bucket_cap_mb = 0
+    with pytest.raises(ConfigError, match="bucket_cap_mb"):
+        accelerator.prepare(nn.Linear(2, 1))
+    accelerator.ddp_handler.bucket_cap_mb, accelerator.ddp_handler.find_unused_parameters = 2, True
     accelerator.step_scheduler_with_optimizer = accelerator.device_placement = False
     accelerator.rng_types = ["torch"]
     wrapped, optimizer = accelerator.prepare(model := nn.Linear(2, 1), torch.optim.SGD(model.parameters(), lr=1.0))

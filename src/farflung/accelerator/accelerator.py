@@ -257,7 +257,10 @@ class Accelerator(AcceleratorProperties, OuterMethods, Checkpointing, TrackerMet
     def autocast(self, autocast_handler: handlers.AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return a context manager that computes in the session's precision."""
         check_optional("autocast_handler", autocast_handler, handlers.AutocastKwargs, "an AutocastKwargs(enabled=...)")
-        return self._precision.autocast(autocast_handler or self.autocast_handler)
+        handler = autocast_handler or self.autocast_handler
+        if handler is not None:
+            handler.check()
+        return self._precision.autocast(handler)
 
     def backward(self, loss: Tensor, *, num_items: float | Tensor | None = None, **kwargs: Any) -> None:
         """Run the backward pass of a loss, scaled under fp16.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -83,7 +84,8 @@ class Session:
 
     def accumulate(self, plugin: GradientAccumulationPlugin) -> None:
         """Accumulate gradients as `plugin` says from now on, in the loop that is open."""
-        self.plugin, self.loop.num_steps = plugin, plugin.num_steps or 1
+        plugin.check()
+        self.plugin, self.loop.num_steps = copy(plugin), plugin.num_steps or 1
         self.loop.sync_with_dataloader, self.loop.sync_each_batch = plugin.sync_with_dataloader, plugin.sync_each_batch
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -199,6 +200,7 @@ def handlers_by_kind(handlers: Sequence[KwargsHandler] | None) -> dict[type, Any
         kind = next(kind for kind in _HANDLERS if isinstance(handler, kind))
         if kind in found:
             raise ConfigError(f"kwargs_handlers has two {kind.__name__}; give one.")
+        handler.check()
         found[kind] = handler
     return found
 
@@ -220,7 +222,8 @@ def resolve_accumulation(
                 f"gradient_accumulation_steps={steps} and a GradientAccumulationPlugin with num_steps="
                 f"{plugin.num_steps} were both given. Give one of them."
             )
-        return plugin
+        plugin.check()
+        return copy(plugin)  # later ones are compared with it as it is now
     if steps in (None, 1):
         steps = environ.integer("ACCELERATE_GRADIENT_ACCUMULATION_STEPS") or steps
     return None if steps is None else GradientAccumulationPlugin(num_steps=steps)

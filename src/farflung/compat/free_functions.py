@@ -91,7 +91,9 @@ def get_mixed_precision_context_manager(
     if not native_amp:
         return nullcontext()
     session = opened_session()
-    arguments = (autocast_kwargs or AutocastKwargs()).to_kwargs()
+    handler = autocast_kwargs or AutocastKwargs()
+    handler.check()
+    arguments = handler.to_kwargs()
     arguments.pop("outputs_to_fp32", None)
     return torch.autocast(session.world.device.type, dtype=_HALVES.get(session.mixed_precision), **arguments)
 

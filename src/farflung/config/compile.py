@@ -11,7 +11,7 @@ from farflung.base.checks import check_fields, check_optional, check_word
 from farflung.base.enums import DynamoBackend
 from farflung.base.errors import ConfigError
 from farflung.config import environ
-from farflung.config.handlers import KwargsHandler
+from farflung.config.handlers import CheckedKwargs
 
 _PREFIX = "ACCELERATE_DYNAMO_"
 _NEED_BACKEND = ("mode", "fullgraph", "dynamic", "options", "use_regional_compilation")
@@ -28,8 +28,8 @@ def check_backend(name: str, backend: object) -> None:
     check_word(name, word, [str(known).lower() for known in DynamoBackend])
 
 
-@dataclass(frozen=True)
-class TorchDynamoPlugin(KwargsHandler):
+@dataclass
+class TorchDynamoPlugin(CheckedKwargs):
     """Arguments of `torch.compile` for the models that `prepare` is given.
 
     What is None is read from the environment: `ACCELERATE_DYNAMO_BACKEND`, `_MODE`, `_USE_FULLGRAPH`, `_USE_DYNAMIC`
@@ -53,28 +53,25 @@ class TorchDynamoPlugin(KwargsHandler):
     disable: bool = False
     use_regional_compilation: bool | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         given = self.backend if self.backend is not None else environ.text(_PREFIX + "BACKEND") or "no"
         check_backend("TorchDynamoPlugin: backend" if self.backend is not None else _PREFIX + "BACKEND", given)
         word = str(given).upper()
         asked = [name for name in _NEED_BACKEND if getattr(self, name) not in (None, False, "default")]
         if word == DynamoBackend.NO and asked:
             raise ConfigError(f"{', '.join(asked)} of TorchDynamoPlugin need a backend, such as backend='inductor'.")
-        self._resolve("backend", DynamoBackend(word))
-        self._resolve("mode", self.mode or environ.text(_PREFIX + "MODE") or "default")
+        self.backend = DynamoBackend(word)
+        self.mode = self.mode or environ.text(_PREFIX + "MODE") or "default"
         for name in ("fullgraph", "use_regional_compilation"):
             variable = _PREFIX + "USE_" + name.removeprefix("use_").upper()
-            self._resolve(name, environ.flag(variable) if getattr(self, name) is None else getattr(self, name))
+            setattr(self, name, environ.flag(variable) if getattr(self, name) is None else getattr(self, name))
         if self.dynamic is None and environ.text(_PREFIX + "USE_DYNAMIC") is not None:
-            self._resolve("dynamic", environ.flag(_PREFIX + "USE_DYNAMIC"))
+            self.dynamic = environ.flag(_PREFIX + "USE_DYNAMIC")
         check_fields(self)
         check_word("TorchDynamoPlugin: mode", self.mode, _MODES)
         check_optional("TorchDynamoPlugin: options", self.options, dict, "a dictionary of what the backend takes")
         if self.options and self.mode != "default":
             raise ConfigError(f"torch.compile takes mode={self.mode!r} or options={self.options!r}, not both.")
-
-    def _resolve(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
 
     @property
     def compiles(self) -> bool:

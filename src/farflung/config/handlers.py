@@ -42,15 +42,19 @@ class KwargsHandler:
         return {name: value for name, value in self.to_dict().items() if name in defaults and defaults[name] != value}
 
 
-class _CheckedKwargs(KwargsHandler):
-    """One whose fields are checked when it is made; their metadata say in which range they must be."""
+class CheckedKwargs(KwargsHandler):
+    """One whose fields are checked when it is made, and again where they are used, as scripts set them in between."""
 
     def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Raise ConfigError for a wrong value; the fields' metadata say in which range they must be."""
         check_fields(self)
 
 
-@dataclass(frozen=True)
-class AutocastKwargs(_CheckedKwargs):
+@dataclass
+class AutocastKwargs(CheckedKwargs):
     """Arguments of `torch.autocast`.
 
     Args:
@@ -62,8 +66,8 @@ class AutocastKwargs(_CheckedKwargs):
     outputs_to_fp32: bool = True
 
 
-@dataclass(frozen=True)
-class DistributedDataParallelKwargs(KwargsHandler):
+@dataclass
+class DistributedDataParallelKwargs(CheckedKwargs):
     """Arguments of `torch.nn.parallel.DistributedDataParallel`, and what its gradients go through on the wire.
 
     Args:
@@ -83,7 +87,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType.NO
     comm_state_option: dict[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         check_fields(self)
         check_word("DistributedDataParallelKwargs: comm_hook", self.comm_hook, DDPCommunicationHookType.list())
         if self.comm_hook == DDPCommunicationHookType.BATCHED_POWER_SGD:
@@ -107,8 +111,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
         return {name: value for name, value in self.to_kwargs().items() if name not in ours}
 
 
-@dataclass(frozen=True)
-class GradScalerKwargs(_CheckedKwargs):
+@dataclass
+class GradScalerKwargs(CheckedKwargs):
     """Arguments of `torch.amp.GradScaler`."""
 
     init_scale: float = field(default=65536.0, metadata={"above": 0})
@@ -118,8 +122,8 @@ class GradScalerKwargs(_CheckedKwargs):
     enabled: bool = True
 
 
-@dataclass(frozen=True)
-class InitProcessGroupKwargs(KwargsHandler):
+@dataclass
+class InitProcessGroupKwargs(CheckedKwargs):
     """Arguments of `torch.distributed.init_process_group`.
 
     Args:
@@ -131,15 +135,15 @@ class InitProcessGroupKwargs(KwargsHandler):
     init_method: str | None = None
     timeout: timedelta | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         check_fields(self)
         if self.timeout is not None and not isinstance(self.timeout, timedelta):
             example = self.timeout if isinstance(self.timeout, (int, float)) else 1800
             raise wrong_type("timeout", self.timeout, f"a timedelta, such as datetime.timedelta(seconds={example})")
 
 
-@dataclass(frozen=True)
-class WatchdogKwargs(_CheckedKwargs):
+@dataclass
+class WatchdogKwargs(CheckedKwargs):
     """What to do about ranks that do not come to a collective. Not in Accelerate.
 
     Args:
@@ -152,8 +156,8 @@ class WatchdogKwargs(_CheckedKwargs):
     timeout_s: float = field(default=300.0, metadata={"above": 0})
 
 
-@dataclass(frozen=True)
-class ProfileKwargs(KwargsHandler):
+@dataclass
+class ProfileKwargs(CheckedKwargs):
     """Arguments of `torch.profiler.profile`, for `Accelerator.profile`.
 
     Args:
@@ -172,7 +176,7 @@ class ProfileKwargs(KwargsHandler):
     with_modules: bool = False
     output_trace_dir: str | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if self.output_trace_dir is not None:
             check_path("ProfileKwargs: output_trace_dir", self.output_trace_dir)
         if self.activities is not None:
@@ -194,6 +198,7 @@ class ProfileKwargs(KwargsHandler):
         """Return the `torch.profiler.profile` with these arguments."""
         import torch  # here, as settings are read by the launcher too, which trains nothing
 
+        self.check()
         activities = torch.profiler.ProfilerActivity.__members__
         return torch.profiler.profile(
             activities=None if self.activities is None else [activities[name.upper()] for name in self.activities],
@@ -207,8 +212,8 @@ class ProfileKwargs(KwargsHandler):
         )
 
 
-@dataclass(frozen=True)
-class AORecipeKwargs(KwargsHandler):
+@dataclass
+class AORecipeKwargs(CheckedKwargs):
     """How torchao trains in fp8, for `mixed_precision="fp8"`.
 
     Args:
@@ -224,7 +229,7 @@ class AORecipeKwargs(KwargsHandler):
     pad_inner_dim: bool | None = None
     enable_fsdp_float8_all_gather: bool | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         check_fields(self)
         if self.module_filter_func is not None:
             wanted = "one of a module and its name"
@@ -237,8 +242,8 @@ class AORecipeKwargs(KwargsHandler):
             )
 
 
-@dataclass(frozen=True)
-class GradientAccumulationPlugin(_CheckedKwargs):
+@dataclass
+class GradientAccumulationPlugin(CheckedKwargs):
     """How gradients are accumulated.
 
     Args:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from types import MethodType
 from typing import Any
 
@@ -53,11 +54,14 @@ class Autocast(Precision):
         return model
 
     def _computing(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        self._handler.check()
+        handler = copy(self._handler)
+
         @functools.wraps(plain)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with self.autocast():
+            with self.autocast(handler):
                 outputs = plain(*args, **kwargs)
-            return convert_to_fp32(outputs) if self.autocasts and self._handler.outputs_to_fp32 else outputs
+            return convert_to_fp32(outputs) if self.autocasts and handler.outputs_to_fp32 else outputs
 
         return forward
 

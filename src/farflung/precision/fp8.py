@@ -47,6 +47,7 @@ class Float8(Autocast):
         if not has_ao_layers(model):
             from torchao.float8 import Float8LinearConfig
 
+            self.recipe.check()
             config = self.recipe.config or Float8LinearConfig(pad_inner_dim=self.recipe.pad_inner_dim is not False)
             convert_model_to_fp8_ao(model, config, self.recipe.module_filter_func)
             if not has_ao_layers(model):

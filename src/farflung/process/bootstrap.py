@@ -11,6 +11,7 @@ import math
 import os
 import warnings
 from contextlib import suppress
+from copy import copy
 from datetime import timedelta
 from functools import partial
 from ipaddress import ip_address
@@ -140,7 +141,7 @@ def join_world(
         place=place,
         backend=dist.get_backend() if info.size > 1 else None,
         owns_group=owns,
-        init=(init or InitProcessGroupKwargs()) if owns else None,
+        init=copy(init or InitProcessGroupKwargs()) if owns else None,
         watchdog=Watchdog(torch_group) if torch_group else None,
     )
     if owns:

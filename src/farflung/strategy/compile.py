@@ -53,6 +53,7 @@ def has_repeated_blocks(module: nn.Module) -> bool:
 def compile_in_place(model: nn.Module, plugin: TorchDynamoPlugin) -> None:
     """Compile the calls of `model`, or of its regions, unless something of it is compiled already or none is to be."""
     model = _held(model)
+    plugin.check()
     if plugin.compiles and not has_compiled_regions(model):
         _compile(_regions(model) if plugin.use_regional_compilation else [[model]], plugin.to_kwargs())
 

@@ -51,6 +51,8 @@ class DDP(ShardedModels):
     def ddp_handler(self, handler: DistributedDataParallelKwargs | None) -> None:
         if self._has_rows and handler is not None and handler.comm_hook == Hook.POWER_SGD:
             raise ConfigError(f"comm_hook={handler.comm_hook} can't be used with islands. Use fp16, bf16 or none.")
+        if handler is not None:
+            handler.check()
         self._handler = handler
 
     def adopt(self, optimizer: Optimizer) -> None:
@@ -67,6 +69,7 @@ class DDP(ShardedModels):
         row = self.mesh.row.get_group() if self._has_rows else None
         if self._has_rows:  # each row's DDP copies its first rank, so the first ranks of the rows must be equal
             broadcast_values([*model.parameters(), *model.buffers()], self.mesh.replicas)
+        self.ddp_handler = self._handler  # which checks what a script has set since
         handler = self._handler or DistributedDataParallelKwargs()
         ddp = DistributedDataParallel(
             model,
