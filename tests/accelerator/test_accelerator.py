@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from farflung import Accelerator, PartialState
-from farflung.base.errors import ConfigError, StateError, StateReset, Unsupported
+from farflung.base.errors import ConfigError, StateError, StateReset
 from farflung.config import environ
 from farflung.state import AcceleratorState, GradientState
 from farflung.utils import (
@@ -274,8 +274,24 @@ def test_unwrapping_undoes_precision_and_compilation_as_asked():
     assert torch.equal(half(x), nn.functional.linear(x, plain.weight, plain.bias))
     assert not torch.equal(half(x), plain(x))  # which still computes in bf16
     assert accelerator.unwrap_model(half, keep_fp32_wrapper=False) is half
-    with pytest.raises(Unsupported, match="recursive"):
-        extract_model_from_parallel(model, recursive=True)
+
+
+@pytest.mark.parametrize(
+    "wrapped", [nn.DataParallel, lambda model: torch.compile(nn.DataParallel(model), backend="eager")]
+)
+def test_unwrapping_recursively_unwraps_the_modules_inside_under_each_of_their_names(wrapped):
+    inner = nn.Linear(2, 2)
+    block = nn.Sequential(nn.DataParallel(nn.DataParallel(inner)))
+    part = nn.DataParallel(block)
+    model = nn.ModuleDict({"a": part, "b": part, "c": nn.ModuleList([nn.ReLU(), block[0]])})
+    unwrapped = extract_model_from_parallel(nn.DataParallel(model), recursive=True)
+    assert unwrapped is model
+    assert model["a"] is model["b"] is block
+    assert block[0] is model["c"][1] is inner
+    model = nn.Sequential(nn.DataParallel(inner), None)
+    extract_model_from_parallel(wrapped(model), keep_torch_compile=False, recursive=True)
+    assert (model[0], model[1]) == (inner, None)
+    assert extract_model_from_parallel(inner, recursive=True) is inner
 
 
 def test_a_freed_model_is_gone():

@@ -13,8 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from farflung.accelerator.session import current_session, flushed
 from farflung.base.checks import check_type
-from farflung.base.errors import Unsupported
-from farflung.base.torch_internals import compiled_again, compiled_from
+from farflung.base.torch_internals import child_slots, compiled_again, compiled_from
 from farflung.base.tree import is_container, is_namedtuple, leaves_of, rebuilt, recursively_apply
 from farflung.comm import collectives
 from farflung.comm.exchange import Exchange
@@ -117,12 +116,8 @@ def extract_model_from_parallel(
             duplicate that shares all its tensors, because the prepared one keeps computing with it.
         keep_torch_compile: False returns a module that computes without torch.compile: the one inside a compiled one,
             or, if the module itself was compiled, a duplicate that shares all its tensors.
-        recursive: not supported.
+        recursive: replace modules inside that DDP wrapped, too, by what it wrapped; the model itself changes.
     """
-    if recursive:
-        raise Unsupported(
-            "extract_model_from_parallel(recursive=True) is not supported. Unwrap inner modules one by one."
-        )
     check_type("extract_model_from_parallel: model", model, nn.Module, "an nn.Module")
     compiled: Any = None
     inner: Any = model
@@ -131,6 +126,11 @@ def extract_model_from_parallel(
             inner = inner.module
         else:
             compiled, inner = inner, compiled_from(inner)
+    for holder in inner.modules() if recursive else ():  # it visits the children that the block below puts there
+        for name, child in child_slots(holder).items():
+            while isinstance(child, _PARALLEL):
+                child = child.module
+            setattr(holder, name, child)
     if not keep_fp32_wrapper:
         inner = without_precision(inner)
     if not keep_torch_compile:
