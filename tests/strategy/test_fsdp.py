@@ -154,6 +154,37 @@ def test_on_one_process_activations_are_recomputed_and_nothing_is_sharded():
     assert kept[1] < kept[0] / 2
 
 
+def recomputing(**settings):
+    AcceleratorState._reset_state()
+    plugin = FullyShardedDataParallelPlugin(activation_checkpointing=True, **settings)
+    return Accelerator(cpu=True, fsdp_plugin=plugin)
+
+
+def prepare_twice():
+    for policy in (BY_BLOCK, {}):
+        model = recomputing(**policy).prepare(made()[0])
+        before = [module.forward for module in model.modules()]
+        accelerator = recomputing(**policy)
+        model, calls = accelerator.prepare(model), []
+        assert [module.forward for module in model.modules()] == before
+        model.blocks[1].mix.register_forward_hook(lambda *_, calls=calls: calls.append(0))
+        accelerator.backward(model(torch.zeros(4, 5, dtype=torch.long)).sum())
+        assert len(calls) == 2
+
+
+def test_a_second_prepare_leaves_recomputation_as_it_is():
+    prepare_twice()
+
+
+@on_ranks(2)
+def test_a_second_prepare_leaves_the_recomputation_of_a_sharded_model_as_it_is():
+    prepare_twice()
+    AcceleratorState._reset_state()
+    sharded = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin()).prepare(Stack(4))
+    with pytest.raises(Unsupported, match=r"Stack came sharded, .* before fully_shard"):
+        recomputing().prepare(sharded)
+
+
 class Stack(nn.Module):
     """Its constructor has to be given something, as most have."""
 

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from types import MethodType
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from farflung.base.errors import ConfigError, Unsupported
 from farflung.base.torch_internals import child_slots, copied_module, overflowed, ready_scaler, scaler_stages
 from farflung.base.tree import convert_to_fp32
 from farflung.config.handlers import AutocastKwargs, GradScalerKwargs
-from farflung.precision.base import Closure, Precision
+from farflung.precision.base import Closure, Precision, wrap_forward
 
 _MARK = "_farflung_plain_forward"  # where a wrapped model keeps the forward of its own that it had, or None
 
@@ -44,13 +43,8 @@ class Autocast(Precision):
     def wrap(self, model: nn.Module) -> nn.Module:
         if hasattr(model, _MARK):
             return model
-        plain = model.forward
         object.__setattr__(model, _MARK, model.__dict__.get("forward"))
-        if isinstance(plain, MethodType) and plain.__self__ is model:
-            # A method, so that a copy of the model computes with the weights of the copy.
-            model.forward = MethodType(self._computing(plain.__func__), model)
-        else:
-            model.forward = self._computing(plain)
+        wrap_forward(model, self._computing)
         return model
 
     def _computing(self, plain: Callable[..., Any]) -> Callable[..., Any]:

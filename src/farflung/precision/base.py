@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
@@ -60,6 +61,16 @@ class Precision:
 
     def load_state_dict(self, state: dict[str, Any], optimizers: Sequence[Optimizer]) -> None:
         """Take over what `state_dict` returned, for the same optimizers; KeyError if it is something else."""
+
+
+def wrap_forward(module: nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the forward pass of `module` by `wrapper(forward)`."""
+    plain = module.forward
+    if isinstance(plain, MethodType) and plain.__self__ is module:
+        # A method, so that a copy of the module computes with the weights of the copy.
+        module.forward = MethodType(wrapper(plain.__func__), module)
+    else:
+        module.forward = wrapper(plain)
 
 
 class GivenScaler(Precision):

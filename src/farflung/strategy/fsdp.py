@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from types import MethodType
 from typing import Any
 
 import torch
@@ -28,9 +27,12 @@ from farflung.base.torch_internals import own_parameters
 from farflung.comm.bucket import broadcast_values
 from farflung.comm.shards import is_sharded, model_has_dtensor, reshard, sharded_parts, spread_like
 from farflung.config.sharding import FullyShardedDataParallelPlugin
+from farflung.precision.base import wrap_forward
 from farflung.process.mesh import Mesh
 from farflung.strategy.base import Single
 from farflung.strategy.sharded import ShardedModels, refuse_muon
+
+_MARK = "_farflung_recomputed"  # on a forward pass that computes again; what wraps that takes the mark along
 
 
 class OneShard(Single):
@@ -79,7 +81,7 @@ class FSDP(ShardedModels):
         self.check_parallel(model)
         if not (sharded_parts(model.modules()) if self.mesh.cuts_layers else model_has_dtensor(model)):
             self._shard(model)
-        elif self._plugin.activation_checkpointing:
+        elif self._plugin.activation_checkpointing and not any(map(_is_recomputed, model.modules())):
             raise Unsupported(
                 f"This {type(model).__name__} came sharded, so its activations can't be recomputed by "
                 "activation_checkpointing. Leave that out, and wrap them before fully_shard."
@@ -190,15 +192,15 @@ def _recompute(model: nn.Module, wrapped: Sequence[nn.Module], plugin: FullyShar
     """
     offload = bool(plugin.activation_checkpointing_offload)
     for module in (wrapped or [model]) if plugin.activation_checkpointing else ():
-        plain = module.forward
-        if isinstance(plain, MethodType) and plain.__self__ is module:
-            # A method, so that a copy of the module computes with the weights of the copy.
-            module.forward = MethodType(_recomputed(plain.__func__, offload), module)
-        else:
-            module.forward = _recomputed(plain, offload)
+        if not _is_recomputed(module):
+            wrap_forward(module, functools.partial(_recomputed, offload))
 
 
-def _recomputed(plain: Callable[..., Any], offload: bool) -> Callable[..., Any]:
+def _is_recomputed(module: nn.Module) -> bool:
+    return hasattr(module.forward, _MARK)
+
+
+def _recomputed(offload: bool, plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -207,6 +209,7 @@ def _recomputed(plain: Callable[..., Any], offload: bool) -> Callable[..., Any]:
         with kept:
             return checkpoint(plain, *args, use_reentrant=False, **kwargs)
 
+    setattr(forward, _MARK, True)
     return forward
 
 
