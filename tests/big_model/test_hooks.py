@@ -4,6 +4,7 @@
 import copy
 import inspect
 import pickle
+from dataclasses import dataclass, field
 from functools import partial
 
 import accelerate.hooks as theirs
@@ -157,6 +158,29 @@ def test_outputs_go_back_to_where_inputs_were():
     hook = layer._hf_hook
     _, moved = hook.pre_forward(layer, kept=torch.ones(1), other=torch.ones(1))
     assert (moved["kept"].device.type, moved["other"].device.type) == ("cpu", "meta")
+
+
+@dataclass
+class Cache:
+    """What layers write into, to read it in their next call."""
+
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@pytest.mark.parametrize("library", [theirs, ours])
+@pytest.mark.parametrize("kind", ["AlignDevicesHook", "CpuOffload"])
+def test_state_that_layers_write_into_a_dataclass_is_kept(library, kind):
+    class Counting(nn.Linear):
+        def forward(self, x, caches, cache):
+            for one in (*caches["all"], cache):
+                one.values["seen"] = one.values.get("seen", 0) + len(x)
+            return super().forward(x)
+
+    layer, caches = Counting(2, 2), [Cache(), Cache()]
+    library.add_hook_to_module(layer, getattr(library, kind)(execution_device="cpu"))
+    for _ in range(2):
+        layer(torch.ones(3, 2), {"all": caches[:1]}, cache=caches[1])
+    assert [cache.values for cache in caches] == [{"seen": 6}, {"seen": 6}]
 
 
 def test_a_modules_own_weights_are_on_a_device_for_the_length_of_a_block(model):

@@ -62,16 +62,13 @@ def _remade(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 def rebuilt(data: Any, visit: Callable[[Any], Any]) -> Any:
     """Return a copy of the container `data` with `visit` applied to each child; raise TypeError if it is none."""
-    kind = type(data)
-    if kind is dict:
-        return {key: visit(value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
         return honor_type(data, [visit(value) for value in data])
     if isinstance(data, Mapping):
         return _remade(data, {key: visit(value) for key, value in data.items()})
     if _is_record(data):
         return _filled(copy.copy(data), [(name, visit(getattr(data, name))) for name in _field_names(data)])
-    raise TypeError(f"{kind.__name__} is not a container that Farflung takes apart")
+    raise TypeError(f"{type(data).__name__} is not a container that Farflung takes apart")
 
 
 def is_container(data: Any) -> bool:
@@ -116,11 +113,16 @@ def not_a_tensor(operation: str, leaf: Any) -> WrongType:
 
 
 def send_to_device(
-    tensor: Any, device: torch.device | str | int, non_blocking: bool = False, skip_keys: str | list[str] | None = None
+    tensor: Any,
+    device: torch.device | str | int,
+    non_blocking: bool = False,
+    skip_keys: str | list[str] | None = None,
+    into_dataclasses: bool = True,
 ) -> Any:
     """Move every tensor of a tree, and everything that has a `to` method, to `device`.
 
-    `non_blocking` doesn't wait for copies from pinned memory; values of mappings under `skip_keys` stay where they are.
+    `non_blocking` doesn't wait for copies from pinned memory; values of mappings under `skip_keys` stay where they are,
+    and dataclass instances stay as they are without `into_dataclasses`.
     """
     try:
         target = device if isinstance(device, torch.device) else torch.device(device)
@@ -136,10 +138,10 @@ def send_to_device(
                 return node.to(target, non_blocking=non_blocking)
             except TypeError:  # a `to` that takes the device alone
                 return node.to(target)
-        if isinstance(node, Mapping) and skipped:
-            kept = {key: value if key in skipped else visit(value) for key, value in node.items()}
-            return _remade(node, kept)
-        return rebuilt(node, visit) if is_container(node) else node
+        if isinstance(node, Mapping):
+            return _remade(node, {key: value if key in skipped else visit(value) for key, value in node.items()})
+        is_entered = isinstance(node, (list, tuple)) or (into_dataclasses and _is_record(node))
+        return rebuilt(node, visit) if is_entered else node
 
     return visit(tensor)
 
@@ -211,8 +213,6 @@ def _build(spec: Spec, supply: Iterator[Any]) -> Any:
         return next(supply)
     kind, keys, children = spec
     values = [_build(child, supply) for child in children]
-    if kind is dict:
-        return dict(zip(keys, values, strict=True))
     if keys is None:
         return kind(*values) if hasattr(kind, "_fields") else kind(values)
     if issubclass(kind, defaultdict):

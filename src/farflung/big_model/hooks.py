@@ -31,6 +31,8 @@ from farflung.tools.memory import clear_device_cache
 SkipKeys: TypeAlias = "str | list[str] | None"
 
 GUARDED = ("to", "cuda", "xpu")  # the methods that `dispatch_model` guards on the model that it dispatched
+# Moves arguments. Dataclass instances stay the same objects, since layers may keep state in them.
+_send = functools.partial(send_to_device, into_dataclasses=False)
 
 
 class ModelHook:
@@ -207,7 +209,7 @@ class AlignDevicesHook(ModelHook):
         if self.execution_device is None:
             return args, kwargs
         device = as_device(self.execution_device)
-        return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=self.skip_keys)
+        return _send(args, device), _send(kwargs, device, skip_keys=self.skip_keys)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         if self.offload:
@@ -403,7 +405,7 @@ class CpuOffload(ModelHook):
             clear_device_cache()
         device = as_device(self.execution_device)
         module.to(device)
-        return send_to_device(args, device), send_to_device(kwargs, device)
+        return _send(args, device), _send(kwargs, device)
 
 
 @dataclass(eq=False)
