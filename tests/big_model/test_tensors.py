@@ -33,6 +33,23 @@ def test_models_made_without_memory_have_shapes_and_keep_what_is_shared(monkeypa
     assert empty().norm.running_mean.is_meta
 
 
+def test_a_parameter_that_is_registered_twice_without_memory_is_shared():
+    given = nn.Parameter(torch.ones(2))
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = self.second = nn.Parameter(torch.ones(3))
+            self.third, self.fourth = given, given
+
+    with init_empty_weights():
+        model, other = Twice(), Twice()
+    assert find_tied_parameters(model) == [["first", "second"], ["fourth", "third"]]
+    assert model.third is other.third
+    assert other.first is not model.first
+    assert not given.is_meta
+
+
 def test_parameters_keep_their_class_attributes_and_requires_grad():
     class Own(nn.Parameter):
         pass

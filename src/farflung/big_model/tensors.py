@@ -322,10 +322,13 @@ def init_on_device(device: torch.device, include_buffers: bool | None = None) ->
             yield
         return
     register = nn.Module.register_parameter
+    moved: Any = WeakIdKeyDictionary()  # by parameter, which may be registered under several names
 
     def register_there(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and param.device != target:
-            param = like_parameter(param, param.to(target))
+            if param not in moved:
+                moved[param] = like_parameter(param, param.to(target))
+            param = moved[param]
         register(module, name, param)
 
     nn.Module.register_parameter = register_there  # type: ignore[method-assign, assignment]
