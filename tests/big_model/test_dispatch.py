@@ -48,6 +48,43 @@ def test_a_model_is_saved_into_the_folder_that_it_is_offloaded_from(model, size,
         assert all(torch.equal(found[name], value) for name, value in state.items())
 
 
+class Noting(nn.Linear):
+    """A layer with extra state that is no tensor."""
+
+    def get_extra_state(self):
+        return {"noted": getattr(self, "noted", 0), "at": torch.ones(1)}
+
+    def set_extra_state(self, state):
+        self.noted = state["noted"]
+
+
+@pytest.mark.parametrize("offload", [disk_offload, lambda model, folder: cpu_offload(model)])
+def test_a_module_in_two_places_with_extra_state_is_offloaded_saved_and_loaded(offload, tmp_path):
+    layer = Noting(2, 2)
+    layer.noted = 3
+    model = nn.Sequential(layer, nn.ReLU(), layer)
+    x, state = torch.ones(1, 2), copy.deepcopy(model.state_dict())
+    expected = model(x)
+    offload(model, tmp_path / "away")
+    accelerator = Accelerator(cpu=True)
+    assert torch.equal(accelerator.prepare(model)(x), expected)
+    torch.testing.assert_close(accelerator.get_state_dict(model), dict(state))
+    accelerator.save_model(model, tmp_path, safe_serialization=False)
+    for device_map in ({"": "disk"}, {"0": "cpu", "1": "cpu", "2": "disk"}, {"": "cpu"}, None):
+        layer = Noting(2, 2)
+        loaded = nn.Sequential(layer, nn.ReLU(), layer)
+        load_checkpoint_and_dispatch(loaded, tmp_path, device_map, offload_folder=tmp_path / "loaded")
+        assert layer.noted == 3
+        assert torch.equal(loaded(x), expected)
+
+
+def test_extra_state_in_a_state_dict_for_the_cpu_is_left_to_its_module():
+    model, x = nn.Sequential(Noting(2, 2)), torch.ones(1, 2)
+    expected = model(x)
+    dispatch_model(model, {"": "cpu"}, state_dict=model.state_dict(), force_hooks=True)
+    assert torch.equal(model(x), expected)
+
+
 def offloaded(way, model, folder):
     if way == "dispatch_model":
         return dispatch_model(model, {"": "disk"}, offload_dir=folder)

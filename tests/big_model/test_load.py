@@ -134,6 +134,14 @@ def test_an_index_that_names_what_is_not_there_is_refused(name, file, words, tmp
         load_checkpoint_in_model(nn.Linear(2, 2, device="meta"), tmp_path / "all.index.json", {"": "cpu"})
 
 
+@pytest.mark.parametrize("device_map", [{"": "disk"}, {"": "cpu"}, None])
+@pytest.mark.parametrize("make", [empty, Tied])
+def test_a_weight_of_another_shape_is_refused(make, device_map, tmp_path):
+    saved(tmp_path, **{"norm.bias": torch.ones(5)})
+    with pytest.raises(ConfigError, match=r"norm\.bias has shape \[4\], and the value for it \[5\]"):
+        load_checkpoint_in_model(make(), tmp_path, device_map, offload_folder=tmp_path / "away")
+
+
 def test_eight_bit_weights_and_other_frameworks_are_refused(tmp_path):
     eight = {"weight": torch.ones(2, 2, dtype=torch.int8), "weight.SCB": torch.ones(2)}
     save_file(eight, tmp_path / "8bit.safetensors")
@@ -203,3 +211,21 @@ def test_the_first_rank_reads_for_all(tmp_path):
     model = nn.Linear(3, 2)
     load_checkpoint_in_model(model, tmp_path, broadcast_from_rank0=True)
     assert model.weight.tolist() == weights["weight"].tolist()
+
+
+@on_ranks(2)
+def test_a_model_that_is_not_sharded_is_loaded_on_each_rank_as_on_one_process(tmp_path):
+    folder = tmp_path / str(dist.get_rank())
+    _, expected = saved(folder)
+    model = empty().bfloat16()
+    model.norm.to_empty(device="cpu")
+    load_checkpoint_in_model(model, folder)
+    assert model.embed.weight.dtype == torch.bfloat16
+    assert model.head.weight is model.embed.weight
+    assert torch.allclose(output(model).float(), expected, atol=0.1)
+    for wrapped in (nn.parallel.DistributedDataParallel(Tied()), torch.compile(Tied(), backend="eager")):
+        load_checkpoint_in_model(wrapped, folder)
+        assert torch.equal(output(wrapped.eval()), expected)
+    model.norm = nn.BatchNorm1d(5)
+    with pytest.raises(ConfigError, match=r"norm\.weight has shape \[5\], and the value for it \[4\]"):
+        load_checkpoint_in_model(model, folder)

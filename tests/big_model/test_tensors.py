@@ -148,6 +148,12 @@ def test_buffers_that_are_not_saved_are_left_out_at_any_depth(model):
     assert dict(named_module_tensors(model)) == {}
 
 
+def test_buffers_that_are_not_saved_are_left_out_under_each_name_of_a_module(model):
+    model.again = model.blocks[0]
+    names = get_non_persistent_buffers(model, recurse=True, fqns=True)
+    assert names == {"blocks.0.shift", "blocks.1.shift", "again.shift"}
+
+
 def test_devices_and_memory_are_identified():
     assert check_device_same(torch.device("cuda"), torch.device("cuda:0"))
     assert not check_device_same(torch.device("cuda:1"), torch.device("cuda"))

@@ -100,7 +100,7 @@ def dispatch_model(
         weights = None
         if state_dict is not None or index is not None:
             known = with_shared_names(index or {}, ties)
-            waiting = state_dict or {}
+            waiting = {name: value for name, value in (state_dict or {}).items() if isinstance(value, Tensor)}
             empty = [name for name, value in waiting.items() if value.is_meta and name not in known]
             if empty:
                 raise ConfigError(
@@ -153,7 +153,8 @@ def _plain(device: Device) -> Device:
 
 def _offloadable(model: nn.Module, offload_buffers: bool) -> dict[str, Tensor]:
     staying = set() if offload_buffers else {name for name, _ in model.named_buffers()}
-    return {name: value for name, value in model.state_dict().items() if name not in staying}
+    state = model.state_dict().items()  # with extra state, which may be no tensor
+    return {name: value for name, value in state if isinstance(value, Tensor) and name not in staying}
 
 
 def _written(
@@ -203,7 +204,7 @@ def cpu_offload(
     By default the model runs where its first parameter is. Other arguments are those of `dispatch_model`.
     """
     if state_dict is None:
-        state_dict = {name: value.to("cpu") for name, value in model.state_dict().items()}
+        state_dict = {name: value.to("cpu") for name, value in _offloadable(model, True).items()}
     return _offload(model, execution_device, offload_buffers, state_dict, preload_module_classes)
 
 

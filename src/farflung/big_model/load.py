@@ -13,16 +13,20 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from farflung.base.checks import check_path
 from farflung.base.errors import CheckpointError, ConfigError, Unsupported
 from farflung.base.files import utf8_name
+from farflung.base.torch_internals import compiled_from
+from farflung.base.tree import send_to_device
 from farflung.big_model import tensors
 from farflung.big_model.hooks import align_module_device, has_offloaded_params, weights_of
 from farflung.big_model.offload import Folder, Index, load_offloaded_weight, offload_weight, save_offload_index
 from farflung.checkpoint import paths
 from farflung.checkpoint.files import inside
 from farflung.checkpoint.reader import damage_as, read_weights
+from farflung.comm.shards import model_has_dtensor
 
 _log = logging.getLogger("farflung.utils.modeling")
 _T = TypeVar("_T")
@@ -124,12 +128,14 @@ def load_checkpoint_in_model(
     tensors.warn_if_untied(model, ties)
     if device_map is not None:
         tensors.check_tied_parameters_on_same_device(ties, device_map)
-    is_sharded = dist.is_available() and dist.is_initialized() and device_map is None and dtype is None
-    if not is_sharded and (broadcast_from_rank0 or not full_state_dict):
+    may_share = dist.is_available() and dist.is_initialized() and device_map is None and dtype is None
+    if not may_share and (broadcast_from_rank0 or not full_state_dict):
         raise ConfigError(
             "full_state_dict=False and broadcast_from_rank0 are for models that are sharded over a process group; "
             "they go with neither device_map nor dtype."
         )
+    is_wrapped = isinstance(model, DistributedDataParallel) or compiled_from(model) is not None
+    by_torch = may_share and (broadcast_from_rank0 or is_wrapped or model_has_dtensor(model))
     sources: Iterator[dict[str, Tensor]] = iter(())
 
     def find() -> tuple[set[str], int]:
@@ -143,7 +149,7 @@ def load_checkpoint_in_model(
         return names, len(files)
 
     names, num_files = _on_first(find, broadcast_from_rank0)
-    if is_sharded:
+    if by_torch:  # which also knows names without the prefixes of wrappers
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
         options = StateDictOptions(
@@ -226,21 +232,23 @@ def _load_each(
 
     def place(name: str, value: Tensor) -> Tensor | None:
         """Give the model a weight, on the device of the map; return what is to be written where that is the disk."""
+        path, _, key = name.rpartition(".")
+        if key == "_extra_state":  # of whatever kind its module saves
+            model.get_submodule(path).set_extra_state(value)
+            return None
         is_kept = dtype == torch.float16 and any(name == kept or f"{kept}." in name for kept in keep_in_fp32)
         kind = torch.float32 if is_kept else dtype
         old = tensors.get_tensor(model, name)
         if device_map is None and kind is None and not old.is_meta:
-            if old.shape != value.shape:
-                raise ConfigError(f"{name} has shape {list(old.shape)}, and the value for it {list(value.shape)}.")
             with torch.no_grad():
-                old.copy_(value)  # an optimizer may hold the parameter
+                old.copy_(tensors.converted(name, old, value, kind))  # an optimizer may hold the parameter
             return None
         device = ("cpu" if old.is_meta else old.device) if device_map is None else tensors.device_for(name, device_map)
         if device != "disk" or name in staying:  # in memory with its module, not on the disk with the module's weights
             there = "cpu" if device == "disk" else device
             tensors.set_module_tensor_to_device(model, name, there, value, kind, clear_cache=False)
             return None
-        stored = value.to(old.dtype if kind is None else kind) if value.is_floating_point() else value
+        stored = tensors.converted(name, old, value, kind)
         tensors.set_module_tensor_to_device(model, name, "meta", dtype=stored.dtype)
         return stored
 
@@ -267,12 +275,12 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of a model whose weights are offloaded, on the CPU; ConfigError if one has no values."""
     state: dict[str, Tensor] = {}
     own = model.state_dict()
-    for path, module in model.named_modules():
+    for path, module in model.named_modules(remove_duplicate=False):
         with align_module_device(module, "cpu"):
             for name, value in module.state_dict().items():
                 full = f"{path}.{name}" if path else name
-                if full in own and not value.is_meta:
-                    state.setdefault(full, value.to("cpu"))
+                if full in own and not getattr(value, "is_meta", False):  # extra state may be no tensor
+                    state.setdefault(full, send_to_device(value, "cpu"))
     missing = [name for name in own if name not in state]
     if missing:
         raise ConfigError(f"{missing} are on the meta device and no hook has values for them, so they can't be saved.")

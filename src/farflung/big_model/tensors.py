@@ -71,7 +71,7 @@ all_tensors = partial(named_module_tensors, remove_duplicate=False)  # a shared 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
     """Return the names of the buffers that are not part of the state dict; with `fqns`, full names from `module` on."""
-    owners = dict(module.named_modules()) if recurse else {"": module}
+    owners = dict(module.named_modules(remove_duplicate=False)) if recurse else {"": module}
     return {
         f"{path}.{name}" if fqns and path else name for path, one in owners.items() for name in passing_buffers(one)
     }
@@ -258,7 +258,7 @@ def set_module_tensor_to_device(
     if value is None and old.is_meta and target.type != "meta":
         raise ConfigError(f"{tensor_name} is on the meta device, so it needs a value to be put on {target}.")
     with torch.no_grad():
-        new = _converted(tensor_name, old, value, as_dtype(dtype)).to(target, non_blocking=non_blocking)
+        new = converted(tensor_name, old, value, as_dtype(dtype)).to(target, non_blocking=non_blocking)
     if name in own_buffers(owner):
         own_buffers(owner)[name] = new
     elif new is not old:
@@ -270,7 +270,7 @@ def set_module_tensor_to_device(
         clear_device_cache()
 
 
-def _converted(name: str, old: Tensor, value: Any, dtype: torch.dtype | None) -> Tensor:
+def converted(name: str, old: Tensor, value: Any, dtype: torch.dtype | None) -> Tensor:
     """Return what is to be stored, in its dtype, where it lies now."""
     if value is None:
         return old if dtype is None or not _is_real(old) else old.to(dtype)
