@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from farflung import Accelerator, LocalSGD
 from farflung.outer import diloco, local_sgd
+from farflung.state import AcceleratorState
 from farflung.testing.ranks import run_ranks
 from farflung.utils import GradScalerKwargs
 from tests.accelerator.conftest import on_ranks
@@ -89,7 +90,8 @@ def test_a_ddp_group_skips_together_and_its_schedules_wait(num_ranks):
             seen, _ = outcome[number]
             assert [skipped for skipped, *_ in seen] == [[step == 2] * parts for step in range(STEPS)]
             assert [rates for _, rates, *_ in seen] == [[rate_after(ticks)] * parts for ticks in (1, 2, 2, 3, 4)]
-            assert [scale for *_, scale in seen] == [16.0, 16.0, 16.0, 8.0, 8.0]  # halved when it is used again
+            # Halved by the step of a single optimizer; else when it is used again.
+            assert [scale for *_, scale in seen] == [16.0, 16.0, 16.0 if parts > 1 else 8.0, 8.0, 8.0]
             for (*_, weights, _), (*_, other, _) in zip(seen, ranks[0][number][0], strict=True):
                 assert torch.equal(weights, other)
             assert torch.equal(seen[1][2], seen[2][2])
@@ -128,3 +130,20 @@ def test_a_first_step_that_one_replica_skips_leaves_one_anchor():
             optimizer.step()
             optimizer.zero_grad()
     return is_the_same([parameter.tolist() for parameter in net.parameters()])
+
+
+def test_the_scale_shows_an_overflow_after_the_step_of_the_only_optimizer_and_after_the_steps_of_all():
+    precision = {"mixed_precision": "fp16", "kwargs_handlers": [GradScalerKwargs(init_scale=16.0)]}
+    for number_of_optimizers, scale in ((1, 8.0), (2, 16.0)):
+        AcceleratorState._reset_state()
+        accelerator = Accelerator(cpu=True, **precision)
+        layers = [nn.Linear(2, 1) for _ in range(number_of_optimizers)]
+        layers = accelerator.prepare(*layers) if number_of_optimizers > 1 else [accelerator.prepare(*layers)]
+        optimizers = [accelerator.prepare(torch.optim.SGD(layer.parameters(), lr=0.1)) for layer in layers]
+        accelerator.backward(sum(layer(torch.full((1, 2), float("inf"))).sum() for layer in layers))
+        for optimizer in optimizers:
+            optimizer.step()
+            assert optimizer.step_was_skipped
+            assert accelerator.scaler.get_scale() == scale
+        accelerator.backward(layers[0](torch.ones(1, 2)).sum())
+        assert accelerator.scaler.get_scale() == 8.0
