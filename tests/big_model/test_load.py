@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from farflung.base.errors import CheckpointError, ConfigError, Unsupported
 from farflung.big_modeling import load_checkpoint_and_dispatch, load_checkpoint_in_model
@@ -214,7 +215,7 @@ def test_the_first_rank_reads_for_all(tmp_path):
 
 
 @on_ranks(2)
-def test_a_model_that_is_not_sharded_is_loaded_on_each_rank_as_on_one_process(tmp_path):
+def test_a_model_that_is_whole_wrapped_or_sharded_is_loaded_in_a_process_group(tmp_path):
     folder = tmp_path / str(dist.get_rank())
     _, expected = saved(folder)
     model = empty().bfloat16()
@@ -226,6 +227,10 @@ def test_a_model_that_is_not_sharded_is_loaded_on_each_rank_as_on_one_process(tm
     for wrapped in (nn.parallel.DistributedDataParallel(Tied()), torch.compile(Tied(), backend="eager")):
         load_checkpoint_in_model(wrapped, folder)
         assert torch.equal(output(wrapped.eval()), expected)
+    sharded = fully_shard(Tied())
+    load_checkpoint_in_model(sharded, folder)
+    assert torch.equal(sharded.norm.weight.full_tensor(), wrapped.norm.weight)
+    assert torch.allclose(output(sharded.eval()), expected)
     model.norm = nn.BatchNorm1d(5)
     with pytest.raises(ConfigError, match=r"norm\.weight has shape \[5\], and the value for it \[4\]"):
         load_checkpoint_in_model(model, folder)
