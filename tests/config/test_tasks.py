@@ -178,12 +178,16 @@ def test_what_is_given_by_hand_stays(home):
         RANKED | {"PET_NNODES": "1"},
         RANKED | {"WORLD_SIZE": "1", "RANK": "0"},
         RANKED | {"TORCHELASTIC_RUN_ID": "none"},  # started by a script that is a rank
+        SLURM | {"TORCHELASTIC_RUN_ID": "farflung"},
+        PET | {"PET_NPROC_PER_NODE": "8", "FARFLUNG_LAUNCHER": "17"},
+        OPEN_MPI | {"FARFLUNG_REPLICA": "replica 3"},
     ],
 )
 def test_one_task_is_one_machine(variables, home):
     with environ.patched(variables):
         assert read_task() is None
         assert place() == (1, 0, None, None)
+        assert resolve({}).settings.num_processes is None
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -22,6 +23,7 @@ import psutil
 import pytest
 import torch.distributed.elastic.agent.server.api
 
+from farflung.commands.launch import launch_command, launch_command_parser
 from farflung.config import environ
 from farflung.launch.codes import FAILED, REQUEUE
 from farflung.launch.network import get_free_port
@@ -125,6 +127,24 @@ def wait_for(*files: Path) -> None:
 
 def seen_by(name: str) -> dict:
     return json.loads(Path(name).read_text())
+
+
+def launch_as_accelerate(*words: str) -> None:
+    launch_command(launch_command_parser().parse_args(words))
+
+
+@pytest.mark.parametrize("launch", [partial(call_farflung, "launch"), launch_as_accelerate])
+def test_what_a_replica_launches_is_a_run_of_its_own(launch, home, monkeypatch):
+    (home / "train.py").touch()
+    seen = {}
+    monkeypatch.setattr("farflung.launch.run.start", lambda *_: seen.update(environ.snapshot()) or 0)
+    of_run = {environ.RUN_FOLDER: "run", environ.RUN_ATTEMPT: "1", environ.REPLICA: "replica 3"}
+    of_run |= dict(zip(environ.MEMBER_VARIABLES, ("127.0.0.1:7", "3"), strict=True))
+    with environ.patched(of_run):
+        launch("--cpu", "--num_processes", "2", "train.py")
+        assert environ.snapshot().items() >= of_run.items(), "the process that launches is still a replica"
+    assert seen
+    assert not seen.keys() & of_run.keys()
 
 
 @pytest.mark.usefixtures("warm")

@@ -31,6 +31,7 @@ REPLICA = "FARFLUNG_REPLICA"  # how people call the replica that a rank belongs 
 OF_LAUNCHERS = (SHOWS_ATTEMPTS, REPORTS, LAUNCHER, RUN_FOLDER, RUN_ATTEMPT, REPLICA)
 KEY, KEY_FILE = "FARFLUNG_KEY", "FARFLUNG_KEY_FILE"  # of a run: its key, which nothing shows; the file that has it
 MEMBER_VARIABLES = ("FARFLUNG_STORE", "FARFLUNG_MEMBER")  # of a replica that comes and goes: the run's address, its id
+OF_RANK = (RUN_FOLDER, RUN_ATTEMPT, REPLICA, *MEMBER_VARIABLES)  # of its run
 
 
 def text(name: str, default: str | None = None) -> str | None:

@@ -78,7 +78,7 @@ def in_slurm_step() -> bool:
 
 
 def read_task() -> Task | None:
-    """Return which of several tasks this process is, or None if it is the only one.
+    """Return which of several tasks this process is, or None if it is the only one, or if a rank has started it.
 
     The variables that torchrun would read (`PET_*`) come first, then jsrun's, Open MPI's, PMI's, MVAPICH's, those of
     SkyPilot and dstack, and Slurm's.
@@ -86,6 +86,8 @@ def read_task() -> Task | None:
     Raises:
         ConfigError: the variables contradict each other, or state a range of machines.
     """
+    if _is_of_rank():
+        return None
     machines = environ.text("PET_NNODES") or "1"
     if not machines.isdecimal():
         raise ConfigError(
@@ -113,6 +115,11 @@ def read_task() -> Task | None:
     return None
 
 
+def _is_of_rank() -> bool:
+    """Return whether a rank of a run has started this process, which sees the rank's variables but is no task."""
+    return any(map(environ.text, ("TORCHELASTIC_RUN_ID", environ.LAUNCHER, environ.REPLICA)))
+
+
 def _refuse_unread() -> None:
     """Raise ConfigError for a task of pbsdsh or blaunch: their variables aren't read, so each would train alone."""
     hosts = [host.partition(".")[0] for host in (environ.text("LSB_MCPU_HOSTS") or "").split()[::2]]  # and their slots
@@ -127,13 +134,9 @@ def _refuse_unread() -> None:
 
 
 def _refuse_ranks() -> None:
-    """Raise ConfigError if RANK and WORLD_SIZE number this launcher, and may count machines or processes.
-
-    What torch's agent or a launcher of ours has started is a rank: what its script starts is the script's own affair.
-    """
+    """Raise ConfigError if RANK and WORLD_SIZE number this launcher, and may count machines or processes."""
     size, rank, host = _several("WORLD_SIZE"), environ.text("RANK"), environ.text("MASTER_ADDR")
-    is_rank = environ.text("TORCHELASTIC_RUN_ID") or environ.text(environ.LAUNCHER)
-    if size and rank and host and not is_rank and not environ.text("PET_NNODES"):
+    if size and rank and host and not environ.text("PET_NNODES"):
         raise ConfigError(
             f"RANK is {rank}, WORLD_SIZE is {size.value} and MASTER_ADDR is {host!r}, so this launcher seems to be one "
             f"of several; these variables don't tell whether they count machines. If so, give --num_machines "
@@ -150,7 +153,7 @@ def on_each_node(size: int) -> Stated:
 
 def read_processes() -> Stated | None:
     """Return how many processes torchrun would start on each machine, None if no variable states a number."""
-    count = environ.text("PET_NPROC_PER_NODE") or ""
+    count = "" if _is_of_rank() else environ.text("PET_NPROC_PER_NODE") or ""
     return _number("PET_NPROC_PER_NODE") if count.isdecimal() and int(count) > 0 else None  # else auto, gpu or cpu
 
 

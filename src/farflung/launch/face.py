@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from farflung.base.lazy import LazyModule
-from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 from farflung.config.resolve import Resolved, resolve
 from farflung.launch.options import SettingsCommand, given, launch_options
@@ -32,8 +31,6 @@ overrules a flag for GPUs.
 
 
 def _launch(script: str, script_args: tuple[str, ...], stated: str | None, **params: Any) -> None:
-    if not stated:
-        environ.remove(environ.RUN_FOLDER, environ.RUN_ATTEMPT, environ.REPLICA)  # of a run whose rank starts this one
     resolved = Resolved(LaunchSettings(**json.loads(stated)), {}, None) if stated else resolve(given(params))
     sys.exit(start.launch_script(resolved, plan.Script(script, script_args, exec_alone=True, is_inner=bool(stated))))
 

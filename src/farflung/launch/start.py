@@ -11,6 +11,7 @@ import click
 from farflung.base.errors import FarflungError
 from farflung.base.events import EVENTS, Kind, record
 from farflung.base.lazy import LazyModule
+from farflung.config import environ
 from farflung.config.engines import LOCAL
 from farflung.config.resolve import Resolved
 from farflung.launch.codes import DONE, INTERRUPTED, EngineFailure, of_error
@@ -62,7 +63,7 @@ def starter_of(resolved: Resolved, script: Script) -> Starter:
 def launch_script(resolved: Resolved, script: Script) -> int:
     """Run a script to its end and return the exit code."""
     screen = Screen(resolved.settings)
-    with showing(screen):
+    with showing(screen), environ.patched(_without_rank(script)):
         _record_notes(resolved, script)
         starter = starter_of(resolved, script)
         if resolved.settings.dry_run:
@@ -86,6 +87,11 @@ def launch_script(resolved: Resolved, script: Script) -> int:
         finally:
             record(Kind.ENDED, code=code, **({"goes_on": True} if starter.goes_on else {}))
         return code
+
+
+def _without_rank(script: Script) -> dict[str, None]:
+    """Return the variables of a rank that starts this launcher, to be unset; a replica's launcher hands them on."""
+    return {} if script.is_inner else dict.fromkeys(filter(environ.text, environ.OF_RANK))
 
 
 def _record_notes(resolved: Resolved, script: Script) -> None:

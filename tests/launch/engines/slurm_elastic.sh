@@ -13,7 +13,7 @@
 #SBATCH --nodelist='node[0-1]'
 #SBATCH --array=0-3
 #SBATCH --signal=USR1@90
-unset "${!FARFLUNG_@}"
+unset TORCHELASTIC_RUN_ID "${!FARFLUNG_@}"
 cd /shared/home || exit 5
 module load cuda
 srun --kill-on-bad-exit=0 --cpus-per-task=16 \

@@ -11,7 +11,7 @@
 #SBATCH --gres=gpu:8
 #SBATCH --cpus-per-task=16
 #SBATCH --nodelist='node[0-1]'
-unset "${!FARFLUNG_@}"
+unset TORCHELASTIC_RUN_ID "${!FARFLUNG_@}"
 cd /shared/home || exit 5
 module load cuda
 srun --kill-on-bad-exit=0 --cpus-per-task=16 --label \

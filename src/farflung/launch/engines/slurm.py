@@ -57,7 +57,7 @@ _SCRIPT = Template("""\
 #SBATCH --nodes=$nodes
 #SBATCH --ntasks-per-node=1
 $directives
-unset "$${!FARFLUNG_@}"
+unset TORCHELASTIC_RUN_ID "$${!FARFLUNG_@}"
 $enter
 $setup
 srun $flags \\
