@@ -20,6 +20,7 @@ from farflung.base.errors import ConfigError, RankFailure, StateError
 from farflung.base.events import Kind, record
 from farflung.config import environ
 from farflung.launch import cell
+from farflung.launch.agent import Outcome
 from farflung.launch.notebook import debug_launcher, notebook_launcher
 from farflung.launch.plan import usable_cores
 from farflung.observe.run import ObservedRun
@@ -93,6 +94,22 @@ def test_one_process_is_this_one():
     notebook_launcher(train, (3,), num_processes=1, mixed_precision="bf16")
     assert seen == [(3, "bf16")]
     assert environ.text("ACCELERATE_MIXED_PRECISION") is None
+
+
+def test_variables_count_where_no_argument_states_anything(monkeypatch):
+    own = {"FARFLUNG_HANG_TIMEOUT_S": "7200", "ACCELERATE_DYNAMO_BACKEND": "eager", "ACCELERATE_DEBUG_MODE": "true"}
+    own |= {"ACCELERATE_USE_CPU": "true"}
+    seen = []
+    monkeypatch.setattr(
+        "farflung.launch.notebook.run_agent", lambda plan, *_: seen.append(dict(plan.variables)) or Outcome()
+    )
+    with environ.patched({**own, "ACCELERATE_MIXED_PRECISION": "bf16"}):
+        notebook_launcher(lambda: seen.append(environ.snapshot()), num_processes=1)
+        notebook_launcher(print, num_processes=2, mixed_precision="fp16")
+        debug_launcher(print)
+    for one in seen:
+        assert own | one == one | own
+    assert [one["ACCELERATE_MIXED_PRECISION"] for one in seen] == ["no", "fp16", "no"], "as Accelerate's arguments"
 
 
 @pytest.mark.parametrize(

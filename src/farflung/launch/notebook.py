@@ -135,7 +135,7 @@ def notebook_launcher(
         names = {"main_process_ip": "master_addr", "main_process_port": "use_port"}
         raise renamed(error, names) from None
     if not several:
-        with environ.patched(rank_variables(settings)):
+        with environ.patched(_stated(settings)):
             function(*args)
         return None
     meeting = replace(meeting, conf={**meeting.conf, **(rdzv_conf or {})})
@@ -163,6 +163,12 @@ def _check(function: object, args: object) -> None:
         raise wrong_type("args", args, f"a list or a tuple, such as ({args!r},)")
 
 
+def _stated(settings: LaunchSettings) -> dict[str, str]:
+    """Return the variables that tell ranks what the arguments state; the user's variables count for the rest."""
+    stated = rank_variables(settings).items() - rank_variables(LaunchSettings()).items()
+    return {"ACCELERATE_MIXED_PRECISION": settings.mixed_precision, **dict(stated)}
+
+
 def _fork(
     function: Callable[..., Any],
     args: Sequence[Any],
@@ -178,7 +184,7 @@ def _fork(
             "CUDA is already initialized in this process, so forked processes can't use it. Restart the notebook and "
             "touch the GPU inside the function only."
         )
-    variables = rank_variables(settings) | network_variables(meeting, settings)
+    variables = _stated(settings) | network_variables(meeting, settings)
     if environ.text("OMP_NUM_THREADS") is None:
         variables["OMP_NUM_THREADS"] = str(threads_of_each(num_local))
     plan = Plan((_as_rank(function), *args), num_local, variables, meeting, alone=False)
