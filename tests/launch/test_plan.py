@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from importlib.machinery import PathFinder
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from farflung.base.errors import ConfigError
 from farflung.config import environ
 from farflung.config.launch import LaunchSettings
 from farflung.launch import elastic, plan as plans
+from farflung.launch.events import Screen, showing
 from farflung.launch.notebook import notebook_launcher
 from farflung.launch.plan import lone_environment, make_plan, meet
 
@@ -157,7 +159,38 @@ def test_threads_share_the_cores_unless_somebody_says_otherwise(script, monkeypa
     assert of_replicas(elastic="1:3") is None
     monkeypatch.undo()
     monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    monkeypatch.setattr(plans, "_CGROUP", Path("missing"))
     assert plans.usable_cores() == os.cpu_count()
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"cpu.max": "250000 100000\n"}, 3),
+        ({"cpu.max": "max 100000\n"}, 8),
+        ({"cpu.max": "6400000 100000\n"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+    ],
+)
+def test_a_containers_quota_limits_its_cores(files, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    monkeypatch.setattr(plans, "_CGROUP", tmp_path)
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert plans.usable_cores() == expected
+
+
+def test_more_threads_than_fit_are_refused_unless_a_variable_asks_for_them(script, monkeypatch, capsys):
+    monkeypatch.setattr(plans, "usable_cores", lambda: 2)
+    settings = LaunchSettings(use_cpu=True, num_cpu_threads_per_process=96)
+    with pytest.raises(ConfigError, match=r"^num_cpu_threads_per_process asks for 96 threads"):
+        make_plan(settings, script, [])
+    monkeypatch.setenv("OMP_NUM_THREADS", "96")
+    with showing(Screen(settings)):
+        assert make_plan(settings, script, []).variables["OMP_NUM_THREADS"] == "96"
+    assert "OMP_NUM_THREADS is 96, but this machine has 2 usable cores" in capsys.readouterr().err
 
 
 def test_without_a_port_the_processes_of_a_machine_meet_at_a_free_one():
@@ -183,7 +216,7 @@ def test_an_address_with_a_zone_is_refused(said):
         meet(LaunchSettings(main_process_ip="fe80::1%eth0", **said))
 
 
-def test_a_port_in_use_is_refused_where_this_machine_should_listen():
+def test_a_port_in_use_is_refused_where_this_machine_should_listen(script):
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
@@ -194,6 +227,7 @@ def test_a_port_in_use_is_refused_where_this_machine_should_listen():
             meet(LaunchSettings(main_process_port=port))
         with pytest.raises(ConfigError, match=f"^Port {port} can't"):
             notebook_launcher(print, num_processes=2, use_port=str(port))
+        assert make_plan(LaunchSettings(use_cpu=True, main_process_port=port), script, []).alone, "it meets nobody"
         elsewhere = MACHINES | {"main_process_port": port}
         assert meet(LaunchSettings(**elsewhere, machine_rank=1)).endpoint == f"10.0.0.1:{port}"
         with pytest.raises(ConfigError, match=f"Port {port}"):

@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from farflung.base.checks import is_address
 from farflung.base.errors import ConfigError, did_you_mean
+from farflung.base.events import Kind, record
 from farflung.base.lazy import LazyModule
 from farflung.base.words import counted, numbered, plural
 from farflung.config import environ
@@ -48,6 +49,8 @@ else:
 RANK = "farflung.launch.rank"  # between Python and the script: has failures reported, wherever
 
 MAX_PER_CORE = 16  # more than that on a CPU is a slip: each of them takes 0.2 GB before it has done anything
+
+_CGROUP = Path("/sys/fs/cgroup")  # in a container, its own
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -118,12 +121,15 @@ def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str], r
         world = counted(num_local * settings.num_machines, "process")
         raise ConfigError(f"only_rank names {numbered('rank', unknown)}, but ranks of {world} are counted from 0.")
     if settings.num_cpu_threads_per_process is not None:
-        fit_for_cores(settings.num_cpu_threads_per_process, "num_cpu_threads_per_process", "thread")
+        _check_threads(settings.num_cpu_threads_per_process)
     if settings.log_dir is not None and not settings.dry_run:
         _make_folder(settings.log_dir, "log_dir")
     if settings.save_on_signal is not None and not is_address(settings.save_on_signal) and not settings.dry_run:
         _make_folder(settings.save_on_signal, "save_on_signal")
-    meeting = meet(settings)
+    watched = bool(settings.max_restarts) or settings.log_dir is not None or settings.tee != "0"
+    watched = watched or settings.outer_recipe is not None or settings.json  # both report at the end
+    alone = num_local == 1 and settings.num_machines == 1 and not watched
+    meeting = meet(replace(settings, main_process_port=None) if alone else settings)  # which meets nobody
     variables = rank_variables(settings) | network_variables(meeting, settings)
     if on_cpu:
         variables["ACCELERATE_USE_CPU"] = "true"  # without it Accelerate on CPUs trains unconnected copies
@@ -131,9 +137,6 @@ def make_plan(settings: LaunchSettings, script: str, arguments: Sequence[str], r
         variables |= path_variables()
     if num_local > 1 and settings.num_cpu_threads_per_process is None:
         variables["OMP_NUM_THREADS"] = str(threads_of_each(num_local))
-    watched = bool(settings.max_restarts) or settings.log_dir is not None or settings.tee != "0"
-    watched = watched or settings.outer_recipe is not None or settings.json  # both report at the end
-    alone = num_local == 1 and settings.num_machines == 1 and not watched
     reported = reported or not alone or settings.run_dir != "none"
     command = command_line(settings, script, arguments, reported)
     return Plan(command, num_local, variables, meeting, alone)
@@ -272,6 +275,15 @@ def fit_for_cores(number: int, called: str, noun: str = "process") -> int:
     return number
 
 
+def _check_threads(threads: int) -> None:
+    """Refuse too many threads, but only note those of a variable, which may be set for all programs of a machine."""
+    if threads != environ.integer("OMP_NUM_THREADS"):
+        fit_for_cores(threads, "num_cpu_threads_per_process", "thread")
+    elif threads > MAX_PER_CORE * (cores := usable_cores()):
+        message = f"OMP_NUM_THREADS is {threads}, but this machine has {counted(cores, 'usable core')}"
+        record(Kind.NOTE, message=f"{message}, so training on its CPU will be slow")
+
+
 def count_gpus() -> int:
     """Return how many GPUs torch finds on this machine."""
     with torch_is_loaded():
@@ -298,10 +310,13 @@ def torch_is_loaded(variables: Mapping[str, str] | None = None) -> Iterator[None
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Return how many cores this process may use: no more than its container's CPU quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # of cgroup v2, and of v1
+        with suppress(OSError, ValueError):  # no such file, or `max`
+            quota, period = map(int, " ".join((_CGROUP / name).read_text() for name in names).split())
+            cores = min(cores, -(-quota // period)) if quota > 0 else cores
+    return cores
 
 
 def threads_of_each(num_processes: int) -> int:
