@@ -146,8 +146,11 @@ def test_limits_that_are_too_low_are_something_to_do(monkeypatch):
     monkeypatch.setattr(machine, "_SLOW_FOLDER_BYTES_S", 1e18)
     assert "Use a faster one" in machine.folder(Path.cwd()).todo[0]
     monkeypatch.setattr(machine.os, "getloadavg", lambda: (7.0, 0.0, 0.0))
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 6)
     assert machine.cores(2).todo
     assert not machine.cores(8).todo
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 64)
+    assert not machine.cores(2).todo, "a load of 7 leaves most cores of the host idle"
 
 
 @pytest.mark.parametrize(

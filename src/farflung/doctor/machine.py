@@ -115,12 +115,12 @@ def open_files() -> Found:
 
 def cores(num_cores: int) -> Found:
     """Find how busy the cores are that this process may use."""
-    load = os.getloadavg()[0]
-    todo = f"cores: programs ask for {load:.1f} of {counted(num_cores, 'core')}. What is measured here will be slow."
+    load, on_host = os.getloadavg()[0], max(num_cores, os.cpu_count() or 1)  # the load is the host's, for all its cores
+    todo = f"cores: programs ask for {load:.1f} of {counted(on_host, 'core')}. What is measured here will be slow."
     return Found(
         f"{num_cores}, load {load:.2f} in the last minute",
         {"cores": num_cores, "load": load},
-        (f"{todo} End what else runs.",) if load > num_cores else (),
+        (f"{todo} End what else runs.",) if load > on_host else (),
     )
 
 
