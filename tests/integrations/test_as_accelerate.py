@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from farflung.config import environ
+from farflung.integrations.as_accelerate import FOLDER, path_variables
 from tests.python import run_python
 
 # Says who answers here and in child processes of three kinds. `base` is a room that loads without torch.
@@ -61,6 +63,14 @@ def test_imports_and_the_version_are_answered_here_and_in_children(tmp_path, mon
     assert seen["child"] == ["1.15.0", seen["file"]]
     assert seen["file"] == seen["spec"]
     assert "farflung" in seen["file"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, ""), ("", ""), ("a::b", ":a::b"), ("src:", ":src:")])
+def test_an_empty_entry_of_the_path_stays_the_current_folder(before, after):
+    with environ.patched({"PYTHONPATH": before}):
+        assert path_variables() == {"PYTHONPATH": f"{FOLDER}{after}"}
+    with environ.patched({"PYTHONPATH": f"{FOLDER}{after}"}):
+        assert path_variables() == {"PYTHONPATH": f"{FOLDER}{after}"}
 
 
 @pytest.mark.long

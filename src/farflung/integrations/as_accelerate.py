@@ -65,8 +65,8 @@ class _AccelerateFinder(MetaPathFinder):
 
 def path_variables() -> dict[str, str]:
     """Return the environment variables with which `import accelerate` is answered in a process that gets them."""
-    before = (environ.text("PYTHONPATH") or "").split(os.pathsep)
-    kept = [entry for entry in before if entry not in ("", str(FOLDER))]
+    before = environ.text("PYTHONPATH")
+    kept = [entry for entry in before.split(os.pathsep) if entry != str(FOLDER)] if before else []  # "" is this folder
     return {"PYTHONPATH": os.pathsep.join([str(FOLDER), *kept])}
 
 
