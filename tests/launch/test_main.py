@@ -163,6 +163,7 @@ def test_answers_that_end_before_the_questions_are_said_to(home, capsys, monkeyp
         ("launch --cpu train.py x", r"\['train.py', 'x'\]", 0),
         ("accelerate_cli launch --cpu train.py", r"\['train.py'\]", 0),
         ("env", rf"torch: 2[\s\S]*\ncores: {usable_cores()}\ngpus: \d+\nsettings: defaults\n  .*# default\n", 0),
+        ("env --config_file gone.yaml", r"gpus: \d+\n[\s\S]*ConfigError: .*gone\.yaml", 2),
         ("estimate --dtypes int9 bert", "invalid choice: 'int9'", 2),
         ("merge folder out", "There is no `farflung merge-weights`", 2),
         ("accelerate_cli to-fsdp2", "--config_file", 2),

@@ -214,11 +214,12 @@ config.add_command(
 @click.option("--config_file", "--config-file", metavar="FILE", help="Show the settings in this file.")
 def env(config_file: str | None) -> None:
     """Show versions, devices and the settings in use."""
-    resolved = resolve({} if config_file is None else {"config_file": config_file})
     facts = {"platform": platform.platform(), "python": platform.python_version()}
     facts |= {package: installed_version(package) or "not installed" for package in _PACKAGES}
-    facts |= {"cores": str(usable_cores()), "gpus": str(count_gpus()), "settings": str(resolved.file or "defaults")}
+    facts |= {"cores": str(usable_cores()), "gpus": str(count_gpus())}
     for name, fact in facts.items():
         click.echo(f"{name}: {fact}")
+    resolved = resolve({} if config_file is None else {"config_file": config_file})  # last, as it may be what is wrong
+    click.echo(f"settings: {resolved.file or 'defaults'}")
     for line in describe(resolved, origin=True):
         click.echo(f"  {line}")
