@@ -57,6 +57,7 @@ def is_gone(process: psutil.Process) -> bool:
 
 
 LAUNCH = ("-m", "farflung", "launch", "--cpu")
+TETHER = (*start_of("farflung.process.tether"), "--reports", "token")
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_a_rank_whose_launcher_died_before_it_began_does_not_begin(home):
 @pytest.mark.long
 def test_what_a_closed_line_holds_ends_with_all_that_it_has_started(home):
     (home / "train.sh").write_text("trap '' TERM\nsleep 300 & echo $! > up0; wait")
-    words = [*start_of("farflung.process.tether"), "sh", "train.sh"]
+    words = [*TETHER, "sh", "train.sh"]
     line = subprocess.Popen(words, stdin=subprocess.PIPE)
     child = psutil.Process(int(until(lambda: (home / "up0").exists() and (home / "up0").read_text())))
     line.stdin.close()
@@ -114,7 +115,7 @@ def test_what_a_closed_line_holds_ends_with_all_that_it_has_started(home):
 
 def test_a_line_passes_signals_on_and_the_exit_code_back(home):
     (home / "train.sh").write_text("trap 'exit 7' INT\ntouch up0\nwhile true; do sleep 0.1; done")
-    words = [*start_of("farflung.process.tether"), "sh", "train.sh"]
+    words = [*TETHER, "sh", "train.sh"]
     shell = ("sh", "-c", 'exec 3<&0; "$@" <&3 & wait $!', "sh")  # what it has in the background ignores SIGINT
     line = subprocess.Popen([*shell, *words], stdin=subprocess.PIPE)
     with line:
@@ -134,7 +135,7 @@ def test_exit_codes_are_known_under_a_parent_that_ignores_its_children(home):
     assert run_python("-c", DAEMON, *words, code=None).returncode == 3
     assert json.loads((home / "run" / "run.json").read_text())
     line = subprocess.Popen(
-        [sys.executable, "-c", DAEMON, *start_of("farflung.process.tether"), "sh", "-c", "exit 7"],
+        [sys.executable, "-c", DAEMON, *TETHER, "sh", "-c", "exit 7"],
         stdin=subprocess.PIPE,
     )
     with line:

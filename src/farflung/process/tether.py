@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ties a rank to the launcher that started it, so that none outlives a launcher that is killed; and a launcher that was
-started by ssh to the other end of that connection: its arguments are `[--reports TOKEN] COMMAND`.
-`--key` after TOKEN has it read the run's key from stdin.
+started by ssh to the other end of that connection: its arguments are `--reports TOKEN COMMAND`. `--key` after
+TOKEN has it read the run's key from stdin.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class _Merged:
                         rest = rest[os.write(2, rest) :]
 
 
-def run_tethered(command: Sequence[str], token: str | None = None, has_key: bool = False) -> int:
+def run_tethered(command: Sequence[str], token: str, has_key: bool = False) -> int:
     """Run a command until it ends, and end it and what it has started when stdin closes or falls silent.
 
     Each byte on stdin is the number of a signal for it, SIGKILL for its whole group; or 0, a heartbeat that is to
@@ -112,8 +112,6 @@ def run_tethered(command: Sequence[str], token: str | None = None, has_key: bool
     restore_defaults([signal.SIGINT])
     heed_children()
     with handled(lambda request: sys.exit(128 + request.number), (signal.SIGTERM, signal.SIGHUP)):
-        if token is None:
-            return _run(subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True))
         (printed, stderr), (reported, reports) = os.pipe(), os.pipe()
         variables = {**environ.snapshot(), environ.REPORTS: str(reports)} | ({environ.KEY: _line()} if has_key else {})
         process = subprocess.Popen(
@@ -160,7 +158,5 @@ def _run(process: subprocess.Popen[bytes]) -> int:
 
 def main() -> NoReturn:
     """Run the command in this process's arguments."""
-    if sys.argv[1] == "--reports":
-        has_key = sys.argv[3] == "--key"
-        sys.exit(run_tethered(sys.argv[3 + has_key :], sys.argv[2], has_key))
-    sys.exit(run_tethered(sys.argv[1:]))
+    has_key = sys.argv[3] == "--key"
+    sys.exit(run_tethered(sys.argv[3 + has_key :], sys.argv[2], has_key))

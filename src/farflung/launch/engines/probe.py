@@ -37,7 +37,6 @@ def probe(script: str, kind: str, connection: str = "") -> dict[str, Any]:
         "torch": _version("torch"),
         "farflung": "missing" if package is None else f"{_version('farflung')} ({_hash(package)})",
         "script": _hash(_package(script.split(".")[0]) if kind == "module" else Path(program)),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "GPUs": len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
         "address": (connection.split() + [""] * 3)[2],
         "port": port,
