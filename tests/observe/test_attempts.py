@@ -13,6 +13,7 @@ from farflung.base.events import Event, Kind
 from farflung.base.signals import REQUEUE
 from farflung.config.resolve import resolve
 from farflung.launch.folder import make_folder
+from farflung.observe.problems import problems
 from farflung.observe.report import report
 from farflung.observe.run import ObservedRun
 from farflung.observe.watch import watch
@@ -168,6 +169,20 @@ def test_a_rank_that_took_its_launchers_place_tells_the_end(tmp_path, as_rank):
     beats.close(0)
     run = ObservedRun(tmp_path)
     assert (run.state, run.ranks[0].row["attempt"]) == ("finished", alone["attempt"])
+
+
+def test_a_program_in_the_place_of_its_launcher_is_not_called_dead(tmp_path, as_rank, farflung, monkeypatch):
+    monkeypatch.delenv("FARFLUNG_RUN_DIR")
+    assert farflung("launch", "--cpu", "--no_python", "true").returncode == 0
+    run = ObservedRun(tmp_path / "farflung-runs" / "latest")
+    assert (run.state, run.code, problems(run), [one.state for one in run.ranks]) == ("unknown", None, [], ["ended"])
+    as_rank(begun(tmp_path, machine(0, 1)))
+    beats = run_files.Heartbeat(tmp_path)
+    beats.stop()
+    run = ObservedRun(tmp_path, lambda: time.time() + 100)
+    assert (run.state, problems(run), [one.state for one in run.ranks]) == ("running", [], ["a program"])
+    beats.close(126, "it can't be started")
+    assert ObservedRun(tmp_path).state == "failed (126)"
 
 
 def test_ranks_that_a_launcher_starts_again_draw_no_step_twice(tmp_path, as_rank):

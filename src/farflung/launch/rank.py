@@ -155,8 +155,10 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):  # `-u` has `print` write a line and its end apart, and ranks share a pipe
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
-    with recorded():
-        if (metrics := Metrics.of_run()) is not None:
+    with recorded() as heartbeat:
+        if sys.argv[1] == "--exec" and heartbeat is not None:
+            heartbeat.stop()
+        elif (metrics := Metrics.of_run()) is not None:
             keep_trainer_logs(metrics)
             record_rounds()
         run(sys.argv[1:])

@@ -120,7 +120,7 @@ _READ: Mapping[str, _Read] = {
     **dict.fromkeys(("seconds", "seconds_recovering"), _seconds),
     **dict.fromkeys(("ended", "code"), partial(_integer, -255, 255)),
     "pid": partial(_integer, 0, _LAST_PID),
-    "dropped": partial(_typed, bool),
+    **dict.fromkeys(("dropped", "program"), partial(_typed, bool)),
     "lost": partial(_object, text),
 }
 _NEEDED = {  # of events; the others are shown by their message, or by their name and facts

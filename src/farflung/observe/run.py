@@ -60,14 +60,21 @@ class Rank:
         return code
 
     @property
+    def is_program(self) -> bool:
+        """Whether a program has taken its place (`--no_python`), which gives no sign and doesn't tell how it ends."""
+        return self.ended is None and self.row.get("program", False)
+
+    @property
     def stuck_s(self) -> float:
         """How long it has been where it is, in one call; 0 for less than a moment."""
         stays = self.silent_s + self.row["time"] - self.row["since"]
-        return stays if self.ended is None and stays > _STUCK_S else 0.0
+        return stays if self.ended is None and stays > _STUCK_S and not self.is_program else 0.0
 
     @property
     def is_lost(self) -> bool:
         """Whether it gives no sign, without having ended."""
+        if self.is_program:
+            return self.status == "stopped"
         return self.ended is None and (self.silent_s > SILENT_S or self.status in ("gone", "stopped"))
 
     @property
@@ -76,9 +83,11 @@ class Rank:
         if self.ended is not None:
             return _ENDS.get(self.ended, f"failed ({self.ended})")
         if self.status == "gone":
-            return "died"
+            return "ended" if self.is_program else "died"
         if self.status == "stopped":
             return "stopped"
+        if self.is_program:
+            return "a program"
         if self.silent_s > SILENT_S:
             return f"no sign for {self.silent_s:.0f} s"
         if self.stuck_s:
@@ -106,7 +115,8 @@ class ObservedRun:
         rounds: a line for each round and replica that writes here, since the ranks have started.
         lives: the ranks that have given a sign in this attempt, in order of their replicas' ids.
         ranks: those of them that no other life of their replica follows.
-        state: `running`, `finished`, `saved at a signal`, `failed (1)`, or `dead`: nobody gives a sign any more.
+        state: `running`, `finished`, `saved at a signal`, `failed (1)`, `dead`: nobody gives a sign any more;
+            or `unknown`: nobody does, and a program would give none.
         code: the exit code; None while the run has none.
 
     Raises:
@@ -305,7 +315,9 @@ class ObservedRun:
         if attempt.whole_code is None and others and (living or any(map(self._may_live, others))):
             return "running", None
         code = attempt.combined(codes)
-        return "dead" if code is None else _ENDS.get(code, f"failed ({code})"), code
+        if code is None:
+            return "unknown" if any(one.is_program for one in self.ranks) else "dead", None
+        return _ENDS.get(code, f"failed ({code})"), code
 
     def _may_live(self, launcher: Row) -> bool:
         """Return whether a launcher may be about to start ranks, again or for the first time."""

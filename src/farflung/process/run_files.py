@@ -315,6 +315,12 @@ class Heartbeat:
             self._told, self._steps_at = step, at
             add_lines(self._folder / STEPS, [{"time": now, **self._who, "step": step}])
 
+    def stop(self) -> None:
+        """Write that a program is about to take this process's place, so that no heartbeat follows, and no end."""
+        self._halt.set()
+        self._thread.join(_LOOK_S)
+        self._tell(program=True)
+
     def close(self, code: int, why: str = "") -> None:
         """Write how this rank ends."""
         self._halt.set()
@@ -333,11 +339,11 @@ def name_of(one: Mapping[str, Any], called: str = "") -> str:
 
 
 @contextmanager
-def recorded() -> Iterator[None]:
+def recorded() -> Iterator[Heartbeat | None]:
     """Keep the log of this rank, its events and its heartbeat in the run's folder, if there is one, for a block."""
     folder = run_folder()
     if folder is None:
-        yield
+        yield None
         return
     keep_events()
     out, err = sys.stdout, sys.stderr
@@ -354,7 +360,7 @@ def recorded() -> Iterator[None]:
             tell(f"farflung: the run's folder {folder} can't be written: {error.strerror}")
         code, why = 0, ""
         try:
-            yield
+            yield heartbeat
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
             raise
