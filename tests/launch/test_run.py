@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from unittest.mock import Mock
 from uuid import uuid4
 
 import psutil
@@ -25,9 +26,10 @@ import torch.distributed.elastic.agent.server.api
 
 from farflung.commands.launch import launch_command, launch_command_parser
 from farflung.config import environ
-from farflung.launch.codes import FAILED, REQUEUE
+from farflung.launch.codes import ENGINE, FAILED, REQUEUE
 from farflung.launch.network import get_free_port
 from farflung.launch.shell import start_of
+from farflung.observe.run import ObservedRun
 from farflung.process.failure import PREEMPTED
 from farflung.testing.patience import patience
 from tests.launch.machines import LISTENING
@@ -242,6 +244,30 @@ def test_modules_and_programs_are_started_too(farflung, home):
     assert farflung("launch", "--cpu", "-m", "package.train", "x").returncode == 5
     assert seen_by("alone.json")["argv"] == ["x"]
     assert farflung("launch", "--cpu", "--no_python", "sh", "-c", "exit 7").returncode == 7
+
+
+@pytest.mark.parametrize("flags", [(), ("--run_dir", "run"), ("--num_processes", "2", "--run_dir", "run")])
+def test_what_the_system_refuses_to_start_is_answered_by_a_sentence(flags, farflung, home):
+    (home / "run.sh").write_text("echo trained\n")
+    (home / "run.sh").chmod(0o755)
+    done = farflung("launch", "--cpu", *flags, "--no_python", "./run.sh")
+    assert done.returncode == ENGINE
+    assert "EngineFailure: The system refused what the run needs: [Errno 8] Exec format error" in done.stderr
+    assert "must begin with a line such as #!/bin/sh" in done.stderr
+    assert "Traceback" not in done.stderr
+    if flags:
+        assert ObservedRun(home / "run").state == "failed (5)"
+
+
+def test_a_run_that_the_system_refuses_is_no_interrupt(home, monkeypatch, capsys):
+    (home / "train.py").touch()
+    launch = ("launch", "--cpu", "--num_processes", "2", "--run_dir", "run", "train.py")
+    for error, code in ((OSError(11, "Resource temporarily unavailable"), ENGINE), (BrokenPipeError(), 141)):
+        monkeypatch.setattr("farflung.launch.run.start", Mock(side_effect=error))
+        assert call_farflung(*launch) == code
+    assert "EngineFailure: The system refused what the run needs: [Errno 11] Resource temp" in capsys.readouterr().err
+    events = [json.loads(line) for line in (home / "run" / "events.jsonl").read_text().splitlines()]
+    assert [event["code"] for event in events if event["event"] == "ended"] == [ENGINE, 130]
 
 
 NOTE = "from farflung.process.failure import leave_note; leave_note('newest_checkpoint', os.getcwd()); "

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import errno
+
 from farflung.base.causes import Cause
 from farflung.base.errors import RankFailure, Unreachable
 from farflung.base.signals import REQUEUE as REQUEUE  # a scheduler ended the run: start it again
@@ -29,6 +31,12 @@ class EngineFailure(RankFailure):
 
     def __init__(self, message: str, cause: Cause = Cause.ENGINE) -> None:
         super().__init__(message, cause)
+
+
+def refused(error: OSError) -> EngineFailure:
+    """Return what to raise if the system refuses what a run needs."""
+    advice = " A script must begin with a line such as #!/bin/sh." if error.errno == errno.ENOEXEC else ""
+    return EngineFailure(f"The system refused what the run needs: {error}.{advice}")
 
 
 def of_error(error: Exception) -> int:

@@ -25,6 +25,7 @@ from farflung.base.lazy import LazyModule
 from farflung.comm.threads import await_gloo
 from farflung.config import environ
 from farflung.hosts.rounds import record_rounds
+from farflung.launch.codes import ENGINE, refused
 from farflung.process.failure import PREEMPTED, has_note, has_report, record_exit, record_failure
 from farflung.process.heard import record_signals
 from farflung.process.place import Place
@@ -51,7 +52,7 @@ def run(arguments: list[str]) -> None:
     has_agent = environ.text(environ.LAUNCHER) is not None
     end_with_launcher()
     if arguments[0] == "--exec":
-        os.execvp(arguments[1], arguments[1:])
+        _become(arguments[1:])
     record_signals()
     atexit.register(await_gloo)  # first, so that it is the last to be called
     outer = None
@@ -93,6 +94,18 @@ def run(arguments: list[str]) -> None:
             error.__traceback__ = trace.tb_next
         _report(error)
         sys.exit(1)
+
+
+def _become(program: list[str]) -> None:
+    """Turn this process into a program that is no Python."""
+    try:
+        os.execvp(program[0], program)
+    except OSError as error:
+        failure = refused(error)
+        record_failure(failure)
+        if not has_report():
+            tell(f"{type(failure).__name__}: {failure}")
+        sys.exit(ENGINE)
 
 
 def _report(error: BaseException) -> None:

@@ -14,7 +14,7 @@ from farflung.base.lazy import LazyModule
 from farflung.config import environ
 from farflung.config.engines import LOCAL
 from farflung.config.resolve import Resolved
-from farflung.launch.codes import DONE, INTERRUPTED, EngineFailure, of_error
+from farflung.launch.codes import DONE, INTERRUPTED, EngineFailure, of_error, refused
 from farflung.launch.events import FolderSink, Screen, showing, showing_ranks
 from farflung.launch.folder import RunFolder, make_folder
 from farflung.launch.options import launch_flags
@@ -78,7 +78,7 @@ def launch_script(resolved: Resolved, script: Script) -> int:
         code = INTERRUPTED
         try:
             with showing_ranks(screen, folder):
-                code = starter.follow(folder)
+                code = _follow(starter, folder)
         except FarflungError as error:
             code = of_error(error)
             if not (resolved.settings.json and isinstance(error, EngineFailure)):
@@ -87,6 +87,15 @@ def launch_script(resolved: Resolved, script: Script) -> int:
         finally:
             record(Kind.ENDED, code=code, **({"goes_on": True} if starter.goes_on else {}))
         return code
+
+
+def _follow(starter: Starter, folder: RunFolder) -> int:
+    try:
+        return starter.follow(folder)
+    except BrokenPipeError:  # who read this command's output has ended
+        raise
+    except OSError as error:
+        raise refused(error) from error
 
 
 def _without_rank(script: Script) -> dict[str, None]:

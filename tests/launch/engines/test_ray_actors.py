@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import threading
+from unittest.mock import Mock
 
 import pytest
 
@@ -24,6 +25,7 @@ RUN = ["--engine", "ray", "--cpu", "--run-dir", "run"]
 # Prints its number; ends well at SIGTERM, and by itself once there is a file.
 STAYS = f"""
 import threading
+from unittest.mock import Mock
 print("up", of("--meet"), flush=True)
 threading.Thread(target=lambda: (signal(), open("signed out", "a").write("x"), os._exit(0)), daemon=True).start()
 while not os.path.exists("last"):
@@ -146,3 +148,10 @@ def test_a_run_of_another_launcher_is_answered_without_a_cluster(word, answer, h
     monkeypatch.setitem(sys.modules, "ray", None)
     assert call_farflung(word, "run") == ENGINE
     assert answer in capsys.readouterr().err
+
+
+def test_the_run_of_another_user_is_not_cancelled(home, monkeypatch, capsys):
+    submitted(home, connections.this_launcher(), engine="ray")
+    monkeypatch.setattr(os, "kill", Mock(side_effect=PermissionError))
+    assert call_farflung("cancel", "run") == ENGINE
+    assert f"run is of another user, as its process {os.getpid()} is" in capsys.readouterr().err

@@ -300,7 +300,12 @@ class ForegroundEngine(Generic[L]):
             raise EngineFailure(f"{name} was started on {by['machine']}: `farflung cancel {name}` there ends it.")
         if process_state(by["pid"], by.get("identity"), by.get("begun", 0.0)) == "gone":
             return f"{name} has ended before"
-        os.kill(by["pid"], signal.SIGTERM)
+        try:
+            os.kill(by["pid"], signal.SIGTERM)
+        except PermissionError:
+            raise EngineFailure(
+                f"{name} is of another user, as its process {by['pid']} is: only that user can end it."
+            ) from None
         return f"{name} ends: process {by['pid']} was asked to, and has the hosts end too"
 
 
