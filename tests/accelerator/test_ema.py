@@ -130,6 +130,15 @@ def test_what_can_not_work_is_refused():
         Accelerator(cpu=True, ema=0.9).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+def test_a_model_that_moves_while_it_is_evaluated_goes_on_from_its_own_weights():
+    run = prepared("one", ema=0.75)
+    trained(run, range(3))
+    own = weights(run)
+    run[1].eval().double()
+    run[1].float().train()
+    assert alike(own, weights(run))
+
+
 def test_a_mean_is_taken_once_a_step_after_memory_was_freed():
     accelerator, model, optimizer = prepared("one", ema=0.75)
     steps = []

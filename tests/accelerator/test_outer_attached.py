@@ -232,6 +232,21 @@ def test_an_evaluation_is_of_what_is_saved_and_changes_no_training():
     assert alike(ended)
 
 
+@on_ranks(2)
+def test_an_evaluation_in_which_a_flush_is_owed_is_all_of_what_is_saved():
+    accelerator, model, optimizer, loader = prepared(DILOCO)
+    one_epoch(accelerator, model, optimizer, loader)
+    some_steps(2, accelerator, model, optimizer, loader)
+    model.eval()
+    seen = []
+    for _ in range(2):
+        seen.append(weights(accelerator, model))
+        accelerator.gather_for_metrics(torch.ones(1))
+    seen.append(accelerator.get_state_dict(model))
+    assert alike(seen[1:])
+    model.train()
+
+
 # ---- one rank alone
 
 

@@ -2,12 +2,14 @@
 """`--outer` around plain DDP scripts: the same bits as a loop by hand around the bare model, or one sentence."""
 
 import copy
+import gc
 import io
 import json
 import re
 import sys
 import time
 import warnings
+import weakref
 from contextlib import nullcontext, redirect_stderr
 from types import SimpleNamespace
 
@@ -341,6 +343,110 @@ def test_one_rank_alone_saves_the_agreed_weights_and_all_go_on_from_what_they_lo
         assert same({name: copied.state_dict()[name] for name in live}, live)
     model.load_state_dict(model.state_dict())
     assert same(held_by(model), agreed)
+    takeover.close()
+
+
+class Turning(torch.optim.SGD):
+    """An optimizer without a schedule: it has other weights for an evaluation."""
+
+    def eval(self):
+        self._scale(0.5)
+
+    def train(self):
+        self._scale(2.0)
+
+    @torch.no_grad()
+    def _scale(self, factor):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.mul_(factor)
+
+
+@on_ranks(2)
+def test_training_goes_on_from_what_a_script_writes_into_weights_while_it_evaluates():
+    takeover = installed(RECIPES["diloco"])
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(4):
+        one_step(model, optimizer)
+    live = held_by(model)
+    for mean in (0.5, 1.0):
+        torch._foreach_mul_([one.data for one in model.parameters()], mean)
+        model.eval()
+        assert not same(held_by(model), live)
+        if mean != 1.0:
+            for name, one in model.named_parameters():
+                one.data.copy_(live[name])
+        model.train()
+        assert same(held_by(model), live)
+    model.eval().double()
+    model.float().train()
+    assert same(held_by(model), live)
+    takeover.close()
+
+
+@on_ranks(2)
+def test_an_optimizer_with_weights_of_its_own_for_an_evaluation_turns_those_of_the_training():
+    takeover = installed(RECIPES["diloco"])
+    model = DistributedDataParallel(net(), find_unused_parameters=True)
+    optimizer = Turning(model.parameters(), lr=0.1)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(4):
+        one_step(model, optimizer)
+    live = held_by(model)
+    model.eval()
+    optimizer.eval()
+    assert same(held_by(model), {name: one / 2 for name, one in live.items()})
+    model.train()
+    optimizer.train()
+    assert same(held_by(model), live)
+    takeover.close()
+
+
+@on_ranks(2)
+def test_a_model_that_an_optimizer_trains_later_has_rounds_too():
+    takeover = installed(RECIPES["diloco"])
+    models = [DistributedDataParallel(net(), find_unused_parameters=True)]
+    optimizer = torch.optim.SGD(models[0].parameters(), lr=0.1)
+    for step in range(7):
+        torch.manual_seed(2 * step + dist.get_rank())
+        for model in models:
+            one_step(model, optimizer)
+        if step == 2:
+            models.append(DistributedDataParallel(net(), find_unused_parameters=True))
+            optimizer.add_param_group({"params": models[1].parameters()})
+    assert not is_the_same([one.tolist() for one in held_by(models[1]).values()])
+    takeover.close()
+    assert is_the_same([one.tolist() for model in models for one in model.state_dict().values()])
+
+
+@on_ranks(2)
+def test_models_of_earlier_folds_are_let_go_of():
+    takeover, left = installed(RECIPES["diloco"]), []
+    for _ in range(3):
+        model = DistributedDataParallel(net(), find_unused_parameters=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        gc.collect()
+        assert [one() for one in left] == [None] * len(left)
+        left.append(weakref.ref(model.module))
+        for _ in range(4):
+            one_step(model, optimizer)
+        del model, optimizer
+    takeover.close()
+
+
+@on_ranks(2)
+def test_values_that_are_tied_are_saved_once():
+    takeover, inner = installed(RECIPES["diloco"]), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    inner[1].weight = inner[0].weight
+    model = DistributedDataParallel(inner)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        one_step(model, optimizer)
+    for options in ({}, {"keep_vars": True}, {"destination": {}}):
+        state = inner.state_dict(**options)
+        assert state["0.weight"].data_ptr() == state["1.weight"].data_ptr() != inner[0].weight.data_ptr()
+        assert all(one.is_leaf for one in state.values())
     takeover.close()
 
 

@@ -95,6 +95,11 @@ class Stub:
         self.model = self.model_wrapped = torch.nn.Linear(3, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.num_processes, self.process_index = group.size, group.rank
+        self.folder = Path()
+
+    def _get_output_dir(self, trial):
+        assert trial is None
+        return str(self.folder)
 
     def outer(self, model, recipe):
         return OuterLoop(model, recipe, self.group, inner=self.optimizer).attach(self.optimizer)
@@ -111,12 +116,11 @@ class Stub:
 
 def begun(group, folder, global_step, resumes):
     trainer = Stub(group)
+    trainer.folder = folder
     callback = OuterCallback(trainer, "diloco", every=3)
     if resumes:  # as the Trainer does before
         trainer.model.load_state_dict(torch.load(folder / "model.pt"))
-    args = SimpleNamespace(
-        output_dir=folder, save_only_model=False, resume_from_checkpoint=None, load_best_model_at_end=False
-    )
+    args = SimpleNamespace(save_only_model=False, resume_from_checkpoint=None, load_best_model_at_end=False)
     state = SimpleNamespace(global_step=global_step, max_steps=60)
     callback.on_train_begin(args, state, None)
     return trainer, callback, args, state

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 
 from torch import nn
 
+from farflung.comm.shards import local
 from farflung.hosts.evaluation import MODE_LISTENERS, EvaluatedModel, follow_modes
 from farflung.loop.ema import WeightAverage, means_in
 from farflung.resume.run import Run
@@ -49,8 +50,8 @@ class EMAModel(EvaluatedModel):
         """Leave the means in the model."""
         self.drop()
         for average in self._averages:
-            for weights, mean in average.means_of(self.bare.parameters()):
-                weights.copy_(mean)
+            for parameter, mean in average.means_of(self.bare.parameters()):
+                local(parameter).copy_(mean)
 
 
 class EMA:

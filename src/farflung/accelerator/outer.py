@@ -98,8 +98,11 @@ class AttachedLoop(Driver):
             one.evaluation.end()
 
     def flush(self) -> None:
+        lent = [one for one in self.models if one.evaluation.is_on]  # an evaluation may call what the flush was owed to
         self.end_evaluations()
         super().flush()
+        for one in lent:
+            one.evaluation.change(False, one)
 
     def follow_optimizers(self) -> None:
         """Follow the prepared optimizers that train the models, also those prepared after them.

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from farflung.comm.group import Group, SoloGroup
 from farflung.comm.recording import unrecorded
 from farflung.comm.shards import local, model_has_dtensor, reshard
+from farflung.comm.tensor_memory import fingerprint
 from farflung.exchanged.bound import BoundFragment
 from farflung.exchanged.comparison import frozen_fingerprints, moved, synchronize
 from farflung.exchanged.structure import described, line_of, structure_of, text_of
@@ -189,8 +190,7 @@ class Replica:
     def continue_from(self, before: Replica, generation: Generation) -> None:
         """Exchange what `before` did, from what all members share, with this rank's steps since; nothing is sent."""
         self._group = generation.group
-        with before.kept(before.trained.moved()):
-            before.adopt()
+        with before.kept(before.trained.moved(), lambda _: before.adopt()):
             self.fragments = [self._bound(fragment, SoloGroup(), is_new=True) for fragment in self._cut]
         self.trained.continue_from(before.trained)
         for fragment in self.fragments:
@@ -284,21 +284,32 @@ class Replica:
             fragment.pending_weight = [0.0] * len(fragment.pending_weight)
 
     @contextmanager
-    def kept(self, coming: Sequence[TensorPlace]) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Restore this rank's weights and buffers after the block, as far as the model had them before it; yield both.
+    def kept(
+        self, coming: Sequence[TensorPlace], lend: Callable[[list[tuple[Tensor, Tensor]]], None]
+    ) -> Iterator[None]:
+        """Have other weights and buffers in the model within the block, and then this rank's own.
+
+        What a script has written meanwhile stays: an EMA's restore(), for one. The model may move to another device.
 
         Args:
             coming: parameters that are not exchanged yet, and are restored too.
+            lend: puts them there, given the tensors with their values before.
         """
         reshard(self._model.modules())
         places = [place for fragment in self.fragments for place in fragment.cut.places]
-        found = [place.owner.get(place.key) for place in (*places, *coming)]
+        found = [(place, place.owner.get(place.key)) for place in (*places, *coming)]
         with unrecorded():
-            copies = [(one, one.clone()) for one in (local(one) for one in found if isinstance(one, Tensor))]
+            there = [(place, local(one)) for place, one in found if isinstance(one, Tensor)]
+            own = [(tensor, tensor.clone()) for _, tensor in there]
+        lent: list[tuple[torch.dtype, int]] = []
         try:
-            yield copies
+            lend(own)
+            lent += [(tensor.dtype, fingerprint(tensor)) for tensor, _ in own]
+            yield
         finally:
             with unrecorded():
                 reshard(self._model.modules())
-                for tensor, value in copies:
-                    tensor.copy_(value)
+                for number, ((place, _), (_, value)) in enumerate(zip(there, own, strict=True)):
+                    tensor = local(place.owner.get(place.key, value))
+                    if not lent or tensor.dtype != lent[number][0] or fingerprint(tensor) == lent[number][1]:
+                        tensor.copy_(value)

@@ -16,6 +16,7 @@ model.eval()             puts the same into the model; its own come back before 
 
 from __future__ import annotations
 
+import gc
 import inspect
 import math
 import sys
@@ -107,6 +108,7 @@ class DDPTakeover:
         register_optimizer_step_post_hook(uncompiled(lambda optimizer, *_: self._stepped(optimizer)))
         around(LRScheduler, "__init__", self._make_scheduler)
         around(Optimizer, "__init__", self._make_optimizer)
+        around(Optimizer, "add_param_group", self._add_param_group)
         self._data.install()
         around(DistributedSampler, "set_epoch", self._set_epoch)
         around(Join, "__init__", self._make_join)
@@ -189,19 +191,33 @@ class DDPTakeover:
         shared = there[0] if there else FollowedLoop(self._flush)
         trains = partial(self._about_to_train, shared)
         self._followed.append(FollowedModel(ddp, self._recipe.may_warm_up, mesh, shared, trains))
+        self._driven.clear()  # each optimizer finds its models again at its next step
         if mesh.device_mesh is not None:  # DDP has made the ranks of each island equal
             broadcast_values([*ddp.module.parameters(), *ddp.module.buffers()], mesh.replicas)
 
     def _end_loop_over(self, module: nn.Module) -> None:
-        """End the loop over a model that is about to be wrapped again, as a second fit does: a collective."""
-        for one in [one for one in self._followed if one.holds(module)]:
+        """End the loops over a model that is about to be wrapped again, as a second fit does, and over lost ones.
+
+        A collective.
+        """
+        lost = self._lost()
+        for one in [one for one in self._followed if one.holds(module) or one in lost]:
             self._followed.remove(one)
-            self._driven.clear()  # each optimizer finds its models again at its next step
+            self._driven.clear()
             driver = one.shared.take_driver()
             one.end()
             if driver is not None:
                 with self._in_round():
                     driver.end()
+
+    def _lost(self) -> list[FollowedModel]:
+        """Return the models that no rank has any more, such as those of earlier folds: a collective."""
+        if not self._followed or self.place.member is not None:
+            return []
+        gc.collect()  # DDP refers to itself
+        are_gone = [all(each.local.ddp is None for each in one.shared.models) for one in self._followed]
+        found = TorchGroup().all_gather_small(torch.tensor(are_gone, dtype=torch.float64)).all(0).tolist()
+        return [one for one, is_lost in zip(self._followed, found, strict=True) if is_lost]
 
     def _islands(self, module: nn.Module) -> Mesh:
         """Return which ranks train a replica together: at the first call a collective."""
@@ -242,8 +258,9 @@ class DDPTakeover:
         for shared in loops:
             if shared.driver is None:
                 shared.driver = self._opened(shared, optimizer)
-            else:
-                check_inner(f"--outer {self._config.recipe}", self._recipe, 2)
+            elif optimizer not in shared.optimizers:
+                check_inner(f"--outer {self._config.recipe}", self._recipe, 1 + len(shared.optimizers))
+            shared.optimizers.add(optimizer)
 
     def _trained_by(self, optimizer: Optimizer) -> list[FollowedModel]:
         ids = {id(parameter) for parameter in parameters_of(optimizer)}
@@ -342,6 +359,10 @@ class DDPTakeover:
         make(optimizer, *args, **options)
         if not self._is_in_round:
             self._optimizers[optimizer] = None
+
+    def _add_param_group(self, add: Callable[..., None], optimizer: Optimizer, *args: Any, **options: Any) -> None:
+        add(optimizer, *args, **options)
+        self._driven.pop(optimizer, None)  # it finds the models that it trains at its next step
 
     def _set_epoch(
         self, set_epoch: Callable[..., None], sampler: DistributedSampler[Any], *args: Any, **options: Any

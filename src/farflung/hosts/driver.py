@@ -110,6 +110,8 @@ class Driver:
         self.loop.is_driven = True
         if tuner is not None:
             tuner.follow(self.loop)
+        # An optimizer without a schedule puts weights of its own into the model for an evaluation.
+        self._turns = callable(getattr(inner, "eval", None))
         self._data: Any = None  # the batches that rounds bring into the common weights
         if members.slots is not None:
             self._data = members.slots.follow(membership)
@@ -153,7 +155,7 @@ class Driver:
     @property
     def lends(self) -> bool:
         """Whether `agreed` changes the model's weights."""
-        return self.loop.has_anchor and not self.loop.is_warming
+        return self.loop.has_anchor and not self.loop.is_warming and not self._turns
 
     def agreed(self) -> AbstractContextManager[None]:
         """Put the weights that all ranks last agreed on into the model, if the recipe keeps them; nothing is sent."""

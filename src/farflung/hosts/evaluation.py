@@ -119,7 +119,8 @@ class AgreedState:
 
     def note(self, state: dict[str, Any], own: dict[str, torch.Tensor], step: int, is_between: bool) -> None:
         """Called with a state dict, the model's own tensors under its keys, and whether this rank says what it has."""
-        self._state, self._own, self._step = weakref.ref(state), own, step
+        self._own, self._step = own, step
+        self._state = weakref.ref(state) if isinstance(state, OrderedDict) else lambda: None  # a script's own dict
         if is_between:
             self._say()
 

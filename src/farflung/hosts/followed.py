@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from farflung.base.errors import StateError, Unsupported
 from farflung.base.torch_internals import compiled_from
@@ -32,6 +35,7 @@ class FollowedLoop:
     def __init__(self, flush: Callable[[FollowedLoop], None]) -> None:
         self.models: list[FollowedModel] = []
         self.driver: Driver | None = None
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that train the models
         self.epochs = EpochTracker(partial(flush, self))
 
     def module(self) -> nn.Module:
@@ -124,7 +128,7 @@ def _put_agreed(one: FollowedModel, state: dict[str, Any], prefix: str, metadata
         return
     with one.driver.agreed():
         own = {key: value for key, value in state.items() if key.startswith(prefix) and torch.is_tensor(value)}
-        state.update({key: value.clone() for key, value in own.items()})
+        state.update(copy.deepcopy(own))  # values that were tied still are
     is_between = one.driver.loop.steps_since_sync > 0 and one.driver.loop.is_first
     one.saved.note(state, own, one.driver.attempts, is_between)
 

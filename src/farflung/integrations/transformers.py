@@ -115,7 +115,7 @@ class OuterCallback(TrainerCallback):
             "agreed": agreed,
         }
         entry = Entry(paths.outer_state(accelerator.process_index), content, origin="the outer loop")
-        entry.write(_folder(args, state))
+        entry.write(self._folder(state))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Close the outer loop: a collective. All ranks have the same weights afterwards."""
@@ -152,7 +152,7 @@ class OuterCallback(TrainerCallback):
         assert self.loop is not None
         accelerator = self._trainer.accelerator
         given = args.resume_from_checkpoint
-        folder = Path(given) if isinstance(given, str) and Path(given).is_dir() else _folder(args, state)
+        folder = Path(given) if isinstance(given, str) and Path(given).is_dir() else self._folder(state)
         if not folder.is_dir():
             raise CheckpointError(
                 f"OuterCallback: training resumes at step {state.global_step}, but there is no {folder}. Say where the "
@@ -186,14 +186,15 @@ class OuterCallback(TrainerCallback):
         )
         self._load(everyone[accelerator.process_index % before]["optimizer"], merged.state)
 
+    def _folder(self, state: Any) -> Path:
+        """Return the Trainer's checkpoint of this step; each trial of a search has a folder of its own for them."""
+        folder = self._trainer._get_output_dir(getattr(self._trainer, "_trial", None))
+        return Path(folder) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+
     def _load(self, optimizer: dict[str, Any], loop: dict[str, Any]) -> None:
         assert self.loop is not None
         self._trainer.optimizer.load_state_dict(optimizer)
         self.loop.load_state_dict(loop)
-
-
-def _folder(args: Any, state: Any) -> Path:
-    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
 
 
 def _checksum(model: nn.Module) -> int:

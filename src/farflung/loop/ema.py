@@ -55,25 +55,25 @@ class WeightAverage:
             if moved:
                 means = [local(optimizer.state[parameter][MEAN]) for parameter in moved]
                 share = max(self._least, self._every / steps)
-                foreach_lerp_(means, [local(parameter).detach() for parameter in moved], share)
+                foreach_lerp_(means, [local(parameter) for parameter in moved], share)
 
     def means_of(self, parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Return the local parts of those parameters that have a mean, each with that of its mean."""
+        """Return those parameters that have a mean, each with its part of the mean."""
         kept = [(one, self.optimizer.state.get(one, {})) for one in parameters]
-        return [(local(parameter).detach(), local(state[MEAN])) for parameter, state in kept if MEAN in state]
+        return [(parameter, local(state[MEAN])) for parameter, state in kept if MEAN in state]
 
 
 @contextmanager
 def means_in(model: nn.Module, averages: Iterable[WeightAverage]) -> Iterator[None]:
-    """Have the means in place of the weights of a model within the block."""
+    """Have the means in place of the weights of a model within the block, in which it may move to another device."""
     reshard(model.modules())
     pairs = [pair for average in averages for pair in average.means_of(model.parameters())]
-    own = [weights.clone() for weights, _ in pairs]
-    for weights, mean in pairs:
-        weights.copy_(mean)
+    own = [(parameter, local(parameter).clone()) for parameter, _ in pairs]
+    for parameter, mean in pairs:
+        local(parameter).copy_(mean)
     try:
         yield
     finally:
         reshard(model.modules())
-        for (weights, _), value in zip(pairs, own, strict=True):
-            weights.copy_(value)
+        for parameter, value in own:
+            local(parameter).copy_(value)

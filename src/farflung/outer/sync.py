@@ -348,9 +348,12 @@ class Sync:
         with unrecorded():
             coming = (self.together(self.agree) or []) if must_average else replica.trained.moved()
         is_set = has_anchor and self.flushed_at == self.timetable.position and not self._is_adopted()
-        with replica.kept(coming) as own:
+
+        def lend(own: Sequence[tuple[Tensor, Tensor]]) -> None:
             if not (is_common or is_set):
                 self.lend(coming, own)
+
+        with replica.kept(coming, lend):
             yield
 
     @unrecorded()
