@@ -14,6 +14,7 @@ import torch
 from farflung.address import c10d_transport as module
 from farflung.address.c10d_transport import C10dTransport
 from farflung.address.keyed_store import KeyedStore
+from farflung.address.seal import Seal
 from farflung.base.errors import RankFailure, Unreachable
 from farflung.launch.network import get_free_port
 from farflung.testing.ranks import fork_context
@@ -22,8 +23,8 @@ from tests.outer import elastic_run
 from tests.waits import until
 
 
-def serve(pipe, port):
-    store = elastic_run.served(port=port)
+def serve(pipe, port, key):
+    store = elastic_run.served(key and Seal(key), port)
     pipe.send(store.port)
     time.sleep(3600)
 
@@ -33,9 +34,9 @@ def served():
     """Starts processes that serve a store each, at a port; returns the process and the port."""
     context, started = fork_context(), []
 
-    def start(port=0):
+    def start(port=0, key=None):
         here, there = context.Pipe(duplex=False)
-        started.append(context.Process(target=serve, args=(there, port)))
+        started.append(context.Process(target=serve, args=(there, port, key)))
         started[-1].start()
         return started[-1], here.recv()
 
@@ -76,6 +77,20 @@ def test_a_store_that_is_stopped_killed_or_of_another_run_ends_no_request_late_o
     served(port)
     with pytest.raises(Unreachable, match="another run is served there now"):
         board.get("said")
+
+
+@pytest.mark.parametrize("keys", [(None, bytes(32)), (bytes(32), None), (bytes(32), bytes([1] * 32))])
+def test_a_run_with_another_key_at_the_same_port_is_another_run(keys, served):
+    process, port = served(key=keys[0])
+    transport = C10dTransport(("127.0.0.1", port), seal=keys[0] and Seal(keys[0]))
+    transport.board.put("said", b"1")
+    assert transport.board.get("said") == b"1"
+    process.kill()
+    process.join()
+    served(port, keys[1])
+    for _ in range(2):
+        with pytest.raises(Unreachable, match="another run is served there now"):
+            transport.board.get("said")
 
 
 def test_a_process_group_may_meet_in_a_part_of_it():

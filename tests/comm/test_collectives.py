@@ -168,6 +168,9 @@ def test_objects_are_gathered_and_broadcast():
         returned = collectives.broadcast_object_list(exchange, mine, from_process=1)
         assert returned is mine
         assert mine == ["y" * length, {"any": (1,)}, 1]
+    rows = collectives.gather_object(exchange, torch.full((3, 4), float(rank)))
+    assert [row.tolist() for row in rows] == [[float(r)] * 4 for r in range(size) for _ in range(3)]
+    assert {row.untyped_storage().nbytes() for row in rows} == {16}
     assert collectives.gather_object(exchange, (rank, str(rank))) == [x for r in range(size) for x in (r, str(r))]
 
 

@@ -13,6 +13,7 @@ from io import BufferedReader, BytesIO
 from itertools import pairwise, product
 from types import SimpleNamespace
 from unittest import mock
+from urllib.parse import unquote
 
 import pytest
 import torch
@@ -311,6 +312,27 @@ def test_a_rank_may_be_many_collectives_ahead_of_one_that_reads_and_none_loses_a
 
     each(place.groups(3), pieces)
     assert place.keys() == []
+
+
+def test_a_note_of_what_was_read_that_could_not_be_written_is_written_again(tmp_path, monkeypatch):
+    write, refused = FolderBoard.write_name, []
+
+    def fails(board, name, parts, is_new):
+        if "read.1" in unquote(name) and len(refused) < 2:
+            refused.append(name)
+            raise Unreachable("no more disk")
+        return write(board, name, parts, is_new)
+
+    monkeypatch.setattr(FolderBoard, "write_name", fails)
+    transport = transport_at(tmp_path.as_uri())
+
+    def pieces(group):
+        for _ in range(40):
+            group.broadcast(torch.ones(3), 0).wait()
+        group.free()
+
+    each([transport.connect("group", rank, 2, Watch()) for rank in range(2)], pieces)
+    assert len(refused) == 2
 
 
 @pytest.mark.long

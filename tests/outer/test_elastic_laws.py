@@ -169,6 +169,23 @@ def test_of_those_that_begin_without_the_members_the_one_with_the_newest_state_g
     assert not members.board.asks()
 
 
+def test_no_more_replicas_begin_than_the_run_may_have():
+    members = Members()
+    first = Elastic(members.transport, 1, grace_s=GRACE_S, expected=2, most=2)
+    for one in (2, 3):
+        members.board.ask(Ask(one, 0, False, first._description(needs())))
+    assert members.runs(lambda: asked(first))().ids == (1, 2)
+
+
+def test_where_more_replicas_train_than_may_nobody_is_let_in():
+    members = Members(Record(1, 1, (1, 2)), ready=(1,))
+    member = members.member(1, most=1)
+    for one in (3, 4, 5):
+        members.board.mark_ready(members.board.ask(Ask(one, 0, False, member._description(needs()))))
+    assert not member.is_awaited(needs(True))
+    assert member._next(needs(True, admits=True)).ids == (1, 2)
+
+
 def test_members_admit_those_that_are_alive_and_drop_the_questions_of_others():
     members = Members(Record(3, 1, (1, 2, 3)))
     member = members.member(1)
@@ -374,6 +391,11 @@ def test_a_newcomer_is_sent_the_state_again_if_its_way_was_cut_until_it_has_all_
     assert transfers.serve([2, 3], state) == [3]
     assert [peers.members.transfer(one, 0) for one in (2, 3)] == [None, ("g1/t3.2", 1)]
     assert transfers.serve([2], state) == []
+    keys = [f"g1/t{name}/c0/1" for name in ("2.1", "2.3", "2.30")]
+    for key in keys:
+        peers.members.board.put(key, b"values")
+    peers.members.forget_before(2, transfers.names)
+    assert [peers.members.board.get(key) is not None for key in keys] == [False, True, False]
     transfers.finish(Record(2, 1, (1, 3), newcomers=(3,)), state)
     transfers.close()
     ends = [call.stop(), call.join(1.0)]

@@ -113,6 +113,19 @@ def test_with_nothing_but_torchruns_variables_every_rank_joins_the_group():
         assert not left_over
 
 
+def makes_a_group_of_its_own():
+    join_world(cpu=True)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    own = dist.group.WORLD
+    world = join_world(cpu=True)
+    return dist.group.WORLD is own, world.owns_group, world.exchange.size
+
+
+def test_a_group_that_a_script_makes_in_place_of_ours_is_used_as_it_is():
+    assert run_ranks(makes_a_group_of_its_own, 2, connect=False) == [(True, False, 2)] * 2
+
+
 WAYS_TO_END = [
     lambda accelerator: AcceleratorState._reset_state(True),
     lambda accelerator: PartialState._reset_state(),

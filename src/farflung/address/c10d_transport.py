@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from farflung.address.board import Board
 from farflung.address.keyed_store import KeyedServer, KeyedStore
+from farflung.address.run_record import KeyMismatch
 from farflung.address.seal import Seal
 from farflung.address.transport import Entered, Watch
 from farflung.base.causes import Cause
@@ -309,14 +310,29 @@ class _Line:
 
     def another(self) -> KeyedStore:
         """Return a store over a connection of its own."""
+        began = time.monotonic()
+        while True:
+            try:
+                store = self._opened()
+                store.check(["board"])  # the server soon closes a connection that asks nothing
+                return store
+            except OSError as error:
+                silent_s = time.monotonic() - began
+                if isinstance(error, _OVER) or silent_s >= ANSWER_S:
+                    raise Unreachable(self._why(error, silent_s), isinstance(error, _OVER)) from None
+            time.sleep(_PAUSE_S)
+
+    def _opened(self) -> KeyedStore:
         try:
             return KeyedStore(self._host, self._port, self._seal, ANSWER_S)
-        except OSError as error:
-            raise Unreachable(self._why(error, ANSWER_S)) from None
+        except KeyMismatch:
+            if self.run:  # it had this key before
+                raise _OtherRun from None
+            raise
 
     def _connected(self) -> KeyedStore:
         if self._store is None:
-            self._store = KeyedStore(self._host, self._port, self._seal, ANSWER_S)
+            self._store = self._opened()
             # Another run may be served at this address by now.
             run = self._store.compare_set("board", self.run, self.run or secrets.token_hex(8)).decode()
             if self.run and (run != self.run or not self._store.check(["board"])):

@@ -10,7 +10,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
@@ -456,7 +456,8 @@ class MemberStore:
     def broken(self, generation: int) -> str:
         return (self.board.get(f"g{generation}/broken") or b"").decode()
 
-    def forget_before(self, generation: int) -> None:
-        """Delete the entries of earlier generations."""
-        found = {key: _OF_GENERATION.match(key) for key in self.board.list("g")}
+    def forget_before(self, generation: int, kept: Sequence[str] = ()) -> None:
+        """Delete the entries of earlier generations, but for those of transfers with names in `kept`."""
+        below = tuple(f"{name}/" for name in kept)
+        found = {key: _OF_GENERATION.match(key) for key in self.board.list("g") if not key.startswith(below)}
         self.board.delete(*(key for key, one in found.items() if one and int(one[1]) < generation))

@@ -304,8 +304,9 @@ class ObjectGroup(Group):
 
     def _say_read(self) -> None:
         with suppress(Unreachable):
-            self._num_said = num_read = self._num_read()
+            num_read = self._num_read()
             self._at_once.put(f"read.{self.rank}", str(num_read).encode())
+            self._num_said = num_read  # once it is written: otherwise the next collective writes it
 
     def _ask_read(self) -> None:
         def ask(rank: int) -> None:

@@ -100,8 +100,8 @@ class StateSender:
         try:
             with suppress(RankFailure, Unreachable):  # whoever asked for it sees that it is over
                 self._leave_out(_receive_json(group, 1))
-                while (name := self._next()) is not None:
-                    self._send(group, name, self._left.pop(name))
+                while (chosen := self._next()) is not None:
+                    self._send(group, *chosen)
                 if not self.is_over:
                     _send_json(group, {"forms": self._forms})
         finally:
@@ -114,13 +114,14 @@ class StateSender:
             for name in [name for name, one in there.items() if self._prints.setdefault(name, one) == one]:
                 self._left.pop(name, None)
 
-    def _next(self) -> str | None:
+    def _next(self) -> tuple[str, Tensor] | None:
         """Wait for something to send; None at the end."""
         with self._changed:
             self._is_sending = False
             self._changed.wait_for(lambda: self.is_over or self._is_final or (self._left and not self._is_paused))
             self._is_sending = bool(self._left) and not self.is_over
-            return next(iter(self._left)) if self._is_sending else None
+            name = next(iter(self._left)) if self._is_sending else ""
+            return (name, self._left.pop(name)) if self._is_sending else None
 
     def _send(self, group: Group, name: str, tensor: Tensor) -> None:
         kind = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}

@@ -112,7 +112,9 @@ def gather_object(
         exchange.fail(signature, WrongType(what))
     if exchange.size == 1:
         return objects
-    leaves, spec = exchange.flatten(signature, _pickled(exchange, signature, list(objects)))
+    # pickle would write all that a row is a view of.
+    items = [row.clone() for row in objects] if isinstance(objects, Tensor) else list(objects)
+    leaves, spec = exchange.flatten(signature, _pickled(exchange, signature, items))
     parts = _apart(exchange, exchange.share(signature, leaves, spec), leaves)
     return [item for (part,) in parts for item in pickle.loads(raw(part.cpu()))]
 

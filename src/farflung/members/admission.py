@@ -144,7 +144,8 @@ class Admission:
         if saved is not None and self._saver is not None:  # which is the run's, whoever asks first
             mine, trained = saved.description or mine, self._saver.lines()
         are_fit = ask_each(lambda row: self._fits(*row, mine, trained, could), there)
-        fit = {one.member: name for (name, one), is_fit in zip(there, are_fit, strict=True) if is_fit}
+        names = [(one.member, name) for (name, one), is_fit in zip(there, are_fit, strict=True) if is_fit]
+        fit = dict(names[: self._most])
         if len(fit) < self._least or (len(fit) < self._expected and waited_s <= self._peers.grace_s):
             wanted = self._least if waited_s > self._peers.grace_s else self._expected
             return f"{counted(len(fit), 'replica')} of {wanted} {'is' if len(fit) == 1 else 'are'} there to begin"
@@ -214,7 +215,7 @@ class Admission:
         there = self.waiting(record, description, needs)
         are_ready = self._notes.board.map(self._members.is_ready, there)
         waiting = {name: one for (name, one), is_ready in zip(there.items(), are_ready, strict=True) if is_ready}
-        newcomers = tuple(sorted({one.member for one in waiting.values()}))[: self._most - len(record.ids)]
+        newcomers = tuple(sorted({one.member for one in waiting.values()}))[: max(0, self._most - len(record.ids))]
         new = replace(
             Record(record.number + 1, self._member, record.ids + newcomers, newcomers),
             past=needs.num_votes,

@@ -156,7 +156,7 @@ class Elastic:
     def _note_entry(self, record: Record) -> None:
         self.peers.notes.put("in", self.member)
         if record.ids[0] == self.member:
-            self.peers.members.forget_before(record.number)
+            self.peers.members.forget_before(record.number, self._transfers.names)
 
     def is_awaited(self, needs: Needs) -> bool:
         self.peers.note_round()
@@ -199,7 +199,7 @@ class Elastic:
                     self.peers.at_once.current()  # it may have vanished
                 there = self.peers.at_once.has_asks()
                 asking = self._admission.waiting(self.record, self._description(needs), needs) if there else {}
-                self._asking = dict([*asking.items()][: self.most - len(self.record.ids)])
+                self._asking = dict([*asking.items()][: max(0, self.most - len(self.record.ids))])
             except Unreachable as error:
                 if error.is_gone and self.saver is not None:
                     raise

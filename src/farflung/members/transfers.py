@@ -39,6 +39,7 @@ class Transfers:
         self._transport, self._peers, self._member = transport, peers, member
         self._island, self._share_group = island, share_group
         self._senders: dict[int, StateSender] = {}  # by newcomer
+        self._names: dict[int, str] = {}  # of their transfers
         self._num_begun = 0
 
     # ---- of the first member
@@ -56,6 +57,11 @@ class Transfers:
             elif all(may_finish for _, may_finish in said):
                 ready.append(one)
         return ready
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the transfers under way, which keys of their objects begin with."""
+        return [self._names[newcomer] for newcomer in self._senders]
 
     def pause(self) -> None:
         """Leave the line to a round, until the next `offer`."""
@@ -96,6 +102,7 @@ class Transfers:
             assert record is not None
             self._num_begun += 1
             name = f"g{record.number}/t{newcomer}.{self._num_begun}"  # alike on all ranks
+            self._names[newcomer] = name
             self._senders[newcomer] = StateSender(partial(self._connected, name, 0, newcomer))
             self._senders[newcomer].offer(found)
             if self._island.rank == 0:

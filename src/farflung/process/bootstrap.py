@@ -174,7 +174,7 @@ def leave_world() -> None:
         world.watchdog.stop()
     if world is not None and world.owns_group:
         atexit.unregister(leave_world)
-        if dist.is_initialized():
+        if dist.is_initialized() and isinstance(world.group, TorchGroup) and world.group.is_default:
             await_gloo()
             dist.destroy_process_group()
 
