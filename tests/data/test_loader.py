@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from farflung.base.errors import ConfigError, StateError, Unsupported
 from farflung.comm.group import SoloGroup
@@ -275,6 +275,20 @@ def test_a_sampler_that_is_set_inside_a_batch_sampler_decides_the_next_pass():
     assert (numbers(one), numbers(two)) == ([[0, 1], [2, 3]], [[0], [2]])
     with pytest.raises(Unsupported, match="the order comes from a list that holds no sampler"):
         prepared(DataLoader(range(2), batch_sampler=[[0, 1]])).set_sampler([1, 0])
+
+
+@pytest.mark.parametrize("rank", [None, Seat(0, 2)])
+def test_a_sampler_without_a_length_is_given_back_and_replaced(rank):
+    class Endless(Sampler):
+        def __iter__(self):
+            return itertools.count()
+
+    endless = Endless()
+    loader = prepared(DataLoader(range(4), 2, sampler=endless), rank)
+    assert loader.get_sampler() is endless
+    loader.set_sampler([3, 1])
+    assert numbers(loader) == [[3, 1]]
+    assert loader.get_sampler() == [3, 1]
 
 
 def test_persistent_workers_live_through_epochs():

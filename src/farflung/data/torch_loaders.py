@@ -25,6 +25,7 @@ from farflung.data.samplers import SeedableRandomSampler, SkipBatchSampler
 from farflung.loop.state import LoopState, LoopView
 
 _DATA_AXES = {"dp", "fsdp", "dp_replicate", "dp_shard"}  # mesh axes along which ranks see different data
+_INSIDE = ("batch_sampler", "sampler")  # where samplers hold others
 
 
 class Source:
@@ -75,8 +76,8 @@ class Source:
         """The innermost sampler, and what holds it: a batch sampler, or None."""
         holder: Any = None
         inner: Any = self.indices
-        while (next_inner := getattr(inner, "batch_sampler", None) or getattr(inner, "sampler", None)) is not None:
-            holder, inner = inner, next_inner
+        while inside := [one for name in _INSIDE if (one := getattr(inner, name, None)) is not None]:
+            holder, inner = inner, inside[0]
         return inner, holder
 
     @property
@@ -186,7 +187,7 @@ def _samplers_of(loader: DataLoader[Any]) -> list[Any]:
         sampler = waiting.pop()
         if sampler is not None and not any(sampler is other for other in found):
             found.append(sampler)
-            waiting += [getattr(sampler, "batch_sampler", None), getattr(sampler, "sampler", None)]
+            waiting += [getattr(sampler, name, None) for name in _INSIDE]
     return found
 
 
