@@ -166,6 +166,17 @@ def test_alone_what_is_repeated_for_each_sample_of_a_batch_is_cut_to_a_short_one
     return repeated, numbers
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_alone_samples_are_not_counted_by_a_tensor_that_is_one_of_them(workers):
+    accelerator = Accelerator(cpu=True)
+    images = [torch.full((3, 2, 2), float(number)) for number in range(10)]
+    loader = accelerator.prepare(DataLoader(images, batch_size=5, collate_fn=tuple, num_workers=workers))
+    boxes = [len(accelerator.gather_for_metrics([*batch, torch.zeros(7, 4)])[-1]) for batch in loader]
+    assert boxes == [7, 7]
+    found = [image for batch in loader for image in accelerator.gather_for_metrics(batch, use_gather_object=True)]
+    assert len(found) == 10
+
+
 class Closed:
     """A batch that does not say how many samples it has."""
 

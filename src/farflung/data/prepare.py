@@ -86,7 +86,7 @@ def prepare_loader(
     changes: dict[str, Any] = {"generator": None} if dispatches and not source.is_view else {}
     agreement = partial(_agreement, source, exchange, [str(kind) for kind in rng_types], dispatches)
     if group.size == 1 and not config.dispatch_batches:
-        count = partial(_short_count, batch_size) if batch_size is not None and source.by_index else None
+        count = partial(_short_count, source) if source.by_index and not source.drop_last else None
         settings = replace(settings, total_batch_size=batch_size, agree=agreement() if sees_the_same else None)
         return kind.over(source, settings, changes, count=count)
     refuse_unshareable(source, group, config.already_sharded)
@@ -128,10 +128,13 @@ def _refuse_in_slots(config: DataLoaderConfiguration) -> None:
         )
 
 
-def _short_count(batch_size: int, batch: Any) -> int:
-    """Count the samples of a last batch that is shorter than `batch_size`; 0: it is not."""
-    length = batch_size_of(batch) or 0
-    return length if length < batch_size else 0
+def _short_count(source: Source, batch: Any) -> int:
+    """Count the samples of a last batch that is short; 0: it is not, or its first tensor has no entry for each."""
+    try:
+        left = len(source.order[0]) % (source.batch_size or 1)
+    except TypeError:  # a sampler without a length
+        return 0
+    return left if batch_size_of(batch) == left else 0
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
