@@ -311,7 +311,12 @@ def test_loaders_whose_batches_take_another_way_are_left_as_they_are():
                 assert isinstance(batch, dict)
                 yield batch
 
-    for raw in (Mine(Noisy(5), 2, num_workers=2), DataLoader(Noisy(5), 2, num_workers=2, in_order=False)):
+    class Transforming(DataLoader):
+        def _get_iterator(self):
+            return map(dict.copy, super()._get_iterator())
+
+    raws = [kind(Noisy(5), 2, num_workers=2) for kind in (Mine, Transforming)]
+    for raw in (*raws, DataLoader(Noisy(5), 2, num_workers=2, in_order=False)):
         assert sum(len(batch["x"]) for batch in prepared(raw)) == 5
 
 

@@ -140,8 +140,13 @@ def test_only_workers_that_take_turns_over_indices_are_noted():
         def __iter__(self):
             return super().__iter__()
 
+    class Other(DataLoader):
+        def _get_iterator(self):
+            return super()._get_iterator()
+
     assert can_record(Source(DataLoader(range(4), num_workers=2)))
     assert not can_record(Source(DataLoader(range(4))))
     assert not can_record(Source(DataLoader(range(4), num_workers=2, in_order=False)))
     assert not can_record(Source(Mine(range(4), num_workers=2)))
+    assert not can_record(Source(Other(range(4), num_workers=2)))
     assert not can_record(Source(DataLoader(Stream(4), num_workers=2)))

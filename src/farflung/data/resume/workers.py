@@ -188,7 +188,8 @@ class Workers:
 def can_record(source: Source) -> bool:
     """Return whether the batches of a loader come from workers that take turns, through torch's own iterator."""
     loader = source.loader
-    is_plain = type(loader).__iter__ is DataLoader.__iter__
+    kinds = type(loader).__mro__
+    is_plain = not any({"__iter__", "_get_iterator"} & vars(kind).keys() for kind in kinds[: kinds.index(DataLoader)])
     return source.by_index and loader.num_workers > 0 and loader.in_order and is_plain
 
 
