@@ -19,6 +19,7 @@ from farflung.data_loader import (
     DataLoaderStateMixin,
     SkipDataLoader,
     prepare_data_loader,
+    skip_first_batches,
 )
 from tests.accelerator.conftest import on_ranks
 from tests.data.support import prepared, world
@@ -142,6 +143,24 @@ def test_torchdatas_shuffled_loader_keeps_its_order(workers):
     check_that_another_goes_on(
         lambda: prepared(torchdata.StatefulDataLoader(range(11), 2, shuffle=True, num_workers=workers))
     )
+
+
+@about_to_be_dropped
+@pytest.mark.parametrize("dispatch", [None, True])
+def test_torchdatas_loader_goes_on_after_batches_that_were_skipped_or_handed_out_before_it_was_resumed(dispatch):
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def gone_on_from(loader):
+        batches = iter(loader)
+        next(batches)
+        other = prepared(torchdata.StatefulDataLoader(range(11), 2), dispatch_batches=dispatch)
+        other.load_state_dict(loader.state_dict())
+        return other
+
+    first = prepared(torchdata.StatefulDataLoader(range(11), 2), dispatch_batches=dispatch)
+    skipping = gone_on_from(skip_first_batches(first, 1))
+    resumed = gone_on_from(gone_on_from(first))
+    assert [[batch.tolist() for batch in loader] for loader in (skipping, resumed)] == [WHOLE[2:], WHOLE[2:]]
 
 
 @on_ranks(2)

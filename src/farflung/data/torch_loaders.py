@@ -82,7 +82,9 @@ class Source:
 
     @property
     def keeper(self) -> Any:
-        """What knows how far the data were read: the loader, or a data set that is read in this process."""
+        """What knows how far a stream was read: the loader, or a data set that is read in this process."""
+        if self.by_index:  # it continues in a copy, which skips what was handed out
+            return None
         if hasattr(self.loader, "load_state_dict"):
             return self.loader
         return self.dataset if self.loader.num_workers == 0 and self.streams else None
