@@ -10,9 +10,11 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, SubsetRandomS
 
 from farflung.comm import collectives
 from farflung.comm.exchange import Exchange
+from farflung.data.slot_board import agreed_order
+from farflung.data.torch_loaders import Source
 from farflung.testing.ranks import run_ranks
 from tests.accelerator.conftest import on_ranks
-from tests.data.support import gathered, prepared, values, walk, world
+from tests.data.support import Seat, gathered, prepared, values, walk, world
 
 LOADERS = {
     "shuffled": lambda: DataLoader(range(11), 2, shuffle=True),
@@ -77,6 +79,24 @@ def test_a_sampler_may_have_a_generator_of_another_kind():
     loader = prepared(DataLoader(range(8), 2, sampler=Drawn()), world())
     mine = walk(loader)
     assert sorted(gathered(collectives.gather_object(Exchange(world()), [mine]))) == list(range(8))
+
+
+def test_orders_are_drawn_on_torchs_default_device(monkeypatch):
+    asked = []
+
+    class Asked(torch.Generator):
+        def __new__(cls, device="cpu"):
+            asked.append(torch.device(device))
+            return super().__new__(cls)
+
+    monkeypatch.setattr(torch, "Generator", Asked)
+    monkeypatch.setattr(torch, "get_default_device", lambda: torch.device("cpu:3"))
+    for seedable in (False, True):
+        next(iter(prepared(LOADERS["shuffled"](), Seat(0, 2), use_seedable_sampler=seedable)))
+    source = Source(LOADERS["shuffled"]())
+    agreed_order(source.indices, source, 0, 0)
+    source.set_generators([torch.get_rng_state()])
+    assert asked == [torch.device("cpu:3")] * 4
 
 
 def share_torch_states():

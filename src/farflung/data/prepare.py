@@ -22,7 +22,7 @@ from farflung.config.handlers import DataLoaderConfiguration
 from farflung.data.dispatcher import DataLoaderDispatcher, SliceFn
 from farflung.data.iterable import MarkedShard, StatefulShard, collated
 from farflung.data.loader import DataLoaderShard, LoaderSettings, PreparedLoader
-from farflung.data.samplers import BatchSamplerShard, SeedableRandomSampler, check_split
+from farflung.data.samplers import BatchSamplerShard, SeedableRandomSampler, check_split, made_generator
 from farflung.data.shares import refuse_unshareable
 from farflung.data.torch_loaders import SkipDataLoader, Source, refuse_mesh
 from farflung.loop.state import LoopState
@@ -320,7 +320,7 @@ def _shared_generator(source: Source) -> torch.Generator | None:
     if not hasattr(sampler, "generator"):
         return None
     if sampler.generator is None:
-        sampler.generator = torch.Generator()
+        sampler.generator = made_generator()
         sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
     return sampler.generator if isinstance(sampler.generator, torch.Generator) else None
 

@@ -28,6 +28,11 @@ T = TypeVar("T")
 _SEED_MASK = 2**64 - 1  # what torch takes for a seed
 
 
+def made_generator() -> torch.Generator:
+    """Return a generator on torch's default device, on which samplers and loaders draw."""
+    return torch.Generator(torch.get_default_device())
+
+
 def filled(items: Sequence[T], first: Sequence[T], size: int) -> list[T]:
     """Complete `items` to `size` of them with those of `first`, over and over from its beginning."""
     return [*items, *islice(cycle(first), size - len(items))]
@@ -97,7 +102,7 @@ class SeedableRandomSampler(RandomSampler):
 
     def __iter__(self) -> Iterator[int]:
         if self.generator is None:
-            self.generator = torch.Generator()
+            self.generator = made_generator()
         self.generator.manual_seed((self.initial_seed + self.epoch) & _SEED_MASK)
         yield from super().__iter__()
         self.set_epoch(self.epoch + 1)

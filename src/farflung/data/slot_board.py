@@ -22,6 +22,7 @@ from farflung.base.errors import ConfigError
 from farflung.base.words import counted
 from farflung.checkpoint import rng
 from farflung.data.ledger import Done
+from farflung.data.samplers import made_generator
 from farflung.data.torch_loaders import Source
 
 _T = TypeVar("_T")
@@ -58,7 +59,7 @@ def agreed_order(batches: Iterable[Any], source: Source, seed: int, epoch: int) 
     np.random.seed(of_epoch % 2**32)
     torch.default_generator.manual_seed(of_epoch)
     for sampler, _ in generators:
-        sampler.generator = torch.Generator().manual_seed(of_epoch)
+        sampler.generator = made_generator().manual_seed(of_epoch)
     for seeded in source.seeded_samplers:
         seeded.initial_seed = seed
     try:

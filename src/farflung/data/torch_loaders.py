@@ -21,7 +21,7 @@ from farflung.base.errors import ConfigError, Unsupported
 from farflung.base.forward import Forward, unchecked
 from farflung.base.torch_internals import copied_loader, expect_batches
 from farflung.data.iterable import IterableDatasetShard
-from farflung.data.samplers import SeedableRandomSampler, SkipBatchSampler
+from farflung.data.samplers import SeedableRandomSampler, SkipBatchSampler, made_generator
 from farflung.loop.state import LoopState, LoopView
 
 _DATA_AXES = {"dp", "fsdp", "dp_replicate", "dp_shard"}  # mesh axes along which ranks see different data
@@ -105,7 +105,7 @@ class Source:
         if len(states) == 1 and not own:
             for sampler in self.present_samplers:
                 if getattr(sampler, "generator", self) is None:
-                    sampler.generator = torch.Generator()
+                    sampler.generator = made_generator()
                     own = [sampler.generator]
         if len(own) == len(states):
             for generator, state in zip(own, states, strict=True):

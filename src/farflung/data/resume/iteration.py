@@ -27,6 +27,7 @@ from farflung.data import worker_signals
 from farflung.data.batches import plain_or_none
 from farflung.data.iterable import Marked
 from farflung.data.resume.workers import RecordingCollate, WorkerHistory, WorkerPlan, Workers, can_record
+from farflung.data.samplers import made_generator
 from farflung.data.torch_loaders import Source
 from farflung.process.world import current_world
 
@@ -222,7 +223,7 @@ def opened(one: Iteration, base: DataLoader[Any], **replaced: Any) -> Iterator[A
     Workers that are started now see the `replaced` attributes instead of the loader's own.
     """
     if one.has_workers and not has_live_workers(base):
-        replaced["generator"] = torch.Generator()
+        replaced["generator"] = made_generator()
     is_signalled = base.num_workers > 0 and worker_signals.is_needed()
     if is_signalled:
         init_fn = replaced.get("worker_init_fn", base.worker_init_fn)
