@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +36,37 @@ class SizedStream(Stream):
 
     def __len__(self) -> int:
         return self.n
+
+
+_has_arrived = multiprocessing.Event()
+
+
+class Late(list[int]):
+    """Indices; its number 2 is read by a worker after the batch of `out_of_order` has come to this process."""
+
+    def __getitem__(self, index: Any) -> Any:
+        assert index != 2 or _has_arrived.wait(60)
+        return index
+
+
+class _Early(list[int]):
+    def __reduce__(self) -> Any:
+        return _arrived, ([*self],)
+
+
+def _arrived(numbers: list[int]) -> torch.Tensor:
+    _has_arrived.set()
+    return torch.tensor(numbers)
+
+
+def out_of_order(early: int) -> dict[str, Any]:
+    """Arguments of a loader over `Late` whose workers hand out the batch with number `early` before that with 2."""
+    _has_arrived.clear()
+
+    def collate(batch: list[int]) -> Any:
+        return _Early(batch) if early in batch else torch.tensor(batch)
+
+    return {"num_workers": 2, "in_order": False, "multiprocessing_context": "fork", "collate_fn": collate}
 
 
 class Seat(SoloGroup):

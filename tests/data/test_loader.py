@@ -21,7 +21,18 @@ from farflung.data.prepare import prepare_data_loader, skip_first_batches
 from farflung.data.samplers import BatchSamplerShard, SeedableRandomSampler
 from farflung.data.torch_loaders import LoaderView, SkipDataLoader, Source
 from farflung.loop.state import LoopState
-from tests.data.support import Seat, SizedStream, Stream, gathered, on_two_ranks, prepared, values, walk
+from tests.data.support import (
+    Late,
+    Seat,
+    SizedStream,
+    Stream,
+    gathered,
+    on_two_ranks,
+    out_of_order,
+    prepared,
+    values,
+    walk,
+)
 
 
 def numbers(loader):
@@ -37,6 +48,11 @@ def test_two_workers_read_the_same_as_none():
         loaders = (prepared(DataLoader(range(21), 4, num_workers=workers), Seat(rank, 2)) for workers in (0, 2))
         plain, with_workers = map(numbers, loaders)
         assert plain == with_workers
+
+
+def test_a_padded_batch_is_the_last_one_whichever_worker_is_late():
+    loader = DataLoader(Late(range(7)), 2, **out_of_order(6))
+    assert walk(prepared(loader, Seat(1, 2))) == [([2, 3], False, 0), ([6, 0], True, 3)]
 
 
 def test_custom_samplers_need_no_attributes():

@@ -30,7 +30,7 @@ from farflung.data.slots import Slots
 from farflung.data.torch_loaders import Source
 from farflung.outer.stats import Round
 from farflung.testing.sim import run_replicas
-from tests.data.support import Stream, prepared
+from tests.data.support import Late, Stream, out_of_order, prepared
 from tests.outer.elastic_run import LocalLine
 
 
@@ -345,6 +345,13 @@ def test_one_that_comes_after_all_have_ended_an_epoch_and_synchronized_goes_on_t
     assert newcomer.loaders[0].share.is_past
     assert newcomer.take()
     assert newcomer.epoch == 1
+
+
+def test_batches_are_handed_out_in_the_order_in_which_they_are_recorded_as_done():
+    one = Run(loaders=[out_of_order(3)]).join(dataset=Late(range(6)))
+    while one.take():
+        pass
+    assert one.taken == [(0, number) for number in range(6)]
 
 
 def test_two_loaders_have_epochs_of_their_own():

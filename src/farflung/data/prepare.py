@@ -232,6 +232,8 @@ def _sharded(
 ) -> DataLoaderShard:
     indices = source.indices
     shard = BatchSamplerShard(indices, group.size, group.rank, config.split_batches, config.even_batches)
+    if config.even_batches:
+        changes = {**changes, "in_order": True}  # a padded batch comes last on each rank
     in_batches = source.makes_batches or isinstance(indices, BatchSampler) or hasattr(indices, "batch_size")
     return kind.over(
         source,

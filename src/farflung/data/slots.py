@@ -81,7 +81,7 @@ class Slots(Claims):
         if is_prepared:
             made.enroll()
         self._samplers.append(made)
-        return source.with_indices(made)
+        return source.with_indices(made, in_order=True)  # batches are recorded as done in the order of their shares
 
     def shared_as_it_is(self, loader: DataLoader[Any], num_parts: int) -> tuple[DataLoader[Any], SlotSampler]:
         """Return a copy of a loader that is not prepared, and this replica's share of it; see `shared`."""
