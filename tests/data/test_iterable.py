@@ -53,6 +53,19 @@ def test_workers_have_padded_rounds_of_their_own_and_metrics_still_see_each_samp
     assert lengths == [len(one) for one in walks]
 
 
+class Relaying(DataLoader):
+    def __iter__(self):
+        yield from super().__iter__()
+
+
+@pytest.mark.parametrize("kind", [DataLoader, Relaying])
+def test_a_collate_function_that_is_replaced_gets_the_samples_themselves(kind):
+    loader = prepared(kind(Stream(5), 2), Seat(0, 2), dispatch_batches=False)
+    loader.collate_fn = torch.tensor
+    assert walk(loader) == [([0, 1], False, 0), ([4, 0], True, 1)]
+    assert loader.collate_fn is torch.tensor
+
+
 @given(cases(), st.integers(2, 4), st.booleans())
 def test_the_length_counts_the_last_batch_of_each_worker(case, workers, even):
     length, batch_size, size, split, drop_last = case

@@ -22,7 +22,7 @@ from farflung.data import worker_signals
 from farflung.data.resume import workers
 from farflung.data.resume.workers import RecordingCollate, WorkerHistory, WorkerPlan, can_record
 from farflung.data.torch_loaders import Source
-from tests.data.support import Stream
+from tests.data.support import Stream, prepared
 
 
 def draw(samples):
@@ -133,6 +133,23 @@ def test_signals_for_the_rank_are_blocked_while_workers_start_if_it_handles_them
         assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == {*PREEMPTION}
         assert tracker.called is (method == "spawn"), "else the process that starts it unblocks them"
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+
+
+class Relaying(DataLoader):
+    def __iter__(self):
+        yield from super().__iter__()
+
+
+def blocked_signals(_):
+    return signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+@pytest.mark.parametrize("kind", [DataLoader, Relaying])
+def test_workers_outlive_signals_for_the_rank_whatever_iterates_them(kind):
+    loader = prepared(kind([0], num_workers=1, collate_fn=blocked_signals, multiprocessing_context="fork"))
+    with handled(print, PREEMPTION):
+        assert list(loader) == [{*PREEMPTION}]
+    assert loader.worker_init_fn is None
 
 
 def test_only_workers_that_take_turns_over_indices_are_noted():

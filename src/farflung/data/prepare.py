@@ -20,7 +20,7 @@ from farflung.comm.exchange import Exchange
 from farflung.comm.group import Group, SoloGroup
 from farflung.config.handlers import DataLoaderConfiguration
 from farflung.data.dispatcher import DataLoaderDispatcher, SliceFn
-from farflung.data.iterable import MarkedShard, StatefulShard, collated
+from farflung.data.iterable import MarkedShard, StatefulShard
 from farflung.data.loader import DataLoaderShard, LoaderSettings, PreparedLoader
 from farflung.data.samplers import BatchSamplerShard, SeedableRandomSampler, check_split, made_generator
 from farflung.data.shares import refuse_unshareable
@@ -286,8 +286,7 @@ def _sharded_stream(
         holds_batches=batch_size is None,
         is_checked=config.already_sharded is None,
     )
-    collate = partial(collated, source.loader.collate_fn)
-    return DataLoaderShard.over(source, settings, {**changes, "dataset": shard, "collate_fn": collate}, marked=True)
+    return DataLoaderShard.over(source, settings, {**changes, "dataset": shard}, marked=True)
 
 
 def _agreement(source: Source, exchange: Exchange, kinds: list[str], dispatches: bool) -> Callable[[], None] | None:

@@ -8,10 +8,12 @@ were handed out, and takes prefetched ones from the checkpoint, because their ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from farflung.base.words import counted
 from farflung.checkpoint import rng
 from farflung.data import worker_signals
 from farflung.data.batches import plain_or_none
-from farflung.data.iterable import Marked
+from farflung.data.iterable import Marked, MarkedShard, collated
 from farflung.data.resume.workers import RecordingCollate, WorkerHistory, WorkerPlan, Workers, can_record
 from farflung.data.samplers import made_generator
 from farflung.data.torch_loaders import Source
@@ -207,14 +209,14 @@ def _recorded(one: Iteration, source: Source, workers: Workers) -> Iterator[Any]
 
 def _reopened(one: Iteration, source: Source, position: Position) -> Iterator[Any]:
     """Start a stream, and continue where it was left."""
+    if position.dataset is not None:
+        if position.is_read:
+            return iter(())
+        source.keeper.load_state_dict(position.dataset)
+    batches = opened(one, source.loader)
     if position.dataset is None:
-        batches = opened(one, source.loader)
         replay(batches, position.batches, to_the_end=position.ended)
-        return batches
-    if position.is_read:
-        return iter(())
-    source.keeper.load_state_dict(position.dataset)
-    return iter(source.loader)
+    return batches
 
 
 def opened(one: Iteration, base: DataLoader[Any], **replaced: Any) -> Iterator[Any]:
@@ -222,19 +224,36 @@ def opened(one: Iteration, base: DataLoader[Any], **replaced: Any) -> Iterator[A
 
     Workers that are started now see the `replaced` attributes instead of the loader's own.
     """
+    if isinstance(base.dataset, MarkedShard):  # the script may replace the loader's own at any time
+        replaced["collate_fn"] = partial(collated, base.collate_fn)
     if one.has_workers and not has_live_workers(base):
         replaced["generator"] = made_generator()
     is_signalled = base.num_workers > 0 and worker_signals.is_needed()
     if is_signalled:
         init_fn = replaced.get("worker_init_fn", base.worker_init_fn)
         replaced["worker_init_fn"] = worker_signals.ignoring(init_fn)
+    starting = partial(_starting, base, replaced, is_signalled)
+    with starting():
+        batches = iter(base)
+    return _begun(batches, starting) if isinstance(batches, GeneratorType) else batches
+
+
+@contextmanager
+def _starting(base: DataLoader[Any], replaced: dict[str, Any], is_signalled: bool) -> Iterator[None]:
     kept = {name: getattr(base, name) for name in replaced}
     base.__dict__.update(replaced)
     try:
         with worker_signals.blocked(base.multiprocessing_context) if is_signalled else nullcontext():
-            return iter(base)
+            yield
     finally:
         base.__dict__.update(kept)
+
+
+def _begun(batches: Iterator[Any], starting: Callable[[], AbstractContextManager[None]]) -> Iterator[Any]:
+    """Yield the batches of a generator, which starts when its first one is asked for."""
+    with starting():
+        first = list(islice(batches, 1))
+    yield from chain(first, batches)
 
 
 def replay(batches: Iterator[Any], number: int, to_the_end: bool = False) -> None:
