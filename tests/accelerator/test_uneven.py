@@ -97,6 +97,20 @@ def test_uneven_data_is_an_error_on_all_ranks_at_once(layout, data, more):
     assert max(seconds for _, seconds in told) < patience(20)
 
 
+def look_and_train():
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(already_sharded=True))
+    model, loader = accelerator.prepare(nn.Linear(4, 4), DataLoader(torch.ones(2, 4), 1))
+    if accelerator.is_main_process:
+        next(iter(loader))
+    for number, batch in enumerate(itertools.chain(loader, loader), 1):
+        accelerator.backward(model(batch).sum())
+    return number
+
+
+def test_a_rank_may_look_at_a_batch_of_its_own_share_before_all_train():
+    assert run_ranks(look_and_train, 2, timeout_s=90) == [4, 4]
+
+
 def none_for_ones(rows):
     return None if rows[0].min() == 1 else torch.stack(rows)
 

@@ -105,6 +105,8 @@ class Progress:
         """Forget an iteration that came to its end, was broken off or thrown away. Its workers end with it."""
         one.prefetched, one.in_hand, one.source = [], NOTHING, None
         if self.newest is one:
+            if self.under_way and one.num_batches == 1 and one.began_with is None:
+                self._passes -= 1  # a look at a batch, perhaps on this rank alone
             self.newest = None  # it knows the loader, which is freed at once when nobody else holds it
 
     def state_dict(self, loader: Any, state: LoopState) -> dict[str, Any]:
