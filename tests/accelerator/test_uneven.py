@@ -102,13 +102,11 @@ def look_and_train():
     model, loader = accelerator.prepare(nn.Linear(4, 4), DataLoader(torch.ones(2, 4), 1))
     if accelerator.is_main_process:
         next(iter(loader))
-    for number, batch in enumerate(itertools.chain(loader, loader), 1):
-        accelerator.backward(model(batch).sum())
-    return number
+    return [accelerator.backward(model(batch).sum()) for batch in itertools.chain(loader, loader)]
 
 
 def test_a_rank_may_look_at_a_batch_of_its_own_share_before_all_train():
-    assert run_ranks(look_and_train, 2, timeout_s=90) == [4, 4]
+    assert run_ranks(look_and_train, 2, timeout_s=90) == [[None] * 4] * 2
 
 
 def none_for_ones(rows):

@@ -267,7 +267,8 @@ class DataLoaderConfiguration:
     Args:
         split_batches: the loader's batch size is that of all ranks together, not of each.
         dispatch_batches: rank 0 reads and hands out; None does so for iterable data sets on several ranks.
-        even_batches: fill up the last round with samples from the start, so that ranks get equally many batches.
+        even_batches: fill up the last round with samples from the start, so that ranks get equally many batches. If
+            the data have indices, batches then come in order even if the loader has `in_order=False`.
         use_seedable_sampler: shuffle by a seed and the epoch's number alone.
         data_seed: that seed; None takes torch's initial seed.
         non_blocking: copy to the device without waiting; useful with `pin_memory=True`.

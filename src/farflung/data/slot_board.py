@@ -52,7 +52,7 @@ def agreed_order(batches: Iterable[Any], source: Source, seed: int, epoch: int) 
 
     The samplers get the epoch through `set_epoch`; all random states are restored afterwards.
     """
-    samplers, host = source.present_samplers, rng.read_host()
+    samplers, host = source.samplers, rng.read_host()
     generators = [(one, one.generator) for one in samplers if hasattr(one, "generator")]
     of_epoch = (seed + epoch) % 2**63
     random.seed(of_epoch)

@@ -37,7 +37,6 @@ class Source:
         indices: yields the indices of each batch: the batch sampler, or the sampler if there is none.
         indices_name: the attribute of the loader that holds them.
         sampler: puts the samples in order: the sampler, or a batch sampler that has none inside.
-        samplers: all samplers, and those inside them; `present_samplers` are those of now.
         batch_size: of the loader, or else of its batch sampler; None: neither has one.
         drop_last: the loader or its batch sampler leaves out a short last batch.
         makes_batches: it has a batch sampler.
@@ -53,7 +52,6 @@ class Source:
         self.indices: Any = loader.batch_sampler if self.makes_batches else loader.sampler
         self.indices_name = "batch_sampler" if self.makes_batches else "sampler"
         self.sampler: Any = getattr(self.indices, "sampler", self.indices)
-        self.samplers = _samplers_of(loader)
         self.batch_size: int | None = loader.batch_size or getattr(self.indices, "batch_size", None)
         self.drop_last: bool = loader.drop_last or getattr(self.indices, "drop_last", False)
         self.streams = isinstance(loader.dataset, IterableDataset)
@@ -63,13 +61,21 @@ class Source:
     # ---- what concerns an epoch
 
     @property
-    def present_samplers(self) -> list[Any]:
-        return _samplers_of(self.loader)
+    def samplers(self) -> list[Any]:
+        """All samplers, and those inside them."""
+        found: list[Any] = []
+        waiting: list[Any] = [self.loader.batch_sampler, self.loader.sampler]
+        while waiting:
+            sampler = waiting.pop()
+            if sampler is not None and not any(sampler is other for other in found):
+                found.append(sampler)
+                waiting += [getattr(sampler, name, None) for name in _INSIDE]
+        return found
 
     @property
     def seeded_samplers(self) -> list[SeedableRandomSampler]:
         """The samplers whose order depends on a seed and the epoch alone."""
-        return [sampler for sampler in self.present_samplers if isinstance(sampler, SeedableRandomSampler)]
+        return [sampler for sampler in self.samplers if isinstance(sampler, SeedableRandomSampler)]
 
     @property
     def order(self) -> tuple[Any, Any]:
@@ -93,7 +99,7 @@ class Source:
     def generators(self) -> list[torch.Generator]:
         """Those of the loader, of its samplers, and of its data set."""
         found: list[torch.Generator] = []
-        for owner in (self.loader, *self.present_samplers, self.dataset, getattr(self.dataset, "dataset", None)):
+        for owner in (self.loader, *self.samplers, self.dataset, getattr(self.dataset, "dataset", None)):
             generator = getattr(owner, "generator", None)
             if isinstance(generator, torch.Generator) and not any(generator is other for other in found):
                 found.append(generator)
@@ -103,7 +109,7 @@ class Source:
         """Set the generators' states; if there are none, as in one process, a sampler gets one."""
         own = self.generators
         if len(states) == 1 and not own:
-            for sampler in self.present_samplers:
+            for sampler in self.samplers:
                 if getattr(sampler, "generator", self) is None:
                     sampler.generator = made_generator()
                     own = [sampler.generator]
@@ -113,7 +119,7 @@ class Source:
 
     def announce(self, epoch: int) -> None:
         """Call `set_epoch` wherever there is one: on the loader, its samplers, those inside them, and its data set."""
-        for thing in (self.loader, *self.present_samplers, self.dataset):
+        for thing in (self.loader, *self.samplers, self.dataset):
             if hasattr(thing, "set_epoch"):
                 thing.set_epoch(epoch)
 
@@ -180,17 +186,6 @@ class Source:
         indices = copy.copy(self.indices)
         indices.sampler = seeded
         return self.with_indices(indices, **({"sampler": seeded} if self.makes_batches else {}))
-
-
-def _samplers_of(loader: DataLoader[Any]) -> list[Any]:
-    found: list[Any] = []
-    waiting: list[Any] = [loader.batch_sampler, loader.sampler]
-    while waiting:
-        sampler = waiting.pop()
-        if sampler is not None and not any(sampler is other for other in found):
-            found.append(sampler)
-            waiting += [getattr(sampler, name, None) for name in _INSIDE]
-    return found
 
 
 class LoaderView(DataLoader[Any]):

@@ -167,7 +167,7 @@ class Progress:
 
     def keep(self, source: Source) -> Callable[[], None]:
         own, workers, orders = dict(vars(self)), dict(vars(self.workers)), _orders_of(source)
-        without = [sampler for sampler in source.present_samplers if getattr(sampler, "generator", sampler) is None]
+        without = [sampler for sampler in source.samplers if getattr(sampler, "generator", sampler) is None]
 
         def undo() -> None:
             for sampler in without:  # a loaded state may have brought a generator
