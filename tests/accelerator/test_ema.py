@@ -139,6 +139,18 @@ def test_a_model_that_moves_while_it_is_evaluated_goes_on_from_its_own_weights()
     assert alike(own, weights(run))
 
 
+def test_training_goes_on_from_what_a_script_writes_while_the_mean_is_evaluated():
+    run = prepared("one", ema=0.75)
+    trained(run, range(3))
+    own = weights(run)
+    torch._foreach_mul_([one.data for one in run[1].parameters()], 2.0)
+    run[1].eval()
+    for name, one in run[0].unwrap_model(run[1]).named_parameters():
+        one.data.copy_(own[name])
+    run[1].train()
+    assert alike(own, weights(run))
+
+
 def test_a_mean_is_taken_once_a_step_after_memory_was_freed():
     accelerator, model, optimizer = prepared("one", ema=0.75)
     steps = []

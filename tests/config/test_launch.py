@@ -111,6 +111,7 @@ def test_what_is_said_of_compiling_reaches_the_script(said):
     with environ.patched({name: value for name, value in told.items() if "DYNAMO" in name}):
         ours, theirs = TorchDynamoPlugin(), TheirPlugin()
         assert resolve_compile(None, None) == ours
+        ours.check()  # as where it is used
     assert ours.to_dict() == theirs.to_dict()
     found = (str(ours.backend).lower(), ours.mode, ours.fullgraph, ours.dynamic, ours.use_regional_compilation)
     silent = {"dynamo_mode": "default", "dynamo_use_fullgraph": False, "dynamo_use_regional_compilation": False}

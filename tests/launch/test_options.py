@@ -80,9 +80,9 @@ def test_settings_are_written_as_the_flags_that_give_them():
 
 @pytest.mark.usefixtures("home")
 def test_flags_say_what_is_so_by_default_where_a_variable_says_otherwise(monkeypatch):
-    for name, value in (("mixed_precision", "bf16"), ("dynamo_use_fullgraph", "true")):
+    for name, value in (("mixed_precision", "bf16"), ("dynamo_use_fullgraph", "true"), ("multi_gpu", "true")):
         monkeypatch.setenv(field_named(name).variable, value)
-    settings = resolve(given(parse("--mixed_precision", "no", "--no_dynamo_use_fullgraph", "x.py"))).settings
+    settings = resolve(given(parse("--mixed_precision", "no", "--no_dynamo_use_fullgraph", "--cpu", "x.py"))).settings
     words = flags_for(settings)
     assert {"--mixed_precision", "no", "--no_dynamo_use_fullgraph"} <= {*words}
     assert resolve(given(parse(*words, "x.py"))).settings == settings

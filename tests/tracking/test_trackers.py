@@ -100,6 +100,7 @@ def test_steps_are_any_whole_number_and_values_those_of_their_moment_in_any_mapp
     tracker.finish()
     for path in (tmp_path / "metrics.jsonl", tracker.path):
         first, second = lines_of(path)
+        assert {type(row["step"]) for row in (first, second)} == {int}
         assert (first["step"], first["values"]) == (3, {"norms": [1.0, 1.0], "groups": {"head": [0.5]}})
         assert (second["step"], second["values"]) == (4, {"deep": [{"norms": [1.0, 1.0]}]})
 

@@ -79,7 +79,9 @@ class Checkpointer:
         if series is not None:
             folder: Path | Address = series / paths.checkpoint(1 + max(numbers_in(series), default=-1))
         elif automatic is not None:
-            if run.slots is not None:  # replicas write one after another, each counting its own saves
+            if (
+                run.slots is not None and run.outers.leads
+            ):  # replicas write one after another, each counting its own saves
                 project.iteration = max([project.iteration, *(1 + number for number in numbers_in(automatic))])
             folder = automatic / paths.checkpoint(project.iteration)
         elif output_dir is not None:

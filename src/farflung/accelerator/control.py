@@ -132,7 +132,8 @@ def _share(inputs: Any, rank: int, size: int, padded: bool) -> Any:
     if size == 1:
         return inputs
     if isinstance(inputs, Mapping):
-        return rebuilt(inputs, functools.partial(_share, rank=rank, size=size, padded=padded))
+        share = functools.partial(_share, rank=rank, size=size, padded=padded)
+        return {k: share(value) for k, value in inputs.items()} if isinstance(inputs, dict) else rebuilt(inputs, share)
     count, extra = divmod(len(inputs), size)
     start = rank * count + min(rank, extra)
     stop = start + count + (rank < extra)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from torch import nn
 
 from farflung.comm.shards import local
-from farflung.hosts.evaluation import MODE_LISTENERS, EvaluatedModel, follow_modes
+from farflung.hosts.evaluation import MODE_LISTENERS, EvaluatedModel, evaluates, follow_modes
 from farflung.loop.ema import WeightAverage, means_in
 from farflung.resume.run import Run
 
@@ -29,6 +29,10 @@ class EMAModel(EvaluatedModel):
     def lends(self) -> bool:
         """Whether there are means yet."""
         return any(average.means_of(self.bare.parameters()) for average in self._averages)
+
+    @property
+    def has_own_evaluation(self) -> bool:
+        return any(evaluates(average.optimizer) for average in self._averages)
 
     def agreed(self) -> AbstractContextManager[None]:
         """Have the means in the model within a block."""

@@ -36,6 +36,10 @@ class AttachedModel(EvaluatedModel):
     def lends(self) -> bool:
         return self._loop.lends
 
+    @property
+    def has_own_evaluation(self) -> bool:
+        return self._loop.has_own_evaluation
+
     def agreed(self) -> AbstractContextManager[None]:
         """Have the agreed weights in this model within a block, and in no other one of its loop."""
         return agreed_in(self.bare, self._loop, len(self._loop.models) == 1)

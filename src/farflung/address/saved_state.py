@@ -50,7 +50,7 @@ class Saved:
 
     @property
     def order(self) -> list[int]:
-        """The generation's number and the position: a later state has a greater order."""
+        """The generation's number and the position: a later state has no smaller one."""
         return order_of(self.name)
 
     @property
@@ -72,6 +72,7 @@ class SavedStates:
 
     def __init__(self, board: ObjectBoard) -> None:
         self._board, self._log = board, Log(board, "saved")
+        self._replaced = set[str]()  # names of states
 
     def write(
         self, name: str, rank: int, parts: Mapping[str, Any], is_current: Callable[[], bool] = lambda: True
@@ -120,13 +121,17 @@ class SavedStates:
             if self._log.append(number, json.dumps(asdict(saved)).encode()):
                 break
         kept = {one.name for one in self.newest()}
-        content = self._log.get(number + 1 - _KEPT) if number >= _KEPT else None
-        replaced = json.loads(content or b"{}").get("name")  # while its writer waits in a flush, it has the same order
+        if number >= _KEPT and (content := self._log.get(number + 1 - _KEPT)) is not None:
+            self._replaced.add(json.loads(content)["name"])  # while its writer waits in a flush, the order is the same
         chained = {(name, dtype) for dtype, names in saved.chains.items() for name in names[1:]}
         doomed = []
         for key in self._board.list("state/"):
             name, part = key.split("/")[1], key.rpartition("/")[2]
-            if name not in kept and (name, part) not in chained and (name == replaced or order_of(name) < saved.order):
+            if (
+                name not in kept
+                and (name, part) not in chained
+                and (name in self._replaced or order_of(name) < saved.order)
+            ):
                 doomed.append(key)  # unlike a later one, which other ranks may be writing
         self._board.delete(*doomed)
         return True

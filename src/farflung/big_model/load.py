@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from farflung.base.checks import check_path
 from farflung.base.errors import CheckpointError, ConfigError, Unsupported
 from farflung.base.files import utf8_name
-from farflung.base.torch_internals import compiled_from
+from farflung.base.torch_internals import compiled_from, is_flattened
 from farflung.base.tree import send_to_device
 from farflung.big_model import tensors
 from farflung.big_model.hooks import align_module_device, has_offloaded_params, weights_of
@@ -134,8 +134,9 @@ def load_checkpoint_in_model(
             "full_state_dict=False and broadcast_from_rank0 are for models that are sharded over a process group; "
             "they go with neither device_map nor dtype."
         )
-    is_wrapped = isinstance(model, DistributedDataParallel) or compiled_from(model) is not None
-    by_torch = may_share and (broadcast_from_rank0 or is_wrapped or model_has_dtensor(model))
+    is_wrapped = any(isinstance(one, DistributedDataParallel) or compiled_from(one) for one in model.modules())
+    is_sharded = model_has_dtensor(model) or any(map(is_flattened, model.parameters()))
+    by_torch = may_share and (broadcast_from_rank0 or is_wrapped or is_sharded)
     sources: Iterator[dict[str, Tensor]] = iter(())
 
     def find() -> tuple[set[str], int]:

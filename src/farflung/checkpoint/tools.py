@@ -103,7 +103,7 @@ def verify(folder: Path | Address) -> None:
             checkpoint = Checkpoint.open(path).verify()
             verified = [True] if checkpoint.manifest else [_is_verified(path / name) for name in _units(path)]
             lacks = "" if _has_model(path) else f"; {_NO_MODEL}"
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             broken.append(str(error))
             continue
         state = "complete" if all(verified) else "readable, but it can't be verified without a manifest"

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn.functional import pad
 from torch.nn.parameter import is_lazy
 
 from farflung.base.errors import ConfigError, Unsupported
+from farflung.comm.recording import unrecorded
 
 _NO_NUMBERS = (torch.bits8, torch.bits16, torch.bits1x8, torch.bits2x4, torch.bits4x2)
 _ROW = 4096  # words of 8 bytes
@@ -89,6 +91,31 @@ def fingerprint(x: Tensor) -> int:
     rows = words[: len(words) // _ROW * _ROW].view(-1, _ROW)
     sums = torch.cat([rows.sum(0), rows.sum(1), words[rows.numel() :]]).cpu()
     return int.from_bytes(hashlib.blake2b(sums.numpy().tobytes(), digest_size=6).digest(), "big")
+
+
+@contextmanager
+def lent(
+    tensors: Callable[[], Sequence[Tensor]], lend: Callable[[list[tuple[Tensor, Tensor]]], None]
+) -> Iterator[None]:
+    """Have other values in tensors within the block, and then their own again, but for those that a script has written.
+
+    Args:
+        tensors: returns this rank's parts, in the same order each time: a model may move to another device meanwhile.
+        lend: puts the other values there, given the tensors with their own.
+    """
+    with unrecorded():
+        own = [(tensor, tensor.clone()) for tensor in tensors()]
+    there: list[tuple[torch.dtype, int]] = []
+    try:
+        with unrecorded():
+            lend(own)
+            there += [(tensor.dtype, fingerprint(tensor)) for tensor, _ in own]
+        yield
+    finally:
+        with unrecorded():
+            for number, (tensor, (_, value)) in enumerate(zip(tensors(), own, strict=True)):
+                if not there or tensor.dtype != there[number][0] or fingerprint(tensor) == there[number][1]:
+                    tensor.copy_(value)
 
 
 @torch.no_grad()

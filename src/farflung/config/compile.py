@@ -28,6 +28,10 @@ def check_backend(name: str, backend: object) -> None:
     check_word(name, word, [str(known).lower() for known in DynamoBackend])
 
 
+def _variable(name: str) -> str:
+    return _PREFIX + ("MODE" if name == "mode" else f"USE_{name.removeprefix('use_').upper()}")
+
+
 @dataclass
 class TorchDynamoPlugin(CheckedKwargs):
     """Arguments of `torch.compile` for the models that `prepare` is given.
@@ -58,15 +62,15 @@ class TorchDynamoPlugin(CheckedKwargs):
         check_backend("TorchDynamoPlugin: backend" if self.backend is not None else _PREFIX + "BACKEND", given)
         word = str(given).upper()
         asked = [name for name in _NEED_BACKEND if getattr(self, name) not in (None, False, "default")]
+        asked = [name for name in asked if environ.text(_variable(name)) is None]  # others may have none
         if word == DynamoBackend.NO and asked:
             raise ConfigError(f"{', '.join(asked)} of TorchDynamoPlugin need a backend, such as backend='inductor'.")
         self.backend = DynamoBackend(word)
-        self.mode = self.mode or environ.text(_PREFIX + "MODE") or "default"
+        self.mode = self.mode or environ.text(_variable("mode")) or "default"
         for name in ("fullgraph", "use_regional_compilation"):
-            variable = _PREFIX + "USE_" + name.removeprefix("use_").upper()
-            setattr(self, name, environ.flag(variable) if getattr(self, name) is None else getattr(self, name))
-        if self.dynamic is None and environ.text(_PREFIX + "USE_DYNAMIC") is not None:
-            self.dynamic = environ.flag(_PREFIX + "USE_DYNAMIC")
+            setattr(self, name, environ.flag(_variable(name)) if getattr(self, name) is None else getattr(self, name))
+        if self.dynamic is None and environ.text(_variable("dynamic")) is not None:
+            self.dynamic = environ.flag(_variable("dynamic"))
         check_fields(self)
         check_word("TorchDynamoPlugin: mode", self.mode, _MODES)
         check_optional("TorchDynamoPlugin: options", self.options, dict, "a dictionary of what the backend takes")

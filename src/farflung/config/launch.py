@@ -449,7 +449,8 @@ def flags_for(settings: LaunchSettings, without: Collection[str] = ()) -> list[s
     words: list[str] = []
     for entry in FIELDS:
         value = settings.value(entry.name)
-        is_default = value == entry.default and entry.from_environment() in (None, value)
+        is_silent = entry.is_switch and not entry.in_file and not value  # it has no negative form
+        is_default = value == entry.default and (is_silent or entry.from_environment() in (None, value))
         if value is None or is_default or entry.name in without:
             continue
         flag = min(entry.flags, key=len)

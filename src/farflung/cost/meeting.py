@@ -14,7 +14,7 @@ In a bucket more than three replicas put votes and words into the names of objec
 would, so the 2 becomes 4/M in `t`, and 0 in the reads.
 
 Looks for a share that is not there yet come on top: as many as there are pauses in the wait for slower replicas. So
-does the shared state, weights and what the outer optimizer keeps, which the first member writes beside its steps.
+does the shared state, weights and what the outer optimizer keeps, which the first member writes while it trains.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Traffic:
     records_per_round: float  # heartbeats of its launcher, and its part of the looks for newcomers
     bytes_written_per_round: float
     bytes_read_per_round: float
-    state_bytes: float  # of the shared state, which the first member writes every few rounds (half of `--state_every`)
+    state_bytes: float  # of the shared state, which the first member writes every few rounds
     bytes_stored: float  # of all replicas, with their states, at most
     usd: float | None  # of all replicas, in the whole run; None without prices
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from farflung.comm.group import Group, SoloGroup
-from farflung.comm.recording import unrecorded
 from farflung.comm.shards import local, model_has_dtensor, reshard
-from farflung.comm.tensor_memory import fingerprint
+from farflung.comm.tensor_memory import lent
 from farflung.exchanged.bound import BoundFragment
 from farflung.exchanged.comparison import frozen_fingerprints, moved, synchronize
 from farflung.exchanged.structure import described, line_of, structure_of, text_of
@@ -295,21 +294,13 @@ class Replica:
             coming: parameters that are not exchanged yet, and are restored too.
             lend: puts them there, given the tensors with their values before.
         """
-        reshard(self._model.modules())
         places = [place for fragment in self.fragments for place in fragment.cut.places]
         found = [(place, place.owner.get(place.key)) for place in (*places, *coming)]
-        with unrecorded():
-            there = [(place, local(one)) for place, one in found if isinstance(one, Tensor)]
-            own = [(tensor, tensor.clone()) for _, tensor in there]
-        lent: list[tuple[torch.dtype, int]] = []
-        try:
-            lend(own)
-            lent += [(tensor.dtype, fingerprint(tensor)) for tensor, _ in own]
+        there = [(place, one) for place, one in found if isinstance(one, Tensor)]
+
+        def tensors() -> list[Tensor]:
+            reshard(self._model.modules())
+            return [local(place.owner.get(place.key, one)) for place, one in there]
+
+        with lent(tensors, lend):
             yield
-        finally:
-            with unrecorded():
-                reshard(self._model.modules())
-                for number, ((place, _), (_, value)) in enumerate(zip(there, own, strict=True)):
-                    tensor = local(place.owner.get(place.key, value))
-                    if not lent or tensor.dtype != lent[number][0] or fingerprint(tensor) == lent[number][1]:
-                        tensor.copy_(value)

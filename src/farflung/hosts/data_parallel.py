@@ -200,15 +200,19 @@ class DDPTakeover:
 
         A collective.
         """
-        lost = self._lost()
-        for one in [one for one in self._followed if one.holds(module) or one in lost]:
-            self._followed.remove(one)
-            self._driven.clear()
-            driver = one.shared.take_driver()
-            one.end()
-            if driver is not None:
-                with self._in_round():
-                    driver.end()
+        for one in [one for one in self._followed if one.holds(module)]:
+            self._end_loop(one)
+        for one in self._lost():  # once ranks that the first ones wait for in a round are here too
+            self._end_loop(one)
+
+    def _end_loop(self, one: FollowedModel) -> None:
+        self._followed.remove(one)
+        self._driven.clear()
+        driver = one.shared.take_driver()
+        one.end()
+        if driver is not None:
+            with self._in_round():
+                driver.end()
 
     def _lost(self) -> list[FollowedModel]:
         """Return the models that no rank has any more, such as those of earlier folds: a collective."""
@@ -256,6 +260,7 @@ class DDPTakeover:
         self._check(optimizer, parameters_of(optimizer), bool(loops))
         self._driven[optimizer] = loops
         for shared in loops:
+            shared.end_evaluations()
             if shared.driver is None:
                 shared.driver = self._opened(shared, optimizer)
             elif optimizer not in shared.optimizers:

@@ -25,6 +25,7 @@ from farflung.auto.tuner import LineTuner
 from farflung.base.events import Kind, record
 from farflung.base.words import counted
 from farflung.comm.group import Group
+from farflung.hosts.evaluation import evaluates
 from farflung.members.elastic import Elastic
 from farflung.methods.inner import IterationTracker
 from farflung.methods.recipe import Recipe
@@ -110,8 +111,7 @@ class Driver:
         self.loop.is_driven = True
         if tuner is not None:
             tuner.follow(self.loop)
-        # An optimizer without a schedule puts weights of its own into the model for an evaluation.
-        self._turns = callable(getattr(inner, "eval", None))
+        self.has_own_evaluation = evaluates(inner)
         self._data: Any = None  # the batches that rounds bring into the common weights
         if members.slots is not None:
             self._data = members.slots.follow(membership)
@@ -155,7 +155,7 @@ class Driver:
     @property
     def lends(self) -> bool:
         """Whether `agreed` changes the model's weights."""
-        return self.loop.has_anchor and not self.loop.is_warming and not self._turns
+        return self.loop.has_anchor and not self.loop.is_warming
 
     def agreed(self) -> AbstractContextManager[None]:
         """Put the weights that all ranks last agreed on into the model, if the recipe keeps them; nothing is sent."""

@@ -16,7 +16,8 @@ from torch import nn
 
 from farflung.base.events import Kind, record
 from farflung.comm.frames import user_call
-from farflung.comm.recording import unrecorded
+from farflung.comm.shards import local
+from farflung.comm.tensor_memory import lent
 from farflung.hosts.patching import around
 
 
@@ -27,8 +28,17 @@ class Lender(Protocol):
     def lends(self) -> bool:
         """Whether it has any."""
 
+    @property
+    def has_own_evaluation(self) -> bool:
+        """Whether the optimizer puts other weights into the model for an evaluation, see `evaluates`."""
+
     def agreed(self) -> AbstractContextManager[None]:
         """Have them in the model within a block."""
+
+
+def evaluates(optimizer: Any) -> bool:
+    """Return whether an optimizer is schedule-free: its `eval()` turns the weights of the training."""
+    return callable(getattr(optimizer, "eval", None))
 
 
 @contextmanager
@@ -38,22 +48,18 @@ def agreed_in(module: nn.Module, lender: Lender, is_all: bool) -> Iterator[None]
         with lender.agreed():
             yield
         return
-    tensors = [*module.parameters(), *module.buffers()]
-    with unrecorded():
-        own = [one.clone() for one in tensors]
+
+    def tensors() -> list[torch.Tensor]:
+        return list(map(local, [*module.parameters(), *module.buffers()]))
+
+    def lend(own: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         with lender.agreed():
-            theirs = [one.clone() for one in tensors]
-        _put(tensors, theirs)
-    try:
+            theirs = [one.clone() for one, _ in own]
+        for (tensor, _), value in zip(own, theirs, strict=True):
+            tensor.copy_(value)
+
+    with lent(tensors, lend):
         yield
-    finally:
-        with unrecorded():
-            _put(tensors, own)
-
-
-def _put(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    for tensor, value in zip(tensors, values, strict=True):
-        tensor.copy_(value)
 
 
 class LentWeights:
@@ -82,7 +88,7 @@ class LentWeights:
         """Called when the model changes its mode, with the loop or mean whose weights it is to have."""
         if to_train:
             self.end()
-        elif self._own is None and driver is not None and driver.lends:
+        elif self._own is None and driver is not None and driver.lends and not driver.has_own_evaluation:
             self._own = ExitStack()
             self._own.enter_context(driver.agreed())
 

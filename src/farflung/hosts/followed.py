@@ -102,6 +102,10 @@ class FollowedModel:
     def lends(self) -> bool:
         return self.driver is not None and self.driver.lends
 
+    @property
+    def has_own_evaluation(self) -> bool:
+        return self.driver is not None and self.driver.has_own_evaluation
+
     def agreed(self) -> AbstractContextManager[None]:
         """Have the agreed weights in this model within a block, and in no other one of its loop."""
         assert self.driver is not None

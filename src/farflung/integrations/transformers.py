@@ -19,6 +19,7 @@ from farflung.comm.checksum import crc32
 from farflung.comm.tensor_memory import host_bytes
 from farflung.config.outer import AUTO
 from farflung.exchanged.states import merge_states
+from farflung.hosts.evaluation import evaluates
 from farflung.methods.arguments import OuterConfig, chosen_recipe
 from farflung.methods.recipe import Recipe
 from farflung.outer.engine import OuterLoop
@@ -133,6 +134,9 @@ class OuterCallback(TrainerCallback):
         self._open = None
 
     def _lend(self, control: Any) -> None:
+        optimizer = self._trainer.optimizer
+        if control.should_evaluate and evaluates(getattr(optimizer, "optimizer", optimizer)):
+            return  # its weights for an evaluation are of those that it trains
         if control.should_evaluate or control.should_save:
             assert self.loop is not None
             self._agreed = ExitStack()

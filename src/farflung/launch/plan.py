@@ -277,7 +277,7 @@ def fit_for_cores(number: int, called: str, noun: str = "process") -> int:
 
 def _check_threads(threads: int) -> None:
     """Refuse too many threads, but only note those of a variable, which may be set for all programs of a machine."""
-    if threads != environ.integer("OMP_NUM_THREADS"):
+    if str(threads) != environ.text("OMP_NUM_THREADS"):
         fit_for_cores(threads, "num_cpu_threads_per_process", "thread")
     elif threads > MAX_PER_CORE * (cores := usable_cores()):
         message = f"OMP_NUM_THREADS is {threads}, but this machine has {counted(cores, 'usable core')}"

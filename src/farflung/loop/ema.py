@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from farflung.base.errors import Unsupported
 from farflung.base.torch_internals import foreach_lerp_
 from farflung.comm.shards import local, reshard
+from farflung.comm.tensor_memory import lent
 
 MEAN, STEPS = "ema", "ema_steps"  # in the optimizer's state of a parameter, and in its group
 
@@ -66,14 +67,15 @@ class WeightAverage:
 @contextmanager
 def means_in(model: nn.Module, averages: Iterable[WeightAverage]) -> Iterator[None]:
     """Have the means in place of the weights of a model within the block, in which it may move to another device."""
-    reshard(model.modules())
     pairs = [pair for average in averages for pair in average.means_of(model.parameters())]
-    own = [(parameter, local(parameter).clone()) for parameter, _ in pairs]
-    for parameter, mean in pairs:
-        local(parameter).copy_(mean)
-    try:
-        yield
-    finally:
+
+    def tensors() -> list[Tensor]:
         reshard(model.modules())
-        for parameter, value in own:
-            local(parameter).copy_(value)
+        return [local(parameter) for parameter, _ in pairs]
+
+    def lend(own: list[tuple[Tensor, Tensor]]) -> None:
+        for (tensor, _), (_, mean) in zip(own, pairs, strict=True):
+            tensor.copy_(mean)
+
+    with lent(tensors, lend):
+        yield

@@ -91,7 +91,8 @@ class AcceleratedOptimizer(Optimizer):
             is_scaled = self.precision.scaler is not None
             done = self.finite.step(parameters_of(self.optimizer), make, is_scaled, closure is not None)
         self.step_was_skipped = not done
-        if len(self.loop_state.optimizers) == 1:  # others would step on gradients of the scale before
+        if [one for one in self.loop_state.optimizers if one.precision is self.precision] == [self]:
+            # Others would step on gradients of the scale before.
             self.precision.forget()
         if done and self.completed_steps is not None:
             self.completed_steps += 1

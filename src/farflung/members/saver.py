@@ -93,7 +93,7 @@ class Saver:
         ):
             since, self._since, self._is_due = self._since, 0, False
             self._saving = self._begin(landed[0], needs, since)
-        elif self._since >= 2 * every and not self._has_warned:
+        elif self._since >= 2 * every and not self._has_warned and (is_free or not self._may_rest):
             self._warn()
         if self._share_group.rank == 0 and (self._noting is None or self._noting.is_over):
             self._noting = ThreadedCall(partial(self._note, landed, self._since), "note a round")

@@ -172,7 +172,7 @@ class RoundLine(NamedTuple):
 
 
 def logged_round(row: Any) -> RoundLine:
-    """Read a line of `rounds.jsonl`; TypeError for one that lacks what has no default."""
+    """Read a line of `rounds.jsonl`; TypeError or ValueError for one that lacks something."""
     line = RoundLine(**{name: read(row[name]) for name, read in _OF_ROUNDS if row.get(name) is not None})
     if not line.members:
         raise ValueError("it is a round of no members")

@@ -71,6 +71,11 @@ class Rank:
         return stays if self.ended is None and stays > _STUCK_S and not self.is_program else 0.0
 
     @property
+    def may_train(self) -> bool:
+        """Whether it isn't known to be over: a program of an earlier life is, once its replica was started again."""
+        return not (self.is_lost or self.ended or self.is_program)
+
+    @property
     def is_lost(self) -> bool:
         """Whether it gives no sign, without having ended."""
         if self.is_program:
@@ -163,7 +168,7 @@ class ObservedRun:
         self.lives = [self._rank(row, since) for row, since in self._signs.values() if self._life_of(row)[0] == number]
         self.lives.sort(key=lambda one: (one.row.get("member") or 0, one.row["rank"]))
         latest = {one.name: one for one in self.lives}  # a replica that was started again is a new member of its name
-        self.ranks = [one for one in self.lives if latest[one.name] is one or not (one.is_lost or one.ended)]
+        self.ranks = [one for one in self.lives if latest[one.name] is one or one.may_train]
         self.state, self.code = self._state()
 
     def _look_at_sign(self, path: Path) -> None:

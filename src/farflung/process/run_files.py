@@ -110,7 +110,7 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, (int, float, str)):
         return value
     if hasattr(value, "tolist"):  # a tensor, or an array or a number of NumPy's
-        value = value.tolist()
+        return plain(value.tolist())
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -25,7 +25,6 @@ RUN = ["--engine", "ray", "--cpu", "--run-dir", "run"]
 # Prints its number; ends well at SIGTERM, and by itself once there is a file.
 STAYS = f"""
 import threading
-from unittest.mock import Mock
 print("up", of("--meet"), flush=True)
 threading.Thread(target=lambda: (signal(), open("signed out", "a").write("x"), os._exit(0)), daemon=True).start()
 while not os.path.exists("last"):
