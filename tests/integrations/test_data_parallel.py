@@ -379,8 +379,16 @@ def test_training_goes_on_from_what_a_script_writes_into_weights_while_it_evalua
                 one.data.copy_(live[name])
         model.train()
         assert same(held_by(model), live)
-    model.eval().double()
-    model.float().train()
+    for cast in (model.double, model.half):
+        model.eval()
+        cast()
+        model.float().train()
+        assert same(held_by(model), live)
+    means = {name: one / 2 for name, one in live.items()}
+    for values in ({name: one.clone() for name, one in means.items()}, live):  # by assignment
+        for name, one in model.named_parameters():
+            one.data = values[name]
+        model.train(values is live)
     assert same(held_by(model), live)
     takeover.close()
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from typing import Any, TypeVar
 
 import torch
@@ -133,7 +134,11 @@ def _share(inputs: Any, rank: int, size: int, padded: bool) -> Any:
         return inputs
     if isinstance(inputs, Mapping):
         share = functools.partial(_share, rank=rank, size=size, padded=padded)
-        return {k: share(value) for k, value in inputs.items()} if isinstance(inputs, dict) else rebuilt(inputs, share)
+        if not isinstance(inputs, dict):
+            return rebuilt(inputs, share)
+        made = copy(inputs)
+        made.update((key, share(value)) for key, value in inputs.items())
+        return made
     count, extra = divmod(len(inputs), size)
     start = rank * count + min(rank, extra)
     stop = start + count + (rank < extra)

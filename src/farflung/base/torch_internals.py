@@ -115,8 +115,7 @@ def compiled_from(module: nn.Module) -> nn.Module | None:
 
 def compiled_again(compiled: nn.Module, model: nn.Module) -> nn.Module:
     """Compile `model` in the way in which `torch.compile` made `compiled`."""
-    made: nn.Module = type(compiled)(model, taken(compiled, "dynamo_ctx", "compile a model as another one was"))
-    return made
+    return type(compiled)(model, taken(compiled, "dynamo_ctx", "compile a model as another one was"))
 
 
 def calls_compiled(module: nn.Module) -> bool:
@@ -173,6 +172,7 @@ def expect_batches(loader: DataLoader[Any], number: int) -> None:
 
 # Methods of a tensor that ask what it is, and read no values.
 ASK_OF_KIND = ("_has_compatible_shallow_copy_type", "_is_view")
+MAKE_ITERATOR = ("__iter__", "_get_iterator")  # methods of a loader
 NUM_YIELDED = "_num_yielded"  # of a loader's iterator: how many batches it has handed out
 
 

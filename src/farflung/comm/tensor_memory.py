@@ -17,6 +17,7 @@ from farflung.base.errors import ConfigError, Unsupported
 from farflung.comm.recording import unrecorded
 
 _NO_NUMBERS = (torch.bits8, torch.bits16, torch.bits1x8, torch.bits2x4, torch.bits4x2)
+_HALVES = (torch.float16, torch.bfloat16)
 _ROW = 4096  # words of 8 bytes
 _SMALL = 64 * 1024  # bytes; a tensor of fewer takes longer to look at than to copy
 
@@ -100,22 +101,31 @@ def lent(
     """Have other values in tensors within the block, and then their own again, but for those that a script has written.
 
     Args:
-        tensors: returns this rank's parts, in the same order each time: a model may move to another device meanwhile.
+        tensors: returns this rank's parts, in the same order each time: a model may be moved or cast meanwhile.
         lend: puts the other values there, given the tensors with their own.
     """
     with unrecorded():
         own = [(tensor, tensor.clone()) for tensor in tensors()]
-    there: list[tuple[torch.dtype, int]] = []
+    there: list[int] = []
     try:
         with unrecorded():
             lend(own)
-            there += [(tensor.dtype, fingerprint(tensor)) for tensor, _ in own]
+            there += [fingerprint(tensor) for tensor, _ in own]
         yield
     finally:
         with unrecorded():
-            for number, (tensor, (_, value)) in enumerate(zip(tensors(), own, strict=True)):
-                if not there or tensor.dtype != there[number][0] or fingerprint(tensor) == there[number][1]:
-                    tensor.copy_(value)
+            for number, (now, (before, value)) in enumerate(zip(tensors(), own, strict=True)):
+                if there and fingerprint(before) != there[number]:
+                    continue
+                if now.data_ptr() != before.data_ptr() and _is_copy(now, before):
+                    now.copy_(value)
+                before.copy_(value)  # also if a script has put other memory in its place
+
+
+def _is_copy(x: Tensor, of: Tensor) -> bool:
+    """Return whether a tensor has the values of another one, moved, cast, or cast to 16 bits and back."""
+    there, kinds = of.to(x.device), (of.dtype, *(_HALVES if of.is_floating_point() else ()))
+    return any(torch.equal(x, there.to(kind).to(x.dtype)) for kind in kinds)
 
 
 @torch.no_grad()

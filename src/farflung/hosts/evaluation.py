@@ -16,7 +16,7 @@ from torch import nn
 
 from farflung.base.events import Kind, record
 from farflung.comm.frames import user_call
-from farflung.comm.shards import local
+from farflung.comm.shards import local, reshard
 from farflung.comm.tensor_memory import lent
 from farflung.hosts.patching import around
 
@@ -49,8 +49,15 @@ def agreed_in(module: nn.Module, lender: Lender, is_all: bool) -> Iterator[None]
             yield
         return
 
+    def named() -> dict[str, torch.Tensor]:
+        reshard(module.modules())
+        return dict([*module.named_parameters(), *module.named_buffers()])
+
+    found = named()
+
     def tensors() -> list[torch.Tensor]:
-        return list(map(local, [*module.parameters(), *module.buffers()]))
+        now = named()
+        return [local(now.get(name, one)) for name, one in found.items()]
 
     def lend(own: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         with lender.agreed():

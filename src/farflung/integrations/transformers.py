@@ -102,6 +102,11 @@ class OuterCallback(TrainerCallback):
         if rounds := self._trainer.accelerator._controller.figures():
             self._trainer.log(rounds)
 
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Lend the agreed weights for a save that follows, if the optimizer had its own for the evaluation."""
+        if self._open is not None and self._agreed is None and control.should_save:
+            self._enter()
+
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write this rank's outer loop and optimizer into the Trainer's checkpoint."""
         agreed = _checksum(self._trainer.model)
@@ -138,9 +143,12 @@ class OuterCallback(TrainerCallback):
         if control.should_evaluate and evaluates(getattr(optimizer, "optimizer", optimizer)):
             return  # its weights for an evaluation are of those that it trains
         if control.should_evaluate or control.should_save:
-            assert self.loop is not None
-            self._agreed = ExitStack()
-            self._agreed.enter_context(self.loop.synced())
+            self._enter()
+
+    def _enter(self) -> None:
+        assert self.loop is not None
+        self._agreed = ExitStack()
+        self._agreed.enter_context(self.loop.synced())
 
     def _take_own(self) -> None:
         agreed, self._agreed = self._agreed, None

@@ -67,6 +67,7 @@ class WeightAverage:
 @contextmanager
 def means_in(model: nn.Module, averages: Iterable[WeightAverage]) -> Iterator[None]:
     """Have the means in place of the weights of a model within the block, in which it may move to another device."""
+    reshard(model.modules())
     pairs = [pair for average in averages for pair in average.means_of(model.parameters())]
 
     def tensors() -> list[Tensor]:

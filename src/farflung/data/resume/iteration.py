@@ -132,10 +132,10 @@ class Iteration:
 
         Those of a stream whose state was loaded are restored too: it does not draw again what it drew before.
         """
-        position = self.resumed_at
+        source, position = self.loader.base_source, self.resumed_at
         rng.write(self.now.host)
-        if position is not None and position.dataset is not None:
-            self.loader.base_source.set_generators(self.now.generators)
+        if position is not None and position.dataset is not None and not source.by_index:
+            source.set_generators(self.now.generators)
 
     @property
     def position(self) -> str | None:
@@ -178,7 +178,7 @@ def batches_of(one: Iteration, workers: Workers) -> Iterator[Any]:
         one.source = opened(one, source.loader) if position is None else _reopened(one, source, position)
     if position is None:
         return one.source if reads else islice(one.source, one.skip, None)
-    takes_next = position.dataset is None  # what was prefetched; orders are drawn with it
+    takes_next = reads or position.dataset is None  # what was prefetched; orders are drawn with it
     first = list(islice(one.source, max(1, position.num_prefetched) if takes_next else 0))
     if position.prefetched is not None:
         first = unpack_batches(position.prefetched)
@@ -250,10 +250,13 @@ def _starting(base: DataLoader[Any], replaced: dict[str, Any], is_signalled: boo
 
 
 def _begun(batches: Iterator[Any], starting: Callable[[], AbstractContextManager[None]]) -> Iterator[Any]:
-    """Yield the batches of a generator, which starts when its first one is asked for."""
-    with starting():
-        first = list(islice(batches, 1))
-    yield from chain(first, batches)
+    """Yield the batches of a generator, which may start torch's own iterator whenever a batch is asked for."""
+    while True:
+        with starting():
+            found = list(islice(batches, 1))
+        if not found:
+            return
+        yield from found
 
 
 def replay(batches: Iterator[Any], number: int, to_the_end: bool = False) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, get_worker_info
 
 from farflung.base.events import Kind, record
-from farflung.base.torch_internals import forget_workers, has_live_workers
+from farflung.base.torch_internals import MAKE_ITERATOR, forget_workers, has_live_workers
 from farflung.checkpoint import rng
 from farflung.data.torch_loaders import Source
 from farflung.process.world import current_world
@@ -188,8 +188,7 @@ class Workers:
 def can_record(source: Source) -> bool:
     """Return whether the batches of a loader come from workers that take turns, through torch's own iterator."""
     loader = source.loader
-    kinds = type(loader).__mro__
-    is_plain = not any({"__iter__", "_get_iterator"} & vars(kind).keys() for kind in kinds[: kinds.index(DataLoader)])
+    is_plain = all(getattr(type(loader), name) is getattr(DataLoader, name) for name in MAKE_ITERATOR)
     return source.by_index and loader.num_workers > 0 and loader.in_order and is_plain
 
 
