@@ -130,14 +130,14 @@ class Reader:
         raise ConfigError(f"Nothing can be pulled from {self.address}. {why}.")
 
     def __iter__(self) -> Iterator[Version]:
-        taken, refused = "", set[str]()  # names
+        latest, refused = "", set[str]()  # the name of the version before, and of those that can't be read
         with self._states(PATIENCE_S, waits=True) as states:
             following = _VersionReader(states, self._dtype, self._refused)
             while True:
                 for _ in waiting(states.look_s, say=aloud("this process", f"for newer weights at {self.address}")):
                     there = list(states.newest())
                     names = [one.name for one in there]
-                    since = there[: names.index(taken)] if taken in names else there
+                    since = there[: names.index(latest)] if latest in names else there
                     newer = [one for one in since if one.name not in refused]
                     if newer or (there and there[0].is_last):
                         break
@@ -149,7 +149,7 @@ class Reader:
                     refused.add(newer[0].name)
                     self._refused(f"The state at step {newer[0].position} was not taken: {error}")
                 else:
-                    taken = newer[0].name
+                    latest = newer[0].name
                     yield version
 
     @contextmanager

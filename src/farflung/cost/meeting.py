@@ -13,8 +13,8 @@ word that all has arrived after it. The time is that of reads one after the othe
 In a bucket more than three replicas put votes and words into the names of objects: one listing has what M - 1 reads
 would, so the 2 becomes 4/M in `t`, and 0 in the reads.
 
-Looks for a share that is not there yet come on top: as many as there are pauses in the wait for slower replicas. So
-does the shared state, weights and what the outer optimizer keeps, which the first member writes while it trains.
+Not counted are repeated reads of a share that a slower replica has not written yet, one in each pause of the wait. The
+first member also writes the shared state while it trains: the weights, and the outer optimizer's state.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class Source:
 
     @property
     def keeper(self) -> Any:
-        """What knows how far a stream was read: the loader, or a data set that is read in this process."""
+        """The object whose state dict has a stream's position: the loader, or a data set that this process reads."""
         if self.by_index:  # it continues in a copy, which skips what was handed out
             return None
         if hasattr(self.loader, "load_state_dict"):

@@ -141,7 +141,7 @@ class OuterCallback(TrainerCallback):
     def _lend(self, control: Any) -> None:
         optimizer = self._trainer.optimizer
         if control.should_evaluate and evaluates(getattr(optimizer, "optimizer", optimizer)):
-            return  # its weights for an evaluation are of those that it trains
+            return  # a schedule-free optimizer computes the weights to evaluate from the trained ones
         if control.should_evaluate or control.should_save:
             self._enter()
 

@@ -82,7 +82,7 @@ class DDP(ShardedModels):
         return ddp
 
     def unaveraged(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        """Return the frozen parameters: torch's DDP averages only those that require a gradient when it is made."""
+        """Return the frozen parameters: DDP won't average their gradients even if they are unfrozen later."""
         if isinstance(model, DistributedDataParallel) or model_has_dtensor(model):  # the script's own
             return []
         return [(name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad]

@@ -158,7 +158,7 @@ class Tracking:
     def start(self, project: str | None, config: Any, arguments: Arguments) -> None:
         """Make the trackers that are named, start all, and have them store `config` if there is one.
 
-        If it raises, nothing has begun: those that were started are finished.
+        If this raises, trackers that have been started are finished, and `start` may be called again.
         """
         trackers = [] if self.is_over else [*self.started]
         for asked in self.asked:
